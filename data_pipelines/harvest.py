@@ -1,0 +1,186 @@
+"""From prompts to features: the target answers each prompt, then one pass over its text taps its hidden states.
+
+    accelerate launch -m data_pipelines.harvest recipes/tiny.yaml
+
+Both stages write whole shards by sample id, so a killed run resumes and the number of ranks may change in between.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor
+
+from data_pipelines.prompts import make_prompts
+from data_pipelines.shards import MANIFEST, Sample, shard_is_whole, shard_name, write_manifest, write_shard
+from data_pipelines.stage import Json, Stage, file_digest, read_jsonl, target_identity, write_jsonl
+from heads.build import head_taps
+from heads.target_config import TargetConfig, locate_target
+from inference.target import TargetModel
+from recipes import Recipe, recipe_from_command_line
+
+SPLITS = ("train", "heldout")
+
+
+def responses_stage(recipe: Recipe, prompts: Stage) -> Stage:
+    data = recipe.data
+    inputs = {
+        "prompts": prompts.digest(),
+        "target": target_identity(locate_target(recipe.target.path, recipe.target.revision)),
+        "target.dtype": recipe.target.dtype,
+        "data.response_tokens": data.response_tokens,
+        "data.temperatures": data.temperatures,
+        "data.generate_batch": data.generate_batch,
+        "data.heldout_samples": data.heldout_samples,
+        "data.shard_samples": data.shard_samples,
+        "seed": recipe.seed,
+    }
+    return Stage("responses", recipe.responses_dir, inputs)
+
+
+def features_stage(recipe: Recipe, responses: Stage, taps: tuple[int, ...]) -> Stage:
+    inputs = {"responses": responses.digest(), "taps": taps, "data.dtype": recipe.data.dtype}
+    return Stage("features", recipe.features_dir, inputs)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The prompts of one shard: the unit of work, of sharing between ranks and of resuming."""
+
+    split: str
+    index: int
+    rows: list[Json]
+
+
+def pieces(recipe: Recipe) -> list[Piece]:
+    """All shards of both splits, by sample id alone, so that any number of ranks makes the same files."""
+    found, size = [], recipe.data.shard_samples
+    for split, limit in (("train", None), ("heldout", recipe.data.heldout_samples)):
+        rows = list(read_jsonl(recipe.prompts_dir / f"{split}.jsonl"))[:limit]
+        found += [Piece(split, i // size, rows[i : i + size]) for i in range(0, len(rows), size)]
+    return found
+
+
+def harvest(recipe: Recipe, target: TargetModel | None = None) -> Stage:
+    """Run whatever is missing of prompts, responses and features, on all ranks together; returns the last stage.
+
+    Raises ValueError where a stage on disk was made from other inputs.
+    """
+    state = PartialState()
+    with state.main_process_first():
+        prompts = make_prompts(recipe)
+    taps = head_taps(recipe.head, TargetConfig.from_folder(locate_target(recipe.target.path, recipe.target.revision)))
+
+    responses = responses_stage(recipe, prompts)
+    if not responses.is_complete():
+        target = target or TargetModel.load(recipe.target, taps)
+        responses.begin()
+        for piece in mine(pieces(recipe), state, "responses of the target"):
+            write_responses(recipe, target, piece)
+        state.wait_for_everyone()
+        if state.is_main_process:
+            finish_responses(recipe, responses)
+        state.wait_for_everyone()
+
+    features = features_stage(recipe, responses, taps)
+    if not features.is_complete():
+        target = target or TargetModel.load(recipe.target, taps)
+        features.begin()
+        made_from = hashlib.sha256(json.dumps(features.inputs, sort_keys=True).encode()).hexdigest()
+        for piece in mine(pieces(recipe), state, "features"):
+            write_features(recipe, target, piece, made_from)
+        state.wait_for_everyone()
+        if state.is_main_process:
+            write_manifest(features.folder, {"made_from": features.inputs})
+            features.finish({"manifest": file_digest(features.folder / MANIFEST)})
+        state.wait_for_everyone()
+    return features
+
+
+def mine(work: list[Piece], state: PartialState, what: str) -> Iterator[Piece]:
+    """This rank's share of the pieces, with a progress bar on the main rank."""
+    share = work[state.process_index :: state.num_processes]
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, TimeRemainingColumn(), disable=not state.is_main_process) as progress:
+        yield from progress.track(share, description=f"{what}, shards")
+
+
+def responses_path(recipe: Recipe, piece: Piece) -> Path:
+    return recipe.responses_dir / f"{piece.split}-{piece.index:05d}.jsonl"
+
+
+def write_responses(recipe: Recipe, target: TargetModel, piece: Piece) -> None:
+    """Let the target answer the prompts of a shard, all at one of the recipe's temperatures."""
+    path = responses_path(recipe, piece)
+    if path.exists():
+        return
+    data = recipe.data
+    temperature = data.temperatures[piece.index % len(data.temperatures)]
+    by_length = sorted(piece.rows, key=lambda row: len(row["tokens"]))
+    rows: list[Json] = []
+    for start in range(0, len(by_length), data.generate_batch):
+        batch = by_length[start : start + data.generate_batch]
+        seed = recipe.seed * 1_000_003 + SPLITS.index(piece.split) * 100_003 + piece.index * 1009 + start
+        written = target.generate([row["tokens"] for row in batch], data.response_tokens, temperature, seed)
+        rows += [
+            {"id": row["id"], "prompt": row["tokens"], "response": response, "temperature": temperature}
+            for row, response in zip(batch, written, strict=True)
+        ]
+    write_jsonl(path, sorted(rows, key=lambda row: row["id"]))
+
+
+def finish_responses(recipe: Recipe, stage: Stage) -> None:
+    paths = [responses_path(recipe, piece) for piece in pieces(recipe)]
+    rows = [row for path in paths for row in read_jsonl(path)]
+    stage.finish(
+        {
+            "samples": len(rows),
+            "prompt_tokens": sum(len(row["prompt"]) for row in rows),
+            "response_tokens": sum(len(row["response"]) for row in rows),
+            "files": {path.name: file_digest(path) for path in paths},
+        }
+    )
+
+
+def write_features(recipe: Recipe, target: TargetModel, piece: Piece, made_from: str) -> None:
+    """Tap the hidden states of every sample of a shard."""
+    path = recipe.features_dir / shard_name(piece.split, piece.index)
+    if shard_is_whole(path, made_from):
+        return
+    rows = list(read_jsonl(responses_path(recipe, piece)))
+    by_length = sorted(rows, key=lambda row: len(row["prompt"]) + len(row["response"]))
+    samples: dict[int, Sample] = {}
+    for start in range(0, len(by_length), recipe.data.harvest_batch):
+        batch = by_length[start : start + recipe.data.harvest_batch]
+        tapped = tap(target, [row["prompt"] + row["response"] for row in batch], getattr(torch, recipe.data.dtype))
+        for row, (tokens, taps, last_hidden) in zip(batch, tapped, strict=True):
+            loss_mask = torch.arange(len(tokens)) >= len(row["prompt"])
+            samples[row["id"]] = Sample(tokens, loss_mask, taps, last_hidden)
+    write_shard(path, [samples[row["id"]] for row in rows], made_from)
+
+
+def tap(target: TargetModel, texts: list[list[int]], dtype: torch.dtype) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Tokens, tapped and last hidden states of each text, from one causal pass padded on the right."""
+    longest = max(map(len, texts))
+    tokens = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=target.device)
+    output = target.forward(tokens, last_only=True)
+    taps, last_hidden = output.taps.to("cpu", dtype), output.last_hidden.to("cpu", dtype)
+    return [
+        (torch.tensor(text), taps[i, : len(text)].clone(), last_hidden[i, : len(text)].clone())
+        for i, text in enumerate(texts)
+    ]
+
+
+def main() -> None:
+    recipe = recipe_from_command_line(__doc__ or "")
+    stage = harvest(recipe)
+    print(f"{stage.folder}: {stage.facts()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""The demo's corpus: the source of the Python standard library that runs this process, no download needed."""
+
+import hashlib
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# Tests, vendored copies and generated tables (code pages, help topics) are not the Python that people write.
+SKIPPED_FOLDERS = frozenset({"site-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"})
+HELD_OUT_PERCENT = 5
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    name: str  # relative to the library's root, with forward slashes
+    text: str
+
+    @property
+    def held_out(self) -> bool:
+        """A property of the name alone, so it is the same on every machine and for every Python version."""
+        return int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:4], "big") % 100 < HELD_OUT_PERCENT
+
+
+def source_files() -> Iterator[SourceFile]:
+    """Every module of the standard library, in the order of its name."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if SKIPPED_FOLDERS.isdisjoint(relative.parts):
+            text = path.read_text(encoding="utf-8", errors="ignore")
+            if text.strip():
+                yield SourceFile(relative.as_posix(), text)

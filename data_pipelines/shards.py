@@ -1,0 +1,145 @@
+"""Features on disk: variable-length samples in safetensors shards, a manifest with a checksum for each."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from data_pipelines.stage import Json, file_digest, write_text
+
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sequence; token 0 is the prompt's first."""
+
+    tokens: Tensor  # [seq], int64
+    loss_mask: Tensor  # [seq], bool: the tokens that the target wrote
+    taps: Tensor  # [seq, taps * hidden]: the tapped hidden states in ascending order
+    last_hidden: Tensor  # [seq, hidden]: before the final norm
+
+
+def shard_name(split: str, index: int) -> str:
+    return f"{split}-{index:05d}.safetensors"
+
+
+def write_shard(path: Path, samples: list[Sample], made_from: str) -> None:
+    """Write then rename, so a reader sees a whole shard or none and a killed harvest can simply resume.
+
+    `made_from` identifies the run's inputs; a shard of other inputs is refused later.
+    """
+    lengths = torch.tensor([0] + [len(sample.tokens) for sample in samples])
+    tensors = {
+        "tokens": torch.cat([sample.tokens.to(torch.int32) for sample in samples]),
+        "loss_mask": torch.cat([sample.loss_mask.to(torch.uint8) for sample in samples]),
+        "taps": torch.cat([sample.taps for sample in samples]),
+        "last_hidden": torch.cat([sample.last_hidden for sample in samples]),
+        "offsets": lengths.cumsum(0),
+    }
+    partial = path.with_name(path.name + ".partial")
+    save_file(tensors, partial, metadata={"made_from": made_from})
+    partial.replace(path)
+
+
+def shard_is_whole(path: Path, made_from: str) -> bool:
+    """Whether an earlier run already wrote this shard; one that cannot be read or is of other inputs is refused."""
+    if not path.exists():
+        return False
+    metadata = _open(path).metadata() or {}
+    if metadata.get("made_from") != made_from:
+        raise ValueError(
+            f"{path} is a shard of another run (made from {metadata.get('made_from', 'unknown inputs')!r}, "
+            f"this run is {made_from!r}); remove the file or choose another run_dir"
+        )
+    return True
+
+
+def write_manifest(folder: Path, about: Json) -> None:
+    """List every shard of a folder with its size and checksum."""
+    shards = []
+    for path in sorted(folder.glob("*.safetensors")):
+        offsets = _open(path).get_tensor("offsets")
+        shards.append(
+            {
+                "file": path.name,
+                "samples": len(offsets) - 1,
+                "tokens": int(offsets[-1]),
+                "bytes": path.stat().st_size,
+                "sha256": file_digest(path),
+            }
+        )
+    write_text(folder / MANIFEST, json.dumps({**about, "shards": shards}, indent=1))
+
+
+class FeatureStore:
+    """Samples of one split by number, read where they lie. A shard is checked against the manifest when it is opened.
+
+    Raises ValueError naming a shard that is missing, changed, or not in the manifest.
+    """
+
+    def __init__(self, folder: Path, split: str) -> None:
+        if not (folder / MANIFEST).is_file():
+            raise ValueError(f"{folder} holds no features (no {MANIFEST}); run data_pipelines.harvest on the recipe")
+        self.folder = folder
+        self.about: Json = json.loads((folder / MANIFEST).read_text())
+        listed = {shard["file"] for shard in self.about["shards"]}
+        foreign = [path.name for path in sorted(folder.glob("*.safetensors")) if path.name not in listed]
+        if foreign:
+            raise ValueError(f"{folder}: {', '.join(foreign)} is not in its manifest; remove it or harvest again")
+        self.shards = [shard for shard in self.about["shards"] if shard["file"].startswith(f"{split}-")]
+        self.places = [(shard, row) for shard in range(len(self.shards)) for row in range(self.shards[shard]["samples"])]
+        self.num_tokens = sum(shard["tokens"] for shard in self.shards)
+        self._opened: dict[int, Any] = {}
+        self._offsets: dict[int, Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index: int) -> Sample:
+        shard, row = self.places[index]
+        if shard not in self._opened:
+            self._check(shard)
+        opened = self._opened[shard]
+        start, end = self._offsets[shard][row : row + 2].tolist()
+        return Sample(
+            tokens=opened.get_slice("tokens")[start:end].long(),
+            loss_mask=opened.get_slice("loss_mask")[start:end].bool(),
+            taps=opened.get_slice("taps")[start:end],
+            last_hidden=opened.get_slice("last_hidden")[start:end],
+        )
+
+    def token_counts(self, vocab_size: int) -> Tensor:
+        """How often the target wrote each token. [vocab]"""
+        counts = torch.zeros(vocab_size, dtype=torch.long)
+        for shard in range(len(self.shards)):
+            if shard not in self._opened:
+                self._check(shard)
+            written = self._opened[shard].get_tensor("loss_mask").bool()
+            counts += torch.bincount(self._opened[shard].get_tensor("tokens")[written], minlength=vocab_size)
+        return counts
+
+    def _check(self, shard: int) -> None:
+        facts = self.shards[shard]
+        path = self.folder / facts["file"]
+        if not path.is_file():
+            raise ValueError(f"{path} is in the manifest and missing on disk; remove {self.folder} and harvest again")
+        if path.stat().st_size != facts["bytes"] or file_digest(path) != facts["sha256"]:
+            raise ValueError(
+                f"{path} is not what the harvest wrote (its checksum differs from the manifest's); remove it together "
+                f"with {self.folder / 'stage.json'} and {MANIFEST}, and harvest again: whole shards are reused"
+            )
+        self._opened[shard] = _open(path)
+        self._offsets[shard] = self._opened[shard].get_tensor("offsets")
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, "pt").__enter__()  # stays open, mapped, for the life of the process
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} cannot be read as a shard ({error}); remove it and harvest again") from error

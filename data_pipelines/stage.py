@@ -1,0 +1,104 @@
+"""A stage of a run: a folder that knows what it was made from, so that it is reused, resumed or refused."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+Json = dict[str, Any]
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write then rename, so a reader sees the whole file or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def write_jsonl(path: Path, rows: Iterable[Json]) -> None:
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read_jsonl(path: Path) -> Iterator[Json]:
+    """Rows of a JSONL file; a broken line is a ValueError that names it."""
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path} line {number} is not JSON ({error}); fix or remove the line") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"{path} line {number} is {type(row).__name__}, a JSON object is needed")
+            yield row
+
+
+def file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class Stage:
+    """`folder/stage.json` holds the inputs; the stage is complete when it says so."""
+
+    def __init__(self, name: str, folder: Path, inputs: Json) -> None:
+        self.name, self.folder = name, folder
+        self.inputs: Json = json.loads(json.dumps(inputs))  # as they read back: tuples become lists
+        self.path = folder / "stage.json"
+
+    def is_complete(self) -> bool:
+        """Whether the output is there; an output made from other inputs is a ValueError that names the differences."""
+        if not self.path.is_file():
+            return False
+        found = json.loads(self.path.read_text())
+        self._refuse_difference(found["inputs"])
+        return bool(found["complete"])
+
+    def begin(self) -> None:
+        """Claim the folder for these inputs; what an interrupted run left there may be reused."""
+        if not self.is_complete():
+            write_text(self.path, json.dumps({"inputs": self.inputs, "complete": False}, indent=1))
+
+    def finish(self, facts: Json) -> None:
+        write_text(self.path, json.dumps({"inputs": self.inputs, "complete": True, "facts": facts}, indent=1))
+
+    def facts(self) -> Json:
+        """What `finish` recorded."""
+        found: Json = json.loads(self.path.read_text())["facts"]
+        return found
+
+    def digest(self) -> str:
+        """Identity of a complete stage, an input of the next one."""
+        return file_digest(self.path)
+
+    def _refuse_difference(self, found: Json) -> None:
+        keys = sorted(found.keys() | self.inputs.keys())
+        different = [
+            f"{key}: made with {found.get(key)!r}, the recipe says {self.inputs.get(key)!r}"
+            for key in keys
+            if found.get(key) != self.inputs.get(key)
+        ]
+        if different:
+            raise ValueError(
+                f"the {self.name} in {self.folder} were made from other inputs:\n  "
+                + "\n  ".join(different)
+                + f"\nchoose another run_dir, put the recipe back, or remove {self.folder}"
+            )
+
+
+def target_identity(folder: Path) -> str:
+    """A digest that changes with a target's config and weights and stays cheap for hundreds of gigabytes: the sizes
+    and both ends of every weight file."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    end = 1 << 20
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(end))
+            file.seek(max(size - end, 0))
+            digest.update(file.read())
+    return digest.hexdigest()

@@ -1,0 +1,113 @@
+"""What a head must know of its target, read from the target's config.json (no model code is loaded)."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+
+# A hub download takes what a reader of weights needs and never code or pickles.
+SAFE_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "*.txt"]
+
+
+def locate_target(path: str, revision: str | None = None) -> Path:
+    """The folder of a target: a local one as it is, a hub name ("org/name") from the hub's cache or the hub."""
+    if Path(path).expanduser().is_dir():
+        return Path(path).expanduser()
+    try:
+        return Path(snapshot_download(path, revision=revision, allow_patterns=SAFE_FILES))
+    except Exception as error:  # the hub client raises a dozen kinds; all of them mean "not to be had"
+        raise ValueError(
+            f"target.path: {path!r} is neither a local folder nor a model that the hub gives "
+            f"({type(error).__name__}: {error}); give a folder with config.json and *.safetensors, or a hub name"
+        ) from error
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding: its base and, if any, the scaling that the target's config.json names."""
+
+    theta: float = 10000.0
+    kind: str = "default"
+    scaling: dict[str, Any] = field(default_factory=dict)  # the other keys of rope_parameters, as they stand there
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "Rope":
+        """Both spellings: `rope_parameters` (transformers 5) and `rope_theta` with `rope_scaling` (before)."""
+        found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        theta = found.pop("rope_theta", config.get("rope_theta", 10000.0))
+        kind = found.pop("rope_type", found.pop("type", "default"))
+        return cls(theta=float(theta), kind=kind, scaling=found)
+
+    def to_config(self) -> dict[str, Any]:
+        """Keys for config.json in both spellings, since the engines read either."""
+        scaled = {"rope_type": self.kind, **self.scaling}
+        return {
+            "rope_theta": self.theta,
+            "rope_scaling": None if self.kind == "default" else scaled,
+            "rope_parameters": {"rope_theta": self.theta, **scaled},
+        }
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """The sizes of a target; sizes in units of vector entries, `max_positions` in tokens."""
+
+    model_type: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    norm_eps: float
+    rope: Rope
+    final_logit_softcap: float | None = None
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "TargetConfig":
+        path = folder / "config.json"
+        if not path.is_file():
+            raise ValueError(f"target.path: {folder} has no config.json; give the folder of a Hugging Face model")
+        return cls.from_dict(json.loads(path.read_text()))
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any]) -> "TargetConfig":
+        """Raises ValueError for a config.json that is not a decoder's."""
+        text = config.get("text_config") or config
+
+        def first(*names: str, default: Any = None) -> Any:
+            for name in names:
+                if text.get(name) is not None:
+                    return text[name]
+            if default is None:
+                raise ValueError(f"the target's config.json has none of {names}: {text.get('model_type')!r} is unknown")
+            return default
+
+        hidden, heads = first("hidden_size", "n_embd"), first("num_attention_heads", "n_head")
+        return cls(
+            model_type=text.get("model_type", "unknown"),
+            hidden_size=hidden,
+            intermediate_size=first("intermediate_size", "n_inner", default=4 * hidden),
+            num_layers=first("num_hidden_layers", "n_layer"),
+            num_heads=heads,
+            num_kv_heads=first("num_key_value_heads", default=heads),
+            head_dim=first("head_dim", default=hidden // heads),
+            vocab_size=first("vocab_size"),
+            max_positions=first("max_position_embeddings", "n_positions"),
+            norm_eps=first("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", default=1e-6),
+            rope=Rope.from_config(text),
+            final_logit_softcap=text.get("final_logit_softcapping"),
+        )
+
+    def default_taps(self) -> tuple[int, ...]:
+        """hidden_states indices 2, L//2 and L-3, where every engine looks by default (reference EAGLE-3)."""
+        layers = self.num_layers
+        taps = tuple(sorted({2, layers // 2, layers - 3}))
+        if len(taps) == 3 and layers >= 7:
+            return taps
+        # They collide below 7 layers: spread three distinct ones, as far as there are three.
+        return tuple(sorted({min(1, layers), layers // 2, layers}))

@@ -1,0 +1,59 @@
+"""The draft vocabulary: the target's most frequent tokens, so that a head need not score all of a large vocabulary."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class DraftVocab:
+    """Which target token each draft id stands for, ascending; `ids` is the identity when nothing is left out."""
+
+    ids: Int[Tensor, " draft_vocab"]
+    target_size: int
+
+    def __post_init__(self) -> None:
+        assert bool((self.ids.diff() > 0).all()) and int(self.ids[-1]) < self.target_size
+
+    @classmethod
+    def full(cls, target_size: int) -> "DraftVocab":
+        return cls(torch.arange(target_size), target_size)
+
+    @classmethod
+    def most_frequent(cls, counts: Int[Tensor, " vocab"], size: int) -> "DraftVocab":
+        """The `size` most frequent tokens; ties go to the smaller id, so the result depends on the counts alone."""
+        if not 1 <= size <= len(counts):
+            raise ValueError(f"head.draft_vocab_size: {size} given, 1 to the target's {len(counts)} is allowed")
+        order = torch.sort(counts, descending=True, stable=True).indices
+        return cls(order[:size].sort().values, len(counts))
+
+    @classmethod
+    def from_offsets(cls, d2t: Int[Tensor, " draft_vocab"], target_size: int) -> "DraftVocab":
+        """From the file format's offsets: target id = draft id + d2t[draft id]."""
+        ids = torch.arange(len(d2t)) + d2t
+        if not bool((ids.diff() > 0).all()) or int(ids[0]) < 0 or int(ids[-1]) >= target_size:
+            raise ValueError(
+                f"d2t does not give ascending target ids below {target_size} (it gives {int(ids.min())} to "
+                f"{int(ids.max())}); it must hold offsets: target id minus draft id"
+            )
+        return cls(ids, target_size)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.ids) == self.target_size
+
+    def offsets(self) -> Int[Tensor, " draft_vocab"]:
+        """`d2t` of the file format."""
+        return self.ids - torch.arange(len(self.ids))
+
+    def members(self) -> Tensor:
+        """`t2d` of the file format: a bool per target token, whether the head can draft it. [vocab]"""
+        inside = torch.zeros(self.target_size, dtype=torch.bool)
+        inside[self.ids] = True
+        return inside
+
+    def coverage(self, counts: Int[Tensor, " vocab"]) -> float:
+        """Share of the counted tokens that the head can draft; it bounds acceptance."""
+        return float(counts[self.ids].sum() / counts.sum().clamp(min=1))

@@ -1,0 +1,192 @@
+"""Any Hugging Face causal LM as a target, unpatched: taps, tree masks, positions and our cache by public means."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from heads.target_config import TargetConfig, locate_target
+from inference.cache import KVCache
+from inference.tree import Tree
+from recipes.schema import TargetSection
+
+RECURRENT_LAYER_TYPES = frozenset({"linear_attention", "mamba", "recurrent", "conv", "hybrid"})
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    logits: Float[Tensor, "batch kept vocab"]
+    taps: Float[Tensor, "batch seq tapped"]  # the tapped hidden states, concatenated in ascending order
+    last_hidden: Float[Tensor, "batch seq hidden"]  # before the final norm
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is the first CUDA device if there is one, else the CPU."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
+
+
+class TargetModel:
+    """The big model. `taps` are indices into Hugging Face's hidden_states: i is the stream that enters layer i."""
+
+    def __init__(self, model: PreTrainedModel, taps: tuple[int, ...]) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.config = TargetConfig.from_dict(model.config.to_dict())
+        self.taps = taps
+        self.end_tokens = end_tokens(model)
+        self._refuse_unsupported()
+        self._seen: dict[int, Tensor] = {}
+        layers = decoder_layers(model)
+        for tap in {*taps} - {self.config.num_layers}:
+            layers[tap].register_forward_pre_hook(self._keep_input(tap), with_kwargs=True)
+        layers[-1].register_forward_hook(self._keep_output)
+
+    @classmethod
+    def load(cls, section: TargetSection, taps: tuple[int, ...]) -> "TargetModel":
+        """Load from a local folder or the hub; only safetensors, and no code of the model's own unless asked."""
+        folder: Path = locate_target(section.path, section.revision)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=getattr(torch, section.dtype),
+            attn_implementation=section.attention,
+            trust_remote_code=section.trust_remote_code,
+            use_safetensors=True,
+        )
+        return cls(model.to(pick_device(section.device)), taps)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def embedding(self) -> Tensor:
+        """The input embedding, shared with the heads."""
+        weight = self.model.get_input_embeddings().weight
+        assert isinstance(weight, Tensor)
+        return weight
+
+    def new_cache(self, capacity: int, head_shape: tuple[int, int, int] | None = None, batch: int = 1) -> KVCache:
+        """Slots for `capacity` tokens, those of a pending tree included.
+
+        Raises ValueError when that is more than the target was made for.
+        """
+        window = getattr(self.model.config.get_text_config(), "sliding_window", None)
+        if window is not None and capacity > window:
+            raise ValueError(
+                f"a cache of {capacity} tokens is longer than the target's sliding window of {window}; "
+                f"shorten the prompt or decode.max_new_tokens"
+            )
+        shape = self.config.num_layers, self.config.num_kv_heads, self.config.head_dim
+        return KVCache(shape, head_shape, capacity, batch, self.dtype, self.device)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        tokens: Int[Tensor, "batch seq"],
+        positions: Int[Tensor, "batch seq"] | None = None,
+        mask: Float[Tensor, "batch 1 seq keys"] | None = None,
+        cache: KVCache | None = None,
+        last_only: bool = False,
+    ) -> TargetOutput:
+        """One pass. Without a mask it is causal; with `last_only` the logits are those of the last position alone."""
+        extra: dict[str, Any] = {"logits_to_keep": 1} if last_only else {}
+        output = self.model(
+            input_ids=tokens,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=cache is not None,
+            **extra,
+        )
+        taps = [self._seen[tap] for tap in self.taps]
+        last_hidden = self._seen[self.config.num_layers]
+        self._seen.clear()
+        tapped = torch.cat(taps, dim=-1) if taps else last_hidden[..., :0]
+        return TargetOutput(output.logits, tapped, last_hidden)
+
+    def verify(self, tree: Tree, cache: KVCache) -> TargetOutput:
+        """All nodes of a tree in one pass, behind the cache's verified tokens."""
+        start, nodes = cache.target.length, len(tree)
+        tokens = tree.tokens.unsqueeze(0)
+        mask = torch.zeros(1, 1, nodes, start + nodes, dtype=self.dtype, device=self.device)
+        if nodes == 1:
+            return self.forward(tokens, torch.full_like(tokens, start), mask, cache)
+        mask[0, 0, :, start:].masked_fill_(~tree.ancestors, torch.finfo(self.dtype).min)
+        return self.forward(tokens, (start + tree.depths).unsqueeze(0), mask, cache)
+
+    @torch.inference_mode()
+    def generate(
+        self, prompts: list[list[int]], max_new_tokens: int, temperature: float = 0.0, seed: int = 0
+    ) -> list[list[int]]:
+        """What transformers' own `generate` writes after each prompt, cut before the padding; the baseline.
+
+        The prompts are padded on the left. Sampling draws from (seed), for the whole batch at once.
+        """
+        longest = max(map(len, prompts))
+        pad = self.end_tokens[0] if self.end_tokens else 0
+        tokens = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=self.device)
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=self.device)
+        sampled = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+        config = GenerationConfig(
+            max_new_tokens=max_new_tokens, pad_token_id=pad, eos_token_id=self.end_tokens or None, **sampled
+        )
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            written = self.model.generate(tokens, attention_mask=mask, generation_config=config)
+        self._seen.clear()
+        return [cut_at_end(row[longest:], self.end_tokens) for row in written.tolist()]
+
+    def _keep_input(self, tap: int) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._seen[tap] = args[0] if args else kwargs["hidden_states"]
+
+        return hook
+
+    def _keep_output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._seen[self.config.num_layers] = output if isinstance(output, Tensor) else output[0]
+
+    def _refuse_unsupported(self) -> None:
+        text = self.model.config.get_text_config()
+        recurrent = RECURRENT_LAYER_TYPES.intersection(getattr(text, "layer_types", None) or ())
+        if recurrent or getattr(self.model, "_is_stateful", False):
+            raise ValueError(
+                f"target.path: a {text.model_type!r} model keeps a recurrent state ({', '.join(recurrent) or 'stateful'}), "
+                f"which cannot be rolled back after a rejected draft; choose a target whose layers are all attention"
+            )
+        if self.taps and (max(self.taps) > self.config.num_layers or min(self.taps) < 0):
+            raise ValueError(
+                f"head.taps: {list(self.taps)} given, the target has hidden_states 0 to {self.config.num_layers}"
+            )
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The stack of decoder layers: the first module list as long as the configuration says."""
+    num_layers = model.config.get_text_config().num_hidden_layers
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return module
+    raise ValueError(f"{type(model).__name__} has no list of {num_layers} layers to tap; it is not a known decoder")
+
+
+def end_tokens(model: PreTrainedModel) -> list[int]:
+    """Every token that ends a text, as the model's generation config or config says."""
+    found = model.generation_config.eos_token_id if model.generation_config is not None else None
+    found = model.config.get_text_config().eos_token_id if found is None else found
+    return [] if found is None else [found] if isinstance(found, int) else list(found)
+
+
+def cut_at_end(tokens: list[int], ends: list[int]) -> list[int]:
+    """Up to and including the first end token."""
+    for i, token in enumerate(tokens):
+        if token in ends:
+            return tokens[: i + 1]
+    return tokens

@@ -1,0 +1,60 @@
+"""What the schema alone cannot know: files that must exist, and sizes that the target's config.json limits.
+
+These checks read the untyped values, so that they also report on a recipe whose other fields are wrong.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from recipes.schema import PYTHON_STDLIB
+
+Finding = tuple[str, str]  # section.key, and "WHAT IS ALLOWED; what to do"
+FROM_HERE = "paths start from the current directory"
+
+
+def check_against_disk(values: dict[str, Any]) -> Iterator[Finding]:
+    """Every missing file, and every size that the target's own sizes rule out."""
+    data, target, head = (dict_or_empty(values.get(section)) for section in ("data", "target", "head"))
+    prompts, heldout_prompts, path = data.get("prompts"), data.get("heldout_prompts"), target.get("path")
+    if isinstance(prompts, str) and prompts != PYTHON_STDLIB and not Path(os.path.expanduser(prompts)).is_file():
+        allowed = f"an existing JSONL file or the word {PYTHON_STDLIB} is allowed"
+        yield "data.prompts", f"{allowed}; put the prompts there ({FROM_HERE})"
+    if isinstance(heldout_prompts, str) and not Path(os.path.expanduser(heldout_prompts)).is_file():
+        yield "data.heldout_prompts", f"an existing JSONL file is allowed; put the prompts there ({FROM_HERE})"
+    if isinstance(path, str) and path and is_local(path):
+        yield from check_target(Path(os.path.expanduser(path)), head)
+
+
+def is_local(path: str) -> bool:
+    """Is it clearly a folder of this machine, rather than a hub name?"""
+    return path.startswith((".", "/", "~")) or Path(Path(path).parts[0]).is_dir()
+
+
+def check_target(folder: Path, head: dict[str, Any]) -> Iterator[Finding]:
+    """Is the folder a model, and does the head fit it?"""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except OSError:
+        allowed = "a folder with a model's config.json, or a hub name, is allowed"
+        yield "target.path", f"{allowed}; put the model there ({FROM_HERE})"
+        return
+    except ValueError as error:
+        yield "target.path", f"a folder with a readable config.json is allowed; mend it ({error})"
+        return
+    sizes = dict_or_empty(config)
+    sizes = dict_or_empty(sizes.get("text_config")) or sizes  # a multimodal model keeps its decoder's sizes there
+    layers, vocab_size = sizes.get("num_hidden_layers", sizes.get("n_layer")), sizes.get("vocab_size")
+    taps, draft_vocab_size = head.get("taps"), head.get("draft_vocab_size")
+    taps = taps if isinstance(taps, list) else []
+    if isinstance(layers, int) and (beyond := [tap for tap in taps if isinstance(tap, int) and tap > layers]):
+        allowed = f"hidden states 0 to {layers} of a target with {layers} layers are allowed"
+        yield "head.taps", f"{allowed}; replace {', '.join(map(str, beyond))}"
+    if isinstance(vocab_size, int) and isinstance(draft_vocab_size, int) and draft_vocab_size > vocab_size:
+        yield "head.draft_vocab_size", f"at most the target's {vocab_size} tokens are allowed; null takes them all"
+
+
+def dict_or_empty(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,57 @@
+"""The front end of every command: a recipe, then `section.key=value` overrides, and nothing else."""
+
+import argparse
+import io
+import shutil
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from recipes.fields import recipe_fields
+from recipes.load import RecipeError, load_recipe
+from recipes.schema import Recipe
+
+
+class RecipeParser(argparse.ArgumentParser):
+    """argparse, with the table of all fields at the end of --help."""
+
+    def format_help(self) -> str:
+        return f"{super().format_help()}\nfields of a recipe:\n{field_table()}"
+
+
+def recipe_from_command_line(doc: str | None, argv: Sequence[str] | None = None) -> Recipe:
+    """The recipe that the command line names; `doc` opens --help, mistakes go to stderr and end the process with 2."""
+    command = command_name()
+    parser = RecipeParser(
+        prog=command,
+        description=(doc or "").strip(),
+        epilog=f"examples:\n  {command} recipes/tiny.yaml\n  {command} recipes/tiny.yaml train.learning_rate=1e-4 "
+        "'data.temperatures=[0, 0.7]'",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("recipe", help="YAML file, such as recipes/tiny.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="put over the file's value; YAML")
+    arguments = parser.parse_args(argv)
+    try:
+        return load_recipe(arguments.recipe, arguments.overrides)
+    except RecipeError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def command_name() -> str:
+    """How the running command is started: a module by -m, a script by its path."""
+    spec = sys.modules["__main__"].__spec__
+    return f"python {sys.argv[0]}" if spec is None else f"python -m {spec.name}"
+
+
+def field_table() -> str:
+    """All fields with type, default and description, as wide as the terminal."""
+    table = Table("field", "type", "default", "description", box=None, pad_edge=False, header_style="")
+    for field in recipe_fields().values():
+        table.add_row(field.path, field.allowed, field.default or "required", field.description)
+    text = io.StringIO()
+    Console(file=text, width=shutil.get_terminal_size((120, 40)).columns, markup=False, highlight=False).print(table)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"

@@ -1,0 +1,186 @@
+"""Load a recipe: a YAML file plus `section.key=value` overrides, with all mistakes reported at once."""
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from recipes.checks import check_against_disk
+from recipes.fields import in_yaml, recipe_fields, recipe_sections
+from recipes.schema import Recipe
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be used; its text is the whole report, one line per mistake."""
+
+
+class RecipeLoader(yaml.SafeLoader):
+    """YAML with the floats of version 1.2, where 1e-4 is a number, and without dates, which no recipe has."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 (PyYAML's own way to extend a loader)
+        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":float", ":timestamp"))]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+# Resolvers are tried in order and this one comes after the integers, so it may match them too.
+RecipeLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+    ),
+    list("-+.0123456789"),
+)
+
+
+@dataclass
+class RawRecipe:
+    """A recipe before it is typed: what was given, where it stands, and what is wrong with it so far."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    places: dict[str, str] = field(default_factory=dict)  # section.key -> "line 3" or "override section.key=value"
+    mistakes: list[str] = field(default_factory=list)
+
+    def given(self, path: str) -> str:
+        """The value at section.key, as the report shows it."""
+        holder: Any = self.values
+        for key in path.split(".", 1):
+            if not isinstance(holder, dict) or key not in holder:
+                return "nothing"
+            holder = holder[key]
+        text = in_yaml(holder) if holder is None or isinstance(holder, bool) else repr(holder)
+        return text if len(text) <= 60 else f"{text[:57]}..."
+
+    def add_mistake(self, path: str, allowed_and_advice: str) -> None:
+        place = f" ({self.places[path]})" if path in self.places else ""
+        line = f"{path}: {self.given(path)} given, {allowed_and_advice}{place}"
+        if line not in self.mistakes:  # two bad items of one list are one mistake
+            self.mistakes.append(line)
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe in a YAML file with overrides on top; raises RecipeError with every mistake at once."""
+    raw = read_recipe_file(Path(path))
+    for override in overrides:
+        apply_override(raw, override)
+    recipe = None
+    try:
+        recipe = Recipe.model_validate(raw.values)
+    except ValidationError as error:
+        for details in error.errors():
+            add_schema_mistake(raw, details)
+    for field_path, allowed_and_advice in check_against_disk(raw.values):
+        raw.add_mistake(field_path, allowed_and_advice)
+    if recipe is None or raw.mistakes:
+        count = "1 mistake" if len(raw.mistakes) == 1 else f"{len(raw.mistakes)} mistakes"
+        raise RecipeError("\n  ".join([f"{path}: {count}", *raw.mistakes]))
+    return recipe
+
+
+def read_recipe_file(path: Path) -> RawRecipe:
+    """The file's values and the line of each; raises RecipeError where there is no mapping to read."""
+    try:
+        loader = RecipeLoader(path.read_text(encoding="utf-8"))
+        document = loader.get_single_node()
+    except OSError as error:
+        raise RecipeError(f"{path}: {error.strerror}; give the path of a recipe, such as recipes/tiny.yaml") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: not YAML: {in_one_line(error)}; mend the file there") from error
+    raw = RawRecipe()
+    if document is None:  # an empty file: every required field will be reported
+        return raw
+    if not isinstance(document, yaml.MappingNode):
+        raise RecipeError(f"{path}: not a recipe; write sections, each with `key: value` lines below it")
+    repeated = list(record_lines(document, raw.places))
+    try:
+        values = loader.construct_document(document)
+    except (yaml.YAMLError, ValueError) as error:
+        raise RecipeError(f"{path}: not YAML: {in_one_line(error)}; mend the file there") from error
+    raw.values = with_text_keys(values)
+    for name in recipe_sections():
+        if raw.values.get(name, ...) is None:  # a heading whose keys are all commented out
+            raw.values[name] = {}
+        elif isinstance(raw.values.get(name), dict):
+            raw.values[name] = with_text_keys(raw.values[name])
+    for key, line in repeated:
+        raw.mistakes.append(f"{key}: given in {raw.places[key]} and in {line}, once is allowed; remove one of them")
+    return raw
+
+
+def record_lines(mapping: yaml.MappingNode, places: dict[str, str], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Note the line of every key and of every section's keys; yields those that stand there a second time."""
+    for key, value in mapping.value:
+        path, line = f"{prefix}{key.value}", f"line {key.start_mark.line + 1}"
+        if path in places and key.value != "<<":  # `<<` merges another mapping and may come often
+            yield path, line
+        places.setdefault(path, line)
+        if not prefix and isinstance(value, yaml.MappingNode):
+            yield from record_lines(value, places, f"{path}.")
+
+
+def apply_override(raw: RawRecipe, override: str) -> None:
+    """Put one `section.key=value` over the file's values; the value is read as YAML."""
+    path, equals, text = override.partition("=")
+    if not equals or not path:
+        raw.mistakes.append(f"{path}: {override!r} given, section.key=value is allowed; write, say, train.steps=100")
+        return
+    raw.places[path] = f"override {override}"
+    section, dot, key = path.partition(".")
+    try:
+        value = yaml.load(text, RecipeLoader)  # a SafeLoader, whatever the name
+    except (yaml.YAMLError, ValueError) as error:
+        raw.mistakes.append(f"{path}: {text!r} given, YAML is allowed; put it in quotes ({in_one_line(error)})")
+        return
+    if not dot:
+        raw.values[section] = value
+    elif isinstance(holder := raw.values.setdefault(section, {}), dict):
+        holder[key] = value
+        raw.places.setdefault(section, f"override {override}")
+
+
+def add_schema_mistake(raw: RawRecipe, details: ErrorDetails) -> None:
+    """Put what pydantic found into the words of the report."""
+    path = ".".join(str(part) for part in details["loc"][:2])  # a list's item is reported with its whole list
+    known = recipe_fields().get(path)
+    if details["type"] == "extra_forbidden":
+        raw.add_mistake(path, unknown_key(path))
+    elif known is None:
+        keys = ", ".join(recipe_sections()[path].model_fields)
+        raw.add_mistake(path, f"a section is allowed, with keys of {keys}; write them below `{path}:`, one per line")
+    elif details["type"] == "value_error":
+        raw.add_mistake(path, str(details["ctx"]["error"]))
+    else:
+        advice = "add it" if raw.given(path) == "nothing" else "write such a value"
+        if near := difflib.get_close_matches(str(details["input"]), known.choices, n=1):
+            advice = f"did you mean {near[0]}?"
+        elif known.default is not None:
+            advice += f", or leave it out for the default, {known.default}"
+        raw.add_mistake(path, f"{known.allowed} is allowed; {advice}")
+
+
+def unknown_key(path: str) -> str:
+    """What to say of a key that the schema does not have: its likely meaning and its neighbours."""
+    section, _, key = path.rpartition(".")
+    keys = list(recipe_sections()[section].model_fields if section else Recipe.model_fields)
+    elsewhere = [other for other in recipe_fields() if other.rpartition(".")[2] == key]
+    meant = difflib.get_close_matches(key, keys, n=1) or elsewhere
+    advice = f"did you mean {' or '.join(meant)}?" if meant else "remove it"
+    return f"but there is no such key, only {', '.join(keys)} are allowed; {advice}"
+
+
+def with_text_keys(mapping: dict[Any, Any]) -> dict[str, Any]:
+    """A mapping whose keys are text, as every key of a recipe is; 1: and on: are reported as unknown keys."""
+    return {str(key): value for key, value in mapping.items()}
+
+
+def in_one_line(error: Exception) -> str:
+    """A YAML error without the excerpt of the file."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: {error.problem}"
+    return " ".join(str(error).split())

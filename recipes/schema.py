@@ -1,0 +1,205 @@
+"""The typed recipe: every knob of a run is one field here, with its unit, its range and its default."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+PYTHON_STDLIB = "python-stdlib"  # the one value of data.prompts that names a built-in corpus instead of a file
+
+# Sections are strict (a quoted "600" is no number), but YAML knows neither tuples nor paths, so these two convert.
+HomePath = Annotated[Path, Field(strict=False), AfterValidator(lambda path: Path(os.path.expanduser(path)))]
+HomeText = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
+Temperature = Annotated[float, Field(ge=0)]
+Temperatures = Annotated[tuple[Temperature, ...], Field(strict=False, min_length=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Betas = Annotated[tuple[Beta, Beta], Field(strict=False)]
+Taps = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, min_length=1)]
+Dtype = Literal["float32", "bfloat16", "float16"]
+Baseline = Literal["plain", "generate", "chain", "tree", "untrained"]
+Baselines = Annotated[tuple[Baseline, ...], Field(strict=False, min_length=1)]
+
+
+class Section(BaseModel):
+    """What all sections share: unknown keys fail, values keep their type, nothing changes after loading."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class TargetSection(Section):
+    """The big model, whose output speculative decoding reproduces."""
+
+    path: HomeText = Field(description="Local folder, or hub name such as org/name.")
+    revision: str | None = Field(default=None, description="Hub branch, tag or commit; null is the default branch.")
+    dtype: Dtype = Field(description="Number format that the target computes in.")
+    device: str = Field(
+        default="auto", description="auto is cuda if there is one, else cpu; or a torch device, cuda:1."
+    )
+    trust_remote_code: bool = Field(default=False, description="Run the model code that a hub repository ships.")
+    attention: Literal["sdpa", "eager"] = Field(
+        default="sdpa", description="The target's attention code; Gemma 2 and gpt-oss need eager."
+    )
+
+
+class DataSection(Section):
+    """Which prompts the target answers, and how its answers become training features."""
+
+    prompts: HomeText = Field(description=f"JSONL file of prompts to train on, or the word {PYTHON_STDLIB}.")
+    heldout_prompts: HomePath = Field(description="JSONL file of prompts that are never trained on.")
+    num_prompts: int = Field(gt=0, description="Prompts to train on.")
+    prompt_tokens: int = Field(default=1024, gt=0, description="Longest prompt, in tokens.")
+    response_tokens: int = Field(default=1024, gt=0, description="Longest response that the target writes, in tokens.")
+    temperatures: Temperatures = Field(
+        default=(0.0, 0.7, 1.0), description="Responses are sampled at these temperatures in turn; 0 is greedy."
+    )
+    generate_batch: int = Field(default=32, gt=0, description="Responses written at once.")
+    harvest_batch: int = Field(default=8, gt=0, description="Samples whose features are read in one target forward.")
+    heldout_samples: int = Field(default=64, gt=0, description="Samples kept out of training for held-out metrics.")
+    shard_samples: int = Field(default=512, gt=0, description="Samples per shard file of features.")
+    dtype: Dtype = Field(default="bfloat16", description="Number format of the stored features.")
+
+
+class Eagle3Section(Section):
+    """An EAGLE-3 draft head (arXiv 2503.01840); null sizes are the target's own."""
+
+    kind: Literal["eagle3"] = Field(description="Architecture of the draft head.")
+    hidden_size: int | None = Field(default=None, gt=0, description="Width of the head, in features.")
+    intermediate_size: int | None = Field(default=None, gt=0, description="Width of the head's MLP, in features.")
+    num_heads: int | None = Field(default=None, gt=0, description="Attention heads.")
+    num_kv_heads: int | None = Field(default=None, gt=0, description="Key and value heads, a divisor of num_heads.")
+    draft_vocab_size: int | None = Field(
+        default=None, gt=0, description="Most frequent tokens that the head may draft; null is the whole vocabulary."
+    )
+    taps: Taps | None = Field(
+        default=None,
+        description="Target hidden_states indices that the head reads (i enters layer i); null is 2, L//2, L-3.",
+    )
+    fc_norm: bool = Field(default=False, description="Normalise each tap before they are joined (EAGLE-3.1).")
+    norm_output: bool = Field(default=False, description="Feed the normalised feature to the next step (EAGLE-3.1).")
+
+    @field_validator("taps")
+    @classmethod
+    def taps_ascend(cls, taps: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if taps is not None and list(taps) != sorted(set(taps)):
+            raise ValueError(f"ascending indices, each once, are allowed; write {sorted(set(taps))}")
+        return taps
+
+    @field_validator("num_kv_heads")
+    @classmethod
+    def kv_heads_divide_heads(cls, num_kv_heads: int | None, section: ValidationInfo) -> int | None:
+        num_heads = section.data.get("num_heads")
+        if num_heads is not None and num_kv_heads is not None and num_heads % num_kv_heads:
+            raise ValueError(f"a divisor of num_heads, {num_heads}, is allowed; change either of them")
+        return num_kv_heads
+
+
+HeadSection = Eagle3Section  # a second kind makes this Annotated[A | B, Field(discriminator="kind")]
+
+
+class TrainSection(Section):
+    """How the head is fitted to the stored features."""
+
+    steps: int = Field(gt=0, description="Optimizer steps.")
+    batch_size: int = Field(default=8, gt=0, description="Sequences per optimizer step, all ranks together.")
+    learning_rate: float = Field(default=1e-4, gt=0, description="AdamW's peak learning rate, per step.")
+    warmup_steps: int = Field(default=100, ge=0, description="Steps over which the learning rate rises from zero.")
+    optimizer: Literal["adamw", "muon"] = Field(
+        default="adamw", description="muon updates the layer's matrices with Muon and everything else with AdamW."
+    )
+    muon_learning_rate: float = Field(default=0.02, gt=0, description="Muon's peak learning rate, per step.")
+    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay, times the learning rate.")
+    betas: Betas = Field(default=(0.9, 0.95), description="AdamW's decay of the mean and the mean square, per step.")
+    clip_norm: float = Field(default=0.5, gt=0, description="Largest gradient norm; longer gradients are scaled to it.")
+    unroll: int = Field(default=7, gt=0, description="Training-time-test depth: steps on the head's own features.")
+    unroll_decay: float = Field(
+        default=0.8, gt=0, le=1, description="Weight of an unroll step over that of the one before."
+    )
+    checkpoint_every: int = Field(default=500, gt=0, description="Steps between checkpoints.")
+    keep_checkpoints: int = Field(default=2, gt=0, description="Newest checkpoints kept.")
+    eval_every: int = Field(default=500, gt=0, description="Steps between measurements on held-out data.")
+    eval_prompts: int = Field(default=8, ge=0, description="Held-out prompts decoded at each measurement; 0 is none.")
+    log_every: int = Field(default=10, gt=0, description="Steps between logged metrics.")
+
+
+class DecodeSection(Section):
+    """How drafts grow and how text is decoded."""
+
+    growth: Literal["chain", "dynamic"] = Field(
+        default="dynamic", description="chain drafts one token per level; dynamic keeps the likeliest nodes of a tree."
+    )
+    depth: int = Field(default=5, gt=0, description="Levels drafted per target step, one head step each.")
+    width: int = Field(
+        default=4, gt=0, description="Nodes expanded per level of a dynamic tree, and children of each; a chain has 1."
+    )
+    nodes: int = Field(default=16, gt=0, description="Drafted nodes of a dynamic tree that one target step verifies.")
+    max_new_tokens: int = Field(default=512, gt=0, description="Longest output, in tokens.")
+    temperature: Temperature = Field(default=0.0, description="Sampling temperature; 0 is greedy.")
+    seed: int = Field(default=0, ge=0, description="Seed of the sampling noise, which alone decides a sampled output.")
+
+
+class ReportSection(Section):
+    """What the closing report measures."""
+
+    num_prompts: int = Field(default=80, gt=0, description="Held-out prompts decoded per row.")
+    temperatures: Temperatures = Field(
+        default=(0.0, 0.7), description="Sampling temperatures; every row is measured at each."
+    )
+    warmup_prompts: int = Field(default=3, ge=0, description="Prompts decoded before the clock starts.")
+    threads: int | None = Field(default=None, gt=0, description="CPU threads of torch; null leaves torch's own choice.")
+    baselines: Baselines = Field(
+        default=("generate", "plain", "untrained", "chain", "tree"),
+        description="Rows of the table: transformers' generate, our plain loop, an untrained head, the head as a "
+        "chain and as a tree.",
+    )
+
+
+class LogSection(Section):
+    """Where metrics go besides the terminal and metrics.jsonl."""
+
+    wandb: Literal["auto", "online", "offline", "disabled"] = Field(
+        default="auto", description="auto is online when WANDB_API_KEY or WANDB_MODE is set, else offline."
+    )
+    project: str = Field(default="headstart", min_length=1, description="Weights & Biases project.")
+
+
+class Recipe(Section):
+    """One run, from prompts to report; every stage finds its input and puts its output under run_dir."""
+
+    run_dir: HomePath = Field(description="Folder of everything that the run writes.")
+    seed: int = Field(default=0, ge=0, description="Seed of sampled responses, initial weights and batch order.")
+    target: TargetSection
+    data: DataSection
+    head: HeadSection
+    train: TrainSection
+    decode: DecodeSection = DecodeSection()
+    report: ReportSection = ReportSection()
+    log: LogSection = LogSection()
+
+    @property
+    def prompts_dir(self) -> Path:
+        return self.run_dir / "prompts"
+
+    @property
+    def responses_dir(self) -> Path:
+        return self.run_dir / "responses"
+
+    @property
+    def features_dir(self) -> Path:
+        return self.run_dir / "features"
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        return self.run_dir / "checkpoints"
+
+    @property
+    def head_dir(self) -> Path:
+        return self.run_dir / "head"
+
+    @property
+    def report_dir(self) -> Path:
+        return self.run_dir / "report"
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.run_dir / "metrics.jsonl"

@@ -1,0 +1,96 @@
+"""Checkpoints of a training run: safetensors only, whole or not at all, and exact."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from data_pipelines.stage import Json, write_text
+
+STATE = "state.json"
+
+
+class Checkpoints:
+    """`folder/step-N` holds the head, the optimizers and the inputs of the run after N steps.
+
+    Nothing else moves during training: batches and learning rates are functions of (seed, step).
+    """
+
+    def __init__(self, folder: Path, inputs: Json, keep: int) -> None:
+        self.folder, self.keep = folder, keep
+        self.inputs: Json = json.loads(json.dumps(inputs))
+
+    def steps(self) -> list[int]:
+        return sorted(int(path.name.removeprefix("step-")) for path in self.folder.glob("step-*") if path.suffix == "")
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step-{step}"
+
+    def save(self, step: int, head: nn.Module, optimizers: list[Optimizer]) -> None:
+        """Write beside, then rename; only then older ones go, so a full disk or a kill costs nothing."""
+        partial = self.path(step).with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        save_file({k: v.detach().cpu().contiguous() for k, v in head.state_dict().items()}, partial / "head.safetensors")
+        save_file(pack(optimizers), partial / "optimizers.safetensors")
+        write_text(partial / STATE, json.dumps({"step": step, "inputs": self.inputs}, indent=1))
+        partial.replace(self.path(step))
+        for old in self.steps()[: -self.keep]:
+            shutil.rmtree(self.path(old))
+
+    def resume(self, head: nn.Module, optimizers: list[Optimizer]) -> int:
+        """Load the newest checkpoint and return its step, 0 if there is none.
+
+        Raises ValueError when it was made by another recipe or cannot be read; nothing restarts silently.
+        """
+        steps = self.steps()
+        if not steps:
+            return 0
+        path = self.path(steps[-1])
+        try:
+            state = json.loads((path / STATE).read_text())
+            weights, moments = load_file(path / "head.safetensors"), load_file(path / "optimizers.safetensors")
+        except (OSError, ValueError, SafetensorError) as error:
+            raise ValueError(f"{path} cannot be read ({error}); remove it to resume from the one before") from error
+        self._refuse_difference(path, state["inputs"])
+        head.load_state_dict(weights)
+        unpack(optimizers, moments)
+        return int(state["step"])
+
+    def _refuse_difference(self, path: Path, found: Json) -> None:
+        different = [
+            f"{key}: checkpoint {found.get(key)!r}, recipe {self.inputs.get(key)!r}"
+            for key in sorted(found.keys() | self.inputs.keys())
+            if found.get(key) != self.inputs.get(key)
+        ]
+        if different:
+            raise ValueError(
+                f"{path} belongs to another recipe:\n  " + "\n  ".join(different) + f"\nchoose another run_dir, put the "
+                f"recipe back, or remove {self.folder} to train anew"
+            )
+
+
+def pack(optimizers: list[Optimizer]) -> dict[str, Tensor]:
+    """Every state tensor by optimizer, parameter and name."""
+    tensors = {}
+    for number, optimizer in enumerate(optimizers):
+        for parameter, state in optimizer.state_dict()["state"].items():
+            for name, value in state.items():
+                tensors[f"{number}.{parameter}.{name}"] = torch.as_tensor(value).detach().cpu().contiguous()
+    return tensors
+
+
+def unpack(optimizers: list[Optimizer], tensors: dict[str, Tensor]) -> None:
+    for number, optimizer in enumerate(optimizers):
+        states: dict[int, dict[str, Any]] = {}
+        for key, value in tensors.items():
+            owner, parameter, name = key.split(".", 2)
+            if int(owner) == number:
+                states.setdefault(int(parameter), {})[name] = value
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": states})

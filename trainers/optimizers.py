@@ -1,0 +1,36 @@
+"""Optimizers and the learning-rate schedule of a head."""
+
+import math
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from recipes.schema import TrainSection
+
+
+def build_optimizers(head: nn.Module, section: TrainSection) -> list[Optimizer]:
+    """AdamW for everything, or Muon for the matrices inside the head and AdamW for norms and lm_head."""
+    named = [(name, parameter) for name, parameter in head.named_parameters() if parameter.requires_grad]
+    matrices = [p for name, p in named if section.optimizer == "muon" and p.ndim == 2 and "lm_head" not in name]
+    matrix_ids = {id(p) for p in matrices}
+    rest = [p for _, p in named if id(p) not in matrix_ids]
+    optimizers: list[Optimizer] = [
+        torch.optim.AdamW(rest, lr=section.learning_rate, betas=section.betas, weight_decay=section.weight_decay)
+    ]
+    if matrices:
+        optimizers.append(
+            torch.optim.Muon(matrices, lr=section.muon_learning_rate, weight_decay=section.weight_decay)
+        )
+    return optimizers
+
+
+def set_learning_rates(optimizers: list[Optimizer], section: TrainSection, step: int) -> float:
+    """Linear warm-up, then cosine to zero; a pure function of the step. Returns the factor on the peak rates."""
+    warm = min(1.0, (step + 1) / max(section.warmup_steps, 1))
+    past = max(step - section.warmup_steps, 0) / max(section.steps - section.warmup_steps, 1)
+    factor = warm * 0.5 * (1 + math.cos(math.pi * min(past, 1.0)))
+    for optimizer, peak in zip(optimizers, (section.learning_rate, section.muon_learning_rate), strict=False):
+        for group in optimizer.param_groups:
+            group["lr"] = peak * factor
+    return factor

@@ -1,0 +1,71 @@
+"""Where the numbers of a training run go: metrics.jsonl always, wandb as configured, the progress bar."""
+
+import json
+import os
+from typing import Any
+
+import wandb
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from recipes import Recipe
+
+
+class Tracker:
+    """A context manager; on other ranks than the main one everything is a no-op."""
+
+    def __init__(self, recipe: Recipe, first_step: int, active: bool) -> None:
+        self.recipe, self.first_step, self.active = recipe, first_step, active
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        self.progress = Progress(*columns, TimeRemainingColumn(), disable=not active)
+        self.run: Any = None
+
+    def __enter__(self) -> "Tracker":
+        self.progress.start()
+        self.task = self.progress.add_task("training", total=self.recipe.train.steps, completed=self.first_step)
+        if self.active:
+            self._drop_rows_behind(self.first_step)
+            mode = wandb_mode(self.recipe.log.wandb)
+            if mode != "disabled":
+                self.run = wandb.init(
+                    project=self.recipe.log.project,
+                    dir=str(self.recipe.run_dir),
+                    config=self.recipe.model_dump(mode="json"),
+                    mode=mode,
+                    settings=wandb.Settings(silent=True, console="off"),
+                )
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.progress.stop()
+        if self.run is not None:
+            self.run.finish()
+
+    def advance(self, step: int) -> None:
+        self.progress.update(self.task, completed=step)
+
+    def log(self, step: int, values: dict[str, float], headline: str) -> None:
+        if not self.active:
+            return
+        with self.recipe.metrics_path.open("a") as file:
+            file.write(json.dumps({"step": step, **values}) + "\n")
+        if self.run is not None:
+            self.run.log(values, step=step)
+        self.progress.update(self.task, description=headline)
+
+    def say(self, text: str) -> None:
+        if self.active:
+            self.progress.console.print(text, highlight=False)
+
+    def _drop_rows_behind(self, step: int) -> None:
+        """A resumed run repeats the steps behind its checkpoint; their old rows go, so that each stands once."""
+        path = self.recipe.metrics_path
+        if path.exists():
+            rows = [line for line in path.read_text().splitlines() if line and json.loads(line)["step"] <= step]
+            path.write_text("".join(line + "\n" for line in rows))
+
+
+def wandb_mode(setting: str) -> Any:
+    if setting != "auto":
+        return setting
+    configured = "WANDB_API_KEY" in os.environ or "WANDB_MODE" in os.environ
+    return os.environ.get("WANDB_MODE", "online") if configured else "offline"
