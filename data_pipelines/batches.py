@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from data_pipelines.shards import FeatureStore, Sample
+from data_pipelines.shards import Sample
 
 
 @dataclass(frozen=True)
@@ -51,5 +51,3 @@ class SampleOrder:
     def of_step(self, step: int, batch_size: int) -> list[int]:
         """The samples of a global batch; ranks share it out among themselves."""
         return [self[place] for place in range(step * batch_size, (step + 1) * batch_size)]
-
-

@@ -224,15 +224,20 @@ def main() -> None:
     train_files, held_files = [f for f in files if not f.held_out], [f for f in files if f.held_out]
     tokenizer = train_tokenizer([f.text for f in train_files], settings.vocab_size)
     stream, held_out = token_stream(tokenizer, train_files), token_stream(tokenizer, held_files)
-    print(f"{len(train_files)} files, {len(stream):,} tokens to train on; {len(held_out):,} tokens held out", flush=True)
+    print(
+        f"{len(train_files)} files, {len(stream):,} tokens to train on; {len(held_out):,} tokens held out", flush=True
+    )
 
     model = build_model(settings)
     checkpoint = folder / "training.ckpt"
     train(model, stream, held_out, settings, checkpoint)
 
-    model.to(torch.bfloat16).save_pretrained(folder)
+    model.bfloat16().save_pretrained(folder)
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, model_max_length=settings.max_positions
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        model_max_length=settings.max_positions,
     ).save_pretrained(folder)
     prompts = held_out_prompts(tokenizer, held_files, settings)
     (folder / "heldout_prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))

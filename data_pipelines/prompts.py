@@ -1,16 +1,14 @@
 """The first stage: prompts as tokens, those to train on and those held out.
 
-    python -m data_pipelines.prompts recipes/tiny.yaml
+python -m data_pipelines.prompts recipes/tiny.yaml
 """
 
 import random
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
-
 from data_pipelines.python_stdlib import source_files
 from data_pipelines.stage import Json, Stage, file_digest, read_jsonl, write_jsonl
-from data_pipelines.tokens import encode_prompt, load_tokenizer
+from data_pipelines.tokens import Tokenizer, encode_prompt, load_tokenizer
 from heads.target_config import locate_target
 from recipes import Recipe, recipe_from_command_line
 from recipes.schema import PYTHON_STDLIB
@@ -52,7 +50,7 @@ def make_prompts(recipe: Recipe) -> Stage:
     return stage
 
 
-def stdlib_prompts(tokenizer: PreTrainedTokenizerBase, count: int, length: int, seed: int) -> list[Json]:
+def stdlib_prompts(tokenizer: Tokenizer, count: int, length: int, seed: int) -> list[Json]:
     """Prompts of `length` tokens that begin with a line of the standard library; held-out files give none."""
     rng = random.Random(seed)
     texts = [file.text for file in source_files() if not file.held_out]
@@ -67,7 +65,7 @@ def stdlib_prompts(tokenizer: PreTrainedTokenizerBase, count: int, length: int, 
     return [{"id": i, "tokens": row, "cut": False} for i, row in enumerate(tokens)]
 
 
-def file_prompts(tokenizer: PreTrainedTokenizerBase, path: Path, longest: int, count: int | None) -> list[Json]:
+def file_prompts(tokenizer: Tokenizer, path: Path, longest: int, count: int | None) -> list[Json]:
     """The first `count` prompts of a JSONL file (all for None), each cut to its last `longest` tokens."""
     rows: list[Json] = []
     for number, row in enumerate(read_jsonl(path), start=1):

@@ -93,7 +93,9 @@ class FeatureStore:
         if foreign:
             raise ValueError(f"{folder}: {', '.join(foreign)} is not in its manifest; remove it or harvest again")
         self.shards = [shard for shard in self.about["shards"] if shard["file"].startswith(f"{split}-")]
-        self.places = [(shard, row) for shard in range(len(self.shards)) for row in range(self.shards[shard]["samples"])]
+        self.places = [
+            (shard, row) for shard in range(len(self.shards)) for row in range(self.shards[shard]["samples"])
+        ]
         self.num_tokens = sum(shard["tokens"] for shard in self.shards)
         self._opened: dict[int, Any] = {}
         self._offsets: dict[int, Tensor] = {}

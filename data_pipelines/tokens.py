@@ -3,17 +3,20 @@
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+__all__ = ["Tokenizer", "encode_prompt", "load_tokenizer"]
 
 PROMPT_FIELDS = "prompt or text (a string), or messages (a list of {role, content})"
 
 
-def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Tokenizer:
+    tokenizer: Tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     return tokenizer
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], where: str) -> list[int]:
+def encode_prompt(tokenizer: Tokenizer, row: dict[str, Any], where: str) -> list[int]:
     """The tokens that the target continues: plain text as it is, messages up to the last user turn in its template.
 
     Raises ValueError, naming `where`, for a row with no prompt in it.
@@ -26,8 +29,8 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], where
             raise ValueError(f"{where}: messages hold no turn to answer; give at least one user turn")
         if tokenizer.chat_template is None:
             raise ValueError(f"{where}: messages need a chat template and the target's tokenizer has none; give prompt")
-        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-        return list(encoded["input_ids"])
+        rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return list(tokenizer(str(rendered), add_special_tokens=False)["input_ids"])  # the template writes its own
     text = row.get("prompt", row.get("text"))
     if not isinstance(text, str) or not text:
         raise ValueError(f"{where}: fields {sorted(row)} given, a row needs {PROMPT_FIELDS}")

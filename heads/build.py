@@ -105,7 +105,9 @@ def load_head(folder: Path, target: TargetConfig, embedding: Tensor) -> DraftHea
     """
     path = folder / "config.json"
     if not path.is_file():
-        raise ValueError(f"{folder} holds no head (no config.json); train one with trainers/eagle.py or name its folder")
+        raise ValueError(
+            f"{folder} holds no head (no config.json); train one with trainers/eagle.py or name its folder"
+        )
     config = json.loads(path.read_text())
     own = config.get("headstart", {})
     taps = tuple(own.get("taps") or config.get("eagle_aux_hidden_state_layer_ids") or target.default_taps())

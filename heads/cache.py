@@ -93,7 +93,8 @@ class UnrollCache:
         self.values: list[Tensor] = []
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        assert layer == 0 and mask is None
+        assert layer == 0
+        assert mask is None
         self.keys.append(key)
         self.values.append(value)
         if len(self.keys) == 1:

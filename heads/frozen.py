@@ -1,4 +1,4 @@
-"""The target's embedding, final norm and lm_head, read straight from its safetensors: the 70B itself is never loaded."""
+"""The target's embedding, final norm and lm_head, straight from its safetensors: the 70B itself is never loaded."""
 
 import json
 from dataclasses import dataclass
@@ -73,7 +73,9 @@ class FrozenTarget:
         if self.norm_bias is None:
             normed = functional.rms_norm(hidden, hidden.shape[-1:], self.norm_weight.float(), eps)
         else:
-            normed = functional.layer_norm(hidden, hidden.shape[-1:], self.norm_weight.float(), self.norm_bias.float(), eps)
+            normed = functional.layer_norm(
+                hidden, hidden.shape[-1:], self.norm_weight.float(), self.norm_bias.float(), eps
+            )
         logits = functional.linear(normed.to(self.lm_head.dtype), self.lm_head).float()
         cap = self.config.final_logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)

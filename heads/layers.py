@@ -77,10 +77,7 @@ class Attention(nn.Module):
         key = self.k_proj(inputs).view(batch, seq, -1, self.head_dim).transpose(1, 2)
         value = self.v_proj(inputs).view(batch, seq, -1, self.head_dim).transpose(1, 2)
         query, key = rotate(query, cosines, sines), rotate(key, cosines, sines)
-        if cache is None:
-            mixed = attention(query, key, value, mask)
-        else:
-            mixed = cache.attend(0, query, key, value, mask)
+        mixed = attention(query, key, value, mask) if cache is None else cache.attend(0, query, key, value, mask)
         return self.o_proj(mixed.transpose(1, 2).reshape(batch, seq, -1))
 
 

@@ -21,7 +21,7 @@ def unroll_attention(
         values = [value.repeat_interleave(groups, dim=1) for value in values]
     own_keys, own_values = torch.stack(keys[1:]), torch.stack(values[1:])  # [steps, batch, heads, seq, head_dim]
     if query.device.type == "cpu":
-        return MergedAttention.apply(query, keys[0], values[0], own_keys, own_values)  # type: ignore[no-any-return]
+        return MergedAttention.apply(query, keys[0], values[0], own_keys, own_values)
     return dense_unroll_attention(query, keys[0], values[0], own_keys, own_values)
 
 

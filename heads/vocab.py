@@ -15,7 +15,8 @@ class DraftVocab:
     target_size: int
 
     def __post_init__(self) -> None:
-        assert bool((self.ids.diff() > 0).all()) and int(self.ids[-1]) < self.target_size
+        assert bool((self.ids.diff() > 0).all())
+        assert int(self.ids[-1]) < self.target_size
 
     @classmethod
     def full(cls, target_size: int) -> "DraftVocab":

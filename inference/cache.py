@@ -56,7 +56,9 @@ class KVCache(Cache):
         device: torch.device | str = "cpu",
     ) -> None:
         """Shapes are (layers, kv_heads, head_dim); `capacity` is in tokens, the nodes of a pending tree included."""
-        shapes = [(layers, 2, batch, heads, capacity, dim) for layers, heads, dim in (target_shape, head_shape or (0, 0, 0))]
+        shapes = [
+            (layers, 2, batch, heads, capacity, dim) for layers, heads, dim in (target_shape, head_shape or (0, 0, 0))
+        ]
         sizes = [torch.Size(shape).numel() for shape in shapes]
         # Zeros, not empty: a fused kernel may multiply a masked slot by weight 0, and 0 x NaN is NaN.
         self.storage = torch.zeros(sum(sizes), dtype=dtype, device=device)

@@ -57,7 +57,8 @@ class TargetModel:
             trust_remote_code=section.trust_remote_code,
             use_safetensors=True,
         )
-        return cls(model.to(pick_device(section.device)), taps)
+        device: Any = pick_device(section.device)  # transformers' own `to` is mistyped
+        return cls(model.to(device), taps)
 
     @property
     def device(self) -> torch.device:
@@ -159,8 +160,9 @@ class TargetModel:
         recurrent = RECURRENT_LAYER_TYPES.intersection(getattr(text, "layer_types", None) or ())
         if recurrent or getattr(self.model, "_is_stateful", False):
             raise ValueError(
-                f"target.path: a {text.model_type!r} model keeps a recurrent state ({', '.join(recurrent) or 'stateful'}), "
-                f"which cannot be rolled back after a rejected draft; choose a target whose layers are all attention"
+                f"target.path: a {text.model_type!r} model keeps a recurrent state "
+                f"({', '.join(recurrent) or 'stateful'}), "
+                "which cannot be rolled back after a rejected draft; choose a target whose layers are all attention"
             )
         if self.taps and (max(self.taps) > self.config.num_layers or min(self.taps) < 0):
             raise ValueError(

@@ -37,7 +37,9 @@ class Checkpoints:
         partial = self.path(step).with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        save_file({k: v.detach().cpu().contiguous() for k, v in head.state_dict().items()}, partial / "head.safetensors")
+        save_file(
+            {k: v.detach().cpu().contiguous() for k, v in head.state_dict().items()}, partial / "head.safetensors"
+        )
         save_file(pack(optimizers), partial / "optimizers.safetensors")
         write_text(partial / STATE, json.dumps({"step": step, "inputs": self.inputs}, indent=1))
         partial.replace(self.path(step))
@@ -71,7 +73,9 @@ class Checkpoints:
         ]
         if different:
             raise ValueError(
-                f"{path} belongs to another recipe:\n  " + "\n  ".join(different) + f"\nchoose another run_dir, put the "
+                f"{path} belongs to another recipe:\n  "
+                + "\n  ".join(different)
+                + f"\nchoose another run_dir, put the "
                 f"recipe back, or remove {self.folder} to train anew"
             )
 

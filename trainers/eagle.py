@@ -6,11 +6,6 @@
 Killed at any step, the same command continues from the newest checkpoint and ends in the same weights.
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script from a checkout
-
 import torch
 from accelerate import Accelerator
 
@@ -58,7 +53,9 @@ def run(recipe: Recipe) -> None:
     inputs = {
         "features": features.digest(),
         "head": recipe.head.model_dump(),
-        "train": recipe.train.model_dump(exclude={"checkpoint_every", "keep_checkpoints", "eval_every", "eval_prompts", "log_every"}),
+        "train": recipe.train.model_dump(
+            exclude={"checkpoint_every", "keep_checkpoints", "eval_every", "eval_prompts", "log_every"}
+        ),
         "seed": recipe.seed,
     }
     checkpoints = Checkpoints(recipe.checkpoints_dir, inputs, recipe.train.keep_checkpoints)

@@ -31,7 +31,9 @@ class Materials:
     target: TargetModel | None  # only to measure accepted length; None when the recipe decodes no prompts
 
 
-def train(recipe: Recipe, head: DraftHead, materials: Materials, accelerator: Accelerator, checkpoints: Checkpoints) -> None:
+def train(
+    recipe: Recipe, head: DraftHead, materials: Materials, accelerator: Accelerator, checkpoints: Checkpoints
+) -> None:
     """Fit the head in place, from the newest checkpoint if there is one.
 
     Raises ValueError when a loss is not finite, naming the step and its samples.
@@ -94,8 +96,8 @@ def train_step(
 def refuse_non_finite(sums: Tensor, step: int, numbers: list[int]) -> Tensor:
     if not math.isfinite(float(sums.sum())):
         raise ValueError(
-            f"the loss of step {step + 1} is not finite (samples {numbers}); lower train.learning_rate, or look at these "
-            f"samples' features; the last checkpoint is good"
+            f"the loss of step {step + 1} is not finite (samples {numbers}); lower train.learning_rate, or look at "
+            "these samples' features; the last checkpoint is good"
         )
     return sums.cpu()
 
@@ -111,10 +113,14 @@ def measure(recipe: Recipe, materials: Materials, head: DraftHead, tracker: Trac
     if materials.target is not None:
         metrics["heldout/tau"] = accepted_length(recipe, materials.target, head)
         said += f", accepted length {metrics['heldout/tau']:.2f}"
-    tracker.log(step, metrics, f"accepted length {metrics['heldout/tau']:.2f}" if "heldout/tau" in metrics else "training")
+    tracker.log(
+        step, metrics, f"accepted length {metrics['heldout/tau']:.2f}" if "heldout/tau" in metrics else "training"
+    )
     tracker.say(said)
 
 
 def headline(metrics: dict[str, float], unroll: int) -> str:
     accuracies = " ".join(f"{metrics[f'train/accuracy_{k}']:.2f}" for k in range(unroll))
-    return f"loss {metrics['train/loss_0']:.3f}, accuracy {accuracies}, {metrics['train/tokens_per_second']:.0f} tokens/s"
+    return (
+        f"loss {metrics['train/loss_0']:.3f}, accuracy {accuracies}, {metrics['train/tokens_per_second']:.0f} tokens/s"
+    )

@@ -1,4 +1,4 @@
-"""What a head is worth while it trains: held-out accuracy at each unroll depth, and accepted length by real decoding."""
+"""What a head is worth while it trains: held-out accuracy at each depth, and accepted length by real decoding."""
 
 import torch
 
@@ -15,7 +15,9 @@ from trainers.objective import UnrolledHead, supervise
 
 
 @torch.no_grad()
-def held_out_scores(unrolled: UnrolledHead, frozen: FrozenTarget, store: FeatureStore, batch_size: int) -> dict[str, float]:
+def held_out_scores(
+    unrolled: UnrolledHead, frozen: FrozenTarget, store: FeatureStore, batch_size: int
+) -> dict[str, float]:
     """Loss (nats), top-1 accuracy and expected acceptance at each depth over the held-out samples."""
     device, total = frozen.embedding.device, torch.zeros(4, unrolled.unroll)
     outside = 0

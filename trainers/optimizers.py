@@ -19,9 +19,7 @@ def build_optimizers(head: nn.Module, section: TrainSection) -> list[Optimizer]:
         torch.optim.AdamW(rest, lr=section.learning_rate, betas=section.betas, weight_decay=section.weight_decay)
     ]
     if matrices:
-        optimizers.append(
-            torch.optim.Muon(matrices, lr=section.muon_learning_rate, weight_decay=section.weight_decay)
-        )
+        optimizers.append(torch.optim.Muon(matrices, lr=section.muon_learning_rate, weight_decay=section.weight_decay))
     return optimizers
 
 
