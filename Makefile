@@ -36,8 +36,10 @@ lint: $(INSTALLED) ## check style, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(INSTALLED) ## run every benchmark
-	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+bench: $(INSTALLED) ## run every benchmark on the bundled target and head
+	$(BIN)/python -m data_pipelines.prompts recipes/tiny_full.yaml
+	@set -e; for script in benchmarks/*.py; do echo "== $$script"; \
+		$(BIN)/python "$$script" recipes/tiny_full.yaml report.head=assets/demo_head; done
 
 clean: ## remove the environment and caches, never runs/
 	rm -rf $(VENV) *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -169,7 +169,7 @@ def train(model: LlamaForCausalLM, stream: Tensor, held_out: Tensor, settings: S
 
 
 def held_out_prompts(tokenizer: Tokenizer, files: list[SourceFile], settings: Settings) -> list[dict[str, object]]:
-    """Prompts of 32 to 96 tokens that begin with a line of a held-out file, longer files giving more of them."""
+    """Prompts of 32 to 64 tokens that begin with a line of a held-out file, longer files giving more of them."""
     rng = random.Random(settings.seed)
     weights = [len(f.text) for f in files]
     prompts: list[dict[str, object]] = []
@@ -178,7 +178,7 @@ def held_out_prompts(tokenizer: Tokenizer, files: list[SourceFile], settings: Se
         starts = [0] + [i + 1 for i, character in enumerate(file.text) if character == "\n"]
         start = rng.choice(starts)
         encoded = tokenizer.encode(file.text[start : start + 1024])
-        length = rng.randint(32, 96)
+        length = rng.randint(32, 64)
         if len(encoded.ids) > length:
             end = encoded.offsets[length - 1][1]
             prompts.append({"id": len(prompts), "source": file.name, "prompt": file.text[start : start + end]})
@@ -203,7 +203,7 @@ measure draft heads with no download; it is not a useful code model.
 - Held-out loss: {facts["nats_per_token"]:.3f} nats per token, **{facts["bits_per_byte"]:.3f} bits per byte**.
 - Command: `python -m data_pipelines.demo_target assets/demo_target`, seed {settings.seed}, torch {torch.__version__},
   Muon on the layers' matrices, AdamW on the rest, linear decay to zero. Weights are stored in bfloat16.
-- `heldout_prompts.jsonl`: {settings.num_prompts} prompts of 32 to 96 tokens from held-out files.
+- `heldout_prompts.jsonl`: {settings.num_prompts} prompts of 32 to 64 tokens from held-out files.
 
 Settings: `{json.dumps(asdict(settings))}`
 """

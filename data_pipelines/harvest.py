@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 
@@ -22,7 +22,7 @@ from data_pipelines.stage import Json, Stage, file_digest, read_jsonl, target_id
 from heads.build import head_taps
 from heads.target_config import TargetConfig, locate_target
 from inference.target import TargetModel
-from recipes import Recipe, recipe_from_command_line
+from recipes import Recipe, run_command
 
 SPLITS = ("train", "heldout")
 
@@ -74,12 +74,14 @@ def harvest(recipe: Recipe, target: TargetModel | None = None) -> Stage:
     state = PartialState()
     with state.main_process_first():
         prompts = make_prompts(recipe)
-    taps = head_taps(recipe.head, TargetConfig.from_folder(locate_target(recipe.target.path, recipe.target.revision)))
+    config = TargetConfig.from_folder(locate_target(recipe.target.path, recipe.target.revision))
+    check_lengths(recipe, config)
+    taps = head_taps(recipe.head, config)
 
     responses = responses_stage(recipe, prompts)
     if not responses.is_complete():
         target = target or TargetModel.load(recipe.target, taps)
-        responses.begin()
+        begin(responses, state)
         for piece in mine(pieces(recipe), state, "responses of the target"):
             write_responses(recipe, target, piece)
         state.wait_for_everyone()
@@ -90,16 +92,33 @@ def harvest(recipe: Recipe, target: TargetModel | None = None) -> Stage:
     features = features_stage(recipe, responses, taps)
     if not features.is_complete():
         target = target or TargetModel.load(recipe.target, taps)
-        features.begin()
+        begin(features, state)
         made_from = hashlib.sha256(json.dumps(features.inputs, sort_keys=True).encode()).hexdigest()
         for piece in mine(pieces(recipe), state, "features"):
             write_features(recipe, target, piece, made_from)
         state.wait_for_everyone()
         if state.is_main_process:
-            write_manifest(features.folder, {"made_from": features.inputs})
+            names = [shard_name(piece.split, piece.index) for piece in pieces(recipe)]
+            write_manifest(features.folder, names, {"made_from": features.inputs})
             features.finish({"manifest": file_digest(features.folder / MANIFEST)})
         state.wait_for_everyone()
     return features
+
+
+def check_lengths(recipe: Recipe, config: TargetConfig) -> None:
+    longest = recipe.data.prompt_tokens + recipe.data.response_tokens
+    if longest > config.max_positions:
+        raise ValueError(
+            f"data.prompt_tokens {recipe.data.prompt_tokens} and data.response_tokens {recipe.data.response_tokens} "
+            f"make samples of {longest} tokens, the target has {config.max_positions} positions; lower one of them"
+        )
+
+
+def begin(stage: Stage, state: PartialState) -> None:
+    """Claim a stage's folder, once for all ranks."""
+    if state.is_main_process:
+        stage.begin()
+    state.wait_for_everyone()
 
 
 def mine(work: list[Piece], state: PartialState, what: str) -> Iterator[Piece]:
@@ -177,9 +196,8 @@ def tap(target: TargetModel, texts: list[list[int]], dtype: torch.dtype) -> list
 
 
 def main() -> None:
-    recipe = recipe_from_command_line(__doc__ or "")
-    stage = harvest(recipe)
-    print(f"{stage.folder}: {stage.facts()}")
+    Accelerator()  # sets up the ranks as `accelerate launch` asked for them
+    run_command(__doc__, lambda recipe: print(recipe.features_dir, harvest(recipe).facts()))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from data_pipelines.python_stdlib import source_files
 from data_pipelines.stage import Json, Stage, file_digest, read_jsonl, write_jsonl
 from data_pipelines.tokens import Tokenizer, encode_prompt, load_tokenizer
 from heads.target_config import locate_target
-from recipes import Recipe, recipe_from_command_line
+from recipes import Recipe, run_command
 from recipes.schema import PYTHON_STDLIB
 
 CHARACTERS_PER_TOKEN = 12  # a generous bound, to cut text before it is encoded
@@ -79,9 +79,7 @@ def file_prompts(tokenizer: Tokenizer, path: Path, longest: int, count: int | No
 
 
 def main() -> None:
-    recipe = recipe_from_command_line(__doc__ or "")
-    stage = make_prompts(recipe)
-    print(f"{stage.folder}: {stage.facts()}")
+    run_command(__doc__, lambda recipe: print(recipe.prompts_dir, make_prompts(recipe).facts()))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Features on disk: variable-length samples in safetensors shards, a manifest with a checksum for each."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,10 +61,10 @@ def shard_is_whole(path: Path, made_from: str) -> bool:
     return True
 
 
-def write_manifest(folder: Path, about: Json) -> None:
-    """List every shard of a folder with its size and checksum."""
+def write_manifest(folder: Path, names: Iterable[str], about: Json) -> None:
+    """List the shards of a run with their sizes and checksums; whatever else lies in the folder stays foreign."""
     shards = []
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in (folder / name for name in sorted(names)):
         offsets = _open(path).get_tensor("offsets")
         shards.append(
             {
@@ -87,7 +88,7 @@ class FeatureStore:
         if not (folder / MANIFEST).is_file():
             raise ValueError(f"{folder} holds no features (no {MANIFEST}); run data_pipelines.harvest on the recipe")
         self.folder = folder
-        self.about: Json = json.loads((folder / MANIFEST).read_text())
+        self.about = _read_manifest(folder / MANIFEST)
         listed = {shard["file"] for shard in self.about["shards"]}
         foreign = [path.name for path in sorted(folder.glob("*.safetensors")) if path.name not in listed]
         if foreign:
@@ -138,6 +139,17 @@ class FeatureStore:
             )
         self._opened[shard] = _open(path)
         self._offsets[shard] = self._opened[shard].get_tensor("offsets")
+
+
+def _read_manifest(path: Path) -> Json:
+    try:
+        about: Json = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(
+            f"{path} cannot be read ({error}); remove it together with {path.with_name('stage.json')} and harvest "
+            "again: whole shards are reused"
+        ) from error
+    return about
 
 
 def _open(path: Path) -> Any:

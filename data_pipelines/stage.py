@@ -23,13 +23,13 @@ def write_jsonl(path: Path, rows: Iterable[Json]) -> None:
 
 def read_jsonl(path: Path) -> Iterator[Json]:
     """Rows of a JSONL file; a broken line is a ValueError that names it."""
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
+                row = json.loads(line.decode("utf-8"))
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
                 raise ValueError(f"{path} line {number} is not JSON ({error}); fix or remove the line") from error
             if not isinstance(row, dict):
                 raise ValueError(f"{path} line {number} is {type(row).__name__}, a JSON object is needed")

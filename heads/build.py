@@ -116,9 +116,13 @@ def load_head(folder: Path, target: TargetConfig, embedding: Tensor) -> DraftHea
         tensors = load_file(folder / "model.safetensors")
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{folder}/model.safetensors cannot be read ({error}); export the head again") from error
-    d2t = tensors.pop("d2t", None)
-    tensors.pop("t2d", None)
+    d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
     vocab = DraftVocab.full(target.vocab_size) if d2t is None else DraftVocab.from_offsets(d2t, target.vocab_size)
+    if d2t is not None and t2d is not None and not torch.equal(t2d.bool(), vocab.members()):
+        raise ValueError(
+            f"{folder}/model.safetensors: d2t and t2d name different target tokens; "
+            f"d2t must hold offsets: target id minus draft id"
+        )
     shape = Eagle3Shape(
         hidden_size=config["hidden_size"],
         intermediate_size=config["intermediate_size"],

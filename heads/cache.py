@@ -1,6 +1,6 @@
 """Where attention finds its earlier keys and values: slots while decoding, the unroll's blocks while training."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -10,6 +10,7 @@ from torch.nn import functional
 from heads.unroll_attention import unroll_attention
 
 
+@runtime_checkable  # the shape checks of the tests look at instances
 class AttentionCache(Protocol):
     """Attention over what came before and the block at hand, which it remembers."""
 

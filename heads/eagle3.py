@@ -13,6 +13,8 @@ from heads.layers import MLP, Attention, RMSNorm, rotary_table
 from heads.target_config import TargetConfig
 from heads.vocab import DraftVocab
 
+UNROLL_MARGIN = 64  # positions of the rotary table beyond the target's
+
 
 @dataclass(frozen=True)
 class Eagle3Shape:
@@ -78,7 +80,8 @@ class Eagle3Head(DraftHead):
         self.embedding: Tensor
         self.rotary: Tensor
         self.register_buffer("embedding", embedding, persistent=False)
-        table = rotary_table(target.rope, shape.head_dim, target.max_positions)
+        # An unroll looks a few positions past a sample's end; what it finds there is never scored.
+        table = rotary_table(target.rope, shape.head_dim, target.max_positions + UNROLL_MARGIN)
         self.register_buffer("rotary", table.to(embedding), persistent=False)
 
     @property

@@ -1,12 +1,15 @@
 """The target's embedding, final norm and lm_head, straight from its safetensors: the 70B itself is never loaded."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn import functional
 
@@ -51,8 +54,12 @@ class FrozenTarget:
         reader = SafetensorsFolder(folder)
         embedding_name = reader.find(EMBEDDING_NAMES, "embedding")
         norm = reader.find(tuple(f"{name}.weight" for name in NORM_NAMES), "final norm").removesuffix(".weight")
-        lm_head_name = next((name for name in LM_HEAD_NAMES if name in reader), embedding_name)  # absent when tied
         config = TargetConfig.from_folder(folder)
+        tied = json.loads((folder / "config.json").read_text()).get("tie_word_embeddings", True)
+        if tied and not any(name in reader for name in LM_HEAD_NAMES):
+            lm_head_name = embedding_name
+        else:
+            lm_head_name = reader.find(LM_HEAD_NAMES, "lm_head")
 
         def read(name: str) -> Tensor:
             return reader.read(name).to(device, dtype)
@@ -90,8 +97,8 @@ class SafetensorsFolder:
         if index.is_file():
             self.files: dict[str, str] = json.loads(index.read_text())["weight_map"]
         elif (folder / "model.safetensors").is_file():
-            with safe_open(folder / "model.safetensors", "pt") as opened:
-                self.files = dict.fromkeys(opened.keys(), "model.safetensors")
+            with opened(folder / "model.safetensors") as file:
+                self.files = dict.fromkeys(file.keys(), "model.safetensors")
         else:
             raise ValueError(
                 f"{folder} has neither model.safetensors nor model.safetensors.index.json; pickled weights are not "
@@ -108,5 +115,15 @@ class SafetensorsFolder:
         raise ValueError(f"{self.folder}: no {what} among its tensors (looked for {', '.join(names)})")
 
     def read(self, name: str) -> Tensor:
-        with safe_open(self.folder / self.files[name], "pt") as opened:
-            return opened.get_tensor(name)
+        with opened(self.folder / self.files[name]) as file:
+            return file.get_tensor(name)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """A safetensors file; whatever fails while it is open comes out as a ValueError that names it."""
+    try:
+        with safe_open(path, "pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); copy or download the target again") from error

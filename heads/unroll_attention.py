@@ -52,6 +52,7 @@ class MergedAttention(torch.autograd.Function):
         lse = torch.logaddexp(causal_lse, scores.logsumexp(0))  # [batch, heads, seq]
         weights = (scores - lse).exp()
         out = causal * (causal_lse - lse).exp().unsqueeze(-1) + (weights.unsqueeze(-1) * own_values).sum(0)
+        out = out.to(query.dtype)  # log-sum-exps are float32 at least
         ctx.save_for_backward(query, key, value, own_keys, own_values, out, lse, weights)
         return out
 

@@ -58,6 +58,8 @@ def check_length(target: TargetModel, prompt: list[int], max_new_tokens: int) ->
     limit = target.config.max_positions
     if not prompt:
         raise ValueError("the prompt is empty; give at least one token")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens: {max_new_tokens} given, 1 or more is allowed")
     if len(prompt) + max_new_tokens > limit:
         raise ValueError(
             f"a prompt of {len(prompt)} tokens and max_new_tokens {max_new_tokens} exceed the target's {limit} "

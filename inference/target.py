@@ -35,11 +35,14 @@ class TargetModel:
     """The big model. `taps` are indices into Hugging Face's hidden_states: i is the stream that enters layer i."""
 
     def __init__(self, model: PreTrainedModel, taps: tuple[int, ...]) -> None:
+        refuse_recurrent(model)
         self.model = model.eval().requires_grad_(False)
         self.config = TargetConfig.from_dict(model.config.to_dict())
         self.taps = taps
         self.end_tokens = end_tokens(model)
-        self._refuse_unsupported()
+        # transformers' `generate` takes from here what it is not told: a checkpoint's own top_p or penalty stays out.
+        model.generation_config = GenerationConfig()
+        self._refuse_unknown_taps()
         self._seen: dict[int, Tensor] = {}
         layers = decoder_layers(model)
         for tap in {*taps} - {self.config.num_layers}:
@@ -155,19 +158,23 @@ class TargetModel:
     def _keep_output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._seen[self.config.num_layers] = output if isinstance(output, Tensor) else output[0]
 
-    def _refuse_unsupported(self) -> None:
-        text = self.model.config.get_text_config()
-        recurrent = RECURRENT_LAYER_TYPES.intersection(getattr(text, "layer_types", None) or ())
-        if recurrent or getattr(self.model, "_is_stateful", False):
-            raise ValueError(
-                f"target.path: a {text.model_type!r} model keeps a recurrent state "
-                f"({', '.join(recurrent) or 'stateful'}), "
-                "which cannot be rolled back after a rejected draft; choose a target whose layers are all attention"
-            )
+    def _refuse_unknown_taps(self) -> None:
         if self.taps and (max(self.taps) > self.config.num_layers or min(self.taps) < 0):
             raise ValueError(
                 f"head.taps: {list(self.taps)} given, the target has hidden_states 0 to {self.config.num_layers}"
             )
+
+
+def refuse_recurrent(model: PreTrainedModel) -> None:
+    """Raises ValueError for a model that keeps more than keys and values; first of all, as such may have no heads."""
+    text = model.config.get_text_config()
+    recurrent = RECURRENT_LAYER_TYPES.intersection(getattr(text, "layer_types", None) or ())
+    if recurrent or getattr(model, "_is_stateful", False):
+        raise ValueError(
+            f"target.path: a {text.model_type!r} model keeps a recurrent state "
+            f"({', '.join(sorted(recurrent)) or 'stateful'}), "
+            "which cannot be rolled back after a rejected draft; choose a target whose layers are all attention"
+        )
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

@@ -1,7 +1,7 @@
 """Recipes: one typed file describes a whole run, and every command takes it and `section.key=value` overrides."""
 
-from recipes.command_line import recipe_from_command_line
+from recipes.command_line import recipe_from_command_line, run_command
 from recipes.load import RecipeError, load_recipe
 from recipes.schema import Recipe
 
-__all__ = ["Recipe", "RecipeError", "load_recipe", "recipe_from_command_line"]
+__all__ = ["Recipe", "RecipeError", "load_recipe", "recipe_from_command_line", "run_command"]

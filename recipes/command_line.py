@@ -4,7 +4,7 @@ import argparse
 import io
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -39,6 +39,15 @@ def recipe_from_command_line(doc: str | None, argv: Sequence[str] | None = None)
     except RecipeError as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def run_command(doc: str | None, run: Callable[[Recipe], object]) -> None:
+    """The whole of a command's `main`: what a user got wrong ends it with one message, never with a traceback."""
+    recipe = recipe_from_command_line(doc)
+    try:
+        run(recipe)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
 
 
 def command_name() -> str:

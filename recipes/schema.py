@@ -111,7 +111,9 @@ class TrainSection(Section):
     weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay, times the learning rate.")
     betas: Betas = Field(default=(0.9, 0.95), description="AdamW's decay of the mean and the mean square, per step.")
     clip_norm: float = Field(default=0.5, gt=0, description="Largest gradient norm; longer gradients are scaled to it.")
-    unroll: int = Field(default=7, gt=0, description="Training-time-test depth: steps on the head's own features.")
+    unroll: int = Field(
+        default=7, gt=0, le=32, description="Training-time-test depth: steps on the head's own features."
+    )
     unroll_decay: float = Field(
         default=0.8, gt=0, le=1, description="Weight of an unroll step over that of the one before."
     )
@@ -144,6 +146,9 @@ class ReportSection(Section):
     num_prompts: int = Field(default=80, gt=0, description="Held-out prompts decoded per row.")
     temperatures: Temperatures = Field(
         default=(0.0, 0.7), description="Sampling temperatures; every row is measured at each."
+    )
+    head: Annotated[HomePath | None, Field(strict=False)] = Field(
+        default=None, description="Folder of the head to measure; null is the one that this run trained."
     )
     warmup_prompts: int = Field(default=3, ge=0, description="Prompts decoded before the clock starts.")
     threads: int | None = Field(default=None, gt=0, description="CPU threads of torch; null leaves torch's own choice.")

@@ -29,6 +29,10 @@ class Checkpoints:
     def steps(self) -> list[int]:
         return sorted(int(path.name.removeprefix("step-")) for path in self.folder.glob("step-*") if path.suffix == "")
 
+    def newest(self) -> int:
+        """The step of the newest checkpoint, 0 if there is none."""
+        return max(self.steps(), default=0)
+
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step}"
 
@@ -51,10 +55,10 @@ class Checkpoints:
 
         Raises ValueError when it was made by another recipe or cannot be read; nothing restarts silently.
         """
-        steps = self.steps()
-        if not steps:
+        newest = self.newest()
+        if newest == 0:
             return 0
-        path = self.path(steps[-1])
+        path = self.path(newest)
         try:
             state = json.loads((path / STATE).read_text())
             weights, moments = load_file(path / "head.safetensors"), load_file(path / "optimizers.safetensors")

@@ -16,22 +16,26 @@ from heads.frozen import FrozenTarget
 from heads.target_config import locate_target
 from heads.vocab import DraftVocab
 from inference.target import TargetModel
-from recipes import Recipe, recipe_from_command_line
+from recipes import Recipe, run_command
 from trainers.checkpoint import Checkpoints
 from trainers.loop import Materials, train
 
+# Fields of the train section that change nothing about the weights, so that a run may resume with others.
+ONLY_WATCHING = {"checkpoint_every", "keep_checkpoints", "eval_every", "eval_prompts", "log_every"}
+
 
 def main() -> None:
-    recipe = recipe_from_command_line(__doc__ or "")
-    try:
-        run(recipe)
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from error
+    run_command(__doc__, run)
 
 
 def run(recipe: Recipe) -> None:
     """recipe -> prompts -> responses -> features -> head."""
     accelerator = Accelerator()
+    if recipe.train.batch_size < accelerator.num_processes:
+        raise ValueError(
+            f"train.batch_size: {recipe.train.batch_size} sequences for {accelerator.num_processes} ranks; give each "
+            "rank at least one"
+        )
     features = harvest(recipe)
     train_store, heldout_store = (FeatureStore(features.folder, split) for split in ("train", "heldout"))
 
@@ -41,7 +45,6 @@ def run(recipe: Recipe) -> None:
     size = recipe.head.draft_vocab_size
     vocab = DraftVocab.full(frozen.config.vocab_size) if size is None else DraftVocab.most_frequent(counts, size)
     head = new_head(recipe.head, frozen, vocab, recipe.seed).to(accelerator.device)
-    target = TargetModel.load(recipe.target, head.taps) if recipe.train.eval_prompts else None
     if accelerator.is_main_process:
         parameters = sum(parameter.numel() for parameter in head.parameters())
         print(
@@ -52,13 +55,13 @@ def run(recipe: Recipe) -> None:
 
     inputs = {
         "features": features.digest(),
-        "head": recipe.head.model_dump(),
-        "train": recipe.train.model_dump(
-            exclude={"checkpoint_every", "keep_checkpoints", "eval_every", "eval_prompts", "log_every"}
-        ),
         "seed": recipe.seed,
+        **{f"head.{field}": value for field, value in recipe.head.model_dump().items()},
+        **{f"train.{field}": value for field, value in recipe.train.model_dump(exclude=ONLY_WATCHING).items()},
     }
     checkpoints = Checkpoints(recipe.checkpoints_dir, inputs, recipe.train.keep_checkpoints)
+    decodes = recipe.train.eval_prompts and accelerator.is_main_process and checkpoints.newest() < recipe.train.steps
+    target = TargetModel.load(recipe.target, head.taps) if decodes else None
     train(recipe, head, Materials(frozen, train_store, heldout_store, target), accelerator, checkpoints)
     if accelerator.is_main_process:
         save_head(head, recipe.head_dir)

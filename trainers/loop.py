@@ -28,7 +28,7 @@ class Materials:
     frozen: FrozenTarget
     train: FeatureStore
     heldout: FeatureStore
-    target: TargetModel | None  # only to measure accepted length; None when the recipe decodes no prompts
+    target: TargetModel | None  # to measure accepted length on the main rank; None when the recipe decodes no prompts
 
 
 def train(
@@ -36,11 +36,13 @@ def train(
 ) -> None:
     """Fit the head in place, from the newest checkpoint if there is one.
 
-    Raises ValueError when a loss is not finite, naming the step and its samples.
+    Raises ValueError when a loss or a gradient is not finite, naming the step and its samples.
     """
     section = recipe.train
     optimizers = build_optimizers(head, section)
     done = checkpoints.resume(head, optimizers)
+    if done >= section.steps:
+        return
     unrolled = UnrolledHead(head, section.unroll)
     prepared, *prepared_optimizers = accelerator.prepare(unrolled, *optimizers)
     order = SampleOrder(len(materials.train), recipe.seed)
@@ -51,17 +53,16 @@ def train(
         for step in range(done, section.steps):
             numbers = order.of_step(step, section.batch_size)
             factor = set_learning_rates(optimizers, section, step)
-            sums, num_tokens = train_step(recipe, materials, accelerator, prepared, prepared_optimizers, numbers)
+            sums, num_tokens = train_step(recipe, materials, accelerator, prepared, prepared_optimizers, step, numbers)
             tokens_seen += num_tokens
             if (step + 1) % section.log_every == 0:
-                metrics = depth_metrics("train", refuse_non_finite(sums, step, numbers))
+                metrics = depth_metrics("train", sums)
                 metrics["train/learning_rate"] = section.learning_rate * factor
                 metrics["train/tokens_per_second"] = tokens_seen / (time.perf_counter() - started)
                 tracker.log(step + 1, metrics, headline(metrics, section.unroll))
             if (step + 1) % section.eval_every == 0 or step + 1 == section.steps:
                 measure(recipe, materials, head, tracker, step + 1)
             if (step + 1) % section.checkpoint_every == 0 or step + 1 == section.steps:
-                refuse_non_finite(sums, step, numbers)
                 if accelerator.is_main_process:
                     checkpoints.save(step + 1, head, optimizers)
                 accelerator.wait_for_everyone()
@@ -74,9 +75,13 @@ def train_step(
     accelerator: Accelerator,
     prepared: torch.nn.Module,
     optimizers: list[torch.optim.Optimizer],
+    step: int,
     numbers: list[int],
 ) -> tuple[Tensor, int]:
-    """One update from a global batch; returns the sums [4, unroll] over all ranks and the batch's tokens here."""
+    """One update from a global batch; returns the sums [4, unroll] over all ranks and the batch's tokens here.
+
+    Raises ValueError before the update where it would put something not finite into the weights.
+    """
     section, frozen = recipe.train, materials.frozen
     share = numbers[accelerator.process_index :: accelerator.num_processes]
     batch = Batch.collate([materials.train[number] for number in share], frozen.embedding.dtype, accelerator.device)
@@ -86,20 +91,22 @@ def train_step(
     counts = accelerator.reduce(unroll_counts(supervision, section.unroll), "sum")
     scores = prepared(batch, supervision)
     accelerator.backward(scores.loss(counts, section.unroll_decay) * accelerator.num_processes)
-    accelerator.clip_grad_norm_(prepared.parameters(), section.clip_norm)
+    gradient_norm = accelerator.clip_grad_norm_(prepared.parameters(), section.clip_norm)
+    sums = accelerator.reduce(scores.detached(), "sum")
+    refuse_non_finite({"loss": sums.sum(), "gradient": gradient_norm}, step, numbers)
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
-    return accelerator.reduce(scores.detached(), "sum"), int(batch.tokens.numel())
+    return sums.cpu(), int(batch.tokens.numel())
 
 
-def refuse_non_finite(sums: Tensor, step: int, numbers: list[int]) -> Tensor:
-    if not math.isfinite(float(sums.sum())):
-        raise ValueError(
-            f"the loss of step {step + 1} is not finite (samples {numbers}); lower train.learning_rate, or look at "
-            "these samples' features; the last checkpoint is good"
-        )
-    return sums.cpu()
+def refuse_non_finite(values: dict[str, Tensor | None], step: int, numbers: list[int]) -> None:
+    for name, value in values.items():
+        if value is not None and not math.isfinite(float(value)):  # DeepSpeed may give no norm
+            raise ValueError(
+                f"the {name} of step {step + 1} is not finite (samples {numbers}); lower train.learning_rate, or look "
+                "at these samples' features; the last checkpoint is good"
+            )
 
 
 def measure(recipe: Recipe, materials: Materials, head: DraftHead, tracker: Tracker, step: int) -> None:

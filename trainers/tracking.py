@@ -7,6 +7,7 @@ from typing import Any
 import wandb
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from data_pipelines.stage import write_text
 from recipes import Recipe
 
 
@@ -31,6 +32,8 @@ class Tracker:
                     dir=str(self.recipe.run_dir),
                     config=self.recipe.model_dump(mode="json"),
                     mode=mode,
+                    id=self._run_id(),
+                    resume="allow",
                     settings=wandb.Settings(silent=True, console="off"),
                 )
         return self
@@ -56,12 +59,19 @@ class Tracker:
         if self.active:
             self.progress.console.print(text, highlight=False)
 
+    def _run_id(self) -> str:
+        """One wandb run for each run_dir, however often it is resumed."""
+        path = self.recipe.run_dir / "wandb_run_id"
+        if not path.exists():
+            write_text(path, wandb.util.generate_id())
+        return path.read_text()
+
     def _drop_rows_behind(self, step: int) -> None:
         """A resumed run repeats the steps behind its checkpoint; their old rows go, so that each stands once."""
         path = self.recipe.metrics_path
         if path.exists():
             rows = [line for line in path.read_text().splitlines() if line and json.loads(line)["step"] <= step]
-            path.write_text("".join(line + "\n" for line in rows))
+            write_text(path, "".join(line + "\n" for line in rows))
 
 
 def wandb_mode(setting: str) -> Any:

@@ -1,7 +1,7 @@
 """Drafters: anything that guesses a tree of next tokens for the one verifier of `inference.decode`."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -23,6 +23,7 @@ class Verified:
     sampling: Sampling
 
 
+@runtime_checkable  # the shape checks of the tests look at instances
 class Drafter(Protocol):
     @property
     def taps(self) -> tuple[int, ...]:

@@ -56,6 +56,9 @@ class HeadDrafter:
     """Reads the target's features of what was verified, then unrolls the head on its own features."""
 
     def __init__(self, head: DraftHead, growth: Growth) -> None:
+        """Raises ValueError for a tree wider than the head's vocabulary."""
+        if growth.width > len(head.vocab.ids):
+            raise ValueError(f"decode.width: {growth.width} given, 1 to the head's {len(head.vocab.ids)} is allowed")
         self.head, self.growth = head, growth
         self.ids = head.vocab.ids.to(head.embedding.device)
         self.eye = torch.eye(growth.width, dtype=torch.bool, device=self.ids.device)

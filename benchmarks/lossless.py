@@ -1,0 +1,68 @@
+"""Is the output the target's own? Every held-out prompt, greedy, against `generate` of transformers; and sampled.
+
+    python benchmarks/lossless.py recipes/tiny_full.yaml report.head=assets/demo_head
+
+Prints how many texts are identical for plain decoding, a chain, the recipe's tree, a wide tree and a head with random
+weights. Exit code 1 if one differs.
+"""
+
+import sys
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from heads.build import load_head
+from heads.target_config import locate_target
+from inference.compare import Way, run_way
+from inference.drafters.head import Growth, HeadDrafter
+from inference.report import head_folder, held_out_prompts, saved_taps
+from inference.sampling import Sampling
+from inference.target import TargetModel
+from recipes import Recipe, run_command
+
+
+def main() -> None:
+    run_command(__doc__, check)
+
+
+def check(recipe: Recipe) -> None:
+    torch.set_num_threads(recipe.report.threads or torch.get_num_threads())
+    prompts, folder = held_out_prompts(recipe), head_folder(recipe)
+    taps = saved_taps(recipe, locate_target(recipe.target.path, recipe.target.revision))
+    target = TargetModel.load(recipe.target, taps)
+    head, random_head = (load_head(folder, target.config, target.embedding) for _ in range(2))
+    generator = torch.Generator().manual_seed(recipe.seed)
+    for parameter in random_head.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    depth = recipe.decode.depth
+    ways = [
+        Way("plain"),
+        Way("chain", HeadDrafter(head, Growth.chain(depth))),
+        Way("tree", HeadDrafter(head, Growth.from_recipe(recipe.decode))),
+        Way("wide tree", HeadDrafter(head, Growth(depth=3, width=10, nodes=60))),
+        Way("random head", HeadDrafter(random_head, Growth(depth=3, width=4, nodes=16))),
+    ]
+    table = Table(title=f"{len(prompts)} prompts x {recipe.decode.max_new_tokens} tokens, {recipe.target.dtype}")
+    for column in ("temperature", "reference", *(way.name for way in ways)):
+        table.add_column(column, justify="right")
+    all_same = True
+    for temperature in recipe.report.temperatures:
+        sampling = Sampling(temperature, recipe.decode.seed)
+        # transformers samples with noise of its own, so plain decoding is the reference there.
+        reference = Way("generate", transformers=True) if temperature == 0 else Way("plain")
+        same = dict.fromkeys((way.name for way in ways), 0)
+        for prompt in track(prompts, description=f"temperature {temperature:g}"):
+            expected, _ = run_way(reference, target, prompt, recipe.decode.max_new_tokens, sampling)
+            for way in ways:
+                tokens, _ = run_way(way, target, prompt, recipe.decode.max_new_tokens, sampling)
+                same[way.name] += tokens == expected
+        table.add_row(f"{temperature:g}", reference.name, *(f"{count}/{len(prompts)}" for count in same.values()))
+        all_same &= all(count == len(prompts) for count in same.values())
+    Console().print(table)
+    sys.exit(0 if all_same else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""What a head is worth: plain against speculative decoding of held-out prompts, with the output checked throughout.
+
+    python -m inference.report recipes/tiny.yaml
+    python -m inference.report recipes/tiny_full.yaml report.head=assets/demo_head
+
+Prints a table and writes report.json and report.png to RUN_DIR/report.
+"""
+
+import json
+import platform
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+from heads.build import load_head, new_head
+from heads.frozen import FrozenTarget
+from heads.target_config import locate_target
+from inference.compare import Outcome, Way, compare
+from inference.decode import check_length
+from inference.drafters.head import Growth, HeadDrafter
+from inference.sampling import Sampling
+from inference.target import TargetModel, pick_device
+from recipes import Recipe, run_command
+
+
+def main() -> None:
+    run_command(__doc__, report)
+
+
+def report(recipe: Recipe) -> list[Outcome]:
+    """Measure, print and write; raises ValueError for a head that does not fit or prompts that are missing."""
+    if recipe.report.threads is not None:
+        torch.set_num_threads(recipe.report.threads)
+    prompts = held_out_prompts(recipe)
+    target_folder = locate_target(recipe.target.path, recipe.target.revision)
+    # Cheap checks come before the target is loaded.
+    taps = saved_taps(recipe, target_folder)
+    target = TargetModel.load(recipe.target, taps)
+    for prompt in prompts:
+        check_length(target, prompt, recipe.decode.max_new_tokens)
+    ways = build_ways(recipe, target, target_folder)
+
+    console, outcomes = Console(), []
+    for temperature in recipe.report.temperatures:
+        with console.status(f"decoding {len(prompts)} prompts in {len(ways)} ways at temperature {temperature}"):
+            sampling = Sampling(temperature, recipe.decode.seed)
+            found = compare(ways, target, prompts, recipe.decode.max_new_tokens, sampling, recipe.report.warmup_prompts)
+        console.print(as_table(found, temperature))
+        outcomes += found
+    write_report(recipe, outcomes)
+    console.print(f"written: {recipe.report_dir / 'report.json'}, {recipe.report_dir / 'report.png'}", highlight=False)
+    return outcomes
+
+
+def held_out_prompts(recipe: Recipe) -> list[list[int]]:
+    path = recipe.prompts_dir / "heldout.jsonl"
+    if not path.is_file():
+        raise ValueError(f"{path} is missing; make it with: python -m data_pipelines.prompts RECIPE")
+    rows = path.read_text().splitlines()[: recipe.report.num_prompts]
+    return [json.loads(row)["tokens"] for row in rows]
+
+
+def head_folder(recipe: Recipe) -> Path:
+    return recipe.head_dir if recipe.report.head is None else recipe.report.head
+
+
+def saved_taps(recipe: Recipe, target_folder: Path) -> tuple[int, ...]:
+    """The taps of the head to be measured, which is refused here if it does not fit the target."""
+    frozen = FrozenTarget.from_folder(target_folder, torch.float32)
+    return load_head(head_folder(recipe), frozen.config, frozen.embedding).taps
+
+
+def build_ways(recipe: Recipe, target: TargetModel, target_folder: Path) -> list[Way]:
+    head = load_head(head_folder(recipe), target.config, target.embedding)
+    tree, chain = Growth.from_recipe(recipe.decode), Growth.chain(recipe.decode.depth)
+    ways = {
+        "generate": Way("generate", transformers=True),
+        "plain": Way("plain"),
+        "chain": Way("chain", HeadDrafter(head, chain)),
+        "tree": Way("tree", HeadDrafter(head, tree)),
+    }
+    if "untrained" in recipe.report.baselines:
+        frozen = FrozenTarget.from_folder(target_folder, target.dtype, target.device)
+        untrained = new_head(recipe.head, frozen, head.vocab, recipe.seed).eval().requires_grad_(False)
+        ways["untrained"] = Way("untrained", HeadDrafter(untrained.to(target.device, target.dtype), tree))
+    names = list(recipe.report.baselines)
+    return [ways[name] for name in (names if "plain" in names else ["plain", *names])]
+
+
+def speedups(outcomes: list[Outcome]) -> dict[str, dict[str, float]]:
+    """Tokens per second of each way over those of `plain` and of `generate`."""
+    rates = {outcome.way: outcome.tokens_per_second for outcome in outcomes}
+    bases = [base for base in ("plain", "generate") if base in rates]
+    return {way: {base: rate / rates[base] for base in bases} for way, rate in rates.items()}
+
+
+def as_table(outcomes: list[Outcome], temperature: float) -> Table:
+    per_way = sum(outcome.new_tokens for outcome in outcomes) // len(outcomes)
+    title = f"temperature {temperature:g}, {outcomes[0].prompts} held-out prompts, {per_way} tokens each way"
+    table = Table(title=title, caption=acceptance_by_depth(outcomes), caption_justify="left")
+    for column in ("way", "tau", "tokens/s", "x plain", "x generate", "same text", "distinct"):
+        table.add_column(column, justify="left" if column == "way" else "right")
+    ratios = speedups(outcomes)
+    for outcome in outcomes:
+        ratio = ratios[outcome.way]
+        # transformers draws its own random numbers, so its sampled text is another one.
+        own_noise = outcome.way == "generate" and temperature > 0
+        table.add_row(
+            outcome.way,
+            f"{outcome.stats.tau:.2f}",
+            f"{outcome.tokens_per_second:.1f}",
+            f"{ratio['plain']:.2f}",
+            f"{ratio['generate']:.2f}" if "generate" in ratio else "",
+            "own noise" if own_noise else f"{outcome.identical}/{outcome.prompts}",
+            f"{outcome.distinct:.2f}",
+        )
+    return table
+
+
+def acceptance_by_depth(outcomes: list[Outcome]) -> str:
+    """One line for each way that drafts: the share of its steps that accepted at least 1, 2, ... drafts."""
+    lines = []
+    for outcome in outcomes:
+        shares = [count / outcome.stats.steps for count in outcome.stats.accepted_at_depth]
+        if shares:
+            lines.append(f"{outcome.way} accepts at depth 1, 2, ...: " + " ".join(f"{share:.2f}" for share in shares))
+    return "\n".join(lines)
+
+
+def machine() -> dict[str, Any]:
+    device = pick_device("auto")
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {
+        "device": f"{device.type} ({name})",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "python": platform.python_version(),
+    }
+
+
+def write_report(recipe: Recipe, outcomes: list[Outcome]) -> None:
+    recipe.report_dir.mkdir(parents=True, exist_ok=True)
+    by_temperature = {t: [o for o in outcomes if o.temperature == t] for t in recipe.report.temperatures}
+    content = {
+        "machine": machine(),
+        "head": str(head_folder(recipe)),
+        "recipe": recipe.model_dump(mode="json"),
+        "outcomes": [outcome.as_json() for outcome in outcomes],
+        "speedups": {str(t): speedups(found) for t, found in by_temperature.items()},
+    }
+    (recipe.report_dir / "report.json").write_text(json.dumps(content, indent=1) + "\n")
+    draw(by_temperature).savefig(recipe.report_dir / "report.png", dpi=150)
+
+
+def draw(by_temperature: dict[float, list[Outcome]]) -> Figure:
+    """Tokens per second, tau and acceptance by depth, a row of panels for each temperature."""
+    figure = Figure(figsize=(13, 3.6 * len(by_temperature)), layout="constrained")
+    panels = figure.subplots(len(by_temperature), 3, squeeze=False)
+    for (speed, length, depth), (temperature, outcomes) in zip(panels, by_temperature.items(), strict=True):
+        names, colours = [o.way for o in outcomes], [f"C{i}" for i in range(len(outcomes))]
+        for panel, values, title in (
+            (speed, [o.tokens_per_second for o in outcomes], "tokens per second"),
+            (length, [o.stats.tau for o in outcomes], "tokens per target step (tau)"),
+        ):
+            panel.bar_label(panel.bar(names, values, color=colours), fmt="%.2f" if panel is length else "%.0f")
+            panel.set_title(f"{title}, temperature {temperature:g}")
+            panel.margins(y=0.15)
+        for outcome, colour in zip(outcomes, colours, strict=True):
+            shares = [count / outcome.stats.steps for count in outcome.stats.accepted_at_depth]
+            if shares:
+                depth.plot(range(1, len(shares) + 1), shares, marker="o", color=colour, label=outcome.way)
+        depth.set(title="share of steps that accept at least d drafts", xlabel="d", ylim=(0, 1))
+        depth.set_xticks(range(1, max((len(o.stats.accepted_at_depth) for o in outcomes), default=1) + 1))
+        if depth.has_data():
+            depth.legend()
+    return figure
+
+
+if __name__ == "__main__":
+    main()

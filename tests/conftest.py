@@ -1,0 +1,106 @@
+"""Tiny random targets and heads: a few thousand weights, distributions peaked enough that a wrong mask shows."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from heads.eagle3 import Eagle3Head, Eagle3Shape
+from heads.frozen import FrozenTarget
+from heads.vocab import DraftVocab
+from inference.target import TargetModel
+
+torch.set_num_threads(1)
+
+TAPS = (2, 3, 4)  # the default ones of 7 layers
+
+ModelFactory = Callable[..., LlamaForCausalLM]
+HeadFactory = Callable[..., Eagle3Head]
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed() -> None:
+    """No test depends on those before it."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def make_model() -> ModelFactory:
+    """make_model(seed=0, **config): a random Llama in float32; `config` overrides LlamaConfig."""
+
+    def make(seed: int = 0, **config: Any) -> LlamaForCausalLM:
+        sizes: dict[str, Any] = {
+            "vocab_size": 97,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 7,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 256,
+            "initializer_range": 0.4,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "pad_token_id": None,
+        }
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return LlamaForCausalLM(LlamaConfig(**{**sizes, **config})).eval()
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def target(make_model: ModelFactory) -> TargetModel:
+    """A target of 7 layers, with grouped queries and without an end token; shared, so leave it as it is."""
+    return TargetModel(make_model(), TAPS)
+
+
+@pytest.fixture(scope="session")
+def target_folder(target: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same target as save_pretrained writes it: config.json and one model.safetensors, untied, no tokenizer."""
+    folder = tmp_path_factory.mktemp("target")
+    target.model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def frozen(target_folder: Path) -> FrozenTarget:
+    """The two ends of the same target."""
+    return FrozenTarget.from_folder(target_folder, torch.float32)
+
+
+@pytest.fixture(scope="session")
+def make_head(target: TargetModel) -> HeadFactory:
+    """make_head(seed=1, vocab=None, **shape): a head of random weights, none of them zero, so that all of them count.
+
+    A drawn weight of a norm lies around 1; `shape` overrides Eagle3Shape.
+    """
+
+    def make(seed: int = 1, vocab: DraftVocab | None = None, **shape: Any) -> Eagle3Head:
+        config = target.config
+        sizes: dict[str, Any] = {
+            "hidden_size": config.hidden_size,
+            "intermediate_size": 40,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "head_dim": 8,
+            "taps": TAPS,
+        }
+        full = DraftVocab.full(config.vocab_size)
+        head = Eagle3Head(Eagle3Shape(**{**sizes, **shape}), config, vocab or full, target.embedding)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in head.parameters():
+                is_norm = parameter.ndim == 1
+                parameter.normal_(1.0 if is_norm else 0.0, 0.3, generator=generator)
+        return head.eval().requires_grad_(False)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def head(make_head: HeadFactory) -> Eagle3Head:
+    return make_head()

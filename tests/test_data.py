@@ -1,0 +1,434 @@
+"""Laws of the data pipeline: stages are reused, resumed or refused; what is stored is what the target computed."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_run import END_OF_TEXT, build_run, build_target, build_tokenizer, contents, modified, tiny_recipe
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM
+
+from data_pipelines import prompts as prompts_module
+from data_pipelines.batches import Batch, SampleOrder
+from data_pipelines.harvest import harvest
+from data_pipelines.prompts import file_prompts, stdlib_prompts
+from data_pipelines.python_stdlib import SourceFile, source_files
+from data_pipelines.shards import FeatureStore, Sample
+from data_pipelines.stage import Stage, read_jsonl
+from data_pipelines.tokens import encode_prompt, load_tokenizer
+from heads.frozen import FrozenTarget
+from recipes import Recipe
+
+TAPS = (2, 3, 4)  # where every engine looks in a target of 7 layers
+
+
+@pytest.fixture(scope="module")
+def harvested(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose run went as far as the features; tests that change it work on a copy."""
+    folder = tmp_path_factory.mktemp("harvested")
+    build_run(folder)
+    harvest(tiny_recipe(folder))
+    return folder
+
+
+@pytest.fixture
+def copied(harvested: Path, tmp_path: Path) -> Recipe:
+    """The same run in another folder."""
+    shutil.copytree(harvested / "run", tmp_path / "run")
+    return tiny_recipe(harvested, f"run_dir={tmp_path / 'run'}")
+
+
+def read_all(folder: Path) -> None:
+    """Every sample of both splits, as a trainer would come by them."""
+    for split in ("train", "heldout"):
+        store = FeatureStore(folder, split)
+        for number in range(len(store)):
+            store[number]
+
+
+# Stages
+
+
+def test_a_stage_is_reused_only_for_the_inputs_it_was_made_from(tmp_path: Path) -> None:
+    inputs = {"data.num_prompts": 8, "data.temperatures": (0.0, 0.7), "seed": 0}
+    stage = Stage("responses", tmp_path / "responses", inputs)
+    assert not stage.is_complete()
+    stage.begin()
+    assert not stage.is_complete()
+    stage.finish({"samples": 8})
+    again = Stage("responses", tmp_path / "responses", inputs)
+    assert again.is_complete()
+    assert again.facts() == {"samples": 8}
+    assert again.digest() == stage.digest()
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_stage_of_other_inputs_is_refused_with_each_difference(tmp_path: Path, complete: bool) -> None:
+    stage = Stage("responses", tmp_path, {"data.num_prompts": 8, "data.response_tokens": 16, "seed": 5})
+    stage.begin()
+    if complete:
+        stage.finish({})
+    other = Stage("responses", tmp_path, {"data.num_prompts": 9, "data.response_tokens": 16, "target.dtype": "float32"})
+    with pytest.raises(ValueError, match="the responses in") as refusal:
+        other.begin()
+    lines = [line.strip() for line in str(refusal.value).splitlines()]
+    assert lines[1:-1] == [
+        "data.num_prompts: made with 8, the recipe says 9",
+        "seed: made with 5, the recipe says None",
+        "target.dtype: made with None, the recipe says 'float32'",
+    ]
+    assert str(tmp_path) in lines[-1]  # what to remove
+    assert stage.is_complete() == complete  # and the folder is as it was
+
+
+@pytest.mark.parametrize(
+    ("override", "stage", "difference"),
+    [
+        ("data.prompt_tokens=25", "prompts", "data.prompt_tokens: made with 24, the recipe says 25"),
+        ("data.response_tokens=13", "responses", "data.response_tokens: made with 12, the recipe says 13"),
+        ("data.dtype=bfloat16", "features", "data.dtype: made with 'float32', the recipe says 'bfloat16'"),
+        ("head.taps=[1, 2]", "features", f"taps: made with {list(TAPS)}, the recipe says [1, 2]"),
+    ],
+)
+def test_a_harvest_for_another_recipe_is_refused(harvested: Path, override: str, stage: str, difference: str) -> None:
+    before = modified(harvested)
+    with pytest.raises(ValueError, match=f"the {stage} in") as refusal:
+        harvest(tiny_recipe(harvested, override))
+    assert difference in str(refusal.value)
+    assert modified(harvested) == before
+
+
+def test_other_weights_in_the_target_folder_are_refused(tmp_path: Path) -> None:
+    build_run(tmp_path)
+    recipe = tiny_recipe(tmp_path)
+    harvest(recipe)
+    build_target(tmp_path / "target", seed=1)
+    with pytest.raises(ValueError, match="target: made with"):
+        harvest(recipe)
+
+
+def test_harvesting_twice_does_nothing_the_second_time(harvested: Path) -> None:
+    before = modified(harvested)
+    harvest(tiny_recipe(harvested))
+    assert modified(harvested) == before
+
+
+def reopen(stage_folder: Path) -> None:
+    """Leave a stage as a kill does: claimed, not complete."""
+    path = stage_folder / "stage.json"
+    stage = json.loads(path.read_text())
+    path.write_text(json.dumps({"inputs": stage["inputs"], "complete": False}, indent=1))
+
+
+def kill_while_writing_responses(recipe: Recipe) -> None:
+    reopen(recipe.responses_dir)
+    (recipe.responses_dir / "train-00001.jsonl").rename(recipe.responses_dir / "train-00001.jsonl.partial")
+    (recipe.responses_dir / "heldout-00000.jsonl").unlink()
+    shutil.rmtree(recipe.features_dir)
+
+
+def kill_while_writing_features(recipe: Recipe) -> None:
+    reopen(recipe.features_dir)
+    (recipe.features_dir / "manifest.json").unlink()
+    (recipe.features_dir / "train-00002.safetensors").unlink()
+    (recipe.features_dir / "train-00001.safetensors").unlink()
+    (recipe.features_dir / "train-00001.safetensors.partial").write_bytes(b"half a shard")
+
+
+def lose_the_stage_file(recipe: Recipe) -> None:
+    (recipe.features_dir / "stage.json").unlink()
+    (recipe.features_dir / "heldout-00000.safetensors").unlink()
+
+
+@pytest.mark.parametrize("kill", [kill_while_writing_responses, kill_while_writing_features, lose_the_stage_file])
+def test_a_killed_harvest_resumes_to_the_same_bytes(
+    harvested: Path, copied: Recipe, kill: Callable[[Recipe], None]
+) -> None:
+    kill(copied)
+    survivors = modified(copied.features_dir) if copied.features_dir.exists() else {}
+    harvest(copied)
+    assert contents(copied.run_dir) == contents(harvested / "run")
+    now = modified(copied.features_dir)
+    assert all(now[name] == time for name, time in survivors.items() if name.endswith(".safetensors"))
+
+
+# Features
+
+
+def test_features_are_those_of_the_target_on_each_sample_alone(harvested: Path) -> None:
+    """Samples were answered and tapped in padded batches; nothing of that shows."""
+    recipe = tiny_recipe(harvested)
+    model = AutoModelForCausalLM.from_pretrained(harvested / "target", dtype=torch.float32)
+    frozen = FrozenTarget.from_folder(harvested / "target", torch.float32)
+    seen = 0
+    for split in ("train", "heldout"):
+        store = FeatureStore(recipe.features_dir, split)
+        lengths = {len(store[number].tokens) for number in range(len(store))}
+        assert len(lengths) > 2  # or there would have been no padding to leak
+        for sample in (store[number] for number in range(len(store))):
+            with torch.no_grad():
+                output = model(sample.tokens.unsqueeze(0), output_hidden_states=True)
+                normed = model.model.norm(sample.last_hidden)
+            taps = torch.cat([output.hidden_states[tap][0] for tap in TAPS], dim=-1)
+            assert_close(sample.taps, taps, rtol=1e-4, atol=1e-4)
+            assert_close(normed, output.hidden_states[-1][0], rtol=1e-4, atol=1e-4)
+            assert_close(frozen.logits(sample.last_hidden), output.logits[0], rtol=1e-4, atol=1e-4)
+            seen += 1
+    assert seen == recipe.data.num_prompts + recipe.data.heldout_samples
+
+
+def test_the_loss_mask_is_exactly_the_response(harvested: Path) -> None:
+    recipe = tiny_recipe(harvested)
+    for split in ("train", "heldout"):
+        paths = sorted(recipe.responses_dir.glob(f"{split}-*.jsonl"))
+        rows = [row for path in paths for row in read_jsonl(path)]
+        store = FeatureStore(recipe.features_dir, split)
+        assert len(store) == len(rows)
+        assert [row["id"] for row in rows] == list(range(len(rows)))
+        for number, row in enumerate(rows):
+            sample = store[number]
+            assert row["prompt"]
+            assert sample.tokens[sample.loss_mask].tolist() == row["response"]
+            assert sample.tokens[~sample.loss_mask].tolist() == row["prompt"]
+            assert sample.loss_mask.tolist() == sorted(sample.loss_mask.tolist())  # the prompt comes first
+
+
+def test_greedy_responses_are_the_targets_own_choices(harvested: Path) -> None:
+    """The teacher's argmax at every written position is the token written behind it."""
+    recipe = tiny_recipe(harvested)
+    frozen = FrozenTarget.from_folder(harvested / "target", torch.float32)
+    store = FeatureStore(recipe.features_dir, "train")
+    for number in range(recipe.data.shard_samples):  # the first shard's temperature is 0
+        sample = store[number]
+        choices = frozen.logits(sample.last_hidden).argmax(-1)
+        assert choices[:-1][sample.loss_mask[1:]].tolist() == sample.tokens[sample.loss_mask].tolist()
+
+
+def test_token_counts_are_those_of_the_responses(harvested: Path) -> None:
+    recipe = tiny_recipe(harvested)
+    written = [
+        token
+        for path in recipe.responses_dir.glob("train-*.jsonl")
+        for row in read_jsonl(path)
+        for token in row["response"]
+    ]
+    counts = FeatureStore(recipe.features_dir, "train").token_counts(300)
+    assert counts.tolist() == [written.count(token) for token in range(300)]
+
+
+# Shards on disk
+
+
+def flip_a_byte(path: Path) -> None:
+    stored = bytearray(path.read_bytes())
+    stored[-1] ^= 1
+    path.write_bytes(stored)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def of_another_run(path: Path) -> None:
+    save_file(load_file(path), path, metadata={"made_from": "another run"})
+
+
+@pytest.mark.parametrize("damage", [flip_a_byte, truncate, of_another_run, Path.unlink])
+@pytest.mark.parametrize("name", ["train-00001.safetensors", "heldout-00000.safetensors"])
+def test_a_shard_that_is_not_what_was_harvested_is_refused_by_name(
+    copied: Recipe, damage: Callable[[Path], None], name: str
+) -> None:
+    read_all(copied.features_dir)
+    damage(copied.features_dir / name)
+    with pytest.raises(ValueError, match=name):
+        read_all(copied.features_dir)
+
+
+def test_a_shard_that_no_manifest_lists_is_refused_by_name(copied: Recipe) -> None:
+    folder = copied.features_dir
+    shutil.copy(folder / "train-00001.safetensors", folder / "train-00007.safetensors")
+    with pytest.raises(ValueError, match=r"train-00007\.safetensors is not in its manifest"):
+        FeatureStore(folder, "train")
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"), [(of_another_run, "a shard of another run.*'another run'"), (truncate, "cannot be read")]
+)
+def test_a_resumed_harvest_does_not_take_in_a_bad_shard(
+    copied: Recipe, damage: Callable[[Path], None], why: str
+) -> None:
+    kill_while_writing_features(copied)
+    damage(copied.features_dir / "train-00000.safetensors")
+    with pytest.raises(ValueError, match=rf"train-00000\.safetensors.*{why}"):
+        harvest(copied)
+
+
+def test_a_foreign_shard_does_not_slip_into_the_manifest_of_a_resumed_harvest(copied: Recipe) -> None:
+    kill_while_writing_features(copied)
+    folder = copied.features_dir
+    shutil.copy(folder / "train-00000.safetensors", folder / "train-00007.safetensors")
+    of_another_run(folder / "train-00007.safetensors")
+    harvest(copied)
+    with pytest.raises(ValueError, match=r"train-00007\.safetensors is not in its manifest"):
+        FeatureStore(folder, "train")
+
+
+def test_a_folder_without_features_says_what_to_run(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"holds no features.*data_pipelines\.harvest"):
+        FeatureStore(tmp_path, "train")
+
+
+@pytest.mark.parametrize("broken", ["", '{"shards": ['])
+def test_a_broken_manifest_is_refused_by_name(copied: Recipe, broken: str) -> None:
+    (copied.features_dir / "manifest.json").write_text(broken)
+    with pytest.raises(ValueError, match=r"manifest\.json"):
+        FeatureStore(copied.features_dir, "train")
+
+
+# Batches
+
+
+def test_a_batch_holds_its_samples_and_its_padding_no_loss() -> None:
+    samples = [
+        Sample(torch.arange(1, length + 1), torch.arange(length) >= 2, torch.randn(length, 6), torch.randn(length, 2))
+        for length in (3, 7, 5)
+    ]
+    batch = Batch.collate(samples, torch.float32)
+    assert batch.tokens.shape == (3, 7)
+    for row, sample in enumerate(samples):
+        length = len(sample.tokens)
+        assert batch.tokens[row, :length].equal(sample.tokens)
+        assert batch.loss_mask[row, :length].equal(sample.loss_mask)
+        assert batch.taps[row, :length].equal(sample.taps)
+        assert batch.last_hidden[row, :length].equal(sample.last_hidden)
+        assert not batch.loss_mask[row, length:].any()
+
+
+@pytest.mark.parametrize(("num_samples", "batch_size"), [(10, 3), (7, 7), (5, 8), (1, 2)])
+def test_every_sample_comes_exactly_once_per_epoch(num_samples: int, batch_size: int) -> None:
+    """Epochs run on through batches: none is cut short, padded up or dropped."""
+    order = SampleOrder(num_samples, seed=4)
+    epochs = 6
+    steps = -(-epochs * num_samples // batch_size)
+    seen = [number for step in range(steps) for number in order.of_step(step, batch_size)]
+    assert len(seen) == steps * batch_size
+    for epoch in range(epochs):
+        assert sorted(seen[epoch * num_samples : (epoch + 1) * num_samples]) == list(range(num_samples))
+
+
+def test_the_order_is_a_function_of_seed_and_place_alone() -> None:
+    places = [31, 2, 19, 2, 30, 0, 9, 10, 31]
+    wandering, sequence = SampleOrder(10, seed=1), SampleOrder(10, seed=1)
+    in_sequence = [sequence[place] for place in range(32)]
+    assert [wandering[place] for place in places] == [in_sequence[place] for place in places]
+    assert [SampleOrder(10, seed=1)[place] for place in places] == [in_sequence[place] for place in places]
+    assert [SampleOrder(10, seed=2)[place] for place in range(32)] != in_sequence
+    assert in_sequence[:10] != in_sequence[10:20]  # each epoch is shuffled anew
+
+
+def test_no_samples_are_refused() -> None:
+    with pytest.raises(ValueError, match="no samples"):
+        SampleOrder(0, seed=0)
+
+
+# Prompts
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [(b'{"prompt": "cut', "not JSON"), (b"[1, 2]", "list"), (b'"text"', "str"), (b'{"prompt": "\xff"}', "not JSON")],
+)
+def test_a_broken_line_is_refused_with_its_number(tmp_path: Path, line: bytes, why: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b'{"prompt": "good"}\n\n{"prompt": "too"}\n' + line + b'\n{"prompt": "never reached"}\n')
+    with pytest.raises(ValueError, match=rf"prompts\.jsonl line 4 is .*{why}"):
+        list(read_jsonl(path))
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"question": "why?"}, r"fields \['question'\] given, a row needs prompt or text"),
+        ({"prompt": ""}, "a row needs prompt or text"),
+        ({"prompt": 5}, "a row needs prompt or text"),
+        ({"messages": []}, "no turn to answer"),
+        ({"messages": [{"role": "assistant", "content": "alone"}]}, "no turn to answer"),
+        ({"messages": ["hello"]}, "messages"),
+        ({"messages": [{"content": "from nobody"}]}, "messages"),
+    ],
+)
+def test_a_row_without_a_prompt_is_named(tmp_path: Path, row: dict[str, object], why: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in ({"prompt": "good"}, row)))
+    with pytest.raises(ValueError, match=rf"prompts\.jsonl row 2: .*{why}"):
+        file_prompts(build_tokenizer(), path, longest=8, count=None)
+
+
+def test_an_empty_prompt_file_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match=r"prompts\.jsonl holds no prompts"):
+        file_prompts(build_tokenizer(), tmp_path / "prompts.jsonl", longest=8, count=3)
+
+
+def test_messages_need_a_chat_template() -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="row 1: messages need a chat template"):
+        encode_prompt(tokenizer, {"messages": [{"role": "user", "content": "hello"}]}, "row 1")
+
+
+def test_a_row_that_the_chat_template_refuses_is_named() -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(ValueError, match=r"row 1: .*roles must alternate"):
+        encode_prompt(tokenizer, {"messages": [{"role": "user", "content": "hello"}]}, "row 1")
+
+
+def test_the_target_answers_the_last_user_turn(harvested: Path) -> None:
+    """What someone else answered there is dropped; earlier answers stay."""
+    tokenizer = load_tokenizer(harvested / "target")
+    turns = [
+        {"role": "user", "content": "first"},
+        {"role": "assistant", "content": "kept"},
+        {"role": "user", "content": "second"},
+    ]
+    dropped = [{"role": "assistant", "content": "dropped"}, {"role": "assistant", "content": "dropped too"}]
+    tokens = encode_prompt(tokenizer, {"messages": turns + dropped}, "row 1")
+    assert tokenizer.decode(tokens) == "[user]first[assistant]kept[user]second[assistant]"
+    assert len(turns + dropped) == 5  # the caller's row is as it was
+
+
+def test_long_prompts_keep_their_end_and_count_as_cut(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("abcdefgh", "xyz", "never used")))
+    tokenizer = build_tokenizer()
+    whole = tokenizer("abcdefgh")["input_ids"]
+    first, second = file_prompts(tokenizer, path, longest=4, count=2)
+    assert first == {"id": 0, "tokens": whole[-4:], "cut": True}
+    assert second == {"id": 1, "tokens": tokenizer("xyz")["input_ids"], "cut": False}
+
+
+def named(held_out: bool) -> str:
+    """Some file name on that side of the split, which the name alone decides."""
+    return next(name for number in range(1000) if SourceFile(name := f"m{number}.py", "").held_out == held_out)
+
+
+def test_held_out_files_of_the_standard_library_give_no_training_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [SourceFile(named(True), "secret = 1\n" * 500), SourceFile(named(False), "public = 2\n" * 5)]
+    monkeypatch.setattr(prompts_module, "source_files", lambda: iter(files))
+    tokenizer = build_tokenizer()
+    rows = stdlib_prompts(tokenizer, count=20, length=6, seed=0)
+    assert [row["id"] for row in rows] == list(range(20))
+    assert all(len(row["tokens"]) == 6 and END_OF_TEXT not in tokenizer.decode(row["tokens"]) for row in rows)
+    assert not any("secret" in tokenizer.decode(row["tokens"]) for row in rows)
+
+
+def test_the_standard_library_has_both_kinds_of_files_in_one_order() -> None:
+    names = [file.name for file in source_files()]
+    assert names == sorted(names, key=lambda name: Path(name).parts)
+    held_out = sum(SourceFile(name, "").held_out for name in names)
+    assert 0 < held_out < len(names) / 5

@@ -1,0 +1,342 @@
+"""Laws of a head: one forward, whether it reads a text at once, in blocks, or what it wrote itself."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from heads.base import DraftHead
+from heads.build import new_head
+from heads.cache import Slots, UnrollCache
+from heads.eagle3 import Eagle3Head, Eagle3Shape
+from heads.frozen import FrozenTarget
+from heads.layers import rotary_table
+from heads.losses import acceptance, soft_cross_entropy
+from heads.target_config import Rope
+from heads.vocab import DraftVocab
+from recipes.schema import Eagle3Section
+
+BATCH, SEQ = 2, 11
+SHAPES = [
+    {},
+    {"norm_output": True},
+    {"fc_norm": True},
+    {"fc_norm": True, "norm_output": True},
+    {"num_kv_heads": 4},  # no grouped queries
+    {"num_kv_heads": 1},
+]
+MakeHead = Callable[..., Eagle3Head]
+all_shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+
+
+def random_taps(head: DraftHead) -> Tensor:
+    return torch.randn(BATCH, SEQ, len(head.taps) * head.target.hidden_size, dtype=head.embedding.dtype)
+
+
+def random_tokens(head: DraftHead) -> Tensor:
+    return torch.randint(head.target.vocab_size, (BATCH, SEQ))
+
+
+def empty_slots(head: Eagle3Head, capacity: int) -> Slots:
+    """Full of NaN, so that whoever reads a slot that was never written is found out."""
+    layers, kv_heads, head_dim = head.cache_shape
+    shape = layers, 2, BATCH, kv_heads, capacity, head_dim
+    return Slots(torch.full(shape, float("nan"), dtype=head.fc.weight.dtype))
+
+
+def causal_mask(start: int, count: int) -> Tensor:
+    """Additive, for a block of `count` behind `start` tokens. [count, start + count]"""
+    return torch.full((count, start + count), torch.finfo(torch.float64).min, dtype=torch.float64).triu(start + 1)
+
+
+@all_shapes
+@pytest.mark.parametrize("sizes", [[SEQ], [1] * SEQ, [4, 1, 3, 2, 1], [1, 7, 3]], ids=str)
+def test_parallel_equals_incremental(make_head: MakeHead, shape: dict[str, Any], sizes: list[int]) -> None:
+    """t: 0 1 2 3 | 4 | 5 6 7 | 8 9 | 10    a block sees all blocks before it and, causally, itself"""
+    head = make_head(**shape).double()  # so that nothing but a wrong order of sums is forgiven
+    features, tokens, positions = head.project(random_taps(head)), random_tokens(head), torch.arange(SEQ)
+    at_once = head(features, tokens, positions)
+
+    slots, parts = empty_slots(head, SEQ), []
+    for count in sizes:
+        start = slots.length
+        block = slice(start, start + count)
+        mask = causal_mask(start, count)
+        parts.append(head(features[:, block], tokens[:, block], positions[block], mask, slots))
+        slots.advance(count)
+
+    in_blocks = torch.cat(parts, dim=1)
+    torch.testing.assert_close(in_blocks, at_once, atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(head.logits(in_blocks), head.logits(at_once), atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(head.feedback(in_blocks), head.feedback(at_once), atol=1e-9, rtol=1e-9)
+
+
+@all_shapes
+def test_an_unroll_equals_drafting_behind_every_prefix(make_head: MakeHead, shape: dict[str, Any]) -> None:
+    """What training sees at index t of step k is what drafting sees k tokens behind the verified prefix 0..t:
+
+    step 0   0 - 1 - 2 - 3 - 4      index 2 at step 2 sees 0 1 2 of step 0, its own key of step 1, itself
+    step 1            2'
+    step 2            2''           = a chain of two drafted tokens behind 0 1 2
+    """
+    head, unroll = make_head(**shape).double(), 5
+    taps, tokens, positions = random_taps(head), random_tokens(head), torch.arange(SEQ)
+    cache, features, unrolled = UnrollCache(), head.project(taps), []
+    for k in range(unroll):
+        # The highest index of a step takes a token from the front, as it does in training; it is not compared.
+        hidden = head(features, tokens.roll(-k, dims=1), positions + k, cache=cache)
+        unrolled.append(hidden)
+        features = head.feedback(hidden)
+
+    for t in range(SEQ):
+        slots = empty_slots(head, SEQ)
+        prefix = slice(0, t + 1)
+        hidden = head(head.project(taps[:, prefix]), tokens[:, prefix], positions[prefix], cache=slots)[:, -1:]
+        slots.advance(t + 1)
+        for k in range(min(unroll, SEQ - t)):
+            if k > 0:
+                at = slice(t + k, t + k + 1)
+                hidden = head(head.feedback(hidden), tokens[:, at], positions[at], cache=slots)
+                slots.advance(1)
+            torch.testing.assert_close(unrolled[k][:, t], hidden[:, 0], atol=1e-9, rtol=1e-9)
+
+
+def rms_norm(states: Tensor, weight: Tensor) -> Tensor:
+    return weight * states / (states.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def reference_hidden(head: Eagle3Head, taps: Tensor, tokens: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor]:
+    """One sample through EAGLE-3 as the paper and the published weights have it: hidden states and logits.
+
+    Position by position, head by head, from the saved names alone.
+    """
+    weights, dim = head.state_dict(), head.shape.head_dim
+    layer = {name.removeprefix("midlayer."): tensor for name, tensor in weights.items()}
+    if head.shape.fc_norm:
+        parts = taps.chunk(len(head.taps), dim=-1)
+        taps = torch.cat([rms_norm(part, weights[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)], dim=-1)
+    g = taps @ weights["fc.weight"].T  # [seq, hidden]
+    embedded = rms_norm(embedding[tokens], layer["input_layernorm.weight"])
+    inputs = torch.cat([embedded, rms_norm(g, layer["hidden_norm.weight"])], dim=-1)  # embedding first
+    angles = torch.arange(len(tokens))[:, None] * 10000.0 ** -(torch.arange(0, dim, 2) / dim)
+    turn = torch.polar(torch.ones_like(angles), angles).to(torch.complex128)  # [seq, head_dim / 2]
+
+    def project(name: str) -> Tensor:
+        return (inputs @ layer[f"self_attn.{name}.weight"].T).unflatten(-1, (-1, dim)).transpose(0, 1)
+
+    def rotated(states: Tensor) -> Tensor:
+        """Entry i and entry i + head_dim / 2 are the two parts of one complex number."""
+        first, second = states.chunk(2, dim=-1)
+        turned = torch.complex(first, second) * turn
+        return torch.cat([turned.real, turned.imag], dim=-1)
+
+    query, key, value = rotated(project("q_proj")), rotated(project("k_proj")), project("v_proj")
+    mixed = torch.zeros_like(query)
+    for number in range(len(query)):
+        shared = number * len(key) // len(query)  # the key head of this group of queries
+        for t in range(len(tokens)):
+            scores = key[shared, : t + 1] @ query[number, t] / dim**0.5
+            mixed[number, t] = scores.softmax(-1) @ value[shared, : t + 1]
+    hidden = g + mixed.transpose(0, 1).flatten(1) @ layer["self_attn.o_proj.weight"].T  # the un-normed g stays
+    normed = rms_norm(hidden, layer["post_attention_layernorm.weight"])
+    gate, up = (normed @ layer[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+    hidden = hidden + (gate.sigmoid() * gate * up) @ layer["mlp.down_proj.weight"].T
+    return hidden, rms_norm(hidden, weights["norm.weight"]) @ weights["lm_head.weight"].T
+
+
+@all_shapes
+def test_the_forward_is_eagle_3s(make_head: MakeHead, shape: dict[str, Any]) -> None:
+    head = make_head(**shape).double()
+    taps, tokens = random_taps(head), random_tokens(head)
+    hidden = head(head.project(taps), tokens, torch.arange(SEQ))
+    for row in range(BATCH):
+        wanted, wanted_logits = reference_hidden(head, taps[row], tokens[row], head.embedding)
+        torch.testing.assert_close(hidden[row], wanted, atol=1e-4, rtol=1e-5)  # its table of angles is float32
+        torch.testing.assert_close(head.logits(hidden[row]), wanted_logits, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("t", [0, 4, SEQ - 1])
+def test_a_change_is_not_seen_before_its_index(head: Eagle3Head, t: int) -> None:
+    taps, tokens, positions = random_taps(head), random_tokens(head), torch.arange(SEQ)
+    before = head(head.project(taps), tokens, positions)
+    other_tokens, other_taps = tokens.clone(), taps.clone()
+    other_tokens[:, t] = (tokens[:, t] + 1) % head.target.vocab_size
+    other_taps[:, t] += 1
+    for after in (
+        head(head.project(taps), other_tokens, positions),
+        head(head.project(other_taps), tokens, positions),
+    ):
+        assert torch.equal(after[:, :t], before[:, :t])
+        assert (after[:, t] != before[:, t]).any()
+
+
+def test_a_change_reaches_a_step_of_the_unroll_no_earlier_than_its_token(head: Eagle3Head) -> None:
+    """Step k feeds token t + k at index t, so a change of token 6 is first seen at index 6 - k."""
+    taps, tokens, positions = random_taps(head), random_tokens(head), torch.arange(SEQ)
+    other = tokens.clone()
+    other[:, 6] = (tokens[:, 6] + 1) % head.target.vocab_size
+    caches = UnrollCache(), UnrollCache()
+    features = [head.project(taps)] * 2
+    for k in range(4):
+        inputs = tokens.roll(-k, dims=1), other.roll(-k, dims=1)
+        hidden = [
+            head(feature, fed, positions + k, cache=cache)
+            for feature, fed, cache in zip(features, inputs, caches, strict=True)
+        ]
+        assert torch.equal(hidden[0][:, : 6 - k], hidden[1][:, : 6 - k])
+        assert (hidden[0][:, 6 - k] != hidden[1][:, 6 - k]).any()
+        features = [head.feedback(state) for state in hidden]
+
+
+def test_only_distances_count(head: Eagle3Head) -> None:
+    features, tokens = head.project(random_taps(head)), random_tokens(head)
+    here, there = (head(features, tokens, torch.arange(SEQ) + start) for start in (0, 100))
+    torch.testing.assert_close(here, there, atol=1e-4, rtol=1e-4)
+    stretched = head(features, tokens, torch.arange(SEQ) * 2)
+    assert not torch.allclose(here, stretched, atol=1e-3)
+
+
+def test_positions_of_each_sample_are_its_own(head: Eagle3Head) -> None:
+    features, tokens = head.project(random_taps(head)), random_tokens(head)
+    positions = torch.stack([torch.arange(SEQ), torch.arange(SEQ) * 3])
+    together = head(features, tokens, positions)
+    for row in range(BATCH):
+        alone = head(features[row : row + 1], tokens[row : row + 1], positions[row])
+        torch.testing.assert_close(together[row : row + 1], alone, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["fc_norm", "norm_output"])
+def test_each_switch_of_eagle_3_1_changes_what_it_names(make_head: MakeHead, name: str) -> None:
+    plain, switched = make_head(), make_head(**{name: True})
+    taps, tokens, positions = random_taps(plain), random_tokens(plain), torch.arange(SEQ)
+    assert torch.equal(plain.project(taps), switched.project(taps)) == (name != "fc_norm")
+    hidden = switched(switched.project(taps), tokens, positions)
+    assert torch.equal(switched.feedback(hidden), hidden) == (name != "norm_output")
+    if name == "norm_output":
+        assert torch.equal(switched.feedback(hidden), switched.norm(hidden))
+
+
+def test_the_embedding_is_shared_and_neither_trained_nor_saved(make_head: MakeHead, frozen: FrozenTarget) -> None:
+    head = make_head()
+    shape = head.shape
+    again = Eagle3Head(shape, head.target, head.vocab, frozen.embedding)
+    assert again.embedding.data_ptr() == frozen.embedding.data_ptr()
+    assert "embedding" not in dict(again.named_parameters()).keys() | again.state_dict().keys()
+
+
+def test_a_head_of_another_width_than_the_embedding_is_refused(frozen: FrozenTarget) -> None:
+    shape = Eagle3Shape(hidden_size=48, intermediate_size=40, num_heads=4, num_kv_heads=2, head_dim=8, taps=(2, 3, 4))
+    with pytest.raises(ValueError, match=r"head\.hidden_size: 48 given, .* 32"):
+        Eagle3Head(shape, frozen.config, DraftVocab.full(97), frozen.embedding)
+
+
+@pytest.mark.parametrize("size", [None, 20])
+def test_a_new_head_reads_the_highest_tap_through_the_targets_norm(frozen: FrozenTarget, size: int | None) -> None:
+    """Before its first step the head says what the target's norm and lm_head make of the tap nearest to them."""
+    vocab = DraftVocab.full(97) if size is None else DraftVocab.most_frequent(torch.randint(50, (97,)), size)
+    head = new_head(Eagle3Section(kind="eagle3"), frozen, vocab, seed=3)
+    taps, tokens = random_taps(head), random_tokens(head)
+    hidden = head(head.project(taps), tokens, torch.arange(SEQ))
+    highest = taps[..., -frozen.config.hidden_size :]
+    torch.testing.assert_close(head.logits(hidden), frozen.logits(highest)[..., vocab.ids], atol=1e-4, rtol=1e-4)
+
+
+def test_a_new_head_depends_on_its_seed_alone(frozen: FrozenTarget) -> None:
+    section, vocab = Eagle3Section(kind="eagle3"), DraftVocab.full(97)
+    first, other = new_head(section, frozen, vocab, seed=3), new_head(section, frozen, vocab, seed=4)
+    torch.manual_seed(5)
+    again = new_head(section, frozen, vocab, seed=3)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "scaling"),
+    [
+        ("default", {}),
+        ("linear", {"factor": 4.0}),
+        (
+            "llama3",
+            {
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        ),
+    ],
+)
+def test_rotary_angles_are_the_targets_own(kind: str, scaling: dict[str, float]) -> None:
+    parameters = {"rope_type": kind, "rope_theta": 5000.0, **scaling}
+    config = LlamaConfig(hidden_size=64, num_attention_heads=2, max_position_embeddings=256, rope_parameters=parameters)
+    cosines, sines = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(256).unsqueeze(0))
+    table = rotary_table(Rope(5000.0, kind, dict(scaling)), head_dim=32, max_positions=256)
+    torch.testing.assert_close(table, torch.cat([cosines[0], sines[0]], dim=-1), atol=1e-4, rtol=0)
+
+
+def test_an_unknown_rope_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"rope_type 'yarn'.*only default, linear, llama3"):
+        rotary_table(Rope(kind="yarn"), 8, 16)
+
+
+def test_offsets_of_a_draft_vocabulary_round_trip() -> None:
+    counts = torch.randint(1000, (97,))
+    vocab = DraftVocab.most_frequent(counts, 20)
+    again = DraftVocab.from_offsets(vocab.offsets(), 97)
+    assert torch.equal(again.ids, vocab.ids)
+    assert torch.equal(torch.arange(20) + vocab.offsets(), vocab.ids)
+    assert vocab.members().nonzero().flatten().tolist() == vocab.ids.tolist()
+    assert not vocab.is_full
+
+
+def test_a_full_vocabulary_is_the_identity() -> None:
+    full = DraftVocab.full(97)
+    assert full.is_full
+    assert not full.offsets().any()
+    assert full.members().all()
+    assert full.coverage(torch.randint(9, (97,))) == 1
+    assert DraftVocab.most_frequent(torch.randint(9, (97,)), 97).is_full
+
+
+def test_the_most_frequent_tokens_are_kept_and_ties_go_to_the_smaller_id() -> None:
+    counts = torch.tensor([0, 3, 7, 3, 0, 3, 9])
+    assert DraftVocab.most_frequent(counts, 3).ids.tolist() == [1, 2, 6]
+    assert DraftVocab.most_frequent(counts, 6).ids.tolist() == [0, 1, 2, 3, 5, 6]
+    assert DraftVocab.most_frequent(counts, 3).coverage(counts) == pytest.approx(19 / 25)
+    assert DraftVocab.most_frequent(torch.zeros(7, dtype=torch.long), 2).coverage(torch.zeros(7, dtype=torch.long)) == 0
+
+
+@pytest.mark.parametrize("size", [0, -1, 98])
+def test_an_impossible_draft_vocabulary_size_is_refused(size: int) -> None:
+    with pytest.raises(ValueError, match=rf"head\.draft_vocab_size: {size} given, 1 to .* 97"):
+        DraftVocab.most_frequent(torch.ones(97, dtype=torch.long), size)
+
+
+@pytest.mark.parametrize(
+    "d2t",
+    [
+        [0, 5, 96],  # target ids 0 6 98: beyond the vocabulary
+        [5, 4, 4],  # 5 5 6: one twice
+        [9, 0, 0],  # 9 1 2: not ascending
+        [-1, 0, 0],  # -1 1 2
+    ],
+)
+def test_offsets_that_give_no_vocabulary_are_refused(d2t: list[int]) -> None:
+    with pytest.raises(ValueError, match="d2t does not give ascending target ids below 97"):
+        DraftVocab.from_offsets(torch.tensor(d2t), 97)
+
+
+def test_the_loss_is_least_and_acceptance_one_at_the_targets_own_distribution() -> None:
+    logits, other = torch.randn(40, 9) * 2, torch.randn(40, 9) * 2
+    log_p = logits.log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    torch.testing.assert_close(soft_cross_entropy(logits + 3, logits), entropy)  # a shift is no change
+    assert (soft_cross_entropy(other, logits) > entropy).all()
+    torch.testing.assert_close(acceptance(logits - 2, logits), torch.ones(40))
+    torch.testing.assert_close(acceptance(other, logits), acceptance(logits, other))
+    distance = (log_p.exp() - other.softmax(-1)).abs().sum(-1) / 2
+    torch.testing.assert_close(acceptance(other, logits), 1 - distance)  # one minus the total variation

@@ -1,0 +1,146 @@
+"""Laws of the target: what it taps, what its baseline writes, and which models it refuses."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    GenerationConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedModel,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
+)
+
+from inference.target import TargetModel, cut_at_end
+from recipes.schema import TargetSection
+
+TOKENS = torch.tensor([[5, 6, 7, 11, 3, 80], [1, 1, 2, 3, 5, 8]])
+NUM_LAYERS = 7
+MakeModel = Callable[..., LlamaForCausalLM]
+
+
+@pytest.mark.parametrize("taps", [(0,), (2, 3, 4), (0, 1, 6, 7)], ids=str)
+def test_taps_are_hugging_faces_hidden_states(make_model: MakeModel, taps: tuple[int, ...]) -> None:
+    """All but the last index, which Hugging Face gives after the final norm and we give before it."""
+    model = make_model()
+    hidden_states = model(TOKENS, output_hidden_states=True).hidden_states
+    output = TargetModel(model, taps).forward(TOKENS)
+    assert output.taps.shape == (2, 6, 32 * len(taps))
+    for tap, mine in zip(taps, output.taps.split(32, dim=-1), strict=True):
+        assert torch.equal(mine if tap < NUM_LAYERS else model.model.norm(mine), hidden_states[tap])
+    assert torch.equal(model.model.norm(output.last_hidden), hidden_states[NUM_LAYERS])
+
+
+def test_the_last_logits_alone_are_those_of_all(target: TargetModel) -> None:
+    every, last = target.forward(TOKENS), target.forward(TOKENS, last_only=True)
+    assert last.logits.shape[1] == 1
+    torch.testing.assert_close(last.logits[:, 0], every.logits[:, -1], atol=1e-5, rtol=1e-5)
+    assert torch.equal(last.taps, every.taps)
+
+
+def test_the_baseline_writes_for_a_batch_what_it_writes_alone(target: TargetModel) -> None:
+    prompts = [[5, 6, 7], [1], [9, 8, 7, 6, 5, 4]]
+    assert target.generate(prompts, 10) == [target.generate([prompt], 10)[0] for prompt in prompts]
+
+
+def test_a_sampled_baseline_depends_on_its_seed_alone(target: TargetModel) -> None:
+    first = target.generate([[5, 6, 7]], 12, temperature=1.0, seed=3)
+    torch.manual_seed(99)
+    state = torch.get_rng_state()
+    assert target.generate([[5, 6, 7]], 12, temperature=1.0, seed=3) == first
+    assert target.generate([[5, 6, 7]], 12, temperature=1.0, seed=4) != first
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_checkpoints_sampling_habits_stay_out_of_the_baseline(make_model: MakeModel, temperature: float) -> None:
+    """Published models come with top_p 0.9 or repetition_penalty 1.05, which `generate` takes over when not told."""
+    wanted = TargetModel(make_model(), ()).generate([[5, 6, 7]], 20, temperature)
+    model = make_model()
+    model.generation_config = GenerationConfig(do_sample=True, temperature=0.6, top_p=0.3, repetition_penalty=1.5)
+    assert TargetModel(model, ()).generate([[5, 6, 7]], 20, temperature) == wanted
+
+
+def test_the_baseline_ends_with_the_end_token(make_model: MakeModel) -> None:
+    text = TargetModel(make_model(), ()).generate([[5, 6, 7]], 12)[0]
+    end = text[4]
+    model = make_model()
+    model.generation_config.eos_token_id = [end]
+    target = TargetModel(model, ())
+    assert target.end_tokens == [end]
+    shorter, other = target.generate([[5, 6, 7], [1, 2]], 12)
+    assert shorter == text[: text.index(end) + 1]
+    assert end not in other[:-1]
+
+
+def test_end_tokens_come_from_either_config(make_model: MakeModel) -> None:
+    assert TargetModel(make_model(), ()).end_tokens == []
+    assert TargetModel(make_model(eos_token_id=7), ()).end_tokens == [7]
+    model = make_model(eos_token_id=7)
+    model.generation_config.eos_token_id = [8, 9]
+    assert TargetModel(model, ()).end_tokens == [8, 9]
+
+
+def test_a_text_is_cut_behind_its_first_end_token() -> None:
+    assert cut_at_end([1, 2, 3, 2], [2, 3]) == [1, 2]
+    assert cut_at_end([1, 2, 3], [9]) == [1, 2, 3]
+    assert cut_at_end([], [9]) == []
+
+
+def test_a_loaded_target_is_the_saved_one(target: TargetModel, target_folder: Path) -> None:
+    loaded = TargetModel.load(TargetSection(path=str(target_folder), dtype="float32", device="cpu"), (2, 3, 4))
+    assert torch.equal(loaded.forward(TOKENS).logits, target.forward(TOKENS).logits)
+
+
+def test_pickled_weights_are_not_loaded(make_model: MakeModel, tmp_path: Path) -> None:
+    model = make_model()
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(OSError, match="safetensors"):
+        TargetModel.load(TargetSection(path=str(tmp_path), dtype="float32", device="cpu"), ())
+
+
+@pytest.mark.parametrize("taps", [(2, 8), (-1, 2)])
+def test_taps_that_the_target_does_not_have_are_refused_with_both(make_model: MakeModel, taps: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=rf"head\.taps: \[{taps[0]}, {taps[1]}\] given, .* 0 to {NUM_LAYERS}"):
+        TargetModel(make_model(), taps)
+
+
+RECURRENT: dict[str, Callable[[], PreTrainedModel]] = {
+    "qwen3_next": lambda: Qwen3NextForCausalLM(
+        Qwen3NextConfig(
+            vocab_size=31,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=4,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=8,
+            num_experts=2,
+            num_experts_per_tok=1,
+            moe_intermediate_size=8,
+            shared_expert_intermediate_size=8,
+            linear_num_value_heads=2,
+            linear_num_key_heads=2,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+        )
+    ),
+    # These two have no attention heads to speak of; the reason must be named all the same.
+    "mamba": lambda: MambaForCausalLM(MambaConfig(vocab_size=31, hidden_size=16, num_hidden_layers=2, state_size=4)),
+    "rwkv": lambda: RwkvForCausalLM(
+        RwkvConfig(vocab_size=31, hidden_size=16, attention_hidden_size=16, num_hidden_layers=2)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_model_with_a_recurrent_state_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"'{name}' model keeps a recurrent state .* cannot be rolled back"):
+        TargetModel(RECURRENT[name](), ())

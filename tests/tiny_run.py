@@ -1,0 +1,155 @@
+"""A whole run small enough for tests: a random Llama of 7 layers, its tokenizer, prompts and a recipe."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from accelerate import PartialState
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from recipes import Recipe, load_recipe
+
+VOCAB_SIZE = 300
+END_OF_TEXT = "<end>"
+ENDS = [0, *range(150, 165)]  # a random target ends at one of a few tokens, so that its responses differ in length
+CHAT_TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+TEXTS = [
+    "the target writes, the head guesses, the target judges",
+    "a draft is a tree of tokens and a path of it is kept",
+    "harvest once, then train as many heads as you like",
+    "whatever is killed resumes, and ends in the same weights",
+    "for token in tokens: yield token  # one at a time",
+    "noise of the position, not of the drafter, picks the token",
+    "def head(features, tokens, positions, mask, cache): ...",
+]
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE, so that any text can be encoded; token 0 ends a text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    assert tokenizer.get_vocab_size() == VOCAB_SIZE
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, chat_template=CHAT_TEMPLATE, model_max_length=128
+    )
+
+
+def build_target(folder: Path, seed: int = 0) -> Path:
+    """Weights large enough that the next token depends on the text and few choices are close."""
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=7,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=ENDS,
+        tie_word_embeddings=False,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        LlamaForCausalLM(config).save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def write_prompts(path: Path, count: int, first: int) -> Path:
+    """Prompts of different lengths, some of them conversations."""
+    rows: list[dict[str, Any]] = []
+    for number in range(first, first + count):
+        text = f"{number} {TEXTS[number % len(TEXTS)][: 6 + 5 * (number % 5)]}"
+        conversation = number % 4 == 3
+        rows.append({"messages": [{"role": "user", "content": text}]} if conversation else {"prompt": text})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def recipe_values(folder: Path) -> dict[str, Any]:
+    """Sections that every part of the pipeline passes through in about a second: several shards, a draft vocabulary."""
+    return {
+        "run_dir": str(folder / "run"),
+        "seed": 3,
+        "target": {"path": str(folder / "target"), "dtype": "float32", "device": "cpu"},
+        "data": {
+            "prompts": str(folder / "prompts.jsonl"),
+            "heldout_prompts": str(folder / "heldout.jsonl"),
+            "num_prompts": 12,
+            "prompt_tokens": 24,
+            "response_tokens": 12,
+            "temperatures": [0.0, 0.8],
+            "generate_batch": 3,
+            "harvest_batch": 2,
+            "heldout_samples": 4,
+            "shard_samples": 5,
+            "dtype": "float32",
+        },
+        "head": {"kind": "eagle3", "draft_vocab_size": 80},
+        "train": {
+            "steps": 8,
+            "batch_size": 3,
+            "learning_rate": 1e-3,
+            "warmup_steps": 2,
+            "unroll": 3,
+            "checkpoint_every": 4,
+            "eval_every": 4,
+            "eval_prompts": 0,
+            "log_every": 1,
+        },
+        "decode": {"depth": 2, "width": 2, "nodes": 4, "max_new_tokens": 8},
+        "log": {"wandb": "disabled"},
+    }
+
+
+def build_run(folder: Path) -> Path:
+    """Everything that a run starts from, in a folder; returns the recipe's path. Nothing has run yet."""
+    build_target(folder / "target")
+    write_prompts(folder / "prompts.jsonl", count=14, first=0)
+    write_prompts(folder / "heldout.jsonl", count=5, first=100)
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe_values(folder), sort_keys=False))
+    return path
+
+
+def tiny_recipe(folder: Path, *overrides: str) -> Recipe:
+    """The recipe of a folder that `build_run` filled, for use inside this process."""
+    PartialState(cpu=True)  # the first one of a process settles the device
+    return load_recipe(folder / "recipe.yaml", overrides)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder by its relative name."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
+    }
+
+
+def modified(folder: Path) -> dict[str, int]:
+    """When every file below a folder was last written, in nanoseconds."""
+    return {
+        path.relative_to(folder).as_posix(): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()
+    }
+
+
+def quiet_environment(root: Path) -> dict[str, str]:
+    """For commands in a process of their own: this checkout's packages, one thread, no GPU, no network."""
+    fixed = {
+        "PYTHONPATH": str(root),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "WANDB_MODE": "disabled",
+        "HF_HUB_OFFLINE": "1",
+    }
+    return {**os.environ, **fixed}
