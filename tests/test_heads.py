@@ -307,6 +307,9 @@ def test_the_most_frequent_tokens_are_kept_and_ties_go_to_the_smaller_id() -> No
     assert DraftVocab.most_frequent(counts, 3).ids.tolist() == [1, 2, 6]
     assert DraftVocab.most_frequent(counts, 6).ids.tolist() == [0, 1, 2, 3, 5, 6]
     assert DraftVocab.most_frequent(counts, 3).coverage(counts) == pytest.approx(19 / 25)
+    many = torch.randint(5, (5000,))
+    ranked = sorted(range(5000), key=lambda token: (-int(many[token]), token))
+    assert DraftVocab.most_frequent(many, 1234).ids.tolist() == sorted(ranked[:1234])
     assert DraftVocab.most_frequent(torch.zeros(7, dtype=torch.long), 2).coverage(torch.zeros(7, dtype=torch.long)) == 0
 
 
@@ -319,7 +322,7 @@ def test_an_impossible_draft_vocabulary_size_is_refused(size: int) -> None:
 @pytest.mark.parametrize(
     "d2t",
     [
-        [0, 5, 96],  # target ids 0 6 98: beyond the vocabulary
+        [0, 5, 95],  # target ids 0 6 97: beyond the vocabulary
         [5, 4, 4],  # 5 5 6: one twice
         [9, 0, 0],  # 9 1 2: not ascending
         [-1, 0, 0],  # -1 1 2
