@@ -20,11 +20,13 @@ from data_pipelines.prompts import make_prompts
 from data_pipelines.shards import MANIFEST, Sample, shard_is_whole, shard_name, write_manifest, write_shard
 from data_pipelines.stage import Json, Stage, file_digest, read_jsonl, target_identity, write_jsonl
 from heads.build import head_taps
+from heads.frozen import FrozenTarget
 from heads.target_config import TargetConfig, locate_target
 from inference.target import TargetModel
 from recipes import Recipe, run_command
 
 SPLITS = ("train", "heldout")
+LOGITS_TOLERANCE = 0.05  # of the largest logit; bfloat16 rounding stays well below
 
 
 def responses_stage(recipe: Recipe, prompts: Stage) -> Stage:
@@ -93,6 +95,7 @@ def harvest(recipe: Recipe, target: TargetModel | None = None) -> Stage:
     if not features.is_complete():
         target = target or TargetModel.load(recipe.target, taps)
         begin(features, state)
+        check_teacher(recipe, target)
         made_from = hashlib.sha256(json.dumps(features.inputs, sort_keys=True).encode()).hexdigest()
         for piece in mine(pieces(recipe), state, "features"):
             write_features(recipe, target, piece, made_from)
@@ -181,6 +184,21 @@ def write_features(recipe: Recipe, target: TargetModel, piece: Piece, made_from:
             loss_mask = torch.arange(len(tokens)) >= len(row["prompt"])
             samples[row["id"]] = Sample(tokens, loss_mask, taps, last_hidden)
     write_shard(path, [samples[row["id"]] for row in rows], made_from)
+
+
+def check_teacher(recipe: Recipe, target: TargetModel) -> None:
+    """Training reads the teacher's logits off the stored last hidden state; refuse a target where that is not so."""
+    prompt = next(read_jsonl(recipe.prompts_dir / "train.jsonl"))["tokens"]
+    output = target.forward(torch.tensor([prompt], device=target.device), last_only=True)
+    folder = locate_target(recipe.target.path, recipe.target.revision)
+    frozen = FrozenTarget.from_folder(folder, target.dtype, target.device)
+    own, rebuilt = output.logits[0, -1].float(), frozen.logits(output.last_hidden[0, -1])
+    error = float((own - rebuilt).abs().max() / own.abs().max())
+    if error > LOGITS_TOLERANCE:
+        raise ValueError(
+            f"target.path: the logits of {recipe.target.path} are not its lm_head over its final norm (they differ by "
+            f"{error:.1%}): a {target.config.model_type!r} model scales or shifts them in a way that is not supported yet"
+        )
 
 
 def tap(target: TargetModel, texts: list[list[int]], dtype: torch.dtype) -> list[tuple[Tensor, Tensor, Tensor]]:

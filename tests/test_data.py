@@ -14,13 +14,14 @@ from transformers import AutoModelForCausalLM
 
 from data_pipelines import prompts as prompts_module
 from data_pipelines.batches import Batch, SampleOrder
-from data_pipelines.harvest import harvest
-from data_pipelines.prompts import file_prompts, stdlib_prompts
+from data_pipelines.harvest import check_teacher, harvest
+from data_pipelines.prompts import file_prompts, make_prompts, stdlib_prompts
 from data_pipelines.python_stdlib import SourceFile, source_files
 from data_pipelines.shards import FeatureStore, Sample
 from data_pipelines.stage import Stage, read_jsonl
 from data_pipelines.tokens import encode_prompt, load_tokenizer
 from heads.frozen import FrozenTarget
+from inference.target import TargetModel
 from recipes import Recipe
 
 TAPS = (2, 3, 4)  # where every engine looks in a target of 7 layers
@@ -432,3 +433,14 @@ def test_the_standard_library_has_both_kinds_of_files_in_one_order() -> None:
     assert names == sorted(names, key=lambda name: Path(name).parts)
     held_out = sum(SourceFile(name, "").held_out for name in names)
     assert 0 < held_out < len(names) / 5
+
+
+def test_a_target_whose_logits_are_scaled_behind_its_lm_head_is_refused(tmp_path: Path):
+    build_run(tmp_path)
+    recipe = tiny_recipe(tmp_path)
+    make_prompts(recipe)
+    target = TargetModel.load(recipe.target, taps=())
+    check_teacher(recipe, target)
+    target.model.lm_head.register_forward_hook(lambda module, args, logits: logits * 3 + 1)
+    with pytest.raises(ValueError, match="target.path: the logits of .* differ by"):
+        check_teacher(recipe, target)

@@ -398,7 +398,7 @@ def test_what_does_not_fit_the_positions_is_refused_before_any_forward(
 
 
 def test_the_last_position_is_reached_with_a_drafter_too(target: TargetModel, make_head: MakeHead) -> None:
-    """A tree that grew as if there were room would leave the head's table of angles."""
+    """Also by trees that would go deeper than what is left."""
     prompt = torch.randint(97, (244,)).tolist()
     wanted = generate(target, prompt, 12).tokens
     for growth in (Growth.chain(20), Growth(9, 4, 30)):

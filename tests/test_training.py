@@ -37,6 +37,7 @@ from trainers.checkpoint import Checkpoints
 from trainers.eagle import run
 from trainers.objective import UnrolledHead, supervise, unroll_counts
 from trainers.optimizers import build_optimizers, set_learning_rates
+from trainers.tracking import Tracker
 
 ROOT = Path(__file__).resolve().parents[1]
 UNROLL, DECAY = 4, 0.8
@@ -605,3 +606,14 @@ def test_two_ranks_write_the_same_files_and_all_but_the_same_head(finished: Path
         assert contents(tmp_path / "run" / stage) == contents(finished / "run" / stage)
     one, two = (load_file(folder / "run/head/model.safetensors") for folder in (finished, tmp_path))
     assert_close(two, one, rtol=1e-3, atol=1e-4)  # they add up in another order
+
+
+def test_a_wandb_run_starts_offline_and_keeps_its_id_when_resumed(make_recipe: Callable[..., Recipe]):
+    recipe = make_recipe("wandb", "log.wandb=offline")
+    ids = []
+    for first_step in (0, 2):
+        with Tracker(recipe, first_step, active=True) as tracker:
+            tracker.log(first_step + 1, {"train/loss_0": 1.0}, "training")
+            ids.append(tracker.run.id)
+    assert ids[0] == ids[1]
+    assert list((recipe.run_dir / "wandb").glob(f"offline-run-*-{ids[0]}"))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import uuid
 from typing import Any
 
 import wandb
@@ -63,7 +64,7 @@ class Tracker:
         """One wandb run for each run_dir, however often it is resumed."""
         path = self.recipe.run_dir / "wandb_run_id"
         if not path.exists():
-            write_text(path, wandb.util.generate_id())
+            write_text(path, uuid.uuid4().hex[:8])
         return path.read_text()
 
     def _drop_rows_behind(self, step: int) -> None:
