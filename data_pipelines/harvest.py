@@ -197,7 +197,7 @@ def check_teacher(recipe: Recipe, target: TargetModel) -> None:
     if error > LOGITS_TOLERANCE:
         raise ValueError(
             f"target.path: the logits of {recipe.target.path} are not its lm_head over its final norm (they differ by "
-            f"{error:.1%}): a {target.config.model_type!r} model scales or shifts them in a way that is not supported yet"
+            f"{error:.1%}): a {target.config.model_type!r} model scales or shifts them in a way not known here"
         )
 
 

@@ -137,7 +137,7 @@ class DecodeSection(Section):
     nodes: int = Field(default=16, gt=0, description="Drafted nodes of a dynamic tree that one target step verifies.")
     max_new_tokens: int = Field(default=512, gt=0, description="Longest output, in tokens.")
     seed: int = Field(
-        default=0, ge=0, lt=2**63, description="Seed of the sampling noise, which alone decides a sampled output."
+        default=0, ge=0, lt=2**63, description="Seed of the sampling noise; it alone decides a sampled text."
     )
 
 
@@ -173,9 +173,7 @@ class Recipe(Section):
     """One run, from prompts to report; every stage finds its input and puts its output under run_dir."""
 
     run_dir: HomePath = Field(description="Folder of everything that the run writes.")
-    seed: int = Field(
-        default=0, ge=0, lt=2**31, description="Seed of sampled responses, initial weights and batch order."
-    )
+    seed: int = Field(default=0, ge=0, lt=2**31, description="Seed of responses, initial weights and batch order.")
     target: TargetSection
     data: DataSection
     head: HeadSection

@@ -442,5 +442,5 @@ def test_a_target_whose_logits_are_scaled_behind_its_lm_head_is_refused(tmp_path
     target = TargetModel.load(recipe.target, taps=())
     check_teacher(recipe, target)
     target.model.lm_head.register_forward_hook(lambda module, args, logits: logits * 3 + 1)
-    with pytest.raises(ValueError, match="target.path: the logits of .* differ by"):
+    with pytest.raises(ValueError, match=r"target\.path: the logits of .* differ by"):
         check_teacher(recipe, target)
