@@ -1,6 +1,7 @@
 """From a recipe's head section to a head, and from a folder to a head and back."""
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ def new_head(section: HeadSection, frozen: FrozenTarget, vocab: DraftVocab, seed
         hidden_size=section.hidden_size or target.hidden_size,
         intermediate_size=section.intermediate_size or target.intermediate_size,
         num_heads=num_heads,
-        num_kv_heads=section.num_kv_heads or min(target.num_kv_heads, num_heads),
+        num_kv_heads=section.num_kv_heads or math.gcd(target.num_kv_heads, num_heads),
         head_dim=target.head_dim,
         taps=head_taps(section, target),
         fc_norm=section.fc_norm,

@@ -90,15 +90,13 @@ class Eagle3Head(DraftHead):
 
     @torch.no_grad()
     def initialise(self, frozen: FrozenTarget, generator: torch.Generator) -> None:
-        """Start as a reading of the highest tap through the target's own norm and lm_head, the new layer silent."""
+        """Start with the target's own norm and lm_head, the new layer silent."""
         std = 0.5 * self.shape.hidden_size**-0.5
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 parameter.normal_(0, std, generator=generator)
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 parameter.zero_()
-        self.fc.weight.zero_()
-        self.fc.weight[:, -self.shape.hidden_size :] = torch.eye(self.shape.hidden_size)
         self.norm.weight.copy_(frozen.norm_weight)
         self.lm_head.weight.copy_(frozen.lm_head[self.vocab.ids])
 

@@ -107,7 +107,8 @@ class TargetConfig:
         """hidden_states indices 2, L//2 and L-3, where every engine looks by default (reference EAGLE-3)."""
         layers = self.num_layers
         taps = tuple(sorted({2, layers // 2, layers - 3}))
-        if len(taps) == 3 and layers >= 7:
+        if len(taps) == 3 and taps[0] >= 0:
             return taps
-        # They collide below 7 layers: spread three distinct ones, as far as there are three.
-        return tuple(sorted({min(1, layers), layers // 2, layers}))
+        # They collide for 1, 2, 4, 5 and 6 layers: take the middle and its neighbours, three unless there is one layer.
+        middle = layers // 2
+        return tuple(sorted({max(middle - 1, 0), middle, middle + 1}))

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -41,10 +42,8 @@ class DecodeStats:
         self.tokens += other.tokens
         self.drafted += other.drafted
         self.seconds += other.seconds
-        longer = max(self.accepted_at_depth, other.accepted_at_depth, key=len)
-        shorter = min(self.accepted_at_depth, other.accepted_at_depth, key=len)
-        padded = shorter + [0] * (len(longer) - len(shorter))
-        self.accepted_at_depth = [a + b for a, b in zip(longer, padded, strict=True)]
+        both = zip_longest(self.accepted_at_depth, other.accepted_at_depth, fillvalue=0)
+        self.accepted_at_depth = [mine + its for mine, its in both]
 
 
 @dataclass

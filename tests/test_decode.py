@@ -23,7 +23,7 @@ from heads.base import DraftHead
 from heads.eagle3 import Eagle3Head
 from heads.vocab import DraftVocab
 from inference.cache import KVCache
-from inference.decode import DecodeStats, Generation, generate, stream
+from inference.decode import DecodeStats, generate, stream
 from inference.drafters import Drafter, NoDrafter, Verified
 from inference.drafters.head import Growth, HeadDrafter
 from inference.sampling import Sampling, choice_scores
@@ -462,3 +462,14 @@ def test_stats_add_up(target: TargetModel, plain: Callable[..., list[int]]) -> N
     assert total.steps == 2 + 6  # 11 tokens behind the first: 6 and 5, or 2 at a time and one alone
     assert total.accepted_at_depth == [2 + 5, 2, 2, 2, 1]
     assert DecodeStats().tau == 0
+
+
+def test_acceptance_by_depth_of_many_texts_is_not_counted_twice() -> None:
+    total = DecodeStats()
+    for paths in ([3, 1], [1, 2], [4]):
+        stats = DecodeStats()
+        for length in paths:
+            stats.count(path_length=length, kept=length, drafted=5)
+        total.add(stats)
+    assert total.steps == 5
+    assert total.accepted_at_depth == [3, 2, 1]  # paths of 3, 2 and 4 nodes, the root not counted

@@ -158,6 +158,7 @@ def test_default_taps_are_distinct_ascending_and_there(target: TargetModel) -> N
     for num_layers in range(1, 81):
         taps = dataclasses.replace(target.config, num_layers=num_layers).default_taps()
         assert list(taps) == sorted(set(taps))
+        assert len(taps) == min(3, num_layers + 1)
         assert 0 <= taps[0] < taps[-1] <= num_layers
         if num_layers >= 7:
             assert taps == (2, num_layers // 2, num_layers - 3)  # where every engine looks
