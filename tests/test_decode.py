@@ -23,7 +23,7 @@ from heads.base import DraftHead
 from heads.eagle3 import Eagle3Head
 from heads.vocab import DraftVocab
 from inference.cache import KVCache
-from inference.decode import DecodeStats, generate, stream
+from inference.decode import DecodeStats, Generation, generate, stream
 from inference.drafters import Drafter, NoDrafter, Verified
 from inference.drafters.head import Growth, HeadDrafter
 from inference.sampling import Sampling, choice_scores
