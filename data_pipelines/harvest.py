@@ -7,6 +7,7 @@ Both stages write whole shards by sample id, so a killed run resumes and the num
 
 import hashlib
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,6 @@ from heads.target_config import TargetConfig, locate_target
 from inference.target import TargetModel
 from recipes import Recipe, run_command
 
-SPLITS = ("train", "heldout")
 LOGITS_TOLERANCE = 0.05  # of the largest logit; bfloat16 rounding stays well below
 
 
@@ -137,22 +137,23 @@ def responses_path(recipe: Recipe, piece: Piece) -> Path:
 
 
 def write_responses(recipe: Recipe, target: TargetModel, piece: Piece) -> None:
-    """Let the target answer the prompts of a shard, all at one of the recipe's temperatures."""
+    """Let the target answer the prompts of a shard; sample i is written at the temperature i of the recipe, in turn."""
     path = responses_path(recipe, piece)
     if path.exists():
         return
-    data = recipe.data
-    temperature = data.temperatures[piece.index % len(data.temperatures)]
-    by_length = sorted(piece.rows, key=lambda row: len(row["tokens"]))
     rows: list[Json] = []
-    for start in range(0, len(by_length), data.generate_batch):
-        batch = by_length[start : start + data.generate_batch]
-        seed = recipe.seed * 1_000_003 + SPLITS.index(piece.split) * 100_003 + piece.index * 1009 + start
-        written = target.generate([row["tokens"] for row in batch], data.response_tokens, temperature, seed)
-        rows += [
-            {"id": row["id"], "prompt": row["tokens"], "response": response, "temperature": temperature}
-            for row, response in zip(batch, written, strict=True)
-        ]
+    for turn, temperature in enumerate(recipe.data.temperatures):
+        share = [row for row in piece.rows if row["id"] % len(recipe.data.temperatures) == turn]
+        by_length = sorted(share, key=lambda row: len(row["tokens"]))
+        for start in range(0, len(by_length), recipe.data.generate_batch):
+            batch = by_length[start : start + recipe.data.generate_batch]
+            # The noise of a batch is keyed by its first sample, so ranks and resumes do not matter.
+            seed = zlib.crc32(f"{recipe.seed} {piece.split} {batch[0]['id']}".encode())
+            written = target.generate([row["tokens"] for row in batch], recipe.data.response_tokens, temperature, seed)
+            rows += [
+                {"id": row["id"], "prompt": row["tokens"], "response": response, "temperature": temperature}
+                for row, response in zip(batch, written, strict=True)
+            ]
     write_jsonl(path, sorted(rows, key=lambda row: row["id"]))
 
 

@@ -51,7 +51,7 @@ class DataSection(Section):
     prompt_tokens: int = Field(default=1024, gt=0, description="Longest prompt, in tokens.")
     response_tokens: int = Field(default=1024, gt=0, description="Longest response that the target writes, in tokens.")
     temperatures: Temperatures = Field(
-        default=(0.0, 0.7, 1.0), description="Responses are sampled at these temperatures in turn; 0 is greedy."
+        default=(0.0, 0.7, 1.0), description="Response i is sampled at temperature i of these, in turn; 0 is greedy."
     )
     generate_batch: int = Field(default=32, gt=0, description="Responses written at once.")
     harvest_batch: int = Field(default=8, gt=0, description="Samples whose features are read in one target forward.")
