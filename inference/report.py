@@ -3,7 +3,7 @@
     python -m inference.report recipes/tiny.yaml
     python -m inference.report recipes/tiny_full.yaml report.head=assets/demo_head
 
-Prints a table and writes report.json and report.png to RUN_DIR/report.
+Prints a table and writes report.json, report.md and report.png to RUN_DIR/report.
 """
 
 import json
@@ -50,10 +50,10 @@ def report(recipe: Recipe) -> list[Outcome]:
         with console.status(f"decoding {len(prompts)} prompts in {len(ways)} ways at temperature {temperature}"):
             sampling = Sampling(temperature, recipe.decode.seed)
             found = compare(ways, target, prompts, recipe.decode.max_new_tokens, sampling, recipe.report.warmup_prompts)
-        console.print(as_table(found, temperature))
+        console.print(as_table(found))
         outcomes += found
     write_report(recipe, outcomes)
-    console.print(f"written: {recipe.report_dir / 'report.json'}, {recipe.report_dir / 'report.png'}", highlight=False)
+    console.print(f"written to {recipe.report_dir}: report.json, report.md, report.png", highlight=False)
     return outcomes
 
 
@@ -99,27 +99,49 @@ def speedups(outcomes: list[Outcome]) -> dict[str, dict[str, float]]:
     return {way: {base: rate / rates[base] for base in bases} for way, rate in rates.items()}
 
 
-def as_table(outcomes: list[Outcome], temperature: float) -> Table:
-    per_way = sum(outcome.new_tokens for outcome in outcomes) // len(outcomes)
-    title = f"temperature {temperature:g}, {outcomes[0].prompts} held-out prompts, {per_way} tokens each way"
-    table = Table(title=title, caption=acceptance_by_depth(outcomes), caption_justify="left")
-    for column in ("way", "tau", "tokens/s", "x plain", "x generate", "same text", "distinct"):
-        table.add_column(column, justify="left" if column == "way" else "right")
-    ratios = speedups(outcomes)
+COLUMNS = ("way", "tau", "tokens/s", "x plain", "x generate", "same text", "distinct")
+
+
+def cells(outcomes: list[Outcome]) -> list[list[str]]:
+    """The table's rows, one for each way."""
+    ratios, rows = speedups(outcomes), []
     for outcome in outcomes:
         ratio = ratios[outcome.way]
         # transformers draws its own random numbers, so its sampled text is another one.
-        own_noise = outcome.way == "generate" and temperature > 0
-        table.add_row(
-            outcome.way,
-            f"{outcome.stats.tau:.2f}",
-            f"{outcome.tokens_per_second:.1f}",
-            f"{ratio['plain']:.2f}",
-            f"{ratio['generate']:.2f}" if "generate" in ratio else "",
-            "own noise" if own_noise else f"{outcome.identical}/{outcome.prompts}",
-            f"{outcome.distinct:.2f}",
+        own_noise = outcome.way == "generate" and outcome.temperature > 0
+        rows.append(
+            [
+                outcome.way,
+                f"{outcome.stats.tau:.2f}",
+                f"{outcome.tokens_per_second:.1f}",
+                f"{ratio['plain']:.2f}",
+                f"{ratio['generate']:.2f}" if "generate" in ratio else "",
+                "own noise" if own_noise else f"{outcome.identical}/{outcome.prompts}",
+                f"{outcome.distinct:.2f}",
+            ]
         )
+    return rows
+
+
+def heading(outcomes: list[Outcome]) -> str:
+    per_way = sum(outcome.new_tokens for outcome in outcomes) // len(outcomes)
+    first = outcomes[0]
+    return f"temperature {first.temperature:g}, {first.prompts} held-out prompts, {per_way} tokens each way"
+
+
+def as_table(outcomes: list[Outcome]) -> Table:
+    table = Table(title=heading(outcomes), caption=acceptance_by_depth(outcomes), caption_justify="left")
+    for column in COLUMNS:
+        table.add_column(column, justify="left" if column == "way" else "right")
+    for row in cells(outcomes):
+        table.add_row(*row)
     return table
+
+
+def as_markdown(outcomes: list[Outcome]) -> str:
+    lines = [f"{heading(outcomes)}:", "", "| " + " | ".join(COLUMNS) + " |", "| --- " + "| ---: " * 6 + "|"]
+    lines += ["| " + " | ".join(row) + " |" for row in cells(outcomes)]
+    return "\n".join(lines) + "\n\n" + acceptance_by_depth(outcomes).replace("\n", "; ") + ".\n"
 
 
 def acceptance_by_depth(outcomes: list[Outcome]) -> str:
@@ -147,7 +169,7 @@ def machine() -> dict[str, Any]:
 def write_report(recipe: Recipe, outcomes: list[Outcome]) -> None:
     recipe.report_dir.mkdir(parents=True, exist_ok=True)
     by_temperature = {t: [o for o in outcomes if o.temperature == t] for t in recipe.report.temperatures}
-    content = {
+    content: dict[str, Any] = {
         "machine": machine(),
         "head": str(head_folder(recipe)),
         "recipe": recipe.model_dump(mode="json"),
@@ -155,6 +177,9 @@ def write_report(recipe: Recipe, outcomes: list[Outcome]) -> None:
         "speedups": {str(t): speedups(found) for t, found in by_temperature.items()},
     }
     (recipe.report_dir / "report.json").write_text(json.dumps(content, indent=1) + "\n")
+    about = ", ".join(f"{name} {value}" for name, value in content["machine"].items())
+    tables = "\n".join(as_markdown(found) for found in by_temperature.values())
+    (recipe.report_dir / "report.md").write_text(f"Head `{head_folder(recipe)}`; {about}.\n\n{tables}")
     draw(by_temperature).savefig(recipe.report_dir / "report.png", dpi=150)
 
 

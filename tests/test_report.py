@@ -1,0 +1,41 @@
+"""Laws of the report: what it prints is what was decoded, and what is missing is named before any work."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_run import build_run, tiny_recipe
+
+from data_pipelines.harvest import harvest
+from inference.report import report
+from recipes import Recipe
+from trainers.eagle import run
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+    folder = tmp_path_factory.mktemp("report")
+    build_run(folder)
+    recipe = tiny_recipe(folder, "train.steps=2", "report.num_prompts=2", "report.warmup_prompts=0")
+    run(recipe)
+    return recipe
+
+
+def test_every_way_writes_the_same_text_and_the_files_say_so(trained: Recipe) -> None:
+    outcomes = report(trained)
+    assert {o.way for o in outcomes} == {"generate", "plain", "untrained", "chain", "tree"}
+    assert all(o.identical == o.prompts == 2 for o in outcomes if o.way != "generate" or o.temperature == 0)
+    written = json.loads((trained.report_dir / "report.json").read_text())
+    assert [row["tau"] for row in written["outcomes"]] == [o.stats.tau for o in outcomes]
+    assert (trained.report_dir / "report.md").read_text().count("| plain |") == len(trained.report.temperatures)
+    assert (trained.report_dir / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_report_without_a_head_names_the_folder(tmp_path: Path) -> None:
+    build_run(tmp_path)
+    recipe = tiny_recipe(tmp_path)
+    with pytest.raises(ValueError, match=r"heldout\.jsonl is missing; make it with"):
+        report(recipe)
+    harvest(recipe)
+    with pytest.raises(ValueError, match="holds no head"):
+        report(recipe)
