@@ -235,14 +235,14 @@ def test_a_head_of_another_width_than_the_embedding_is_refused(frozen: FrozenTar
 
 
 @pytest.mark.parametrize("size", [None, 20])
-def test_a_new_head_reads_the_highest_tap_through_the_targets_norm(frozen: FrozenTarget, size: int | None) -> None:
-    """Before its first step the head says what the target's norm and lm_head make of the tap nearest to them."""
+def test_a_new_head_reads_its_features_through_the_targets_norm_and_lm_head(frozen: FrozenTarget, size: int | None) -> None:
+    """Before its first step the new layer is silent: the logits are the target's own reading of the projected taps."""
     vocab = DraftVocab.full(97) if size is None else DraftVocab.most_frequent(torch.randint(50, (97,)), size)
     head = new_head(Eagle3Section(kind="eagle3"), frozen, vocab, seed=3)
     taps, tokens = random_taps(head), random_tokens(head)
-    hidden = head(head.project(taps), tokens, torch.arange(SEQ))
-    highest = taps[..., -frozen.config.hidden_size :]
-    torch.testing.assert_close(head.logits(hidden), frozen.logits(highest)[..., vocab.ids], atol=1e-4, rtol=1e-4)
+    features = head.project(taps)
+    hidden = head(features, tokens, torch.arange(SEQ))
+    torch.testing.assert_close(head.logits(hidden), frozen.logits(features)[..., vocab.ids], atol=1e-4, rtol=1e-4)
 
 
 def test_a_new_head_depends_on_its_seed_alone(frozen: FrozenTarget) -> None:
