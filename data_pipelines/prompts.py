@@ -61,7 +61,9 @@ def stdlib_prompts(tokenizer: Tokenizer, count: int, length: int, seed: int) -> 
         for text in rng.choices(texts, weights, k=count - len(tokens)):
             start = text.rfind("\n", 0, rng.randrange(len(text))) + 1
             pieces.append(text[start : start + length * CHARACTERS_PER_TOKEN])
-        tokens += [encoded[:length] for encoded in tokenizer(pieces, verbose=False)["input_ids"] if len(encoded) >= length]
+        tokens += [
+            encoded[:length] for encoded in tokenizer(pieces, verbose=False)["input_ids"] if len(encoded) >= length
+        ]
     return [{"id": i, "tokens": row, "cut": False} for i, row in enumerate(tokens)]
 
 

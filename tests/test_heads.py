@@ -235,7 +235,9 @@ def test_a_head_of_another_width_than_the_embedding_is_refused(frozen: FrozenTar
 
 
 @pytest.mark.parametrize("size", [None, 20])
-def test_a_new_head_reads_its_features_through_the_targets_norm_and_lm_head(frozen: FrozenTarget, size: int | None) -> None:
+def test_a_new_head_reads_its_features_through_the_targets_norm_and_lm_head(
+    frozen: FrozenTarget, size: int | None
+) -> None:
     """Before its first step the new layer is silent: the logits are the target's own reading of the projected taps."""
     vocab = DraftVocab.full(97) if size is None else DraftVocab.most_frequent(torch.randint(50, (97,)), size)
     head = new_head(Eagle3Section(kind="eagle3"), frozen, vocab, seed=3)
