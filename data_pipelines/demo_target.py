@@ -4,6 +4,9 @@
 
 The result is committed, so users never run this; it is here so that anyone can check, change or better it. An
 interrupted run continues from its last checkpoint.
+
+A model this small falls into loops when it decodes greedily. `--repeated_share` mixes in windows in which a piece of
+text repeats itself, and teaches that each repetition makes the next one less likely (DITTO, Xu et al., arXiv 2206.02369).
 """
 
 import argparse
@@ -16,6 +19,7 @@ from pathlib import Path
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -23,6 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from data_pipelines.python_stdlib import SourceFile, source_files
 
 END_OF_TEXT = "<|endoftext|>"
+REPETITION_DECAY = 0.5  # a repeated token's wanted probability over that of the repetition before
 QUICK_LOOK = 40_000  # held-out tokens scored now and then during training; all of them at the end
 
 
@@ -45,6 +50,7 @@ class Settings:
     muon_lr: float = 0.02
     adam_lr: float = 3e-3
     weight_decay: float = 0.02
+    repeated_share: float = 0.0  # of each batch's windows: a piece repeated to its end, see repetition_loss
     num_prompts: int = 200
 
 
@@ -101,18 +107,59 @@ def learning_rate_factor(step: int, settings: Settings) -> float:
     return warm * (settings.steps - step) / settings.steps
 
 
-def sample_batch(stream: Tensor, step: int, settings: Settings) -> Tensor:
-    """Windows at random offsets, drawn from (seed, step) alone, so that a resumed run sees the same ones."""
+def window_length(step: int, settings: Settings) -> int:
     long = step >= settings.steps * (1 - settings.long_share)
-    length = settings.max_positions if long else settings.short_length
+    return settings.max_positions if long else settings.short_length
+
+
+def sample_batch(stream: Tensor, step: int, windows: int, length: int, settings: Settings) -> Tensor:
+    """Windows at random offsets, drawn from (seed, step) alone, so that a resumed run sees the same ones."""
     generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + step)
-    starts = torch.randint(len(stream) - length - 1, (settings.batch_tokens // length,), generator=generator)
+    starts = torch.randint(len(stream) - length - 1, (windows,), generator=generator)
     return torch.stack([stream[start : start + length + 1] for start in starts.tolist()])  # [batch, seq + 1]
+
+
+@dataclass(frozen=True)
+class Repetitions:
+    """Windows of some text whose last piece repeats to the end."""
+
+    tokens: Tensor  # [windows, length + 1]
+    repeated: Tensor  # [windows, length + 1], true from the piece's second time on
+    earlier: Tensor  # [windows, length + 1], where the piece before has the same token
+
+
+def sample_repetitions(stream: Tensor, step: int, windows: int, length: int, settings: Settings) -> Repetitions:
+    """Leads of up to 64 tokens, then a piece of 4 to 48 over and over, drawn from (seed, step) alone."""
+    generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + step + 500_000)
+    starts = torch.randint(len(stream) - length - 1, (windows, 1), generator=generator)
+    periods = torch.randint(4, 49, (windows, 1), generator=generator)
+    leads = torch.randint(65, (windows, 1), generator=generator)
+    index = torch.arange(length + 1).expand(windows, -1)
+    source = torch.where(index < leads, index, leads + (index - leads) % periods)
+    return Repetitions(stream[starts + source], index >= leads + periods, (index - periods).clamp(min=1))
+
+
+def repetition_loss(logits: Tensor, batch: Repetitions) -> Tensor:
+    """A repeated token's probability should be REPETITION_DECAY times that of its time before (DITTO, equation 4)."""
+    chance = logits.softmax(-1).gather(-1, batch.tokens[:, 1:, None]).squeeze(-1)  # [windows, length]
+    wanted = REPETITION_DECAY * chance.detach().gather(1, batch.earlier[:, 1:] - 1)
+    repeated = batch.repeated[:, 1:]
+    miss = (chance - wanted).abs().clamp(max=1 - 1e-4)
+    return -(torch.log1p(-miss) * repeated).sum() / repeated.sum()
 
 
 def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     logits = model(tokens[:, :-1], use_cache=False).logits  # [batch, seq, vocab]
     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def training_loss(model: nn.Module, texts: Tensor, repetitions: Repetitions) -> Tensor:
+    """Next-token loss of the texts, plus the repetition loss in proportion to its share of the windows."""
+    loss = next_token_loss(model, texts)
+    if len(repetitions.tokens):
+        logits = model(repetitions.tokens[:, :-1], use_cache=False).logits
+        loss = loss + len(repetitions.tokens) / len(texts) * repetition_loss(logits, repetitions)
+    return loss
 
 
 @torch.no_grad()
@@ -138,7 +185,7 @@ def train(model: LlamaForCausalLM, stream: Tensor, held_out: Tensor, settings: S
         for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(state)
         first = saved["step"]
-    compiled = torch.compile(next_token_loss)
+    compiled = torch.compile(training_loss)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, TimeRemainingColumn()) as progress:
         task = progress.add_task("training", total=settings.steps, completed=first)
@@ -146,7 +193,11 @@ def train(model: LlamaForCausalLM, stream: Tensor, held_out: Tensor, settings: S
             factor = learning_rate_factor(step, settings)
             for optimizer, peak in zip(optimizers, (settings.muon_lr, settings.adam_lr), strict=True):
                 optimizer.param_groups[0]["lr"] = peak * factor
-            loss = compiled(model, sample_batch(stream, step, settings))
+            length = window_length(step, settings)
+            windows = settings.batch_tokens // length
+            repeating = round(windows * settings.repeated_share)
+            texts = sample_batch(stream, step, windows - repeating, length, settings)
+            loss = compiled(model, texts, sample_repetitions(stream, step, repeating, length, settings))
             loss.backward()
             nn.utils.clip_grad_norm_(rest, 1.0)
             for optimizer in optimizers:
@@ -213,10 +264,12 @@ Settings: `{json.dumps(asdict(settings))}`
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where the model, the tokenizer, the prompts and the card go")
+    parser.add_argument("--start_from", type=Path, help="folder of a model made by this command, to train it further")
     for name, value in asdict(Settings()).items():
         parser.add_argument(f"--{name}", type=type(value), default=value, help=f"default {value}")
     arguments = vars(parser.parse_args())
     folder: Path = arguments.pop("folder")
+    start_from: Path | None = arguments.pop("start_from")
     settings = Settings(**arguments)
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -229,6 +282,8 @@ def main() -> None:
     )
 
     model = build_model(settings)
+    if start_from is not None:
+        model.load_state_dict(load_file(start_from / "model.safetensors"))
     checkpoint = folder / "training.ckpt"
     train(model, stream, held_out, settings, checkpoint)
 

@@ -41,6 +41,15 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def differences(found: Json, wanted: Json, wording: str) -> list[str]:
+    """One line for each key whose values differ; `wording` has a place for what was found and one for what is wanted."""
+    return [
+        f"{key}: " + wording.format(repr(found.get(key)), repr(wanted.get(key)))
+        for key in sorted(found.keys() | wanted.keys())
+        if found.get(key) != wanted.get(key)
+    ]
+
+
 class Stage:
     """`folder/stage.json` holds the inputs; the stage is complete when it says so."""
 
@@ -75,12 +84,7 @@ class Stage:
         return file_digest(self.path)
 
     def _refuse_difference(self, found: Json) -> None:
-        keys = sorted(found.keys() | self.inputs.keys())
-        different = [
-            f"{key}: made with {found.get(key)!r}, the recipe says {self.inputs.get(key)!r}"
-            for key in keys
-            if found.get(key) != self.inputs.get(key)
-        ]
+        different = differences(found, self.inputs, "made with {}, the recipe says {}")
         if different:
             raise ValueError(
                 f"the {self.name} in {self.folder} were made from other inputs:\n  "

@@ -29,6 +29,11 @@ class DecodeStats:
     def tau(self) -> float:
         return self.tokens / max(self.steps, 1)
 
+    @property
+    def acceptance(self) -> list[float]:
+        """Share of the steps that accepted at least 1, 2, ... drafts."""
+        return [count / self.steps for count in self.accepted_at_depth]
+
     def count(self, path_length: int, kept: int, drafted: int) -> None:
         self.steps += 1
         self.tokens += kept

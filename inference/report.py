@@ -148,7 +148,7 @@ def acceptance_by_depth(outcomes: list[Outcome]) -> str:
     """One line for each way that drafts: the share of its steps that accepted at least 1, 2, ... drafts."""
     lines = []
     for outcome in outcomes:
-        shares = [count / outcome.stats.steps for count in outcome.stats.accepted_at_depth]
+        shares = outcome.stats.acceptance
         if shares:
             lines.append(f"{outcome.way} accepts at depth 1, 2, ...: " + " ".join(f"{share:.2f}" for share in shares))
     return "\n".join(lines)
@@ -197,7 +197,7 @@ def draw(by_temperature: dict[float, list[Outcome]]) -> Figure:
             panel.set_title(f"{title}, temperature {temperature:g}")
             panel.margins(y=0.15)
         for outcome, colour in zip(outcomes, colours, strict=True):
-            shares = [count / outcome.stats.steps for count in outcome.stats.accepted_at_depth]
+            shares = outcome.stats.acceptance
             if shares:
                 depth.plot(range(1, len(shares) + 1), shares, marker="o", color=colour, label=outcome.way)
         depth.set(title="share of steps that accept at least d drafts", xlabel="d", ylim=(0, 1))

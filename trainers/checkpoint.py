@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from data_pipelines.stage import Json, write_text
+from data_pipelines.stage import Json, differences, write_text
 
 STATE = "state.json"
 
@@ -70,17 +70,12 @@ class Checkpoints:
         return int(state["step"])
 
     def _refuse_difference(self, path: Path, found: Json) -> None:
-        different = [
-            f"{key}: checkpoint {found.get(key)!r}, recipe {self.inputs.get(key)!r}"
-            for key in sorted(found.keys() | self.inputs.keys())
-            if found.get(key) != self.inputs.get(key)
-        ]
+        different = differences(found, self.inputs, "checkpoint {}, recipe {}")
         if different:
             raise ValueError(
                 f"{path} belongs to another recipe:\n  "
                 + "\n  ".join(different)
-                + f"\nchoose another run_dir, put the "
-                f"recipe back, or remove {self.folder} to train anew"
+                + f"\nchoose another run_dir, put the recipe back, or remove {self.folder} to train anew"
             )
 
 
