@@ -6,7 +6,7 @@ The result is committed, so users never run this; it is here so that anyone can 
 interrupted run continues from its last checkpoint.
 
 A model this small falls into loops when it decodes greedily. `--repeated_share` mixes in windows in which a piece of
-text repeats itself, and teaches that each repetition makes the next one less likely (DITTO, Xu et al., arXiv 2206.02369).
+text repeats itself, and teaches that each time makes the next one less likely (DITTO, Xu et al., arXiv 2206.02369).
 """
 
 import argparse

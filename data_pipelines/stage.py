@@ -42,7 +42,7 @@ def file_digest(path: Path) -> str:
 
 
 def differences(found: Json, wanted: Json, wording: str) -> list[str]:
-    """One line for each key whose values differ; `wording` has a place for what was found and one for what is wanted."""
+    """One line for each key whose values differ; `wording` has a place for the found one and one for the wanted."""
     return [
         f"{key}: " + wording.format(repr(found.get(key)), repr(wanted.get(key)))
         for key in sorted(found.keys() | wanted.keys())
