@@ -16,7 +16,8 @@ from rich.table import Table
 from heads.build import load_head
 from heads.target_config import locate_target
 from inference.compare import Way, run_way
-from inference.drafters.head import Growth, HeadDrafter
+from inference.drafters.growth import Dynamic, growth_from_recipe
+from inference.drafters.head import HeadDrafter
 from inference.report import head_folder, held_out_prompts, saved_taps
 from inference.sampling import Sampling
 from inference.target import TargetModel
@@ -39,10 +40,10 @@ def check(recipe: Recipe) -> None:
     depth = recipe.decode.depth
     ways = [
         Way("plain"),
-        Way("chain", HeadDrafter(head, Growth.chain(depth))),
-        Way("tree", HeadDrafter(head, Growth.from_recipe(recipe.decode))),
-        Way("wide tree", HeadDrafter(head, Growth(depth=3, width=10, nodes=60))),
-        Way("random head", HeadDrafter(random_head, Growth(depth=3, width=4, nodes=16))),
+        Way("chain", HeadDrafter(head, Dynamic.chain(depth))),
+        Way("tree", HeadDrafter(head, growth_from_recipe(recipe.decode))),
+        Way("wide tree", HeadDrafter(head, Dynamic(depth=3, width=10, nodes=60))),
+        Way("random head", HeadDrafter(random_head, Dynamic(depth=3, width=4, nodes=16))),
     ]
     table = Table(title=f"{len(prompts)} prompts x {recipe.decode.max_new_tokens} tokens, {recipe.target.dtype}")
     for column in ("temperature", "reference", *(way.name for way in ways)):

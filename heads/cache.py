@@ -35,47 +35,120 @@ def attention(
 
 
 class Slots:
-    """Key and value slots of a stack of equal layers; one for each token, written in blocks behind `length`.
+    """Key and value slots of a stack of equal layers; row b of the batch holds `lengths[b]` tokens.
 
-    A block stays pending until `advance` or `keep` takes it in; whatever is not taken in is overwritten by the next.
+    A block is written behind the length and the pending blocks before it, and stays pending until `advance` or `keep`
+    takes it in; what is not taken in is overwritten by the next one. With `static` every shape is that of the capacity
+    and every offset is read on the device, so that a CUDA graph can replay a step.
     """
 
-    def __init__(self, storage: Float[Tensor, "layers kv batch kv_heads capacity head_dim"]) -> None:
-        self.storage = storage
-        self.length = 0
+    def __init__(
+        self, storage: Float[Tensor, "layers kv batch kv_heads capacity head_dim"], rows: int = 1, static: bool = False
+    ) -> None:
+        self.storage, self.static = storage, static
+        self.lengths = [0] * rows  # of the rows in use, the first ones of the storage
+        self.starts = torch.zeros(rows, dtype=torch.long, device=storage.device)  # the same, on the device
+        self.pending = 0
+        self.bytes_moved = 0  # by `keep`, so far
+        self._index: tuple[Tensor, Tensor] | None = None  # where the pending block goes, for all layers alike
 
     @property
     def capacity(self) -> int:
         return self.storage.shape[4]
 
+    @property
+    def even(self) -> bool:
+        """May offsets be plain numbers, the same for all rows?"""
+        return not self.static and (len(self.lengths) == 1 or min(self.lengths) == max(self.lengths))
+
+    def num_keys(self, block: int) -> int:
+        """Keys that a block of so many tokens is scored against."""
+        return self.capacity if self.static else max(self.lengths) + self.pending + block
+
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Write a block [batch, kv_heads, nodes, head_dim] behind the length; returns all keys and values up to it."""
-        end = self.length + key.shape[2]
+        """Write a block [batch, kv_heads, nodes, head_dim]; returns all keys and values up to its end."""
+        block = key.shape[2]
+        end = max(self.lengths) + self.pending + block
         if end > self.capacity:
             raise ValueError(f"{end} tokens do not fit the cache's {self.capacity} slots; make the cache larger")
-        slots = self.storage[layer]
-        slots[0, :, :, self.length : end] = key
-        slots[1, :, :, self.length : end] = value
+        slots = self.storage[layer, :, : len(self.lengths)]
+        if self.even:
+            start = end - block
+            slots[0, :, :, start:end] = key
+            slots[1, :, :, start:end] = value
+        else:
+            rows, columns = self._places(block)
+            slots[0][rows, :, columns] = key.transpose(1, 2)
+            slots[1][rows, :, columns] = value.transpose(1, 2)
+        if self.static:
+            return slots[0], slots[1]
         return slots[0, :, :, :end], slots[1, :, :, :end]
 
-    def advance(self, count: int) -> None:
-        """Take in the first `count` tokens of the pending block."""
-        self.length += count
+    def _places(self, block: int) -> tuple[Tensor, Tensor]:
+        """Row and slot of each token of the pending block, [batch, 1] and [batch, block]."""
+        if self._index is None or self._index[1].shape[1] != block:
+            device = self.storage.device
+            columns = self.starts[:, None] + self.pending + torch.arange(block, device=device)
+            self._index = torch.arange(len(self.lengths), device=device)[:, None], columns
+        return self._index
 
-    def rewind(self, length: int) -> None:
-        """Forget everything behind `length`."""
-        assert length <= self.length
-        self.length = length
+    def hold(self, count: int) -> None:
+        """Leave the block just written pending and put the next one behind it."""
+        self.pending += count
+        self._index = None
 
-    def keep(self, path: list[int]) -> None:
-        """Take in the nodes of `path` (ascending indices into the pending block), moved together in every layer."""
-        start = self.length
-        # Nodes that already lie where they belong stay; the copy is bounded by the path, whatever the context.
-        moved = next((i for i, node in enumerate(path) if node != i), len(path))
-        if moved < len(path):
-            source = torch.tensor(path[moved:], device=self.storage.device) + start
-            self.storage[..., start + moved : start + len(path), :] = self.storage.index_select(4, source)
-        self.length = start + len(path)
+    def set_lengths(self, lengths: list[int]) -> None:
+        """Say which rows are in use and how many tokens each holds; everything behind is forgotten."""
+        self.lengths, self.pending, self._index = list(lengths), 0, None
+        starts = torch.tensor(lengths)
+        if len(starts) == len(self.starts):
+            self.starts.copy_(starts, non_blocking=True)  # in place: a captured graph reads it there
+        else:
+            self.starts = starts.to(self.storage.device)
+
+    def advance(self, counts: list[int]) -> None:
+        """Take in the first `counts[b]` pending tokens of each row b."""
+        self.set_lengths([length + count for length, count in zip(self.lengths, counts, strict=True)])
+
+    def keep(self, paths: list[list[int]]) -> None:
+        """Take in, for each row, the nodes of its path (ascending indices into the pending block), moved together.
+
+        All layers move in one copy, which is bounded by the paths and not by the context.
+        """
+        longest = max(map(len, paths))
+        # Nodes that already lie where they belong stay.
+        first = min((i for path in paths for i, node in enumerate(path) if node != i), default=longest)
+        if first < longest:
+            padded = torch.tensor([path + [*range(len(path), longest)] for path in paths])[:, first:]
+            source = self.starts[:, None] + padded.to(self.starts.device, non_blocking=True)
+            goal = self.starts[:, None] + torch.arange(first, longest, device=self.starts.device)
+            rows = torch.arange(len(paths), device=self.starts.device)[:, None]
+            moved = self.storage[:, :, rows, :, source]  # [batch, moved, layers, 2, kv_heads, head_dim]
+            self.storage[:, :, rows, :, goal] = moved
+            self.bytes_moved += moved.nbytes
+        self.advance([len(path) for path in paths])
+
+    def row(self, number: int) -> "Slots":
+        """One row by itself, empty, in the same storage, whether it is in use or not; its shapes are never static."""
+        return Slots(self.storage[:, :, number : number + 1])
+
+    def end_row(self, number: int) -> None:
+        """Take a row out of use; the last one moves into its place."""
+        lengths = list(self.lengths)
+        last = lengths.pop()
+        if number < len(lengths):
+            self.storage[:, :, number, :, :last] = self.storage[:, :, len(lengths), :, :last]
+            lengths[number] = last
+        self.set_lengths(lengths)
+
+    def grown(self, storage: Tensor) -> "Slots":
+        """The same content in a larger storage."""
+        held = max(self.lengths, default=0)
+        storage[:, :, : len(self.lengths), :, :held] = self.storage[:, :, : len(self.lengths), :, :held]
+        slots = Slots(storage, len(self.lengths), self.static)
+        slots.set_lengths(self.lengths)
+        slots.bytes_moved = self.bytes_moved
+        return slots
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         keys, values = self.append(layer, key, value)

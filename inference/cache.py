@@ -10,6 +10,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from heads.cache import Slots
 
+PAGE = 256  # tokens; a cache that must grow does so by whole pages
+Shape = tuple[int, int, int]  # layers, kv_heads, head_dim
+
 
 class SlotLayer(CacheLayerMixin):
     """A target layer's view of the slots, in the shape that transformers asks for."""
@@ -17,26 +20,25 @@ class SlotLayer(CacheLayerMixin):
     is_sliding = False  # every position is kept; a sliding layer's window lives in its mask
     is_compileable = False
 
-    def __init__(self, slots: Slots, layer: int) -> None:
+    def __init__(self, cache: KVCache, layer: int) -> None:
         super().__init__()
-        self.slots, self.layer = slots, layer
-        self.keys, self.values = slots.storage[layer, 0], slots.storage[layer, 1]
+        self.cache, self.layer = cache, layer
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the slots were allocated with the cache."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return self.slots.append(self.layer, key_states, value_states)
+        return self.cache.target.append(self.layer, key_states, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.slots.length + query_length, 0
+        return self.cache.target.num_keys(query_length), 0
 
     def get_seq_length(self) -> int:
-        return self.slots.length
+        return max(self.cache.target.lengths)
 
     def get_max_length(self) -> int:
-        return self.slots.capacity
+        return self.cache.target.capacity
 
 
 class KVCache(Cache):
@@ -46,27 +48,57 @@ class KVCache(Cache):
     tokens as have been verified.
     """
 
-    def __init__(
-        self,
-        target_shape: tuple[int, int, int],
-        head_shape: tuple[int, int, int] | None,
+    def __init__(self, target: Slots, head: Slots | None) -> None:
+        self.target, self.head = target, head
+        super().__init__(layers=[SlotLayer(self, layer) for layer in range(target.storage.shape[0])])
+
+    @classmethod
+    def allocate(
+        cls,
+        target_shape: Shape,
+        head_shape: Shape | None,
         capacity: int,
         batch: int = 1,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-    ) -> None:
-        """Shapes are (layers, kv_heads, head_dim); `capacity` is in tokens, the nodes of a pending tree included."""
-        shapes = [
-            (layers, 2, batch, heads, capacity, dim) for layers, heads, dim in (target_shape, head_shape or (0, 0, 0))
-        ]
-        sizes = [torch.Size(shape).numel() for shape in shapes]
-        # Zeros, not empty: a fused kernel may multiply a masked slot by weight 0, and 0 x NaN is NaN.
-        self.storage = torch.zeros(sum(sizes), dtype=dtype, device=device)
-        target, head = self.storage.split(sizes)
-        self.target = Slots(target.view(shapes[0]))
-        self.head = Slots(head.view(shapes[1])) if head_shape else None
-        super().__init__(layers=[SlotLayer(self.target, layer) for layer in range(target_shape[0])])
+        static: bool = False,
+    ) -> KVCache:
+        """Room for `batch` rows of `capacity` tokens each, the nodes of a pending tree included; all rows in use."""
+        shapes = [target_shape] if head_shape is None else [target_shape, head_shape]
+        parts = allocate([(layers, 2, batch, heads, capacity, dim) for layers, heads, dim in shapes], dtype, device)
+        slots = [Slots(part, batch, static) for part in parts]
+        return cls(slots[0], slots[1] if head_shape else None)
+
+    @property
+    def slots(self) -> list[Slots]:
+        return [self.target] if self.head is None else [self.target, self.head]
 
     @property
     def num_bytes(self) -> int:
-        return self.storage.numel() * self.storage.element_size()
+        return sum(slots.storage.nbytes for slots in self.slots)
+
+    def row(self, number: int) -> KVCache:
+        """One row by itself, empty: a prompt is read there while the other rows wait."""
+        return KVCache(self.target.row(number), None if self.head is None else self.head.row(number))
+
+    def make_room(self, capacity: int, limit: int) -> None:
+        """Grow, if need be, to hold `capacity` tokens a row: by pages and at least to double, but not beyond `limit`.
+
+        What is held is copied then, so seldom that each token is copied about once in all.
+        """
+        if capacity <= self.target.capacity:
+            return
+        wanted = max(capacity, min(2 * self.target.capacity, limit))
+        wanted = min(-(-wanted // PAGE) * PAGE, max(limit, capacity))
+        shapes = [(*s.storage.shape[:4], wanted, s.storage.shape[5]) for s in self.slots]
+        parts = allocate(shapes, self.target.storage.dtype, self.target.storage.device)
+        grown = [slots.grown(part) for slots, part in zip(self.slots, parts, strict=True)]
+        self.target, self.head = grown[0], grown[1] if self.head is not None else None
+
+
+def allocate(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device | str) -> list[Tensor]:
+    """Tensors side by side in one allocation."""
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    # Zeros, not empty: a fused kernel may multiply a masked slot by weight 0, and 0 x NaN is NaN.
+    storage = torch.zeros(sum(sizes), dtype=dtype, device=device)
+    return [part.view(shape) for part, shape in zip(storage.split(sizes), shapes, strict=True)]

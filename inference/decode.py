@@ -1,18 +1,25 @@
-"""The decode loop: draft a tree, let the target judge all of it in one pass, keep the path that it would have taken."""
+"""The decode loop: draft trees, let the target judge all of them in one pass, keep the paths it would have taken.
+
+Rows of a batch go at their own pace; one that ends makes room for the next request that waits (continuous batching).
+"""
 
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import Literal
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from inference.cache import KVCache
+from inference.cache import PAGE, KVCache
 from inference.drafters import Drafter, NoDrafter, Verified
-from inference.sampling import Sampling, choice_scores
-from inference.target import TargetModel, cut_at_end
-from inference.verify import accept
+from inference.sampling import BatchSampling, History, Sampling
+from inference.stopping import StopStrings, cut_at_end
+from inference.target import TargetModel
+from inference.verify import judge
 
 
 @dataclass
@@ -23,6 +30,7 @@ class DecodeStats:
     tokens: int = 0  # new tokens out of verify steps
     drafted: int = 0  # nodes judged, roots not counted
     seconds: float = 0.0  # wall time of the whole generation, the prompt included
+    bytes_moved: int = 0  # within the cache, to bring accepted nodes together
     accepted_at_depth: list[int] = field(default_factory=list)  # steps whose path went at least this deep, from depth 1
 
     @property
@@ -47,14 +55,31 @@ class DecodeStats:
         self.tokens += other.tokens
         self.drafted += other.drafted
         self.seconds += other.seconds
+        self.bytes_moved += other.bytes_moved
         both = zip_longest(self.accepted_at_depth, other.accepted_at_depth, fillvalue=0)
         self.accepted_at_depth = [mine + its for mine, its in both]
 
 
+@dataclass(frozen=True)
+class Request:
+    """A prompt and how to continue it."""
+
+    prompt: list[int]
+    max_new_tokens: int
+    sampling: Sampling = Sampling()
+    stop: StopStrings | None = None
+    logprobs: bool = False
+    end_tokens: tuple[int, ...] | None = None  # None: the target's own
+
+
 @dataclass
 class Generation:
-    tokens: list[int]  # the new ones, an end token included
-    stats: DecodeStats
+    """What became of a request."""
+
+    tokens: list[int] = field(default_factory=list)  # the new ones, an end token included
+    stats: DecodeStats = field(default_factory=DecodeStats)
+    logprobs: list[float] | None = None  # of each new token under the target alone, temperature 1, in nats
+    finish: Literal["length", "end", "stop"] = "length"
 
 
 def check_length(target: TargetModel, prompt: list[int], max_new_tokens: int) -> None:
@@ -82,61 +107,222 @@ def generate(
 
     Raises ValueError when prompt and new tokens exceed the target's positions.
     """
-    stats = DecodeStats()
-    started = time.perf_counter()
-    tokens = [token for block in stream(target, prompt, max_new_tokens, sampling, drafter, stats) for token in block]
-    stats.seconds = time.perf_counter() - started
-    return Generation(tokens, stats)
+    return generate_batch(target, [Request(prompt, max_new_tokens, sampling or Sampling())], drafter)[0]
 
 
-@torch.inference_mode()
-def stream(
-    target: TargetModel,
-    prompt: list[int],
-    max_new_tokens: int,
-    sampling: Sampling | None = None,
-    drafter: Drafter | None = None,
-    stats: DecodeStats | None = None,
-) -> Iterator[list[int]]:
+def stream(target: TargetModel, request: Request, drafter: Drafter | None = None) -> Iterator[list[int]]:
     """Yield the new tokens as they become certain, a block for each target step."""
-    check_length(target, prompt, max_new_tokens)
-    sampling, stats, drafter = sampling or Sampling(), stats or DecodeStats(), drafter or NoDrafter()
-    if drafter.taps not in ((), target.taps):
-        raise ValueError(f"the drafter reads taps {list(drafter.taps)}, the target gives {list(target.taps)}")
-    cache = target.new_cache(len(prompt) + max_new_tokens + drafter.max_nodes, drafter.cache_shape)
-
-    certain = torch.tensor(prompt, device=target.device)
-    output = target.forward(certain.unsqueeze(0), cache=cache, last_only=True)
-    cache.target.advance(len(prompt))
-    root = choose(output.logits[0], torch.tensor([len(prompt)], device=target.device), sampling)
-    block = root.tolist()
-    left = max_new_tokens - 1
-    verified = Verified(output.taps[0], torch.cat([certain[1:], root]), 0, left - 1, sampling)
-    while True:
+    for _, block in DecodeLoop(target, [request], drafter).run():
         yield block
-        if left == 0 or block[-1] in target.end_tokens:
-            return
-        block, verified = step(target, drafter, verified, cache, left, stats)
-        left -= len(block)
 
 
-def step(
-    target: TargetModel, drafter: Drafter, verified: Verified, cache: KVCache, left: int, stats: DecodeStats
-) -> tuple[list[int], Verified]:
-    """One cycle: the tokens that it made certain (at most `left`, none behind an end token) and what to draft from."""
-    tree = drafter.draft(verified, cache)
-    start = cache.target.length
-    output = target.verify(tree, cache)
-    choices = choose(output.logits[0], start + 1 + tree.depths, verified.sampling)
-    accepted = accept(tree, choices)
-    cache.target.keep(accepted.path)
-    kept = cut_at_end(accepted.tokens[:left], target.end_tokens)
-    stats.count(len(accepted.path), len(kept), len(tree) - 1)
-    path = torch.tensor(accepted.path, device=target.device)
-    room = left - len(kept) - 1  # the bonus token comes for free, so a deeper tree would be drafted in vain
-    return kept, Verified(output.taps[0, path], choices[path], start, room, verified.sampling)
+def generate_batch(
+    target: TargetModel,
+    requests: Sequence[Request],
+    drafter: Drafter | None = None,
+    max_batch: int = 16,
+    static: bool = False,
+) -> list[Generation]:
+    """Continue many prompts, at most `max_batch` at a time; each gets the text that it would get alone.
+
+    `static` keeps all shapes those of the capacity, as a CUDA graph needs them.
+    """
+    loop = DecodeLoop(target, requests, drafter, max_batch, static)
+    for _ in loop.run():
+        pass
+    return loop.generations
 
 
-def choose(logits: Tensor, positions: Tensor, sampling: Sampling) -> Tensor:
-    """The target's token for each of `positions`, from logits [rows, vocab]."""
-    return choice_scores(logits, positions, sampling).argmax(-1)
+@dataclass(eq=False)
+class Row:
+    """A sequence that is being decoded."""
+
+    number: int  # of its request
+    request: Request
+    generation: Generation
+    started: float
+    text: list[int]  # prompt and output; the last token is the root, which the target has not read yet
+    start: int  # the first of the newly verified positions
+    taps: Float[Tensor, "count tapped"]  # of these positions
+    end_tokens: tuple[int, ...]
+    ended: bool = False
+
+    @property
+    def left(self) -> int:
+        return self.request.max_new_tokens - len(self.generation.tokens)
+
+    def take_in(self, tokens: list[int], logprobs: list[float] | None) -> list[int]:
+        """Add tokens until the text ends; returns those that were added."""
+        kept = cut_at_end(tokens[: self.left], self.end_tokens)
+        stop = self.request.stop
+        standing = None if stop is None else stop.kept(self.generation.tokens + kept, len(kept))
+        kept = kept[:standing]
+        self.text += kept
+        self.generation.tokens += kept
+        if logprobs is not None:
+            self.generation.logprobs = (self.generation.logprobs or []) + logprobs[: len(kept)]
+        if standing is not None:
+            self.generation.finish = "stop"
+        elif kept[-1] in self.end_tokens:
+            self.generation.finish = "end"
+        self.ended = self.left == 0 or self.generation.finish != "length"
+        return kept
+
+
+class DecodeLoop:
+    """Requests in, blocks of tokens out; `generations` holds what has come of each request so far."""
+
+    def __init__(
+        self,
+        target: TargetModel,
+        requests: Sequence[Request],
+        drafter: Drafter | None = None,
+        max_batch: int = 16,
+        static: bool = False,
+    ) -> None:
+        """Raises ValueError for a request that does not fit the target or the other requests."""
+        self.target, self.drafter = target, drafter or NoDrafter()
+        for request in requests:
+            check_length(target, request.prompt, request.max_new_tokens)
+        if self.drafter.taps not in ((), target.taps):
+            raise ValueError(f"the drafter reads taps {list(self.drafter.taps)}, the target gives {list(target.taps)}")
+        if len({request.sampling.rule for request in requests}) > 1:
+            raise ValueError("the requests of a batch must agree on decode.acceptance; decode them in separate calls")
+        self.waiting = deque(enumerate(requests))
+        self.generations = [Generation() for _ in requests]
+        self.rows: list[Row] = []
+        self.max_batch = min(max_batch, len(requests))
+        self.limit = max((len(r.prompt) + r.max_new_tokens for r in requests), default=0) + self.drafter.max_nodes
+        longest = max((len(request.prompt) for request in requests), default=0)
+        capacity = self.limit if static else min(longest + self.drafter.max_nodes + PAGE, self.limit)
+        self.cache = target.new_cache(capacity, self.drafter.cache_shape, self.max_batch, static)
+        for slots in self.cache.slots:
+            slots.set_lengths([])
+        self._rows_changed()
+
+    @torch.inference_mode()
+    def run(self) -> Iterator[tuple[int, list[int]]]:
+        """Yield (number of the request, new tokens) as they become certain."""
+        while self.waiting or self.rows:
+            while self.waiting and len(self.rows) < self.max_batch:
+                row = self.begin(*self.waiting.popleft())
+                yield row.number, row.text[len(row.request.prompt) :]
+                if row.ended:
+                    self.end(row)
+            if self.rows:
+                yield from self.step()
+
+    def begin(self, number: int, request: Request) -> Row:
+        """Read a prompt into a row of its own; its last logits give the first token."""
+        started, device = time.perf_counter(), self.target.device
+        count = len(request.prompt)
+        row_cache = self.cache.row(len(self.rows))
+        tokens = torch.tensor([request.prompt], device=device)
+        output = self.target.forward(tokens, cache=row_cache, last_only=True)
+        sampling = BatchSampling([request.sampling], device)
+        history = start_history([request], [[]], self.target)
+        choice = sampling.choose(output.logits, torch.tensor([[count]], device=device), history)
+        self.drafter.begin(output.taps, torch.cat([tokens[:, 1:], choice], dim=1), row_cache)
+
+        generation = self.generations[number]
+        ends = tuple(self.target.end_tokens) if request.end_tokens is None else request.end_tokens
+        row = Row(number, request, generation, started, list(request.prompt), count - 1, output.taps[0, -1:], ends)
+        logprobs = log_probabilities(output.logits[0], choice[0]) if request.logprobs else None
+        row.take_in(choice[0].tolist(), logprobs)
+        generation.stats.seconds = time.perf_counter() - started
+        self.rows.append(row)
+        for slots in self.cache.slots:
+            slots.set_lengths([*slots.lengths, count])
+        self._rows_changed()
+        return row
+
+    def step(self) -> Iterator[tuple[int, list[int]]]:
+        """One cycle for all rows: draft, verify, accept."""
+        needed = max(self.cache.target.lengths) + self.drafter.max_nodes
+        self.cache.make_room(needed, self.limit)
+        tree = self.drafter.draft(self.verified(), self.cache)
+        output = self.target.verify(tree, self.cache)
+        positions = self.cache.target.starts.unsqueeze(1) + tree.depths + 1
+        accepted = judge(tree, output.logits, positions, self.sampling, self.history)
+        moved = self.cache.target.bytes_moved
+        self.cache.target.keep([row.path for row in accepted])
+        moved = (self.cache.target.bytes_moved - moved) // len(self.rows)
+
+        blocks = []
+        for index, (row, found) in enumerate(zip(self.rows, accepted, strict=True)):
+            path = torch.tensor(found.path, device=self.target.device)
+            row.start, row.taps = len(row.text) - 1, output.taps[index, path]
+            logprobs = None
+            if row.request.logprobs:
+                chosen = torch.tensor(found.tokens, device=path.device)
+                logprobs = log_probabilities(output.logits[index, path], chosen)
+            if self.history is not None:
+                read = torch.tensor([row.text[-1], *found.tokens[:-1]], device=path.device)
+                self.history.counts[index, 0].index_add_(0, read, torch.ones(len(read), device=path.device))
+            kept = row.take_in(found.tokens, logprobs)
+            stats = row.generation.stats
+            stats.count(len(found.path), len(kept), found.drafted)
+            stats.bytes_moved += moved
+            stats.seconds = time.perf_counter() - row.started
+            blocks.append((row.number, kept))
+        for row in [row for row in self.rows if row.ended]:
+            self.end(row)
+        yield from blocks
+
+    def end(self, row: Row) -> None:
+        """Take a row out; the last one moves into its place."""
+        index = self.rows.index(row)
+        for slots in self.cache.slots:
+            slots.end_row(index)
+        last = self.rows.pop()
+        if last is not row:
+            self.rows[index] = last
+        self._rows_changed()
+
+    def verified(self) -> Verified:
+        """What the last step of each row made certain, side by side."""
+        rows, device = self.rows, self.target.device
+        counts = [len(row.taps) for row in rows]
+        longest = max(counts)
+        # The newly verified positions' next tokens end with the root.
+        tokens = [row.text[row.start + 1 :] + [0] * (longest - len(row.taps)) for row in rows]
+        taps = [row.taps if len(row.taps) == longest else fill_up(row.taps, longest) for row in rows]
+        return Verified(
+            taps=taps[0].unsqueeze(0) if len(rows) == 1 else torch.stack(taps),
+            next_tokens=torch.tensor(tokens, device=device),
+            roots=torch.tensor([[row.text[-1]] for row in rows], device=device),
+            starts=[row.start for row in rows],
+            counts=counts,
+            rooms=[row.left - 1 for row in rows],  # the bonus token comes for free
+            sampling=self.sampling,
+            history=self.history,
+            texts=[row.text for row in rows],
+        )
+
+    def _rows_changed(self) -> None:
+        """What depends on who is in the batch."""
+        if self.rows:
+            requests = [row.request for row in self.rows]
+            self.sampling = BatchSampling([request.sampling for request in requests], self.target.device)
+            self.history = start_history(requests, [row.generation.tokens[:-1] for row in self.rows], self.target)
+
+
+def start_history(requests: list[Request], outputs: list[list[int]], target: TargetModel) -> History | None:
+    """What penalties look at: the prompts and what was written so far; None when no request has any."""
+    if not any(request.sampling.needs_history for request in requests):
+        return None
+    history = History.start([request.prompt for request in requests], target.config.vocab_size, target.device)
+    for row, output in enumerate(outputs):
+        tokens = torch.tensor(output, dtype=torch.long, device=target.device)
+        history.counts[row, 0].index_add_(0, tokens, torch.ones(len(output), device=target.device))
+    return history
+
+
+def log_probabilities(logits: Float[Tensor, "nodes vocab"], tokens: Int[Tensor, " nodes"]) -> list[float]:
+    found: list[float] = logits.float().log_softmax(-1).gather(1, tokens.unsqueeze(1)).squeeze(1).tolist()
+    return found
+
+
+def fill_up(taps: Float[Tensor, "count tapped"], count: int) -> Float[Tensor, "longest tapped"]:
+    """Zeros below, up to `count` rows."""
+    return torch.cat([taps, taps.new_zeros(count - len(taps), taps.shape[1])])

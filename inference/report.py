@@ -22,7 +22,8 @@ from heads.frozen import FrozenTarget
 from heads.target_config import locate_target
 from inference.compare import Outcome, Way, compare
 from inference.decode import check_length
-from inference.drafters.head import Growth, HeadDrafter
+from inference.drafters.growth import Dynamic, growth_from_recipe
+from inference.drafters.head import HeadDrafter
 from inference.sampling import Sampling
 from inference.target import TargetModel, pick_device
 from recipes import Recipe, run_command
@@ -77,7 +78,7 @@ def saved_taps(recipe: Recipe, target_folder: Path) -> tuple[int, ...]:
 
 def build_ways(recipe: Recipe, target: TargetModel, target_folder: Path) -> list[Way]:
     head = load_head(head_folder(recipe), target.config, target.embedding)
-    tree, chain = Growth.from_recipe(recipe.decode), Growth.chain(recipe.decode.depth)
+    tree, chain = growth_from_recipe(recipe.decode), Dynamic.chain(recipe.decode.depth)
     ways = {
         "generate": Way("generate", transformers=True),
         "plain": Way("plain"),

@@ -9,11 +9,15 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from heads.cache import Slots
 from heads.target_config import TargetConfig, locate_target
-from inference.cache import KVCache
+from inference.cache import KVCache, Shape
+from inference.masks import Block, block_mask
+from inference.stopping import cut_at_end
 from inference.tree import Tree
 from recipes.schema import TargetSection
 
+Masks = Tensor | dict[str, Tensor]  # additive, [rows, 1, seq, keys]; one, or one for each type of layer
 RECURRENT_LAYER_TYPES = frozenset({"linear_attention", "mamba", "recurrent", "conv", "hybrid"})
 
 
@@ -42,6 +46,7 @@ class TargetModel:
         self.end_tokens = end_tokens(model)
         # transformers' `generate` takes from here what it is not told: a checkpoint's own top_p or penalty stays out.
         model.generation_config = GenerationConfig()
+        self.windows = attention_windows(model)
         self._refuse_unknown_taps()
         self._seen: dict[int, Tensor] = {}
         layers = decoder_layers(model)
@@ -78,26 +83,19 @@ class TargetModel:
         assert isinstance(weight, Tensor)
         return weight
 
-    def new_cache(self, capacity: int, head_shape: tuple[int, int, int] | None = None, batch: int = 1) -> KVCache:
-        """Slots for `capacity` tokens, those of a pending tree included.
-
-        Raises ValueError when that is more than the target was made for.
-        """
-        window = getattr(self.model.config.get_text_config(), "sliding_window", None)
-        if window is not None and capacity > window:
-            raise ValueError(
-                f"a cache of {capacity} tokens is longer than the target's sliding window of {window}; "
-                f"shorten the prompt or decode.max_new_tokens"
-            )
+    def new_cache(
+        self, capacity: int, head_shape: Shape | None = None, batch: int = 1, static: bool = False
+    ) -> KVCache:
+        """Slots for `capacity` tokens a row, those of a pending tree included."""
         shape = self.config.num_layers, self.config.num_kv_heads, self.config.head_dim
-        return KVCache(shape, head_shape, capacity, batch, self.dtype, self.device)
+        return KVCache.allocate(shape, head_shape, capacity, batch, self.dtype, self.device, static)
 
     @torch.inference_mode()
     def forward(
         self,
         tokens: Int[Tensor, "batch seq"],
         positions: Int[Tensor, "batch seq"] | None = None,
-        mask: Float[Tensor, "batch 1 seq keys"] | None = None,
+        mask: Masks | None = None,
         cache: KVCache | None = None,
         last_only: bool = False,
     ) -> TargetOutput:
@@ -118,14 +116,15 @@ class TargetModel:
         return TargetOutput(output.logits, tapped, last_hidden)
 
     def verify(self, tree: Tree, cache: KVCache) -> TargetOutput:
-        """All nodes of a tree in one pass, behind the cache's verified tokens."""
-        start, nodes = cache.target.length, len(tree)
-        tokens = tree.tokens.unsqueeze(0)
-        mask = torch.zeros(1, 1, nodes, start + nodes, dtype=self.dtype, device=self.device)
-        if nodes == 1:
-            return self.forward(tokens, torch.full_like(tokens, start), mask, cache)
-        mask[0, 0, :, start:].masked_fill_(~tree.ancestors, torch.finfo(self.dtype).min)
-        return self.forward(tokens, (start + tree.depths).unsqueeze(0), mask, cache)
+        """All nodes of each row's tree in one pass, behind the verified tokens of that row."""
+        block = Block(tree.ancestors, tree.depths)
+        positions = cache.target.starts.unsqueeze(1) + tree.depths
+        return self.forward(tree.tokens, positions, self.masks(cache.target, block), cache)
+
+    def masks(self, slots: Slots, block: Block) -> Masks:
+        """What the model wants as its attention mask: one for all layers, or one for each type of layer."""
+        made = {kind: block_mask(slots, block, self.dtype, window) for kind, window in self.windows.items()}
+        return made if len(made) > 1 else next(iter(made.values()))
 
     @torch.inference_mode()
     def generate(
@@ -177,6 +176,16 @@ def refuse_recurrent(model: PreTrainedModel) -> None:
         )
 
 
+def attention_windows(model: PreTrainedModel) -> dict[str, int | None]:
+    """How far back each type of layer sees, in positions; None is all the way."""
+    text = model.config.get_text_config()
+    kinds = sorted(set(getattr(text, "layer_types", None) or ()))
+    window = getattr(text, "sliding_window", None)
+    if not kinds:
+        return {"all layers": window}
+    return {kind: window if kind == "sliding_attention" else None for kind in kinds}
+
+
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The stack of decoder layers: the first module list as long as the configuration says."""
     num_layers = model.config.get_text_config().num_hidden_layers
@@ -192,10 +201,3 @@ def end_tokens(model: PreTrainedModel) -> list[int]:
     found = model.config.get_text_config().eos_token_id if found is None else found
     return [] if found is None else [found] if isinstance(found, int) else list(found)
 
-
-def cut_at_end(tokens: list[int], ends: list[int]) -> list[int]:
-    """Up to and including the first end token."""
-    for i, token in enumerate(tokens):
-        if token in ends:
-            return tokens[: i + 1]
-    return tokens

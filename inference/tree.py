@@ -1,4 +1,4 @@
-"""A tree of drafted tokens as plain data, and what attention and verification need of it."""
+"""Trees of drafted tokens as plain data, one for each row of a batch, and what attention needs of them."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -7,40 +7,48 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from inference.rejection import Proposals
+
 
 @dataclass(frozen=True)
 class Tree:
-    """Tokens and parents; node 0 is the root, the last token that is certain, and parents precede their children."""
+    """Tokens and parents; node 0 is the root, the last token that is certain, and parents precede their children.
 
-    tokens: Int[Tensor, " nodes"]
-    parents: Int[Tensor, " nodes"]
+    Rows with fewer nodes than others are filled with nodes that hang nowhere: parent -1, like a root.
+    """
 
-    def __len__(self) -> int:
-        return len(self.tokens)
+    tokens: Int[Tensor, "batch nodes"]
+    parents: Int[Tensor, "batch nodes"]
+    proposals: Proposals | None = None  # how the children were sampled, if drafts are accepted by rejection sampling
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and nodes."""
+        return self.tokens.shape[0], self.tokens.shape[1]
 
     @classmethod
-    def root_only(cls, token: int, device: torch.device | str = "cpu") -> "Tree":
-        return cls(torch.tensor([token], device=device), torch.tensor([-1], device=device))
+    def root_only(cls, roots: Int[Tensor, "batch 1"]) -> "Tree":
+        return cls(roots, torch.full_like(roots, -1))
 
     @cached_property
-    def ancestors(self) -> Bool[Tensor, "nodes nodes"]:
-        """ancestors[i, j]: may node i attend to node j? Itself and its ancestors only."""
+    def ancestors(self) -> Bool[Tensor, "batch nodes nodes"]:
+        """ancestors[b, i, j]: may node i attend to node j? Itself and its ancestors only."""
         return ancestor_mask(self.parents)
 
     @cached_property
-    def depths(self) -> Int[Tensor, " nodes"]:
+    def depths(self) -> Int[Tensor, "batch nodes"]:
         """Edges from the root."""
         return self.ancestors.sum(-1) - 1
 
 
-def ancestor_mask(parents: Int[Tensor, " nodes"]) -> Bool[Tensor, "nodes nodes"]:
-    """mask[i, j]: is j node i or one of its ancestors? The root's parent is -1.
+def ancestor_mask(parents: Int[Tensor, "batch nodes"]) -> Bool[Tensor, "batch nodes nodes"]:
+    """mask[b, i, j]: is j node i or one of its ancestors? The root's parent is -1.
 
     By squaring: one step up, then two, four, ... which takes log2(depth) small products and no synchronisation.
     """
-    nodes = len(parents)
+    nodes = parents.shape[-1]
     columns = torch.arange(nodes, device=parents.device)
-    reach = ((parents[:, None] == columns) | (columns[:, None] == columns)).float()
+    reach = ((parents.unsqueeze(-1) == columns) | (columns[:, None] == columns)).float()
     for _ in range(max(nodes - 1, 1).bit_length()):
         reach = (reach @ reach).clamp(max=1)
     return reach > 0

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 PYTHON_STDLIB = "python-stdlib"  # the one value of data.prompts that names a built-in corpus instead of a file
 
@@ -17,6 +17,8 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 Betas = Annotated[tuple[Beta, Beta], Field(strict=False)]
 Taps = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, min_length=1)]
 Dtype = Literal["float32", "bfloat16", "float16"]
+NodePath = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, min_length=1)]
+Paths = Annotated[tuple[NodePath, ...], Field(strict=False, min_length=1)]
 Baseline = Literal["plain", "generate", "chain", "tree", "untrained"]
 Baselines = Annotated[tuple[Baseline, ...], Field(strict=False, min_length=1)]
 
@@ -127,18 +129,56 @@ class TrainSection(Section):
 class DecodeSection(Section):
     """How drafts grow and how text is decoded."""
 
-    growth: Literal["chain", "dynamic"] = Field(
-        default="dynamic", description="chain drafts one token per level; dynamic keeps the likeliest nodes of a tree."
+    growth: Literal["chain", "adaptive", "fixed", "dynamic", "cost_aware"] = Field(
+        default="dynamic",
+        description="Shape of the drafts. chain: one token per level; adaptive: a chain as long as recent acceptance "
+        "pays for; fixed: the tree of decode.paths; dynamic: the likeliest nodes (EAGLE-2); cost_aware: dynamic, and "
+        "as deep and large as the measured costs of this machine's steps pay for.",
     )
-    depth: int = Field(default=5, gt=0, description="Levels drafted per target step, one head step each.")
+    depth: int = Field(default=5, gt=0, description="Levels drafted per target step, one head step each; or the most.")
     width: int = Field(
         default=4, gt=0, description="Nodes expanded per level of a dynamic tree, and children of each; a chain has 1."
     )
-    nodes: int = Field(default=16, gt=0, description="Drafted nodes of a dynamic tree that one target step verifies.")
+    nodes: int = Field(
+        default=16, gt=0, description="Drafted nodes of a dynamic tree that one target step verifies; or the most."
+    )
+    paths: Paths | None = Field(
+        default=None,
+        description="Every node of a fixed tree by the child numbers that lead to it: [[0], [1], [0, 0]].",
+    )
+    acceptance: Literal["seeded", "rejection", "typical"] = Field(
+        default="seeded",
+        description="How drafts are accepted when sampling. seeded: the very text of plain decoding with this seed; "
+        "rejection: the same distribution, by rejection sampling; typical: Medusa's rule, which is lossy.",
+    )
+    typical_epsilon: float = Field(default=0.09, gt=0, le=1, description="Typical acceptance: chance that suffices.")
+    typical_delta: float = Field(
+        default=0.3, gt=0, description="Typical acceptance: chance that suffices, times exp(-entropy)."
+    )
+    top_k: int | None = Field(default=None, gt=0, description="Sample from so many likeliest tokens; null is all.")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Sample from the likeliest tokens of this total chance.")
+    min_p: float = Field(default=0.0, ge=0, le=1, description="Leave out tokens below this share of the likeliest's.")
+    repetition_penalty: float = Field(
+        default=1.0, gt=0, description="Divides the logits of tokens of prompt and output; 1 is none."
+    )
+    presence_penalty: float = Field(default=0.0, description="Taken from the logits of tokens of the output, once.")
+    frequency_penalty: float = Field(default=0.0, description="Taken from the logits of the output's tokens, each time.")
     max_new_tokens: int = Field(default=512, gt=0, description="Longest output, in tokens.")
+    max_batch: int = Field(default=16, gt=0, description="Sequences decoded together, where many are given.")
     seed: int = Field(
         default=0, ge=0, lt=2**63, description="Seed of the sampling noise; it alone decides a sampled text."
     )
+
+    @model_validator(mode="after")
+    def fields_agree(self) -> "DecodeSection":
+        if (self.growth == "fixed") != (self.paths is not None):
+            raise ValueError("growth fixed and paths go together; give both or neither")
+        if self.acceptance == "rejection" and self.growth not in ("chain", "fixed"):
+            raise ValueError(
+                f"acceptance rejection allows growth chain or fixed; {self.growth} looks at tokens that were drawn "
+                f"before it keeps them, which would bias the output"
+            )
+        return self
 
 
 class ReportSection(Section):

@@ -8,7 +8,8 @@ from data_pipelines.stage import read_jsonl
 from heads.base import DraftHead
 from heads.frozen import FrozenTarget
 from inference.decode import DecodeStats, check_length, generate
-from inference.drafters.head import Growth, HeadDrafter
+from inference.drafters.growth import growth_from_recipe
+from inference.drafters.head import HeadDrafter
 from inference.target import TargetModel
 from recipes import Recipe
 from trainers.objective import UnrolledHead, supervise
@@ -44,7 +45,7 @@ def accepted_length(recipe: Recipe, target: TargetModel, head: DraftHead) -> flo
     """tau of greedy tree decoding on the first held-out prompts, with the recipe's tree."""
     prompts = [row["tokens"] for row in read_jsonl(recipe.prompts_dir / "heldout.jsonl")][: recipe.train.eval_prompts]
     stats, new_tokens = DecodeStats(), min(recipe.decode.max_new_tokens, recipe.data.response_tokens)
-    drafter = HeadDrafter(head, Growth.from_recipe(recipe.decode))
+    drafter = HeadDrafter(head, growth_from_recipe(recipe.decode))
     for prompt in prompts:
         check_length(target, prompt, new_tokens)
         stats.add(generate(target, prompt, new_tokens, drafter=drafter).stats)

@@ -1,26 +1,29 @@
-"""Drafters: anything that guesses a tree of next tokens for the one verifier of `inference.decode`."""
+"""Drafters: anything that guesses trees of next tokens for the one verifier of `inference.decode`."""
 
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from inference.cache import KVCache
-from inference.sampling import Sampling
+from inference.sampling import BatchSampling, History
 from inference.tree import Tree
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What the last target step made certain, for a drafter to build on."""
+    """What the last target step made certain in each row, for a drafter to build on; filled up on the right."""
 
-    taps: Float[Tensor, "count tapped"]  # of the newly verified positions
-    next_tokens: Int[Tensor, " count"]  # the token behind each of them; the last one is the tree's root
-    start: int  # the first of these positions
-    room: int  # how many tokens deep a tree may still be of use
-    sampling: Sampling
+    taps: Float[Tensor, "batch count tapped"]  # of the newly verified positions
+    next_tokens: Int[Tensor, "batch count"]  # the token behind each of them
+    roots: Int[Tensor, "batch 1"]  # the last one of each row, where its tree begins
+    starts: list[int]  # the first of these positions
+    counts: list[int]  # how many there are
+    rooms: list[int]  # how many tokens deep a tree may still be of use
+    sampling: BatchSampling
+    history: History | None  # of the tokens before the root, where penalties ask for it
+    texts: list[list[int]]  # everything that is certain: prompt and output, the root included
 
 
 @runtime_checkable  # the shape checks of the tests look at instances
@@ -37,6 +40,9 @@ class Drafter(Protocol):
     def max_nodes(self) -> int:
         """Upper bound on the slots that a step needs beyond the verified tokens, target's or its own."""
 
+    def begin(self, taps: Float[Tensor, "1 count tapped"], next_tokens: Int[Tensor, "1 count"], row: KVCache) -> None:
+        """Read a new prompt, all of it but the last position, into a row of its own."""
+
     def draft(self, verified: Verified, cache: KVCache) -> Tree: ...
 
 
@@ -47,5 +53,8 @@ class NoDrafter:
     cache_shape: tuple[int, int, int] | None = None
     max_nodes = 1
 
+    def begin(self, taps: Tensor, next_tokens: Tensor, row: KVCache) -> None:
+        """Nothing to read."""
+
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
-        return Tree(verified.next_tokens[-1:], torch.full_like(verified.next_tokens[-1:], -1))
+        return Tree.root_only(verified.roots)

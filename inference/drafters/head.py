@@ -1,55 +1,45 @@
-"""Drafting with a trained head: a dynamic tree, grown level by level (EAGLE-2, arXiv 2406.16858)."""
+"""Drafting with a trained head: trees grown level by level, for all rows of a batch at once."""
 
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from heads.base import DraftHead
+from heads.cache import Slots
 from inference.cache import KVCache
 from inference.drafters import Verified
-from inference.sampling import Sampling, choice_scores
+from inference.drafters.growth import Growth, Pool
+from inference.drafters.proposals import SampledChildren
+from inference.masks import Block, block_mask
+from inference.sampling import BatchSampling, History
 from inference.tree import Tree
-from recipes.schema import DecodeSection
-
-
-@dataclass(frozen=True)
-class Growth:
-    """The size of a tree: levels, nodes expanded on each level and children of each, drafted nodes kept in all."""
-
-    depth: int
-    width: int
-    nodes: int
-
-    @classmethod
-    def from_recipe(cls, section: DecodeSection) -> "Growth":
-        if section.growth == "chain":
-            return cls.chain(section.depth)
-        return cls(section.depth, section.width, section.nodes)
-
-    @classmethod
-    def chain(cls, depth: int) -> "Growth":
-        return cls(depth, 1, depth)
 
 
 @dataclass
-class Pool:
-    """Every node drafted so far, in the order of its drafting; the root is not in it."""
+class Frontier:
+    """The nodes that a level expands; before the first level the root alone."""
 
-    scores: list[Tensor]  # per level: log of the estimated chance that the node is accepted
-    tokens: list[Tensor]
-    parents: list[Tensor]  # node numbers, the root being 0 and the pool's first node 1
+    tokens: Int[Tensor, "batch frontier"]
+    numbers: Int[Tensor, "batch frontier"]  # of the nodes in the pool, the root being 0
+    totals: Float[Tensor, "batch frontier"]  # log of the estimated chance that the target gets there
+    visible: Bool[Tensor, "batch frontier pending"]  # which drafted nodes each attends to
+    history: History | None  # where penalties ask for it: what came before, the node included
 
-    def best(self, root: Tensor, count: int) -> Tree:
-        """The `count` nodes of the highest score below the root."""
-        scores, tokens, parents = torch.cat(self.scores), torch.cat(self.tokens), torch.cat(self.parents)
-        # A child never scores above its parent, and a stable sort settles ties in the parent's favour.
-        chosen = torch.sort(scores, descending=True, stable=True).indices[:count].sort().values
-        number = torch.zeros(len(scores) + 1, dtype=torch.long, device=scores.device)
-        number[chosen + 1] = torch.arange(1, len(chosen) + 1, device=scores.device)
-        above = torch.cat([torch.full_like(root, -1), number[parents[chosen]]])
-        return Tree(torch.cat([root, tokens[chosen]]), above)
+    @classmethod
+    def at_root(cls, verified: Verified) -> "Frontier":
+        roots, history = verified.roots, verified.history
+        if history is not None:
+            history = history.extend(torch.zeros_like(roots), roots)
+        nowhere = torch.zeros(*roots.shape, 0, dtype=torch.bool, device=roots.device)
+        return cls(roots, torch.zeros_like(roots), torch.zeros(roots.shape, device=roots.device), nowhere, history)
+
+    def below(self, parents: Int[Tensor, "batch next"], tokens: Tensor, numbers: Tensor, totals: Tensor) -> "Frontier":
+        """Nodes of the next level, given the frontier's node that each hangs from."""
+        history = None if self.history is None else self.history.extend(parents, tokens)
+        themselves = torch.eye(tokens.shape[1], dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
+        return Frontier(tokens, numbers, totals, torch.cat([take(self.visible, parents), themselves], -1), history)
 
 
 class HeadDrafter:
@@ -61,7 +51,6 @@ class HeadDrafter:
             raise ValueError(f"decode.width: {growth.width} given, 1 to the head's {len(head.vocab.ids)} is allowed")
         self.head, self.growth = head, growth
         self.ids = head.vocab.ids.to(head.embedding.device)
-        self.eye = torch.eye(growth.width, dtype=torch.bool, device=self.ids.device)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -76,64 +65,81 @@ class HeadDrafter:
         return max(self.growth.nodes + 1, self.growth.width * self.growth.depth)
 
     @torch.inference_mode()
+    def begin(self, taps: Tensor, next_tokens: Tensor, row: KVCache) -> None:
+        assert row.head is not None
+        count = next_tokens.shape[1] - 1
+        if count:
+            positions = torch.arange(count, device=self.ids.device)
+            features = self.head.project(taps[:, :count])
+            self.head(features, next_tokens[:, :count], positions, None, row.head)
+
+    @torch.inference_mode()
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
-        root = verified.next_tokens[-1:]
-        hidden = self.read(verified, cache)  # [1, 1, feature]
-        depth, width = min(self.growth.depth, verified.room), self.growth.width
-        position = verified.start + len(verified.next_tokens)  # of the root, the token at the verified length
-        if depth < 1:
-            return Tree(root, torch.full_like(root, -1))
-
-        top = self.scores(hidden, position + 1, verified.sampling).topk(width)
-        pool = Pool([top.values[0]], [self.ids[top.indices[0]]], [torch.zeros_like(top.indices[0])])
-        features, tokens, total = self.head.feedback(hidden).expand(1, width, -1), pool.tokens[0], pool.scores[0]
-        numbers = torch.arange(1, width + 1, device=self.ids.device)  # of the frontier's nodes
-        visible, drafted = self.eye, width
-        for level in range(1, depth):
-            hidden = self.expand(features, tokens, visible, position + level - 1, cache)
-            top = self.scores(hidden, position + level + 1, verified.sampling).topk(width)  # [width, width]
-            totals = (total.unsqueeze(1) + top.values).flatten()
-            pool.scores.append(totals)
-            pool.tokens.append(self.ids[top.indices.flatten()])
-            pool.parents.append(numbers.repeat_interleave(width))
-            total, best = totals.topk(width)
-            parents = best // width
-            tokens, numbers = pool.tokens[-1][best], drafted + 1 + best
-            features = self.head.feedback(hidden)[:, parents]
-            visible = torch.cat([visible[parents], self.eye], dim=1)
-            drafted += width * width
-        return pool.best(root, self.growth.nodes)
-
-    def read(self, verified: Verified, cache: KVCache) -> Float[Tensor, "1 1 feature"]:
-        """Take in the verified positions, in place of what was drafted there; returns the last one's hidden state."""
         assert cache.head is not None
-        cache.head.rewind(verified.start)
-        count, device = len(verified.next_tokens), self.ids.device
-        positions = torch.arange(verified.start, verified.start + count, device=device)
-        mask = None
-        if verified.start and count > 1:
-            seen = torch.zeros(count, verified.start, dtype=verified.taps.dtype, device=device)
-            future = torch.full((count, count), torch.finfo(seen.dtype).min, dtype=seen.dtype, device=device).triu(1)
-            mask = torch.cat([seen, future], dim=1)
-        features = self.head.project(verified.taps.unsqueeze(0))
-        hidden = self.head(features, verified.next_tokens.unsqueeze(0), positions, mask, cache.head)
-        cache.head.advance(count)
-        return hidden[:, -1:]
+        levels = self.growth.levels(verified)
+        hidden = self.read(verified, cache.head)  # [batch, 1, feature]
+        if levels < 1:
+            return Tree.root_only(verified.roots)
+        frontier, pool = Frontier.at_root(verified), Pool.empty()
+        samples = SampledChildren(self.growth, self.head.vocab) if verified.sampling.rule == "rejection" else None
+        for level in range(levels):
+            if level:
+                hidden = self.expand(features, frontier, level, cache.head)
+            positions = (cache.head.starts + (level + 1)).unsqueeze(1).expand_as(frontier.tokens)
+            logits, count = self.head.logits(hidden), self.growth.children(level)
+            if samples is not None:
+                values, columns = samples.draw(level, logits, positions, verified.sampling, frontier.history)
+            else:
+                chances = self.chances(level, logits, positions, verified.sampling, frontier.history)
+                values, columns = chances.topk(count, dim=-1)  # [batch, frontier, count]
+            totals = (frontier.totals.unsqueeze(-1) + values).flatten(1)
+            if min(verified.rooms) <= level:
+                late = torch.tensor([room <= level for room in verified.rooms], device=totals.device)
+                totals = totals.masked_fill(late.unsqueeze(1), -torch.inf)
+            first = len(pool) + 1
+            pool.add(totals, self.ids[columns].flatten(1), frontier.numbers.repeat_interleave(count, dim=1))
+            if level + 1 == levels or not self.growth.goes_on(pool):
+                break
+            chosen = self.growth.frontier(level, totals)  # [batch, frontier]
+            parents = chosen // count
+            features = take(self.head.feedback(hidden), parents)
+            frontier = frontier.below(
+                parents, pool.tokens[-1].gather(1, chosen), first + chosen, totals.gather(1, chosen)
+            )
+        tree = self.growth.prune(pool, verified.roots)
+        return tree if samples is None else samples.label(tree, verified.rooms)
 
-    def expand(self, features: Tensor, tokens: Tensor, visible: Tensor, position: int, cache: KVCache) -> Tensor:
-        """One level of the tree through the head; each node sees the verified tokens and its own ancestors."""
-        assert cache.head is not None
-        width, pending = visible.shape
-        verified = cache.head.length + width - pending
-        mask = torch.zeros(width, verified + pending, dtype=features.dtype, device=features.device)
-        mask[:, verified:].masked_fill_(~visible, torch.finfo(features.dtype).min)
-        positions = torch.full((width,), position, device=features.device)
-        hidden = self.head(features, tokens.unsqueeze(0), positions, mask, cache.head)
-        cache.head.advance(width)
+    def read(self, verified: Verified, slots: Slots) -> Float[Tensor, "batch 1 feature"]:
+        """Take in the verified positions, in place of what was drafted there; returns each row's last hidden state."""
+        slots.set_lengths(verified.starts)
+        offsets = torch.arange(verified.next_tokens.shape[1], device=self.ids.device)
+        mask = block_mask(slots, Block((offsets <= offsets[:, None]).unsqueeze(0)), verified.taps.dtype)
+        positions = slots.starts[:, None] + offsets
+        hidden = self.head(self.head.project(verified.taps), verified.next_tokens, positions, mask, slots)
+        slots.advance(verified.counts)
+        if len(hidden) == 1:
+            return hidden[:, verified.counts[0] - 1 : verified.counts[0]]
+        last = torch.tensor(verified.counts, device=self.ids.device).unsqueeze(1) - 1
+        return take(hidden, last)
+
+    def expand(
+        self, features: Tensor, frontier: Frontier, level: int, slots: Slots
+    ) -> Float[Tensor, "batch frontier feature"]:
+        """One level through the head; each node sees the verified tokens, its ancestors and itself."""
+        mask = block_mask(slots, Block(frontier.visible), features.dtype)
+        positions = (slots.starts + (level - 1)).unsqueeze(1).expand_as(frontier.tokens)
+        hidden = self.head(features, frontier.tokens, positions, mask, slots)
+        slots.hold(frontier.tokens.shape[1])
         return hidden
 
-    def scores(self, hidden: Tensor, position: int, sampling: Sampling) -> Float[Tensor, "rows draft_vocab"]:
-        """Log of the estimated chance that the target chooses each token for `position`, given its noise there."""
-        logits = self.head.logits(hidden[0])
-        positions = torch.full((len(logits),), position, device=logits.device)
-        return torch.log_softmax(choice_scores(logits, positions, sampling, self.ids).float(), dim=-1)
+    def chances(
+        self, level: int, logits: Tensor, positions: Tensor, sampling: BatchSampling, history: History | None
+    ) -> Float[Tensor, "batch frontier draft_vocab"]:
+        """Log of the estimated chance that the target chooses each token, given its noise at that position."""
+        scores = sampling.scores(logits, positions, history, self.ids).float()
+        return torch.log_softmax(scores, dim=-1)
+
+
+def take(states: Float[Tensor, "batch nodes size"], index: Int[Tensor, "batch chosen"]) -> Tensor:
+    """Some nodes of each row."""
+    return states.gather(1, index.unsqueeze(-1).expand(-1, -1, states.shape[-1]))

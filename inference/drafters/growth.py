@@ -1,0 +1,194 @@
+"""How a tree grows: which nodes are expanded on each level, and which of all the drafted ones are verified."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from inference.drafters import Verified
+from inference.tree import Tree
+from recipes.schema import DecodeSection
+
+
+@dataclass
+class Pool:
+    """Every node drafted so far, in the order of its drafting; the root is not in it, but is number 0."""
+
+    scores: list[Float[Tensor, "batch level"]]  # log of the estimated chance that the node is accepted
+    tokens: list[Int[Tensor, "batch level"]]
+    parents: list[Int[Tensor, "batch level"]]  # numbers of nodes, the pool's first being 1
+
+    @classmethod
+    def empty(cls) -> "Pool":
+        return cls([], [], [])
+
+    def __len__(self) -> int:
+        return sum(level.shape[1] for level in self.tokens)
+
+    def add(self, scores: Tensor, tokens: Tensor, parents: Tensor) -> None:
+        self.scores.append(scores)
+        self.tokens.append(tokens)
+        self.parents.append(parents)
+
+    def best(self, roots: Int[Tensor, "batch 1"], count: int) -> Tree:
+        """The `count` nodes of the highest score below each root; those that may not be (-inf) hang nowhere."""
+        scores, tokens, parents = (torch.cat(part, dim=1) for part in (self.scores, self.tokens, self.parents))
+        # A child never scores above its parent, and a stable sort settles ties in the parent's favour.
+        chosen = torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :count].sort(dim=1).values
+        number = torch.zeros(len(scores), scores.shape[1] + 1, dtype=torch.long, device=scores.device)
+        number.scatter_(1, chosen + 1, torch.arange(1, chosen.shape[1] + 1, device=scores.device).expand_as(chosen))
+        above = number.gather(1, parents.gather(1, chosen))
+        above = above.masked_fill(scores.gather(1, chosen) == -torch.inf, -1)
+        root_parents = torch.full_like(roots, -1)
+        return Tree(torch.cat([roots, tokens.gather(1, chosen)], 1), torch.cat([root_parents, above], 1))
+
+
+class Growth(Protocol):
+    """A policy. `draft` asks it level by level, with the scores that each child would have."""
+
+    @property
+    def depth(self) -> int:
+        """Levels at most."""
+
+    @property
+    def width(self) -> int:
+        """Nodes at most that one level expands, and children of each."""
+
+    @property
+    def nodes(self) -> int:
+        """Drafted nodes at most that are verified."""
+
+    def levels(self, verified: Verified) -> int:
+        """Levels of this step."""
+
+    def children(self, level: int) -> int:
+        """Children that each expanded node of a level gets."""
+
+    def goes_on(self, pool: Pool) -> bool:
+        """Is another level worth its while?"""
+
+    def frontier(self, level: int, totals: Float[Tensor, "batch children"]) -> Int[Tensor, "batch frontier"]:
+        """Which of a level's children are expanded on the next."""
+
+    def prune(self, pool: Pool, roots: Int[Tensor, "batch 1"]) -> Tree:
+        """The tree that is verified."""
+
+
+@dataclass(frozen=True)
+class Dynamic:
+    """EAGLE-2 (arXiv 2406.16858): each level expands its `width` likeliest nodes; the best `nodes` of all are kept."""
+
+    depth: int
+    width: int
+    nodes: int
+
+    @classmethod
+    def chain(cls, depth: int) -> "Dynamic":
+        return cls(depth, 1, depth)
+
+    def levels(self, verified: Verified) -> int:
+        return min(self.depth, max(verified.rooms))
+
+    def children(self, level: int) -> int:
+        return self.width
+
+    def goes_on(self, pool: Pool) -> bool:
+        return True
+
+    def frontier(self, level: int, totals: Tensor) -> Tensor:
+        return totals.topk(self.width, dim=1).indices
+
+    def prune(self, pool: Pool, roots: Tensor) -> Tree:
+        return pool.best(roots, self.nodes)
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A tree of one shape: each path says which child to take at every step, 0 being the likeliest.
+
+    `paths` holds every node's, as Medusa's choices do, so (0, 1) comes with (0,) and (0, 0).
+    """
+
+    paths: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def chain(cls, depth: int) -> "Fixed":
+        return cls(tuple((0,) * (level + 1) for level in range(depth)))
+
+    def __post_init__(self) -> None:
+        known = {(), *self.paths}
+        for path in self.paths:
+            needed = {path[:-1], (*path[:-1], max(path[-1] - 1, 0))} if path else set()
+            if not path or min(path) < 0 or not needed <= known:
+                raise ValueError(
+                    f"decode.paths: {list(path)} given without the nodes that come before it; list every node's own "
+                    f"path, of child numbers from 0 on, for example [[0], [1], [0, 0]]"
+                )
+
+    @cached_property
+    def by_level(self) -> list[list[tuple[int, ...]]]:
+        depth = max(map(len, self.paths))
+        return [sorted(path for path in set(self.paths) if len(path) == level + 1) for level in range(depth)]
+
+    @property
+    def depth(self) -> int:
+        return len(self.by_level)
+
+    @cached_property
+    def expanded(self) -> list[list[tuple[int, ...]]]:
+        """The nodes of each level that have children: the root, then those of level 0, 1, ..."""
+        return [[()]] + [[p for p in level if (*p, 0) in set(self.paths)] for level in self.by_level[:-1]]
+
+    @property
+    def width(self) -> int:
+        return max(*map(len, self.expanded), *map(self.children, range(self.depth)))
+
+    @property
+    def nodes(self) -> int:
+        return len(set(self.paths))
+
+    def levels(self, verified: Verified) -> int:
+        return min(self.depth, max(verified.rooms))
+
+    def children(self, level: int) -> int:
+        return max(path[-1] for path in self.by_level[level]) + 1
+
+    def child_counts(self, level: int) -> list[int]:
+        """Children of each expanded node of a level."""
+        return [sum(path[:-1] == parent for path in self.by_level[level]) for parent in self.expanded[level]]
+
+    def goes_on(self, pool: Pool) -> bool:
+        return True
+
+    def places(self, level: int, wanted: list[tuple[int, ...]]) -> list[int]:
+        """Where paths of a level lie among all the children of its expanded nodes."""
+        above = {path: number for number, path in enumerate(self.expanded[level])}
+        return [above[path[:-1]] * self.children(level) + path[-1] for path in wanted]
+
+    def frontier(self, level: int, totals: Tensor) -> Tensor:
+        places = self.places(level, self.expanded[level + 1])
+        return torch.tensor(places, device=totals.device).expand(len(totals), -1)
+
+    def prune(self, pool: Pool, roots: Tensor) -> Tree:
+        """All children that are not in the tree fall away, whatever their scores."""
+        places, offset = [], 0
+        for level, tokens in enumerate(pool.tokens):
+            places += [offset + place for place in self.places(level, self.by_level[level])]
+            offset += tokens.shape[1]
+        scores = torch.cat(pool.scores, dim=1)
+        kept = torch.full_like(scores, -torch.inf)
+        index = torch.tensor(places, device=scores.device)
+        kept[:, index] = torch.where(scores[:, index] == -torch.inf, -torch.inf, 0.0)
+        return Pool([kept], [torch.cat(pool.tokens, 1)], [torch.cat(pool.parents, 1)]).best(roots, len(places))
+
+
+def growth_from_recipe(section: DecodeSection) -> Growth:
+    if section.growth == "chain":
+        return Fixed.chain(section.depth) if section.acceptance == "rejection" else Dynamic.chain(section.depth)
+    if section.growth == "fixed":
+        assert section.paths is not None
+        return Fixed(section.paths)
+    return Dynamic(section.depth, section.width, section.nodes)

@@ -1,0 +1,45 @@
+"""Where a text ends: an end token, or a string that may begin in one token and end in another."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+Detokenize = Callable[[list[int]], str]
+
+
+@dataclass(frozen=True)
+class StopStrings:
+    """Strings that end a text; `detokenize` turns tokens into text, special tokens skipped."""
+
+    strings: tuple[str, ...]
+    detokenize: Detokenize
+
+    def __post_init__(self) -> None:
+        if not self.strings or not all(self.strings):
+            raise ValueError(f"stop strings: {list(self.strings)} given, one or more that are not empty are allowed")
+
+    def kept(self, tokens: list[int], fresh: int) -> int | None:
+        """How many of the `fresh` last tokens stand when one of them completes a stop string; None if none does."""
+        # A token holds a byte at least, so a string of n bytes began no earlier than n tokens ago.
+        window = max(len(string.encode()) for string in self.strings)
+        first = max(len(tokens) - fresh - window, 0)
+        if not self._contained(tokens[first:]):
+            return None
+        before = len(tokens) - fresh
+        return next(count for count in range(1, fresh + 1) if self._contained(tokens[first : before + count]))
+
+    def cut(self, text: str) -> str:
+        """The text before the first stop string."""
+        ends = [text.find(string) for string in self.strings if string in text]
+        return text[: min(ends)] if ends else text
+
+    def _contained(self, tokens: list[int]) -> bool:
+        text = self.detokenize(tokens)
+        return any(string in text for string in self.strings)
+
+
+def cut_at_end(tokens: list[int], ends: Collection[int]) -> list[int]:
+    """Up to and including the first end token."""
+    for i, token in enumerate(tokens):
+        if token in ends:
+            return tokens[: i + 1]
+    return tokens
