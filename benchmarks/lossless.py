@@ -16,10 +16,11 @@ from rich.table import Table
 from heads.build import load_head
 from heads.target_config import locate_target
 from inference.compare import Way, run_way
-from inference.drafters.growth import Dynamic, growth_from_recipe
+from inference.drafters.cost_aware import growth_from_recipe
+from inference.drafters.growth import Dynamic
 from inference.drafters.head import HeadDrafter
 from inference.report import head_folder, held_out_prompts, saved_taps
-from inference.sampling import Sampling
+from inference.sampling import sampling_from_recipe
 from inference.target import TargetModel
 from recipes import Recipe, run_command
 
@@ -33,7 +34,7 @@ def check(recipe: Recipe) -> None:
     prompts, folder = held_out_prompts(recipe), head_folder(recipe)
     taps = saved_taps(recipe, locate_target(recipe.target.path, recipe.target.revision))
     target = TargetModel.load(recipe.target, taps)
-    head, random_head = (load_head(folder, target.config, target.embedding) for _ in range(2))
+    head, random_head = (load_head(folder, target.frozen) for _ in range(2))
     generator = torch.Generator().manual_seed(recipe.seed)
     for parameter in random_head.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
@@ -41,7 +42,7 @@ def check(recipe: Recipe) -> None:
     ways = [
         Way("plain"),
         Way("chain", HeadDrafter(head, Dynamic.chain(depth))),
-        Way("tree", HeadDrafter(head, growth_from_recipe(recipe.decode))),
+        Way("tree", HeadDrafter(head, growth_from_recipe(recipe.decode, target, head))),
         Way("wide tree", HeadDrafter(head, Dynamic(depth=3, width=10, nodes=60))),
         Way("random head", HeadDrafter(random_head, Dynamic(depth=3, width=4, nodes=16))),
     ]
@@ -50,7 +51,7 @@ def check(recipe: Recipe) -> None:
         table.add_column(column, justify="right")
     all_same = True
     for temperature in recipe.report.temperatures:
-        sampling = Sampling(temperature, recipe.decode.seed)
+        sampling = sampling_from_recipe(recipe.decode, temperature)
         # transformers samples with noise of its own, so plain decoding is the reference there.
         reference = Way("generate", transformers=True) if temperature == 0 else Way("plain")
         same = dict.fromkeys((way.name for way in ways), 0)

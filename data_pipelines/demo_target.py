@@ -27,7 +27,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from data_pipelines.python_stdlib import SourceFile, source_files
 
 END_OF_TEXT = "<|endoftext|>"
-REPETITION_DECAY = 0.5  # a repeated token's wanted probability over that of the repetition before
 QUICK_LOOK = 40_000  # held-out tokens scored now and then during training; all of them at the end
 
 
@@ -51,6 +50,7 @@ class Settings:
     adam_lr: float = 3e-3
     weight_decay: float = 0.02
     repeated_share: float = 0.0  # of each batch's windows: a piece repeated to its end, see repetition_loss
+    repetition_decay: float = 0.5  # a repeated token's wanted probability over that of its time before
     num_prompts: int = 200
 
 
@@ -139,10 +139,10 @@ def sample_repetitions(stream: Tensor, step: int, windows: int, length: int, set
     return Repetitions(stream[starts + source], index >= leads + periods, (index - periods).clamp(min=1))
 
 
-def repetition_loss(logits: Tensor, batch: Repetitions) -> Tensor:
-    """A repeated token's probability should be REPETITION_DECAY times that of its time before (DITTO, equation 4)."""
+def repetition_loss(logits: Tensor, batch: Repetitions, decay: float) -> Tensor:
+    """A repeated token's probability should be `decay` times that of its time before (DITTO, equation 4)."""
     chance = logits.softmax(-1).gather(-1, batch.tokens[:, 1:, None]).squeeze(-1)  # [windows, length]
-    wanted = REPETITION_DECAY * chance.detach().gather(1, batch.earlier[:, 1:] - 1)
+    wanted = decay * chance.detach().gather(1, batch.earlier[:, 1:] - 1)
     repeated = batch.repeated[:, 1:]
     miss = (chance - wanted).abs().clamp(max=1 - 1e-4)
     return -(torch.log1p(-miss) * repeated).sum() / repeated.sum()
@@ -153,12 +153,12 @@ def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def training_loss(model: nn.Module, texts: Tensor, repetitions: Repetitions) -> Tensor:
+def training_loss(model: nn.Module, texts: Tensor, repetitions: Repetitions, decay: float) -> Tensor:
     """Next-token loss of the texts, plus the repetition loss in proportion to its share of the windows."""
     loss = next_token_loss(model, texts)
     if len(repetitions.tokens):
         logits = model(repetitions.tokens[:, :-1], use_cache=False).logits
-        loss = loss + len(repetitions.tokens) / len(texts) * repetition_loss(logits, repetitions)
+        loss = loss + len(repetitions.tokens) / len(texts) * repetition_loss(logits, repetitions, decay)
     return loss
 
 
@@ -197,7 +197,8 @@ def train(model: LlamaForCausalLM, stream: Tensor, held_out: Tensor, settings: S
             windows = settings.batch_tokens // length
             repeating = round(windows * settings.repeated_share)
             texts = sample_batch(stream, step, windows - repeating, length, settings)
-            loss = compiled(model, texts, sample_repetitions(stream, step, repeating, length, settings))
+            repetitions = sample_repetitions(stream, step, repeating, length, settings)
+            loss = compiled(model, texts, repetitions, settings.repetition_decay)
             loss.backward()
             nn.utils.clip_grad_norm_(rest, 1.0)
             for optimizer in optimizers:

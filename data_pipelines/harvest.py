@@ -78,7 +78,8 @@ def harvest(recipe: Recipe, target: TargetModel | None = None) -> Stage:
         prompts = make_prompts(recipe)
     config = TargetConfig.from_folder(locate_target(recipe.target.path, recipe.target.revision))
     check_lengths(recipe, config)
-    taps = head_taps(recipe.head, config)
+    # The last hidden state is stored for every head, so as a tap it costs nothing more.
+    taps = tuple(tap for tap in head_taps(recipe.head, config) if tap < config.num_layers)
 
     responses = responses_stage(recipe, prompts)
     if not responses.is_complete():

@@ -22,8 +22,13 @@ class Sample:
 
     tokens: Tensor  # [seq], int64
     loss_mask: Tensor  # [seq], bool: the tokens that the target wrote
-    taps: Tensor  # [seq, taps * hidden]: the tapped hidden states in ascending order
+    taps: Tensor  # [seq, taps * hidden]: the tapped hidden states below the last one, in ascending order
     last_hidden: Tensor  # [seq, hidden]: before the final norm
+
+
+def tapped(stored: Tensor, last_hidden: Tensor, taps: tuple[int, ...], num_layers: int) -> Tensor:
+    """What a head with these taps reads: the stored ones and, where it is a tap too, the last hidden state."""
+    return torch.cat([stored, last_hidden], dim=-1) if taps[-1] == num_layers else stored
 
 
 def shard_name(split: str, index: int) -> str:
@@ -126,6 +131,17 @@ class FeatureStore:
             written = self._opened[shard].get_tensor("loss_mask").bool()
             counts += torch.bincount(self._opened[shard].get_tensor("tokens")[written], minlength=vocab_size)
         return counts
+
+    def tap_sizes(self, taps: tuple[int, ...], num_layers: int) -> list[float]:
+        """How large each tap is: the median over the first shard's tokens of its root mean square.
+
+        The median, because the first token of a text is often hundreds of times larger than the others.
+        """
+        sizes = []
+        for sample in (self[number] for number, (shard, _) in enumerate(self.places) if shard == 0):
+            states = tapped(sample.taps, sample.last_hidden, taps, num_layers).float()
+            sizes.append(states.unflatten(-1, (len(taps), -1)).square().mean(-1).sqrt())  # [seq, taps]
+        return torch.cat(sizes).median(dim=0).values.tolist()
 
     def _check(self, shard: int) -> None:
         facts = self.shards[shard]

@@ -1,13 +1,21 @@
 """What every draft head is: one forward, used alike to train, to draft and to export."""
 
 from abc import ABC, abstractmethod
+from typing import Any
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from heads.cache import AttentionCache
+from heads.calibration import Calibration
+from heads.frozen import FrozenTarget
+from heads.layers import LayerShape
 from heads.target_config import TargetConfig
 from heads.vocab import DraftVocab
+from recipes.schema import HeadSection
+
+UNROLL_MARGIN = 64  # positions of the rotary table beyond the target's: an unroll looks a little past a sample's end
 
 
 class DraftHead(nn.Module, ABC):
@@ -19,16 +27,53 @@ class DraftHead(nn.Module, ABC):
     """
 
     kind: str
+    shape: LayerShape
     target: TargetConfig
     taps: tuple[int, ...]  # which hidden_states of the target `project` takes, ascending
     vocab: DraftVocab
     feature_size: int
     embedding: Tensor  # the target's, [vocab, hidden], shared
+    calibration: Calibration = Calibration()  # fitted after training
+
+    @classmethod
+    @abstractmethod
+    def section_taps(cls, section: HeadSection, target: TargetConfig) -> tuple[int, ...]:
+        """The `taps` of a head that a recipe names."""
+
+    @classmethod
+    @abstractmethod
+    def from_section(cls, section: HeadSection, frozen: FrozenTarget, vocab: DraftVocab) -> "DraftHead":
+        """A head of the sizes that a recipe names, its weights not yet drawn; what is left open is the target's."""
+
+    @classmethod
+    @abstractmethod
+    def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], frozen: FrozenTarget) -> "DraftHead":
+        """A head of the sizes that a config.json names; `tensors` comes back as its state dict.
+
+        Raises ValueError for tensors that contradict each other.
+        """
+
+    @abstractmethod
+    def initialise(self, frozen: FrozenTarget, generator: torch.Generator) -> None:
+        """Draw the weights that training starts from."""
+
+    @abstractmethod
+    def engine_config(self) -> dict[str, Any]:
+        """config.json as the engines read it; each key stands because leaving it out costs acceptance."""
+
+    @abstractmethod
+    def engine_tensors(self) -> dict[str, Tensor]:
+        """model.safetensors as the engines read it."""
+
+    @property
+    def cache_shape(self) -> tuple[int, int, int]:
+        """(layers, kv_heads, head_dim) of the keys that drafting must remember."""
+        return 1, self.shape.num_kv_heads, self.shape.head_dim
 
     @property
     @abstractmethod
-    def cache_shape(self) -> tuple[int, int, int]:
-        """(layers, kv_heads, head_dim) of the keys that drafting must remember."""
+    def logits_parameters(self) -> list[Tensor]:
+        """The trained weights that `logits` depends on."""
 
     @abstractmethod
     def project(self, taps: Float[Tensor, "*axes tapped"]) -> Float[Tensor, "*axes feature"]:

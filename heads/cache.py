@@ -1,9 +1,10 @@
 """Where attention finds its earlier keys and values: slots while decoding, the unroll's blocks while training."""
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
@@ -47,7 +48,9 @@ class Slots:
     ) -> None:
         self.storage, self.static = storage, static
         self.lengths = [0] * rows  # of the rows in use, the first ones of the storage
-        self.starts = torch.zeros(rows, dtype=torch.long, device=storage.device)  # the same, on the device
+        # One buffer for good: a captured graph reads its numbers where they were when it was captured.
+        self._starts = torch.zeros(storage.shape[2], dtype=torch.long, device=storage.device)
+        self.starts = self._starts[:rows]  # the lengths, on the device
         self.pending = 0
         self.bytes_moved = 0  # by `keep`, so far
         self._index: tuple[Tensor, Tensor] | None = None  # where the pending block goes, for all layers alike
@@ -99,16 +102,24 @@ class Slots:
 
     def set_lengths(self, lengths: list[int]) -> None:
         """Say which rows are in use and how many tokens each holds; everything behind is forgotten."""
-        self.lengths, self.pending, self._index = list(lengths), 0, None
-        starts = torch.tensor(lengths)
-        if len(starts) == len(self.starts):
-            self.starts.copy_(starts, non_blocking=True)  # in place: a captured graph reads it there
-        else:
-            self.starts = starts.to(self.storage.device)
+        self.lengths = list(lengths)
+        self._starts[: len(lengths)].copy_(torch.tensor(lengths, dtype=torch.long), non_blocking=True)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what is pending."""
+        self.starts = self._starts[: len(self.lengths)]
+        self.pending, self._index = 0, None
 
     def advance(self, counts: list[int]) -> None:
         """Take in the first `counts[b]` pending tokens of each row b."""
         self.set_lengths([length + count for length, count in zip(self.lengths, counts, strict=True)])
+
+    def shift(self, counts: Int[Tensor, " rows"]) -> None:
+        """`advance` by numbers that only the device knows; until `set_lengths`, `lengths` lags behind."""
+        assert self.static
+        self.starts = self.starts + counts
+        self.pending, self._index = 0, None
 
     def keep(self, paths: list[list[int]]) -> None:
         """Take in, for each row, the nodes of its path (ascending indices into the pending block), moved together.
@@ -119,7 +130,7 @@ class Slots:
         # Nodes that already lie where they belong stay.
         first = min((i for path in paths for i, node in enumerate(path) if node != i), default=longest)
         if first < longest:
-            padded = torch.tensor([path + [*range(len(path), longest)] for path in paths])[:, first:]
+            padded = torch.tensor([[*path, *range(len(path), longest)] for path in paths])[:, first:]
             source = self.starts[:, None] + padded.to(self.starts.device, non_blocking=True)
             goal = self.starts[:, None] + torch.arange(first, longest, device=self.starts.device)
             rows = torch.arange(len(paths), device=self.starts.device)[:, None]
@@ -162,9 +173,9 @@ class UnrollCache:
     index of each step 1..k: just what drafting will see k tokens behind the last verified one.
     """
 
-    def __init__(self) -> None:
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
+    def __init__(self, keys: Sequence[Tensor] = (), values: Sequence[Tensor] = ()) -> None:
+        """`keys` and `values` of the steps so far, [batch, kv_heads, seq, head_dim] each."""
+        self.keys, self.values = list(keys), list(values)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         assert layer == 0

@@ -1,33 +1,29 @@
 """EAGLE-3 (arXiv 2503.01840) and 3.1 (2605.09992): one decoder layer over tapped features and the token embedding."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from heads.base import DraftHead
+from heads.base import UNROLL_MARGIN, DraftHead
 from heads.cache import AttentionCache
 from heads.frozen import FrozenTarget
-from heads.layers import MLP, Attention, RMSNorm, rotary_table
+from heads.layers import MLP, Attention, LayerShape, RMSNorm, rotary_table, scales_of
 from heads.target_config import TargetConfig
 from heads.vocab import DraftVocab
-
-UNROLL_MARGIN = 64  # positions of the rotary table beyond the target's
+from recipes.schema import Eagle3Section, HeadSection
 
 
 @dataclass(frozen=True)
-class Eagle3Shape:
+class Eagle3Shape(LayerShape):
     """Everything about an EAGLE-3 head that is not a weight."""
 
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     taps: tuple[int, ...]
     fc_norm: bool = False  # EAGLE-3.1: one RMSNorm per tap before `fc`
     norm_output: bool = False  # EAGLE-3.1: the next step is fed the hidden state after the norm, not before
+    own_embedding: bool = False  # as a head of another width than its target's must have
 
 
 class Eagle3Layer(nn.Module):
@@ -39,7 +35,7 @@ class Eagle3Layer(nn.Module):
         self.input_layernorm = RMSNorm(hidden, eps)
         self.hidden_norm = RMSNorm(hidden, eps)
         self.post_attention_layernorm = RMSNorm(hidden, eps)
-        self.self_attn = Attention(2 * hidden, hidden, shape.num_heads, shape.num_kv_heads, shape.head_dim)
+        self.self_attn = Attention(2 * hidden, shape)
         self.mlp = MLP(hidden, shape.intermediate_size)
 
     def forward(
@@ -59,15 +55,12 @@ class Eagle3Head(DraftHead):
     """Parameter names are those of the published checkpoints, so the state dict is the export."""
 
     kind = "eagle3"
+    shape: Eagle3Shape
 
     def __init__(self, shape: Eagle3Shape, target: TargetConfig, vocab: DraftVocab, embedding: Tensor) -> None:
         """`embedding` is the target's [vocab, hidden]; it is shared, not copied, trained or saved."""
         super().__init__()
-        if embedding.shape[-1] != shape.hidden_size:
-            raise ValueError(
-                f"head.hidden_size: {shape.hidden_size} given, the target's embedding has {embedding.shape[-1]}; "
-                f"leave it out (a head of another width than its target comes with its own embedding, not yet here)"
-            )
+        assert shape.own_embedding or embedding.shape[-1] == shape.hidden_size
         self.shape, self.target, self.taps, self.vocab = shape, target, shape.taps, vocab
         self.feature_size = shape.hidden_size
         tapped = len(shape.taps) * target.hidden_size
@@ -77,34 +70,118 @@ class Eagle3Head(DraftHead):
         self.midlayer = Eagle3Layer(shape, target.norm_eps)
         self.norm = RMSNorm(shape.hidden_size, target.norm_eps)
         self.lm_head = nn.Linear(shape.hidden_size, len(vocab.ids), bias=False)
+        if shape.own_embedding:
+            self.embed_tokens = nn.Embedding(target.vocab_size, shape.hidden_size)
         self.embedding: Tensor
         self.rotary: Tensor
+        self.tap_scale: Tensor | None
         self.register_buffer("embedding", embedding, persistent=False)
-        # An unroll looks a few positions past a sample's end; what it finds there is never scored.
         table = rotary_table(target.rope, shape.head_dim, target.max_positions + UNROLL_MARGIN)
         self.register_buffer("rotary", table.to(embedding), persistent=False)
+        self.register_buffer("tap_scale", None, persistent=False)  # [tapped]
 
-    @property
-    def cache_shape(self) -> tuple[int, int, int]:
-        return 1, self.shape.num_kv_heads, self.shape.head_dim
+    @classmethod
+    def section_taps(cls, section: HeadSection, target: TargetConfig) -> tuple[int, ...]:
+        assert isinstance(section, Eagle3Section)
+        return target.default_taps() if section.taps is None else section.taps
+
+    @classmethod
+    def from_section(cls, section: HeadSection, frozen: FrozenTarget, vocab: DraftVocab) -> "Eagle3Head":
+        assert isinstance(section, Eagle3Section)
+        target = frozen.config
+        hidden_size = section.hidden_size or target.hidden_size
+        shape = Eagle3Shape.from_section(
+            section,
+            target,
+            hidden_size,
+            taps=cls.section_taps(section, target),
+            fc_norm=section.fc_norm,
+            norm_output=section.norm_output,
+            own_embedding=hidden_size != target.hidden_size,
+        )
+        return cls(shape, target, vocab, frozen.embedding)
+
+    @classmethod
+    def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], frozen: FrozenTarget) -> "Eagle3Head":
+        target = frozen.config
+        d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
+        vocab = DraftVocab.full(target.vocab_size) if d2t is None else DraftVocab.from_offsets(d2t, target.vocab_size)
+        if d2t is not None and t2d is not None and not torch.equal(t2d.bool(), vocab.members()):
+            raise ValueError(
+                "d2t and t2d name different target tokens; d2t must hold offsets: target id minus draft id"
+            )
+        shape = Eagle3Shape.from_config(
+            config,
+            taps=saved_taps(config, target),
+            fc_norm=config.get("fc_norm", False),
+            norm_output=config.get("norm_output", False),
+            own_embedding="embed_tokens.weight" in tensors or config.get("hidden_size") != target.hidden_size,
+        )
+        return cls(shape, target, vocab, frozen.embedding)
 
     @torch.no_grad()
     def initialise(self, frozen: FrozenTarget, generator: torch.Generator) -> None:
-        """Start with the target's own norm and lm_head, the new layer silent."""
-        std = 0.5 * self.shape.hidden_size**-0.5
+        """Start with the target's own norm and lm_head, the new layer silent; a head of another width starts with a
+        random projection of the target's embedding and lm_head to it."""
+        hidden = self.shape.hidden_size
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
-                parameter.normal_(0, std, generator=generator)
+                parameter.normal_(0, 0.5 * hidden**-0.5, generator=generator)
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 parameter.zero_()
-        self.norm.weight.copy_(frozen.norm_weight)
-        self.lm_head.weight.copy_(frozen.lm_head[self.vocab.ids])
+        lm_head = frozen.within(self.vocab).lm_head
+        if not self.shape.own_embedding:
+            self.norm.weight.copy_(frozen.norm_weight)
+            self.lm_head.weight.copy_(lm_head)
+            return
+        projection = torch.empty(self.target.hidden_size, hidden).normal_(0, hidden**-0.5, generator=generator)
+        projection = projection.to(frozen.embedding)
+        self.embed_tokens.weight.copy_(frozen.embedding @ projection)
+        self.lm_head.weight.copy_((lm_head * frozen.norm_weight) @ projection)
+
+    def scale_taps(self, sizes: list[float]) -> None:
+        """Let `fc` see taps around 1, given the size (RMS) that each has in this target's hidden states.
+
+        Large ones would drown the new layer, and each step of an optimizer would move the features by their size.
+        """
+        assert not self.shape.fc_norm
+        self.tap_scale = scales_of(sizes).repeat_interleave(self.target.hidden_size).to(self.embedding)
+
+    def engine_config(self) -> dict[str, Any]:
+        shape, target = self.shape, self.target
+        config = {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            **shape.to_config(target),
+            "target_hidden_size": target.hidden_size,
+            "draft_vocab_size": len(self.vocab.ids),
+            "norm_before_residual": False,
+            "norm_before_fc": False,
+            "fc_norm": shape.fc_norm,
+            "norm_output": shape.norm_output,
+        }
+        if self.taps != target.default_taps() or target.num_layers < 7:
+            # vLLM counts as Hugging Face does; SGLang names the layer whose output it is, one less.
+            config["eagle_aux_hidden_state_layer_ids"] = list(self.taps)
+            config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in self.taps]}
+        if len(self.taps) != 3:
+            config["num_aux_hidden_states"] = len(self.taps)
+        return config
+
+    def engine_tensors(self) -> dict[str, Tensor]:
+        tensors = {**self.state_dict(), "d2t": self.vocab.offsets(), "t2d": self.vocab.members()}
+        if self.tap_scale is not None:
+            tensors["fc.weight"] = tensors["fc.weight"] * self.tap_scale
+        return tensors
+
+    @property
+    def logits_parameters(self) -> list[Tensor]:
+        return [self.norm.weight, self.lm_head.weight]
 
     def project(self, taps: Float[Tensor, "*axes tapped"]) -> Float[Tensor, "*axes feature"]:
         if self.shape.fc_norm:
             parts = taps.split(self.target.hidden_size, dim=-1)
             taps = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
-        return self.fc(taps)
+        return self.fc(taps if self.tap_scale is None else taps * self.tap_scale)
 
     def forward(
         self,
@@ -114,10 +191,17 @@ class Eagle3Head(DraftHead):
         mask: Float[Tensor, "*axes seq keys"] | None = None,
         cache: AttentionCache | None = None,
     ) -> Float[Tensor, "batch seq feature"]:
-        return self.midlayer(self.embedding[tokens], features, self.rotary[positions], mask, cache)
+        embedded = self.embed_tokens(tokens) if self.shape.own_embedding else self.embedding[tokens]
+        return self.midlayer(embedded, features, self.rotary[positions], mask, cache)
 
     def logits(self, hidden: Float[Tensor, "*axes feature"]) -> Float[Tensor, "*axes draft_vocab"]:
         return self.lm_head(self.norm(hidden))
 
     def feedback(self, hidden: Float[Tensor, "*axes feature"]) -> Float[Tensor, "*axes feature"]:
         return self.norm(hidden) if self.shape.norm_output else hidden
+
+
+def saved_taps(config: dict[str, Any], target: TargetConfig) -> tuple[int, ...]:
+    """The taps that a head's config.json names, or the places where every engine looks by default."""
+    named = config.get("headstart", {}).get("taps") or config.get("eagle_aux_hidden_state_layer_ids")
+    return tuple(named or target.default_taps())

@@ -1,9 +1,9 @@
 """The target's embedding, final norm and lm_head, straight from its safetensors: the 70B itself is never loaded."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from heads.target_config import TargetConfig
+from heads.vocab import DraftVocab
 
 EMBEDDING_NAMES = (
     "model.embed_tokens.weight",
@@ -43,7 +44,7 @@ class FrozenTarget:
     embedding: Float[Tensor, "vocab hidden"]
     norm_weight: Float[Tensor, " hidden"]
     norm_bias: Float[Tensor, " hidden"] | None
-    lm_head: Float[Tensor, "vocab hidden"]
+    lm_head: Float[Tensor, "scored hidden"]  # all of the vocabulary, or what `within` keeps of it
 
     @classmethod
     def from_folder(cls, folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> "FrozenTarget":
@@ -51,19 +52,28 @@ class FrozenTarget:
 
         Raises ValueError naming the tensor that is missing.
         """
-        reader = SafetensorsFolder(folder)
+        reader, config = SafetensorsFolder(folder), TargetConfig.from_folder(folder)
+        tied = json.loads((folder / "config.json").read_text()).get("tie_word_embeddings", True)
+        return cls._from_reader(reader, config, tied, lambda name: reader.read(name).to(device, dtype))
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor], config: TargetConfig) -> "FrozenTarget":
+        """The same of a model in memory, given its state dict; nothing is copied.
+
+        Raises ValueError naming the tensor that is missing.
+        """
+        return cls._from_reader(NamedTensors(config.model_type, tensors), config, True, tensors.__getitem__)
+
+    @classmethod
+    def _from_reader(
+        cls, reader: "NamedTensors", config: TargetConfig, tied: bool, read: Callable[[str], Tensor]
+    ) -> "FrozenTarget":
         embedding_name = reader.find(EMBEDDING_NAMES, "embedding")
         norm = reader.find(tuple(f"{name}.weight" for name in NORM_NAMES), "final norm").removesuffix(".weight")
-        config = TargetConfig.from_folder(folder)
-        tied = json.loads((folder / "config.json").read_text()).get("tie_word_embeddings", True)
         if tied and not any(name in reader for name in LM_HEAD_NAMES):
             lm_head_name = embedding_name
         else:
             lm_head_name = reader.find(LM_HEAD_NAMES, "lm_head")
-
-        def read(name: str) -> Tensor:
-            return reader.read(name).to(device, dtype)
-
         norm_weight = read(f"{norm}.weight")
         embedding = read(embedding_name)
         return cls(
@@ -76,46 +86,71 @@ class FrozenTarget:
 
     def logits(self, last_hidden: Float[Tensor, "*axes hidden"]) -> Float[Tensor, "*axes vocab"]:
         """The target's own logits, from its last hidden state before the final norm."""
-        hidden, eps = last_hidden.float(), self.config.norm_eps
+        return self.unembed(self.norm(last_hidden))
+
+    def norm(self, last_hidden: Float[Tensor, "*axes hidden"]) -> Float[Tensor, "*axes hidden"]:
+        """The target's final norm, computed in float32 at least."""
+        hidden, weight = at_least_float32(last_hidden), at_least_float32(self.norm_weight)
+        size, eps = hidden.shape[-1:], self.config.norm_eps
         if self.norm_bias is None:
-            normed = functional.rms_norm(hidden, hidden.shape[-1:], self.norm_weight.float(), eps)
+            normed = functional.rms_norm(hidden, size, weight.to(hidden.dtype), eps)
         else:
-            normed = functional.layer_norm(
-                hidden, hidden.shape[-1:], self.norm_weight.float(), self.norm_bias.float(), eps
-            )
-        logits = functional.linear(normed.to(self.lm_head.dtype), self.lm_head).float()
+            bias = self.norm_bias.to(hidden.dtype)
+            normed = functional.layer_norm(hidden, size, weight.to(hidden.dtype), bias, eps)
+        return normed.to(self.lm_head.dtype)
+
+    def unembed(self, normed: Float[Tensor, "*axes hidden"]) -> Float[Tensor, "*axes vocab"]:
+        """Logits from what the final norm gives, in float32 at least."""
+        logits = at_least_float32(functional.linear(normed, self.lm_head))
         cap = self.config.final_logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
+    def within(self, vocab: DraftVocab) -> "FrozenTarget":
+        """The same target, whose logits are those of a draft vocabulary alone."""
+        return self if vocab.is_full else replace(self, lm_head=self.lm_head[vocab.ids.to(self.lm_head.device)])
 
-class SafetensorsFolder:
+
+def at_least_float32(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+class NamedTensors:
+    """Names of a model's tensors, with what belongs to each; `source` is for errors."""
+
+    def __init__(self, source: Path | str, tensors: Mapping[str, Any]) -> None:
+        self.source, self.tensors = source, tensors
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def find(self, names: tuple[str, ...], what: str) -> str:
+        for name in names:
+            if name in self.tensors:
+                return name
+        raise ValueError(f"{self.source}: no {what} among its tensors (looked for {', '.join(names)})")
+
+
+class SafetensorsFolder(NamedTensors):
     """Tensors by name from a model's folder, single-file or sharded; each is read only when asked for."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         index = folder / "model.safetensors.index.json"
         if index.is_file():
-            self.files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            files: dict[str, str] = json.loads(index.read_text())["weight_map"]
         elif (folder / "model.safetensors").is_file():
             with opened(folder / "model.safetensors") as file:
-                self.files = dict.fromkeys(file.keys(), "model.safetensors")
+                files = dict.fromkeys(file.keys(), "model.safetensors")
         else:
             raise ValueError(
                 f"{folder} has neither model.safetensors nor model.safetensors.index.json; pickled weights are not "
                 f"read: convert the model with save_pretrained(safe_serialization=True)"
             )
 
-    def __contains__(self, name: str) -> bool:
-        return name in self.files
-
-    def find(self, names: tuple[str, ...], what: str) -> str:
-        for name in names:
-            if name in self.files:
-                return name
-        raise ValueError(f"{self.folder}: no {what} among its tensors (looked for {', '.join(names)})")
+        super().__init__(folder, files)
 
     def read(self, name: str) -> Tensor:
-        with opened(self.folder / self.files[name]) as file:
+        with opened(self.folder / self.tensors[name]) as file:
             return file.get_tensor(name)
 
 

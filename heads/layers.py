@@ -1,6 +1,8 @@
 """The pieces of a draft head: norm, rotary embedding, attention and MLP, named as the engines name their tensors."""
 
 import math
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -8,7 +10,71 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from heads.cache import AttentionCache, attention
-from heads.target_config import Rope
+from heads.target_config import Rope, TargetConfig
+from recipes.schema import HeadSection
+
+Shape = TypeVar("Shape", bound="LayerShape")
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """The sizes of a head's decoder layer."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def from_section(
+        cls: type[Shape], section: HeadSection, target: TargetConfig, hidden_size: int, **more: Any
+    ) -> Shape:
+        """What a recipe names; what it leaves open is the target's. `more` are a subclass's own fields."""
+        num_heads = section.num_heads or target.num_heads
+        return cls(
+            hidden_size=hidden_size,
+            intermediate_size=section.intermediate_size or target.intermediate_size,
+            num_heads=num_heads,
+            num_kv_heads=section.num_kv_heads or math.gcd(target.num_kv_heads, num_heads),
+            head_dim=target.head_dim,
+            **more,
+        )
+
+    @classmethod
+    def from_config(cls: type[Shape], config: dict[str, Any], **more: Any) -> Shape:
+        """What a head's config.json says; raises ValueError naming the keys that are missing."""
+        needed = ("hidden_size", "intermediate_size", "num_attention_heads")
+        if missing := [key for key in needed if config.get(key) is None]:
+            raise ValueError(f"config.json lacks {', '.join(missing)}; it must be that of a Llama layer")
+        return cls(
+            hidden_size=config["hidden_size"],
+            intermediate_size=config["intermediate_size"],
+            num_heads=config["num_attention_heads"],
+            num_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
+            head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+            **more,
+        )
+
+    def to_config(self, target: TargetConfig) -> dict[str, Any]:
+        """The keys of config.json that all engines read for all kinds of heads."""
+        return {
+            "model_type": "llama",
+            "hidden_act": "silu",
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": 1,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": target.vocab_size,
+            "max_position_embeddings": target.max_positions,
+            "rms_norm_eps": target.norm_eps,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": False,
+            **target.rope.to_config(),
+        }
 
 
 class RMSNorm(nn.Module):
@@ -19,6 +85,11 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden: Float[Tensor, "*axes size"]) -> Float[Tensor, "*axes size"]:
         return functional.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+
+
+def scales_of(sizes: list[float]) -> Float[Tensor, " inputs"]:
+    """What brings inputs of these sizes (RMS) to about 1: powers of two, so that a weight takes them in exactly."""
+    return torch.tensor([2.0 ** -round(math.log2(size)) for size in sizes])
 
 
 def rotary_table(rope: Rope, head_dim: int, max_positions: int) -> Float[Tensor, "positions double"]:
@@ -56,13 +127,13 @@ def rotate(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Grouped-query attention whose input may be wider than its output (EAGLE-3 feeds it 2 x hidden)."""
 
-    def __init__(self, input_size: int, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    def __init__(self, input_size: int, shape: LayerShape) -> None:
         super().__init__()
-        self.head_dim = head_dim
-        self.q_proj = nn.Linear(input_size, num_heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(input_size, num_kv_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(input_size, num_kv_heads * head_dim, bias=False)
-        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+        self.head_dim = shape.head_dim
+        self.q_proj = nn.Linear(input_size, shape.num_heads * shape.head_dim, bias=False)
+        self.k_proj = nn.Linear(input_size, shape.num_kv_heads * shape.head_dim, bias=False)
+        self.v_proj = nn.Linear(input_size, shape.num_kv_heads * shape.head_dim, bias=False)
+        self.o_proj = nn.Linear(shape.num_heads * shape.head_dim, shape.hidden_size, bias=False)
 
     def forward(
         self,

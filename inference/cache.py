@@ -81,6 +81,16 @@ class KVCache(Cache):
         """One row by itself, empty: a prompt is read there while the other rows wait."""
         return KVCache(self.target.row(number), None if self.head is None else self.head.row(number))
 
+    def set_lengths(self, lengths: list[int]) -> None:
+        """Say which rows are in use and how many tokens each holds."""
+        for slots in self.slots:
+            slots.set_lengths(lengths)
+
+    def reset(self) -> None:
+        """Forget what is pending."""
+        for slots in self.slots:
+            slots.reset()
+
     def make_room(self, capacity: int, limit: int) -> None:
         """Grow, if need be, to hold `capacity` tokens a row: by pages and at least to double, but not beyond `limit`.
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from inference.decode import DecodeStats, generate
 from inference.drafters import Drafter
-from inference.sampling import Sampling
+from inference.sampling import Rule, Sampling
 from inference.target import TargetModel
 
 
@@ -25,6 +25,7 @@ class Outcome:
 
     way: str
     temperature: float
+    rule: Rule = "seeded"  # by which drafts were accepted
     stats: DecodeStats = field(default_factory=DecodeStats)
     new_tokens: int = 0
     identical: int = 0  # prompts whose text equals plain decoding's, token by token
@@ -61,7 +62,7 @@ def compare(
 
     The reference text is plain decoding's, so the ways must hold one without drafter.
     """
-    outcomes = [Outcome(way.name, sampling.temperature) for way in ways]
+    outcomes = [Outcome(way.name, sampling.temperature, sampling.rule) for way in ways]
     reference = next(i for i, way in enumerate(ways) if way.drafter is None and not way.transformers)
     for way in ways:
         for prompt in prompts[:warmup]:

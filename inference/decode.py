@@ -14,12 +14,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from inference.cache import PAGE, KVCache
-from inference.drafters import Drafter, NoDrafter, Verified
+from inference.cache import PAGE
+from inference.drafters import PLAIN, Drafter, Verified
 from inference.sampling import BatchSampling, History, Sampling
+from inference.static import StaticStep, size_bucket
 from inference.stopping import StopStrings, cut_at_end
 from inference.target import TargetModel
-from inference.verify import judge
+from inference.verify import accept, judge
 
 
 @dataclass
@@ -31,6 +32,7 @@ class DecodeStats:
     drafted: int = 0  # nodes judged, roots not counted
     seconds: float = 0.0  # wall time of the whole generation, the prompt included
     bytes_moved: int = 0  # within the cache, to bring accepted nodes together
+    cache_bytes: int = 0  # of the largest cache, all rows and the head's share included
     accepted_at_depth: list[int] = field(default_factory=list)  # steps whose path went at least this deep, from depth 1
 
     @property
@@ -56,8 +58,12 @@ class DecodeStats:
         self.drafted += other.drafted
         self.seconds += other.seconds
         self.bytes_moved += other.bytes_moved
+        self.cache_bytes = max(self.cache_bytes, other.cache_bytes)
         both = zip_longest(self.accepted_at_depth, other.accepted_at_depth, fillvalue=0)
         self.accepted_at_depth = [mine + its for mine, its in both]
+
+
+GREEDY = Sampling()
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,7 @@ class Request:
 
     prompt: list[int]
     max_new_tokens: int
-    sampling: Sampling = Sampling()
+    sampling: Sampling = GREEDY
     stop: StopStrings | None = None
     logprobs: bool = False
     end_tokens: tuple[int, ...] | None = None  # None: the target's own
@@ -102,12 +108,13 @@ def generate(
     max_new_tokens: int,
     sampling: Sampling | None = None,
     drafter: Drafter | None = None,
+    static: bool | None = None,
 ) -> Generation:
     """The target's own continuation of a prompt; a drafter changes how fast it comes, never what it is.
 
     Raises ValueError when prompt and new tokens exceed the target's positions.
     """
-    return generate_batch(target, [Request(prompt, max_new_tokens, sampling or Sampling())], drafter)[0]
+    return generate_batch(target, [Request(prompt, max_new_tokens, sampling or GREEDY)], drafter, 1, static)[0]
 
 
 def stream(target: TargetModel, request: Request, drafter: Drafter | None = None) -> Iterator[list[int]]:
@@ -121,11 +128,11 @@ def generate_batch(
     requests: Sequence[Request],
     drafter: Drafter | None = None,
     max_batch: int = 16,
-    static: bool = False,
+    static: bool | None = None,
 ) -> list[Generation]:
     """Continue many prompts, at most `max_batch` at a time; each gets the text that it would get alone.
 
-    `static` keeps all shapes those of the capacity, as a CUDA graph needs them.
+    `static` keeps all shapes those of the capacity, as a CUDA graph needs them; None is so on CUDA alone.
     """
     loop = DecodeLoop(target, requests, drafter, max_batch, static)
     for _ in loop.run():
@@ -145,6 +152,7 @@ class Row:
     start: int  # the first of the newly verified positions
     taps: Float[Tensor, "count tapped"]  # of these positions
     end_tokens: tuple[int, ...]
+    drafted: int = 0  # nodes that were judged to find them
     ended: bool = False
 
     @property
@@ -178,39 +186,53 @@ class DecodeLoop:
         requests: Sequence[Request],
         drafter: Drafter | None = None,
         max_batch: int = 16,
-        static: bool = False,
+        static: bool | None = None,
     ) -> None:
         """Raises ValueError for a request that does not fit the target or the other requests."""
-        self.target, self.drafter = target, drafter or NoDrafter()
+        self.target, self.drafter = target, drafter or PLAIN
         for request in requests:
             check_length(target, request.prompt, request.max_new_tokens)
         if self.drafter.taps not in ((), target.taps):
             raise ValueError(f"the drafter reads taps {list(self.drafter.taps)}, the target gives {list(target.taps)}")
         if len({request.sampling.rule for request in requests}) > 1:
             raise ValueError("the requests of a batch must agree on decode.acceptance; decode them in separate calls")
+        if max_batch < 1:
+            raise ValueError(f"max_batch: {max_batch} given, 1 or more is allowed")
         self.waiting = deque(enumerate(requests))
         self.generations = [Generation() for _ in requests]
         self.rows: list[Row] = []
         self.max_batch = min(max_batch, len(requests))
-        self.limit = max((len(r.prompt) + r.max_new_tokens for r in requests), default=0) + self.drafter.max_nodes
-        longest = max((len(request.prompt) for request in requests), default=0)
-        capacity = self.limit if static else min(longest + self.drafter.max_nodes + PAGE, self.limit)
-        self.cache = target.new_cache(capacity, self.drafter.cache_shape, self.max_batch, static)
-        for slots in self.cache.slots:
-            slots.set_lengths([])
-        self._rows_changed()
+        self.is_static = target.device.type == "cuda" if static is None else static
+        self.nodes = size_bucket(self.drafter.max_nodes) if self.is_static else self.drafter.max_nodes
+        self.limit = max((len(r.prompt) + r.max_new_tokens for r in requests), default=0) + self.nodes
+        self.static: StaticStep | None = None
 
     @torch.inference_mode()
     def run(self) -> Iterator[tuple[int, list[int]]]:
-        """Yield (number of the request, new tokens) as they become certain."""
-        while self.waiting or self.rows:
-            while self.waiting and len(self.rows) < self.max_batch:
-                row = self.begin(*self.waiting.popleft())
-                yield row.number, row.text[len(row.request.prompt) :]
-                if row.ended:
-                    self.end(row)
-            if self.rows:
-                yield from self.step()
+        """Yield (number of the request, new tokens) as they become certain; runs once."""
+        self._make_cache()
+        try:
+            while self.waiting or self.rows:
+                while self.waiting and len(self.rows) < self.max_batch:
+                    row = self.begin(*self.waiting.popleft())
+                    yield row.number, row.text[len(row.request.prompt) :]
+                    if row.ended:
+                        self.end(row)
+                if self.rows:
+                    yield from self.step()
+        finally:
+            if self.static is not None:
+                self.static.give_back()
+
+    def _make_cache(self) -> None:
+        if self.is_static:
+            self.static = StaticStep.borrow(self.target, self.drafter, self.max_batch, self.limit)
+            self.cache = self.static.cache
+        else:
+            longest = max((len(request.prompt) for _, request in self.waiting), default=0)
+            capacity = min(longest + self.nodes + PAGE, self.limit)
+            self.cache = self.target.new_cache(capacity, self.drafter.cache_shape, self.max_batch)
+        self.cache.set_lengths([])
 
     def begin(self, number: int, request: Request) -> Row:
         """Read a prompt into a row of its own; its last logits give the first token."""
@@ -238,12 +260,17 @@ class DecodeLoop:
 
     def step(self) -> Iterator[tuple[int, list[int]]]:
         """One cycle for all rows: draft, verify, accept."""
-        needed = max(self.cache.target.lengths) + self.drafter.max_nodes
-        self.cache.make_room(needed, self.limit)
-        tree = self.drafter.draft(self.verified(), self.cache)
-        output = self.target.verify(tree, self.cache)
-        positions = self.cache.target.starts.unsqueeze(1) + tree.depths + 1
-        accepted = judge(tree, output.logits, positions, self.sampling, self.history)
+        self.cache.make_room(max(self.cache.target.lengths) + self.nodes, self.limit)
+        verified = self.verified()
+        if self.static is not None and self.static.serves(self.sampling):
+            done = self.static(verified)
+            logits, taps, accepted = done.logits, done.taps, accept(done.tree, done.choices)
+        else:
+            tree = self.drafter.draft(verified, self.cache)
+            output = self.target.verify(tree, self.cache)
+            positions = self.cache.target.starts.unsqueeze(1) + tree.depths + 1
+            logits, taps = output.logits, output.taps
+            accepted = judge(tree, logits, positions, self.sampling, self.history)
         moved = self.cache.target.bytes_moved
         self.cache.target.keep([row.path for row in accepted])
         moved = (self.cache.target.bytes_moved - moved) // len(self.rows)
@@ -251,11 +278,11 @@ class DecodeLoop:
         blocks = []
         for index, (row, found) in enumerate(zip(self.rows, accepted, strict=True)):
             path = torch.tensor(found.path, device=self.target.device)
-            row.start, row.taps = len(row.text) - 1, output.taps[index, path]
+            row.start, row.taps, row.drafted = len(row.text) - 1, taps[index, path], found.drafted
             logprobs = None
             if row.request.logprobs:
                 chosen = torch.tensor(found.tokens, device=path.device)
-                logprobs = log_probabilities(output.logits[index, path], chosen)
+                logprobs = log_probabilities(logits[index, path], chosen)
             if self.history is not None:
                 read = torch.tensor([row.text[-1], *found.tokens[:-1]], device=path.device)
                 self.history.counts[index, 0].index_add_(0, read, torch.ones(len(read), device=path.device))
@@ -263,6 +290,7 @@ class DecodeLoop:
             stats = row.generation.stats
             stats.count(len(found.path), len(kept), found.drafted)
             stats.bytes_moved += moved
+            stats.cache_bytes = self.cache.num_bytes
             stats.seconds = time.perf_counter() - row.started
             blocks.append((row.number, kept))
         for row in [row for row in self.rows if row.ended]:
@@ -293,6 +321,7 @@ class DecodeLoop:
             roots=torch.tensor([[row.text[-1]] for row in rows], device=device),
             starts=[row.start for row in rows],
             counts=counts,
+            drafted=[row.drafted for row in rows],
             rooms=[row.left - 1 for row in rows],  # the bonus token comes for free
             sampling=self.sampling,
             history=self.history,

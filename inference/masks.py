@@ -20,11 +20,13 @@ class Block:
 def block_mask(
     slots: Slots, block: Block, dtype: torch.dtype, window: int | None = None
 ) -> Float[Tensor, "rows 1 block keys"]:
-    """Everything that a row holds and what is visible of its pending tokens, no farther back than `window` positions."""
+    """All that a row holds and what is visible of its pending tokens, no farther back than `window` positions."""
     allowed = even_keys(slots, block, window) if slots.even else ragged_keys(slots, block, window)
-    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(
-        ~allowed, torch.finfo(dtype).min
-    ).unsqueeze(1)
+    return (
+        torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+        .masked_fill_(~allowed, torch.finfo(dtype).min)
+        .unsqueeze(1)
+    )
 
 
 def even_keys(slots: Slots, block: Block, window: int | None) -> Bool[Tensor, "rows block keys"]:

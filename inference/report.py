@@ -22,9 +22,10 @@ from heads.frozen import FrozenTarget
 from heads.target_config import locate_target
 from inference.compare import Outcome, Way, compare
 from inference.decode import check_length
-from inference.drafters.growth import Dynamic, growth_from_recipe
+from inference.drafters.cost_aware import growth_from_recipe
+from inference.drafters.growth import Dynamic
 from inference.drafters.head import HeadDrafter
-from inference.sampling import Sampling
+from inference.sampling import sampling_from_recipe
 from inference.target import TargetModel, pick_device
 from recipes import Recipe, run_command
 
@@ -44,12 +45,12 @@ def report(recipe: Recipe) -> list[Outcome]:
     target = TargetModel.load(recipe.target, taps)
     for prompt in prompts:
         check_length(target, prompt, recipe.decode.max_new_tokens)
-    ways = build_ways(recipe, target, target_folder)
+    ways = build_ways(recipe, target)
 
     console, outcomes = Console(), []
     for temperature in recipe.report.temperatures:
         with console.status(f"decoding {len(prompts)} prompts in {len(ways)} ways at temperature {temperature}"):
-            sampling = Sampling(temperature, recipe.decode.seed)
+            sampling = sampling_from_recipe(recipe.decode, temperature)
             found = compare(ways, target, prompts, recipe.decode.max_new_tokens, sampling, recipe.report.warmup_prompts)
         console.print(as_table(found))
         outcomes += found
@@ -73,12 +74,12 @@ def head_folder(recipe: Recipe) -> Path:
 def saved_taps(recipe: Recipe, target_folder: Path) -> tuple[int, ...]:
     """The taps of the head to be measured, which is refused here if it does not fit the target."""
     frozen = FrozenTarget.from_folder(target_folder, torch.float32)
-    return load_head(head_folder(recipe), frozen.config, frozen.embedding).taps
+    return load_head(head_folder(recipe), frozen).taps
 
 
-def build_ways(recipe: Recipe, target: TargetModel, target_folder: Path) -> list[Way]:
-    head = load_head(head_folder(recipe), target.config, target.embedding)
-    tree, chain = growth_from_recipe(recipe.decode), Dynamic.chain(recipe.decode.depth)
+def build_ways(recipe: Recipe, target: TargetModel) -> list[Way]:
+    head = load_head(head_folder(recipe), target.frozen)
+    tree, chain = growth_from_recipe(recipe.decode, target, head), Dynamic.chain(recipe.decode.depth)
     ways = {
         "generate": Way("generate", transformers=True),
         "plain": Way("plain"),
@@ -86,8 +87,7 @@ def build_ways(recipe: Recipe, target: TargetModel, target_folder: Path) -> list
         "tree": Way("tree", HeadDrafter(head, tree)),
     }
     if "untrained" in recipe.report.baselines:
-        frozen = FrozenTarget.from_folder(target_folder, target.dtype, target.device)
-        untrained = new_head(recipe.head, frozen, head.vocab, recipe.seed).eval().requires_grad_(False)
+        untrained = new_head(recipe.head, target.frozen, head.vocab, recipe.seed).eval().requires_grad_(False)
         ways["untrained"] = Way("untrained", HeadDrafter(untrained.to(target.device, target.dtype), tree))
     names = list(recipe.report.baselines)
     return [ways[name] for name in (names if "plain" in names else ["plain", *names])]
@@ -108,8 +108,6 @@ def cells(outcomes: list[Outcome]) -> list[list[str]]:
     ratios, rows = speedups(outcomes), []
     for outcome in outcomes:
         ratio = ratios[outcome.way]
-        # transformers draws its own random numbers, so its sampled text is another one.
-        own_noise = outcome.way == "generate" and outcome.temperature > 0
         rows.append(
             [
                 outcome.way,
@@ -117,11 +115,22 @@ def cells(outcomes: list[Outcome]) -> list[list[str]]:
                 f"{outcome.tokens_per_second:.1f}",
                 f"{ratio['plain']:.2f}",
                 f"{ratio['generate']:.2f}" if "generate" in ratio else "",
-                "own noise" if own_noise else f"{outcome.identical}/{outcome.prompts}",
+                same_text(outcome),
                 f"{outcome.distinct:.2f}",
             ]
         )
     return rows
+
+
+def same_text(outcome: Outcome) -> str:
+    """How many texts are plain decoding's, where that is to be expected."""
+    if outcome.rule == "typical" and outcome.stats.drafted:
+        return "lossy"
+    # transformers draws its own random numbers, and rejection sampling other ones: another text, equally likely.
+    other_noise = outcome.way == "generate" or (outcome.rule == "rejection" and outcome.stats.drafted > 0)
+    if other_noise and outcome.temperature > 0:
+        return "own noise"
+    return f"{outcome.identical}/{outcome.prompts}"
 
 
 def heading(outcomes: list[Outcome]) -> str:

@@ -19,13 +19,20 @@ class StopStrings:
 
     def kept(self, tokens: list[int], fresh: int) -> int | None:
         """How many of the `fresh` last tokens stand when one of them completes a stop string; None if none does."""
-        # A token holds a byte at least, so a string of n bytes began no earlier than n tokens ago.
-        window = max(len(string.encode()) for string in self.strings)
-        first = max(len(tokens) - fresh - window, 0)
+        before = len(tokens) - fresh
+        first = self._reach(tokens[:before])
         if not self._contained(tokens[first:]):
             return None
-        before = len(tokens) - fresh
         return next(count for count in range(1, fresh + 1) if self._contained(tokens[first : before + count]))
+
+    def _reach(self, tokens: list[int]) -> int:
+        """The first token in which a string may have begun that is not complete yet."""
+        # Within the last n bytes, for n bytes of string: n tokens, or more where some have no text of their own.
+        num_bytes = max(len(string.encode()) for string in self.strings)
+        count = num_bytes
+        while count < len(tokens) and len(self.detokenize(tokens[-count:])) < num_bytes:
+            count *= 2
+        return max(len(tokens) - count, 0)
 
     def cut(self, text: str) -> str:
         """The text before the first stop string."""

@@ -1,16 +1,26 @@
 """Any Hugging Face causal LM as a target, unpatched: taps, tree masks, positions and our cache by public means."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from heads.cache import Slots
+from heads.frozen import FrozenTarget
 from heads.target_config import TargetConfig, locate_target
+from inference.architecture import (
+    attention_code,
+    attention_windows,
+    cached_shape,
+    decoder_layers,
+    refuse_unknown_state,
+    rope_limit,
+)
 from inference.cache import KVCache, Shape
 from inference.masks import Block, block_mask
 from inference.stopping import cut_at_end
@@ -18,7 +28,6 @@ from inference.tree import Tree
 from recipes.schema import TargetSection
 
 Masks = Tensor | dict[str, Tensor]  # additive, [rows, 1, seq, keys]; one, or one for each type of layer
-RECURRENT_LAYER_TYPES = frozenset({"linear_attention", "mamba", "recurrent", "conv", "hybrid"})
 
 
 @dataclass(frozen=True)
@@ -39,15 +48,17 @@ class TargetModel:
     """The big model. `taps` are indices into Hugging Face's hidden_states: i is the stream that enters layer i."""
 
     def __init__(self, model: PreTrainedModel, taps: tuple[int, ...]) -> None:
-        refuse_recurrent(model)
+        refuse_unknown_state(model)
         self.model = model.eval().requires_grad_(False)
         self.config = TargetConfig.from_dict(model.config.to_dict())
         self.taps = taps
-        self.end_tokens = end_tokens(model)
+        self.end_tokens, self.pad_token = end_tokens(model), pad_token(model)
         # transformers' `generate` takes from here what it is not told: a checkpoint's own top_p or penalty stays out.
         model.generation_config = GenerationConfig()
-        self.windows = attention_windows(model)
+        self.windows, self.rope_limit = attention_windows(model), rope_limit(model)
+        self.cached_shape = cached_shape(model)
         self._refuse_unknown_taps()
+        self.spare_steps: list[Any] = []  # captured decode steps that no run uses now; see inference/static.py
         self._seen: dict[int, Tensor] = {}
         layers = decoder_layers(model)
         for tap in {*taps} - {self.config.num_layers}:
@@ -58,10 +69,11 @@ class TargetModel:
     def load(cls, section: TargetSection, taps: tuple[int, ...]) -> "TargetModel":
         """Load from a local folder or the hub; only safetensors, and no code of the model's own unless asked."""
         folder: Path = locate_target(section.path, section.revision)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
         model = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=getattr(torch, section.dtype),
-            attn_implementation=section.attention,
+            attn_implementation=attention_code(config) if section.attention == "auto" else section.attention,
             trust_remote_code=section.trust_remote_code,
             use_safetensors=True,
         )
@@ -76,19 +88,24 @@ class TargetModel:
     def dtype(self) -> torch.dtype:
         return self.model.dtype
 
-    @property
-    def embedding(self) -> Tensor:
-        """The input embedding, shared with the heads."""
-        weight = self.model.get_input_embeddings().weight
-        assert isinstance(weight, Tensor)
-        return weight
+    @cached_property
+    def frozen(self) -> FrozenTarget:
+        """Its two ends, shared with the heads."""
+        return FrozenTarget.from_tensors(self.model.state_dict(), self.config)
 
     def new_cache(
         self, capacity: int, head_shape: Shape | None = None, batch: int = 1, static: bool = False
     ) -> KVCache:
-        """Slots for `capacity` tokens a row, those of a pending tree included."""
-        shape = self.config.num_layers, self.config.num_kv_heads, self.config.head_dim
-        return KVCache.allocate(shape, head_shape, capacity, batch, self.dtype, self.device, static)
+        """Slots for `capacity` tokens a row, those of a pending tree included.
+
+        Raises ValueError when that is more than the target's positions can be rotated to without changing earlier ones.
+        """
+        if self.rope_limit is not None and capacity > self.rope_limit:
+            raise ValueError(
+                f"a cache of {capacity} tokens exceeds the {self.rope_limit} positions up to which this target's "
+                f"rotary embedding stays as it is; shorten the prompt or decode.max_new_tokens"
+            )
+        return KVCache.allocate(self.cached_shape, head_shape, capacity, batch, self.dtype, self.device, static)
 
     @torch.inference_mode()
     def forward(
@@ -128,11 +145,17 @@ class TargetModel:
 
     @torch.inference_mode()
     def generate(
-        self, prompts: list[list[int]], max_new_tokens: int, temperature: float = 0.0, seed: int = 0
+        self,
+        prompts: list[list[int]],
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        seed: int = 0,
+        prompt_lookup: int | None = None,
     ) -> list[list[int]]:
         """What transformers' own `generate` writes after each prompt, cut before the padding; the baseline.
 
-        The prompts are padded on the left. Sampling draws from (seed), for the whole batch at once.
+        The prompts are padded on the left. Sampling draws from (seed), for the whole batch at once. With
+        `prompt_lookup` it drafts as many tokens from the prompt (one prompt at a time).
         """
         longest = max(map(len, prompts))
         pad = self.end_tokens[0] if self.end_tokens else 0
@@ -140,7 +163,11 @@ class TargetModel:
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=self.device)
         sampled = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
         config = GenerationConfig(
-            max_new_tokens=max_new_tokens, pad_token_id=pad, eos_token_id=self.end_tokens or None, **sampled
+            max_new_tokens=max_new_tokens,
+            pad_token_id=pad,
+            eos_token_id=self.end_tokens or None,
+            prompt_lookup_num_tokens=prompt_lookup,
+            **sampled,
         )
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(seed)
@@ -164,40 +191,14 @@ class TargetModel:
             )
 
 
-def refuse_recurrent(model: PreTrainedModel) -> None:
-    """Raises ValueError for a model that keeps more than keys and values; first of all, as such may have no heads."""
-    text = model.config.get_text_config()
-    recurrent = RECURRENT_LAYER_TYPES.intersection(getattr(text, "layer_types", None) or ())
-    if recurrent or getattr(model, "_is_stateful", False):
-        raise ValueError(
-            f"target.path: a {text.model_type!r} model keeps a recurrent state "
-            f"({', '.join(sorted(recurrent)) or 'stateful'}), "
-            "which cannot be rolled back after a rejected draft; choose a target whose layers are all attention"
-        )
-
-
-def attention_windows(model: PreTrainedModel) -> dict[str, int | None]:
-    """How far back each type of layer sees, in positions; None is all the way."""
-    text = model.config.get_text_config()
-    kinds = sorted(set(getattr(text, "layer_types", None) or ()))
-    window = getattr(text, "sliding_window", None)
-    if not kinds:
-        return {"all layers": window}
-    return {kind: window if kind == "sliding_attention" else None for kind in kinds}
-
-
-def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The stack of decoder layers: the first module list as long as the configuration says."""
-    num_layers = model.config.get_text_config().num_hidden_layers
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
-            return module
-    raise ValueError(f"{type(model).__name__} has no list of {num_layers} layers to tap; it is not a known decoder")
-
-
 def end_tokens(model: PreTrainedModel) -> list[int]:
     """Every token that ends a text, as the model's generation config or config says."""
     found = model.generation_config.eos_token_id if model.generation_config is not None else None
     found = model.config.get_text_config().eos_token_id if found is None else found
     return [] if found is None else [found] if isinstance(found, int) else list(found)
 
+
+def pad_token(model: PreTrainedModel) -> int | None:
+    """What fills up shorter texts, as the model's generation config or config says."""
+    found = model.generation_config.pad_token_id if model.generation_config is not None else None
+    return model.config.get_text_config().to_dict().get("pad_token_id") if found is None else found

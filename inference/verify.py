@@ -50,7 +50,8 @@ def accept_allowed(
         path = [depths.index(max(depths))]
         while path[0]:
             path.insert(0, parents[path[0]])
-        accepted.append(Accepted(path, [*(tokens[node] for node in path[1:]), chosen[path[-1]]], count_drafted(parents)))
+        taken = [*(tokens[node] for node in path[1:]), chosen[path[-1]]]
+        accepted.append(Accepted(path, taken, count_drafted(parents)))
     return accepted
 
 

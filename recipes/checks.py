@@ -24,6 +24,9 @@ def check_against_disk(values: dict[str, Any]) -> Iterator[Finding]:
         yield "data.prompts", f"{allowed}; put the prompts there ({FROM_HERE})"
     if isinstance(heldout_prompts, str) and not Path(os.path.expanduser(heldout_prompts)).is_file():
         yield "data.heldout_prompts", f"an existing JSONL file is allowed; put the prompts there ({FROM_HERE})"
+    train, kind = dict_or_empty(values.get("train")), head.get("kind")
+    if train.get("regression_weight") and kind != "eagle1":
+        yield "train.regression_weight", f"0 or null is allowed, as {kind} guesses no feature; choose head.kind eagle1"
     if isinstance(path, str) and path and is_local(path):
         yield from check_target(Path(os.path.expanduser(path)), head)
 

@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 from recipes.schema import Recipe, Section
 
@@ -21,19 +21,51 @@ class FieldInWords:
 
 
 @cache
-def recipe_sections() -> dict[str, type[Section]]:
-    """The sections of a recipe by name."""
-    annotations = {name: field.annotation for name, field in Recipe.model_fields.items()}
-    return {name: kind for name, kind in annotations.items() if isinstance(kind, type) and issubclass(kind, Section)}
+def recipe_sections() -> dict[str, dict[str, type[Section]]]:
+    """The sections of a recipe by name, each by its `kind`; where there is but one kind, its name is empty."""
+    found = {name: kinds_of(field.annotation) for name, field in Recipe.model_fields.items()}
+    return {name: kinds for name, kinds in found.items() if kinds}
+
+
+def kinds_of(annotation: Any) -> dict[str, type[Section]]:
+    """The sections that a field of the recipe may hold."""
+    models = [model for model in get_args(annotation) or (annotation,) if isinstance(model, type)]
+    sections = [model for model in models if issubclass(model, Section)]
+    if len(sections) == 1:
+        return {"": sections[0]}
+    return {get_args(section.model_fields["kind"].annotation)[0]: section for section in sections}
+
+
+def section_keys(name: str, kind: str | None = None) -> list[str]:
+    """The keys of a section, of one kind or of any; "" is the top of a recipe."""
+    if not name:
+        return list(Recipe.model_fields)
+    kinds = recipe_sections()[name]
+    models = kinds.values() if kind is None else [kinds[kind]]
+    return list(dict.fromkeys(key for model in models for key in model.model_fields))
 
 
 @cache
 def recipe_fields() -> dict[str, FieldInWords]:
     """Every field by its path, in the order of the schema."""
     schemas = {name: schema for name, schema in properties(Recipe).items() if name not in recipe_sections()}
-    for section, model in recipe_sections().items():
-        schemas |= {f"{section}.{name}": schema for name, schema in properties(model).items()}
+    for section in recipe_sections():
+        schemas |= {f"{section}.{name}": schema for name, schema in section_properties(section).items()}
     return {path: field_in_words(path, schema) for path, schema in schemas.items()}
+
+
+def section_properties(name: str) -> dict[str, dict[str, Any]]:
+    """A section's fields as JSON schemas, those of all its kinds together."""
+    kinds = {kind: properties(model) for kind, model in recipe_sections()[name].items()}
+    merged = {}
+    for key in section_keys(name):
+        holders = [kind for kind in kinds if key in kinds[kind]]
+        merged[key] = dict(kinds[holders[0]][key])
+        if key == "kind":
+            merged[key] = {"enum": holders, "description": merged[key]["description"]}
+        elif len(holders) < len(kinds):
+            merged[key]["description"] += f" Only {' and '.join(holders)}."
+    return merged
 
 
 def properties(model: type[Section]) -> dict[str, dict[str, Any]]:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from recipes.checks import check_against_disk
-from recipes.fields import in_yaml, recipe_fields, recipe_sections
+from recipes.fields import in_yaml, recipe_fields, recipe_sections, section_keys
 from recipes.schema import Recipe
 
 
@@ -146,28 +146,36 @@ def apply_override(raw: RawRecipe, override: str) -> None:
 
 def add_schema_mistake(raw: RawRecipe, details: ErrorDetails) -> None:
     """Put what pydantic found into the words of the report."""
-    path = ".".join(str(part) for part in details["loc"][:2])  # a list's item is reported with its whole list
+    section, *inside = map(str, details["loc"])
+    kind = inside.pop(0) if inside and inside[0] in recipe_sections().get(section, {}) else ""
+    if details["type"].startswith("union_tag"):
+        inside = ["kind"]
+    path = ".".join([section, *inside[:1]])  # a list's item is reported with its whole list
     known = recipe_fields().get(path)
     if details["type"] == "extra_forbidden":
-        raw.add_mistake(path, unknown_key(path))
+        raw.add_mistake(path, unknown_key(path, kind))
     elif known is None:
-        keys = ", ".join(recipe_sections()[path].model_fields)
+        keys = ", ".join(section_keys(path))
         raw.add_mistake(path, f"a section is allowed, with keys of {keys}; write them below `{path}:`, one per line")
     elif details["type"] == "value_error":
         raw.add_mistake(path, str(details["ctx"]["error"]))
     else:
         advice = "add it" if raw.given(path) == "nothing" else "write such a value"
-        if near := difflib.get_close_matches(str(details["input"]), known.choices, n=1):
+        given = details.get("ctx", {}).get("tag", details["input"])
+        if near := difflib.get_close_matches(str(given), known.choices, n=1):
             advice = f"did you mean {near[0]}?"
         elif known.default is not None:
             advice += f", or leave it out for the default, {known.default}"
         raw.add_mistake(path, f"{known.allowed} is allowed; {advice}")
 
 
-def unknown_key(path: str) -> str:
+def unknown_key(path: str, kind: str) -> str:
     """What to say of a key that the schema does not have: its likely meaning and its neighbours."""
     section, _, key = path.rpartition(".")
-    keys = list(recipe_sections()[section].model_fields if section else Recipe.model_fields)
+    keys = section_keys(section, kind)
+    if path in recipe_fields():
+        others = " or ".join(other for other in recipe_sections()[section] if key in section_keys(section, other))
+        return f"but with kind {kind} only {', '.join(keys)} are allowed; remove it, or choose kind {others}"
     elsewhere = [other for other in recipe_fields() if other.rpartition(".")[2] == key]
     meant = difflib.get_close_matches(key, keys, n=1) or elsewhere
     advice = f"did you mean {' or '.join(meant)}?" if meant else "remove it"

@@ -19,6 +19,8 @@ Taps = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, mi
 Dtype = Literal["float32", "bfloat16", "float16"]
 NodePath = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, min_length=1)]
 Paths = Annotated[tuple[NodePath, ...], Field(strict=False, min_length=1)]
+Weights = Annotated[tuple[Annotated[float, Field(ge=0)], ...], Field(strict=False, min_length=1)]
+Objective = Literal["soft_cross_entropy", "reverse_kl", "total_variation", "log_acceptance", "blended_acceptance"]
 Baseline = Literal["plain", "generate", "chain", "tree", "untrained"]
 Baselines = Annotated[tuple[Baseline, ...], Field(strict=False, min_length=1)]
 
@@ -39,8 +41,8 @@ class TargetSection(Section):
         default="auto", description="auto is cuda if there is one, else cpu; or a torch device, cuda:1."
     )
     trust_remote_code: bool = Field(default=False, description="Run the model code that a hub repository ships.")
-    attention: Literal["sdpa", "eager"] = Field(
-        default="sdpa", description="The target's attention code; Gemma 2 and gpt-oss need eager."
+    attention: Literal["auto", "sdpa", "eager"] = Field(
+        default="auto", description="The target's attention code; auto is the fastest that computes it exactly."
     )
 
 
@@ -62,14 +64,36 @@ class DataSection(Section):
     dtype: Dtype = Field(default="bfloat16", description="Number format of the stored features.")
 
 
-class Eagle3Section(Section):
-    """An EAGLE-3 draft head (arXiv 2503.01840); null sizes are the target's own."""
+class LayerSection(Section):
+    """The sizes that all draft heads of one decoder layer have; null is the target's own."""
 
-    kind: Literal["eagle3"] = Field(description="Architecture of the draft head.")
-    hidden_size: int | None = Field(default=None, gt=0, description="Width of the head, in features.")
+    kind: str
     intermediate_size: int | None = Field(default=None, gt=0, description="Width of the head's MLP, in features.")
     num_heads: int | None = Field(default=None, gt=0, description="Attention heads.")
     num_kv_heads: int | None = Field(default=None, gt=0, description="Key and value heads, a divisor of num_heads.")
+
+    @field_validator("num_kv_heads")
+    @classmethod
+    def kv_heads_divide_heads(cls, num_kv_heads: int | None, section: ValidationInfo) -> int | None:
+        num_heads = section.data.get("num_heads")
+        if num_heads is not None and num_kv_heads is not None and num_heads % num_kv_heads:
+            raise ValueError(f"a divisor of num_heads, {num_heads}, is allowed; change either of them")
+        return num_kv_heads
+
+
+class Eagle1Section(LayerSection):
+    """An EAGLE-1 draft head (arXiv 2401.15077); train.unroll above 1 makes it HASS (2408.15766)."""
+
+    kind: Literal["eagle1"] = Field(description="Architecture of the draft head.")
+
+
+class Eagle3Section(LayerSection):
+    """An EAGLE-3 draft head (arXiv 2503.01840)."""
+
+    kind: Literal["eagle3"] = Field(description="Architecture of the draft head.")
+    hidden_size: int | None = Field(
+        default=None, gt=0, description="Width of the head, in features; another than the target's adds an embedding."
+    )
     draft_vocab_size: int | None = Field(
         default=None, gt=0, description="Most frequent tokens that the head may draft; null is the whole vocabulary."
     )
@@ -87,16 +111,8 @@ class Eagle3Section(Section):
             raise ValueError(f"ascending indices, each once, are allowed; write {sorted(set(taps))}")
         return taps
 
-    @field_validator("num_kv_heads")
-    @classmethod
-    def kv_heads_divide_heads(cls, num_kv_heads: int | None, section: ValidationInfo) -> int | None:
-        num_heads = section.data.get("num_heads")
-        if num_heads is not None and num_kv_heads is not None and num_heads % num_kv_heads:
-            raise ValueError(f"a divisor of num_heads, {num_heads}, is allowed; change either of them")
-        return num_kv_heads
 
-
-HeadSection = Eagle3Section  # a second kind makes this Annotated[A | B, Field(discriminator="kind")]
+HeadSection = Annotated[Eagle1Section | Eagle3Section, Field(discriminator="kind")]
 
 
 class TrainSection(Section):
@@ -119,11 +135,46 @@ class TrainSection(Section):
     unroll_decay: float = Field(
         default=0.8, gt=0, le=1, description="Weight of an unroll step over that of the one before."
     )
+    unroll_weights: Weights | None = Field(
+        default=None, description="Weight of each unroll step, in turn; null leaves them to unroll_decay."
+    )
+    objective: Objective = Field(
+        default="soft_cross_entropy",
+        description="Loss between the head's distribution and the target's; the acceptance ones are the LK losses.",
+    )
+    objective_weight: float | None = Field(
+        default=None, gt=0, description="Weight of the objective; null is 0.1 for eagle1 and 1 for other heads."
+    )
+    regression_weight: float | None = Field(
+        default=None,
+        ge=0,
+        description="Weight of the smooth-L1 distance to the target's feature; null is 1 for eagle1, others have none.",
+    )
+    input_noise: float | None = Field(
+        default=None,
+        ge=0,
+        description="Width of the noise on input features, times 512 / tokens; null is 0.2 for eagle1, 0 for others.",
+    )
+    activation_checkpointing: bool = Field(
+        default=False, description="Keep less of each unroll step in memory and compute it again for the gradient."
+    )
     checkpoint_every: int = Field(default=500, gt=0, description="Steps between checkpoints.")
     keep_checkpoints: int = Field(default=2, gt=0, description="Newest checkpoints kept.")
     eval_every: int = Field(default=500, gt=0, description="Steps between measurements on held-out data.")
     eval_prompts: int = Field(default=8, ge=0, description="Held-out prompts decoded at each measurement; 0 is none.")
     log_every: int = Field(default=10, gt=0, description="Steps between logged metrics.")
+
+    @field_validator("unroll_weights")
+    @classmethod
+    def one_weight_for_each_step(
+        cls, weights: tuple[float, ...] | None, section: ValidationInfo
+    ) -> tuple[float, ...] | None:
+        unroll = section.data.get("unroll")
+        if weights is not None and unroll is not None and len(weights) != unroll:
+            raise ValueError(f"a list of {unroll} weights, one for each of train.unroll, is allowed; change either")
+        if weights is not None and not any(weights):
+            raise ValueError("a list with a weight above 0 is allowed; otherwise nothing is learnt")
+        return weights
 
 
 class DecodeSection(Section):
@@ -162,7 +213,9 @@ class DecodeSection(Section):
         default=1.0, gt=0, description="Divides the logits of tokens of prompt and output; 1 is none."
     )
     presence_penalty: float = Field(default=0.0, description="Taken from the logits of tokens of the output, once.")
-    frequency_penalty: float = Field(default=0.0, description="Taken from the logits of the output's tokens, each time.")
+    frequency_penalty: float = Field(
+        default=0.0, description="Taken from the logits of the output's tokens, each time."
+    )
     max_new_tokens: int = Field(default=512, gt=0, description="Longest output, in tokens.")
     max_batch: int = Field(default=16, gt=0, description="Sequences decoded together, where many are given.")
     seed: int = Field(

@@ -8,6 +8,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from heads.base import DraftHead
+from heads.eagle1 import Eagle1Head, Eagle1Shape
 from heads.eagle3 import Eagle3Head, Eagle3Shape
 from heads.frozen import FrozenTarget
 from heads.vocab import DraftVocab
@@ -18,7 +20,7 @@ torch.set_num_threads(1)
 TAPS = (2, 3, 4)  # the default ones of 7 layers
 
 ModelFactory = Callable[..., LlamaForCausalLM]
-HeadFactory = Callable[..., Eagle3Head]
+HeadFactory = Callable[..., Any]  # of the class that was asked for
 
 
 @pytest.fixture(autouse=True)
@@ -73,24 +75,27 @@ def frozen(target_folder: Path) -> FrozenTarget:
 
 
 @pytest.fixture(scope="session")
-def make_head(target: TargetModel) -> HeadFactory:
-    """make_head(seed=1, vocab=None, **shape): a head of random weights, none of them zero, so that all of them count.
+def make_head(frozen: FrozenTarget) -> HeadFactory:
+    """make_head(kind="eagle3", seed=1, vocab=None, **shape): a head of random weights, none of them zero, so that all
+    of them count.
 
-    A drawn weight of a norm lies around 1; `shape` overrides Eagle3Shape.
+    A drawn weight of a norm lies around 1; `shape` overrides the head's shape.
     """
 
-    def make(seed: int = 1, vocab: DraftVocab | None = None, **shape: Any) -> Eagle3Head:
-        config = target.config
+    def make(kind: str = "eagle3", seed: int = 1, vocab: DraftVocab | None = None, **shape: Any) -> DraftHead:
+        config = frozen.config
         sizes: dict[str, Any] = {
             "hidden_size": config.hidden_size,
             "intermediate_size": 40,
             "num_heads": 4,
             "num_kv_heads": 2,
             "head_dim": 8,
-            "taps": TAPS,
         }
-        full = DraftVocab.full(config.vocab_size)
-        head = Eagle3Head(Eagle3Shape(**{**sizes, **shape}), config, vocab or full, target.embedding)
+        if kind == "eagle1":
+            head: DraftHead = Eagle1Head(Eagle1Shape(**{**sizes, **shape}), frozen)
+        else:
+            full, sizes = DraftVocab.full(config.vocab_size), {**sizes, "taps": TAPS, **shape}
+            head = Eagle3Head(Eagle3Shape(**sizes), config, vocab or full, frozen.embedding)
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in head.parameters():

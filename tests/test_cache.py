@@ -1,45 +1,59 @@
 """Laws of the cache: what is kept is what a forward over the kept tokens alone would have written, and nothing else."""
 
-from typing import Any
+import math
+from collections.abc import Callable
 
 import pytest
 import torch
+from scripted import DRAFTERS, Hidden, Oracle, Texts, side_by_side
 from torch import Tensor
-from transformers import MistralConfig, MistralForCausalLM
 
+import inference.cache
+import inference.decode
 from heads.cache import Slots
 from heads.eagle3 import Eagle3Head
 from inference.cache import KVCache
+from inference.decode import DecodeLoop, Request, generate, generate_batch
+from inference.sampling import Sampling
 from inference.target import TargetModel
 from inference.tree import Tree
 
-PROMPT = [5, 6, 7, 11, 3]
+PROMPTS = [[5, 6, 7, 11, 3], [9, 9, 1], [*range(20, 31)]]
+PROMPT = PROMPTS[0]
 
 
-def random_tree(nodes: int, vocab_size: int = 97) -> Tree:
-    parents = [-1] + [int(torch.randint(node, ())) for node in range(1, nodes)]
-    return Tree(torch.randint(vocab_size, (nodes,)), torch.tensor(parents))
+def random_tree(*sizes: int) -> Tree:
+    """A row of so many nodes each."""
+    rows = []
+    for nodes in sizes:
+        parents = [-1] + [int(torch.randint(node, ())) for node in range(1, nodes)]
+        rows.append((torch.randint(97, (nodes,)).tolist(), parents))
+    return side_by_side(rows)
 
 
-def path_to(tree: Tree, node: int) -> list[int]:
+def path_to(tree: Tree, node: int, row: int = 0) -> list[int]:
     """From the root down to the node."""
     path = [node]
-    while (parent := int(tree.parents[path[0]])) >= 0:
+    while (parent := int(tree.parents[row, path[0]])) >= 0:
         path.insert(0, parent)
     return path
 
 
-def prompted(target: TargetModel, tokens: list[int], capacity: int = 64) -> KVCache:
-    """A cache that has taken in the tokens."""
-    cache = target.new_cache(capacity)
-    target.forward(torch.tensor([tokens]), cache=cache)
-    cache.target.advance(len(tokens))
+def prompted(
+    target: TargetModel, *prompts: list[int], capacity: int = 64, static: bool = False, storage: float = 0.0
+) -> KVCache:
+    """A cache whose rows have taken in the prompts, each by itself."""
+    cache = target.new_cache(capacity, batch=len(prompts), static=static)
+    cache.target.storage.fill_(storage)
+    for number, prompt in enumerate(prompts):
+        target.forward(torch.tensor([prompt]), cache=cache.row(number))
+    cache.target.set_lengths([len(prompt) for prompt in prompts])
     return cache
 
 
-def kept(slots: Slots) -> Tensor:
-    """[layers, kv, batch, kv_heads, length, head_dim]"""
-    return slots.storage[..., : slots.length, :]
+def kept(slots: Slots, row: int = 0) -> Tensor:
+    """[layers, kv, kv_heads, length, head_dim]"""
+    return slots.storage[:, :, row, :, : slots.lengths[row]]
 
 
 def test_a_kept_path_equals_its_forward_from_scratch_in_every_layer(target: TargetModel) -> None:
@@ -48,40 +62,56 @@ def test_a_kept_path_equals_its_forward_from_scratch_in_every_layer(target: Targ
         \\- 5 - 7
             \\- 8
     """
-    tree = Tree(torch.randint(97, (9,)), torch.tensor([-1, 0, 0, 1, 2, 2, 3, 5, 5]))
+    tree = Tree(torch.randint(97, (1, 9)), torch.tensor([[-1, 0, 0, 1, 2, 2, 3, 5, 5]]))
     for path in ([0], [0, 1], [0, 2], [0, 1, 3, 6], [0, 2, 4], [0, 2, 5, 8]):
         cache = prompted(target, PROMPT)
         target.verify(tree, cache)
-        cache.target.keep(path)
-        assert cache.target.length == len(PROMPT) + len(path)
-        scratch = prompted(target, PROMPT + tree.tokens[path].tolist())
+        cache.target.keep([path])
+        assert cache.target.lengths == [len(PROMPT) + len(path)]
+        scratch = prompted(target, PROMPT + tree.tokens[0, path].tolist())
         torch.testing.assert_close(kept(cache.target), kept(scratch.target), atol=1e-4, rtol=1e-4)
 
 
-def test_many_kept_paths_in_a_row_equal_one_forward(target: TargetModel) -> None:
-    cache, tokens = prompted(target, PROMPT, 128), list(PROMPT)
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_many_kept_paths_in_a_row_equal_one_forward_in_every_row(target: TargetModel, static: bool) -> None:
+    """Rows of different lengths with trees of different sizes, of which they keep different numbers of nodes."""
+    cache, texts = prompted(target, *PROMPTS, capacity=90, static=static), [list(prompt) for prompt in PROMPTS]
     for _ in range(6):
-        tree = random_tree(7)
+        sizes = torch.randint(1, 9, (3,)).tolist()
+        tree = random_tree(*sizes)
         target.verify(tree, cache)
-        path = path_to(tree, int(torch.randint(7, ())))
-        cache.target.keep(path)
-        tokens += tree.tokens[path].tolist()
-    torch.testing.assert_close(kept(cache.target), kept(prompted(target, tokens).target), atol=1e-4, rtol=1e-4)
+        paths = [path_to(tree, int(torch.randint(size, ())), row) for row, size in enumerate(sizes)]
+        cache.target.keep(paths)
+        for row, path in enumerate(paths):
+            texts[row] += tree.tokens[row, path].tolist()
+    assert cache.target.lengths == cache.target.starts.tolist() == [len(text) for text in texts]
+    for row, text in enumerate(texts):
+        scratch = prompted(target, text, capacity=90)
+        torch.testing.assert_close(kept(cache.target, row), kept(scratch.target), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("nodes", [1, 2, 12])
-def test_every_node_has_the_logits_of_its_own_path(target: TargetModel, nodes: int, seed: int) -> None:
-    """Logits, taps and last hidden state of a node in a tree are those of plain text: the prompt and its path."""
-    torch.manual_seed(seed)
-    tree = random_tree(nodes)
-    output = target.verify(tree, prompted(target, PROMPT))
-    for node in range(nodes):
-        path = path_to(tree, node)
-        plain = target.forward(torch.tensor([PROMPT + tree.tokens[path].tolist()]))
-        torch.testing.assert_close(output.logits[0, node], plain.logits[0, -1], atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(output.taps[0, node], plain.taps[0, -1], atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(output.last_hidden[0, node], plain.last_hidden[0, -1], atol=1e-4, rtol=1e-4)
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize("sizes", [(1,), (2,), (12,), (1, 1, 1), (12, 3, 7)], ids=str)
+def test_every_node_has_the_logits_of_its_own_path(target: TargetModel, sizes: tuple[int, ...], static: bool) -> None:
+    """Logits, taps and last hidden state of a node in a tree are those of plain text: its prompt and its path.
+
+    Whatever lies in the slots of nobody: here large numbers.
+    """
+    prompts = PROMPTS[: len(sizes)]
+    for seed in range(2):
+        torch.manual_seed(seed)
+        tree = random_tree(*sizes)
+        output = target.verify(tree, prompted(target, *prompts, static=static, storage=1e3))
+        for row, (prompt, nodes) in enumerate(zip(prompts, sizes, strict=True)):
+            for node in range(nodes):
+                text = prompt + tree.tokens[row, path_to(tree, node, row)].tolist()
+                plain = target.forward(torch.tensor([text]))
+                for mine, its in (
+                    (output.logits, plain.logits),
+                    (output.taps, plain.taps),
+                    (output.last_hidden, plain.last_hidden),
+                ):
+                    torch.testing.assert_close(mine[row, node], its[0, -1], atol=1e-3, rtol=1e-3)
 
 
 def test_a_text_in_blocks_equals_the_text_at_once(target: TargetModel) -> None:
@@ -89,58 +119,130 @@ def test_a_text_in_blocks_equals_the_text_at_once(target: TargetModel) -> None:
     cache, parts = target.new_cache(12, batch=2), []
     for block in tokens.split([5, 1, 4, 2], dim=1):
         parts.append(target.forward(block, cache=cache).logits)
-        cache.target.advance(block.shape[1])
+        cache.target.advance([block.shape[1]] * 2)
     torch.testing.assert_close(torch.cat(parts, dim=1), target.forward(tokens).logits, atol=1e-4, rtol=1e-4)
 
 
-def numbered_slots(layers: int = 3, batch: int = 2, capacity: int = 10, length: int = 2) -> Slots:
+def numbered_slots(*lengths: int, layers: int = 3, batch: int = 3, capacity: int = 12) -> Slots:
     """Every entry its own number; the last axis but one is the slot."""
     shape = layers, 2, batch, 2, capacity, 4
-    slots = Slots(torch.arange(torch.Size(shape).numel()).float().reshape(shape))
-    slots.advance(length)
+    slots = Slots(torch.arange(torch.Size(shape).numel()).float().reshape(shape), batch)
+    slots.set_lengths([*lengths])
     return slots
 
 
-@pytest.mark.parametrize("path", [[0], [0, 1, 2], [1], [0, 2], [0, 1, 4, 6], [2, 3, 7], [7]])
+PATHS = [[0], [0, 1, 2], [1], [0, 2], [0, 1, 4, 6], [2, 3, 7], [7]]
+
+
+@pytest.mark.parametrize("path", PATHS, ids=str)
 def test_keep_moves_a_path_together_in_every_layer_and_touches_nothing_before(path: list[int]) -> None:
     """slots  v v 0 1 2 3 4 5 6 7     keep 0 1 4 6 ->   v v 0 1 4 6"""
-    slots = numbered_slots()
+    slots = numbered_slots(2, 2)
     before = slots.storage.clone()
-    slots.keep(path)
-    assert slots.length == 2 + len(path)
-    assert torch.equal(kept(slots), before[..., [0, 1, *(2 + node for node in path)], :])
+    slots.keep([path, path])
+    assert slots.lengths == slots.starts.tolist() == [2 + len(path)] * 2
+    for row in (0, 1):
+        assert torch.equal(kept(slots, row), before[:, :, row][:, :, :, [0, 1, *(2 + node for node in path)]])
 
 
-@pytest.mark.parametrize("path", [[], [0], [0, 1], [0, 1, 2, 3, 4, 5, 6, 7]])
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_keep_moves_nothing_but_the_paths(static: bool) -> None:
+    """Each row's own; where the nodes came from, rows with shorter paths and rows of nobody stay as they were."""
+    for paths in ([[0, 3, 4], [0], [0, 1]], [[0, 1], [0, 2, 3, 6], [5]], [[0], [7], [0, 1, 2]], [[2, 3], [1], [0]]):
+        slots = numbered_slots(3, 0, 4, batch=4)
+        slots.static = static
+        wanted = slots.storage.clone()
+        for row, path in enumerate(paths):
+            start = slots.lengths[row]
+            wanted[:, :, row, :, start : start + len(path)] = slots.storage[:, :, row][
+                :, :, :, [start + node for node in path]
+            ]
+        slots.keep(paths)
+        assert torch.equal(slots.storage, wanted)
+        assert slots.lengths == [3 + len(paths[0]), len(paths[1]), 4 + len(paths[2])]
+
+
+@pytest.mark.parametrize("path", [[0], [0, 1], [0, 1, 2, 3, 4, 5, 6, 7]], ids=str)
 def test_a_path_that_lies_where_it_belongs_is_not_moved(path: list[int]) -> None:
-    slots = numbered_slots()
+    slots = numbered_slots(2, 4)
     writes = slots.storage._version  # torch counts every write to a tensor
-    slots.keep(path)
+    slots.keep([path, [0]])
     assert slots.storage._version == writes
-    assert slots.length == 2 + len(path)
+    assert slots.bytes_moved == 0
+    assert slots.lengths == [2 + len(path), 5]
+
+
+def test_the_bytes_that_keep_moves_are_the_paths_and_not_the_contexts(target: TargetModel) -> None:
+    """7 layers x keys and values x 2 heads x 8 entries x 4 bytes = 896 for each node that must move, of each row."""
+    for context in (10, 200):
+        cache = target.new_cache(256)
+        cache.target.set_lengths([context])
+        cache.target.keep([[0, 1, 4, 6]])  # 0 and 1 lie where they belong
+        assert cache.target.bytes_moved == 2 * 896
+        cache.target.keep([[0, 1, 2]])
+        assert cache.target.bytes_moved == 2 * 896
+        cache.target.keep([[0, 2, 3, 4, 5]])
+        assert cache.target.bytes_moved == (2 + 4) * 896
+    cache = target.new_cache(256, batch=2)
+    cache.target.set_lengths([10, 200])
+    cache.target.keep([[0, 3], [0, 1, 2, 5]])
+    assert cache.target.bytes_moved <= 2 * 3 * 896
+
+
+def test_the_bytes_moved_in_a_generation_do_not_grow_with_its_prompt(target: TargetModel) -> None:
+    """The same accepted paths behind 10 and behind 200 tokens; at most the accepted ones move, 896 bytes each."""
+    moved = []
+    for length in (10, 200):
+        prompt = [5 + i % 7 for i in range(length)]
+        text = generate(target, prompt, 25).tokens
+        drafter = Hidden(prompt + text)
+        drafter.below = lambda end: end // 2  # type: ignore[method-assign] # the same trees in both
+        stats = generate(target, prompt, 25, drafter=drafter).stats
+        moved.append(stats.bytes_moved)
+        assert 0 < stats.bytes_moved <= 896 * stats.tokens
+    assert moved[0] == moved[1]
 
 
 def test_what_is_not_taken_in_is_overwritten() -> None:
     slots = Slots(torch.zeros(1, 2, 1, 1, 8, 1))
     first, second = torch.full((1, 1, 3, 1), 1.0), torch.full((1, 1, 2, 1), 2.0)
     slots.append(0, first, first)
-    slots.advance(1)
+    slots.advance([1])
     keys, values = slots.append(0, second, -second)
     assert keys.flatten().tolist() == [1, 2, 2]
     assert values.flatten().tolist() == [1, -2, -2]
-    slots.rewind(0)
+    slots.set_lengths([0])
     assert slots.append(0, second, second)[0].flatten().tolist() == [2, 2]
 
 
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_a_block_goes_behind_each_rows_own_length_and_pending_tokens(static: bool) -> None:
+    """row 0  v v v 1 1 2 .     row 1  v 1 1 2 . . .     and a third one is not in use"""
+    slots = Slots(torch.zeros(1, 2, 3, 1, 7, 1), 3, static)
+    slots.set_lengths([3, 1])
+    for value, count in ((1.0, 2), (2.0, 1)):
+        block = torch.full((2, 1, count, 1), value)
+        keys, values = slots.append(0, block, -block)
+        slots.hold(count)
+    wanted = torch.tensor([[0, 0, 0, 1, 1, 2, 0], [0, 1, 1, 2, 0, 0, 0], [0] * 7]).float()
+    assert torch.equal(slots.storage[0, 0, :, 0, :, 0], wanted)
+    assert torch.equal(slots.storage[0, 1, :, 0, :, 0], -wanted)
+    width = 7 if static else 6
+    assert torch.equal(keys[:, 0, :, 0], wanted[:2, :width])
+    assert torch.equal(values[:, 0, :, 0], -wanted[:2, :width])
+    slots.advance([1, 2])
+    assert (slots.lengths, slots.starts.tolist(), slots.pending) == ([4, 3], [4, 3], 0)
+
+
 def test_overflow_is_an_error_that_says_by_how_much() -> None:
-    slots = Slots(torch.zeros(1, 2, 1, 1, 8, 1))
-    slots.advance(6)
+    slots = Slots(torch.zeros(1, 2, 2, 1, 8, 1), 2)
+    slots.set_lengths([1, 6])
     before = slots.storage.clone()
-    block = torch.ones(1, 1, 3, 1)
+    block = torch.ones(2, 1, 3, 1)
     with pytest.raises(ValueError, match="9 tokens do not fit the cache's 8 slots"):
         slots.append(0, block, block)
     assert torch.equal(slots.storage, before)
-    assert slots.length == 6
+    assert slots.lengths == [1, 6]
 
 
 def test_a_target_overflows_like_its_slots(target: TargetModel) -> None:
@@ -149,36 +251,169 @@ def test_a_target_overflows_like_its_slots(target: TargetModel) -> None:
         target.verify(random_tree(4), cache)
 
 
-def test_target_and_head_share_one_allocation_and_no_slot(target: TargetModel, head: Eagle3Head) -> None:
-    cache = target.new_cache(16, head.cache_shape)
+def test_a_row_by_itself_is_empty_and_writes_where_it_belongs(target: TargetModel, head: Eagle3Head) -> None:
+    """The other rows' content and lengths stay as they are, also those of a row that is not in use."""
+    cache = target.new_cache(16, head.cache_shape, batch=3)
     assert cache.head is not None
-    start, end = cache.storage.data_ptr(), cache.storage.data_ptr() + cache.num_bytes
-    assert start == cache.target.storage.data_ptr()
-    assert cache.head.storage.data_ptr() + cache.head.storage.nbytes == end
-    cache.storage.fill_(-1)
-    cache.target.storage.fill_(3)
-    assert (cache.head.storage == -1).all()
-    cache.head.storage.fill_(4)
-    assert (cache.target.storage == 3).all()
+    for slots in cache.slots:
+        slots.set_lengths([4, 2])
+    before = [slots.storage.clone() for slots in cache.slots]
+    row = cache.row(2)
+    assert row.head is not None
+    assert [slots.lengths for slots in row.slots] == [[0], [0]]
+    target.forward(torch.tensor([PROMPT]), cache=row)
+    block = torch.ones(1, *head.cache_shape[1:], 3).transpose(2, 3)
+    row.head.append(0, block, block)
+    for slots, old, count in zip(cache.slots, before, (len(PROMPT), 3), strict=True):
+        assert slots.lengths == [4, 2]
+        assert torch.equal(slots.storage[:, :, :2], old[:, :, :2])
+        assert torch.equal(slots.storage[:, :, 2, :, count:], old[:, :, 2, :, count:])
+        assert (slots.storage[:, :, 2, :, :count] != old[:, :, 2, :, :count]).any(-1).all()
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_the_last_row_takes_the_place_of_one_that_ends(number: int) -> None:
+    """rows a b c: end a -> c b, end b -> a c, end c -> a b"""
+    slots = numbered_slots(2, 7, 5)
+    rows = [kept(slots, row).clone() for row in range(3)]
+    slots.end_row(number)
+    order = {0: [2, 1], 1: [0, 2], 2: [0, 1]}[number]
+    assert slots.lengths == slots.starts.tolist() == [[2, 7, 5][row] for row in order]
+    for place, row in enumerate(order):
+        assert torch.equal(kept(slots, place), rows[row])
+    slots.end_row(0)
+    slots.end_row(0)
+    assert slots.lengths == slots.starts.tolist() == []
+
+
+def test_a_grown_cache_holds_what_it_held(target: TargetModel, head: Eagle3Head) -> None:
+    cache = target.new_cache(16, head.cache_shape, batch=3)
+    for slots in cache.slots:
+        slots.storage.normal_()
+        slots.set_lengths([7, 3])
+    cache.target.keep([[0, 2], [0]])
+    before = [[kept(slots, row).clone() for row in (0, 1)] for slots in cache.slots]
+    cache.make_room(17, 1000)
+    for slots, old in zip(cache.slots, before, strict=True):
+        assert slots.capacity >= 17
+        assert slots.storage.shape[2] == 3
+        assert [torch.equal(kept(slots, row), old[row]) for row in (0, 1)] == [True, True]
+        assert torch.isfinite(slots.storage).all()
+    assert cache.target.lengths == cache.target.starts.tolist() == [9, 4]
+    assert cache.target.bytes_moved > 0  # what was counted before is not forgotten
+
+
+@pytest.mark.parametrize(
+    ("capacity", "needed", "limit", "wanted"),
+    [
+        (100, 100, 1000, 100),  # there is room
+        (100, 101, 1000, 256),  # at least to double, in whole pages
+        (300, 301, 10_000, 768),
+        (256, 1500, 10_000, 1536),  # more than double, where that is needed
+        (600, 601, 1000, 1000),  # not beyond the limit, which need not be whole pages
+        (100, 120, 50, 120),  # but always what is needed
+    ],
+)
+def test_a_cache_grows_by_pages_and_to_double_and_not_beyond_the_limit(
+    capacity: int, needed: int, limit: int, wanted: int
+) -> None:
+    for head_shape in (None, (1, 1, 4)):
+        cache = KVCache.allocate((2, 1, 4), head_shape, capacity)
+        cache.make_room(needed, limit)
+        assert [slots.capacity for slots in cache.slots] == [wanted] * len(cache.slots)
+        assert cache.num_bytes == (2 if head_shape is None else 3) * 2 * wanted * 4 * 4
+
+
+def test_growing_copies_each_token_about_once() -> None:
+    """However many steps a text takes."""
+    cache, copied, most = KVCache.allocate((1, 1, 4), None, 256), 0, 20_000
+    for length in range(1, most):
+        before = cache.target.storage
+        cache.target.set_lengths([length])
+        cache.make_room(length + 1, 10 * most)
+        copied += length if cache.target.storage is not before else 0
+    assert copied < 2 * most
+
+
+@pytest.fixture
+def page(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """page(size): caches grow by so many tokens."""
+
+    def set_page(size: int) -> None:
+        for module in (inference.cache, inference.decode):
+            monkeypatch.setattr(module, "PAGE", size)
+
+    return set_page
+
+
+@pytest.mark.parametrize("drafter", ["head, wide tree", "half right head, tree", "truth hidden in a tree"])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=2, frequency_penalty=0.5)], ids=["greedy", "T=1"])
+def test_a_text_does_not_notice_that_its_cache_grows(
+    target: TargetModel,
+    make_head: Callable[..., Eagle3Head],
+    page: Callable[[int], None],
+    drafter: str,
+    sampling: Sampling,
+) -> None:
+    """Nor do other rows in the middle of theirs."""
+    requests = [Request(prompt, count, sampling) for prompt, count in zip(PROMPTS, (70, 12, 40), strict=True)]
+    wanted = [generate(target, r.prompt, r.max_new_tokens, sampling).tokens for r in requests]
+    whole = [prompt + text for prompt, text in zip(PROMPTS, wanted, strict=True)]
+    page(4)
+    loop = DecodeLoop(target, requests, DRAFTERS[drafter](Texts(target, whole, make_head)), max_batch=2)
+    capacities: list[int] = []
+    for _ in loop.run():
+        if loop.cache.target.capacity not in capacities:
+            capacities.append(loop.cache.target.capacity)
+    assert [generation.tokens for generation in loop.generations] == wanted
+    assert len(capacities) > 1
+    assert capacities == sorted(capacities)
+    assert capacities[-1] <= loop.limit
+
+
+def test_a_cache_is_no_larger_than_its_requests_can_fill(target: TargetModel) -> None:
+    """Whatever a page is, prompt, new tokens and the drafted nodes of the longest request."""
+    requests = [Request([1] * 10, 20), Request([1], 5)]
+    whole = [request.prompt + generate(target, request.prompt, request.max_new_tokens).tokens for request in requests]
+    loop = DecodeLoop(target, requests, Oracle(*whole), static=False)
+    next(loop.run())
+    assert loop.cache.target.capacity == loop.limit == 10 + 20 + Oracle.max_nodes
+    for generation in generate_batch(target, requests, Oracle(*whole), static=False):
+        assert generation.stats.cache_bytes == loop.cache.num_bytes == loop.limit * 2 * 896  # two rows
+
+
+def test_no_step_copies_or_allocates_the_cache(target: TargetModel) -> None:
+    text = generate(target, PROMPT, 30).tokens
+    loop, places = DecodeLoop(target, [Request(PROMPT, 30)], Hidden(PROMPT + text)), set()
+    for _ in loop.run():
+        places.add(loop.cache.target.storage.data_ptr())
+    assert len(places) == 1
+
+
+def test_target_and_head_share_one_allocation_and_no_slot(target: TargetModel, head: Eagle3Head) -> None:
+    for batch in (1, 3):
+        cache = target.new_cache(16, head.cache_shape, batch)
+        assert cache.head is not None
+        storage = cache.target.storage.untyped_storage()
+        assert cache.head.storage.untyped_storage().data_ptr() == storage.data_ptr()
+        assert cache.num_bytes == storage.nbytes() == batch * 16 * (896 + math.prod(head.cache_shape) * 2 * 4)
+        cache.target.storage.fill_(3)
+        assert (cache.head.storage == 0).all()
+        cache.head.storage.fill_(4)
+        assert (cache.target.storage == 3).all()
 
 
 def test_padding_slots_hold_no_nan(target: TargetModel) -> None:
     """A fused kernel may multiply a masked slot by weight 0, and 0 x NaN is NaN."""
-    assert torch.isfinite(target.new_cache(1000, (1, 2, 8)).storage).all()
+    cache = target.new_cache(1000, (1, 2, 8))
+    cache.make_room(3000, 3000)
+    assert all((slots.storage == 0).all() for slots in cache.slots)
 
 
-def test_a_cache_beyond_the_sliding_window_is_refused_with_both() -> None:
-    sizes: dict[str, Any] = {
-        "vocab_size": 31,
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-    }
-    windowed = TargetModel(MistralForCausalLM(MistralConfig(sliding_window=16, **sizes)), ())
-    assert windowed.new_cache(16).target.capacity == 16
-    with pytest.raises(ValueError, match=r"a cache of 17 tokens .* sliding window of 16"):
-        windowed.new_cache(17)
-    endless = TargetModel(MistralForCausalLM(MistralConfig(sliding_window=None, **sizes)), ())
-    assert endless.new_cache(17).target.capacity == 17
+def test_generations_beyond_a_page_are_batched_too(target: TargetModel, page: Callable[[int], None]) -> None:
+    """A waiting request whose prompt alone is longer than the rows that came before it."""
+    prompts = [[3], [4, 5], [7 + i % 50 for i in range(60)], [8]]
+    requests = [Request(prompt, 12) for prompt in prompts]
+    wanted = [generate(target, prompt, 12).tokens for prompt in prompts]
+    page(2)
+    assert [generation.tokens for generation in generate_batch(target, requests, max_batch=2)] == wanted

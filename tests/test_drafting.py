@@ -1,28 +1,34 @@
 """Laws of the head's drafter. A wrong draft is still decoded losslessly, so only these tests see a wrong tree."""
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from scripted import LOPSIDED, paths
 from torch import Tensor
 
 from heads.eagle3 import Eagle3Head
 from heads.vocab import DraftVocab
 from inference.cache import KVCache
+from inference.decode import Request, start_history
 from inference.drafters import Verified
-from inference.drafters.head import Growth, HeadDrafter
-from inference.sampling import Sampling, choice_scores
+from inference.drafters.cost_aware import growth_from_recipe
+from inference.drafters.growth import Dynamic, Fixed, Growth
+from inference.drafters.head import HeadDrafter
+from inference.sampling import BatchSampling, History, Sampling
 from inference.target import TargetModel
-from inference.tree import Tree
 from recipes.schema import DecodeSection
 
 TEXT = [5, 6, 7, 11, 3, 80, 41, 2, 9, 60, 33, 14]  # the last one is the root
+OTHERS = [[1, 2, 3], [50, *range(20, 36)]]
+PENALTIES = Sampling(0.8, repetition_penalty=1.6, frequency_penalty=2.0, presence_penalty=1.0, seed=3)
 MakeHead = Callable[..., Eagle3Head]
-GROWTHS = [Growth.chain(4), Growth(1, 5, 5), Growth(3, 4, 50), Growth(4, 3, 7)]
-growths = pytest.mark.parametrize("growth", GROWTHS, ids=str)
+GROWTHS: list[Growth] = [Dynamic.chain(4), Dynamic(1, 5, 5), Dynamic(3, 4, 50), Dynamic(4, 3, 7), LOPSIDED]
+growths = pytest.mark.parametrize("growth", GROWTHS, ids=["chain", "one level", "whole pool", "dynamic", "fixed"])
 
 
 @dataclass(frozen=True)
@@ -30,130 +36,247 @@ class Naive:
     """The drafter's definition: each path's next token scored by one pass of the head over the text and the path."""
 
     head: Eagle3Head
-    taps: Tensor  # [1, seq - 1, tapped], of all tokens but the root
+    target: TargetModel
     text: list[int]
     sampling: Sampling
 
     def scores(self, path: tuple[int, ...]) -> Tensor:
         """Log of the estimated chance of each draft token behind a path below the root. [draft_vocab]"""
-        features, tokens = self.head.project(self.taps), self.text[1:]
+        features, tokens = self.head.project(read_taps(self.target, self.text)), self.text[1:]
         for token in (*path, None):
             seq = features.shape[1]
             hidden = self.head(features, torch.tensor([tokens]), torch.arange(seq))[:, -1:]
             features = torch.cat([features, self.head.feedback(hidden)], dim=1)
             if token is not None:
                 tokens = [*tokens, token]
-        position = torch.tensor([len(self.text) + len(path)])
-        noisy = choice_scores(self.head.logits(hidden[0]), position, self.sampling, self.head.vocab.ids)
-        return noisy.log_softmax(-1)[0]
+        history = History.start([self.text[:2]], 97, "cpu")  # the prompt is two tokens
+        history.counts[0, 0] = torch.tensor([*self.text[2:], *path]).bincount(minlength=97)
+        position, ids = torch.tensor([[len(self.text) + len(path)]]), self.head.vocab.ids
+        noisy = BatchSampling([self.sampling], "cpu").scores(self.head.logits(hidden), position, history, ids)
+        return noisy.log_softmax(-1)[0, 0]
 
-    def tree(self, growth: Growth) -> dict[tuple[int, ...], float]:
-        """Paths and scores of the nodes that a dynamic tree keeps (arXiv 2406.16858, section 4)."""
+    def children(self, path: tuple[int, ...], count: int) -> dict[tuple[int, ...], float]:
+        """The likeliest ones, with log chances, those that cannot be left out."""
+        top = self.scores(path).topk(count)
+        found = zip(top.values.tolist(), self.head.vocab.ids[top.indices].tolist(), strict=True)
+        return {(*path, token): score for score, token in found if score > -math.inf}
+
+    def tree(self, growth: Growth, room: int = 99) -> set[tuple[int, ...]]:
+        return self.fixed(growth, room) if isinstance(growth, Fixed) else self.dynamic(growth, room)
+
+    def dynamic(self, growth: Growth, room: int) -> set[tuple[int, ...]]:
+        """Paths of the nodes that a dynamic tree keeps (arXiv 2406.16858, section 4)."""
         pool: dict[tuple[int, ...], float] = {}
         frontier: dict[tuple[int, ...], float] = {(): 0.0}
-        for _ in range(growth.depth):
+        for _ in range(min(growth.depth, room)):
             level = {}
             for path, total in frontier.items():
-                top = self.scores(path).topk(growth.width)
-                for score, index in zip(top.values.tolist(), top.indices.tolist(), strict=True):
-                    level[(*path, int(self.head.vocab.ids[index]))] = total + score
+                level |= {child: total + score for child, score in self.children(path, growth.width).items()}
             pool |= level
             frontier = dict(sorted(level.items(), key=lambda item: -item[1])[: growth.width])
-        return dict(sorted(pool.items(), key=lambda item: -item[1])[: growth.nodes])
+        return set(sorted(pool, key=lambda path: -pool[path])[: growth.nodes])
+
+    def fixed(self, growth: Fixed, room: int) -> set[tuple[int, ...]]:
+        """Every path of child numbers, its tokens put in their place."""
+        tokens: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}
+        for path in sorted(growth.paths, key=len):
+            if len(path) <= room and path[:-1] in tokens:
+                children = [*self.children(tokens[path[:-1]], path[-1] + 1)]
+                if len(children) > path[-1]:
+                    tokens[path] = children[path[-1]]
+        return set(tokens.values()) - {()}
 
 
-def paths(tree: Tree) -> set[tuple[int, ...]]:
-    """The tokens from below the root down to each node but the root."""
-    found: list[tuple[int, ...]] = [()]
-    for token, parent in zip(tree.tokens[1:].tolist(), tree.parents[1:].tolist(), strict=True):
-        found.append((*found[parent], token))
-    assert len(set(found)) == len(found)
-    return {path for path in found if path}
+def read_taps(target: TargetModel, text: list[int]) -> Tensor:
+    """Of all tokens but the root."""
+    return target.forward(torch.tensor([text[:-1]])).taps
 
 
-def read_taps(target: TargetModel) -> Tensor:
-    return target.forward(torch.tensor([TEXT[:-1]])).taps
+def verified(
+    target: TargetModel,
+    sampling: Sampling | list[Sampling],
+    *spans: tuple[int, int],
+    texts: list[list[int]] | None = None,
+    rooms: list[int] | None = None,
+) -> Verified:
+    """In row b, positions start..end - 1 of text b have become certain; the token behind them is the next root.
+
+    Prompts are two tokens long, for the sake of penalties.
+    """
+    texts = texts or [TEXT]
+    samplings = sampling if isinstance(sampling, list) else [sampling] * len(texts)
+    longest = max(end - start for start, end in spans)
+    taps = torch.zeros(len(texts), longest, 96)
+    tokens = torch.randint(97, (len(texts), longest))  # what a row is filled up with must not matter
+    for row, (text, (start, end)) in enumerate(zip(texts, spans, strict=True)):
+        taps[row, : end - start] = read_taps(target, text)[0, start:end]
+        tokens[row, : end - start] = torch.tensor(text[start + 1 : end + 1])
+    certain = [text[: end + 1] for text, (_, end) in zip(texts, spans, strict=True)]
+    requests = [Request(text[:2], 5, own) for text, own in zip(texts, samplings, strict=True)]
+    return Verified(
+        taps=taps,
+        next_tokens=tokens,
+        roots=torch.tensor([[text[-1]] for text in certain]),
+        starts=[start for start, _ in spans],
+        counts=[end - start for start, end in spans],
+        drafted=[0] * len(texts),
+        rooms=rooms or [99] * len(texts),
+        sampling=BatchSampling(samplings, "cpu"),
+        history=start_history(requests, [text[2:-1] for text in certain], target),
+        texts=certain,
+    )
 
 
-def verified(taps: Tensor, start: int, end: int, sampling: Sampling, room: int = 99) -> Verified:
-    """Positions start..end - 1 of TEXT have become certain, and the token behind them is the next root."""
-    return Verified(taps[0, start:end], torch.tensor(TEXT[start + 1 : end + 1]), start, room, sampling)
-
-
-def new_cache(target: TargetModel, drafter: HeadDrafter) -> KVCache:
-    return target.new_cache(len(TEXT) + drafter.max_nodes, drafter.cache_shape)
+def new_cache(target: TargetModel, drafter: HeadDrafter, batch: int = 1, static: bool = False) -> KVCache:
+    """With something in every slot, so that one that should not be seen shows."""
+    cache = target.new_cache(20 + drafter.max_nodes, drafter.cache_shape, batch, static)
+    for slots in cache.slots:
+        slots.storage.normal_()
+    return cache
 
 
 @growths
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("shape", [{}, {"fc_norm": True, "norm_output": True}], ids=["eagle3", "eagle3.1"])
-@pytest.mark.parametrize("vocab_size", [97, 20])
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(), Sampling(1.0, seed=3), Sampling(0.7, top_p=0.8, seed=1), PENALTIES],
+    ids=["greedy", "T=1", "top-p", "penalties"],
+)
+@pytest.mark.parametrize(
+    ("shape", "vocab_size"),
+    [({}, 97), ({"fc_norm": True, "norm_output": True}, 20)],
+    ids=["eagle3", "eagle3.1 of 20 tokens"],
+)
 def test_a_drafted_tree_is_the_naive_one(
     target: TargetModel,
     make_head: MakeHead,
     growth: Growth,
-    temperature: float,
+    sampling: Sampling,
     shape: dict[str, Any],
     vocab_size: int,
 ) -> None:
     vocab = DraftVocab.most_frequent(torch.randint(9, (97,)), vocab_size)
-    head, sampling, taps = make_head(vocab=vocab, **shape), Sampling(temperature, 3), read_taps(target)
+    head = make_head(vocab=vocab, **shape)
     drafter = HeadDrafter(head, growth)
-    tree = drafter.draft(verified(taps, 0, len(TEXT) - 1, sampling), new_cache(target, drafter))
-    assert tree.tokens[0] == TEXT[-1]
-    assert len(tree) <= drafter.max_nodes
-    assert paths(tree) == set(Naive(head, taps, TEXT, sampling).tree(growth))
+    tree = drafter.draft(verified(target, sampling, (0, len(TEXT) - 1)), new_cache(target, drafter))
+    assert tree.tokens[0, 0] == TEXT[-1]
+    assert tree.shape[1] <= drafter.max_nodes
+    assert paths(tree) == [Naive(head, target, TEXT, sampling).tree(growth)]
+
+
+@growths
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_each_row_of_a_batch_gets_the_tree_that_it_gets_alone(
+    target: TargetModel, head: Eagle3Head, growth: Growth, static: bool
+) -> None:
+    """Rows of different lengths, rooms and samplings: t of them certain, one of them with no room at all."""
+    drafter, texts = HeadDrafter(head, growth), [TEXT, *OTHERS, [7, 8]]
+    samplings, rooms = [Sampling(), PENALTIES, Sampling(1.0, seed=9), Sampling()], [99, 2, 1, 0]
+    cache = new_cache(target, drafter, len(texts), static)
+    spans = [(0, len(text) - 1) for text in texts]
+    tree = drafter.draft(verified(target, samplings, *spans, texts=texts, rooms=rooms), cache)
+    assert paths(tree) == [
+        Naive(head, target, text, sampling).tree(growth, room)
+        for text, sampling, room in zip(texts, samplings, rooms, strict=True)
+    ]
 
 
 @growths
 def test_a_tree_does_not_depend_on_how_the_text_became_certain(
     target: TargetModel, make_head: MakeHead, growth: Growth
 ) -> None:
-    """t: 0 1 2 3 4 | 5 | 6 7 8 | 9 10      whatever was drafted behind 4, 5 and 8 has left no trace"""
-    head, sampling, taps = make_head(norm_output=True), Sampling(1.0, 3), read_taps(target)
+    """t: 0 1 2 3 4 | 5 | 6 7 8 | 9 10      whatever was drafted behind 4, 5 and 8 has left no trace
+
+    Beside it another row goes at another pace: 0 1 | 2 3 4 5 6 7 | 8 | 9 .. 15
+    """
+    head, sampling, other = make_head(norm_output=True), Sampling(1.0, seed=3), OTHERS[1]
     drafter = HeadDrafter(head, growth)
-    at_once = drafter.draft(verified(taps, 0, 11, sampling), new_cache(target, drafter))
-    cache = new_cache(target, drafter)
-    for start, end in itertools.pairwise([0, 5, 6, 9, 11]):
-        in_steps = drafter.draft(verified(taps, start, end, sampling), cache)
+    at_once = drafter.draft(verified(target, sampling, (0, 11)), new_cache(target, drafter))
+    alone, together = new_cache(target, drafter), new_cache(target, drafter, 2)
+    for mine, its in zip(itertools.pairwise([0, 5, 6, 9, 11]), itertools.pairwise([0, 2, 8, 9, 16]), strict=True):
+        in_steps = drafter.draft(verified(target, sampling, mine), alone)
+        beside = drafter.draft(verified(target, sampling, mine, its, texts=[TEXT, other]), together)
     assert torch.equal(in_steps.tokens, at_once.tokens)
     assert torch.equal(in_steps.parents, at_once.parents)
+    assert paths(beside) == [*paths(at_once), Naive(head, target, other, sampling).tree(growth)]
 
 
 @pytest.mark.parametrize("room", [-1, 0, 1, 2])
 def test_no_tree_is_deeper_than_there_is_room(target: TargetModel, head: Eagle3Head, room: int) -> None:
     """The verified tokens are read all the same, or the next step would miss them."""
-    drafter, sampling, taps = HeadDrafter(head, Growth(4, 3, 30)), Sampling(), read_taps(target)
+    drafter, sampling = HeadDrafter(head, Dynamic(4, 3, 30)), Sampling()
     cache = new_cache(target, drafter)
-    tree = drafter.draft(verified(taps, 0, 7, sampling, room), cache)
+    tree = drafter.draft(verified(target, sampling, (0, 7), rooms=[room]), cache)
     assert int(tree.depths.max()) == max(room, 0)
-    after = drafter.draft(verified(taps, 7, 11, sampling), cache)
-    assert paths(after) == set(Naive(head, taps, TEXT, sampling).tree(drafter.growth))
+    after = drafter.draft(verified(target, sampling, (7, 11)), cache)
+    assert paths(after) == [Naive(head, target, TEXT, sampling).tree(drafter.growth)]
+
+
+def test_a_prompt_is_read_but_for_its_last_position(target: TargetModel, head: Eagle3Head) -> None:
+    """`begin`, then the first step, is the same as all at once, in whichever row it was read."""
+    drafter, sampling = HeadDrafter(head, Dynamic(3, 4, 8)), Sampling(1.0, seed=3)
+    for row in (0, 1):
+        cache = new_cache(target, drafter, 2)
+        drafter.begin(read_taps(target, TEXT), torch.tensor([TEXT[1:]]), cache.row(row))
+        assert cache.head is not None
+        cache.head.set_lengths([11, 11])
+        if row == 1:
+            cache.head.end_row(0)
+        else:
+            cache.head.set_lengths([11])
+        last = drafter.draft(verified(target, sampling, (10, 11)), cache)
+        assert paths(last) == [Naive(head, target, TEXT, sampling).tree(drafter.growth)]
+    begun = new_cache(target, drafter).row(0)
+    drafter.begin(read_taps(target, [1, 2]), torch.tensor([[2]]), begun)  # a prompt of one token: nothing to read
 
 
 def test_only_tokens_of_the_draft_vocabulary_are_drafted(target: TargetModel, make_head: MakeHead) -> None:
     vocab = DraftVocab.most_frequent(torch.randint(9, (97,)), 12)
-    drafter, taps = HeadDrafter(make_head(vocab=vocab), Growth(3, 4, 30)), read_taps(target)
-    tree = drafter.draft(verified(taps, 0, 11, Sampling()), new_cache(target, drafter))
-    assert set(tree.tokens[1:].tolist()) <= set(vocab.ids.tolist())
+    drafter = HeadDrafter(make_head(vocab=vocab), Dynamic(3, 4, 30))
+    tree = drafter.draft(verified(target, Sampling(), (0, 11)), new_cache(target, drafter))
+    assert set(tree.tokens[0, 1:].tolist()) <= set(vocab.ids.tolist())
 
 
 def test_the_drafter_looks_at_the_targets_noise(target: TargetModel, head: Eagle3Head) -> None:
     """Two seeds draft differently, one seed alike: at T > 0 the noise of a position decides with the head."""
-    drafter, taps = HeadDrafter(head, Growth(3, 4, 8)), read_taps(target)
+    drafter = HeadDrafter(head, Dynamic(3, 4, 8))
     trees = [
-        drafter.draft(verified(taps, 0, 11, Sampling(1.0, seed)), new_cache(target, drafter)) for seed in (1, 1, 2)
+        drafter.draft(verified(target, Sampling(1.0, seed=seed), (0, 11)), new_cache(target, drafter))
+        for seed in (1, 1, 2)
     ]
     assert paths(trees[0]) == paths(trees[1]) != paths(trees[2])
 
 
+def test_nothing_is_drafted_that_sampling_excludes(target: TargetModel, head: Eagle3Head) -> None:
+    """Of top-k 2 a node has two children at most, and a token of bias -inf is nobody's."""
+    drafter = HeadDrafter(head, Dynamic(3, 4, 30))
+    free = drafter.draft(verified(target, Sampling(1.0, seed=1), (0, 11)), new_cache(target, drafter))
+    banned = int(free.tokens[0, 1])
+    sampling = Sampling(1.0, seed=1, top_k=2, logit_bias=((banned, -math.inf),))
+    tree = drafter.draft(verified(target, sampling, (0, 11)), new_cache(target, drafter))
+    assert banned not in {token for path in paths(tree)[0] for token in path}
+    assert torch.tensor([parent for parent in tree.parents[0].tolist() if parent >= 0]).bincount().max() == 2
+
+
 def test_a_tree_wider_than_the_heads_vocabulary_is_refused(make_head: MakeHead) -> None:
     head = make_head(vocab=DraftVocab.most_frequent(torch.arange(97), 6))
-    assert HeadDrafter(head, Growth(3, 6, 8)).max_nodes == 18
+    assert HeadDrafter(head, Dynamic(3, 6, 8)).max_nodes == 18
     with pytest.raises(ValueError, match=r"decode\.width: 7 given, 1 to the head's 6 is allowed"):
-        HeadDrafter(head, Growth(3, 7, 8))
+        HeadDrafter(head, Dynamic(3, 7, 8))
+    with pytest.raises(ValueError, match=r"decode\.width: 7 given, 1 to the head's 6 is allowed"):
+        HeadDrafter(head, Fixed(tuple((number,) for number in range(7))))
 
 
-def test_a_recipes_chain_is_one_node_wide() -> None:
-    assert Growth.from_recipe(DecodeSection(growth="chain", depth=7, width=4, nodes=60)) == Growth(7, 1, 7)
-    assert Growth.from_recipe(DecodeSection(growth="dynamic", depth=7, width=4, nodes=60)) == Growth(7, 4, 60)
+@pytest.mark.parametrize(
+    ("section", "wanted"),
+    [
+        ({"growth": "chain", "depth": 7, "width": 4, "nodes": 60}, Dynamic(7, 1, 7)),
+        ({"growth": "dynamic", "depth": 7, "width": 4, "nodes": 60}, Dynamic(7, 4, 60)),
+        ({"growth": "chain", "depth": 2, "acceptance": "rejection"}, Fixed(((0,), (0, 0)))),
+        ({"growth": "fixed", "paths": [[0], [1], [0, 0]]}, Fixed(((0,), (1,), (0, 0)))),
+    ],
+    ids=["chain", "dynamic", "chain for rejection", "fixed"],
+)
+def test_a_recipe_says_how_trees_grow(
+    target: TargetModel, head: Eagle3Head, section: dict[str, Any], wanted: Growth
+) -> None:
+    assert growth_from_recipe(DecodeSection(**section), target, head) == wanted

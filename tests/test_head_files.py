@@ -13,18 +13,20 @@ from torch import Tensor
 
 from heads import build
 from heads.build import load_head, save_head
+from heads.eagle1 import Eagle1Head
 from heads.eagle3 import Eagle3Head
-from heads.target_config import Rope, TargetConfig
+from heads.frozen import FrozenTarget
+from heads.target_config import Rope
 from heads.vocab import DraftVocab
-from inference.target import TargetModel
 
-MakeHead = Callable[..., Eagle3Head]
+MakeHead = Callable[..., Any]
 LIMITED = DraftVocab(torch.tensor([0, 3, 4, 9, 50, 96]), 97)
 
 
 def logits(head: Any, seq: int = 6) -> Tensor:
     generator = torch.Generator().manual_seed(7)
-    taps = torch.randn(1, seq, head.fc.in_features, generator=generator).to(head.embedding.dtype)
+    tapped = len(head.taps) * head.target.hidden_size
+    taps = torch.randn(1, seq, tapped, generator=generator).to(head.embedding.dtype)
     tokens = torch.randint(97, (1, seq), generator=generator)
     return head.logits(head(head.project(taps), tokens, torch.arange(seq)))
 
@@ -40,24 +42,31 @@ def edit_tensors(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> N
     save_file(tensors, folder / "model.safetensors")
 
 
-def refusal(folder: Path, config: TargetConfig, embedding: Tensor) -> str:
+def refusal(folder: Path, frozen: FrozenTarget) -> str:
     with pytest.raises(ValueError, match=str(folder)) as error:
-        load_head(folder, config, embedding)
+        load_head(folder, frozen)
     return str(error.value)
 
 
 @pytest.mark.parametrize("vocab", [None, LIMITED], ids=["full", "limited"])
 @pytest.mark.parametrize(
     "shape",
-    [{}, {"fc_norm": True, "norm_output": True}, {"num_kv_heads": 1, "intermediate_size": 24}, {"taps": (0, 5)}],
+    [
+        {},
+        {"fc_norm": True, "norm_output": True},
+        {"num_kv_heads": 1, "intermediate_size": 24},
+        {"taps": (0, 5)},
+        {"taps": (0, 1, 3, 6, 7), "fc_norm": True},
+        {"hidden_size": 24, "own_embedding": True},
+    ],
     ids=str,
 )
 def test_a_loaded_head_gives_bit_identical_logits(
-    make_head: MakeHead, target: TargetModel, tmp_path: Path, shape: dict[str, Any], vocab: DraftVocab | None
+    make_head: MakeHead, frozen: FrozenTarget, tmp_path: Path, shape: dict[str, Any], vocab: DraftVocab | None
 ) -> None:
     head = make_head(vocab=vocab, **shape)
     save_head(head, tmp_path / "head")
-    loaded = load_head(tmp_path / "head", target.config, target.embedding)
+    loaded = load_head(tmp_path / "head", frozen)
     assert isinstance(loaded, Eagle3Head)
     assert loaded.shape == head.shape
     assert torch.equal(loaded.vocab.ids, head.vocab.ids)
@@ -66,14 +75,16 @@ def test_a_loaded_head_gives_bit_identical_logits(
     assert not any(parameter.requires_grad for parameter in loaded.parameters())
 
 
-def test_a_head_takes_the_embeddings_dtype(make_head: MakeHead, target: TargetModel, tmp_path: Path) -> None:
-    head = make_head()
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
+def test_a_head_takes_the_embeddings_dtype(make_head: MakeHead, target_folder: Path, tmp_path: Path, kind: str) -> None:
+    head = make_head(kind)
     save_head(head, tmp_path / "head")
-    loaded = load_head(tmp_path / "head", target.config, target.embedding.bfloat16())
+    in_half = FrozenTarget.from_folder(target_folder, torch.bfloat16)
+    loaded = load_head(tmp_path / "head", in_half)
     assert {tensor.dtype for tensor in (*loaded.parameters(), *loaded.buffers())} == {torch.bfloat16}
     save_head(loaded, tmp_path / "half")
     assert read_config(tmp_path / "half")["torch_dtype"] == "bfloat16"
-    again = load_head(tmp_path / "half", target.config, target.embedding.bfloat16())
+    again = load_head(tmp_path / "half", in_half)
     assert torch.equal(logits(again), logits(loaded))
 
 
@@ -132,7 +143,12 @@ def test_config_says_what_the_engines_read(make_head: MakeHead, tmp_path: Path) 
         "rope_theta": 10000.0,
         "rope_scaling": None,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        "headstart": {"kind": "eagle3", "taps": [2, 3, 4], "target_num_layers": 7},
+        "headstart": {
+            "kind": "eagle3",
+            "taps": [2, 3, 4],
+            "target_num_layers": 7,
+            "calibration": {"greedy": [1.0], "sampled": [1.0]},
+        },
     }
 
 
@@ -156,7 +172,9 @@ def test_the_default_taps_of_a_small_target_are_written_too(make_head: MakeHead,
     assert read_config(tmp_path / "head")["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
 
 
-def test_taps_of_a_head_from_elsewhere_are_understood(make_head: MakeHead, target: TargetModel, tmp_path: Path) -> None:
+def test_taps_of_a_head_from_elsewhere_are_understood(
+    make_head: MakeHead, frozen: FrozenTarget, tmp_path: Path
+) -> None:
     """Without our own section: the top-level ids, else the places where every engine looks; and no t2d."""
     for taps in ((2, 3, 4), (1, 3, 6)):
         head = make_head(taps=taps, vocab=LIMITED)
@@ -165,7 +183,7 @@ def test_taps_of_a_head_from_elsewhere_are_understood(make_head: MakeHead, targe
         del config["headstart"]
         (tmp_path / "head" / "config.json").write_text(json.dumps(config))
         edit_tensors(tmp_path / "head", lambda tensors: tensors.pop("t2d"))
-        loaded = load_head(tmp_path / "head", target.config, target.embedding)
+        loaded = load_head(tmp_path / "head", frozen)
         assert loaded.taps == taps
         assert torch.equal(logits(loaded), logits(head))
 
@@ -214,11 +232,13 @@ CHANGES["everything at once"] = (
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_head_of_another_target_is_refused_with_both_values(
-    head: Eagle3Head, target: TargetModel, tmp_path: Path, name: str
+    head: Eagle3Head, frozen: FrozenTarget, tmp_path: Path, name: str
 ) -> None:
     changes, parts = CHANGES[name]
     save_head(head, tmp_path / "head")
-    message = refusal(tmp_path / "head", dataclasses.replace(target.config, **changes), target.embedding)
+    message = refusal(
+        tmp_path / "head", dataclasses.replace(frozen, config=dataclasses.replace(frozen.config, **changes))
+    )
     assert all(part in message for part in parts), message
     unchanged = {"hidden_size", "vocab_size", "num_hidden_layers", "rope", "taps"} - {
         part.partition(":")[0] for part in parts
@@ -228,7 +248,7 @@ def test_a_head_of_another_target_is_refused_with_both_values(
 
 
 def test_missing_misshapen_and_unknown_tensors_are_named_at_once(
-    head: Eagle3Head, target: TargetModel, tmp_path: Path
+    head: Eagle3Head, frozen: FrozenTarget, tmp_path: Path
 ) -> None:
     save_head(head, tmp_path / "head")
 
@@ -238,7 +258,7 @@ def test_missing_misshapen_and_unknown_tensors_are_named_at_once(
         tensors["model.lm_head.weight"] = tensors.pop("lm_head.weight")
 
     edit_tensors(tmp_path / "head", damage)
-    message = refusal(tmp_path / "head", target.config, target.embedding)
+    message = refusal(tmp_path / "head", frozen)
     assert message.endswith(
         "model.safetensors: fc.weight is missing; lm_head.weight is missing; "
         "midlayer.hidden_norm.weight is missing; model.lm_head.weight is unknown; "
@@ -246,55 +266,55 @@ def test_missing_misshapen_and_unknown_tensors_are_named_at_once(
     )
 
 
-def test_a_lost_d2t_is_noticed(make_head: MakeHead, target: TargetModel, tmp_path: Path) -> None:
+def test_a_lost_d2t_is_noticed(make_head: MakeHead, frozen: FrozenTarget, tmp_path: Path) -> None:
     """Engines accept none of such a head's drafts and say nothing; its lm_head gives it away."""
     save_head(make_head(vocab=LIMITED), tmp_path / "head")
     edit_tensors(tmp_path / "head", lambda tensors: tensors.pop("d2t"))
-    message = refusal(tmp_path / "head", target.config, target.embedding)
+    message = refusal(tmp_path / "head", frozen)
     assert "lm_head.weight is [6, 32] and should be [97, 32]" in message
 
 
 @pytest.mark.parametrize("ids", [[0, 3, 4, 9, 50, 96], [0, 3, 4, 9, 50, 60]], ids=str)
 def test_d2t_of_absolute_ids_is_refused(
-    make_head: MakeHead, target: TargetModel, tmp_path: Path, ids: list[int]
+    make_head: MakeHead, frozen: FrozenTarget, tmp_path: Path, ids: list[int]
 ) -> None:
     """Read as offsets they may well be ascending ids within the vocabulary; then t2d gives them away."""
     save_head(make_head(vocab=DraftVocab(torch.tensor(ids), 97)), tmp_path / "head")
     edit_tensors(tmp_path / "head", lambda tensors: tensors.update(d2t=torch.tensor(ids)))
     with pytest.raises(ValueError, match="must hold offsets: target id minus draft id"):
-        load_head(tmp_path / "head", target.config, target.embedding)
+        load_head(tmp_path / "head", frozen)
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 7, 500, -1])
 def test_a_truncated_file_is_refused_by_name(
-    head: Eagle3Head, target: TargetModel, tmp_path: Path, kept_bytes: int
+    head: Eagle3Head, frozen: FrozenTarget, tmp_path: Path, kept_bytes: int
 ) -> None:
     save_head(head, tmp_path / "head")
     path = tmp_path / "head" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:kept_bytes])
-    assert f"{path} cannot be read" in refusal(tmp_path / "head", target.config, target.embedding)
+    assert f"{path} cannot be read" in refusal(tmp_path / "head", frozen)
 
 
-def test_a_folder_without_a_head_is_refused_by_name(head: Eagle3Head, target: TargetModel, tmp_path: Path) -> None:
-    assert "holds no head (no config.json)" in refusal(tmp_path / "head", target.config, target.embedding)
+def test_a_folder_without_a_head_is_refused_by_name(head: Eagle3Head, frozen: FrozenTarget, tmp_path: Path) -> None:
+    assert "holds no head (no config.json)" in refusal(tmp_path / "head", frozen)
     save_head(head, tmp_path / "head")
     (tmp_path / "head" / "model.safetensors").unlink()
-    assert "model.safetensors cannot be read" in refusal(tmp_path / "head", target.config, target.embedding)
+    assert "model.safetensors cannot be read" in refusal(tmp_path / "head", frozen)
 
 
 def test_saving_again_replaces_the_head_and_leaves_nothing_behind(
-    make_head: MakeHead, target: TargetModel, tmp_path: Path
+    make_head: MakeHead, frozen: FrozenTarget, tmp_path: Path
 ) -> None:
     for seed in (1, 2):
         save_head(make_head(seed=seed), tmp_path / "runs" / "head")
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["head"]
     assert sorted(path.name for path in (tmp_path / "runs" / "head").iterdir()) == ["config.json", "model.safetensors"]
-    loaded = load_head(tmp_path / "runs" / "head", target.config, target.embedding)
+    loaded = load_head(tmp_path / "runs" / "head", frozen)
     assert torch.equal(logits(loaded), logits(make_head(seed=2)))
 
 
 def test_a_killed_save_leaves_the_head_before_it(
-    make_head: MakeHead, target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_head: MakeHead, frozen: FrozenTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = make_head(seed=1), make_head(seed=2)
     save_head(first, tmp_path / "head")
@@ -307,6 +327,125 @@ def test_a_killed_save_leaves_the_head_before_it(
         patch.setattr(build, "save_file", killed)
         with pytest.raises(KeyboardInterrupt):
             save_head(second, tmp_path / "head")
-    assert torch.equal(logits(load_head(tmp_path / "head", target.config, target.embedding)), logits(first))
+    assert torch.equal(logits(load_head(tmp_path / "head", frozen)), logits(first))
     save_head(second, tmp_path / "head")
-    assert torch.equal(logits(load_head(tmp_path / "head", target.config, target.embedding)), logits(second))
+    assert torch.equal(logits(load_head(tmp_path / "head", frozen)), logits(second))
+
+
+# EAGLE-1
+
+
+def test_a_loaded_eagle_1_head_gives_bit_identical_logits(
+    make_head: MakeHead, frozen: FrozenTarget, tmp_path: Path
+) -> None:
+    for bias in (False, True):
+        head = make_head("eagle1", num_kv_heads=1, fc_bias=bias)
+        save_head(head, tmp_path / "head")
+        loaded = load_head(tmp_path / "head", frozen)
+        assert isinstance(loaded, Eagle1Head)
+        assert loaded.shape == head.shape
+        assert torch.equal(logits(loaded), logits(head))
+        assert not any(parameter.requires_grad for parameter in loaded.parameters())
+
+
+def test_tensors_of_eagle_1_have_the_engines_names_and_shapes(make_head: MakeHead, tmp_path: Path) -> None:
+    """No lm_head and no layers.0.input_layernorm, at which vLLM stops; a zero fc.bias, which SGLang would invent."""
+    save_head(make_head("eagle1"), tmp_path / "head")
+    tensors = load_file(tmp_path / "head" / "model.safetensors")
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
+        "fc.weight": (32, 2 * 32),
+        "fc.bias": (32,),
+        "layers.0.self_attn.q_proj.weight": (4 * 8, 32),
+        "layers.0.self_attn.k_proj.weight": (2 * 8, 32),
+        "layers.0.self_attn.v_proj.weight": (2 * 8, 32),
+        "layers.0.self_attn.o_proj.weight": (32, 4 * 8),
+        "layers.0.mlp.gate_proj.weight": (40, 32),
+        "layers.0.mlp.up_proj.weight": (40, 32),
+        "layers.0.mlp.down_proj.weight": (32, 40),
+        "layers.0.post_attention_layernorm.weight": (32,),
+    }
+    assert not tensors["fc.bias"].any()
+
+
+def test_config_of_eagle_1_says_what_the_engines_read(make_head: MakeHead, tmp_path: Path) -> None:
+    """Without `bias`: vLLM would give the attention one and leave it uninitialised."""
+    save_head(make_head("eagle1"), tmp_path / "head")
+    assert read_config(tmp_path / "head") == {
+        "architectures": ["EagleLlamaForCausalLM", "LlamaForCausalLMEagle"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 97,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "headstart": {
+            "kind": "eagle1",
+            "taps": [7],
+            "target_num_layers": 7,
+            "calibration": {"greedy": [1.0], "sampled": [1.0]},
+        },
+    }
+
+
+def published(folder: Path, **changes: Any) -> None:
+    """Turn a saved head into one as others publish it: a plain Llama's config.json."""
+    config = {**read_config(folder), "architectures": ["LlamaForCausalLM"], **changes}
+    for ours in ("headstart", "head_dim"):
+        del config[ours]
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_a_published_eagle_1_head_is_understood(make_head: MakeHead, frozen: FrozenTarget, tmp_path: Path) -> None:
+    """With a bias, and with a copy of the target's embedding in half precision."""
+    head = make_head("eagle1", fc_bias=True)
+    save_head(head, tmp_path / "head")
+    published(tmp_path / "head", bias=True)
+    edit_tensors(tmp_path / "head", lambda t: t.update({"embed_tokens.weight": frozen.embedding.half()}))
+    loaded = load_head(tmp_path / "head", frozen)
+    assert isinstance(loaded, Eagle1Head)
+    assert torch.equal(logits(loaded), logits(head))
+
+
+def test_an_eagle_1_head_with_another_embedding_is_refused(
+    make_head: MakeHead, frozen: FrozenTarget, tmp_path: Path
+) -> None:
+    save_head(make_head("eagle1"), tmp_path / "head")
+    other = frozen.embedding.roll(1, dims=0).contiguous()
+    edit_tensors(tmp_path / "head", lambda t: t.update({"embed_tokens.weight": other}))
+    assert "embed_tokens.weight is not the target's embedding" in refusal(tmp_path / "head", frozen)
+
+
+def test_a_head_without_its_own_embedding_where_it_needs_one_is_refused(
+    make_head: MakeHead, frozen: FrozenTarget, tmp_path: Path
+) -> None:
+    save_head(make_head(hidden_size=24, own_embedding=True), tmp_path / "head")
+    edit_tensors(tmp_path / "head", lambda t: t.pop("embed_tokens.weight"))
+    assert "embed_tokens.weight is missing" in refusal(tmp_path / "head", frozen)
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"headstart": {"kind": "medusa"}}, "a head of kind 'medusa'; only eagle1, eagle3"),
+        ({"intermediate_size": None}, "config.json lacks intermediate_size"),
+    ],
+)
+def test_a_config_of_no_known_head_is_refused(
+    make_head: MakeHead, frozen: FrozenTarget, tmp_path: Path, changes: dict[str, Any], part: str
+) -> None:
+    save_head(make_head("eagle1"), tmp_path / "head")
+    config = {**read_config(tmp_path / "head"), **changes}
+    (tmp_path / "head" / "config.json").write_text(json.dumps(config))
+    assert part in refusal(tmp_path / "head", frozen)

@@ -1,36 +1,47 @@
 """Laws of a head: one forward, whether it reads a text at once, in blocks, or what it wrote itself."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from heads.base import DraftHead
 from heads.build import new_head
 from heads.cache import Slots, UnrollCache
-from heads.eagle3 import Eagle3Head, Eagle3Shape
+from heads.eagle1 import Eagle1Head
+from heads.eagle3 import Eagle3Head
 from heads.frozen import FrozenTarget
 from heads.layers import rotary_table
-from heads.losses import acceptance, soft_cross_entropy
 from heads.target_config import Rope
 from heads.vocab import DraftVocab
-from recipes.schema import Eagle3Section
+from inference.target import TargetModel
+from recipes.schema import Eagle1Section, Eagle3Section
 
 BATCH, SEQ = 2, 11
-SHAPES = [
+EAGLE3_SHAPES: list[dict[str, Any]] = [
     {},
     {"norm_output": True},
     {"fc_norm": True},
     {"fc_norm": True, "norm_output": True},
     {"num_kv_heads": 4},  # no grouped queries
     {"num_kv_heads": 1},
+    {"taps": (0, 2, 4, 5, 7)},
+    {"taps": (3,), "fc_norm": True},
+    {"hidden_size": 24, "own_embedding": True},  # narrower than its target
 ]
-MakeHead = Callable[..., Eagle3Head]
-all_shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+EAGLE1_SHAPES: list[dict[str, Any]] = [
+    {"kind": "eagle1"},
+    {"kind": "eagle1", "num_kv_heads": 1},
+    {"kind": "eagle1", "fc_bias": True},
+]
+MakeHead = Callable[..., Any]
+all_shapes = pytest.mark.parametrize("shape", EAGLE3_SHAPES + EAGLE1_SHAPES, ids=str)
 
 
 def random_taps(head: DraftHead) -> Tensor:
@@ -41,11 +52,11 @@ def random_tokens(head: DraftHead) -> Tensor:
     return torch.randint(head.target.vocab_size, (BATCH, SEQ))
 
 
-def empty_slots(head: Eagle3Head, capacity: int) -> Slots:
+def empty_slots(head: DraftHead, capacity: int) -> Slots:
     """Full of NaN, so that whoever reads a slot that was never written is found out."""
     layers, kv_heads, head_dim = head.cache_shape
     shape = layers, 2, BATCH, kv_heads, capacity, head_dim
-    return Slots(torch.full(shape, float("nan"), dtype=head.fc.weight.dtype))
+    return Slots(torch.full(shape, float("nan"), dtype=head.embedding.dtype), rows=BATCH)
 
 
 def causal_mask(start: int, count: int) -> Tensor:
@@ -63,11 +74,11 @@ def test_parallel_equals_incremental(make_head: MakeHead, shape: dict[str, Any],
 
     slots, parts = empty_slots(head, SEQ), []
     for count in sizes:
-        start = slots.length
+        start = slots.lengths[0]
         block = slice(start, start + count)
         mask = causal_mask(start, count)
         parts.append(head(features[:, block], tokens[:, block], positions[block], mask, slots))
-        slots.advance(count)
+        slots.advance([count] * BATCH)
 
     in_blocks = torch.cat(parts, dim=1)
     torch.testing.assert_close(in_blocks, at_once, atol=1e-9, rtol=1e-9)
@@ -96,12 +107,12 @@ def test_an_unroll_equals_drafting_behind_every_prefix(make_head: MakeHead, shap
         slots = empty_slots(head, SEQ)
         prefix = slice(0, t + 1)
         hidden = head(head.project(taps[:, prefix]), tokens[:, prefix], positions[prefix], cache=slots)[:, -1:]
-        slots.advance(t + 1)
+        slots.advance([t + 1] * BATCH)
         for k in range(min(unroll, SEQ - t)):
             if k > 0:
                 at = slice(t + k, t + k + 1)
                 hidden = head(head.feedback(hidden), tokens[:, at], positions[at], cache=slots)
-                slots.advance(1)
+                slots.advance([1] * BATCH)
             torch.testing.assert_close(unrolled[k][:, t], hidden[:, 0], atol=1e-9, rtol=1e-9)
 
 
@@ -109,20 +120,12 @@ def rms_norm(states: Tensor, weight: Tensor) -> Tensor:
     return weight * states / (states.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
 
 
-def reference_hidden(head: Eagle3Head, taps: Tensor, tokens: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor]:
-    """One sample through EAGLE-3 as the paper and the published weights have it: hidden states and logits.
+def reference_layer(layer: dict[str, Tensor], g: Tensor, inputs: Tensor, dim: int) -> Tensor:
+    """One sample through a decoder layer that attends over `inputs` and adds to `g`.
 
     Position by position, head by head, from the saved names alone.
     """
-    weights, dim = head.state_dict(), head.shape.head_dim
-    layer = {name.removeprefix("midlayer."): tensor for name, tensor in weights.items()}
-    if head.shape.fc_norm:
-        parts = taps.chunk(len(head.taps), dim=-1)
-        taps = torch.cat([rms_norm(part, weights[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)], dim=-1)
-    g = taps @ weights["fc.weight"].T  # [seq, hidden]
-    embedded = rms_norm(embedding[tokens], layer["input_layernorm.weight"])
-    inputs = torch.cat([embedded, rms_norm(g, layer["hidden_norm.weight"])], dim=-1)  # embedding first
-    angles = torch.arange(len(tokens))[:, None] * 10000.0 ** -(torch.arange(0, dim, 2) / dim)
+    angles = torch.arange(len(inputs))[:, None] * 10000.0 ** -(torch.arange(0, dim, 2) / dim)
     turn = torch.polar(torch.ones_like(angles), angles).to(torch.complex128)  # [seq, head_dim / 2]
 
     def project(name: str) -> Tensor:
@@ -138,25 +141,71 @@ def reference_hidden(head: Eagle3Head, taps: Tensor, tokens: Tensor, embedding: 
     mixed = torch.zeros_like(query)
     for number in range(len(query)):
         shared = number * len(key) // len(query)  # the key head of this group of queries
-        for t in range(len(tokens)):
+        for t in range(len(inputs)):
             scores = key[shared, : t + 1] @ query[number, t] / dim**0.5
             mixed[number, t] = scores.softmax(-1) @ value[shared, : t + 1]
     hidden = g + mixed.transpose(0, 1).flatten(1) @ layer["self_attn.o_proj.weight"].T  # the un-normed g stays
     normed = rms_norm(hidden, layer["post_attention_layernorm.weight"])
     gate, up = (normed @ layer[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-    hidden = hidden + (gate.sigmoid() * gate * up) @ layer["mlp.down_proj.weight"].T
+    return hidden + (gate.sigmoid() * gate * up) @ layer["mlp.down_proj.weight"].T
+
+
+def reference_eagle3(head: Eagle3Head, taps: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """EAGLE-3 as the paper and the published weights have it: hidden states and logits of one sample."""
+    weights = head.state_dict()
+    layer = {name.removeprefix("midlayer."): tensor for name, tensor in weights.items()}
+    if head.shape.fc_norm:
+        parts = taps.chunk(len(head.taps), dim=-1)
+        taps = torch.cat([rms_norm(part, weights[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)], dim=-1)
+    g = taps @ weights["fc.weight"].T  # [seq, hidden]
+    embedding = weights.get("embed_tokens.weight", head.embedding)
+    embedded = rms_norm(embedding[tokens], layer["input_layernorm.weight"])
+    inputs = torch.cat([embedded, rms_norm(g, layer["hidden_norm.weight"])], dim=-1)  # embedding first
+    hidden = reference_layer(layer, g, inputs, head.shape.head_dim)  # the un-normed g stays
     return hidden, rms_norm(hidden, weights["norm.weight"]) @ weights["lm_head.weight"].T
 
 
-@all_shapes
+def reference_eagle1(head: Eagle1Head, taps: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """EAGLE-1, the same: no norm before its layer's attention and none behind the layer."""
+    weights = head.state_dict()
+    layer = {name.removeprefix("layers.0."): tensor for name, tensor in weights.items()}
+    features = rms_norm(taps, head.norm_weight)
+    g = torch.cat([head.embedding[tokens], features], dim=-1) @ weights["fc.weight"].T + weights.get("fc.bias", 0)
+    hidden = reference_layer(layer, g, g, head.shape.head_dim)
+    return hidden, hidden @ head.lm_head.T
+
+
+@pytest.mark.parametrize("shape", EAGLE3_SHAPES, ids=str)
 def test_the_forward_is_eagle_3s(make_head: MakeHead, shape: dict[str, Any]) -> None:
     head = make_head(**shape).double()
     taps, tokens = random_taps(head), random_tokens(head)
     hidden = head(head.project(taps), tokens, torch.arange(SEQ))
     for row in range(BATCH):
-        wanted, wanted_logits = reference_hidden(head, taps[row], tokens[row], head.embedding)
+        wanted, wanted_logits = reference_eagle3(head, taps[row], tokens[row])
         torch.testing.assert_close(hidden[row], wanted, atol=1e-4, rtol=1e-5)  # its table of angles is float32
         torch.testing.assert_close(head.logits(hidden[row]), wanted_logits, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", EAGLE1_SHAPES, ids=str)
+def test_the_forward_is_eagle_1s(make_head: MakeHead, shape: dict[str, Any]) -> None:
+    head = make_head(**shape).double()
+    taps, tokens = random_taps(head), random_tokens(head)
+    hidden = head(head.project(taps), tokens, torch.arange(SEQ))
+    for row in range(BATCH):
+        wanted, wanted_logits = reference_eagle1(head, taps[row], tokens[row])
+        torch.testing.assert_close(hidden[row], wanted, atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(head.logits(hidden[row]), wanted_logits, atol=1e-4, rtol=1e-5)
+
+
+def test_eagle_1_reads_what_hugging_face_calls_the_last_hidden_state(make_head: MakeHead, target: TargetModel) -> None:
+    """`hidden_states[-1]` is behind the final norm, and the target's lm_head reads it as it is."""
+    head, tokens = make_head("eagle1"), torch.randint(97, (1, SEQ))
+    reader = TargetModel(target.model, head.taps)
+    with torch.no_grad():
+        output = target.model(tokens, output_hidden_states=True)
+    features = head.project(reader.forward(tokens).taps)
+    torch.testing.assert_close(features, output.hidden_states[-1], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(head.logits(features), output.logits, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("t", [0, 4, SEQ - 1])
@@ -228,10 +277,54 @@ def test_the_embedding_is_shared_and_neither_trained_nor_saved(make_head: MakeHe
     assert "embedding" not in dict(again.named_parameters()).keys() | again.state_dict().keys()
 
 
-def test_a_head_of_another_width_than_the_embedding_is_refused(frozen: FrozenTarget) -> None:
-    shape = Eagle3Shape(hidden_size=48, intermediate_size=40, num_heads=4, num_kv_heads=2, head_dim=8, taps=(2, 3, 4))
-    with pytest.raises(ValueError, match=r"head\.hidden_size: 48 given, .* 32"):
-        Eagle3Head(shape, frozen.config, DraftVocab.full(97), frozen.embedding)
+@pytest.mark.parametrize("width", [24, 48])
+def test_a_head_of_another_width_brings_its_own_embedding_made_of_the_targets(frozen: FrozenTarget, width: int) -> None:
+    """A random projection keeps angles roughly: tokens that are alike to the target stay so."""
+    head = new_head(Eagle3Section(kind="eagle3", hidden_size=width), frozen, DraftVocab.full(97), seed=3)
+    own = dict(head.named_parameters())["embed_tokens.weight"]
+    assert own.shape == (97, width)
+    angles = [functional.cosine_similarity(table[:-1], table[1:]) for table in (own, frozen.embedding)]
+    assert torch.corrcoef(torch.stack(angles))[0, 1] > 0.5
+
+
+def test_taps_are_scaled_by_powers_of_two_that_the_saved_head_has_in_its_weights(frozen: FrozenTarget) -> None:
+    """What is trained sees taps around 1, what is saved reads them as they are, with the same features bit for bit."""
+    head = new_head(Eagle3Section(kind="eagle3"), frozen, DraftVocab.full(97), seed=3)
+    assert isinstance(head, Eagle3Head)
+    sizes = [11.0, 0.3, 27.0]
+    plain, taps = head.project(random_taps(head)), random_taps(head) * torch.tensor(sizes).repeat_interleave(32)
+    head.scale_taps(sizes)
+    features = head.project(taps)
+    assert 0.7 < features.std() / plain.std() < 1.4
+    saved = new_head(Eagle3Section(kind="eagle3"), frozen, DraftVocab.full(97), seed=4)
+    saved.load_state_dict({k: v for k, v in head.engine_tensors().items() if k not in ("d2t", "t2d")})
+    assert torch.equal(saved.project(taps), features)
+    assert "tap_scale" not in head.engine_tensors()
+
+
+def test_the_inputs_of_eagle_1_are_scaled_and_the_saved_head_has_it_in_its_weights(frozen: FrozenTarget) -> None:
+    """An embedding 100 times smaller than the feature still has its say, and what is saved computes the same."""
+    small = replace(frozen, embedding=frozen.embedding / 100)
+    head = new_head(Eagle1Section(kind="eagle1"), small, DraftVocab.full(97), seed=3)
+    taps, tokens, positions = random_taps(head), random_tokens(head), torch.arange(SEQ)
+    hidden = head(head.project(taps), tokens, positions)
+    others = head(head.project(taps), tokens.roll(1, dims=1), positions)
+    assert (hidden - others).std() > 0.3 * hidden.std()
+    saved = new_head(Eagle1Section(kind="eagle1"), small, DraftVocab.full(97), seed=4)
+    assert isinstance(saved, Eagle1Head)
+    saved.input_scale = None
+    saved.load_state_dict({name: tensor for name, tensor in head.engine_tensors().items() if name != "fc.bias"})
+    assert torch.equal(saved(saved.project(taps), tokens, positions), hidden)
+
+
+@all_shapes
+def test_what_the_logits_depend_on_is_named(make_head: MakeHead, shape: dict[str, Any]) -> None:
+    head = make_head(**shape).requires_grad_(True)
+    logits = head.logits(torch.randn(3, head.feature_size, requires_grad=True))
+    found = torch.autograd.grad(logits.sum(), [*head.parameters()], allow_unused=True)
+    used = [parameter for parameter, gradient in zip(head.parameters(), found, strict=True) if gradient is not None]
+    assert {*map(id, used)} == {*map(id, head.logits_parameters)}
+    head.requires_grad_(False)
 
 
 @pytest.mark.parametrize("size", [None, 20])
@@ -333,15 +426,3 @@ def test_an_impossible_draft_vocabulary_size_is_refused(size: int) -> None:
 def test_offsets_that_give_no_vocabulary_are_refused(d2t: list[int]) -> None:
     with pytest.raises(ValueError, match="d2t does not give ascending target ids below 97"):
         DraftVocab.from_offsets(torch.tensor(d2t), 97)
-
-
-def test_the_loss_is_least_and_acceptance_one_at_the_targets_own_distribution() -> None:
-    logits, other = torch.randn(40, 9) * 2, torch.randn(40, 9) * 2
-    log_p = logits.log_softmax(-1)
-    entropy = -(log_p.exp() * log_p).sum(-1)
-    torch.testing.assert_close(soft_cross_entropy(logits + 3, logits), entropy)  # a shift is no change
-    assert (soft_cross_entropy(other, logits) > entropy).all()
-    torch.testing.assert_close(acceptance(logits - 2, logits), torch.ones(40))
-    torch.testing.assert_close(acceptance(other, logits), acceptance(logits, other))
-    distance = (log_p.exp() - other.softmax(-1)).abs().sum(-1) / 2
-    torch.testing.assert_close(acceptance(other, logits), 1 - distance)  # one minus the total variation

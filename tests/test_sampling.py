@@ -2,13 +2,27 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from inference import sampling as module
-from inference.sampling import Sampling, choice_scores, gumbel_noise
+from inference.noise import gumbel_noise
+from inference.sampling import BatchSampling, History, Sampling
+from inference.tree import ancestor_mask
 
 # 99.9 % of a chi-square distribution lies below, by its degrees of freedom.
 CHI_SQUARE_999 = {4: 18.47, 24: 51.18}
@@ -16,10 +30,15 @@ LOGITS = torch.tensor([1.5, 0.2, -0.7, 0.9, -2.0])
 ROWS = 20_000
 
 
+def alone(sampling: Sampling) -> BatchSampling:
+    return BatchSampling([sampling], "cpu")
+
+
 def draws(seed: int = 0, positions: Tensor | None = None, temperature: float = 1.0) -> Tensor:
     """The token chosen at each position from the same five-symbol distribution."""
     positions = torch.arange(ROWS) if positions is None else positions
-    return choice_scores(LOGITS.expand(len(positions), 5), positions, Sampling(temperature, seed)).argmax(-1)
+    logits = LOGITS.expand(1, len(positions), 5)
+    return alone(Sampling(temperature, seed=seed)).choose(logits, positions.unsqueeze(0))[0]
 
 
 def chi_square(counts: Tensor, probabilities: Tensor) -> float:
@@ -27,7 +46,7 @@ def chi_square(counts: Tensor, probabilities: Tensor) -> float:
     return float(((counts - expected) ** 2 / expected).sum())
 
 
-def splitmix_noise(seed: int, position: int, token: int) -> float:
+def splitmix_noise(seed: int, position: int, token: int, stream: int) -> float:
     """The same noise in Python's own integers, mod 2^64."""
     golden, whole = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
@@ -36,49 +55,62 @@ def splitmix_noise(seed: int, position: int, token: int) -> float:
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & whole
         return state ^ (state >> 31)
 
-    key = mix((mix((position * golden + seed) & whole) + golden) & whole)
+    key = mix((mix((position * golden + seed) & whole) + (stream + 1) * golden) & whole)
     uniform = ((mix((key + token * golden) & whole) >> 12) + 0.5) * 2.0**-52
     return -math.log(-math.log(uniform))
 
 
-@pytest.mark.parametrize("seed", [0, 1, 12345, 2**63 - 1])
-def test_noise_is_a_function_of_seed_position_and_token(seed: int) -> None:
-    positions, tokens = torch.tensor([0, 1, 7, 4095, 10**6]), torch.tensor([0, 3, 128_255])
-    noise = gumbel_noise(seed, positions, tokens)
-    for row, position in enumerate(positions.tolist()):
-        for column, token in enumerate(tokens.tolist()):
-            assert float(noise[row, column]) == pytest.approx(splitmix_noise(seed, position, token), abs=1e-6)
+@pytest.mark.parametrize("stream", [0, 1, 2])
+def test_noise_is_a_function_of_seed_position_token_and_stream(stream: int) -> None:
+    seeds = [0, 1, 12345, 2**63 - 1, -7]
+    positions, tokens = [0, 1, 7, 4095, 10**6], [0, 3, 128_255]
+    noise = gumbel_noise(torch.tensor(seeds), torch.tensor([positions] * len(seeds)), torch.tensor(tokens), stream)
+    wanted = [[[splitmix_noise(seed, t, token, stream) for token in tokens] for t in positions] for seed in seeds]
+    assert torch.allclose(noise, torch.tensor(wanted), rtol=0, atol=1e-6)
 
 
 def test_noise_does_not_know_the_shape_of_its_batch() -> None:
-    positions, tokens = torch.randint(10_000, (37,)), torch.randperm(211)
-    whole = gumbel_noise(5, positions, tokens)
-    rows, columns = torch.randperm(37)[:11], torch.randperm(211)[:23]
-    assert torch.equal(gumbel_noise(5, positions[rows], tokens[columns]), whole[rows][:, columns])
-    one_by_one = [gumbel_noise(5, positions[i : i + 1], tokens[j : j + 1]) for i in range(5) for j in range(5)]
-    assert torch.equal(torch.cat(one_by_one).flatten(), whole[:5, :5].flatten())
-    assert torch.equal(gumbel_noise(5, positions.int(), tokens.int()), whole)
+    seeds, positions, tokens = torch.arange(3), torch.randint(10_000, (3, 37)), torch.randperm(211)
+    whole = gumbel_noise(seeds, positions, tokens)
+    nodes, columns = torch.randperm(37)[:11], torch.randperm(211)[:23]
+    assert torch.equal(
+        gumbel_noise(seeds[1:2], positions[1:2, nodes], tokens[columns]), whole[1:2, nodes][..., columns]
+    )
+    one_by_one = [
+        gumbel_noise(seeds[:1], positions[:1, i : i + 1], tokens[j : j + 1]) for i in range(5) for j in range(5)
+    ]
+    assert torch.equal(torch.cat(one_by_one).flatten(), whole[0, :5, :5].flatten())
+    assert torch.equal(gumbel_noise(seeds, positions.int(), tokens.int()), whole)
+
+
+def test_uniform_numbers_are_uniform() -> None:
+    """Kolmogorov's bound at one in a thousand; and strictly between 0 and 1."""
+    numbers = alone(Sampling(1.0)).uniform(torch.arange(ROWS).unsqueeze(0), 2)[0].sort().values
+    assert float((numbers - torch.arange(1, ROWS + 1) / ROWS).abs().max()) < 1.95 / ROWS**0.5
+    assert 0 < numbers[0] < numbers[-1] < 1
 
 
 def test_a_draft_vocabulary_gets_the_noise_of_its_tokens() -> None:
-    logits, positions = torch.randn(6, 97), torch.arange(6)
+    logits, positions = torch.randn(1, 6, 97), torch.arange(6).unsqueeze(0)
     ids = torch.randperm(97)[:20].sort().values
-    noise = gumbel_noise(3, positions, torch.arange(97))
-    scores = choice_scores(logits[:, ids], positions, Sampling(0.8, 3), ids)
-    wanted = (logits[:, ids] / 0.8).log_softmax(-1) + noise[:, ids]
-    assert torch.equal(scores, wanted)
+    noise = gumbel_noise(torch.tensor([3]), positions, torch.arange(97))
+    scores = alone(Sampling(0.8, seed=3)).scores(logits[..., ids], positions, None, ids)
+    assert torch.equal(scores, (logits[..., ids] / 0.8).log_softmax(-1) + noise[..., ids])
 
 
 def test_greedy_adds_nothing() -> None:
-    logits = torch.randn(6, 97)
-    assert torch.equal(choice_scores(logits, torch.arange(6), Sampling()), logits)
+    logits = torch.randn(2, 6, 97)
+    assert alone(Sampling()).scores(logits[:1], torch.arange(6).unsqueeze(0)).data_ptr() == logits.data_ptr()
+    mixed = BatchSampling([Sampling(), Sampling(1.0)], "cpu")
+    assert torch.equal(mixed.scores(logits, torch.arange(6).expand(2, 6))[0], logits[0])
+    assert not mixed.noise(torch.arange(6).expand(2, 6), torch.arange(97))[0].any()
 
 
 def test_a_vanishing_temperature_is_greedy() -> None:
-    logits, positions = torch.randn(500, 97), torch.arange(500)
+    logits, positions = torch.randn(1, 500, 97), torch.arange(500).unsqueeze(0)
     greedy = logits.argmax(-1)
     differing = [
-        int((choice_scores(logits, positions, Sampling(temperature, 1)).argmax(-1) != greedy).sum())
+        int((alone(Sampling(temperature, seed=1)).choose(logits, positions) != greedy).sum())
         for temperature in (1.0, 0.1, 1e-5, 1e-8)
     ]
     assert differing[0] > differing[1] > differing[2] == differing[3] == 0
@@ -89,14 +121,174 @@ def test_an_overwhelming_temperature_forgets_the_logits() -> None:
     assert chi_square(counts, torch.full((5,), 0.2)) < CHI_SQUARE_999[4]
 
 
-def test_a_negative_temperature_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"temperature: -0.5 given, 0 \(greedy\) or more"):
-        Sampling(-0.5)
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("temperature", -0.5, r"0 \(greedy\) or 1e-8 and more"),
+        ("temperature", math.nan, r"0 \(greedy\) or 1e-8 and more"),
+        ("top_k", 0, "None or 1 and more"),
+        ("top_p", 0.0, "more than 0, up to 1"),
+        ("min_p", 1.5, "0 to 1"),
+        ("repetition_penalty", 0.0, "more than 0"),
+        ("presence_penalty", 3.0, "-2 to 2"),
+        ("frequency_penalty", math.inf, "-2 to 2"),
+        ("logit_bias", ((-1, 0.5),), "tokens from 0"),
+        ("logit_bias", ((1, math.nan),), "biases below infinity"),
+        ("seed", 2**63, r"-2\^63 to 2\^63 - 1"),
+        ("typical_epsilon", 0.0, "more than 0, up to 1"),
+        ("typical_delta", -1.0, "more than 0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(field: str, value: Any, allowed: str) -> None:
+    with pytest.raises(ValueError, match=f"{field}: .* given, .*{allowed}.* allowed"):
+        Sampling(**{field: value})
+
+
+def test_an_unknown_rule_is_refused() -> None:
+    sampling = Sampling()
+    object.__setattr__(sampling, "rule", "hopeful")  # past the type check that tests have and production has not
+    with pytest.raises(ValueError, match="rule: hopeful given, seeded, rejection, typical is allowed"):
+        sampling.__post_init__()
+
+
+def test_a_bias_beyond_the_vocabulary_is_refused() -> None:
+    with pytest.raises(ValueError, match="logit_bias: token 97 given, 0 to 96 is allowed"):
+        alone(Sampling(logit_bias=((97, 1.0),))).warp(torch.zeros(1, 1, 97))
+
+
+def test_a_batch_has_one_rule() -> None:
+    with pytest.raises(ValueError, match="rule: rejection, seeded given in one batch, one"):
+        BatchSampling([Sampling(), Sampling(rule="rejection")], "cpu")
+    assert [Sampling(rule=rule).lossless for rule in ("seeded", "rejection", "typical")] == [True, True, False]
+
+
+WARPERS: dict[str, tuple[dict[str, Any], list[LogitsProcessor]]] = {
+    "temperature": ({"temperature": 0.7}, [TemperatureLogitsWarper(0.7)]),
+    "top_k": ({"top_k": 5}, [TopKLogitsWarper(5)]),
+    "top_k of one": ({"top_k": 1}, [TopKLogitsWarper(1)]),
+    "top_k beyond the vocabulary": ({"top_k": 1000}, [TopKLogitsWarper(1000)]),
+    "top_p": ({"top_p": 0.8}, [TopPLogitsWarper(0.8)]),
+    "top_p of almost nothing": ({"top_p": 1e-9}, [TopPLogitsWarper(1e-9)]),
+    "min_p": ({"min_p": 0.1}, [MinPLogitsWarper(0.1)]),
+    "min_p of one": ({"min_p": 1.0}, [MinPLogitsWarper(1.0)]),
+    "bias": ({"logit_bias": ((3, 2.0), (5, -1.5))}, [SequenceBiasLogitsProcessor([[[3], 2.0], [[5], -1.5]])]),
+    "repetition": ({"repetition_penalty": 1.3}, [RepetitionPenaltyLogitsProcessor(1.3)]),
+    "all": (
+        {
+            "logit_bias": ((3, 2.0), (5, -1.5)), "repetition_penalty": 1.3,
+            "temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.1,
+        },
+        [
+            SequenceBiasLogitsProcessor([[[3], 2.0], [[5], -1.5]]), RepetitionPenaltyLogitsProcessor(1.3),
+            TemperatureLogitsWarper(0.7), TopKLogitsWarper(20), TopPLogitsWarper(0.8), MinPLogitsWarper(0.1),
+        ],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("name", WARPERS)
+def test_each_warper_is_that_of_transformers(name: str, ties: bool) -> None:
+    options, processors = WARPERS[name]
+    logits = torch.randn(200, 97) * 3
+    if ties:
+        logits = logits.round()
+    prompt, output = [1, 5, 8, 1], [2, 5, 96, 2]
+    history = History.start([prompt], 97, "cpu").followed_by(torch.tensor([output]), torch.ones(1, 4, 4).bool())
+    warped = alone(Sampling(**{"temperature": 1.0, **options})).warp(
+        logits.unsqueeze(0), history.at(torch.zeros(1, 200).long())
+    )[0]
+    texts: Any = torch.tensor([prompt + output] * 200)  # declared as a torch.LongTensor there, which no tensor is
+    wanted = LogitsProcessorList(processors)(texts, logits).log_softmax(-1)
+    if ties:  # which of equal tokens top-p cuts off is left open by transformers, whose sort is not stable
+        warped, wanted = warped.sort().values, wanted.sort().values
+    assert torch.equal(warped.isinf(), wanted.isinf())
+    assert torch.allclose(warped, wanted, rtol=0, atol=1e-5)
+
+
+def test_presence_counts_once_and_frequency_each_time_and_the_prompt_never() -> None:
+    history = History.start([[7, 7, 1]], 9, "cpu").followed_by(torch.tensor([[1, 2, 2]]), torch.ones(1, 3, 3).bool())
+    logits = torch.randn(1, 3, 9)
+    warped = alone(Sampling(presence_penalty=0.5, frequency_penalty=0.25)).warp(logits, history)
+    assert torch.allclose(logits - warped, torch.tensor([0, 0.75, 1.0, 0, 0, 0, 0, 0, 0]).expand(1, 3, 9))
+
+
+def test_of_equal_tokens_top_p_keeps_the_last_in_every_batch() -> None:
+    warped = alone(Sampling(1.0, top_p=0.5)).warp(torch.zeros(1, 3, 97))
+    assert torch.equal(warped.isfinite(), (torch.arange(97) >= 48).expand(1, 3, 97))
+
+
+EVERYTHING = Sampling(0.7, 20, 0.9, 0.01, 1.3, 0.5, 0.25, ((3, 2.0), (5, -1.5), (90, -math.inf)), seed=4)
+
+
+def a_tree() -> tuple[Tensor, Tensor]:
+    """Tokens and parents of two rows, tokens repeating on purpose: 0 -> (1 -> 3, 2 -> (4, 5)), and 0 -> 1 -> 2."""
+    tokens = torch.tensor([[5, 5, 7, 5, 7, 1], [3, 1, 3, 0, 0, 0]])
+    return tokens, torch.tensor([[-1, 0, 0, 1, 2, 2], [-1, 0, 1, -1, -1, -1]])
+
+
+def a_history() -> History:
+    return History.start([[1, 2, 3], [3, 4]], 9, "cpu").extend(torch.zeros(2, 1).long(), torch.tensor([[2], [3]]))
+
+
+def test_a_history_counts_each_path_by_itself() -> None:
+    tokens, parents = a_tree()
+    grown = a_history().followed_by(tokens, ancestor_mask(parents))
+    for row, before in enumerate([[2], [3]]):
+        for node in range(6):
+            path, at = list(before), node
+            while at >= 0:
+                path.append(int(tokens[row, at]))
+                at = int(parents[row, at])
+            assert grown.counts[row, node].tolist() == [path.count(token) for token in range(9)]
+
+
+def test_a_history_grows_level_by_level_to_the_same() -> None:
+    tokens, parents = a_tree()
+    whole, base = a_history().followed_by(tokens, ancestor_mask(parents)), a_history()
+    root = base.extend(torch.zeros(2, 1).long(), tokens[:, :1])
+    first = root.extend(torch.zeros(2, 2).long(), tokens[:, 1:3])
+    second = first.extend(torch.tensor([[0, 1, 1], [0, 0, 0]]), tokens[:, 3:])
+    by_level = torch.cat([level.counts for level in (root, first, second)], 1)
+    assert torch.equal(by_level[0], whole.counts[0])
+    assert torch.equal(by_level[1, :2], whole.counts[1, :2])
+    last = torch.tensor([[4], [2]])
+    assert torch.equal(whole.at(last).counts[:, 0], torch.stack([whole.counts[0, 4], whole.counts[1, 2]]))
+
+
+@pytest.mark.parametrize("sampling", [replace(EVERYTHING, temperature=0.0), Sampling(0.7, logit_bias=((3, 2.0),))])
+def test_a_draft_vocabulary_scores_as_the_same_columns_of_all(sampling: Sampling) -> None:
+    """Up to what normalises each node, and as long as nothing is cut off by rank."""
+    logits, positions = torch.randn(1, 6, 97), torch.arange(6).unsqueeze(0)
+    tokens, parents = (of[:1] for of in a_tree())
+    history = History.start([[1, 2, 3]], 97, "cpu").followed_by(tokens, ancestor_mask(parents))
+    ids = torch.tensor([1, 3, 5, 7, 50, 90, 96])
+    batch = alone(sampling)
+    columns = batch.scores(logits[..., ids], positions, history, ids)
+    wanted = batch.scores(logits, positions, history)[..., ids]
+    assert torch.allclose(columns.log_softmax(-1), wanted.log_softmax(-1), atol=1e-5)
+
+
+def test_rows_of_a_mixed_batch_are_what_they_are_alone_bit_for_bit() -> None:
+    samplings = [Sampling(), EVERYTHING, Sampling(0.7, seed=1), replace(EVERYTHING, seed=9), Sampling(0.7, seed=2)]
+    samplings += [Sampling(logit_bias=((3, 2.0),)), Sampling(top_k=3, repetition_penalty=1.2), Sampling(0.7, top_k=3)]
+    logits, positions = torch.randn(len(samplings), 6, 97), torch.randint(50, (len(samplings), 6))
+    prompts = [torch.randint(97, (5,)).tolist() for _ in samplings]
+    tokens, parents = (of[:1].expand(len(samplings), 6) for of in a_tree())
+    history = History.start(prompts, 97, "cpu").followed_by(tokens, ancestor_mask(parents))
+    batch = BatchSampling(samplings, "cpu")
+    together = [batch.scores(logits, positions, history), batch.warp(logits, history)]
+    for row, sampling in enumerate(samplings):
+        rows, one = slice(row, row + 1), alone(sampling)
+        own = history.select(torch.tensor([row]))
+        assert torch.equal(one.scores(logits[rows], positions[rows], own), together[0][rows])
+        assert torch.equal(one.warp(logits[rows], own), together[1][rows])
+        assert torch.equal(one.choose(logits[rows], positions[rows], own), together[0][rows].argmax(-1))
 
 
 def test_noise_is_gumbel_in_mean_variance_and_distribution() -> None:
     """Three standard errors for the moments; for the whole distribution Kolmogorov's bound at one in a thousand."""
-    noise = gumbel_noise(0, torch.arange(200), torch.arange(500)).double().flatten()
+    noise = gumbel_noise(torch.tensor([0]), torch.arange(200).unsqueeze(0), torch.arange(500)).double().flatten()
     count = len(noise)
     assert float(noise.mean()) == pytest.approx(0.577216, abs=3 * (math.pi**2 / 6 / count) ** 0.5)
     # The variance of a sample variance is (kurtosis - 1) sigma^4 / n, and Gumbel's kurtosis is 5.4.
@@ -115,8 +307,9 @@ def test_choices_follow_the_distribution(seed: int, temperature: float) -> None:
 
 def test_choices_over_seeds_follow_the_distribution() -> None:
     """Users count seeds up from zero; at one position these must be as independent as positions are."""
-    chosen = torch.cat([draws(seed, torch.tensor([17])) for seed in range(3000)])
-    assert chi_square(chosen.bincount(minlength=5), LOGITS.softmax(-1)) < CHI_SQUARE_999[4]
+    batch = BatchSampling([Sampling(1.0, seed=seed) for seed in range(3000)], "cpu")
+    chosen = batch.choose(LOGITS.expand(3000, 1, 5), torch.full((3000, 1), 17))
+    assert chi_square(chosen.flatten().bincount(minlength=5), LOGITS.softmax(-1)) < CHI_SQUARE_999[4]
 
 
 @pytest.mark.parametrize("pair", ["positions", "seeds"])
@@ -134,7 +327,7 @@ BROKEN: dict[str, Callable[[Tensor], Tensor]] = {
     "too quiet": lambda noise: noise * 0.9,
     "normal": lambda noise: torch.special.ndtri(torch.exp(-torch.exp(-noise.double()))).float() * 1.28,
     "of the next token": lambda noise: (noise + noise.roll(1, dims=-1)) / 2,
-    "the same for two tokens": lambda noise: torch.cat([noise[:, :1], noise[:, :1], noise[:, 2:]], dim=-1),
+    "the same for two tokens": lambda noise: torch.cat([noise[..., :1], noise[..., :1], noise[..., 2:]], dim=-1),
 }
 
 

@@ -17,7 +17,7 @@ from transformers import (
     RwkvForCausalLM,
 )
 
-from inference.target import TargetModel, cut_at_end
+from inference.target import TargetModel
 from recipes.schema import TargetSection
 
 TOKENS = torch.tensor([[5, 6, 7, 11, 3, 80], [1, 1, 2, 3, 5, 8]])
@@ -85,12 +85,6 @@ def test_end_tokens_come_from_either_config(make_model: MakeModel) -> None:
     model = make_model(eos_token_id=7)
     model.generation_config.eos_token_id = [8, 9]
     assert TargetModel(model, ()).end_tokens == [8, 9]
-
-
-def test_a_text_is_cut_behind_its_first_end_token() -> None:
-    assert cut_at_end([1, 2, 3, 2], [2, 3]) == [1, 2]
-    assert cut_at_end([1, 2, 3], [9]) == [1, 2, 3]
-    assert cut_at_end([], [9]) == []
 
 
 def test_a_loaded_target_is_the_saved_one(target: TargetModel, target_folder: Path) -> None:

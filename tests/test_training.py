@@ -19,29 +19,37 @@ import torch
 from safetensors.torch import load_file
 from tiny_run import build_run, contents, quiet_environment, tiny_recipe
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from data_pipelines.batches import Batch, SampleOrder
 from data_pipelines.harvest import harvest
-from data_pipelines.shards import FeatureStore, Sample
-from heads.build import new_head
+from data_pipelines.shards import FeatureStore, Sample, write_manifest, write_shard
+from heads.base import DraftHead
+from heads.build import load_head, new_head, save_head
+from heads.eagle1 import Eagle1Head, Eagle1Layer
 from heads.eagle3 import Eagle3Head
 from heads.frozen import FrozenTarget
 from heads.layers import RMSNorm
+from heads.losses import OBJECTIVES
 from heads.vocab import DraftVocab
 from recipes import Recipe
-from recipes.schema import HeadSection, TrainSection
+from recipes.schema import Eagle1Section, Eagle3Section, TrainSection
 from trainers import loop
 from trainers.checkpoint import Checkpoints
 from trainers.eagle import run
-from trainers.objective import UnrolledHead, supervise, unroll_counts
+from trainers.objective import Objective, Teacher, UnrolledHead, input_noise
 from trainers.optimizers import build_optimizers, set_learning_rates
 from trainers.tracking import Tracker
 
 ROOT = Path(__file__).resolve().parents[1]
 UNROLL, DECAY = 4, 0.8
 VARIANTS: dict[str, dict[str, Any]] = {"whole vocabulary": {}, "draft vocabulary": {"draft_vocab_size": 90}}
+DECAYED = tuple(DECAY**k for k in range(UNROLL))
+EAGLE_3 = Objective("soft_cross_entropy", 1.0, 0.0, 0.0, DECAYED)
+EAGLE_1 = Objective("soft_cross_entropy", 0.1, 1.0, 0.2, DECAYED)
 EAGLE_31 = {"draft_vocab_size": 90, "fc_norm": True, "norm_output": True}
 
 
@@ -88,7 +96,7 @@ def random_head(harvested: Path, frozen: FrozenTarget, **section: Any) -> Eagle3
     size = section.get("draft_vocab_size")
     counts = FeatureStore(tiny_recipe(harvested).features_dir, "train").token_counts(frozen.config.vocab_size)
     vocab = DraftVocab.full(len(counts)) if size is None else DraftVocab.most_frequent(counts, size)
-    head = new_head(HeadSection(kind="eagle3", **section), frozen, vocab, seed=0)
+    head = new_head(Eagle3Section(kind="eagle3", **section), frozen, vocab, seed=0)
     assert isinstance(head, Eagle3Head)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -97,14 +105,21 @@ def random_head(harvested: Path, frozen: FrozenTarget, **section: Any) -> Eagle3
     return head
 
 
-def unrolled_loss(head: Eagle3Head, batch: Batch, frozen: FrozenTarget, counts: Tensor | None = None) -> Tensor:
+def unrolled_loss(
+    head: DraftHead,
+    batch: Batch,
+    frozen: FrozenTarget,
+    counts: Tensor | None = None,
+    objective: Objective = EAGLE_3,
+    checkpointing: bool = False,
+) -> Tensor:
     """The loss as the training loop takes it; `counts` are those of a larger batch that this one is a part of."""
-    supervision = supervise(batch, frozen, head)
-    counts = unroll_counts(supervision, UNROLL) if counts is None else counts
-    return UnrolledHead(head, UNROLL)(batch, supervision).loss(counts, DECAY)
+    unrolled = UnrolledHead(head, Teacher(frozen, head.vocab), objective, checkpointing)
+    supervision = unrolled.teacher.supervise(batch)
+    return unrolled(batch, supervision, supervision.counts(UNROLL) if counts is None else counts).loss
 
 
-def gradients(head: Eagle3Head, loss: Tensor) -> dict[str, Tensor]:
+def gradients(head: DraftHead, loss: Tensor) -> dict[str, Tensor]:
     names, parameters = zip(*head.named_parameters(), strict=True)
     return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
 
@@ -181,11 +196,214 @@ def test_the_loss_is_the_reference_written_densely(
     batch = Batch.collate(samples, torch.float32)
     loss = unrolled_loss(head, batch, frozen)
     assert_close(loss, expected, rtol=1e-5, atol=1e-5)
-    assert supervise(batch, frozen, head).outside == outside
+    assert Teacher(frozen, head.vocab).supervise(batch).outside == outside
     assert (outside > 0) == (not head.vocab.is_full)
     expected_gradients = gradients(head, expected)
     assert not [name for name, gradient in expected_gradients.items() if gradient.abs().max() < 1e-4]  # all take part
     assert_close(gradients(head, loss), expected_gradients, rtol=1e-5, atol=1e-5)
+
+
+def reference_eagle1_loss(head: Eagle1Head, samples: list[Sample], outputs: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """EAGLE-1's loss, unrolled: every sample alone, every mask in full. `outputs` are the target's logits and its last
+    hidden states behind the final norm."""
+    [layer], shape = head.layers, head.shape
+    assert isinstance(layer, Eagle1Layer)
+    assert head.input_scale is not None
+    attention, fc = layer.self_attn, head.fc.weight * head.input_scale
+    sums, counts = [torch.zeros(()) for _ in range(UNROLL)], [0] * UNROLL
+    for sample, (target, wanted) in zip(samples, outputs, strict=True):
+        length, supervised, features = len(sample.tokens), sample.loss_mask.tolist(), wanted
+        keys, values = [], []
+        for k in range(UNROLL):
+            tokens = torch.tensor([int(sample.tokens[t + 1 + k]) if t + 1 + k < length else 0 for t in range(length)])
+            inputs = torch.cat([head.embedding[tokens], features], dim=-1) @ fc.T
+            query, key, value = (
+                (inputs @ weight.T).view(length, -1, shape.head_dim).transpose(0, 1)
+                for weight in (attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight)
+            )
+            groups = shape.num_heads // shape.num_kv_heads
+            keys.append(rotated(key, k, head.target.rope.theta).repeat_interleave(groups, dim=0))
+            values.append(value.repeat_interleave(groups, dim=0))
+            mask = torch.cat([torch.ones(length, length).tril(), *[torch.eye(length)] * k], dim=-1).bool()
+            scores = rotated(query, k, head.target.rope.theta) @ torch.cat(keys, dim=1).mT / math.sqrt(shape.head_dim)
+            weights = scores.masked_fill(~mask, -math.inf).softmax(-1)
+            mixed = (weights @ torch.cat(values, dim=1)).transpose(0, 1).reshape(length, -1)
+            hidden = inputs + mixed @ attention.o_proj.weight.T
+            features = hidden + layer.mlp(normed(hidden, layer.post_attention_layernorm))
+            guesses = (features @ head.lm_head.T).log_softmax(-1)
+            for t in range(length):
+                last = t + 1 + k
+                if last + 1 < length and supervised[last + 1]:
+                    cross_entropy = -(target[last].softmax(-1) * guesses[t]).sum()
+                    distance = functional.smooth_l1_loss(features[t], wanted[last])
+                    sums[k] = sums[k] + 0.1 * cross_entropy + 1.0 * distance
+                    counts[k] += 1
+    return torch.stack([DECAY**k * sums[k] / counts[k] for k in range(UNROLL)]).sum()
+
+
+def random_eagle1_head(frozen: FrozenTarget) -> Eagle1Head:
+    head = new_head(Eagle1Section(kind="eagle1"), frozen, DraftVocab.full(frozen.config.vocab_size), seed=0)
+    assert isinstance(head, Eagle1Head)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            # Little, as un-normed features grow from step to step.
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return head
+
+
+def test_the_loss_of_eagle_1_is_the_paper_written_densely(harvested: Path, samples: list[Sample]) -> None:
+    """In float64, as un-normed features grow from step to step."""
+    frozen = FrozenTarget.from_folder(harvested / "target", torch.float64)
+    head = random_eagle1_head(frozen).double()
+    model = AutoModelForCausalLM.from_pretrained(harvested / "target", dtype=torch.float64)
+    with torch.no_grad():
+        features = [model.model.norm(sample.last_hidden.double()) for sample in samples]
+        outputs = [(model.lm_head(feature), feature) for feature in features]
+    expected = reference_eagle1_loss(head, samples, outputs)
+    loss = unrolled_loss(head, batch_for(head, samples), frozen, objective=EAGLE_1)
+    assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    expected_gradients = gradients(head, expected)
+    assert not [name for name, gradient in expected_gradients.items() if gradient.abs().max() < 1e-4]
+    assert_close(gradients(head, loss), expected_gradients, rtol=1e-5, atol=1e-5)
+
+
+def batch_for(head: DraftHead, samples: list[Sample]) -> Batch:
+    """The samples as harvested for the head: of EAGLE-1's only tap, the last hidden state, there is no second copy."""
+    kept = slice(0, 0) if head.kind == "eagle1" else slice(None)
+    return Batch.collate([replace(sample, taps=sample.taps[:, kept]) for sample in samples], head.embedding.dtype)
+
+
+def each_head(harvested: Path, frozen: FrozenTarget) -> list[tuple[DraftHead, Objective]]:
+    """Every way in which a head is trained that chunks and checkpoints could get wrong."""
+    limited = random_head(harvested, frozen, **EAGLE_31)
+    others = [replace(EAGLE_3, name=name) for name in OBJECTIVES if name != EAGLE_3.name]
+    return [
+        (random_head(harvested, frozen), EAGLE_3),
+        (random_head(harvested, frozen, hidden_size=24), EAGLE_3),
+        (random_eagle1_head(frozen), EAGLE_1),
+        *[(limited, objective) for objective in (EAGLE_3, *others)],
+    ]
+
+
+@pytest.mark.parametrize("positions", [1, 7])
+def test_chunks_change_neither_loss_nor_gradient(
+    harvested: Path, frozen: FrozenTarget, samples: list[Sample], monkeypatch: pytest.MonkeyPatch, positions: int
+) -> None:
+    for head, objective in each_head(harvested, frozen):
+        batch = batch_for(head, samples)
+        whole = unrolled_loss(head, batch, frozen, objective=objective)
+        with monkeypatch.context() as patch:
+            patch.setattr("trainers.objective.CHUNK_LOGITS", positions * UNROLL * len(head.vocab.ids))
+            chunked = unrolled_loss(head, batch, frozen, objective=objective)
+        assert_close(chunked, whole, rtol=1e-5, atol=1e-5)
+        assert_close(gradients(head, chunked), gradients(head, whole), rtol=1e-5, atol=1e-5)
+
+
+def test_no_tensor_holds_the_logits_of_all_positions(
+    harvested: Path, frozen: FrozenTarget, samples: list[Sample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the head's nor the target's, neither forward nor backward."""
+    head, batch = random_head(harvested, frozen, draft_vocab_size=90), Batch.collate(samples, torch.float32)
+    largest = {90: 0, 300: 0}  # positions of a tensor over the draft vocabulary, and over the target's
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made = function(*args, **(kwargs or {}))
+            for tensor in made if isinstance(made, tuple | list) else [made]:
+                if isinstance(tensor, Tensor) and tensor.ndim > 1 and tensor.shape[-1] in largest:
+                    size = tensor.shape[-1]
+                    largest[size] = max(largest[size], tensor.numel() // size)
+            return made
+
+    monkeypatch.setattr("trainers.objective.CHUNK_LOGITS", 6 * 300)
+    with Watch():
+        gradients(head, unrolled_loss(head, batch, frozen))
+    num_positions = int(batch.loss_mask.sum())
+    assert num_positions > 32
+    assert largest[300] <= 32  # the embedding and lm_head, transposed, have as many rows as the target is wide
+    assert largest[90] <= max(32, 6 * 300 // 90)
+
+
+def test_a_batch_without_a_supervised_position_has_no_loss_and_no_gradient(
+    harvested: Path, frozen: FrozenTarget, samples: list[Sample]
+) -> None:
+    """As a rank may find in its share."""
+    head, batch = random_head(harvested, frozen, draft_vocab_size=90), Batch.collate(samples, torch.float32)
+    batch.loss_mask.zero_()
+    loss = unrolled_loss(head, batch, frozen, counts=torch.full((UNROLL,), 5.0))
+    assert loss == 0
+    assert not any(gradient.any() for gradient in gradients(head, loss).values())
+
+
+def test_activation_checkpoints_leave_loss_and_gradient_as_they_are(
+    harvested: Path, frozen: FrozenTarget, samples: list[Sample]
+) -> None:
+    """A step that is computed again must find the keys that it found the first time, and no more."""
+    for head, objective in each_head(harvested, frozen)[:4]:
+        batch = batch_for(head, samples)
+        plain = unrolled_loss(head, batch, frozen, objective=objective)
+        saving = unrolled_loss(head, batch, frozen, objective=objective, checkpointing=True)
+        assert torch.equal(saving, plain)
+        assert_close(gradients(head, saving), gradients(head, plain), rtol=0, atol=0)
+
+
+def test_noise_belongs_to_its_sample_and_step() -> None:
+    noise = input_noise(0.2, [3, 64, 512], ["0 5 11", "0 5 12", "0 5 13"], 400, "cpu")
+    assert noise.shape == (3, 512, 400)
+    for row, length in enumerate([3, 64, 512]):
+        edge = 0.1 * 512 / length
+        assert 0.99 * edge < noise[row].abs().max() <= edge
+        assert abs(noise[row, :length].mean()) < 0.1 * edge
+        assert not noise[row, length:].any()
+    assert torch.equal(input_noise(0.2, [64], ["0 5 12"], 400, "cpu")[0], noise[1, :64])  # whoever is beside it
+    assert not torch.equal(input_noise(0.2, [64], ["0 6 12"], 400, "cpu")[0], noise[1, :64])
+
+
+def test_noise_is_laid_on_the_features_of_the_target_alone(
+    harvested: Path, frozen: FrozenTarget, samples: list[Sample]
+) -> None:
+    """Adding it to the projected features is the same as reading a text whose features were so."""
+    head = random_eagle1_head(frozen)
+    batch = batch_for(head, samples)
+    unrolled = UnrolledHead(head, Teacher(frozen, head.vocab), EAGLE_1)
+    supervision, noise = unrolled.teacher.supervise(batch), torch.randn(*batch.tokens.shape, 32)
+    noisy = unrolled(batch, supervision, supervision.counts(UNROLL), noise).loss
+    assert noisy != unrolled(batch, supervision, supervision.counts(UNROLL)).loss
+    project = head.project
+
+    class Shifted(Eagle1Head):
+        def project(self, taps: Tensor) -> Tensor:
+            return project(taps) + noise if taps.ndim == 3 else project(taps)
+
+    head.__class__ = Shifted
+    assert_close(unrolled(batch, supervision, supervision.counts(UNROLL)).loss, noisy)
+
+
+def test_an_objective_is_its_papers_unless_the_recipe_says_otherwise(make_recipe: Callable[..., Recipe]) -> None:
+    assert Objective.from_recipe(make_recipe("a", "train.unroll=4")) == EAGLE_3
+    eagle1 = "head={kind: eagle1}", "train.unroll=4"
+    assert Objective.from_recipe(make_recipe("b", *eagle1)) == EAGLE_1
+    own = "train.objective=log_acceptance", "train.regression_weight=0", "train.input_noise=0.5"
+    assert Objective.from_recipe(make_recipe("b", *eagle1, *own, "train.unroll_weights=[0, 1, 1, 2]")) == Objective(
+        "log_acceptance", 0.1, 0.0, 0.5, (0.0, 1.0, 1.0, 2.0)
+    )
+    with pytest.raises(ValueError, match=r"train\.regression_weight: 1\.0 given, 0 or null is allowed"):
+        make_recipe("a", "train.regression_weight=1.0")
+    with pytest.raises(ValueError, match=r"train\.unroll_weights: \[1\] given, a list of 3 weights"):
+        make_recipe("a", "train.unroll_weights=[1]")
+
+
+def test_tap_sizes_are_medians_that_one_huge_token_does_not_move(tmp_path: Path) -> None:
+    taps, last_hidden = torch.randn(50, 2, 16) * torch.tensor([3.0, 20.0])[:, None], torch.randn(50, 16) * 7
+    taps[0] *= 1000  # as the first token of a text often is
+    sample = Sample(torch.arange(50), torch.ones(50, dtype=torch.bool), taps.flatten(1), last_hidden)
+    write_shard(tmp_path / "train-00000.safetensors", [sample], "x")
+    write_shard(tmp_path / "train-00001.safetensors", [replace(sample, taps=sample.taps * 9)], "x")
+    write_manifest(tmp_path, ["train-00000.safetensors", "train-00001.safetensors"], {})
+    store = FeatureStore(tmp_path, "train")
+    assert_close(store.tap_sizes((1, 2), 5), [3.0, 20.0], rtol=0.1, atol=0)
+    assert_close(store.tap_sizes((1, 2, 5), 5), [3.0, 20.0, 7.0], rtol=0.1, atol=0)
 
 
 def padded(batch: Batch, count: int, garbage: bool) -> Batch:
@@ -249,7 +467,7 @@ def test_parts_of_a_batch_add_up_to_its_gradient(
     """Ranks hold samples of different lengths; dividing by the positions of all of them is what makes this true."""
     head = random_head(harvested, frozen, **section)
     whole = Batch.collate(samples, torch.float32)
-    counts = unroll_counts(supervise(whole, frozen, head), UNROLL)
+    counts = Teacher(frozen, head.vocab).supervise(whole).counts(UNROLL)
     parts = [Batch.collate(samples[start::2], torch.float32) for start in (0, 1)]
     losses = [unrolled_loss(head, part, frozen, counts) for part in parts]
     loss = unrolled_loss(head, whole, frozen)
@@ -450,12 +668,55 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(
     ]
 
 
+EAGLE_1_RUN = "head={kind: eagle1}", "train.activation_checkpointing=true", "train.objective=blended_acceptance"
+
+
+def test_an_eagle_1_run_resumes_and_ends_in_a_head_that_can_be_loaded(
+    make_recipe: Callable[..., Recipe], kill_in_step: Callable[[int], Any], frozen: FrozenTarget
+) -> None:
+    """Its input noise is drawn anew in every step, the same for the same step."""
+    whole, cut = make_recipe("whole", *EAGLE_1_RUN), make_recipe("cut", *EAGLE_1_RUN)
+    for recipe in (whole, cut):
+        shutil.rmtree(recipe.features_dir)  # those of an EAGLE-3 head
+    run(whole)
+    with kill_in_step(6):
+        run(cut)
+    run(cut)
+    assert contents(cut.head_dir) == contents(whole.head_dir)
+    assert numbers(cut) == numbers(whole)
+    losses = [line["heldout/loss_0"] for line in numbers(whole) if "heldout/loss_0" in line]
+    assert losses[1] < losses[0]
+    assert FeatureStore(whole.features_dir, "train")[0].taps.shape[1] == 0  # the last hidden state is stored once
+    assert isinstance(load_head(whole.head_dir, frozen), Eagle1Head)
+
+
+def test_a_plain_eagle_3_head_is_saved_with_the_scales_of_its_taps(
+    make_recipe: Callable[..., Recipe], harvested: Path, frozen: FrozenTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The saved head reads the target's hidden states as they are, and gives the features that were trained."""
+    trained: list[Eagle3Head] = []
+
+    def watching(head: Eagle3Head, folder: Path) -> None:
+        trained.append(head)
+        save_head(head, folder)
+
+    monkeypatch.setattr("trainers.eagle.save_head", watching)
+    recipe = make_recipe("run")
+    run(recipe)
+    [head], saved = trained, load_head(recipe.head_dir, frozen)
+    assert head.tap_scale is not None
+    assert head.tap_scale.max() < 1  # the hidden states of this target are large
+    taps = FeatureStore(recipe.features_dir, "train")[0].taps
+    assert torch.equal(saved.project(taps), head.project(taps))
+
+
 def test_what_is_logged_does_not_change_the_weights(make_recipe: Callable[..., Recipe]) -> None:
     """Measuring, logging and saving more often, and decoding held-out prompts, leave the training alone."""
     seldom, often = make_recipe("seldom", "train.log_every=8"), make_recipe("often")
     run(seldom)
     run(often.model_copy(update={"train": often.train.model_copy(update={"eval_every": 2, "eval_prompts": 2})}))
-    assert contents(seldom.head_dir) == contents(often.head_dir)
+    weights = [contents(recipe.head_dir)["model.safetensors"] for recipe in (seldom, often)]
+    assert weights[0] == weights[1]
     taus = [line["heldout/tau"] for line in numbers(often) if "heldout/tau" in line]
     assert len(taus) == 4
     assert all(1 <= tau <= often.decode.depth + 1 for tau in taus)

@@ -11,17 +11,25 @@ from accelerate import Accelerator
 
 from data_pipelines.harvest import harvest
 from data_pipelines.shards import FeatureStore
-from heads.build import new_head, save_head
+from heads.build import draft_vocab, new_head, save_head
+from heads.eagle3 import Eagle3Head
 from heads.frozen import FrozenTarget
 from heads.target_config import locate_target
-from heads.vocab import DraftVocab
 from inference.target import TargetModel
 from recipes import Recipe, run_command
 from trainers.checkpoint import Checkpoints
 from trainers.loop import Materials, train
+from trainers.measure import calibrate
 
 # Fields of the train section that change nothing about the weights, so that a run may resume with others.
-ONLY_WATCHING = {"checkpoint_every", "keep_checkpoints", "eval_every", "eval_prompts", "log_every"}
+ONLY_WATCHING = {
+    "activation_checkpointing",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "eval_every",
+    "eval_prompts",
+    "log_every",
+}
 
 
 def main() -> None:
@@ -42,9 +50,10 @@ def run(recipe: Recipe) -> None:
     target_folder = locate_target(recipe.target.path, recipe.target.revision)
     frozen = FrozenTarget.from_folder(target_folder, dtype=torch.float32, device=accelerator.device)
     counts = train_store.token_counts(frozen.config.vocab_size)
-    size = recipe.head.draft_vocab_size
-    vocab = DraftVocab.full(frozen.config.vocab_size) if size is None else DraftVocab.most_frequent(counts, size)
+    vocab = draft_vocab(recipe.head, counts)
     head = new_head(recipe.head, frozen, vocab, recipe.seed).to(accelerator.device)
+    if isinstance(head, Eagle3Head) and not head.shape.fc_norm:
+        head.scale_taps(train_store.tap_sizes(head.taps, frozen.config.num_layers))
     if accelerator.is_main_process:
         parameters = sum(parameter.numel() for parameter in head.parameters())
         print(
@@ -60,11 +69,15 @@ def run(recipe: Recipe) -> None:
         **{f"train.{field}": value for field, value in recipe.train.model_dump(exclude=ONLY_WATCHING).items()},
     }
     checkpoints = Checkpoints(recipe.checkpoints_dir, inputs, recipe.train.keep_checkpoints)
-    decodes = recipe.train.eval_prompts and accelerator.is_main_process and checkpoints.newest() < recipe.train.steps
+    complete = checkpoints.newest() == recipe.train.steps and (recipe.head_dir / "config.json").is_file()
+    decodes = recipe.train.eval_prompts and accelerator.is_main_process and not complete
     target = TargetModel.load(recipe.target, head.taps) if decodes else None
     train(recipe, head, Materials(frozen, train_store, heldout_store, target), accelerator, checkpoints)
     if accelerator.is_main_process:
-        save_head(head, recipe.head_dir)
+        if target is not None:
+            head.calibration = calibrate(recipe, target, head)
+        if not complete:
+            save_head(head, recipe.head_dir)
         print(f"head written to {recipe.head_dir}; next: python -m inference.report RECIPE")
 
 

@@ -16,7 +16,7 @@ from inference.target import TargetModel
 from recipes import Recipe
 from trainers.checkpoint import Checkpoints
 from trainers.measure import accepted_length, depth_metrics, held_out_scores
-from trainers.objective import UnrolledHead, supervise, unroll_counts
+from trainers.objective import Objective, Teacher, UnrolledHead, input_noise
 from trainers.optimizers import build_optimizers, set_learning_rates
 from trainers.tracking import Tracker
 
@@ -43,7 +43,8 @@ def train(
     done = checkpoints.resume(head, optimizers)
     if done >= section.steps:
         return
-    unrolled = UnrolledHead(head, section.unroll)
+    teacher = Teacher(materials.frozen, head.vocab)
+    unrolled = UnrolledHead(head, teacher, Objective.from_recipe(recipe), section.activation_checkpointing)
     prepared, *prepared_optimizers = accelerator.prepare(unrolled, *optimizers)
     order = SampleOrder(len(materials.train), recipe.seed)
     with Tracker(recipe, done, accelerator.is_main_process) as tracker:
@@ -61,7 +62,7 @@ def train(
                 metrics["train/tokens_per_second"] = tokens_seen / (time.perf_counter() - started)
                 tracker.log(step + 1, metrics, headline(metrics, section.unroll))
             if (step + 1) % section.eval_every == 0 or step + 1 == section.steps:
-                measure(recipe, materials, head, tracker, step + 1)
+                measure(recipe, materials, unrolled, tracker, step + 1)
             if (step + 1) % section.checkpoint_every == 0 or step + 1 == section.steps:
                 if accelerator.is_main_process:
                     checkpoints.save(step + 1, head, optimizers)
@@ -82,17 +83,21 @@ def train_step(
 
     Raises ValueError before the update where it would put something not finite into the weights.
     """
-    section, frozen = recipe.train, materials.frozen
     share = numbers[accelerator.process_index :: accelerator.num_processes]
-    batch = Batch.collate([materials.train[number] for number in share], frozen.embedding.dtype, accelerator.device)
+    samples = [materials.train[number] for number in share]
+    batch = Batch.collate(samples, materials.frozen.embedding.dtype, accelerator.device)
     unrolled = accelerator.unwrap_model(prepared)
-    supervision = supervise(batch, frozen, unrolled.head)
+    width, noise = unrolled.objective.input_noise, None
+    if width:
+        lengths, keys = [len(sample.tokens) for sample in samples], [f"{recipe.seed} {step} {n}" for n in share]
+        noise = input_noise(width, lengths, keys, unrolled.head.feature_size, accelerator.device)
+    supervision = unrolled.teacher.supervise(batch)
     # Every rank divides by the positions of all ranks; data-parallel averaging is undone by the number of ranks.
-    counts = accelerator.reduce(unroll_counts(supervision, section.unroll), "sum")
-    scores = prepared(batch, supervision)
-    accelerator.backward(scores.loss(counts, section.unroll_decay) * accelerator.num_processes)
-    gradient_norm = accelerator.clip_grad_norm_(prepared.parameters(), section.clip_norm)
-    sums = accelerator.reduce(scores.detached(), "sum")
+    counts = accelerator.reduce(supervision.counts(unrolled.objective.unroll), "sum")
+    scores = prepared(batch, supervision, counts, noise)
+    accelerator.backward(scores.loss * accelerator.num_processes)
+    gradient_norm = accelerator.clip_grad_norm_(prepared.parameters(), recipe.train.clip_norm)
+    sums = accelerator.reduce(scores.sums(), "sum")
     refuse_non_finite({"loss": sums.sum(), "gradient": gradient_norm}, step, numbers)
     for optimizer in optimizers:
         optimizer.step()
@@ -109,16 +114,15 @@ def refuse_non_finite(values: dict[str, Tensor | None], step: int, numbers: list
             )
 
 
-def measure(recipe: Recipe, materials: Materials, head: DraftHead, tracker: Tracker, step: int) -> None:
+def measure(recipe: Recipe, materials: Materials, unrolled: UnrolledHead, tracker: Tracker, step: int) -> None:
     """Held-out numbers, on the main rank alone."""
     if not tracker.active:
         return
-    unrolled = UnrolledHead(head, recipe.train.unroll)
-    metrics = held_out_scores(unrolled, materials.frozen, materials.heldout, recipe.train.batch_size)
+    metrics = held_out_scores(unrolled, materials.heldout, recipe.train.batch_size)
     accuracies = " ".join(f"{metrics[f'heldout/accuracy_{k}']:.3f}" for k in range(recipe.train.unroll))
     said = f"step {step}: held-out loss {metrics['heldout/loss_0']:.3f}, accuracy by depth {accuracies}"
     if materials.target is not None:
-        metrics["heldout/tau"] = accepted_length(recipe, materials.target, head)
+        metrics["heldout/tau"] = accepted_length(recipe, materials.target, unrolled.head)
         said += f", accepted length {metrics['heldout/tau']:.2f}"
     tracker.log(
         step, metrics, f"accepted length {metrics['heldout/tau']:.2f}" if "heldout/tau" in metrics else "training"

@@ -1,96 +1,187 @@
 """The training-time test: unroll the head on its own features, as drafting will, and score every depth."""
 
+import zlib
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from data_pipelines.batches import Batch
+from data_pipelines.shards import tapped
 from heads.base import DraftHead
 from heads.cache import UnrollCache
-from heads.frozen import FrozenTarget
-from heads.losses import acceptance, soft_cross_entropy
+from heads.frozen import FrozenTarget, at_least_float32
+from heads.losses import OBJECTIVES, acceptance, feature_distance
+from heads.vocab import DraftVocab
+from recipes import Recipe
+from trainers.chunks import score_in_chunks
+
+CHUNK_LOGITS = 2**25  # scored at once: 128 MiB in float32, and a few times as much in what is computed from them
+NOISE_LENGTH = 512  # tokens of the sample on which EAGLE-1's noise has its nominal width
+PAPERS = {"eagle1": (0.1, 1.0, 0.2), "eagle3": (1.0, 0.0, 0.0)}  # objective_weight, regression_weight, input_noise
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What training minimises: a weighted sum of two losses at each unroll step, and of the steps."""
+
+    name: str
+    weight: float
+    regression_weight: float
+    input_noise: float
+    unroll_weights: tuple[float, ...]
+
+    @classmethod
+    def from_recipe(cls, recipe: Recipe) -> "Objective":
+        """What the recipe leaves open is as in the paper of its head."""
+        train = recipe.train
+        given = train.objective_weight, train.regression_weight, train.input_noise
+        paper = zip(given, PAPERS[recipe.head.kind], strict=True)
+        weight, regression_weight, noise = (default if own is None else own for own, default in paper)
+        decayed = tuple(train.unroll_decay**k for k in range(train.unroll))
+        return cls(train.objective, weight, regression_weight, noise, train.unroll_weights or decayed)
+
+    @property
+    def unroll(self) -> int:
+        return len(self.unroll_weights)
 
 
 @dataclass(frozen=True)
 class Supervision:
-    """The positions whose next token the target wrote and the head can draft, with what the target says there.
+    """The positions whose next token the target wrote and the head can draft.
 
-    Position j carries the target's distribution of token j + 1. Unroll step k predicts it from index j - 1 - k.
+    Position j stands for the target's distribution of token j + 1. Unroll step k predicts it from index j - 1 - k.
     """
 
     rows: Tensor  # [positions], sample in the batch
     places: Tensor  # [positions], j
-    teacher: Tensor  # [positions, draft_vocab], the target's logits
-    choices: Tensor  # [positions], draft ids of the target's argmax
-    outside: int  # supervised positions left out because that argmax is not in the draft vocabulary
+    last_hidden: Tensor  # [positions, hidden]; the target's distribution is read off it when it is needed
+    outside: int  # supervised positions left out because the target's choice is not in the draft vocabulary
+
+    def counts(self, unroll: int) -> Tensor:
+        """How many positions each step can predict: those with an index k + 1 places before them. [unroll]"""
+        return self.reached(unroll).sum(1).float()
+
+    def reached(self, unroll: int) -> Tensor:
+        """[unroll, positions]"""
+        return self.places > torch.arange(unroll, device=self.places.device).unsqueeze(1)
 
 
-@torch.no_grad()
-def supervise(batch: Batch, frozen: FrozenTarget, head: DraftHead) -> Supervision:
-    """The teacher's side of a batch; it is the same for every unroll step."""
-    written = torch.zeros_like(batch.loss_mask)
-    written[:, :-1] = batch.loss_mask[:, 1:]
-    rows, places = written.nonzero(as_tuple=True)
-    logits = frozen.logits(batch.last_hidden[rows, places])  # [positions, vocab]
-    if head.vocab.is_full:
-        return Supervision(rows, places, logits, logits.argmax(-1), outside=0)
-    ids = head.vocab.ids.to(logits.device)
-    choices = logits.argmax(-1)
-    inside = torch.isin(choices, ids)
-    draft_choices = torch.searchsorted(ids, choices[inside])
-    return Supervision(
-        rows[inside], places[inside], logits[inside][:, ids], draft_choices, outside=int((~inside).sum())
-    )
+class Teacher:
+    """The target's side of training; it is the same for every unroll step."""
+
+    def __init__(self, frozen: FrozenTarget, vocab: DraftVocab) -> None:
+        self.frozen, self.vocab = frozen, vocab
+        self.drafted = frozen.within(vocab)
+
+    @torch.no_grad()
+    def supervise(self, batch: Batch) -> Supervision:
+        """Where a batch has something to say."""
+        written = torch.zeros_like(batch.loss_mask)
+        written[:, :-1] = batch.loss_mask[:, 1:]
+        rows, places = written.nonzero(as_tuple=True)
+        last_hidden = batch.last_hidden[rows, places]  # [positions, hidden]
+        if self.vocab.is_full:
+            return Supervision(rows, places, last_hidden, outside=0)
+        chunks = last_hidden.split(max(CHUNK_LOGITS // self.vocab.target_size, 1))
+        choices = torch.cat([self.frozen.logits(chunk).argmax(-1) for chunk in chunks])
+        inside = torch.isin(choices, self.vocab.ids.to(choices.device))
+        return Supervision(rows[inside], places[inside], last_hidden[inside], outside=int((~inside).sum()))
+
+    @torch.no_grad()
+    def log_p(self, last_hidden: Tensor) -> Tensor:
+        """The target's distribution within the draft vocabulary. [positions, draft_vocab]"""
+        return self.drafted.logits(last_hidden).log_softmax(-1)
 
 
 @dataclass(frozen=True)
 class UnrollScores:
-    """Sums over the positions that each unroll step could predict; every field is [unroll]."""
+    """The loss, and sums over the positions that each unroll step could predict, [unroll] each."""
 
+    loss: Tensor  # scalar; carries the gradient
     counts: Tensor
-    losses: Tensor  # nats; carries the gradient
+    losses: Tensor
     hits: Tensor  # the head's first guess is the target's
     accepted: Tensor  # sum of min(p, q) within the draft vocabulary
 
-    def loss(self, counts: Tensor, decay: float) -> Tensor:
-        """Mean loss of each depth over `counts` positions (all ranks'), added up with weights decay^k."""
-        weights = decay ** torch.arange(len(self.losses), device=self.losses.device)
-        return (weights * self.losses / counts.clamp(min=1)).sum()
-
-    def detached(self) -> Tensor:
+    def sums(self) -> Tensor:
         """[4, unroll] for reduction over ranks and logging."""
-        return torch.stack([self.counts, self.losses.detach(), self.hits, self.accepted])
-
-
-def unroll_counts(supervision: Supervision, unroll: int) -> Tensor:
-    """How many positions each step can predict: those with an index k + 1 places before them. [unroll]"""
-    return torch.stack([(supervision.places >= k + 1).sum() for k in range(unroll)]).float()
+        return torch.stack([self.counts, self.losses, self.hits, self.accepted])
 
 
 class UnrolledHead(nn.Module):
     """A head under training; one module, so that data-parallel wrappers see a single forward."""
 
-    def __init__(self, head: DraftHead, unroll: int) -> None:
+    def __init__(
+        self, head: DraftHead, teacher: Teacher, objective: Objective, activation_checkpointing: bool = False
+    ) -> None:
         super().__init__()
-        self.head, self.unroll = head, unroll
+        self.head, self.teacher, self.objective = head, teacher, objective
+        saving = partial(checkpoint, self.run_step, use_reentrant=False, preserve_rng_state=False)
+        self.step = saving if activation_checkpointing else self.run_step
 
-    def forward(self, batch: Batch, supervision: Supervision) -> UnrollScores:
-        head, cache = self.head, UnrollCache()
-        features = head.project(batch.taps)  # [batch, seq, feature]
-        positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-        losses, hits, accepted = [], [], []
-        for k in range(self.unroll):
+    def forward(
+        self, batch: Batch, supervision: Supervision, counts: Tensor, noise: Tensor | None = None
+    ) -> UnrollScores:
+        """The loss is a mean over `counts` positions at each step (all ranks' [unroll]); `noise` is the features'."""
+        hidden = self.unroll(batch, supervision, noise)
+        weights = torch.tensor(self.objective.unroll_weights, device=counts.device) / counts.clamp(min=1)
+        # Inside, losses are sums with weights around 1: in half precision the gradients of a mean would vanish.
+        score = partial(self.score, supervision, weights / weights.max())
+        chunk = max(CHUNK_LOGITS // (self.objective.unroll * len(self.head.vocab.ids)), 1)
+        loss, sums = score_in_chunks(score, hidden, self.head.logits_parameters, chunk)
+        return UnrollScores(loss * weights.max(), supervision.counts(self.objective.unroll), *sums)
+
+    def unroll(self, batch: Batch, supervision: Supervision, noise: Tensor | None) -> Tensor:
+        """The head's hidden states of each step where they are scored. [unroll, positions, feature]"""
+        head, target, cache = self.head, self.head.target, UnrollCache()
+        features = head.project(tapped(batch.taps, batch.last_hidden, head.taps, target.num_layers))
+        features = features if noise is None else features + noise.to(features.dtype)  # [batch, seq, feature]
+        scored = []
+        for k in range(self.objective.unroll):
             # Ground-truth tokens are fed: index t takes token t + 1 + k. What is rolled in at the end is never scored.
             tokens = batch.tokens.roll(-1 - k, dims=1)
-            hidden = head(features, tokens, positions + k, cache=cache)
-            reached = supervision.places >= k + 1
-            at = supervision.rows[reached], supervision.places[reached] - 1 - k
-            logits, teacher = head.logits(hidden[at]), supervision.teacher[reached]  # [positions, draft_vocab]
-            losses.append(soft_cross_entropy(logits, teacher).sum())
-            with torch.no_grad():
-                hits.append((logits.argmax(-1) == supervision.choices[reached]).sum().float())
-                accepted.append(acceptance(logits, teacher).sum())
+            hidden, cache = self.step(k, features, tokens, cache)
+            # Where step k cannot reach, index 0 stands in; `score` leaves it out.
+            scored.append(hidden[supervision.rows, (supervision.places - 1 - k).clamp(min=0)])
             features = head.feedback(hidden)
-        counts = unroll_counts(supervision, self.unroll)
-        return UnrollScores(counts, torch.stack(losses), torch.stack(hits), torch.stack(accepted))
+        return torch.stack(scored)
+
+    def run_step(self, k: int, features: Tensor, tokens: Tensor, cache: UnrollCache) -> tuple[Tensor, UnrollCache]:
+        """The head's hidden state at every index and the keys up to this step; a pure function, so that computing it
+        again for a checkpoint's gradient is safe."""
+        grown = UnrollCache(cache.keys, cache.values)
+        positions = torch.arange(tokens.shape[1], device=tokens.device) + k
+        return self.head(features, tokens, positions, cache=grown), grown
+
+    def score(self, supervision: Supervision, weights: Tensor, hidden: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        """The weighted sum of a chunk's losses, and sums [3, unroll] of losses, hits and accepted chances."""
+        objective, last_hidden = self.objective, supervision.last_hidden[part]
+        log_p = self.teacher.log_p(last_hidden)  # [chunk, draft_vocab], for all steps
+        log_q = at_least_float32(self.head.logits(hidden)).log_softmax(-1)  # [unroll, chunk, draft_vocab]
+        losses = objective.weight * OBJECTIVES[objective.name](log_q, log_p)  # [unroll, chunk]
+        if objective.regression_weight:
+            feature = self.head.project(last_hidden)  # the last hidden state is this head's only tap
+            distance = feature_distance(at_least_float32(hidden), at_least_float32(feature))
+            losses = losses + objective.regression_weight * distance
+        with torch.no_grad():
+            hits = (log_q.argmax(-1) == log_p.argmax(-1)).float()
+            accepted = acceptance(log_q, log_p)
+        reached = supervision.reached(objective.unroll)[:, part]
+        losses, hits, accepted = (each.where(reached, 0.0).sum(1) for each in (losses, hits, accepted))
+        return (weights * losses).sum(), torch.stack([losses.detach(), hits, accepted])
+
+
+def input_noise(width: float, lengths: list[int], keys: list[str], size: int, device: torch.device | str) -> Tensor:
+    """Uniform noise around zero on the features of each sample, `width` wide at 512 tokens and inversely to its length.
+
+    Of (key, place) alone, whatever else is in the batch. [batch, longest, size] (EAGLE-1)
+    """
+    noise = torch.zeros(len(lengths), max(lengths), size, device=device)
+    for row, (length, key) in enumerate(zip(lengths, keys, strict=True)):
+        generator = torch.Generator(device).manual_seed(zlib.crc32(key.encode()))
+        drawn = torch.rand(length, size, generator=generator, device=device)
+        noise[row, :length] = (drawn - 0.5) * (width * NOISE_LENGTH / length)
+    return noise

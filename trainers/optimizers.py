@@ -10,9 +10,10 @@ from recipes.schema import TrainSection
 
 
 def build_optimizers(head: nn.Module, section: TrainSection) -> list[Optimizer]:
-    """AdamW for everything, or Muon for the matrices inside the head and AdamW for norms and lm_head."""
+    """AdamW for everything, or Muon for the matrices inside the head and AdamW for norms, embedding and lm_head."""
     named = [(name, parameter) for name, parameter in head.named_parameters() if parameter.requires_grad]
-    matrices = [p for name, p in named if section.optimizer == "muon" and p.ndim == 2 and "lm_head" not in name]
+    inside = [p for name, p in named if p.ndim == 2 and not name.startswith(("embed_tokens", "lm_head"))]
+    matrices = inside if section.optimizer == "muon" else []
     matrix_ids = {id(p) for p in matrices}
     rest = [p for _, p in named if id(p) not in matrix_ids]
     optimizers: list[Optimizer] = [

@@ -20,10 +20,20 @@ class Verified:
     roots: Int[Tensor, "batch 1"]  # the last one of each row, where its tree begins
     starts: list[int]  # the first of these positions
     counts: list[int]  # how many there are
+    drafted: list[int]  # nodes that were judged to find them; 0 behind a prompt
     rooms: list[int]  # how many tokens deep a tree may still be of use
     sampling: BatchSampling
     history: History | None  # of the tokens before the root, where penalties ask for it
     texts: list[list[int]]  # everything that is certain: prompt and output, the root included
+    on_device: "OnDevice | None" = None  # where shapes are static: what to go by instead of the lists
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """`counts` and `rooms` of Verified for a captured step, which cannot look at lists."""
+
+    counts: Int[Tensor, " batch"]
+    rooms: Int[Tensor, " batch"]
 
 
 @runtime_checkable  # the shape checks of the tests look at instances
@@ -40,6 +50,14 @@ class Drafter(Protocol):
     def max_nodes(self) -> int:
         """Upper bound on the slots that a step needs beyond the verified tokens, target's or its own."""
 
+    @property
+    def depth(self) -> int:
+        """Upper bound on the drafts that one step may accept."""
+
+    @property
+    def static_shapes(self) -> bool:
+        """Can `draft` run on tensors alone, with shapes that are always the same? Then a CUDA graph may hold it."""
+
     def begin(self, taps: Float[Tensor, "1 count tapped"], next_tokens: Int[Tensor, "1 count"], row: KVCache) -> None:
         """Read a new prompt, all of it but the last position, into a row of its own."""
 
@@ -52,9 +70,14 @@ class NoDrafter:
     taps: tuple[int, ...] = ()
     cache_shape: tuple[int, int, int] | None = None
     max_nodes = 1
+    depth = 0
+    static_shapes = True
 
     def begin(self, taps: Tensor, next_tokens: Tensor, row: KVCache) -> None:
         """Nothing to read."""
 
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
         return Tree.root_only(verified.roots)
+
+
+PLAIN = NoDrafter()

@@ -1,8 +1,8 @@
 """How a tree grows: which nodes are expanded on each level, and which of all the drafted ones are verified."""
 
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Protocol
+from functools import cache, cached_property
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from inference.drafters import Verified
 from inference.tree import Tree
-from recipes.schema import DecodeSection
 
 
 @dataclass
@@ -35,9 +34,14 @@ class Pool:
 
     def best(self, roots: Int[Tensor, "batch 1"], count: int) -> Tree:
         """The `count` nodes of the highest score below each root; those that may not be (-inf) hang nowhere."""
-        scores, tokens, parents = (torch.cat(part, dim=1) for part in (self.scores, self.tokens, self.parents))
+        scores = torch.cat(self.scores, dim=1)
         # A child never scores above its parent, and a stable sort settles ties in the parent's favour.
-        chosen = torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :count].sort(dim=1).values
+        best = torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :count]
+        return self.tree(roots, best.sort(dim=1).values)
+
+    def tree(self, roots: Int[Tensor, "batch 1"], chosen: Int[Tensor, "batch chosen"]) -> Tree:
+        """Nodes by their place in the pool, ascending, each with its parent; those that may not be hang nowhere."""
+        scores, tokens, parents = (torch.cat(part, dim=1) for part in (self.scores, self.tokens, self.parents))
         number = torch.zeros(len(scores), scores.shape[1] + 1, dtype=torch.long, device=scores.device)
         number.scatter_(1, chosen + 1, torch.arange(1, chosen.shape[1] + 1, device=scores.device).expand_as(chosen))
         above = number.gather(1, parents.gather(1, chosen))
@@ -46,8 +50,13 @@ class Pool:
         return Tree(torch.cat([roots, tokens.gather(1, chosen)], 1), torch.cat([root_parents, above], 1))
 
 
+@runtime_checkable  # the shape checks of the tests look at instances
 class Growth(Protocol):
     """A policy. `draft` asks it level by level, with the scores that each child would have."""
+
+    @property
+    def static_shapes(self) -> bool:
+        """Is every tree of the same size, however the scores turn out?"""
 
     @property
     def depth(self) -> int:
@@ -84,13 +93,14 @@ class Dynamic:
     depth: int
     width: int
     nodes: int
+    static_shapes = True
 
     @classmethod
     def chain(cls, depth: int) -> "Dynamic":
         return cls(depth, 1, depth)
 
     def levels(self, verified: Verified) -> int:
-        return min(self.depth, max(verified.rooms))
+        return self.depth if verified.on_device is not None else min(self.depth, max(verified.rooms))
 
     def children(self, level: int) -> int:
         return self.width
@@ -113,6 +123,7 @@ class Fixed:
     """
 
     paths: tuple[tuple[int, ...], ...]
+    static_shapes = True
 
     @classmethod
     def chain(cls, depth: int) -> "Fixed":
@@ -140,7 +151,8 @@ class Fixed:
     @cached_property
     def expanded(self) -> list[list[tuple[int, ...]]]:
         """The nodes of each level that have children: the root, then those of level 0, 1, ..."""
-        return [[()]] + [[p for p in level if (*p, 0) in set(self.paths)] for level in self.by_level[:-1]]
+        root: list[list[tuple[int, ...]]] = [[()]]
+        return root + [[p for p in level if (*p, 0) in set(self.paths)] for level in self.by_level[:-1]]
 
     @property
     def width(self) -> int:
@@ -151,7 +163,7 @@ class Fixed:
         return len(set(self.paths))
 
     def levels(self, verified: Verified) -> int:
-        return min(self.depth, max(verified.rooms))
+        return self.depth if verified.on_device is not None else min(self.depth, max(verified.rooms))
 
     def children(self, level: int) -> int:
         return max(path[-1] for path in self.by_level[level]) + 1
@@ -168,27 +180,19 @@ class Fixed:
         above = {path: number for number, path in enumerate(self.expanded[level])}
         return [above[path[:-1]] * self.children(level) + path[-1] for path in wanted]
 
+    @cache  # noqa: B019 - a policy lives as long as its run; and a captured graph must find the tensor where it was
+    def _index(self, places: tuple[int, ...], device: torch.device) -> Int[Tensor, " places"]:
+        return torch.tensor(places, device=device)
+
     def frontier(self, level: int, totals: Tensor) -> Tensor:
         places = self.places(level, self.expanded[level + 1])
-        return torch.tensor(places, device=totals.device).expand(len(totals), -1)
+        return self._index(tuple(places), totals.device).expand(len(totals), -1)
 
     def prune(self, pool: Pool, roots: Tensor) -> Tree:
-        """All children that are not in the tree fall away, whatever their scores."""
+        """Children that are not in the tree fall away, whatever their scores; the others stay in the paths' order."""
         places, offset = [], 0
         for level, tokens in enumerate(pool.tokens):
             places += [offset + place for place in self.places(level, self.by_level[level])]
             offset += tokens.shape[1]
-        scores = torch.cat(pool.scores, dim=1)
-        kept = torch.full_like(scores, -torch.inf)
-        index = torch.tensor(places, device=scores.device)
-        kept[:, index] = torch.where(scores[:, index] == -torch.inf, -torch.inf, 0.0)
-        return Pool([kept], [torch.cat(pool.tokens, 1)], [torch.cat(pool.parents, 1)]).best(roots, len(places))
-
-
-def growth_from_recipe(section: DecodeSection) -> Growth:
-    if section.growth == "chain":
-        return Fixed.chain(section.depth) if section.acceptance == "rejection" else Dynamic.chain(section.depth)
-    if section.growth == "fixed":
-        assert section.paths is not None
-        return Fixed(section.paths)
-    return Dynamic(section.depth, section.width, section.nodes)
+        index = self._index(tuple(places), roots.device)
+        return pool.tree(roots, index.expand(len(roots), -1))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from heads.base import DraftHead
@@ -64,6 +64,14 @@ class HeadDrafter:
     def max_nodes(self) -> int:
         return max(self.growth.nodes + 1, self.growth.width * self.growth.depth)
 
+    @property
+    def depth(self) -> int:
+        return self.growth.depth
+
+    @property
+    def static_shapes(self) -> bool:
+        return self.growth.static_shapes
+
     @torch.inference_mode()
     def begin(self, taps: Tensor, next_tokens: Tensor, row: KVCache) -> None:
         assert row.head is not None
@@ -80,7 +88,7 @@ class HeadDrafter:
         hidden = self.read(verified, cache.head)  # [batch, 1, feature]
         if levels < 1:
             return Tree.root_only(verified.roots)
-        frontier, pool = Frontier.at_root(verified), Pool.empty()
+        frontier, pool, features = Frontier.at_root(verified), Pool.empty(), hidden
         samples = SampledChildren(self.growth, self.head.vocab) if verified.sampling.rule == "rejection" else None
         for level in range(levels):
             if level:
@@ -93,8 +101,8 @@ class HeadDrafter:
                 chances = self.chances(level, logits, positions, verified.sampling, frontier.history)
                 values, columns = chances.topk(count, dim=-1)  # [batch, frontier, count]
             totals = (frontier.totals.unsqueeze(-1) + values).flatten(1)
-            if min(verified.rooms) <= level:
-                late = torch.tensor([room <= level for room in verified.rooms], device=totals.device)
+            late = self.late(verified, level)
+            if late is not None:
                 totals = totals.masked_fill(late.unsqueeze(1), -torch.inf)
             first = len(pool) + 1
             pool.add(totals, self.ids[columns].flatten(1), frontier.numbers.repeat_interleave(count, dim=1))
@@ -111,16 +119,28 @@ class HeadDrafter:
 
     def read(self, verified: Verified, slots: Slots) -> Float[Tensor, "batch 1 feature"]:
         """Take in the verified positions, in place of what was drafted there; returns each row's last hidden state."""
-        slots.set_lengths(verified.starts)
+        if verified.on_device is None:
+            slots.set_lengths(verified.starts)
         offsets = torch.arange(verified.next_tokens.shape[1], device=self.ids.device)
         mask = block_mask(slots, Block((offsets <= offsets[:, None]).unsqueeze(0)), verified.taps.dtype)
         positions = slots.starts[:, None] + offsets
         hidden = self.head(self.head.project(verified.taps), verified.next_tokens, positions, mask, slots)
+        if verified.on_device is not None:
+            counts = verified.on_device.counts
+            slots.shift(counts)
+            return take(hidden, counts.unsqueeze(1) - 1)
         slots.advance(verified.counts)
         if len(hidden) == 1:
             return hidden[:, verified.counts[0] - 1 : verified.counts[0]]
-        last = torch.tensor(verified.counts, device=self.ids.device).unsqueeze(1) - 1
-        return take(hidden, last)
+        return take(hidden, torch.tensor(verified.counts, device=self.ids.device).unsqueeze(1) - 1)
+
+    def late(self, verified: Verified, level: int) -> Bool[Tensor, " batch"] | None:
+        """The rows that have no use for children on this level; None if all have."""
+        if verified.on_device is not None:
+            return verified.on_device.rooms <= level
+        if min(verified.rooms) > level:
+            return None
+        return torch.tensor([room <= level for room in verified.rooms], device=self.ids.device)
 
     def expand(
         self, features: Tensor, frontier: Frontier, level: int, slots: Slots
@@ -137,9 +157,14 @@ class HeadDrafter:
     ) -> Float[Tensor, "batch frontier draft_vocab"]:
         """Log of the estimated chance that the target chooses each token, given its noise at that position."""
         scores = sampling.scores(logits, positions, history, self.ids).float()
+        greedy, sampled = self.head.calibration.at(level)
+        if greedy != sampled:
+            scores = scores * torch.where(sampling.greedy, greedy, sampled)[:, None, None]
+        elif greedy != 1:
+            scores = scores * greedy
         return torch.log_softmax(scores, dim=-1)
 
 
-def take(states: Float[Tensor, "batch nodes size"], index: Int[Tensor, "batch chosen"]) -> Tensor:
+def take(states: Shaped[Tensor, "batch nodes size"], index: Int[Tensor, "batch chosen"]) -> Tensor:
     """Some nodes of each row."""
     return states.gather(1, index.unsqueeze(-1).expand(-1, -1, states.shape[-1]))

@@ -1,0 +1,230 @@
+"""Where the time of decoding goes, what shared noise gains, and which tree is fastest, on one target and head.
+
+    python benchmarks/decode.py recipes/tiny_full.yaml report.head=assets/demo_head report.threads=1
+
+Three tables: the overhead of a step (its wall time less the forwards of target and head), accepted length at
+temperature 1 with and without the target's noise in the drafts, and growth policies against a sweep of trees. Ways take
+turns prompt by prompt, so compare rows within a table.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+
+from heads.base import DraftHead
+from heads.build import load_head
+from heads.target_config import locate_target
+from inference.costs import CostTable
+from inference.decode import DecodeStats, generate
+from inference.drafters import Drafter
+from inference.drafters.cost_aware import Adaptive, CostAware, growth_from_recipe
+from inference.drafters.growth import Dynamic
+from inference.drafters.head import HeadDrafter
+from inference.report import head_folder, held_out_prompts, saved_taps
+from inference.sampling import BatchSampling, History, Sampling
+from inference.target import TargetModel
+from recipes import Recipe, run_command
+
+SWEEP = [
+    *(Dynamic.chain(depth) for depth in (2, 3, 4, 5, 6, 8)),
+    *(Dynamic(depth, 2, nodes) for depth, nodes in ((3, 6), (5, 8), (5, 10), (7, 12))),
+    *(
+        Dynamic(depth, 4, nodes)
+        for depth, nodes in ((3, 8), (4, 12), (5, 12), (5, 16), (5, 24), (7, 16), (7, 24), (7, 32))
+    ),
+    Dynamic(5, 8, 32),
+]
+
+
+class WithoutNoise(HeadDrafter):
+    """Children by the head's own probability, as in EAGLE-2 and 3: the drafter does not look at the noise."""
+
+    def chances(
+        self, level: int, logits: Tensor, positions: Tensor, sampling: BatchSampling, history: History | None
+    ) -> Tensor:
+        return sampling.warp(logits, history, self.ids)
+
+
+@dataclass
+class Clock:
+    """Seconds spent inside of what it wraps."""
+
+    seconds: float = 0.0
+    depth: int = 0
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self.depth += 1
+            started = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.depth -= 1
+                if self.depth == 0:
+                    self.seconds += time.perf_counter() - started
+
+        return timed
+
+
+@contextmanager
+def clocks(target: TargetModel, head: DraftHead) -> Iterator[tuple[Clock, Clock]]:
+    """Time the target's model and the head's three functions while the context lasts."""
+    target_clock, head_clock = Clock(), Clock()
+    plain_forward = target.model.forward
+    target.model.forward = target_clock.around(plain_forward)
+    for name in ("forward", "project", "logits"):
+        object.__setattr__(head, name, head_clock.around(getattr(head, name)))
+    yield target_clock, head_clock
+    target.model.forward = plain_forward
+    for name in ("forward", "project", "logits"):
+        object.__delattr__(head, name)
+
+
+@dataclass
+class Row:
+    name: str
+    run: Callable[[list[int]], DecodeStats]
+    stats: DecodeStats = field(default_factory=DecodeStats)
+    target_seconds: float = 0.0
+    head_seconds: float = 0.0
+    target_calls: int = 0
+
+    @property
+    def rate(self) -> float:
+        return self.stats.tokens / self.stats.seconds
+
+
+def ours(target: TargetModel, drafter: Drafter | None, new_tokens: int, sampling: Sampling) -> Callable[..., Any]:
+    return lambda prompt: generate(target, prompt, new_tokens, sampling, drafter).stats
+
+
+def transformers_own(target: TargetModel, new_tokens: int, lookup: int | None = None) -> Callable[..., DecodeStats]:
+    """`generate` of the same model; every call of it is a step."""
+
+    def run(prompt: list[int]) -> DecodeStats:
+        calls = []
+        hook = target.model.register_forward_pre_hook(lambda *_: calls.append(1))
+        started = time.perf_counter()
+        written = target.generate([prompt], new_tokens, prompt_lookup=lookup)[0]
+        seconds = time.perf_counter() - started
+        hook.remove()
+        return DecodeStats(steps=len(calls) - 1, tokens=len(written) - 1, seconds=seconds)
+
+    return run
+
+
+def measure(rows: list[Row], prompts: list[list[int]], target: TargetModel, head: DraftHead, title: str) -> None:
+    """Every row on every prompt, in turns; one prompt warms up."""
+    for row in rows:
+        row.run(prompts[0])
+    for number, prompt in enumerate(track(prompts, description=title, transient=True)):
+        for turn in range(len(rows)):
+            row = rows[(number + turn) % len(rows)]
+            with clocks(target, head) as (target_clock, head_clock):
+                row.stats.add(row.run(prompt))
+            row.target_seconds += target_clock.seconds
+            row.head_seconds += head_clock.seconds
+
+
+def overhead_table(rows: list[Row]) -> Table:
+    table = Table(title="where a step's time goes, greedy (ms; overhead is the rest, in % of the step)")
+    for column in ("way", "tau", "tokens/s", "x generate", "step", "target", "head", "overhead", "bytes moved/step"):
+        table.add_column(column, justify="left" if column == "way" else "right")
+    base = next(row.rate for row in rows if row.name == "generate")
+    for row in rows:
+        steps = row.stats.steps
+        whole, target, head = (1000 * s / steps for s in (row.stats.seconds, row.target_seconds, row.head_seconds))
+        table.add_row(
+            row.name,
+            f"{row.stats.tau:.2f}",
+            f"{row.rate:.1f}",
+            f"{row.rate / base:.2f}",
+            *(f"{value:.2f}" for value in (whole, target, head)),
+            f"{100 * (whole - target - head) / whole:.1f}",
+            f"{row.stats.bytes_moved / steps:,.0f}",
+        )
+    return table
+
+
+def noise_table(rows: list[Row]) -> Table:
+    table = Table(title="what the target's noise in the drafts gains")
+    for column in ("drafts", "tau", "of tau at T = 0"):
+        table.add_column(column, justify="left" if column == "drafts" else "right")
+    for row in rows:
+        table.add_row(row.name, f"{row.stats.tau:.2f}", f"{row.stats.tau / rows[0].stats.tau:.2f}")
+    return table
+
+
+def growth_table(rows: list[Row], title: str) -> Table:
+    table = Table(title=title)
+    for column in ("growth", "tau", "nodes/step", "tokens/s", "of the sweep's best"):
+        table.add_column(column, justify="left" if column == "growth" else "right")
+    best = max(row.rate for row in rows[: len(SWEEP)])
+    for row in rows:
+        nodes = row.stats.drafted / row.stats.steps
+        table.add_row(row.name, f"{row.stats.tau:.2f}", f"{nodes:.1f}", f"{row.rate:.1f}", f"{row.rate / best:.2f}")
+    return table
+
+
+def name_of(growth: Dynamic) -> str:
+    if growth.width == 1:
+        return f"chain of {growth.depth}"
+    return f"tree {growth.depth} x {growth.width}, {growth.nodes} nodes"
+
+
+def main() -> None:
+    run_command(__doc__, run)
+
+
+def run(recipe: Recipe) -> None:
+    torch.set_num_threads(recipe.report.threads or torch.get_num_threads())
+    prompts, folder = held_out_prompts(recipe), head_folder(recipe)
+    target = TargetModel.load(
+        recipe.target, saved_taps(recipe, locate_target(recipe.target.path, recipe.target.revision))
+    )
+    head = load_head(folder, target.frozen)
+    new_tokens, console = recipe.decode.max_new_tokens, Console()
+    growth = growth_from_recipe(recipe.decode, target, head)
+    greedy, warm = Sampling(), Sampling(1.0, seed=recipe.decode.seed)
+
+    def with_head(growth: Any, sampling: Sampling = greedy, drafter: type[HeadDrafter] = HeadDrafter) -> Any:
+        return ours(target, drafter(head, growth), new_tokens, sampling)
+
+    rows = [
+        Row("plain", ours(target, None, new_tokens, greedy)),
+        Row("generate", transformers_own(target, new_tokens)),
+        Row("generate, prompt lookup of 5", transformers_own(target, new_tokens, lookup=5)),
+        Row("chain", with_head(Dynamic.chain(recipe.decode.depth))),
+        Row("tree", with_head(growth)),
+    ]
+    measure(rows, prompts, target, head, "overhead")
+    console.print(overhead_table(rows))
+
+    rows = [
+        Row("tree, T = 0", with_head(growth)),
+        Row("tree, T = 1, ranked by log q + noise", with_head(growth, warm)),
+        Row("tree, T = 1, ranked by q (top-k)", with_head(growth, warm, WithoutNoise)),
+    ]
+    measure(rows, prompts, target, head, "noise")
+    console.print(noise_table(rows))
+
+    for sampling in (greedy, warm):
+        rows = [Row(name_of(growth), with_head(growth, sampling)) for growth in SWEEP]
+        rows += [
+            Row("adaptive chain", with_head(Adaptive(8, CostTable(target, head, 1)), sampling)),
+            Row("cost-aware", with_head(CostAware(8, 4, 32, CostTable(target, head, 4)), sampling)),
+        ]
+        measure(rows, prompts, target, head, f"growth, T = {sampling.temperature:g}")
+        console.print(growth_table(rows, f"growth policies, temperature {sampling.temperature:g}"))
+
+
+if __name__ == "__main__":
+    main()

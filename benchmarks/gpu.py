@@ -1,0 +1,259 @@
+"""How close decoding comes to what the memory of a CUDA device allows, on an 8B shape and on the demo target.
+
+    python benchmarks/gpu.py recipes/tiny_full.yaml report.head=assets/demo_head
+
+For a Llama-3-8B-shaped target of random weights in bfloat16: plain decoding against transformers' `generate` and
+against the bandwidth limit (bytes of the weights over the measured speed of a copy), a verify step by its nodes, an
+EAGLE-3 cycle and the speed-ups that follow. For the demo target: tau and speed as they are. Needs no network. Without
+CUDA it says so; `BENCHMARK_SHAPE=tiny` then runs the same on the CPU at a toy size, to try the script.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from data_pipelines.prompts import make_prompts
+from heads.base import DraftHead
+from heads.build import load_head, new_head
+from heads.target_config import locate_target
+from heads.vocab import DraftVocab
+from inference.compare import Way, compare
+from inference.decode import DecodeLoop, Request
+from inference.drafters import PLAIN, Drafter, Verified
+from inference.drafters.growth import Dynamic
+from inference.drafters.head import HeadDrafter
+from inference.report import as_table, head_folder, held_out_prompts, machine, saved_taps
+from inference.sampling import BatchSampling, Sampling
+from inference.static import StaticStep
+from inference.target import TargetModel
+from recipes import Recipe, run_command
+from recipes.schema import Eagle3Section
+
+NODES = (1, 2, 4, 8, 16, 32, 64, 128)
+DEPTH = 6
+REPEATS = 30
+LLAMA3_8B = LlamaConfig(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    max_position_embeddings=8192,
+    rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+    bos_token_id=None,
+    eos_token_id=None,
+)
+TOY = LlamaConfig(
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=8,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=1024,
+    bos_token_id=None,
+    eos_token_id=None,
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A random target and head, and how far to go with them."""
+
+    target: TargetModel
+    head: DraftHead
+    prompt: int  # tokens
+    new_tokens: int
+
+
+def random_setting(config: LlamaConfig, device: torch.device, prompt: int, new_tokens: int) -> Setting:
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    with device:
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        model = LlamaForCausalLM(config)
+        torch.set_default_dtype(default)
+    layers = config.num_hidden_layers
+    target = TargetModel(model, (2, layers // 2, layers - 3))
+    vocab = DraftVocab(torch.arange(min(32000, config.vocab_size)), config.vocab_size)
+    head = new_head(Eagle3Section(kind="eagle3"), target.frozen, vocab, seed=0).to(device, dtype)
+    return Setting(target, head.eval().requires_grad_(False), prompt, new_tokens)
+
+
+def seconds(work: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:
+    """Mean of `repeats` runs, after three to warm up."""
+    for _ in range(3):
+        work()
+    synchronise(device)
+    started = time.perf_counter()
+    for _ in range(repeats):
+        work()
+    synchronise(device)
+    return (time.perf_counter() - started) / repeats
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes read and written per second by a large copy."""
+    source = torch.empty((1 << 30) if device.type == "cuda" else (1 << 26), dtype=torch.uint8, device=device)
+    goal = torch.empty_like(source)
+    return 2 * source.nbytes / seconds(lambda: goal.copy_(source), device, 10)
+
+
+def decode_rate(setting: Setting, drafter: Drafter | None, static: bool) -> float:
+    """Tokens per second behind a prompt, the prompt's own pass left out."""
+    prompt = torch.arange(setting.prompt).remainder(setting.target.config.vocab_size).tolist()
+    for _ in range(2):  # the first one warms up
+        loop = DecodeLoop(setting.target, [Request(prompt, setting.new_tokens)], drafter, static=static)
+        steps = loop.run()
+        next(steps)
+        next(steps)  # a graph is captured in the first step
+        synchronise(setting.target.device)
+        started, before = time.perf_counter(), len(loop.generations[0].tokens)
+        for _ in steps:
+            pass
+        synchronise(setting.target.device)
+        rate = (len(loop.generations[0].tokens) - before) / (time.perf_counter() - started)
+    return rate
+
+
+def generate_rate(setting: Setting) -> float:
+    """The same of transformers' `generate`: the difference of a long and a short run."""
+    prompt = torch.arange(setting.prompt).remainder(setting.target.config.vocab_size).tolist()
+    times = []
+    for new_tokens in (4, 8, 8 + setting.new_tokens // 2):
+        synchronise(setting.target.device)
+        started = time.perf_counter()
+        setting.target.generate([prompt], new_tokens)
+        synchronise(setting.target.device)
+        times.append(time.perf_counter() - started)
+    return (setting.new_tokens // 2) / (times[2] - times[1])
+
+
+@torch.inference_mode()
+def verify_seconds(setting: Setting, nodes: int) -> float:
+    """A target step of so many nodes behind the prompt, choices included."""
+    target, device = setting.target, setting.target.device
+    cache = target.new_cache(setting.prompt + nodes, static=True)
+    cache.set_lengths([setting.prompt])
+    step, sampling = StaticStep(target, PLAIN, cache), BatchSampling([Sampling()], device)
+    tokens = torch.zeros(1, nodes, dtype=torch.long, device=device)
+    parents = ((torch.arange(nodes, device=device) + 1) // 2 - 1).unsqueeze(0)  # a binary tree
+    return seconds(lambda: step.replay(step.verify, sampling, tokens, parents), device)
+
+
+@torch.inference_mode()
+def cycle_seconds(setting: Setting, growth: Dynamic) -> float:
+    """A whole cycle without what the host does: the draft and the target step."""
+    target, device = setting.target, setting.target.device
+    drafter = HeadDrafter(setting.head, growth)
+    cache = target.new_cache(setting.prompt + drafter.max_nodes + 1, drafter.cache_shape, static=True)
+    cache.target.set_lengths([setting.prompt])
+    step = StaticStep(target, drafter, cache)
+    verified = Verified(
+        taps=torch.zeros(1, 3, 3 * target.config.hidden_size, dtype=target.dtype, device=device),
+        next_tokens=torch.zeros(1, 3, dtype=torch.long, device=device),
+        roots=torch.zeros(1, 1, dtype=torch.long, device=device),
+        starts=[setting.prompt - 3],
+        counts=[3],
+        drafted=[0],
+        rooms=[growth.depth],
+        sampling=BatchSampling([Sampling()], device),
+        history=None,
+        texts=[[]],
+    )
+    return seconds(lambda: step(verified), device)
+
+
+def eight_billion(console: Console, device: torch.device, config: LlamaConfig, prompt: int, new_tokens: int) -> None:
+    setting = random_setting(config, device, prompt, new_tokens)
+    weights = sum(p.numel() * p.element_size() for p in setting.target.model.parameters())
+    weights -= setting.target.frozen.embedding.nbytes  # of the input embedding a step reads one row
+    bandwidth = copy_bandwidth(device)
+    limit = bandwidth / weights
+    console.print(
+        f"{weights / 1e9:.2f} GB of weights per step, copies at {bandwidth / 1e9:,.0f} GB/s: at most {limit:.1f}/s"
+    )
+
+    table = Table(title=f"plain decoding behind a prompt of {prompt} tokens")
+    for column in ("way", "tokens/s", "of the limit"):
+        table.add_column(column, justify="left" if column == "way" else "right")
+    rates = {
+        "generate": generate_rate(setting),
+        "ours, changing shapes": decode_rate(setting, None, static=False),
+        "ours, captured": decode_rate(setting, None, static=True),
+    }
+    for way, rate in rates.items():
+        table.add_row(way, f"{rate:.1f}", f"{rate / limit:.0%}")
+    console.print(table)
+
+    table = Table(title="a captured target step")
+    for column in ("nodes", "ms", "x 1 node"):
+        table.add_column(column, justify="right")
+    costs = {nodes: verify_seconds(setting, nodes) for nodes in NODES}
+    for nodes, cost in costs.items():
+        table.add_row(str(nodes), f"{1000 * cost:.2f}", f"{cost / costs[1]:.2f}")
+    console.print(table)
+
+    table = Table(title=f"an EAGLE-3 cycle of depth {DEPTH}, and the speed-up over plain decoding that follows")
+    for column in ("drafts", "ms", "x 1 node", "tau 3", "tau 4", "tau 5"):
+        table.add_column(column, justify="left" if column == "drafts" else "right")
+    shapes = {"chain": Dynamic.chain(DEPTH), "tree of 31": Dynamic(DEPTH, 8, 31), "tree of 63": Dynamic(DEPTH, 10, 63)}
+    for name, growth in shapes.items():
+        cost = cycle_seconds(setting, growth)
+        gains = [f"{tau * costs[1] / cost:.2f} x" for tau in (3, 4, 5)]
+        table.add_row(name, f"{1000 * cost:.2f}", f"{cost / costs[1]:.2f}", *gains)
+    console.print(table)
+
+
+def demo(console: Console, recipe: Recipe) -> None:
+    """The real head on the real small target, whose steps are so short that the host's share shows."""
+    make_prompts(recipe)
+    folder = locate_target(recipe.target.path, recipe.target.revision)
+    target = TargetModel.load(recipe.target, saved_taps(recipe, folder))
+    head = load_head(head_folder(recipe), target.frozen)
+    depth = recipe.decode.depth
+    ways = [
+        Way("generate", transformers=True),
+        Way("plain"),
+        Way("chain", HeadDrafter(head, Dynamic.chain(depth))),
+        Way("tree", HeadDrafter(head, Dynamic(depth, recipe.decode.width, recipe.decode.nodes))),
+    ]
+    for temperature in recipe.report.temperatures:
+        sampling = Sampling(temperature, seed=recipe.decode.seed)
+        found = compare(ways, target, held_out_prompts(recipe), recipe.decode.max_new_tokens, sampling, 1)
+        console.print(as_table(found))
+
+
+def main() -> None:
+    run_command(__doc__, run)
+
+
+def run(recipe: Recipe) -> None:
+    console = Console()
+    if torch.cuda.is_available():
+        device, config, prompt, new_tokens = torch.device("cuda"), LLAMA3_8B, 512, 256
+    elif os.environ.get("BENCHMARK_SHAPE") == "tiny":
+        device, config, prompt, new_tokens = torch.device("cpu"), TOY, 32, 32
+    else:
+        console.print("no CUDA device here: nothing is measured")
+        return
+    console.print(", ".join(f"{name} {value}" for name, value in machine().items()))
+    eight_billion(console, device, config, prompt, new_tokens)
+    demo(console, recipe)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""EAGLE-1 (arXiv 2401.15077), and HASS (2408.15766) when unrolled: one decoder layer guesses the target's own feature.
+
+The feature is the target's last hidden state behind its final norm, so the target's lm_head reads the guess as it is.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from heads.base import UNROLL_MARGIN, DraftHead
+from heads.cache import AttentionCache
+from heads.frozen import FrozenTarget
+from heads.layers import MLP, Attention, LayerShape, RMSNorm, rotary_table, scales_of
+from heads.target_config import TargetConfig
+from heads.vocab import DraftVocab
+from recipes.schema import HeadSection
+
+SAME_EMBEDDING = 1e-2  # of its largest entry: a published copy of the target's embedding is rounded to half precision
+
+
+@dataclass(frozen=True)
+class Eagle1Shape(LayerShape):
+    """Everything about an EAGLE-1 head that is not a weight."""
+
+    fc_bias: bool = False  # published heads often have one; vLLM has none, so none is trained here
+
+
+class Eagle1Layer(nn.Module):
+    """A Llama layer without its first norm."""
+
+    def __init__(self, shape: Eagle1Shape, eps: float) -> None:
+        super().__init__()
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, eps)
+        self.self_attn = Attention(shape.hidden_size, shape)
+        self.mlp = MLP(shape.hidden_size, shape.intermediate_size)
+
+    def forward(
+        self,
+        inputs: Float[Tensor, "batch seq hidden"],
+        rotary: Tensor,
+        mask: Tensor | None,
+        cache: AttentionCache | None,
+    ) -> Float[Tensor, "batch seq hidden"]:
+        hidden = inputs + self.self_attn(inputs, rotary, mask, cache)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Eagle1Head(DraftHead):
+    """Parameter names are those of the published checkpoints; both ends of the target are shared and not trained."""
+
+    kind = "eagle1"
+    shape: Eagle1Shape
+
+    def __init__(self, shape: Eagle1Shape, frozen: FrozenTarget) -> None:
+        super().__init__()
+        assert shape.hidden_size == frozen.config.hidden_size
+        self.shape, self.target, self.taps = shape, frozen.config, (frozen.config.num_layers,)
+        self.vocab = DraftVocab.full(frozen.config.vocab_size)
+        self.feature_size = shape.hidden_size
+        self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=shape.fc_bias)
+        self.layers = nn.ModuleList([Eagle1Layer(shape, frozen.config.norm_eps)])
+        self.embedding: Tensor
+        self.norm_weight: Tensor
+        self.norm_bias: Tensor | None
+        self.lm_head: Tensor
+        self.rotary: Tensor
+        self.input_scale: Tensor | None
+        for name in ("embedding", "norm_weight", "norm_bias", "lm_head"):
+            self.register_buffer(name, getattr(frozen, name), persistent=False)
+        table = rotary_table(frozen.config.rope, shape.head_dim, frozen.config.max_positions + UNROLL_MARGIN)
+        self.register_buffer("rotary", table.to(frozen.embedding), persistent=False)
+        self.register_buffer("input_scale", None, persistent=False)  # [2 * hidden]
+
+    @classmethod
+    def section_taps(cls, section: HeadSection, target: TargetConfig) -> tuple[int, ...]:
+        return (target.num_layers,)
+
+    @classmethod
+    def from_section(cls, section: HeadSection, frozen: FrozenTarget, vocab: DraftVocab) -> "Eagle1Head":
+        assert vocab.is_full
+        return cls(Eagle1Shape.from_section(section, frozen.config, frozen.config.hidden_size), frozen)
+
+    @classmethod
+    def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], frozen: FrozenTarget) -> "Eagle1Head":
+        own = tensors.pop("embed_tokens.weight", None)
+        if own is not None and not same_embedding(own, frozen.embedding):
+            raise ValueError(
+                "embed_tokens.weight is not the target's embedding, which an EAGLE-1 head shares; name the target that "
+                "the head was trained for"
+            )
+        if "fc.bias" in tensors and not tensors["fc.bias"].any():
+            del tensors["fc.bias"]
+        return cls(Eagle1Shape.from_config(config, fc_bias="fc.bias" in tensors), frozen)
+
+    @property
+    def frozen(self) -> FrozenTarget:
+        """The two ends of the target, where this head is."""
+        return FrozenTarget(self.target, self.embedding, self.norm_weight, self.norm_bias, self.lm_head)
+
+    @torch.no_grad()
+    def initialise(self, frozen: FrozenTarget, generator: torch.Generator) -> None:
+        """Start with the new layer silent, and with `fc` on inputs around 1: an embedding is often far smaller than a
+        feature, whose size is that of the final norm's weight, and would hardly be heard beside it."""
+        sizes = [float(ends.float().square().mean().sqrt()) for ends in (frozen.embedding, frozen.norm_weight)]
+        self.input_scale = scales_of(sizes).repeat_interleave(self.shape.hidden_size).to(self.embedding)
+        std = 0.5 * self.shape.hidden_size**-0.5
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(0, std, generator=generator)
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.zero_()
+
+    def engine_config(self) -> dict[str, Any]:
+        """Without the key `bias`, which SGLang takes for that of `fc` and vLLM for the attention's."""
+        architectures = ["EagleLlamaForCausalLM", "LlamaForCausalLMEagle"]  # vLLM's name, SGLang's
+        return {"architectures": architectures, **self.shape.to_config(self.target)}
+
+    def engine_tensors(self) -> dict[str, Tensor]:
+        # SGLang's `fc` has a bias whatever the config says, and leaves it uninitialised where the file has none.
+        tensors = {"fc.bias": self.fc.weight.new_zeros(self.shape.hidden_size), **self.state_dict()}
+        if self.input_scale is not None:
+            tensors["fc.weight"] = tensors["fc.weight"] * self.input_scale
+        return tensors
+
+    @property
+    def logits_parameters(self) -> list[Tensor]:
+        return []
+
+    def project(self, taps: Float[Tensor, "*axes tapped"]) -> Float[Tensor, "*axes feature"]:
+        return self.frozen.norm(taps)
+
+    def forward(
+        self,
+        features: Float[Tensor, "batch seq feature"],
+        tokens: Int[Tensor, "batch seq"],
+        positions: Int[Tensor, "*batch seq"],
+        mask: Float[Tensor, "*axes seq keys"] | None = None,
+        cache: AttentionCache | None = None,
+    ) -> Float[Tensor, "batch seq feature"]:
+        both = torch.cat([self.embedding[tokens], features], dim=-1)  # embedding first
+        inputs = self.fc(both if self.input_scale is None else both * self.input_scale)
+        return self.layers[0](inputs, self.rotary[positions], mask, cache)
+
+    def logits(self, hidden: Float[Tensor, "*axes feature"]) -> Float[Tensor, "*axes draft_vocab"]:
+        return self.frozen.unembed(hidden)
+
+    def feedback(self, hidden: Float[Tensor, "*axes feature"]) -> Float[Tensor, "*axes feature"]:
+        return hidden
+
+
+def same_embedding(own: Tensor, target: Tensor) -> bool:
+    """Is it a copy of the target's, in whatever precision?"""
+    if own.shape != target.shape:
+        return False
+    theirs = target.float()
+    return bool((own.to(theirs) - theirs).abs().max() <= SAME_EMBEDDING * theirs.abs().max())

@@ -1,0 +1,38 @@
+"""Random numbers that are a pure function of seed, position and token: the same in every batch and on every device."""
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+# splitmix64's increment and multipliers (Steele et al., 2014), as the signed integers that torch multiplies mod 2^64.
+GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+MIX_2 = 0x94D049BB133111EB - (1 << 64)
+
+
+def mix(state: Tensor) -> Tensor:
+    """The finaliser of splitmix64 on int64, in place: a vocabulary's worth of temporaries costs more than it does."""
+    # torch's right shift keeps the sign; masking the upper bits away makes it logical.
+    state.bitwise_xor_((state >> 30).bitwise_and_((1 << 34) - 1)).mul_(MIX_1)
+    state.bitwise_xor_((state >> 27).bitwise_and_((1 << 37) - 1)).mul_(MIX_2)
+    return state.bitwise_xor_((state >> 31).bitwise_and_((1 << 33) - 1))
+
+
+def uniform_noise(
+    seeds: Int[Tensor, " batch"], positions: Int[Tensor, "batch nodes"], tokens: Int[Tensor, " columns"], stream: int
+) -> Float[Tensor, "batch nodes columns"]:
+    """One number in (0, 1) for each row's seed, absolute position and target token, float64, in each stream."""
+    steps = ((stream + 1) * GOLDEN + 2**63) % 2**64 - 2**63  # wrapped by hand: torch refuses larger numbers
+    key = mix(mix(positions.long() * GOLDEN + seeds.unsqueeze(1)) + steps)  # [batch, nodes]
+    bits = mix(key.unsqueeze(-1) + tokens.long() * GOLDEN)  # [batch, nodes, columns]
+    # 52 random bits and a half step: strictly inside (0, 1) in float64, where both logarithms stay exact enough.
+    return (bits >> 12).bitwise_and_((1 << 52) - 1).double().add_(0.5).mul_(2.0**-52)
+
+
+def gumbel_noise(
+    seeds: Int[Tensor, " batch"],
+    positions: Int[Tensor, "batch nodes"],
+    tokens: Int[Tensor, " columns"],
+    stream: int = 0,
+) -> Float[Tensor, "batch nodes columns"]:
+    """One Gumbel value for each row's seed, absolute position and target token, float32, the same on every device."""
+    return uniform_noise(seeds, positions, tokens, stream).log_().neg_().log_().neg_().float()

@@ -1,0 +1,149 @@
+"""One tiny random model of each family that a target may be of: FAMILIES[name](seed=0), some 30 thousand weights."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+WINDOW = 16  # tokens that a sliding layer sees, its own included
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.6,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+GROUPED: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "head_dim": 8}
+UNTIED = {"tie_word_embeddings": False}  # a random model that is tied and scales its embedding repeats its last token
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+ALTERNATING: dict[str, Any] = {
+    **GROUPED,
+    "num_hidden_layers": 4,
+    "sliding_window": WINDOW,
+    "layer_types": [SLIDING, FULL, SLIDING, FULL],
+}
+LAST_TWO_SLIDING: dict[str, Any] = {
+    **GROUPED,
+    "num_hidden_layers": 4,
+    "use_sliding_window": True,
+    "sliding_window": WINDOW,
+    "max_window_layers": 2,
+}
+
+# Name: model type and config. Where the default of a soft cap, a scale or a multiplier would not be felt at these
+# sizes, another is set.
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", GROUPED),
+    "qwen2": ("qwen2", GROUPED),
+    "qwen2_mixed": ("qwen2", LAST_TWO_SLIDING),
+    "qwen3": ("qwen3", GROUPED),
+    "qwen3_mixed": ("qwen3", LAST_TWO_SLIDING),
+    "qwen3_moe": ("qwen3_moe", {**GROUPED, **EXPERTS, "norm_topk_prob": True}),
+    "mistral": ("mistral", {**GROUPED, "sliding_window": WINDOW}),
+    "mixtral": ("mixtral", {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gemma2": (
+        "gemma2",
+        {
+            **ALTERNATING,
+            **UNTIED,
+            "query_pre_attn_scalar": 8,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 10.0,
+        },
+    ),
+    "gemma3": ("gemma3_text", {**ALTERNATING, **UNTIED, "query_pre_attn_scalar": 8}),
+    "phi3": ("phi3", GROUPED),
+    "phi3_sliding": ("phi3", {**GROUPED, "sliding_window": WINDOW}),
+    "gpt2": ("gpt2", SIZES),  # learned positions
+    "gpt_neox": ("gpt_neox", {**SIZES, "num_hidden_layers": 4, "rotary_pct": 0.5, "use_parallel_residual": True}),
+    "olmo2": ("olmo2", GROUPED),
+    "olmo3": ("olmo3", ALTERNATING),
+    "gpt_oss": (  # attention sinks
+        "gpt_oss",
+        {
+            **ALTERNATING,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "truncate": False,
+            },
+        },
+    ),
+    "granite": (
+        "granite",
+        {
+            **GROUPED,
+            "embedding_multiplier": 2.0,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.7,
+            "logits_scaling": 0.5,
+        },
+    ),
+    "cohere2": ("cohere2", {**ALTERNATING, **UNTIED, "logit_scale": 1.0}),  # no rotary embedding in the full layers
+    "starcoder2": ("starcoder2", {**GROUPED, "sliding_window": WINDOW}),
+    "glm4": ("glm4", GROUPED),
+    "smollm3": ("smollm3", {**GROUPED, "num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0]}),
+    "exaone4": ("exaone4", ALTERNATING),
+}
+
+
+def make_family(name: str, seed: int = 0, **config: Any) -> PreTrainedModel:
+    """A model of that family in float32, no weight of it left at a zero or a one; `config` overrides its config."""
+    model_type, sizes = CONFIGS[name]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        settings = AutoConfig.for_model(model_type, **{**sizes, **config})
+        settings.eos_token_id = None  # GLM-4 puts its own there when it is told of none
+        model = AutoModelForCausalLM.from_config(settings)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 1:  # norms, biases and sinks: they begin as constants, which would hide a mistake
+                    parameter += 0.3 * torch.randn_like(parameter)
+    return model.eval().requires_grad_(False)
+
+
+class Int8Linear(nn.Module):
+    """A linear layer whose weight is kept as int8 with one scale per row; activations and sums stay in float."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.scale: Tensor
+        scale = linear.weight.abs().amax(dim=1, keepdim=True) / 127  # [out, 1]
+        self.weight = nn.Parameter((linear.weight / scale).round().to(torch.int8), requires_grad=False)
+        self.register_buffer("scale", scale)
+        self.bias = linear.bias
+
+    def forward(self, features: Tensor) -> Tensor:
+        return functional.linear(features, self.weight.to(features.dtype) * self.scale, self.bias)
+
+
+def make_int8(seed: int = 0, **config: Any) -> PreTrainedModel:
+    """The llama with the weights of its layers rounded to int8; the embedding and the output layer stay in float."""
+    model = make_family("llama", seed, **config)
+    for module in [*model.get_decoder().layers.modules()]:
+        for name, child in module.named_children():
+            if isinstance(child, nn.Linear):
+                setattr(module, name, Int8Linear(child))
+    return model
+
+
+FAMILIES: dict[str, Callable[..., PreTrainedModel]] = {
+    **{name: partial(make_family, name) for name in CONFIGS},
+    "int8": make_int8,
+}

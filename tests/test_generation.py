@@ -1,0 +1,411 @@
+"""The law of `generate`: what transformers' own would return, where it is greedy; else a ValueError or the same law."""
+
+from collections.abc import Callable
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from scripted import Moody
+from torch import Tensor
+from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM, TextIteratorStreamer
+
+from heads.build import save_head
+from heads.eagle3 import Eagle3Head
+from inference.decode import Generation, generate
+from inference.drafters.growth import Dynamic
+from inference.drafters.head import HeadDrafter
+from inference.generation import SpeculativeModel, SpeculativeOutput
+from inference.sampling import BatchSampling, History, Sampling
+from inference.settings import DEFAULTS, IRRELEVANT, SUPPORTED, read_settings, with_config
+from inference.target import TargetModel
+
+INF, PAD, NEW = float("inf"), 96, 10
+PROMPTS = [[5, 6, 7, 11], [23, 9], [40, 41, 42, 43, 44, 5, 17]]
+DEMO = Path(__file__).parents[1] / "assets" / "demo_target"
+MakeModel = Callable[..., LlamaForCausalLM]
+
+
+def left_padded(prompts: list[list[int]], pad: int = PAD) -> dict[str, Any]:
+    longest = max(map(len, prompts))
+    tokens = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    return {"input_ids": tokens, "attention_mask": mask}
+
+
+BATCH, ALONE = left_padded(PROMPTS), left_padded(PROMPTS[:1])
+
+
+def written_by(model: SpeculativeModel, **fields: Any) -> Tensor:
+    found = model.generate(**fields)
+    assert isinstance(found, Tensor)
+    return found
+
+
+def output_of(model: SpeculativeModel, **fields: Any) -> SpeculativeOutput:
+    found = model.generate(**fields, return_dict_in_generate=True)
+    assert isinstance(found, SpeculativeOutput)
+    return found
+
+
+@pytest.fixture(scope="module")
+def theirs(make_model: MakeModel) -> Any:
+    """The weights of `target`, in a model that nobody has wrapped."""
+    return make_model()
+
+
+@pytest.fixture(scope="module")
+def ends(theirs: Any) -> list[int]:
+    """Two tokens, which end the greedy texts of the first two prompts early."""
+    written = theirs.generate(**BATCH, max_new_tokens=NEW)[:, len(PROMPTS[2]) :].tolist()
+    return [written[0][5], written[1][2]]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(DEMO)
+
+
+@pytest.fixture
+def model(target: TargetModel, head: Eagle3Head) -> SpeculativeModel:
+    return SpeculativeModel(target, HeadDrafter(head, Dynamic(4, 3, 8)))
+
+
+def same_fields(ends: list[int]) -> dict[str, dict[str, Any]]:
+    """Fields under which our greedy output must be theirs, by what they show."""
+    return {
+        "no end": {"max_new_tokens": NEW},
+        "one end token": {"max_new_tokens": NEW, "eos_token_id": ends[0]},
+        "two end tokens": {"max_new_tokens": NEW, "eos_token_id": ends, "pad_token_id": PAD},
+        "end token as padding": {"max_new_tokens": NEW, "eos_token_id": ends},
+        "max_length": {"max_length": len(PROMPTS[2]) + 9},
+        "max_length, ends": {"max_length": len(PROMPTS[2]) + 9, "eos_token_id": ends, "pad_token_id": 0},
+        "one new token": {"max_new_tokens": 1},
+        "fixed length": {"max_new_tokens": NEW, "min_new_tokens": NEW, "eos_token_id": ends},
+        "fixed length by min_length": {"max_length": 20, "min_length": 20, "eos_token_id": ends},
+        "min_length within the prompts": {"max_new_tokens": NEW, "min_length": 4, "eos_token_id": ends},
+        "repetition penalty": {"max_new_tokens": NEW, "repetition_penalty": 1.5},
+        "repetition penalty, ends": {"max_new_tokens": NEW, "repetition_penalty": 0.7, "eos_token_id": ends},
+        "bias": {"max_new_tokens": NEW, "sequence_bias": {(ends[0],): -INF, (3,): 2.0}},
+        "bias as a list": {"max_new_tokens": NEW, "sequence_bias": [[[ends[0]], -10.0], [[3], 4.0]]},
+        "beams of one": {"max_new_tokens": NEW, "num_beams": 1, "use_cache": True, "output_attentions": False},
+    }
+
+
+@pytest.mark.parametrize("case", same_fields([0, 0]))
+@pytest.mark.parametrize("prompts", [BATCH, ALONE], ids=["batch", "alone"])
+def test_greedy_output_is_that_of_transformers(
+    case: str,
+    prompts: dict[str, Any],
+    target: TargetModel,
+    model: SpeculativeModel,
+    theirs: Any,
+    ends: list[int],
+) -> None:
+    fields = same_fields(ends)[case]
+    wanted = theirs.generate(**prompts, **fields)
+    width = prompts["input_ids"].shape[1]
+    texts = [PROMPTS[row] + written[width:].tolist() for row, written in enumerate(wanted)]
+    for drafter in (None, Moody(*texts)):
+        assert torch.equal(written_by(SpeculativeModel(target, drafter), **prompts, **fields), wanted)
+    assert torch.equal(written_by(model, **prompts, generation_config=GenerationConfig(**fields)), wanted)
+
+
+def test_the_cases_show_what_they_claim(theirs: Any, ends: list[int]) -> None:
+    found = {case: theirs.generate(**BATCH, **fields) for case, fields in same_fields(ends).items()}
+    assert (found["two end tokens"][0] == PAD).any()
+    assert [case for case in found if torch.equal(found[case], found["no end"])] == ["no end", "beams of one"]
+
+
+def test_texts_end_at_the_checkpoint_s_own_tokens(make_model: MakeModel, ends: list[int]) -> None:
+    for own in ({"eos_token_id": ends}, {"eos_token_id": ends, "pad_token_id": PAD}):
+        model = SpeculativeModel(TargetModel(make_model(**own), ()))
+        theirs: Any = make_model(**own)
+        for fields in ({}, {"eos_token_id": None}, {"eos_token_id": ends[1]}):
+            wanted = theirs.generate(**BATCH, max_new_tokens=NEW, **fields)
+            assert torch.equal(written_by(model, **BATCH, max_new_tokens=NEW, **fields), wanted)
+
+
+def test_twenty_new_tokens_unless_told_otherwise(model: SpeculativeModel, theirs: Any) -> None:
+    long = {"input_ids": torch.arange(246).unsqueeze(0) % 90}  # 10 positions are left
+    for prompts in (BATCH, ALONE, long):
+        with pytest.warns(UserWarning, match="max_new_tokens"):
+            assert torch.equal(written_by(model, **prompts), theirs.generate(**prompts))
+
+
+def test_max_new_tokens_goes_before_max_length(model: SpeculativeModel, theirs: Any) -> None:
+    with pytest.warns(UserWarning, match="max_length"):
+        found = written_by(model, **ALONE, max_new_tokens=4, max_length=50)
+    assert torch.equal(found, theirs.generate(**ALONE, max_new_tokens=4))
+
+
+def test_padding_shows_without_a_mask(model: SpeculativeModel, theirs: Any) -> None:
+    # Not where the same token ends texts: there it is read.
+    for more in ({}, {"eos_token_id": PAD}):
+        fields: dict[str, Any] = {"max_new_tokens": NEW, "pad_token_id": PAD, "input_ids": BATCH["input_ids"], **more}
+        assert torch.equal(written_by(model, **fields), theirs.generate(**fields))
+
+
+def test_texts_stop_at_the_strings_at_which_transformers_stops(
+    target: TargetModel, theirs: Any, tokenizer: Any
+) -> None:
+    free = theirs.generate(**BATCH, max_new_tokens=NEW)[:, len(PROMPTS[2]) :].tolist()
+    strings = [tokenizer.decode(free[0][4:7]), tokenizer.decode(free[1][2:4])]
+    unused = next(token for token in range(97) if all(token not in text for text in free))
+    fields: dict[str, Any] = {"max_new_tokens": NEW, "eos_token_id": unused, "stop_strings": strings}
+    wanted = theirs.generate(**BATCH, **fields, tokenizer=tokenizer)
+    assert (wanted == unused).any()
+    texts = [prompt + text for prompt, text in zip(PROMPTS, free, strict=True)]
+    assert torch.equal(written_by(SpeculativeModel(target, Moody(*texts), tokenizer), **BATCH, **fields), wanted)
+    assert torch.equal(written_by(SpeculativeModel(target), **BATCH, **fields, tokenizer=tokenizer), wanted)
+    one: dict[str, Any] = {**fields, "stop_strings": strings[0]}
+    alone = theirs.generate(**ALONE, **one, tokenizer=tokenizer)
+    assert torch.equal(written_by(SpeculativeModel(target, tokenizer=tokenizer), **ALONE, **one), alone)
+
+
+def test_a_special_token_may_be_a_stop_string(target: TargetModel, theirs: Any, tokenizer: Any) -> None:
+    name = tokenizer.decode([0])
+    assert name in tokenizer.all_special_tokens
+    fields: dict[str, Any] = {"max_new_tokens": NEW, "stop_strings": name, "sequence_bias": {(0,): 9.0}}
+    wanted = theirs.generate(**ALONE, **fields, tokenizer=tokenizer)
+    assert wanted[0, -1] == 0
+    assert wanted.shape[1] < len(PROMPTS[0]) + NEW
+    assert torch.equal(written_by(SpeculativeModel(target, tokenizer=tokenizer), **ALONE, **fields), wanted)
+
+
+# Defaults are transformers' own: top_k is 50 as soon as one samples.
+MEANINGS: list[tuple[dict[str, Any], Sampling]] = [
+    ({}, Sampling()),
+    ({"do_sample": True}, Sampling(1.0, top_k=50)),
+    ({"do_sample": True, "temperature": 0.7, "top_k": 0}, Sampling(0.7)),
+    ({"do_sample": True, "top_k": 5, "top_p": 0.9}, Sampling(1.0, top_k=5, top_p=0.9)),
+    (
+        {"do_sample": True, "min_p": 0.05, "repetition_penalty": 1.3},
+        Sampling(1.0, 50, min_p=0.05, repetition_penalty=1.3),
+    ),
+    ({"do_sample": True, "sequence_bias": {(4,): 2.0}}, Sampling(1.0, 50, logit_bias=((4, 2.0),))),
+    ({"repetition_penalty": 1.3}, Sampling(repetition_penalty=1.3)),
+    ({"temperature": 0}, Sampling()),
+]
+
+
+@pytest.mark.parametrize(("fields", "meant"), MEANINGS, ids=[", ".join(fields) for fields, _ in MEANINGS])
+def test_fields_of_a_configuration_are_a_sampling(fields: dict[str, Any], meant: Sampling, theirs: Any) -> None:
+    assert with_config(Sampling(), read_settings(None, fields)) == meant
+    assert with_config(Sampling(), read_settings(GenerationConfig(**fields), {})) == meant
+    if meant.temperature == 0:
+        return
+    found = theirs.generate(
+        **ALONE, max_new_tokens=1, return_dict_in_generate=True, output_scores=True, output_logits=True, **fields
+    )
+    warped = BatchSampling([meant], "cpu").warp(found.logits[0].unsqueeze(1), History.start(PROMPTS[:1], 97, "cpu"))
+    torch.testing.assert_close(warped.exp()[:, 0], found.scores[0].softmax(-1))
+
+
+def test_none_switches_off_in_the_call_and_leaves_the_default_in_a_configuration(theirs: Any) -> None:
+    for config, overrides, top_k in (
+        (GenerationConfig(do_sample=True, top_k=None), {}, 50),
+        (GenerationConfig(do_sample=True, top_k=7), {"top_k": None}, None),
+        (GenerationConfig(do_sample=True), {"top_k": None, "temperature": None, "top_p": None}, None),
+    ):
+        assert with_config(Sampling(), read_settings(config, overrides)) == Sampling(1.0, top_k=top_k)
+        details = {"max_new_tokens": 1, "return_dict_in_generate": True, "output_scores": True}
+        found = theirs.generate(**ALONE, generation_config=config, **details, **overrides)
+        assert int(found.scores[0].isfinite().sum()) == (top_k or 97)
+
+
+def test_our_own_fields_are_a_sampling() -> None:
+    own = {"presence_penalty": 0.5, "frequency_penalty": 0.25, "logit_bias": {3: 1.5, 4: -INF}}
+    meant = Sampling(presence_penalty=0.5, frequency_penalty=0.25, logit_bias=((3, 1.5), (4, -INF)))
+    assert with_config(Sampling(), read_settings(None, own)) == meant
+    base = Sampling(seed=9, rule="typical", presence_penalty=1.0)
+    assert with_config(base, read_settings(None, {"do_sample": True})) == Sampling(
+        1.0, 50, seed=9, rule="typical", presence_penalty=1.0
+    )
+
+
+def test_sampled_text_depends_on_prompt_and_seed_alone(target: TargetModel, model: SpeculativeModel) -> None:
+    fields = {"max_new_tokens": NEW, "do_sample": True, "top_p": 0.95, "presence_penalty": 0.4}
+    sampling = Sampling(1.0, top_k=50, top_p=0.95, presence_penalty=0.4)
+    width = len(PROMPTS[2])
+
+    def written(own: SpeculativeModel, **more: Any) -> list[list[int]]:
+        return written_by(own, **BATCH, **fields, **more)[:, width:].tolist()
+
+    def alone(prompt: list[int], seed: int) -> list[int]:
+        return generate(target, prompt, NEW, with_config(Sampling(seed=seed), read_settings(None, fields))).tokens
+
+    assert with_config(Sampling(), read_settings(None, fields)) == sampling
+    wanted = {(row, seed): alone(prompt, seed) for row, prompt in enumerate(PROMPTS) for seed in range(4)}
+    for own in (model, SpeculativeModel(target, max_batch=2)):
+        assert written(own) == [wanted[row, 0] for row in range(3)]
+        assert written(own, seed=2) == [wanted[row, 2] for row in range(3)]
+        assert written(own, seed=[3, 1, 2]) == [wanted[0, 3], wanted[1, 1], wanted[2, 2]]
+        assert written(own, seed=2, num_return_sequences=2) == [wanted[row, 2 + i] for row in range(3) for i in (0, 1)]
+    assert len({tuple(text) for text in wanted.values()}) == len(wanted)
+
+
+def test_rows_of_the_same_prompt_stand_together(model: SpeculativeModel) -> None:
+    found = written_by(model, **BATCH, max_new_tokens=2, do_sample=True, num_return_sequences=3)
+    assert torch.equal(found[:, : len(PROMPTS[2])], BATCH["input_ids"].repeat_interleave(3, dim=0))
+
+
+def test_the_output_in_detail(model: SpeculativeModel, theirs: Any, ends: list[int]) -> None:
+    fields = {"max_new_tokens": NEW, "eos_token_id": ends, "pad_token_id": PAD}
+    wanted = theirs.generate(**BATCH, **fields, output_logits=True, return_dict_in_generate=True)
+    found = output_of(model, **BATCH, **fields, output_logits=True)
+    assert torch.equal(found.sequences, wanted.sequences)
+    width, logprobs = len(PROMPTS[2]), torch.stack(wanted.logits, dim=1).log_softmax(-1)  # [batch, new, vocab]
+    chosen = logprobs.gather(2, wanted.sequences[:, width:, None]).squeeze(2)
+    assert found.logprobs is not None
+    assert found.logprobs.shape == chosen.shape
+    for row, (generation, prompt) in enumerate(zip(found.generations, PROMPTS, strict=True)):
+        assert isinstance(generation, Generation)
+        count = len(generation.tokens)
+        assert found.sequences[row, width : width + count].tolist() == generation.tokens
+        assert (found.sequences[row, width + count :] == PAD).all()
+        assert found.sequences[row, width - len(prompt) : width].tolist() == prompt
+        torch.testing.assert_close(found.logprobs[row, :count], chosen[row, :count], atol=1e-4, rtol=1e-4)
+        assert not found.logprobs[row, count:].any()
+        assert generation.finish == ("end" if generation.tokens[-1] in ends else "length")
+    assert found.stats.steps == sum(generation.stats.steps for generation in found.generations)
+    assert 0 < max(generation.stats.seconds for generation in found.generations) <= found.stats.seconds
+    assert output_of(model, **BATCH, **fields).logprobs is None
+
+
+class Recorder:
+    """A streamer that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.given: list[Any] = []
+
+    def put(self, value: Tensor) -> None:
+        self.given.append(value.tolist())
+
+    def end(self) -> None:
+        self.given.append("end")
+
+
+def test_a_streamer_is_given_what_transformers_gives_it(target: TargetModel, theirs: Any, ends: list[int]) -> None:
+    cases: list[dict[str, Any]] = [{"max_new_tokens": NEW}, {"max_new_tokens": NEW, "eos_token_id": ends}]
+    for fields in cases:
+        wanted, found = Recorder(), Recorder()
+        written = theirs.generate(**ALONE, **fields, streamer=wanted)
+        model = SpeculativeModel(target, Moody(written[0].tolist()))
+        assert torch.equal(written_by(model, **ALONE, **fields, streamer=found), written)
+        assert found.given == wanted.given
+
+
+@pytest.mark.parametrize("skip_prompt", [False, True])
+def test_a_text_streamer_yields_exactly_the_text(
+    skip_prompt: bool, target: TargetModel, theirs: Any, tokenizer: Any
+) -> None:
+    fields = {"max_new_tokens": 25, "sequence_bias": {(3,): 3.0}}  # more variety
+    written = theirs.generate(**ALONE, **fields)
+    model = SpeculativeModel(target, Moody(written[0].tolist()))
+    pieces = []
+    for their_or_own in (theirs, model):
+        streamer = TextIteratorStreamer(tokenizer, skip_prompt=skip_prompt, timeout=20)
+        thread = Thread(target=their_or_own.generate, kwargs={**ALONE, **fields, "streamer": streamer})
+        thread.start()
+        pieces.append(list(streamer))
+        thread.join()
+    assert pieces[0] == pieces[1]
+    start = len(PROMPTS[0]) if skip_prompt else 0
+    assert "".join(pieces[1]) == tokenizer.decode(written[0, start:])
+
+
+def test_stream_yields_the_text_in_blocks(target: TargetModel, theirs: Any, ends: list[int]) -> None:
+    fields: dict[str, Any] = {"max_new_tokens": NEW, "eos_token_id": ends[0]}
+    written = theirs.generate(**ALONE, **fields)[0].tolist()
+    blocks = list(SpeculativeModel(target, Moody(written)).stream(**ALONE, **fields))
+    assert PROMPTS[0] + [token for block in blocks for token in block] == written
+    assert 1 < len(blocks) < len(written) - len(PROMPTS[0])
+
+
+@pytest.mark.parametrize("value", [7, "x", [1], torch.ones(2)], ids=str)
+def test_every_other_field_is_refused(value: Any) -> None:
+    for name in GenerationConfig().to_dict().keys() - SUPPORTED - IRRELEVANT:
+        with pytest.raises(ValueError, match=f"{name}: "):
+            read_settings(None, {name: value})
+
+
+def test_fields_at_their_defaults_are_not_refused() -> None:
+    documented = GenerationConfig._get_default_generation_params()
+    assert read_settings(None, documented).items() >= {**DEFAULTS, "max_length": 20, "min_length": 0}.items()
+    assert read_settings(GenerationConfig(), {}) == DEFAULTS
+    read_settings(GenerationConfig(**documented), {})
+    read_settings(GenerationConfig.from_pretrained(DEMO), {})
+    read_settings(None, {"logits_processor": None, "synced_gpus": False})
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"num_beams": 4}, "num_beams: 4 given, 1 is allowed"),
+    ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha: 0.6 given, None is allowed; top_k: 4 given, which needs do_s"),
+    (
+        {"no_repeat_ngram_size": 2, "max_time": 1.0},
+        "size: 2 given, 0 is allowed; max_time: 1.0 given, None is",
+    ),
+    ({"constraints": ["x"]}, "constraints: "),
+    ({"forced_bos_token_id": 0}, "forced_bos_token_id: 0 given"),
+    ({"max_new_token": 4}, "max_new_token: 4 given.*supported are .*max_new_tokens"),
+    ({"inputs_embeds": torch.zeros(1, 4, 32)}, "inputs_embeds: "),
+    ({"logits_processor": [lambda tokens, scores: scores]}, "logits_processor: "),
+    ({"temperature": 0.7}, "temperature: 0.7 given, which needs do_sample=True"),
+    ({"do_sample": True, "temperature": 0.0}, "temperature: 0 given with do_sample=True"),
+    ({"do_sample": True, "top_p": 1.5}, "top_p: 1.5 given"),
+    ({"do_sample": True, "top_k": -1}, "top_k: -1 given"),
+    ({"output_scores": True}, "output_scores: True given, which needs return_dict_in_generate=True"),
+    ({"num_return_sequences": 2}, "num_return_sequences: 2 given, 1 is allowed without do_sample=True"),
+    ({"eos_token_id": [5, 97]}, "eos_token_id: .* given, 0 to 96 is allowed"),
+    ({"min_new_tokens": 3, "eos_token_id": 5}, "min_new_tokens: 3 given, none or all of the 10"),
+    ({"min_length": 9, "eos_token_id": 5}, "min_length: 9 given, none or all of the 10"),
+    ({"max_new_tokens": 0}, "max_new_tokens: 0 given"),
+    ({"max_new_tokens": 1000}, "256 positions"),
+    ({"max_new_tokens": None, "max_length": 7}, "max_length: 7 given, more than the 7 columns"),
+    ({"stop_strings": "x"}, "stop_strings: given without a tokenizer"),
+    ({"sequence_bias": {(1, 2): 3.0}}, r"sequence_bias: \[\[1, 2\]\] given, sequences of 1 token"),
+    ({"seed": [1, 2]}, "seed: 2 given for 3 prompts"),
+    ({"streamer": Recorder()}, "streamer: given for 3 texts, 1 is allowed"),
+    ({"input_ids": None}, "input_ids: missing"),
+    ({"attention_mask": torch.ones(3, 6)}, r"attention_mask: shape \[3, 6\] given, \[3, 7\] is allowed"),
+    ({"attention_mask": BATCH["attention_mask"].flip(1)}, "a prompt ends with padding"),
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"), REFUSED, ids=lambda value: ", ".join(value) if isinstance(value, dict) else ""
+)
+def test_what_is_not_meant_to_work_says_so(fields: dict[str, Any], message: str, model: SpeculativeModel) -> None:
+    with pytest.raises(ValueError, match=message):
+        model.generate(**{**BATCH, "max_new_tokens": NEW, **fields})
+
+
+def test_strings_that_stop_a_batch_need_padding(target: TargetModel, tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="pad_token_id: missing"):
+        SpeculativeModel(target, None, tokenizer).generate(**BATCH, max_new_tokens=4, stop_strings="x")
+
+
+def test_a_checkpoint_s_sampling_is_idle_when_the_call_says_greedy(model: SpeculativeModel, theirs: Any) -> None:
+    config = GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9, top_k=20, max_new_tokens=NEW)
+    found = written_by(model, **BATCH, generation_config=config, do_sample=False)
+    assert torch.equal(found, theirs.generate(**BATCH, max_new_tokens=NEW))
+
+
+def test_a_sampling_says_only_what_configurations_cannot(target: TargetModel) -> None:
+    with pytest.raises(ValueError, match="come with each call"):
+        SpeculativeModel(target, sampling=Sampling(0.7))
+    fields: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": True}
+    seeded = written_by(SpeculativeModel(target, sampling=Sampling(seed=4)), **BATCH, **fields)
+    assert torch.equal(seeded, written_by(SpeculativeModel(target), **BATCH, **fields, seed=4))
+
+
+def test_from_folders_is_ready_to_use(target_folder: Path, head: Eagle3Head, theirs: Any, tmp_path: Path) -> None:
+    save_head(head, tmp_path / "head")
+    model = SpeculativeModel.from_folders(target_folder, tmp_path / "head", device="cpu")
+    assert torch.equal(written_by(model, **BATCH, max_new_tokens=NEW), theirs.generate(**BATCH, max_new_tokens=NEW))
+    assert isinstance(model.drafter, HeadDrafter)
+    assert model.drafter.head.embedding.data_ptr() == model.target.frozen.embedding.data_ptr()
+    with pytest.raises(ValueError, match="dtype"):
+        SpeculativeModel.from_folders(target_folder, tmp_path / "head", dtype="float31")

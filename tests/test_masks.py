@@ -1,0 +1,101 @@
+"""The law of a mask: a pending token sees what its row holds and what is visible of the pending ones, in its window.
+
+    keys      held | pending | of nobody        row 0: 3 held, row 1: 1 held, 2 pending nodes; the query is the second
+    row 0    0 0 0   v q                        static: every row goes up to the capacity
+    row 1    0       v q       - -
+"""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from heads.cache import Slots
+from inference.masks import Block, block_mask, even_keys, ragged_keys
+
+CAPACITY = 14
+LOWEST = torch.finfo(torch.float32).min
+
+
+def slots_of(lengths: list[int], pending: int = 0, static: bool = False) -> Slots:
+    slots = Slots(torch.zeros(1, 2, len(lengths), 1, CAPACITY, 1), len(lengths), static)
+    slots.set_lengths(lengths)
+    slots.hold(pending)
+    return slots
+
+
+def by_definition(
+    lengths: list[int], visible: Tensor, depths: Tensor | None, keys: int, window: int | None
+) -> list[list[list[bool]]]:
+    """Key by key, in words."""
+    size, pending = visible.shape[1:]
+    rows = []
+    for row, held in enumerate(lengths):
+        seen, deep = visible[row % len(visible)], None if depths is None else depths[row % len(depths)]
+        queries = []
+        for query in range(size):
+            allowed = []
+            for key in range(keys):
+                index = key - held  # among the pending tokens
+                may = index < 0 or (index < pending and bool(seen[query, index]))
+                if may and window is not None:
+                    assert deep is not None
+                    position = key if index < 0 else held + int(deep[index])
+                    may = held + int(deep[pending - size + query]) - position < window
+                allowed.append(may)
+            queries.append(allowed)
+        rows.append(queries)
+    return rows
+
+
+LENGTHS = {"alone": [5], "even": [4, 4, 4], "ragged": [6, 0, 3], "nothing held": [0, 0]}
+# Earlier pending tokens and the size of the block behind them.
+BLOCKS = {"one": (0, 1), "tree": (0, 6), "a level": (4, 3), "two levels on": (5, 2)}
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize("window", [None, 1, 2, 4, 100])
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_a_mask_is_its_definition(lengths: str, block: str, window: int | None, static: bool) -> None:
+    """Of random trees, a row each or one for all; the block's own tokens see themselves."""
+    held, (earlier, size) = LENGTHS[lengths], BLOCKS[block]
+    slots = slots_of(held, earlier, static)
+    for rows in {1, len(held)}:
+        visible = torch.rand(rows, size, earlier + size) < 0.5
+        visible[:, :, earlier:] |= torch.eye(size, dtype=torch.bool)
+        depths = torch.randint(5, (rows, earlier + size))
+        wanted = by_definition(held, visible, depths, slots.num_keys(size), window)
+        found = block_mask(slots, Block(visible, depths), torch.float32, window)
+        assert found.dtype == torch.float32
+        assert found.shape[1:] == (1, size, CAPACITY if static else max(held) + earlier + size)
+        assert (found.expand(len(held), -1, -1, -1)[:, 0] == 0).tolist() == wanted
+        assert set(found.unique().tolist()) <= {0.0, LOWEST}
+        if window is None:
+            assert torch.equal(block_mask(slots, Block(visible), torch.float32), found)  # without depths
+
+
+@pytest.mark.parametrize("window", [None, 2, 4])
+def test_rows_of_equal_lengths_get_the_same_mask_either_way(window: int | None) -> None:
+    for held, (earlier, size), rows in itertools.product(range(4), BLOCKS.values(), (1, 3)):
+        slots = slots_of([held] * 3, earlier)
+        block = Block(torch.rand(rows, size, earlier + size) < 0.5, torch.randint(5, (rows, earlier + size)))
+        even, ragged = even_keys(slots, block, window), ragged_keys(slots, block, window)
+        assert torch.equal(even.expand_as(ragged), ragged)
+
+
+def test_a_chain_behind_its_text_is_causal_in_its_window() -> None:
+    """What transformers' own sliding layers see: so many tokens, their own included."""
+    for window in (1, 3, 5):
+        depths = torch.arange(6).unsqueeze(0)
+        mask = block_mask(slots_of([5]), Block((depths.T >= depths).unsqueeze(0), depths), torch.float32, window)
+        assert (mask[0, 0] == 0).sum(-1).tolist() == [min(window, at) for at in range(6, 12)]
+
+
+def test_a_mask_is_of_the_models_dtype_and_finite() -> None:
+    """Not -inf: a row of -inf alone would be NaN behind the softmax."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        mask = block_mask(slots_of([3, 1]), Block(torch.eye(2, dtype=torch.bool).unsqueeze(0)), dtype)
+        assert mask.dtype == dtype
+        assert torch.isfinite(mask).all()

@@ -1,0 +1,374 @@
+"""Laws of rejection sampling: the output is distributed as the target's, and drafts pass as often as they can.
+
+The target is a Markov chain over five symbols, the draft model another one that knows four of them. Every draw is a row
+of the batch with a seed of its own, so that all texts of three tokens can be counted in one go.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from inference import rejection
+from inference.rejection import Proposals, check_proposals, propose, rejection_choices, typical_allowed
+from inference.sampling import BatchSampling, History, Sampling
+from inference.tree import Tree
+from inference.verify import accept
+
+DRAWS, SYMBOLS, LENGTH, DEPTH = 200_000, 5, 3, 2
+IDS = torch.tensor([4, 0, 2, 1])  # the draft vocabulary: symbol 3 is never drafted
+generator = torch.Generator().manual_seed(5)
+TARGET = torch.randn(SYMBOLS, SYMBOLS, generator=generator) * 0.8  # logits of the next symbol, given the last
+DRAFT = TARGET[:, IDS] + torch.randn(SYMBOLS, len(IDS), generator=generator)
+Proposer = Callable[[Tensor, Tensor, BatchSampling, Tensor, int], tuple[Tensor, Tensor]]
+Chooser = Callable[[Tensor, Tensor, Proposals, BatchSampling], Tensor]
+
+SAMPLINGS = {
+    "plain": Sampling(1.0),
+    "warped": Sampling(0.7, top_k=4, top_p=0.9),
+    "min_p": Sampling(1.3, min_p=0.15),
+    "top two": Sampling(1.0, top_k=2),  # with three children q' has nothing left
+}
+
+
+def batch_of(sampling: Sampling, seeds: Tensor) -> BatchSampling:
+    """A row for each seed, without building as many Samplings."""
+    batch = BatchSampling([sampling], "cpu")
+    batch.seeds, batch.greedy = seeds, batch.greedy.expand(len(seeds))
+    batch.groups = [replace(batch.groups[0], seeds=seeds)]
+    return batch
+
+
+def warped(sampling: BatchSampling, logits: Tensor, ids: Tensor | None = None) -> Tensor:
+    """Log-probabilities behind each symbol [symbols, vocab]: computed once for all draws, which differ in seed only."""
+    return BatchSampling(sampling.samplings, "cpu").warp(logits.unsqueeze(0), None, ids)[0]
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How trees of depth two with so many children per node are drafted, and judged."""
+
+    children: int
+    propose: Proposer = propose
+    choose: Chooser = rejection_choices
+
+    def draft(self, roots: Tensor, start: Tensor, sampling: BatchSampling) -> Tree:
+        """0 -> (1 .. k), and each of these again to k, level by level; `start` is the position behind the root."""
+        tokens, parents, proposed, log_qs = [roots.unsqueeze(1)], [torch.full_like(roots, -1).unsqueeze(1)], [], []
+        first = 0
+        for depth in range(DEPTH):
+            frontier = tokens[-1]
+            log_q = warped(sampling, DRAFT, IDS)[frontier]
+            positions = (start + depth).unsqueeze(1).expand_as(frontier)
+            columns, rest = self.propose(log_q, positions, sampling, IDS, self.children)
+            over_target = torch.full((*frontier.shape, SYMBOLS), -torch.inf)
+            over_target[..., IDS] = rest
+            log_qs.append(over_target)
+            proposed.append(torch.where(columns[..., -1] < 0, -1, IDS[columns[..., -1]]))
+            numbers = torch.arange(first, first + frontier.shape[1]).repeat_interleave(self.children)
+            # A pruned child hangs nowhere.
+            parents.append(torch.where(columns.flatten(1) < 0, -1, numbers))
+            tokens.append(IDS[columns].flatten(1))
+            first += frontier.shape[1]
+        log_qs.append(torch.full((*tokens[-1].shape, SYMBOLS), torch.nan))  # leaves: not to be read
+        proposals = Proposals(torch.cat([*proposed, torch.full_like(tokens[-1], -1)], 1), torch.cat(log_qs, 1))
+        return Tree(torch.cat(tokens, 1), torch.cat(parents, 1), proposals)
+
+    def judge(self, tree: Tree, start: Tensor, sampling: BatchSampling) -> Tensor:
+        """The target's choice at each node."""
+        assert tree.proposals is not None
+        depths = [depth for depth in range(DEPTH + 1) for _ in range(self.children**depth)]
+        positions = start.unsqueeze(1) + torch.tensor(depths)
+        return self.choose(warped(sampling, TARGET)[tree.tokens], positions, tree.proposals, sampling)
+
+
+def walk(tree: Tree, choices: Tensor) -> tuple[Tensor, Tensor]:
+    """What `verify.accept` does, for all rows at once: tokens [rows, DEPTH + 1], and how many of them are certain."""
+    node, count = torch.zeros(len(choices), 1).long(), torch.ones(len(choices)).long()
+    alive, tokens = torch.ones(len(choices)).bool(), [choices[:, :1]]
+    for _ in range(DEPTH):
+        is_child = (tree.parents == node) & (tree.tokens == choices.gather(1, node))
+        alive = alive & is_child.any(1)
+        node = torch.where(alive, is_child.int().argmax(1), node[:, 0]).unsqueeze(1)
+        tokens.append(choices.gather(1, node))
+        count += alive
+    return torch.cat(tokens, 1), count
+
+
+def decode(scheme: Scheme, sampling: Sampling) -> Tensor:
+    """Texts of three tokens behind symbol 0, one for each seed; in parts, which stay in the processor's cache."""
+    return torch.cat([decode_part(scheme, sampling, seeds) for seeds in torch.arange(DRAWS).split(DRAWS // 10)])
+
+
+def decode_part(scheme: Scheme, sampling: Sampling, seeds: Tensor) -> Tensor:
+    """Steps of a tree each, as many as it takes."""
+    texts, lengths = torch.zeros(len(seeds), LENGTH + DEPTH + 1).long(), torch.zeros(len(seeds)).long()
+    while len(rows := (lengths < LENGTH).nonzero().squeeze(1)):
+        batch, start = batch_of(sampling, seeds[rows]), lengths[rows] + 1
+        roots = torch.where(start > 1, texts[rows, start - 2], 0)
+        tree = scheme.draft(roots, start, batch)
+        tokens, count = walk(tree, scheme.judge(tree, start, batch))
+        for offset in range(DEPTH + 1):
+            texts[rows, lengths[rows] + offset] = tokens[:, offset]
+        lengths[rows] += count
+    return texts[:, :LENGTH]
+
+
+def plain(sampling: Sampling) -> Tensor:
+    """The same without drafts."""
+    batch, texts = batch_of(sampling, torch.arange(DRAWS)), [torch.zeros(DRAWS, 1).long()]
+    for position in range(1, LENGTH + 1):
+        texts.append(batch.choose(TARGET[texts[-1]], torch.full((DRAWS, 1), position)))
+    return torch.cat(texts[1:], 1)
+
+
+def p_value(texts: Tensor, sampling: Sampling) -> float:
+    """Of a chi-square test against the exact chance of each of the 125 texts; 0 if an impossible one occurs."""
+    p = warped(BatchSampling([sampling], "cpu"), TARGET).double().exp()
+    chances = (p[0, :, None, None] * p[:, :, None] * p).flatten()
+    chances = chances / chances.sum()
+    counts = (texts @ torch.tensor([25, 5, 1])).bincount(minlength=125)
+    possible = chances > 0
+    if counts[~possible].any():
+        return 0.0
+    expected = chances[possible] * DRAWS
+    assert expected.min() > 5, "too few draws for a chi-square test"
+    statistic = ((counts[possible] - expected) ** 2 / expected).sum()
+    return float(torch.special.gammaincc((possible.sum() - 1) / 2, statistic / 2))
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_plain_decoding_follows_the_target(name: str) -> None:
+    assert p_value(plain(SAMPLINGS[name]), SAMPLINGS[name]) > 0.001
+
+
+@pytest.mark.parametrize("children", [1, 2, 3])
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_drafts_that_are_sampled_leave_the_distribution_alone(name: str, children: int) -> None:
+    sampling = replace(SAMPLINGS[name], rule="rejection")
+    assert p_value(decode(Scheme(children), sampling), sampling) > 0.001
+
+
+def from_p_instead(log_p: Tensor, positions: Tensor, proposals: Proposals, sampling: BatchSampling) -> Tensor:
+    """Broken: a rejected child is followed by p itself."""
+    chosen = rejection_choices(log_p, positions, proposals, sampling)
+    accepted = chosen == proposals.tokens
+    return torch.where(accepted, chosen, (log_p + sampling.noise(positions, torch.arange(SYMBOLS))).argmax(-1))
+
+
+def of_the_likeliest(
+    log_q: Tensor, positions: Tensor, sampling: BatchSampling, ids: Tensor, children: int
+) -> tuple[Tensor, Tensor]:
+    """Broken: no child is sampled, and the last is judged by p / q as if it were."""
+    return log_q.topk(children, dim=-1).indices, log_q
+
+
+def of_all(
+    log_q: Tensor, positions: Tensor, sampling: BatchSampling, ids: Tensor, children: int
+) -> tuple[Tensor, Tensor]:
+    """Broken: the last child is sampled from what the others left, and judged by q with them."""
+    return propose(log_q, positions, sampling, ids, children)[0], log_q
+
+
+def reranked(
+    log_q: Tensor, positions: Tensor, sampling: BatchSampling, ids: Tensor, children: int
+) -> tuple[Tensor, Tensor]:
+    """Broken: a sampled child is pruned if it turns out unlikely."""
+    columns, rest = propose(log_q, positions, sampling, ids, children)
+    unlikely = rest.gather(-1, columns[..., -1:]) < -1.5
+    return torch.cat([columns[..., :-1], columns[..., -1:].masked_fill(unlikely, -1)], -1), rest
+
+
+BROKEN = {
+    "rejected, but not taken out of p": Scheme(1, choose=from_p_instead),
+    "the likeliest judged by p / q": Scheme(1, of_the_likeliest),
+    "the two likeliest judged by p / q": Scheme(2, of_the_likeliest),
+    "q' not renormalised": Scheme(2, of_all),
+    "a chain cut after a look at it": Scheme(1, reranked),
+    "a tree pruned after a look at it": Scheme(2, reranked),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_sampler_is_caught(name: str) -> None:
+    sampling = Sampling(1.0, rule="rejection")
+    assert p_value(decode(BROKEN[name], sampling), sampling) < 1e-6
+
+
+@pytest.mark.parametrize(("stream", "same_as"), [("DRAFT", 0), ("DRAFT", rejection.ACCEPT), ("ACCEPT", 0)])
+def test_noise_that_is_used_twice_is_caught(stream: str, same_as: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is drafted, whether it passes, and what is taken instead need a stream each."""
+    monkeypatch.setattr(rejection, stream, same_as)
+    sampling = Sampling(1.0, rule="rejection")
+    assert p_value(decode(Scheme(1), sampling), sampling) < 1e-6
+
+
+def test_the_walk_of_this_test_is_that_of_verification() -> None:
+    batch, start = batch_of(Sampling(1.0, rule="rejection"), torch.arange(300)), torch.ones(300).long()
+    scheme = Scheme(3)
+    tree = scheme.draft(torch.zeros(300).long(), start, batch)
+    choices = scheme.judge(tree, start, batch)
+    tokens, count = walk(tree, choices)
+    wanted = [accepted.tokens for accepted in accept(tree, choices)]
+    assert [row[:length] for row, length in zip(tokens.tolist(), count.tolist(), strict=True)] == wanted
+    assert set(count.tolist()) == {1, 2, 3}
+
+
+@pytest.mark.parametrize("children", [1, 2, 3])
+@pytest.mark.parametrize("symbol", range(SYMBOLS))
+def test_drafts_pass_as_often_as_they_can(symbol: int, children: int) -> None:
+    """sum over the likeliest of p, over the others of min(p, q'); within three standard errors."""
+    batch, start = batch_of(Sampling(1.0, rule="rejection"), torch.arange(DRAWS)), torch.ones(DRAWS).long()
+    p, q = TARGET[symbol].softmax(-1), torch.zeros(SYMBOLS)
+    q[IDS] = DRAFT[symbol].softmax(-1)
+    likeliest = q.topk(children - 1).indices
+    optimum, rest = p[likeliest].sum(), q.index_fill(0, likeliest, 0)
+    optimum = optimum + torch.minimum(p.index_fill(0, likeliest, 0), rest / rest.sum()).sum()
+
+    log_q = DRAFT[symbol].log_softmax(-1).expand(DRAWS, 1, -1)
+    columns, rest_q = propose(log_q, start.unsqueeze(1), batch, IDS, children)
+    over_target = torch.full((DRAWS, 1, SYMBOLS), -torch.inf)
+    over_target[..., IDS] = rest_q
+    log_p = p.log().expand(DRAWS, 1, -1)
+    choices = rejection_choices(log_p, start.unsqueeze(1), Proposals(IDS[columns[..., -1]], over_target), batch)
+    passed = (IDS[columns] == choices.unsqueeze(-1)).any(-1).double().mean()
+    assert float(passed) == pytest.approx(float(optimum), abs=3 * float(optimum * (1 - optimum) / DRAWS) ** 0.5)
+
+
+def log(*rows: list[float]) -> Tensor:
+    return torch.tensor([rows]).log()
+
+
+@pytest.mark.parametrize(
+    ("q", "passes"),
+    [([0.5, 0.3, 0.2, 0.0], 1.0), ([0.0, 0.0, 0.0, 1.0], 0.0), ([1.0, 0.0, 0.0, 0.0], 0.5)],
+    ids=["q equals p", "q where p is not", "q certain"],
+)
+def test_extreme_drafts_stay_exact(q: list[float], passes: float) -> None:
+    count = 20_000
+    batch, positions = batch_of(Sampling(1.0, rule="rejection"), torch.arange(count)), torch.ones(count, 1).long()
+    log_q, log_p = log(q).expand(count, 1, 4), log([0.5, 0.3, 0.2, 0.0]).expand(count, 1, 4)
+    columns, rest = propose(log_q, positions, batch, torch.arange(4), 1)
+    choices = rejection_choices(log_p, positions, Proposals(columns[..., 0], rest), batch).flatten()
+    error = 3 * (0.25 / count) ** 0.5
+    assert (choices == columns.flatten()).double().mean() == pytest.approx(passes, abs=error)
+    shares = choices.bincount(minlength=4) / count
+    assert shares.tolist() == pytest.approx([0.5, 0.3, 0.2, 0.0], abs=error)
+    assert shares[3] == 0
+
+
+def test_children_are_the_likeliest_and_one_of_the_rest() -> None:
+    batch = batch_of(Sampling(1.0, rule="rejection"), torch.arange(1000))
+    log_q = log([0.1, 0.4, 0.3, 0.2]).expand(1000, 1, 4)
+    columns, rest = propose(log_q, torch.ones(1000, 1).long(), batch, torch.arange(4), 3)
+    assert torch.equal(columns[:, 0, :2], torch.tensor([1, 2]).expand(1000, 2))
+    assert set(columns[:, 0, 2].tolist()) == {0, 3}
+    assert torch.allclose(rest.exp(), torch.tensor([1 / 3, 0, 0, 2 / 3]).expand(1000, 1, 4))
+
+
+def test_without_a_proposal_the_choice_is_the_seeded_one() -> None:
+    batch = BatchSampling([Sampling(0.7, seed=3, rule="rejection")], "cpu")
+    logits, positions = torch.randn(1, 6, 97), torch.arange(6).unsqueeze(0)
+    nothing = Proposals(torch.full((1, 6), -1), torch.full((1, 6, 97), torch.nan))
+    choices = rejection_choices(batch.warp(logits), positions, nothing, batch)
+    assert torch.equal(choices, batch.choose(logits, positions))
+
+
+def test_greedy_rows_get_the_likeliest_children_and_the_argmax() -> None:
+    samplings = [Sampling(rule="rejection"), Sampling(1.0, seed=1, rule="rejection")]
+    logits, positions = torch.randn(2, 6, 97) * 300, torch.arange(6).expand(2, 6)  # exp(logits) overflows
+    ids = torch.arange(97)
+    for batch, rows in ((BatchSampling(samplings, "cpu"), 2), (BatchSampling(samplings[:1], "cpu"), 1)):
+        columns, rest = propose(batch.warp(logits[:rows]), positions[:rows], batch, ids, 3)
+        assert torch.equal(columns[0], logits[0].topk(3).indices)
+        other = Proposals(columns[..., -1], rest)
+        choices = rejection_choices(batch.warp(logits[:rows]), positions[:rows], other, batch)
+        assert torch.equal(choices[0], logits[0].argmax(-1))
+
+
+def test_a_mixed_batch_draws_and_judges_each_row_as_if_alone() -> None:
+    samplings = [Sampling(0.7, 20, seed=5), Sampling(), Sampling(1.0, seed=6), Sampling(1.0, top_p=0.5)]
+    samplings = [replace(sampling, rule="rejection") for sampling in samplings]
+    drafts, logits = torch.randn(4, 6, 97), torch.randn(4, 6, 97)
+    positions, ids = torch.randint(50, (4, 6)), torch.arange(97)
+
+    def run(batch: BatchSampling, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+        columns, rest = propose(batch.warp(drafts[rows]), positions[rows], batch, ids, 2)
+        proposals = Proposals(columns[..., -1], rest)
+        return columns, rest, rejection_choices(batch.warp(logits[rows]), positions[rows], proposals, batch)
+
+    together = run(BatchSampling(samplings, "cpu"), slice(None))
+    for row, sampling in enumerate(samplings):
+        own = run(BatchSampling([sampling], "cpu"), slice(row, row + 1))
+        assert all(torch.equal(mine, whole[row : row + 1]) for mine, whole in zip(own, together, strict=True))
+
+
+def test_pruning_a_sampled_child_is_named() -> None:
+    """0 -> (1, 2), 1 -> 3: node 0 sampled token 8, node 1 token 9."""
+    tokens, parents = torch.tensor([5, 7, 8, 9]), torch.tensor([-1, 0, 0, 1])
+    check_proposals(tokens, parents, torch.tensor([8, 9, -1, -1]))
+    with pytest.raises(AssertionError, match="node 1: its sampled child, token 4, was pruned"):
+        check_proposals(tokens, parents, torch.tensor([8, 4, -1, -1]))
+    with pytest.raises(AssertionError, match="node 2: its sampled child, token 9, was pruned"):  # it is node 1's
+        check_proposals(tokens, parents, torch.tensor([8, -1, 9, -1]))
+
+
+def test_typical_acceptance_is_medusas() -> None:
+    """A row that samples with a cut-off, one with other thresholds, and a greedy one; 0 -> (1 -> 3, 2)."""
+    samplings = [
+        Sampling(0.7, top_k=10, rule="typical"),
+        Sampling(1.0, rule="typical", typical_epsilon=0.02, typical_delta=0.1),
+        Sampling(rule="typical"),
+    ]
+    batch, logits = BatchSampling(samplings, "cpu"), torch.randn(3, 200, 12) * 1.5
+    tokens = torch.randint(12, (3, 200))
+    parents = torch.cat([torch.tensor([-1]), torch.arange(199) // 2]).expand(3, 200)
+    log_p = batch.warp(logits)
+    allowed = typical_allowed(log_p, tokens, parents, batch)
+    for row, sampling in enumerate(samplings):
+        for node in range(1, 200):
+            parent, token = int(parents[row, node]), int(tokens[row, node])
+            if sampling.temperature:
+                p = log_p[row, parent].exp()
+                entropy = torch.distributions.Categorical(p).entropy()
+                limit = min(sampling.typical_epsilon, sampling.typical_delta * float(torch.exp(-entropy)))
+                assert allowed[row, node] == (p[token] > limit)
+            else:
+                assert allowed[row, node] == (token == logits[row, parent].argmax())
+    assert 0 < int(allowed[0].sum()) < int(allowed[1].sum()) < 200
+
+
+def test_no_choice_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the meta device nothing can be read back and no shape can depend on data; so a CUDA graph can hold it all."""
+    options: dict[str, Any] = {
+        "top_k": 9,
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "logit_bias": ((3, 1.0),),
+    }
+    samplings = [
+        Sampling(rule="rejection"),
+        Sampling(0.7, rule="rejection", **options),
+        Sampling(0.7, rule="rejection"),
+    ]
+    batch = BatchSampling(samplings, "meta")
+    logits, positions = torch.zeros(3, 6, 97, device="meta"), torch.zeros(3, 6, dtype=torch.long, device="meta")
+    history = History(torch.zeros(3, 97, dtype=torch.bool, device="meta"), torch.zeros(3, 1, 97, device="meta"))
+    ids = torch.zeros(50, dtype=torch.long, device="meta")
+
+    def refused(*_: object, **__: object) -> None:
+        raise AssertionError("a constant was copied to the device")
+
+    monkeypatch.setattr(torch, "tensor", refused)
+    history = history.followed_by(positions, torch.zeros(3, 6, 6, dtype=torch.bool, device="meta"))
+    history = history.extend(positions, positions)
+    log_p, log_q = batch.warp(logits, history), batch.warp(logits[..., :50], history, ids)
+    columns, _ = propose(log_q, positions, batch, ids, 3)
+    proposals = Proposals(ids[columns[..., -1]], log_p)
+    assert batch.choose(logits, positions, history).shape == (3, 6)
+    assert rejection_choices(log_p, positions, proposals, batch).shape == (3, 6)
+    assert typical_allowed(log_p, positions, positions, batch).shape == (3, 6)
