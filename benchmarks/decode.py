@@ -4,7 +4,8 @@
 
 Three tables: the overhead of a step (its wall time less the forwards of target and head), accepted length at
 temperature 1 with and without the target's noise in the drafts, and growth policies against a sweep of trees. Ways take
-turns prompt by prompt, so compare rows within a table.
+turns prompt by prompt, so compare rows within a table. For a CPU: a captured step on a GPU has no functions to time,
+and benchmarks/gpu.py measures it as a whole.
 """
 
 import time
@@ -26,7 +27,7 @@ from inference.costs import CostTable
 from inference.decode import DecodeStats, generate
 from inference.drafters import Drafter
 from inference.drafters.cost_aware import Adaptive, CostAware, growth_from_recipe
-from inference.drafters.growth import Dynamic
+from inference.drafters.growth import Dynamic, Growth
 from inference.drafters.head import HeadDrafter
 from inference.report import head_folder, held_out_prompts, saved_taps
 from inference.sampling import BatchSampling, History, Sampling
@@ -42,6 +43,9 @@ SWEEP = [
     ),
     Dynamic(5, 8, 32),
 ]
+
+
+HEAD_FUNCTIONS = ("project", "forward", "logits", "feedback")
 
 
 class WithoutNoise(HeadDrafter):
@@ -76,16 +80,18 @@ class Clock:
 
 @contextmanager
 def clocks(target: TargetModel, head: DraftHead) -> Iterator[tuple[Clock, Clock]]:
-    """Time the target's model and the head's three functions while the context lasts."""
+    """Time the target's model and the head's functions while the context lasts."""
     target_clock, head_clock = Clock(), Clock()
     plain_forward = target.model.forward
     target.model.forward = target_clock.around(plain_forward)
-    for name in ("forward", "project", "logits"):
+    for name in HEAD_FUNCTIONS:
         object.__setattr__(head, name, head_clock.around(getattr(head, name)))
-    yield target_clock, head_clock
-    target.model.forward = plain_forward
-    for name in ("forward", "project", "logits"):
-        object.__delattr__(head, name)
+    try:
+        yield target_clock, head_clock
+    finally:
+        target.model.forward = plain_forward
+        for name in HEAD_FUNCTIONS:
+            object.__delattr__(head, name)
 
 
 @dataclass
@@ -103,7 +109,7 @@ class Row:
 
 
 def ours(target: TargetModel, drafter: Drafter | None, new_tokens: int, sampling: Sampling) -> Callable[..., Any]:
-    return lambda prompt: generate(target, prompt, new_tokens, sampling, drafter).stats
+    return lambda prompt: generate(target, prompt, new_tokens, sampling, drafter, static=False).stats
 
 
 def transformers_own(target: TargetModel, new_tokens: int, lookup: int | None = None) -> Callable[..., DecodeStats]:
@@ -122,9 +128,9 @@ def transformers_own(target: TargetModel, new_tokens: int, lookup: int | None = 
 
 
 def measure(rows: list[Row], prompts: list[list[int]], target: TargetModel, head: DraftHead, title: str) -> None:
-    """Every row on every prompt, in turns; one prompt warms up."""
+    """Every row on every prompt, in turns; the longest one warms up, so that all that is measured once is by then."""
     for row in rows:
-        row.run(prompts[0])
+        row.run(max(prompts, key=len))
     for number, prompt in enumerate(track(prompts, description=title, transient=True)):
         for turn in range(len(rows)):
             row = rows[(number + turn) % len(rows)]
@@ -192,26 +198,28 @@ def run(recipe: Recipe) -> None:
     )
     head = load_head(folder, target.frozen)
     new_tokens, console = recipe.decode.max_new_tokens, Console()
-    growth = growth_from_recipe(recipe.decode, target, head)
     greedy, warm = Sampling(), Sampling(1.0, seed=recipe.decode.seed)
 
     def with_head(growth: Any, sampling: Sampling = greedy, drafter: type[HeadDrafter] = HeadDrafter) -> Any:
         return ours(target, drafter(head, growth), new_tokens, sampling)
+
+    def recipes_growth() -> Growth:
+        return growth_from_recipe(recipe.decode, target, head)
 
     rows = [
         Row("plain", ours(target, None, new_tokens, greedy)),
         Row("generate", transformers_own(target, new_tokens)),
         Row("generate, prompt lookup of 5", transformers_own(target, new_tokens, lookup=5)),
         Row("chain", with_head(Dynamic.chain(recipe.decode.depth))),
-        Row("tree", with_head(growth)),
+        Row("tree", with_head(recipes_growth())),
     ]
     measure(rows, prompts, target, head, "overhead")
     console.print(overhead_table(rows))
 
     rows = [
-        Row("tree, T = 0", with_head(growth)),
-        Row("tree, T = 1, ranked by log q + noise", with_head(growth, warm)),
-        Row("tree, T = 1, ranked by q (top-k)", with_head(growth, warm, WithoutNoise)),
+        Row("tree, T = 0", with_head(recipes_growth())),
+        Row("tree, T = 1, ranked by log q + noise", with_head(recipes_growth(), warm)),
+        Row("tree, T = 1, ranked by q (top-k)", with_head(recipes_growth(), warm, WithoutNoise)),
     ]
     measure(rows, prompts, target, head, "noise")
     console.print(noise_table(rows))

@@ -7,6 +7,7 @@ weights. Exit code 1 if one differs.
 """
 
 import sys
+from dataclasses import replace
 
 import torch
 from rich.console import Console
@@ -51,7 +52,7 @@ def check(recipe: Recipe) -> None:
         table.add_column(column, justify="right")
     all_same = True
     for temperature in recipe.report.temperatures:
-        sampling = sampling_from_recipe(recipe.decode, temperature)
+        sampling = replace(sampling_from_recipe(recipe.decode, temperature), rule="seeded")
         # transformers samples with noise of its own, so plain decoding is the reference there.
         reference = Way("generate", transformers=True) if temperature == 0 else Way("plain")
         same = dict.fromkeys((way.name for way in ways), 0)

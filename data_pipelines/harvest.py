@@ -23,6 +23,7 @@ from data_pipelines.stage import Json, Stage, file_digest, read_jsonl, target_id
 from heads.build import head_taps
 from heads.frozen import FrozenTarget
 from heads.target_config import TargetConfig, locate_target
+from inference.sampling import Sampling
 from inference.target import TargetModel
 from recipes import Recipe, run_command
 
@@ -150,7 +151,8 @@ def write_responses(recipe: Recipe, target: TargetModel, piece: Piece) -> None:
             batch = by_length[start : start + recipe.data.generate_batch]
             # The noise of a batch is keyed by its first sample, so ranks and resumes do not matter.
             seed = zlib.crc32(f"{recipe.seed} {piece.split} {batch[0]['id']}".encode())
-            written = target.generate([row["tokens"] for row in batch], recipe.data.response_tokens, temperature, seed)
+            sampling = Sampling(temperature, seed=seed)
+            written = target.generate([row["tokens"] for row in batch], recipe.data.response_tokens, sampling)
             rows += [
                 {"id": row["id"], "prompt": row["tokens"], "response": response, "temperature": temperature}
                 for row, response in zip(batch, written, strict=True)

@@ -81,8 +81,8 @@ class Slots:
             slots[1, :, :, start:end] = value
         else:
             rows, columns = self._places(block)
-            slots[0][rows, :, columns] = key.transpose(1, 2)
-            slots[1][rows, :, columns] = value.transpose(1, 2)
+            slots[0][rows, :, columns] = key.transpose(1, 2).to(slots.dtype)
+            slots[1][rows, :, columns] = value.transpose(1, 2).to(slots.dtype)
         if self.static:
             return slots[0], slots[1]
         return slots[0, :, :, :end], slots[1, :, :, :end]

@@ -57,12 +57,17 @@ class FrozenTarget:
         return cls._from_reader(reader, config, tied, lambda name: reader.read(name).to(device, dtype))
 
     @classmethod
-    def from_tensors(cls, tensors: dict[str, Tensor], config: TargetConfig) -> "FrozenTarget":
+    def from_tensors(cls, tensors: dict[str, Tensor], config: TargetConfig, tied: bool) -> "FrozenTarget":
         """The same of a model in memory, given its state dict; nothing is copied.
 
-        Raises ValueError naming the tensor that is missing.
+        Raises ValueError naming the tensor that is missing or quantised.
         """
-        return cls._from_reader(NamedTensors(config.model_type, tensors), config, True, tensors.__getitem__)
+        frozen = cls._from_reader(NamedTensors(config.model_type, tensors), config, tied, tensors.__getitem__)
+        if not frozen.lm_head.is_floating_point():
+            raise ValueError(
+                f"{config.model_type}: its lm_head is stored as {frozen.lm_head.dtype}, a head needs floats"
+            )
+        return frozen
 
     @classmethod
     def _from_reader(

@@ -12,8 +12,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from heads.base import DraftHead
-from heads.cache import UnrollCache
 from heads.build import load_head, save_head
+from heads.cache import UnrollCache
 from heads.calibration import Calibration
 from heads.target_config import locate_target
 from inference.decode import Request, generate_batch
@@ -53,7 +53,8 @@ def fit_multipliers(
         for request, generation in zip(requests, generate_batch(target, requests, drafter), strict=True):
             text = torch.tensor([request.prompt + generation.tokens], device=target.device)
             losses += score_losses(target, head, text, len(request.prompt), sampling, depth)
-    return tuple(CANDIDATES[losses.argmin(dim=1)].tolist())
+    best = CANDIDATES[losses.argmin(dim=1)]
+    return tuple(torch.where(losses.sum(dim=1) > 0, best, 1.0).tolist())  # a depth that was never scored stays as it is
 
 
 def score_losses(

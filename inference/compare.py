@@ -49,7 +49,7 @@ def run_way(
         generation = generate(target, prompt, max_new_tokens, sampling, way.drafter)
         return generation.tokens, generation.stats
     started = time.perf_counter()
-    tokens = target.generate([prompt], max_new_tokens, sampling.temperature, sampling.seed)[0]
+    tokens = target.generate([prompt], max_new_tokens, sampling)[0]
     # The first token comes from the prompt's own pass, as in our loop.
     stats = DecodeStats(steps=len(tokens) - 1, tokens=len(tokens) - 1, seconds=time.perf_counter() - started)
     return tokens, stats
@@ -65,7 +65,7 @@ def compare(
     outcomes = [Outcome(way.name, sampling.temperature, sampling.rule) for way in ways]
     reference = next(i for i, way in enumerate(ways) if way.drafter is None and not way.transformers)
     for way in ways:
-        for prompt in prompts[:warmup]:
+        for prompt in sorted(prompts, key=len, reverse=True)[:warmup]:  # what is set up by size is set up by then
             run_way(way, target, prompt, max_new_tokens, sampling)
     for number, prompt in enumerate(prompts):
         texts: dict[int, list[int]] = {}

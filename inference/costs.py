@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy
@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 
 from heads.base import DraftHead
 from inference.cache import KVCache
-from inference.drafters import Verified
+from inference.drafters import PLAIN, Verified
 from inference.drafters.growth import Dynamic
 from inference.drafters.head import HeadDrafter
-from inference.sampling import BatchSampling
+from inference.sampling import BatchSampling, Sampling
+from inference.static import StaticStep, size_bucket
 from inference.target import TargetModel
 from inference.tree import Tree
 
@@ -28,7 +29,7 @@ class StepCosts:
     """Seconds at one context length and batch size."""
 
     target: tuple[float, ...]  # of a target step of NODES nodes, and of choosing a token at each
-    read: float  # of drafting a first level: the head's pass over newly verified positions
+    first_level: float  # of drafting one: the head's pass over newly verified positions
     level: float  # of each further level
 
     def verify(self, most: int) -> NDArray[numpy.float64]:
@@ -40,41 +41,54 @@ class StepCosts:
 
 
 class CostTable:
-    """Step costs of a target and a head, measured when they are first asked for."""
+    """Step costs of a target and a head, measured when they are first asked for and kept with the target."""
 
     def __init__(self, target: TargetModel, head: DraftHead, width: int) -> None:
         """`width` is how many nodes a level expands."""
         self.target, self.head, self.width = target, head, width
-        self.known: dict[tuple[int, int, bool], StepCosts] = {}
+        # Costs depend on a head's sizes and not on its weights.
+        self.known: dict[tuple[int, int, bool], StepCosts] = target.step_costs.setdefault((head.shape, width), {})
 
     def now(self, verified: Verified, nodes: int) -> StepCosts:
-        """Costs for these rows, at the next power of two, 128 at least, that the longest fits."""
-        longest, batch = max(verified.starts) + nodes, len(verified.starts)
-        key = max(128, 1 << longest.bit_length()), batch, verified.sampling.all_greedy
+        """Costs for such rows, at the next powers of two that the longest row (128 at least) and the batch fit."""
+        context, batch = max(128, size_bucket(max(verified.starts) + nodes)), size_bucket(len(verified.starts))
+        key = context, batch, verified.sampling.all_greedy
         if key not in self.known:
-            self.known[key] = self.measure(key[0] * 3 // 4, verified)
+            self.known[key] = self.measure(context * 3 // 4, batch, verified.sampling.samplings[0])
         return self.known[key]
 
     @torch.inference_mode()
-    def measure(self, context: int, verified: Verified) -> StepCosts:
+    def measure(self, context: int, batch: int, sampling: Sampling) -> StepCosts:
         """Time steps on a cache of zeros: what is in the slots does not change how long it takes."""
-        batch, sampling = len(verified.starts), verified.sampling
-        cache = self.target.new_cache(context + NODES[-1] + self.width * LEVELS, self.head.cache_shape, batch)
-        cache.target.set_lengths([context] * batch)
-        likely = self.draft_seconds(1, context, cache, verified), self.draft_seconds(LEVELS, context, cache, verified)
-        target = tuple(self.seconds(partial(self.verify, nodes, sampling, cache)) for nodes in NODES)
-        return StepCosts(target, likely[0], max(likely[1] - likely[0], 0) / (LEVELS - 1))
+        # Nothing beyond the target's positions is ever decoded; and penalties would ask for a history.
+        spare = NODES[-1] + self.width * LEVELS
+        context = max(min(context, self.target.max_positions - spare), 2)
+        plain = replace(sampling, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
+        rows = BatchSampling([plain] * batch, self.target.device)
+        static = self.target.device.type == "cuda"
+        cache = self.target.new_cache(context + spare, self.head.cache_shape, batch, static)
+        cache.set_lengths([context] * batch)
+        step = StaticStep(self.target, PLAIN, cache) if static and rows.rule == "seeded" else None
+        one, several = (self.draft_seconds(levels, context, cache, rows) for levels in (1, LEVELS))
+        cache.set_lengths([context] * batch)
+        target = tuple(self.seconds(partial(self.verify, nodes, rows, cache, step)) for nodes in NODES)
+        return StepCosts(target, one, max(several - one, 0) / (LEVELS - 1))
 
-    def verify(self, nodes: int, sampling: BatchSampling, cache: KVCache) -> None:
+    def verify(self, nodes: int, sampling: BatchSampling, cache: KVCache, step: StaticStep | None) -> None:
+        """As decoding does it: captured, and then of a size that is a power of two, or not."""
+        nodes = nodes if step is None else size_bucket(nodes)
         batch, device = len(sampling.samplings), self.target.device
         tokens = torch.zeros(batch, nodes, dtype=torch.long, device=device)
-        tree = Tree(tokens, torch.arange(-1, nodes - 1, device=device).expand(batch, -1))
+        tree = Tree(tokens, torch.arange(-1, nodes - 1, device=device).repeat(batch, 1))
+        if step is not None:
+            step.replay(step.verify, sampling, tree.tokens, tree.parents)
+            return
         output = self.target.verify(tree, cache)
         sampling.scores(output.logits, tree.depths).argmax(-1)
 
-    def draft_seconds(self, levels: int, context: int, cache: KVCache, verified: Verified) -> float:
+    def draft_seconds(self, levels: int, context: int, cache: KVCache, sampling: BatchSampling) -> float:
         """Of drafting so many levels behind two newly verified positions."""
-        batch, device = len(verified.starts), self.target.device
+        batch, device = len(sampling.samplings), self.target.device
         drafter = HeadDrafter(self.head, Dynamic(levels, self.width, self.width * levels))
         tapped = self.target.config.hidden_size * len(self.head.taps)
         asked = Verified(
@@ -85,9 +99,9 @@ class CostTable:
             counts=[2] * batch,
             drafted=[0] * batch,
             rooms=[levels] * batch,
-            sampling=verified.sampling,
+            sampling=sampling,
             history=None,
-            texts=verified.texts,
+            texts=[[]] * batch,
         )
         return self.seconds(lambda: drafter.draft(asked, cache))
 

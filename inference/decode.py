@@ -31,7 +31,7 @@ class DecodeStats:
     tokens: int = 0  # new tokens out of verify steps
     drafted: int = 0  # nodes judged, roots not counted
     seconds: float = 0.0  # wall time of the whole generation, the prompt included
-    bytes_moved: int = 0  # within the cache, to bring accepted nodes together
+    bytes_moved: int = 0  # within the cache, to bring accepted nodes together; rows that move and growth not counted
     cache_bytes: int = 0  # of the largest cache, all rows and the head's share included
     accepted_at_depth: list[int] = field(default_factory=list)  # steps whose path went at least this deep, from depth 1
 
@@ -90,7 +90,7 @@ class Generation:
 
 def check_length(target: TargetModel, prompt: list[int], max_new_tokens: int) -> None:
     """Refuse, before any work, what would not fit the positions that the target knows."""
-    limit = target.config.max_positions
+    limit = target.max_positions
     if not prompt:
         raise ValueError("the prompt is empty; give at least one token")
     if max_new_tokens < 1:
@@ -252,6 +252,7 @@ class DecodeLoop:
         logprobs = log_probabilities(output.logits[0], choice[0]) if request.logprobs else None
         row.take_in(choice[0].tolist(), logprobs)
         generation.stats.seconds = time.perf_counter() - started
+        generation.stats.cache_bytes = self.cache.num_bytes
         self.rows.append(row)
         for slots in self.cache.slots:
             slots.set_lengths([*slots.lengths, count])
@@ -275,22 +276,27 @@ class DecodeLoop:
         self.cache.target.keep([row.path for row in accepted])
         moved = (self.cache.target.bytes_moved - moved) // len(self.rows)
 
+        longest = max(len(found.path) for found in accepted)
+        paths = torch.tensor([found.path + [0] * (longest - len(found.path)) for found in accepted])
+        paths = paths.to(self.target.device, non_blocking=True)
+        path_taps = taps.gather(1, paths.unsqueeze(-1).expand(-1, -1, taps.shape[-1]))
+
         blocks = []
         for index, (row, found) in enumerate(zip(self.rows, accepted, strict=True)):
-            path = torch.tensor(found.path, device=self.target.device)
-            row.start, row.taps, row.drafted = len(row.text) - 1, taps[index, path], found.drafted
+            count = len(found.path)
+            row.start, row.taps, row.drafted = len(row.text) - 1, path_taps[index, :count], found.drafted
             logprobs = None
             if row.request.logprobs:
-                chosen = torch.tensor(found.tokens, device=path.device)
-                logprobs = log_probabilities(logits[index, path], chosen)
+                chosen = torch.tensor(found.tokens, device=paths.device)
+                logprobs = log_probabilities(logits[index, paths[index, :count]], chosen)
             if self.history is not None:
-                read = torch.tensor([row.text[-1], *found.tokens[:-1]], device=path.device)
-                self.history.counts[index, 0].index_add_(0, read, torch.ones(len(read), device=path.device))
+                read = torch.tensor([row.text[-1], *found.tokens[:-1]], device=paths.device)
+                self.history.counts[index, 0].index_add_(0, read, torch.ones(len(read), device=paths.device))
             kept = row.take_in(found.tokens, logprobs)
             stats = row.generation.stats
             stats.count(len(found.path), len(kept), found.drafted)
             stats.bytes_moved += moved
-            stats.cache_bytes = self.cache.num_bytes
+            stats.cache_bytes = max(stats.cache_bytes, self.cache.num_bytes)
             stats.seconds = time.perf_counter() - row.started
             blocks.append((row.number, kept))
         for row in [row for row in self.rows if row.ended]:
@@ -317,8 +323,8 @@ class DecodeLoop:
         taps = [row.taps if len(row.taps) == longest else fill_up(row.taps, longest) for row in rows]
         return Verified(
             taps=taps[0].unsqueeze(0) if len(rows) == 1 else torch.stack(taps),
-            next_tokens=torch.tensor(tokens, device=device),
-            roots=torch.tensor([[row.text[-1]] for row in rows], device=device),
+            next_tokens=torch.tensor(tokens).to(device, non_blocking=True),
+            roots=torch.tensor([[row.text[-1]] for row in rows]).to(device, non_blocking=True),
             starts=[row.start for row in rows],
             counts=counts,
             drafted=[row.drafted for row in rows],

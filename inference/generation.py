@@ -187,7 +187,7 @@ class SpeculativeModel:
         sampling, copies = with_config(self.sampling, settings), settings["num_return_sequences"] or 1
         if copies > 1 and sampling.temperature == 0:
             raise ValueError(f"num_return_sequences: {copies} given, 1 is allowed without do_sample=True")
-        limit = new_tokens(settings, width, self.target.config.max_positions)
+        limit = new_tokens(settings, width, self.target.max_positions)
         if forbids_end(settings, width, limit):
             sampling = replace(sampling, logit_bias=(*sampling.logit_bias, *((token, -torch.inf) for token in ends)))
         stop = read_stop(settings, settings.get("tokenizer") or self.tokenizer)

@@ -23,7 +23,7 @@ from heads.target_config import locate_target
 from inference.compare import Outcome, Way, compare
 from inference.decode import check_length
 from inference.drafters.cost_aware import growth_from_recipe
-from inference.drafters.growth import Dynamic
+from inference.drafters.growth import Growth
 from inference.drafters.head import HeadDrafter
 from inference.sampling import sampling_from_recipe
 from inference.target import TargetModel, pick_device
@@ -79,16 +79,20 @@ def saved_taps(recipe: Recipe, target_folder: Path) -> tuple[int, ...]:
 
 def build_ways(recipe: Recipe, target: TargetModel) -> list[Way]:
     head = load_head(head_folder(recipe), target.frozen)
-    tree, chain = growth_from_recipe(recipe.decode, target, head), Dynamic.chain(recipe.decode.depth)
+
+    def growth(**changes: str) -> Growth:
+        """One for each way: a growth that adapts would learn from the others."""
+        return growth_from_recipe(recipe.decode.model_copy(update=changes), target, head)
+
     ways = {
         "generate": Way("generate", transformers=True),
         "plain": Way("plain"),
-        "chain": Way("chain", HeadDrafter(head, chain)),
-        "tree": Way("tree", HeadDrafter(head, tree)),
+        "chain": Way("chain", HeadDrafter(head, growth(growth="chain"))),
+        "tree": Way("tree", HeadDrafter(head, growth())),
     }
     if "untrained" in recipe.report.baselines:
         untrained = new_head(recipe.head, target.frozen, head.vocab, recipe.seed).eval().requires_grad_(False)
-        ways["untrained"] = Way("untrained", HeadDrafter(untrained.to(target.device, target.dtype), tree))
+        ways["untrained"] = Way("untrained", HeadDrafter(untrained.to(target.device, target.dtype), growth()))
     names = list(recipe.report.baselines)
     return [ways[name] for name in (names if "plain" in names else ["plain", *names])]
 

@@ -22,6 +22,7 @@ from inference.target import TargetModel
 from inference.tree import Tree
 
 SPARE_STEPS = 6  # kept for later runs, each with its cache and graphs
+CAPTURES = 16  # graphs of one step, by shapes and way of sampling
 WARMUP = 3  # runs before a capture, in which libraries allocate and choose their kernels
 
 
@@ -52,15 +53,21 @@ class StaticStep:
     @classmethod
     def borrow(cls, target: TargetModel, drafter: Drafter, batch: int, capacity: int) -> "StaticStep":
         """One that fits, with the graphs that it captured in earlier runs if there is one; `give_back` it."""
-        for number, spare in enumerate(target.spare_steps):
-            if spare.drafter is drafter and spare.batch == batch and spare.cache.target.capacity >= capacity:
-                found: StaticStep = target.spare_steps.pop(number)
-                return found
-        wanted = min(-(-capacity // PAGE) * PAGE, max(capacity, target.config.max_positions))
+        wanted = -(-capacity // PAGE) * PAGE
+        own = [spare for spare in target.spare_steps if (spare.drafter, spare.batch) == (drafter, batch)]
+        # Not one that is far too large: a captured step attends over its whole capacity.
+        fits = [spare for spare in own if capacity <= spare.cache.target.capacity <= 2 * wanted]
+        if fits:
+            found: StaticStep = min(fits, key=lambda spare: spare.cache.target.capacity)
+            target.spare_steps.remove(found)
+            return found
         return cls(target, drafter, target.new_cache(wanted, drafter.cache_shape, batch, static=True))
 
     def give_back(self) -> None:
-        self.target.spare_steps = [self, *self.target.spare_steps][:SPARE_STEPS]
+        """Keep it for the next run, in place of others for the same drafter and batch."""
+        own, spares = (self.drafter, self.batch), self.target.spare_steps
+        others = [spare for spare in spares if (spare.drafter, spare.batch) != own]
+        self.target.spare_steps = [self, *others][:SPARE_STEPS]
 
     def serves(self, sampling: BatchSampling) -> bool:
         """Penalties, rejection and rows that sample in different ways change shapes; other code does those."""
@@ -72,17 +79,21 @@ class StaticStep:
             if self.cache.head is not None:
                 self.cache.head.set_lengths(verified.starts)
             device, short = self.target.device, self.drafter.depth + 1 - verified.next_tokens.shape[1]
-            return Step.of(
+            done = Step.of(
                 self.replay(
                     self.draft_and_verify,
                     verified.sampling,
                     pad(verified.taps, (0, 0, 0, short)),
                     pad(verified.next_tokens, (0, short)),
                     verified.roots,
-                    torch.tensor(verified.counts, device=device),
-                    torch.tensor(verified.rooms, device=device),
+                    torch.tensor(verified.counts).to(device, non_blocking=True),
+                    torch.tensor(verified.rooms).to(device, non_blocking=True),
                 )
             )
+            if self.cache.head is not None:  # the step's own `shift` moved only what is on the device
+                held = [start + count for start, count in zip(verified.starts, verified.counts, strict=True)]
+                self.cache.head.set_lengths(held)
+            return done
         tree = self.drafter.draft(verified, self.cache)
         missing = size_bucket(tree.tokens.shape[1]) - tree.tokens.shape[1]
         tokens, parents = pad(tree.tokens, (0, missing)), pad(tree.parents, (0, missing), value=-1)
@@ -94,6 +105,8 @@ class StaticStep:
         """`function(sampling, *inputs)`, captured once for each way of sampling and each shape."""
         key = tuple(tensor.shape for tensor in inputs), replace(sampling.samplings[0], seed=0)
         if key not in self.captured:
+            if len(self.captured) == CAPTURES:
+                self.captured.pop(next(iter(self.captured)))  # the oldest
             own = BatchSampling(sampling.samplings, self.target.device)
             self.captured[key] = own, Graphed(partial(function, own))
         own, graphed = self.captured[key]
@@ -142,25 +155,29 @@ class Graphed:
         assert self.graph is not None
         for mine, given in zip(self.inputs, inputs, strict=True):
             mine.copy_(given)
-        self.graph.replay()
+        with torch.cuda.device(inputs[0].device):
+            self.graph.replay()
         return self.outputs
 
     def capture(self, inputs: tuple[Tensor, ...]) -> bool:
         """Some models decide on the host while they run; those go on without a graph, and are told of once."""
         self.inputs = tuple(tensor.clone() for tensor in inputs)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(WARMUP):
-                self.function(*self.inputs)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph):
-                self.outputs = self.function(*self.inputs)
-        except RuntimeError as error:
-            warnings.warn(f"no CUDA graph for this model: {error}; decoding goes on without", stacklevel=2)
-            self.capturable = False
-            return False
+        with torch.cuda.device(inputs[0].device):  # the current device's stream is what is recorded
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(WARMUP):
+                    self.function(*self.inputs)
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            try:
+                with torch.cuda.graph(graph):
+                    self.outputs = self.function(*self.inputs)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                warnings.warn(f"no CUDA graph for this model: {error}; decoding goes on without", stacklevel=2)
+                self.capturable = False
+                return False
         self.graph = graph
         return True

@@ -8,7 +8,7 @@ Detokenize = Callable[[list[int]], str]
 
 @dataclass(frozen=True)
 class StopStrings:
-    """Strings that end a text; `detokenize` turns tokens into text, special tokens skipped."""
+    """Strings that end a text; `detokenize` turns tokens into text."""
 
     strings: tuple[str, ...]
     detokenize: Detokenize

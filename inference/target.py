@@ -23,6 +23,7 @@ from inference.architecture import (
 )
 from inference.cache import KVCache, Shape
 from inference.masks import Block, block_mask
+from inference.sampling import Sampling
 from inference.stopping import cut_at_end
 from inference.tree import Tree
 from recipes.schema import TargetSection
@@ -59,6 +60,7 @@ class TargetModel:
         self.cached_shape = cached_shape(model)
         self._refuse_unknown_taps()
         self.spare_steps: list[Any] = []  # captured decode steps that no run uses now; see inference/static.py
+        self.step_costs: dict[Any, Any] = {}  # measured on this machine; see inference/costs.py
         self._seen: dict[int, Tensor] = {}
         layers = decoder_layers(model)
         for tap in {*taps} - {self.config.num_layers}:
@@ -88,23 +90,22 @@ class TargetModel:
     def dtype(self) -> torch.dtype:
         return self.model.dtype
 
+    @property
+    def max_positions(self) -> int:
+        """As many as it knows, and as can be rotated to without changing earlier ones."""
+        known = self.config.max_positions
+        return known if self.rope_limit is None else min(known, self.rope_limit)
+
     @cached_property
     def frozen(self) -> FrozenTarget:
         """Its two ends, shared with the heads."""
-        return FrozenTarget.from_tensors(self.model.state_dict(), self.config)
+        tied = bool(self.model.config.get_text_config().tie_word_embeddings)
+        return FrozenTarget.from_tensors(self.model.state_dict(), self.config, tied)
 
     def new_cache(
         self, capacity: int, head_shape: Shape | None = None, batch: int = 1, static: bool = False
     ) -> KVCache:
-        """Slots for `capacity` tokens a row, those of a pending tree included.
-
-        Raises ValueError when that is more than the target's positions can be rotated to without changing earlier ones.
-        """
-        if self.rope_limit is not None and capacity > self.rope_limit:
-            raise ValueError(
-                f"a cache of {capacity} tokens exceeds the {self.rope_limit} positions up to which this target's "
-                f"rotary embedding stays as it is; shorten the prompt or decode.max_new_tokens"
-            )
+        """Slots for `capacity` tokens a row, those of a pending tree included."""
         return KVCache.allocate(self.cached_shape, head_shape, capacity, batch, self.dtype, self.device, static)
 
     @torch.inference_mode()
@@ -148,29 +149,28 @@ class TargetModel:
         self,
         prompts: list[list[int]],
         max_new_tokens: int,
-        temperature: float = 0.0,
-        seed: int = 0,
+        sampling: Sampling | None = None,
         prompt_lookup: int | None = None,
     ) -> list[list[int]]:
         """What transformers' own `generate` writes after each prompt, cut before the padding; the baseline.
 
-        The prompts are padded on the left. Sampling draws from (seed), for the whole batch at once. With
+        The prompts are padded on the left. Sampling draws from the seed, for the whole batch at once. With
         `prompt_lookup` it drafts as many tokens from the prompt (one prompt at a time).
         """
         longest = max(map(len, prompts))
         pad = self.end_tokens[0] if self.end_tokens else 0
         tokens = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=self.device)
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=self.device)
-        sampled = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+        sampling = sampling or Sampling()
         config = GenerationConfig(
             max_new_tokens=max_new_tokens,
             pad_token_id=pad,
             eos_token_id=self.end_tokens or None,
             prompt_lookup_num_tokens=prompt_lookup,
-            **sampled,
+            **generation_fields(sampling),
         )
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            torch.manual_seed(seed)
+            torch.manual_seed(sampling.seed)
             written = self.model.generate(tokens, attention_mask=mask, generation_config=config)
         self._seen.clear()
         return [cut_at_end(row[longest:], self.end_tokens) for row in written.tolist()]
@@ -202,3 +202,17 @@ def pad_token(model: PreTrainedModel) -> int | None:
     """What fills up shorter texts, as the model's generation config or config says."""
     found = model.generation_config.pad_token_id if model.generation_config is not None else None
     return model.config.get_text_config().to_dict().get("pad_token_id") if found is None else found
+
+
+def generation_fields(sampling: Sampling) -> dict[str, Any]:
+    """The same way of sampling in transformers' fields; ValueError for what it does not have."""
+    if sampling.presence_penalty or sampling.frequency_penalty or sampling.logit_bias:
+        raise ValueError(
+            "decode.presence_penalty, frequency_penalty and logit_bias: given, which transformers' own generate does "
+            "not have; leave them out, or take generate out of report.baselines"
+        )
+    always = {"repetition_penalty": sampling.repetition_penalty}
+    if sampling.temperature == 0:
+        return {**always, "do_sample": False}
+    truncation = {"top_k": sampling.top_k or 0, "top_p": sampling.top_p, "min_p": sampling.min_p or None}
+    return {**always, **truncation, "do_sample": True, "temperature": sampling.temperature}

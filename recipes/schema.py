@@ -186,7 +186,9 @@ class DecodeSection(Section):
         "pays for; fixed: the tree of decode.paths; dynamic: the likeliest nodes (EAGLE-2); cost_aware: dynamic, and "
         "as deep and large as the measured costs of this machine's steps pay for.",
     )
-    depth: int = Field(default=5, gt=0, description="Levels drafted per target step, one head step each; or the most.")
+    depth: int = Field(
+        default=5, gt=0, le=64, description="Levels drafted per target step, one head step each; or the most."
+    )
     width: int = Field(
         default=4, gt=0, description="Nodes expanded per level of a dynamic tree, and children of each; a chain has 1."
     )

@@ -10,7 +10,9 @@ from torch import Tensor
 from heads.eagle3 import Eagle3Head, Eagle3Shape
 from heads.vocab import DraftVocab
 from inference.cache import KVCache
+from inference.costs import NODES, CostTable, StepCosts
 from inference.drafters import Drafter, Verified
+from inference.drafters.cost_aware import Adaptive, CostAware
 from inference.drafters.growth import Dynamic, Fixed
 from inference.drafters.head import HeadDrafter
 from inference.sampling import History
@@ -216,6 +218,16 @@ class Texts:
     make_head: Callable[..., Eagle3Head]
 
 
+class SetCosts(CostTable):
+    """Costs that are said, not measured: a tree of n nodes takes 1 + n / `nodes` seconds, a level `level`."""
+
+    def __init__(self, level: float = 0.05, nodes: float = 40) -> None:
+        self.costs = StepCosts(tuple(1 + count / nodes for count in NODES), level, level)
+
+    def now(self, verified: Verified, nodes: int) -> StepCosts:
+        return self.costs
+
+
 LIMITED = DraftVocab(torch.arange(0, VOCAB, 4), VOCAB)
 # 0 - 1 - 3 - 6        the first child is the likeliest; 1 has no second child, which 2 has
 # \- 2 - 4
@@ -227,13 +239,17 @@ DRAFTERS: dict[str, Callable[[Texts], Drafter]] = {
     "head, depth 1": lambda texts: HeadDrafter(texts.make_head(), Dynamic(1, 8, 8)),
     "head, few nodes of many": lambda texts: HeadDrafter(texts.make_head(seed=2), Dynamic(5, 4, 3)),
     "head, fixed tree": lambda texts: HeadDrafter(texts.make_head(), LOPSIDED),
-    "head of EAGLE-3.1": lambda texts: HeadDrafter(
-        texts.make_head(fc_norm=True, norm_output=True), Dynamic(4, 4, 12)
-    ),
+    "head of EAGLE-3.1": lambda texts: HeadDrafter(texts.make_head(fc_norm=True, norm_output=True), Dynamic(4, 4, 12)),
     "head of 25 tokens": lambda texts: HeadDrafter(texts.make_head(vocab=LIMITED), Dynamic(4, 4, 12)),
     "half right head, tree": lambda texts: HeadDrafter(HalfRightHead(texts.target, *texts.whole), Dynamic(5, 4, 16)),
     "half right head, chain": lambda texts: HeadDrafter(HalfRightHead(texts.target, *texts.whole), Dynamic.chain(3)),
     "half right head, fixed tree": lambda texts: HeadDrafter(HalfRightHead(texts.target, *texts.whole), LOPSIDED),
+    "half right head, cost-aware": lambda texts: HeadDrafter(
+        HalfRightHead(texts.target, *texts.whole), CostAware(5, 4, 20, SetCosts())
+    ),
+    "half right head, adaptive": lambda texts: HeadDrafter(
+        HalfRightHead(texts.target, *texts.whole), Adaptive(6, SetCosts())
+    ),
     "oracle": lambda texts: Oracle(*texts.whole),
     "moody oracle": lambda texts: Moody(*texts.whole),
     "careless oracle": lambda texts: Careless(*texts.whole, depth=9),

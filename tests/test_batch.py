@@ -63,6 +63,8 @@ BATCH_DRAFTERS = [
     "head, fixed tree",
     "half right head, tree",
     "half right head, fixed tree",
+    "half right head, cost-aware",
+    "half right head, adaptive",
     "moody oracle",
     "careless oracle",
     "truth hidden in a tree",
@@ -70,6 +72,10 @@ BATCH_DRAFTERS = [
 ]
 
 
+SHARED_SHAPE = ("half right head, cost-aware", "half right head, adaptive")  # chosen for all rows together
+
+
+@pytest.mark.filterwarnings("error")  # of a row without any chance left, for one
 @pytest.mark.parametrize("drafter", BATCH_DRAFTERS)
 def test_a_batch_is_its_requests_one_by_one(target: TargetModel, texts: Texts, drafter: str) -> None:
     """Token for token and step for step, for any number of rows; those who wait come in as others end.
@@ -83,7 +89,8 @@ def test_a_batch_is_its_requests_one_by_one(target: TargetModel, texts: Texts, d
     for max_batch, static in [(3, False), (4, True), *([(1, True), (2, False), (16, False)] if few else [])]:
         together = generate_batch(target, REQUESTS, made, max_batch, static)
         assert [generation.tokens for generation in together] == new_tokens(texts), max_batch
-        assert [comparable(g.stats) for g in together] == [comparable(g.stats) for g in alone], max_batch
+        if drafter not in SHARED_SHAPE:
+            assert [comparable(g.stats) for g in together] == [comparable(g.stats) for g in alone], max_batch
 
 
 def test_plain_decoding_in_batches_is_plain_decoding(target: TargetModel, texts: Texts) -> None:
@@ -115,10 +122,30 @@ def test_static_steps_need_no_more_slots_than_a_drafter_says(target: TargetModel
     """Up to the very end of the longest request, where the capacity ends too: trees of 20 nodes and of 1."""
     text = generate(target, [5, 6, 7, 11], count).tokens
     made = Hidden([5, 6, 7, 11, *text, *[1] * 9])
-    made.coming = lambda certain, room: [1] * 5  # type: ignore[method-assign] # as many as it likes
-    made.below = lambda end: min(end - 1, 3)  # type: ignore[method-assign] # so 1 + 5 * 4 nodes
+    made.coming = lambda certain, room: [1] * 5  # as many as it likes
+    made.below = lambda end: min(end - 1, 3)  # so 1 + 5 * 4 nodes
     made.max_nodes = 21
     assert generate_batch(target, [Request([5, 6, 7, 11], count)], made, static=True)[0].tokens == text
+
+
+def test_static_steps_of_earlier_runs_leave_no_trace(target: TargetModel, texts: Texts) -> None:
+    """They are kept, with their cache, for the same drafter: after a run, after one left early, and beside another."""
+    made = HeadDrafter(HalfRightHead(target, *texts.whole), Dynamic(5, 4, 16))
+    pairs = list(zip(REQUESTS, new_tokens(texts), strict=True))
+    first, second = [pairs[number] for number in (7, 1, 5)], [pairs[number] for number in (0, 7, 2, 5)]
+    for some in (first, second, first):
+        found = generate_batch(target, [request for request, _ in some], made, 3, static=True)
+        assert [generation.tokens for generation in found] == [tokens for _, tokens in some]
+    left = DecodeLoop(target, [request for request, _ in second], made, 3, static=True).run()
+    for _ in range(7):
+        next(left)
+    found = generate_batch(target, [request for request, _ in first], made, 3, static=True)
+    assert [generation.tokens for generation in found] == [tokens for _, tokens in first]
+    loops = [DecodeLoop(target, [request for request, _ in some], made, 3, static=True) for some in (first, second)]
+    for _ in itertools.zip_longest(left, *(loop.run() for loop in loops)):
+        pass
+    for loop, some in zip(loops, (first, second), strict=True):
+        assert [generation.tokens for generation in loop.generations] == [tokens for _, tokens in some]
 
 
 def test_requests_may_come_in_any_order(target: TargetModel, texts: Texts) -> None:
@@ -182,7 +209,8 @@ def test_who_waits_comes_in_as_soon_as_a_row_is_free(target: TargetModel) -> Non
 
 def test_blocks_of_all_rows_come_as_they_become_certain(target: TargetModel, texts: Texts) -> None:
     """A request's first block is one token; later ones are what a step made certain, and none is empty."""
-    loop, blocks = DecodeLoop(target, REQUESTS, Moody(*texts.whole), max_batch=4), {}
+    loop = DecodeLoop(target, REQUESTS, Moody(*texts.whole), max_batch=4)
+    blocks: dict[int, list[list[int]]] = {}
     for number, block in loop.run():
         blocks.setdefault(number, []).append(block)
         assert block
@@ -320,7 +348,7 @@ def test_texts_by_rejection_are_distributed_as_the_targets(five: TargetModel) ->
 def test_many_texts_are_distributed_as_the_targets(
     five: TargetModel, growth: Growth, rule: Any, sampling: Sampling
 ) -> None:
-    assert chi_square(five, growth, replace(sampling, rule=rule), 20_000) < CHI_SQUARE_999[24]
+    assert chi_square(five, growth, replace(sampling, rule=rule), 4_000) < CHI_SQUARE_999[24]
 
 
 # Typical acceptance: lossy by as much as its two numbers say.

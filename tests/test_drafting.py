@@ -69,7 +69,7 @@ class Naive:
         pool: dict[tuple[int, ...], float] = {}
         frontier: dict[tuple[int, ...], float] = {(): 0.0}
         for _ in range(min(growth.depth, room)):
-            level = {}
+            level: dict[tuple[int, ...], float] = {}
             for path, total in frontier.items():
                 level |= {child: total + score for child, score in self.children(path, growth.width).items()}
             pool |= level

@@ -1,8 +1,8 @@
 """The law of a mask: a pending token sees what its row holds and what is visible of the pending ones, in its window.
 
-    keys      held | pending | of nobody        row 0: 3 held, row 1: 1 held, 2 pending nodes; the query is the second
-    row 0    0 0 0   v q                        static: every row goes up to the capacity
-    row 1    0       v q       - -
+keys      held | pending | of nobody        row 0: 3 held, row 1: 1 held, 2 pending nodes; the query is the second
+row 0    0 0 0   v q                        static: every row goes up to the capacity
+row 1    0       v q       - -
 """
 
 import itertools
@@ -89,7 +89,7 @@ def test_a_chain_behind_its_text_is_causal_in_its_window() -> None:
     """What transformers' own sliding layers see: so many tokens, their own included."""
     for window in (1, 3, 5):
         depths = torch.arange(6).unsqueeze(0)
-        mask = block_mask(slots_of([5]), Block((depths.T >= depths).unsqueeze(0), depths), torch.float32, window)
+        mask = block_mask(slots_of([5]), Block((depths <= depths.T).unsqueeze(0), depths), torch.float32, window)
         assert (mask[0, 0] == 0).sum(-1).tolist() == [min(window, at) for at in range(6, 12)]
 
 

@@ -17,6 +17,7 @@ from transformers import (
     RwkvForCausalLM,
 )
 
+from inference.sampling import Sampling
 from inference.target import TargetModel
 from recipes.schema import TargetSection
 
@@ -50,21 +51,21 @@ def test_the_baseline_writes_for_a_batch_what_it_writes_alone(target: TargetMode
 
 
 def test_a_sampled_baseline_depends_on_its_seed_alone(target: TargetModel) -> None:
-    first = target.generate([[5, 6, 7]], 12, temperature=1.0, seed=3)
+    first = target.generate([[5, 6, 7]], 12, Sampling(1.0, seed=3))
     torch.manual_seed(99)
     state = torch.get_rng_state()
-    assert target.generate([[5, 6, 7]], 12, temperature=1.0, seed=3) == first
-    assert target.generate([[5, 6, 7]], 12, temperature=1.0, seed=4) != first
+    assert target.generate([[5, 6, 7]], 12, Sampling(1.0, seed=3)) == first
+    assert target.generate([[5, 6, 7]], 12, Sampling(1.0, seed=4)) != first
     assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_checkpoints_sampling_habits_stay_out_of_the_baseline(make_model: MakeModel, temperature: float) -> None:
     """Published models come with top_p 0.9 or repetition_penalty 1.05, which `generate` takes over when not told."""
-    wanted = TargetModel(make_model(), ()).generate([[5, 6, 7]], 20, temperature)
+    wanted = TargetModel(make_model(), ()).generate([[5, 6, 7]], 20, Sampling(temperature))
     model = make_model()
     model.generation_config = GenerationConfig(do_sample=True, temperature=0.6, top_p=0.3, repetition_penalty=1.5)
-    assert TargetModel(model, ()).generate([[5, 6, 7]], 20, temperature) == wanted
+    assert TargetModel(model, ()).generate([[5, 6, 7]], 20, Sampling(temperature)) == wanted
 
 
 def test_the_baseline_ends_with_the_end_token(make_model: MakeModel) -> None:

@@ -55,6 +55,7 @@ def accepted_length(recipe: Recipe, target: TargetModel, head: DraftHead) -> flo
     drafter, stats = HeadDrafter(head, growth_from_recipe(recipe.decode, target, head)), DecodeStats()
     for generation in generate_batch(target, measured_prompts(recipe, target), drafter, recipe.decode.max_batch):
         stats.add(generation.stats)
+    target.spare_steps.clear()  # the training needs their memory
     return stats.tau
 
 
@@ -62,4 +63,6 @@ def calibrate(recipe: Recipe, target: TargetModel, head: DraftHead) -> Calibrati
     """Fitted on the same prompts."""
     requests = measured_prompts(recipe, target)
     prompts = [request.prompt for request in requests]
-    return fit_calibration(target, head, prompts, recipe.decode.depth, requests[0].max_new_tokens)
+    found = fit_calibration(target, head, prompts, recipe.decode.depth, requests[0].max_new_tokens)
+    target.spare_steps.clear()
+    return found

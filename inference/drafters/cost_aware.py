@@ -13,6 +13,7 @@ from inference.tree import Tree
 from recipes.schema import DecodeSection
 
 Floats = NDArray[numpy.float64]
+TINY = 1e-300  # in place of no chance at all: that of a row without room for what its neighbours draft
 
 
 class CostAware:
@@ -30,7 +31,7 @@ class CostAware:
 
     def levels(self, verified: Verified) -> int:
         self.now = self.costs.now(verified, self.nodes)
-        self.verify = self.now.verify(self.nodes)
+        self.verify_costs = self.now.verify(self.nodes)
         self.levels_done = []
         return min(self.depth, max(verified.rooms))
 
@@ -44,9 +45,10 @@ class CostAware:
         level = self.levels_done[-1]
         # The share of the chance that a level's children keep of their parents'; the next one is taken to be alike.
         above = 1.0 if len(self.levels_done) == 1 else largest(self.levels_done[-2], self.width).sum(axis=1)
-        gain = (largest(level, self.width).sum(axis=1) * level.sum(axis=1) / above).mean()
+        share = level.sum(axis=1) / numpy.maximum(above, TINY)
+        gain = (largest(level, self.width).sum(axis=1) * share).mean()
         sizes = numpy.arange(1, len(expected) + 1)
-        added = self.verify[numpy.minimum(sizes + self.width, self.nodes) - 1] - self.verify[sizes - 1]
+        added = self.verify_costs[numpy.minimum(sizes + self.width, self.nodes) - 1] - self.verify_costs[sizes - 1]
         deeper = (expected + gain) / (cost + added + self.now.level)
         return bool(deeper.max() > (expected / cost).max())
 
@@ -70,8 +72,8 @@ class CostAware:
     def cost(self) -> Floats:
         """Seconds of a step that verifies the best 1, 2, ... nodes of what has been drafted."""
         drafted = sum(level.shape[1] for level in self.levels_done)
-        spent = self.now.read + (len(self.levels_done) - 1) * self.now.level
-        return self.verify[: min(drafted, self.nodes)] + spent
+        spent = self.now.first_level + (len(self.levels_done) - 1) * self.now.level
+        return self.verify_costs[: min(drafted, self.nodes)] + spent
 
 
 def largest(chances: Floats, count: int) -> Floats:
@@ -99,7 +101,7 @@ class Adaptive:
         now, chance = self.costs.now(verified, self.depth), self.accepted / self.judged
         sizes = numpy.arange(1, self.depth + 1)
         expected = 1 + (chance**sizes).cumsum()
-        cost = now.verify(self.depth) + now.read + (sizes - 1) * now.level
+        cost = now.verify(self.depth) + now.first_level + (sizes - 1) * now.level
         return min(int((expected / cost).argmax()) + 1, max(verified.rooms))
 
     def children(self, level: int) -> int:

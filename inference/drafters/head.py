@@ -158,8 +158,8 @@ class HeadDrafter:
         """Log of the estimated chance that the target chooses each token, given its noise at that position."""
         scores = sampling.scores(logits, positions, history, self.ids).float()
         greedy, sampled = self.head.calibration.at(level)
-        if greedy != sampled:
-            scores = scores * torch.where(sampling.greedy, greedy, sampled)[:, None, None]
+        if greedy != sampled:  # between two tensors: a captured step may not bring numbers from the host
+            scores = torch.where(sampling.greedy[:, None, None], scores * greedy, scores * sampled)
         elif greedy != 1:
             scores = scores * greedy
         return torch.log_softmax(scores, dim=-1)

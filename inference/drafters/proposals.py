@@ -33,7 +33,7 @@ class SampledChildren:
     ) -> tuple[Tensor, Tensor]:
         """Log chances and columns [batch, frontier, children]; those that a node does not have come last."""
         ids = self.vocab.ids.to(logits.device)
-        log_q = sampling.warp(logits, history, ids)
+        log_q = sampling.warp(logits, history, ids).float()
         counts = self.growth.child_counts(level)
         columns = torch.zeros(*logits.shape[:2], max(counts), dtype=torch.long, device=logits.device)
         rest = torch.empty_like(log_q)
