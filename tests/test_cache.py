@@ -411,8 +411,9 @@ def test_padding_slots_hold_no_nan(target: TargetModel) -> None:
 
 
 def test_generations_beyond_a_page_are_batched_too(target: TargetModel, page: Callable[[int], None]) -> None:
-    """A waiting request whose prompt alone is longer than the rows that came before it."""
-    prompts = [[3], [4, 5], [7 + i % 50 for i in range(60)], [8]]
+    """One prompt far longer than the others, in the first row and in the last, from the start and waiting."""
+    long = [7 + i % 50 for i in range(60)]
+    prompts = [[3], long, [4, 5], [8], long]
     requests = [Request(prompt, 12) for prompt in prompts]
     wanted = [generate(target, prompt, 12).tokens for prompt in prompts]
     page(2)

@@ -25,7 +25,8 @@ from recipes.schema import DecodeSection
 
 TEXT = [5, 6, 7, 11, 3, 80, 41, 2, 9, 60, 33, 14]  # the last one is the root
 OTHERS = [[1, 2, 3], [50, *range(20, 36)]]
-PENALTIES = Sampling(0.8, repetition_penalty=1.6, frequency_penalty=2.0, presence_penalty=1.0, seed=3)
+# Rewards, so that whether a token was counted in decides about the tree.
+PENALTIES = Sampling(0.8, repetition_penalty=0.8, frequency_penalty=-2.0, presence_penalty=-2.0, seed=3)
 MakeHead = Callable[..., Eagle3Head]
 GROWTHS: list[Growth] = [Dynamic.chain(4), Dynamic(1, 5, 5), Dynamic(3, 4, 50), Dynamic(4, 3, 7), LOPSIDED]
 growths = pytest.mark.parametrize("growth", GROWTHS, ids=["chain", "one level", "whole pool", "dynamic", "fixed"])
