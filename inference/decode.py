@@ -5,7 +5,7 @@ Rows of a batch go at their own pace; one that ends makes room for the next requ
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Literal
@@ -208,7 +208,7 @@ class DecodeLoop:
         self.static: StaticStep | None = None
 
     @torch.inference_mode()
-    def run(self) -> Iterator[tuple[int, list[int]]]:
+    def run(self) -> Generator[tuple[int, list[int]], None, None]:
         """Yield (number of the request, new tokens) as they become certain; runs once."""
         self._make_cache()
         try:

@@ -20,7 +20,7 @@ from inference.decode import DecodeLoop, DecodeStats, Generation, Request
 from inference.drafters import Drafter
 from inference.drafters.cost_aware import growth_from_recipe
 from inference.drafters.head import HeadDrafter
-from inference.sampling import Sampling
+from inference.sampling import Sampling, sampling_from_recipe
 from inference.settings import (
     DEFAULTS,
     Config,
@@ -96,14 +96,8 @@ class SpeculativeModel:
         model = TargetModel.load(fields, load_head(Path(head), frozen).taps)
         trained = load_head(Path(head), model.frozen)
         drafter = HeadDrafter(trained, growth_from_recipe(decode, model, trained))
-        sampling = Sampling(
-            presence_penalty=decode.presence_penalty,
-            frequency_penalty=decode.frequency_penalty,
-            seed=decode.seed,
-            rule=decode.acceptance,
-            typical_epsilon=decode.typical_epsilon,
-            typical_delta=decode.typical_delta,
-        )
+        said = sampling_from_recipe(decode, temperature=0.0)
+        sampling = replace(said, top_k=None, top_p=1.0, min_p=0.0, repetition_penalty=1.0)  # these come with each call
         return cls(model, drafter, tokenizer, sampling, decode.max_batch)
 
     def generate(
