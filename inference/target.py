@@ -51,6 +51,7 @@ class TargetModel:
     def __init__(self, model: PreTrainedModel, taps: tuple[int, ...]) -> None:
         refuse_unknown_state(model)
         self.model = model.eval().requires_grad_(False)
+        self.device, self.dtype = model.device, model.dtype  # asking the model each time costs a step 1 %
         self.config = TargetConfig.from_dict(model.config.to_dict())
         self.taps = taps
         self.end_tokens, self.pad_token = end_tokens(model), pad_token(model)
@@ -81,14 +82,6 @@ class TargetModel:
         )
         device: Any = pick_device(section.device)  # transformers' own `to` is mistyped
         return cls(model.to(device), taps)
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.model.dtype
 
     @property
     def max_positions(self) -> int:

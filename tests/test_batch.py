@@ -348,7 +348,7 @@ def test_texts_by_rejection_are_distributed_as_the_targets(five: TargetModel) ->
 def test_many_texts_are_distributed_as_the_targets(
     five: TargetModel, growth: Growth, rule: Any, sampling: Sampling
 ) -> None:
-    assert chi_square(five, growth, replace(sampling, rule=rule), 4_000) < CHI_SQUARE_999[24]
+    assert chi_square(five, growth, replace(sampling, rule=rule), 2_000) < CHI_SQUARE_999[24]
 
 
 # Typical acceptance: lossy by as much as its two numbers say.

@@ -34,10 +34,17 @@ class Pool:
 
     def best(self, roots: Int[Tensor, "batch 1"], count: int) -> Tree:
         """The `count` nodes of the highest score below each root; those that may not be (-inf) hang nowhere."""
+        if count >= len(self):
+            return self.whole(roots)
         scores = torch.cat(self.scores, dim=1)
         # A child never scores above its parent, and a stable sort settles ties in the parent's favour.
         best = torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :count]
         return self.tree(roots, best.sort(dim=1).values)
+
+    def whole(self, roots: Int[Tensor, "batch 1"]) -> Tree:
+        """All of its nodes, whose numbers are theirs in the tree already; those that may not be hang nowhere."""
+        above = torch.cat(self.parents, dim=1).masked_fill(torch.cat(self.scores, dim=1) == -torch.inf, -1)
+        return Tree(torch.cat([roots, *self.tokens], dim=1), torch.cat([torch.full_like(roots, -1), above], dim=1))
 
     def tree(self, roots: Int[Tensor, "batch 1"], chosen: Int[Tensor, "batch chosen"]) -> Tree:
         """Nodes by their place in the pool, ascending, each with its parent; those that may not be hang nowhere."""
