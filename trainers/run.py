@@ -86,10 +86,11 @@ def start_decoding(recipe: Recipe, head: DraftHead, store: FeatureStore) -> Deco
 
 def describe(head: DraftHead, store: FeatureStore) -> None:
     vocab, parameters = head.vocab, sum(parameter.numel() for parameter in head.parameters())
+    coverage = vocab.coverage(store.token_counts(vocab.target_size))
     print(
-        f"{head.kind} head of {parameters:,} parameters on taps {list(head.taps)}; draft vocabulary {len(vocab.ids)} of "
-        f"{vocab.target_size} covers {vocab.coverage(store.token_counts(vocab.target_size)):.2%} of what the target "
-        f"wrote; {len(store)} samples, {store.num_tokens:,} tokens"
+        f"{head.kind} head of {parameters:,} parameters on taps {list(head.taps)}; draft vocabulary {len(vocab.ids)} "
+        f"of {vocab.target_size} covers {coverage:.2%} of what the target wrote; {len(store)} samples, "
+        f"{store.num_tokens:,} tokens"
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
+from torch import nn
 
 from data_pipelines.shards import FeatureStore
 from heads.base import DraftHead
@@ -94,7 +95,7 @@ def copied(head: DraftHead) -> Tensors:
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in head.state_dict().items()}
 
 
-def refuse_misfit(head: DraftHead, found: Snapshot) -> None:
+def refuse_misfit(head: nn.Module, found: Snapshot) -> None:
     """Every tensor must belong to a weight of this head, and none may be missing."""
     shapes = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
     wrong = [
