@@ -34,10 +34,10 @@ class HeadSizes:
 def head_sizes(recipe: Recipe, target: TargetConfig, rows: int, longest: int, device: torch.device) -> HeadSizes:
     """Of one rank that trains on `rows` samples of `longest` tokens at once; nothing is allocated."""
     vocab = draft_vocab(recipe.head, torch.zeros(target.vocab_size, dtype=torch.long))
+    with torch.device("meta"):
+        head = KINDS[recipe.head.kind].from_section(recipe.head, empty_ends(target), vocab)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device(device):
-        ends = torch.empty(target.vocab_size, target.hidden_size), torch.empty(target.hidden_size)
-        frozen = FrozenTarget(target, ends[0], ends[1], None, torch.empty_like(ends[0]))
-        head = KINDS[recipe.head.kind].from_section(recipe.head, frozen, vocab)
+        head, frozen = head.to_empty(device=device), empty_ends(target)
         weights = sum(parameter.nbytes for parameter in head.parameters())
         activations = activation_bytes(recipe, head, frozen, rows, longest)
         drafted = 0 if vocab.is_full else len(vocab.ids) * target.hidden_size * 4
@@ -52,9 +52,14 @@ def head_sizes(recipe: Recipe, target: TargetConfig, rows: int, longest: int, de
             weights=weights,
             moments=moments,
             average=0 if recipe.train.ema_decay is None else weights,
-            frozen=2 * ends[0].nbytes + drafted,
+            frozen=2 * frozen.embedding.nbytes + drafted,
             activations=activations,
         )
+
+
+def empty_ends(target: TargetConfig) -> FrozenTarget:
+    embedding, lm_head = (torch.empty(target.vocab_size, target.hidden_size) for _ in range(2))
+    return FrozenTarget(target, embedding, torch.empty(target.hidden_size), None, lm_head)
 
 
 def activation_bytes(recipe: Recipe, head: DraftHead, frozen: FrozenTarget, rows: int, longest: int) -> int:
