@@ -70,7 +70,7 @@ class Share:
             self.lengths.append([len(sample.tokens) for sample in samples])
             batch = self.collate(samples)
             supervision = self.training.ranks.unrolled.teacher.supervise(batch)
-            self.found.append(replace(supervision, last_hidden=supervision.last_hidden[:0]))
+            self.found.append(replace(supervision, last_hidden=batch.last_hidden.new_empty(0)))
         self.held = batch, supervision  # with one piece nothing is read twice
         return torch.stack([each.counts(self.training.objective.unroll) for each in self.found]).sum(0)
 
