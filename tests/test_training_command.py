@@ -120,6 +120,7 @@ def wait_for_rows(metrics: Path, count: int, process: subprocess.Popen[str]) -> 
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_saves_behind_the_running_step_and_the_same_command_goes_on(
     finished: Path, tmp_path: Path, number: signal.Signals, code: int

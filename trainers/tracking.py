@@ -70,7 +70,7 @@ class Tracker:
 
     def say(self, text: str) -> None:
         if self.active:
-            self.progress.console.print(text, highlight=False)
+            self.progress.console.print(text, highlight=False, soft_wrap=True)  # a log has no width
 
     @staticmethod
     def has_measured(recipe: Recipe, step: int) -> bool:
