@@ -54,9 +54,7 @@ def train(
                 save(training, checkpoints, step + 1)
             tracker.advance(step + 1)
             if result.interrupted:
-                tracker.say(
-                    f"{interrupts.name}: stopped behind step {step + 1}, which is saved; the same command goes on"
-                )
+                tracker.say(f"{interrupts.name}: saved behind step {step + 1} and stopped; the same command goes on")
                 raise SystemExit(interrupts.exit_code)
 
 
