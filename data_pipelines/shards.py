@@ -122,6 +122,11 @@ class FeatureStore:
             last_hidden=opened.get_slice("last_hidden")[start:end],
         )
 
+    def place_of(self, index: int) -> str:
+        """Where a sample lies, for messages."""
+        shard, row = self.places[index]
+        return f"row {row} of {self.shards[shard]['file']}"
+
     def token_counts(self, vocab_size: int) -> Tensor:
         """How often the target wrote each token. [vocab]"""
         counts = torch.zeros(vocab_size, dtype=torch.long)

@@ -84,7 +84,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden: Float[Tensor, "*axes size"]) -> Float[Tensor, "*axes size"]:
-        return functional.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+        return functional.rms_norm(hidden, self.weight.shape, self.weight.to(hidden.dtype), self.eps)
 
 
 def scales_of(sizes: list[float]) -> Float[Tensor, " inputs"]:
@@ -121,7 +121,8 @@ def llama3_frequencies(frequencies: Tensor, rope: Rope) -> Tensor:
 def rotate(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     """Rotary embedding in the half-split convention of Hugging Face."""
     first, second = states.chunk(2, dim=-1)
-    return states * cosines + torch.cat([-second, first], dim=-1) * sines
+    turned = states * cosines + torch.cat([-second, first], dim=-1) * sines
+    return turned.to(states.dtype)  # under autocast the table has more digits than the states
 
 
 class Attention(nn.Module):

@@ -1,6 +1,7 @@
 """What a head must know of its target, read from the target's config.json (no model code is loaded)."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,13 @@ from huggingface_hub import snapshot_download
 SAFE_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "*.txt"]
 
 
-def locate_target(path: str, revision: str | None = None) -> Path:
-    """The folder of a target: a local one as it is, a hub name ("org/name") from the hub's cache or the hub."""
+def locate_target(path: str, revision: str | None = None, files: Sequence[str] = SAFE_FILES) -> Path:
+    """The folder of a target: a local one as it is, a hub name ("org/name") from the hub's cache or the hub; of the
+    latter these files alone."""
     if Path(path).expanduser().is_dir():
         return Path(path).expanduser()
     try:
-        return Path(snapshot_download(path, revision=revision, allow_patterns=SAFE_FILES))
+        return Path(snapshot_download(path, revision=revision, allow_patterns=list(files)))
     except Exception as error:  # the hub client raises a dozen kinds; all of them mean "not to be had"
         raise ValueError(
             f"target.path: {path!r} is neither a local folder nor a model that the hub gives "

@@ -20,7 +20,7 @@ class DraftVocab:
 
     @classmethod
     def full(cls, target_size: int) -> "DraftVocab":
-        return cls(torch.arange(target_size), target_size)
+        return cls(torch.arange(target_size, device="cpu"), target_size)
 
     @classmethod
     def most_frequent(cls, counts: Int[Tensor, " vocab"], size: int) -> "DraftVocab":

@@ -120,8 +120,17 @@ class TrainSection(Section):
 
     steps: int = Field(gt=0, description="Optimizer steps.")
     batch_size: int = Field(default=8, gt=0, description="Sequences per optimizer step, all ranks together.")
+    accumulate: int = Field(
+        default=1, gt=0, description="Pieces that each rank cuts its share of a batch into; more take less memory."
+    )
+    precision: Dtype = Field(
+        default="float32", description="Number format that the head computes in; weights and losses stay in float32."
+    )
     learning_rate: float = Field(default=1e-4, gt=0, description="AdamW's peak learning rate, per step.")
     warmup_steps: int = Field(default=100, ge=0, description="Steps over which the learning rate rises from zero.")
+    schedule: Literal["cosine", "linear", "constant"] = Field(
+        default="cosine", description="The learning rate behind its peak: it falls to zero, or constant: stays there."
+    )
     optimizer: Literal["adamw", "muon"] = Field(
         default="adamw", description="muon updates the layer's matrices with Muon and everything else with AdamW."
     )
@@ -129,6 +138,13 @@ class TrainSection(Section):
     weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay, times the learning rate.")
     betas: Betas = Field(default=(0.9, 0.95), description="AdamW's decay of the mean and the mean square, per step.")
     clip_norm: float = Field(default=0.5, gt=0, description="Largest gradient norm; longer gradients are scaled to it.")
+    ema_decay: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="Share of an average of the weights that each step keeps; the average is what is measured and "
+        "exported. null is none.",
+    )
     unroll: int = Field(
         default=7, gt=0, le=32, description="Training-time-test depth: steps on the head's own features."
     )
@@ -162,7 +178,22 @@ class TrainSection(Section):
     keep_checkpoints: int = Field(default=2, gt=0, description="Newest checkpoints kept.")
     eval_every: int = Field(default=500, gt=0, description="Steps between measurements on held-out data.")
     eval_prompts: int = Field(default=8, ge=0, description="Held-out prompts decoded at each measurement; 0 is none.")
+    export: Literal["newest", "best"] = Field(
+        default="newest",
+        description="Weights that become the head: the last ones, or those with the longest accepted length (mean of "
+        "temperatures 0 and 1) at a measurement.",
+    )
     log_every: int = Field(default=10, gt=0, description="Steps between logged metrics.")
+    dry_run: bool = Field(
+        default=False, description="Print sizes, memory, disk and steps of the run, and end before anything is spent."
+    )
+
+    @field_validator("export")
+    @classmethod
+    def best_is_measured(cls, export: str, section: ValidationInfo) -> str:
+        if export == "best" and section.data.get("eval_prompts") == 0:
+            raise ValueError("newest is allowed while train.eval_prompts is 0; decode prompts, or take the newest")
+        return export
 
     @field_validator("unroll_weights")
     @classmethod

@@ -1,19 +1,23 @@
 """Tiny random targets and heads: a few thousand weights, distributions peaked enough that a wrong mask shows."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tiny_run import build_run, tiny_recipe
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from data_pipelines.harvest import harvest
 from heads.base import DraftHead
 from heads.eagle1 import Eagle1Head, Eagle1Shape
 from heads.eagle3 import Eagle3Head, Eagle3Shape
 from heads.frozen import FrozenTarget
 from heads.vocab import DraftVocab
 from inference.target import TargetModel
+from recipes import Recipe
 
 torch.set_num_threads(1)
 
@@ -109,3 +113,24 @@ def make_head(frozen: FrozenTarget) -> HeadFactory:
 @pytest.fixture(scope="session")
 def head(make_head: HeadFactory) -> Eagle3Head:
     return make_head()
+
+
+@pytest.fixture(scope="session")
+def harvested(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose run went as far as the features."""
+    folder = tmp_path_factory.mktemp("harvested")
+    build_run(folder)
+    harvest(tiny_recipe(folder))
+    return folder
+
+
+@pytest.fixture
+def make_recipe(harvested: Path, tmp_path: Path) -> Callable[..., Recipe]:
+    """make_recipe(name, *overrides): a run of its own that has its features and no checkpoint yet."""
+
+    def make(name: str, *overrides: str) -> Recipe:
+        if not (tmp_path / name).exists():
+            shutil.copytree(harvested / "run", tmp_path / name)
+        return tiny_recipe(harvested, f"run_dir={tmp_path / name}", *overrides)
+
+    return make

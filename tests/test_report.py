@@ -9,7 +9,7 @@ from tiny_run import build_run, tiny_recipe
 from data_pipelines.harvest import harvest
 from inference.report import report
 from recipes import Recipe
-from trainers.eagle import run
+from trainers.run import run
 
 
 @pytest.fixture(scope="module")

@@ -1,33 +1,62 @@
 """Checkpoints of a training run: safetensors only, whole or not at all, and exact."""
 
 import json
+import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from data_pipelines.stage import Json, differences, write_text
 
 STATE = "state.json"
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All that moves during training, whole and by parameter name, however many ranks hold it.
+
+    Batches, noise and learning rates are functions of (seed, step), so `step` is also the place in the data, and there
+    is no generator whose state would have to be kept.
+    """
+
+    step: int  # steps done
+    weights: Tensors
+    moments: Tensors  # the optimizers' state, as fc.weight.exp_avg
+    average: Tensors  # of the weights; empty without train.ema_decay
+    loss_scale: dict[str, float]
+
+    @property
+    def exported(self) -> Tensors:
+        """The weights that are measured and exported."""
+        return self.average or self.weights
+
+
+@dataclass(frozen=True)
+class Best:
+    """The weights with the longest accepted length so far, and how that was measured."""
+
+    step: int
+    score: float
+    measured: Json
+    folder: Path
 
 
 class Checkpoints:
-    """`folder/step-N` holds the head, the optimizers and the inputs of the run after N steps.
-
-    Nothing else moves during training: batches and learning rates are functions of (seed, step).
-    """
+    """`folder/step-N` is the run after N steps, for the newest few; `folder/best-N` holds the best weights alone."""
 
     def __init__(self, folder: Path, inputs: Json, keep: int) -> None:
         self.folder, self.keep = folder, keep
         self.inputs: Json = json.loads(json.dumps(inputs))
 
-    def steps(self) -> list[int]:
-        return sorted(int(path.name.removeprefix("step-")) for path in self.folder.glob("step-*") if path.suffix == "")
+    def steps(self, kind: str = "step") -> list[int]:
+        paths = (path for path in self.folder.glob(f"{kind}-*") if path.suffix == "")
+        return sorted(int(path.name.removeprefix(f"{kind}-")) for path in paths)
 
     def newest(self) -> int:
         """The step of the newest checkpoint, 0 if there is none."""
@@ -36,40 +65,105 @@ class Checkpoints:
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step}"
 
-    def save(self, step: int, head: nn.Module, optimizers: list[Optimizer]) -> None:
-        """Write beside, then rename; only then older ones go, so a full disk or a kill costs nothing."""
-        partial = self.path(step).with_suffix(".partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        save_file(
-            {k: v.detach().cpu().contiguous() for k, v in head.state_dict().items()}, partial / "head.safetensors"
-        )
-        save_file(pack(optimizers), partial / "optimizers.safetensors")
-        write_text(partial / STATE, json.dumps({"step": step, "inputs": self.inputs}, indent=1))
-        partial.replace(self.path(step))
+    def save(self, snapshot: Snapshot) -> None:
+        """Write beside, then rename; only then older ones go, so a full disk or a kill costs nothing.
+
+        Raises ValueError when it cannot be written; those from before are whole.
+        """
+        files = {"head": snapshot.weights, "optimizers": snapshot.moments, "average": snapshot.average}
+        files = {name: tensors for name, tensors in files.items() if tensors}
+        state = {"step": snapshot.step, "loss_scale": snapshot.loss_scale, "files": list(files), "inputs": self.inputs}
+        self._write(self.path(snapshot.step), files, state)
         for old in self.steps()[: -self.keep]:
             shutil.rmtree(self.path(old))
 
-    def resume(self, head: nn.Module, optimizers: list[Optimizer]) -> int:
-        """Load the newest checkpoint and return its step, 0 if there is none.
+    def load(self) -> Snapshot | None:
+        """The newest checkpoint, None if there is none.
 
         Raises ValueError when it was made by another recipe or cannot be read; nothing restarts silently.
         """
         newest = self.newest()
         if newest == 0:
-            return 0
+            return None
         path = self.path(newest)
         try:
             state = json.loads((path / STATE).read_text())
-            weights, moments = load_file(path / "head.safetensors"), load_file(path / "optimizers.safetensors")
-        except (OSError, ValueError, SafetensorError) as error:
+            files = {name: load_file(path / f"{name}.safetensors") for name in state["files"]}
+            moments, average = files.get("optimizers", {}), files.get("average", {})
+            snapshot = Snapshot(int(state["step"]), files["head"], moments, average, state["loss_scale"])
+            inputs = state["inputs"]
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise ValueError(f"{path} cannot be read ({error}); remove it to resume from the one before") from error
-        self._refuse_difference(path, state["inputs"])
-        head.load_state_dict(weights)
-        unpack(optimizers, moments)
-        return int(state["step"])
+        self._refuse_difference(path, inputs)
+        return snapshot
 
-    def _refuse_difference(self, path: Path, found: Json) -> None:
+    def offer_best(self, step: int, weights: Tensors, score: float, measured: Json) -> None:
+        """Keep these weights in place of the best ones so far, if they are better or those were measured otherwise."""
+        best, before = self.best(), self.steps("best")
+        measured = json.loads(json.dumps(measured))
+        if best is not None and best.measured == measured and best.score >= score:
+            return
+        state = {"step": step, "score": score, "measured": measured, "inputs": self.inputs}
+        self._write(self.folder / f"best-{step}", {"head": weights}, state)
+        for old in before:
+            if old != step:
+                shutil.rmtree(self.folder / f"best-{old}")
+
+    def best(self) -> Best | None:
+        """The best weights so far. Raises ValueError when they are another recipe's or cannot be read."""
+        found = []
+        for step in self.steps("best"):  # two, if the process died between writing one and removing the other
+            path = self.folder / f"best-{step}"
+            try:
+                state = json.loads((path / STATE).read_text())
+                found.append(Best(step, float(state["score"]), state["measured"], path))
+                inputs = state["inputs"]
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{path} cannot be read ({error}); remove it to go on without") from error
+            self._refuse_difference(path, inputs)
+        return max(found, key=lambda best: best.score, default=None)
+
+    def load_best(self, best: Best) -> Tensors:
+        try:
+            return load_file(best.folder / "head.safetensors")
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{best.folder} cannot be read ({error}); choose train.export=newest") from error
+
+    def exported(self) -> Json | None:
+        """What `note_export` noted last."""
+        path = self.folder / "exported.json"
+        found: Json | None = json.loads(path.read_text()) if path.is_file() else None
+        return found
+
+    def note_export(self, what: Json) -> None:
+        """Remember which weights became the run's head."""
+        write_text(self.folder / "exported.json", json.dumps(what))
+
+    def _write(self, path: Path, files: dict[str, Tensors], state: Json) -> None:
+        partial = path.with_name(path.name + ".partial")
+        try:
+            for left in self.folder.glob("*.partial"):
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+            partial.mkdir(parents=True)
+            for name, tensors in files.items():
+                on_cpu = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+                save_file(on_cpu, partial / f"{name}.safetensors")
+            (partial / STATE).write_text(json.dumps(state, indent=1))
+            for each in partial.iterdir():
+                flush(each)
+            if path.exists():
+                shutil.rmtree(path)
+            partial.replace(path)
+            flush(self.folder)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            kept = ", ".join(f"step-{step}" for step in self.steps()) or "none before it"
+            raise ValueError(
+                f"{path} cannot be written ({error}); checkpoints that are whole: {kept}; make room, then the same "
+                "command goes on from the newest"
+            ) from error
+
+    def _refuse_difference(self, path: Path, found: Any) -> None:
         different = differences(found, self.inputs, "checkpoint {}, recipe {}")
         if different:
             raise ValueError(
@@ -79,21 +173,10 @@ class Checkpoints:
             )
 
 
-def pack(optimizers: list[Optimizer]) -> dict[str, Tensor]:
-    """Every state tensor by optimizer, parameter and name."""
-    tensors = {}
-    for number, optimizer in enumerate(optimizers):
-        for parameter, state in optimizer.state_dict()["state"].items():
-            for name, value in state.items():
-                tensors[f"{number}.{parameter}.{name}"] = torch.as_tensor(value).detach().cpu().contiguous()
-    return tensors
-
-
-def unpack(optimizers: list[Optimizer], tensors: dict[str, Tensor]) -> None:
-    for number, optimizer in enumerate(optimizers):
-        states: dict[int, dict[str, Any]] = {}
-        for key, value in tensors.items():
-            owner, parameter, name = key.split(".", 2)
-            if int(owner) == number:
-                states.setdefault(int(parameter), {})[name] = value
-        optimizer.load_state_dict({**optimizer.state_dict(), "state": states})
+def flush(path: Path) -> None:
+    """Bring a file or a folder's entries to the disk, so that a rename never outlives what it names."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

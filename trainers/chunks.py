@@ -49,4 +49,7 @@ class SumOverChunks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *(gradient * upstream[0].to(gradient.dtype) for gradient in ctx.saved_tensors)
+        # In float32: the scale that float16 training puts on a loss may be too large for float16 itself.
+        factor = upstream[0].to(torch.promote_types(upstream[0].dtype, torch.float32))
+        scaled = ((own.to(torch.promote_types(own.dtype, factor.dtype)) * factor, own) for own in ctx.saved_tensors)
+        return None, None, None, *(gradient.to(own.dtype) for gradient, own in scaled)

@@ -2,136 +2,120 @@
 
 import math
 import time
-from dataclasses import dataclass
 
-import torch
 from accelerate import Accelerator
-from torch import Tensor
 
-from data_pipelines.batches import Batch, SampleOrder
-from data_pipelines.shards import FeatureStore
+from data_pipelines.batches import SampleOrder
 from heads.base import DraftHead
-from heads.frozen import FrozenTarget
-from inference.target import TargetModel
 from recipes import Recipe
 from trainers.checkpoint import Checkpoints
-from trainers.measure import accepted_length, depth_metrics, held_out_scores
-from trainers.objective import Objective, Teacher, UnrolledHead, input_noise
-from trainers.optimizers import build_optimizers, set_learning_rates
+from trainers.interrupt import Interrupts
+from trainers.measure import TEMPERATURES, decoded_scores, depth_metrics, held_out_scores
+from trainers.optimizers import set_learning_rates
+from trainers.step import StepResult, train_step
 from trainers.tracking import Tracker
-
-
-@dataclass(frozen=True)
-class Materials:
-    """What training works on besides the head."""
-
-    frozen: FrozenTarget
-    train: FeatureStore
-    heldout: FeatureStore
-    target: TargetModel | None  # to measure accepted length on the main rank; None when the recipe decodes no prompts
+from trainers.training import Materials, Training, copied
 
 
 def train(
     recipe: Recipe, head: DraftHead, materials: Materials, accelerator: Accelerator, checkpoints: Checkpoints
 ) -> None:
-    """Fit the head in place, from the newest checkpoint if there is one.
+    """Fit the head, from the newest checkpoint if there is one; the result is the last checkpoint.
 
-    Raises ValueError when a loss or a gradient is not finite, naming the step and its samples.
+    Raises ValueError when a loss or a gradient is not finite, naming the step and its samples, or a checkpoint cannot
+    be read or written; SystemExit with a shell's code behind the step in which SIGTERM or Ctrl-C came.
     """
-    section = recipe.train
-    optimizers = build_optimizers(head, section)
-    done = checkpoints.resume(head, optimizers)
-    if done >= section.steps:
+    section, found = recipe.train, checkpoints.load()
+    done = 0 if found is None else found.step
+    measured = done == 0 or done % section.eval_every or Tracker.has_measured(recipe, done)
+    if done >= section.steps and measured:
         return
-    teacher = Teacher(materials.frozen, head.vocab)
-    unrolled = UnrolledHead(head, teacher, Objective.from_recipe(recipe), section.activation_checkpointing)
-    prepared, *prepared_optimizers = accelerator.prepare(unrolled, *optimizers)
+    training = Training.start(recipe, head, materials, accelerator, found)
     order = SampleOrder(len(materials.train), recipe.seed)
-    with Tracker(recipe, done, accelerator.is_main_process) as tracker:
+    with Tracker(recipe, done, accelerator.is_main_process) as tracker, Interrupts() as interrupts:
         if done:
             tracker.say(f"resuming behind step {done}")
-        started, tokens_seen = time.perf_counter(), 0
+        if not measured:  # the process was stopped just before
+            measure(training, checkpoints, tracker, done)
+        pace = Pace()
         for step in range(done, section.steps):
-            numbers = order.of_step(step, section.batch_size)
-            factor = set_learning_rates(optimizers, section, step)
-            sums, num_tokens = train_step(recipe, materials, accelerator, prepared, prepared_optimizers, step, numbers)
-            tokens_seen += num_tokens
+            factor = set_learning_rates(training.ranks.optimizers, section, step)
+            with pace:
+                numbers = order.of_step(step, section.batch_size)
+                result = train_step(training, step, numbers, interrupts.received is not None)
+            pace.num_tokens += result.num_tokens
             if (step + 1) % section.log_every == 0:
-                metrics = depth_metrics("train", sums)
-                metrics["train/learning_rate"] = section.learning_rate * factor
-                metrics["train/tokens_per_second"] = tokens_seen / (time.perf_counter() - started)
+                metrics = step_metrics(training, result, section.learning_rate * factor, pace.tokens_per_second())
                 tracker.log(step + 1, metrics, headline(metrics, section.unroll))
-            if (step + 1) % section.eval_every == 0 or step + 1 == section.steps:
-                measure(recipe, materials, unrolled, tracker, step + 1)
-            if (step + 1) % section.checkpoint_every == 0 or step + 1 == section.steps:
-                if accelerator.is_main_process:
-                    checkpoints.save(step + 1, head, optimizers)
-                accelerator.wait_for_everyone()
+            last = step + 1 == section.steps
+            if not result.interrupted and (last or (step + 1) % section.eval_every == 0):
+                measure(training, checkpoints, tracker, step + 1)
+            if result.interrupted or last or (step + 1) % section.checkpoint_every == 0:
+                save(training, checkpoints, step + 1)
             tracker.advance(step + 1)
+            if result.interrupted:
+                tracker.say(f"{interrupts.name}: saved behind step {step + 1} and stopped; the same command goes on")
+                raise SystemExit(interrupts.exit_code)
 
 
-def train_step(
-    recipe: Recipe,
-    materials: Materials,
-    accelerator: Accelerator,
-    prepared: torch.nn.Module,
-    optimizers: list[torch.optim.Optimizer],
-    step: int,
-    numbers: list[int],
-) -> tuple[Tensor, int]:
-    """One update from a global batch; returns the sums [4, unroll] over all ranks and the batch's tokens here.
-
-    Raises ValueError before the update where it would put something not finite into the weights.
-    """
-    share = numbers[accelerator.process_index :: accelerator.num_processes]
-    samples = [materials.train[number] for number in share]
-    batch = Batch.collate(samples, materials.frozen.embedding.dtype, accelerator.device)
-    unrolled = accelerator.unwrap_model(prepared)
-    width, noise = unrolled.objective.input_noise, None
-    if width:
-        lengths, keys = [len(sample.tokens) for sample in samples], [f"{recipe.seed} {step} {n}" for n in share]
-        noise = input_noise(width, lengths, keys, unrolled.head.feature_size, accelerator.device)
-    supervision = unrolled.teacher.supervise(batch)
-    # Every rank divides by the positions of all ranks; data-parallel averaging is undone by the number of ranks.
-    counts = accelerator.reduce(supervision.counts(unrolled.objective.unroll), "sum")
-    scores = prepared(batch, supervision, counts, noise)
-    accelerator.backward(scores.loss * accelerator.num_processes)
-    gradient_norm = accelerator.clip_grad_norm_(prepared.parameters(), recipe.train.clip_norm)
-    sums = accelerator.reduce(scores.sums(), "sum")
-    refuse_non_finite({"loss": sums.sum(), "gradient": gradient_norm}, step, numbers)
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
-    return sums.cpu(), int(batch.tokens.numel())
+def save(training: Training, checkpoints: Checkpoints, step: int) -> None:
+    snapshot = training.snapshot(step)
+    if snapshot is not None:
+        checkpoints.save(snapshot)
+    training.accelerator.wait_for_everyone()
 
 
-def refuse_non_finite(values: dict[str, Tensor | None], step: int, numbers: list[int]) -> None:
-    for name, value in values.items():
-        if value is not None and not math.isfinite(float(value)):  # DeepSpeed may give no norm
-            raise ValueError(
-                f"the {name} of step {step + 1} is not finite (samples {numbers}); lower train.learning_rate, or look "
-                "at these samples' features; the last checkpoint is good"
-            )
+def measure(training: Training, checkpoints: Checkpoints, tracker: Tracker, step: int) -> None:
+    """Held-out numbers, on the main rank alone; the best weights so far are kept."""
+    recipe, decoding = training.recipe, training.materials.decoding
+    with training.measured() as whole:
+        if whole is not None:
+            with training.autocast():
+                metrics = held_out_scores(whole, training.materials.heldout, recipe.train.batch_size)
+            accuracies = " ".join(f"{metrics[f'heldout/accuracy_{k}']:.3f}" for k in range(recipe.train.unroll))
+            said = f"step {step}: held-out loss {metrics['heldout/loss_0']:.3f}, accuracy by depth {accuracies}"
+            if decoding is not None:
+                weights = copied(whole.head)
+                decoding.head.load_state_dict(weights)
+                metrics |= decoded_scores(decoding)
+                said += ", accepted length " + ", ".join(
+                    f"{metrics[f'heldout/{name}']:.2f} at temperature {temperature:g}"
+                    for name, temperature in TEMPERATURES.items()
+                )
+                checkpoints.offer_best(step, weights, metrics["heldout/score"], decoding.conditions())
+            tracker.log(step, metrics, f"measured behind step {step}")
+            tracker.chart_acceptance(step, metrics)
+            tracker.say(said)
+    training.accelerator.wait_for_everyone()
 
 
-def measure(recipe: Recipe, materials: Materials, unrolled: UnrolledHead, tracker: Tracker, step: int) -> None:
-    """Held-out numbers, on the main rank alone."""
-    if not tracker.active:
-        return
-    metrics = held_out_scores(unrolled, materials.heldout, recipe.train.batch_size)
-    accuracies = " ".join(f"{metrics[f'heldout/accuracy_{k}']:.3f}" for k in range(recipe.train.unroll))
-    said = f"step {step}: held-out loss {metrics['heldout/loss_0']:.3f}, accuracy by depth {accuracies}"
-    if materials.target is not None:
-        metrics["heldout/tau"] = accepted_length(recipe, materials.target, unrolled.head)
-        said += f", accepted length {metrics['heldout/tau']:.2f}"
-    tracker.log(
-        step, metrics, f"accepted length {metrics['heldout/tau']:.2f}" if "heldout/tau" in metrics else "training"
-    )
-    tracker.say(said)
+def step_metrics(
+    training: Training, result: StepResult, learning_rate: float, tokens_per_second: float
+) -> dict[str, float]:
+    metrics = {**depth_metrics("train", result.sums), "train/learning_rate": learning_rate}
+    if math.isfinite(result.gradient_norm):
+        metrics["train/gradient_norm"] = result.gradient_norm
+    return {**metrics, **training.loss_scale.metrics(), "train/tokens_per_second": tokens_per_second}
 
 
 def headline(metrics: dict[str, float], unroll: int) -> str:
-    accuracies = " ".join(f"{metrics[f'train/accuracy_{k}']:.2f}" for k in range(unroll))
-    return (
-        f"loss {metrics['train/loss_0']:.3f}, accuracy {accuracies}, {metrics['train/tokens_per_second']:.0f} tokens/s"
-    )
+    chances = " ".join(f"{metrics[f'train/acceptance_{k}']:.2f}" for k in range(unroll))
+    return f"loss {metrics['train/loss_0']:.3f}, accepts {chances}, {metrics['train/tokens_per_second']:.0f} tokens/s"
+
+
+class Pace:
+    """Tokens per second of the steps since the last question, without what measuring and saving take in between."""
+
+    def __init__(self) -> None:
+        self.num_tokens, self._seconds, self._began = 0, 0.0, 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, *exc: object) -> None:
+        self._seconds += time.perf_counter() - self._began
+
+    def tokens_per_second(self) -> float:
+        rate = self.num_tokens / self._seconds
+        self.num_tokens, self._seconds = 0, 0.0
+        return rate

@@ -1,5 +1,8 @@
 """What a head is worth while it trains: held-out accuracy at each depth, and accepted length by real decoding."""
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 
 from data_pipelines.batches import Batch
@@ -11,9 +14,55 @@ from inference.calibrate import fit_calibration
 from inference.decode import DecodeStats, Request, check_length, generate_batch
 from inference.drafters.cost_aware import growth_from_recipe
 from inference.drafters.head import HeadDrafter
+from inference.sampling import sampling_from_recipe
 from inference.target import TargetModel
 from recipes import Recipe
 from trainers.objective import UnrolledHead
+
+TEMPERATURES = {"tau": 0.0, "tau_t1": 1.0}  # accepted length is measured greedily and where sampling is hardest
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """A target and a head beside it that drafts for it, both in the target's number format.
+
+    The head under training computes in float32 and may lie in shares on many ranks; this one takes over its weights.
+    """
+
+    recipe: Recipe
+    target: TargetModel
+    head: DraftHead
+
+    def stats(self, temperature: float) -> DecodeStats:
+        """Of tree decoding on the first held-out prompts, as the recipe decodes."""
+        drafter = HeadDrafter(self.head, growth_from_recipe(self.recipe.decode, self.target, self.head))
+        sampling, stats = sampling_from_recipe(self.recipe.decode, temperature), DecodeStats()
+        requests = [Request(prompt, self.new_tokens, sampling) for prompt in self.prompts()]
+        for generation in generate_batch(self.target, requests, drafter, self.recipe.decode.max_batch):
+            stats.add(generation.stats)
+        self.target.spare_steps.clear()  # the training needs their memory
+        return stats
+
+    def calibration(self) -> Calibration:
+        """Fitted on the same prompts."""
+        found = fit_calibration(self.target, self.head, self.prompts(), self.recipe.decode.depth, self.new_tokens)
+        self.target.spare_steps.clear()
+        return found
+
+    @property
+    def new_tokens(self) -> int:
+        return min(self.recipe.decode.max_new_tokens, self.recipe.data.response_tokens)
+
+    def prompts(self) -> list[list[int]]:
+        """The first held-out ones."""
+        rows = list(read_jsonl(self.recipe.prompts_dir / "heldout.jsonl"))[: self.recipe.train.eval_prompts]
+        for row in rows:
+            check_length(self.target, row["tokens"], self.new_tokens)
+        return [row["tokens"] for row in rows]
+
+    def conditions(self) -> dict[str, Any]:
+        """What accepted lengths must have in common to be compared."""
+        return {"eval_prompts": self.recipe.train.eval_prompts, **self.recipe.decode.model_dump(mode="json")}
 
 
 @torch.no_grad()
@@ -41,28 +90,13 @@ def depth_metrics(prefix: str, sums: torch.Tensor) -> dict[str, float]:
     return metrics
 
 
-def measured_prompts(recipe: Recipe, target: TargetModel) -> list[Request]:
-    """The first held-out prompts, to be continued greedily."""
-    rows = list(read_jsonl(recipe.prompts_dir / "heldout.jsonl"))[: recipe.train.eval_prompts]
-    new_tokens = min(recipe.decode.max_new_tokens, recipe.data.response_tokens)
-    for row in rows:
-        check_length(target, row["tokens"], new_tokens)
-    return [Request(row["tokens"], new_tokens) for row in rows]
-
-
-def accepted_length(recipe: Recipe, target: TargetModel, head: DraftHead) -> float:
-    """tau of greedy tree decoding on the first held-out prompts, with the recipe's tree."""
-    drafter, stats = HeadDrafter(head, growth_from_recipe(recipe.decode, target, head)), DecodeStats()
-    for generation in generate_batch(target, measured_prompts(recipe, target), drafter, recipe.decode.max_batch):
-        stats.add(generation.stats)
-    target.spare_steps.clear()  # the training needs their memory
-    return stats.tau
-
-
-def calibrate(recipe: Recipe, target: TargetModel, head: DraftHead) -> Calibration:
-    """Fitted on the same prompts."""
-    requests = measured_prompts(recipe, target)
-    prompts = [request.prompt for request in requests]
-    found = fit_calibration(target, head, prompts, recipe.decode.depth, requests[0].max_new_tokens)
-    target.spare_steps.clear()
-    return found
+def decoded_scores(decoding: Decoding) -> dict[str, float]:
+    """Accepted length at both temperatures, their mean, and the share of steps that accepted at least 1, 2, ..."""
+    metrics = {}
+    for name, temperature in TEMPERATURES.items():
+        stats = decoding.stats(temperature)
+        metrics[f"heldout/{name}"] = stats.tau
+        for depth, share in enumerate(stats.acceptance, start=1):
+            metrics[f"heldout/{name}_accepts_{depth}"] = share
+    metrics["heldout/score"] = sum(metrics[f"heldout/{name}"] for name in TEMPERATURES) / len(TEMPERATURES)
+    return metrics

@@ -1,12 +1,21 @@
-"""Optimizers and the learning-rate schedule of a head."""
+"""Optimizers of a head, their learning-rate schedules, and their state by parameter name."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from recipes.schema import TrainSection
+
+# The learning rate over its peak, from the share of the steps behind the warm-up.
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "cosine": lambda share: 0.5 * (1 + math.cos(math.pi * share)),
+    "linear": lambda share: 1 - share,
+    "constant": lambda share: 1.0,
+}
 
 
 def build_optimizers(head: nn.Module, section: TrainSection) -> list[Optimizer]:
@@ -25,11 +34,35 @@ def build_optimizers(head: nn.Module, section: TrainSection) -> list[Optimizer]:
 
 
 def set_learning_rates(optimizers: list[Optimizer], section: TrainSection, step: int) -> float:
-    """Linear warm-up, then cosine to zero; a pure function of the step. Returns the factor on the peak rates."""
+    """Linear warm-up, then `train.schedule`; a pure function of the step. Returns the factor on the peak rates."""
     warm = min(1.0, (step + 1) / max(section.warmup_steps, 1))
     past = max(step - section.warmup_steps, 0) / max(section.steps - section.warmup_steps, 1)
-    factor = warm * 0.5 * (1 + math.cos(math.pi * min(past, 1.0)))
+    factor = warm * SCHEDULES[section.schedule](min(past, 1.0))
     for optimizer, peak in zip(optimizers, (section.learning_rate, section.muon_learning_rate), strict=False):
         for group in optimizer.param_groups:
             group["lr"] = peak * factor
     return factor
+
+
+def optimizer_state(head: nn.Module, optimizers: list[Optimizer]) -> dict[str, Tensor]:
+    """Every state tensor by its parameter's name, such as `fc.weight.exp_avg`; empty before the first step."""
+    names = {id(parameter): name for name, parameter in head.named_parameters()}
+    return {
+        f"{names[id(parameter)]}.{kind}": torch.as_tensor(value).detach()
+        for optimizer in optimizers
+        for parameter, state in optimizer.state.items()
+        for kind, value in state.items()
+    }
+
+
+def restore_optimizer_state(head: nn.Module, optimizers: list[Optimizer], tensors: dict[str, Tensor]) -> None:
+    """Put back what `optimizer_state` gave."""
+    names = {id(parameter): name for name, parameter in head.named_parameters()}
+    for optimizer in optimizers:
+        places = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+        states: dict[int, dict[str, Any]] = {}
+        for key, value in tensors.items():
+            name, _, kind = key.rpartition(".")
+            if name in places:
+                states.setdefault(places.index(name), {})[kind] = value
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": states})

@@ -2,7 +2,9 @@
 
 import json
 import os
+import subprocess
 import uuid
+from pathlib import Path
 from typing import Any
 
 import wandb
@@ -31,7 +33,7 @@ class Tracker:
                 self.run = wandb.init(
                     project=self.recipe.log.project,
                     dir=str(self.recipe.run_dir),
-                    config=self.recipe.model_dump(mode="json"),
+                    config={**self.recipe.model_dump(mode="json"), "commit": commit()},
                     mode=mode,
                     id=self._run_id(),
                     resume="allow",
@@ -56,9 +58,26 @@ class Tracker:
             self.run.log(values, step=step)
         self.progress.update(self.task, description=headline)
 
+    def chart_acceptance(self, step: int, metrics: dict[str, float]) -> None:
+        """The held-out acceptance of each depth as a curve, on wandb; the log holds its numbers."""
+        if self.run is None:
+            return
+        prefix = "heldout/acceptance_"
+        rows = [[int(name.removeprefix(prefix)) + 1, metrics[name]] for name in metrics if name.startswith(prefix)]
+        table = wandb.Table(columns=["depth", "acceptance"], data=rows)
+        chart = wandb.plot.line(table, "depth", "acceptance", title="held-out acceptance by depth")
+        self.run.log({"heldout/acceptance_by_depth": chart}, step=step)
+
     def say(self, text: str) -> None:
         if self.active:
-            self.progress.console.print(text, highlight=False)
+            self.progress.console.print(text, highlight=False, soft_wrap=True)  # a log has no width
+
+    @staticmethod
+    def has_measured(recipe: Recipe, step: int) -> bool:
+        """Whether the log holds what was measured behind a step."""
+        rows = recipe.metrics_path.read_text().splitlines() if recipe.metrics_path.exists() else []
+        found = [json.loads(row) for row in rows if row]
+        return any(row["step"] == step and any(name.startswith("heldout/") for name in row) for row in found)
 
     def _run_id(self) -> str:
         """One wandb run for each run_dir, however often it is resumed."""
@@ -80,3 +99,14 @@ def wandb_mode(setting: str) -> Any:
         return setting
     configured = "WANDB_API_KEY" in os.environ or "WANDB_MODE" in os.environ
     return os.environ.get("WANDB_MODE", "online") if configured else "offline"
+
+
+def commit() -> str:
+    """The git commit of this code, with a plus where files differ from it; "unknown" outside a repository."""
+    here = Path(__file__).parent
+    try:
+        command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
+        found = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return found.stdout.strip()

@@ -1,0 +1,179 @@
+"""Laws of checkpoints: whole or not at all, exact, and refused rather than guessed."""
+
+import json
+import resource
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from recipes.schema import TrainSection
+from trainers.checkpoint import Checkpoints, Snapshot
+from trainers.optimizers import build_optimizers, optimizer_state, restore_optimizer_state
+from trainers.training import refuse_misfit
+
+
+def snapshot(step: int, average: dict[str, Tensor] | None = None) -> Snapshot:
+    moments = {"fc.weight.exp_avg": torch.full((3, 4), float(step)), "fc.weight.step": torch.tensor(float(step))}
+    return Snapshot(step, {"fc.weight": torch.full((3, 4), float(step))}, moments, average or {}, {"factor": 1.0})
+
+
+def saved(folder: Path, *steps: int, keep: int = 2, **inputs: object) -> Checkpoints:
+    checkpoints = Checkpoints(folder, inputs, keep)
+    for step in steps:
+        checkpoints.save(snapshot(step))
+    return checkpoints
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def loaded_step(checkpoints: Checkpoints) -> int:
+    found = checkpoints.load()
+    assert found is not None
+    assert found.weights["fc.weight"].eq(found.step).all()
+    return found.step
+
+
+def test_without_a_checkpoint_there_is_nothing_to_load(tmp_path: Path) -> None:
+    assert saved(tmp_path / "none").load() is None
+
+
+def test_rotation_keeps_the_newest(tmp_path: Path) -> None:
+    checkpoints = saved(tmp_path, 5, 10, 95, 100, keep=3)  # by number, not by name
+    assert checkpoints.steps() == [10, 95, 100]
+    assert loaded_step(checkpoints) == 100
+    assert names(tmp_path) == ["step-10", "step-100", "step-95"]
+
+
+def test_a_half_written_checkpoint_is_ignored(tmp_path: Path) -> None:
+    checkpoints = saved(tmp_path, 5)
+    (tmp_path / "step-7.partial").mkdir()
+    (tmp_path / "step-7.partial/head.safetensors").write_bytes(b"half")
+    assert checkpoints.steps() == [5]
+    assert loaded_step(checkpoints) == 5
+    checkpoints.save(snapshot(10))
+    assert names(tmp_path) == ["step-10", "step-5"]
+
+
+def cut_in_half(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("file", ["head.safetensors", "optimizers.safetensors", "average.safetensors", "state.json"])
+@pytest.mark.parametrize("damage", [cut_in_half, Path.unlink])
+def test_an_unreadable_newest_checkpoint_stops_with_its_name(
+    tmp_path: Path, file: str, damage: Callable[[Path], None]
+) -> None:
+    """Going back to the one before is the user's decision."""
+    checkpoints = saved(tmp_path, 5)
+    checkpoints.save(snapshot(10, average={"fc.weight": torch.ones(3, 4)}))
+    damage(tmp_path / "step-10" / file)
+    with pytest.raises(ValueError, match=r"step-10 cannot be read .* remove it to resume from the one before"):
+        checkpoints.load()
+    shutil.rmtree(tmp_path / "step-10")
+    assert loaded_step(checkpoints) == 5
+
+
+def test_a_state_that_lacks_something_stops_too(tmp_path: Path) -> None:
+    checkpoints = saved(tmp_path, 5)
+    path = tmp_path / "step-5/state.json"
+    state = json.loads(path.read_text())
+    del state["loss_scale"]
+    path.write_text(json.dumps(state))
+    with pytest.raises(ValueError, match=r"step-5 cannot be read \('loss_scale'\)"):
+        checkpoints.load()
+
+
+def test_a_checkpoint_of_other_inputs_is_refused_with_each_difference(tmp_path: Path) -> None:
+    saved(tmp_path, 5, seed=1, betas=(0.9, 0.95), unroll=7)
+    assert loaded_step(saved(tmp_path, seed=1, betas=(0.9, 0.95), unroll=7)) == 5
+    with pytest.raises(ValueError, match="step-5 belongs to another recipe") as refusal:
+        saved(tmp_path, seed=2, betas=(0.9, 0.95), decay=0.8).load()
+    assert [line.strip() for line in str(refusal.value).splitlines()][1:-1] == [
+        "decay: checkpoint None, recipe 0.8",
+        "seed: checkpoint 1, recipe 2",
+        "unroll: checkpoint 7, recipe None",
+    ]
+
+
+def test_a_full_disk_leaves_the_checkpoint_before_and_says_so(tmp_path: Path) -> None:
+    """The limit on the size of a file stands for the end of the disk: the kernel refuses the write."""
+    checkpoints = saved(tmp_path, 5)
+    large = Snapshot(10, {"fc.weight": torch.zeros(1 << 16)}, {}, {}, {"factor": 1.0})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, before[1]))
+    try:
+        with pytest.raises(ValueError, match=r"step-10 cannot be written .* whole: step-5; make room"):
+            checkpoints.save(large)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert names(tmp_path) == ["step-5"]
+    assert loaded_step(checkpoints) == 5
+    checkpoints.save(large)
+    assert names(tmp_path) == ["step-10", "step-5"]
+
+
+def test_the_best_weights_outlive_rotation(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, {"seed": 1}, keep=1)
+    for step, score in ((2, 1.5), (4, 1.9), (6, 1.7), (8, 1.9)):
+        checkpoints.offer_best(step, snapshot(step).weights, score, {"eval_prompts": 8})
+        checkpoints.save(snapshot(step))
+    assert names(tmp_path) == ["best-4", "step-8"]
+    best = checkpoints.best()
+    assert best is not None
+    assert (best.step, best.score) == (4, 1.9)
+    assert checkpoints.load_best(best)["fc.weight"].eq(4).all()
+
+
+def test_accepted_lengths_of_other_prompts_are_not_compared(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, {}, keep=1)
+    checkpoints.offer_best(2, snapshot(2).weights, 3.0, {"eval_prompts": 2})
+    checkpoints.offer_best(4, snapshot(4).weights, 2.0, {"eval_prompts": 8})
+    assert names(tmp_path) == ["best-4"]
+    with pytest.raises(ValueError, match="best-4 belongs to another recipe"):
+        Checkpoints(tmp_path, {"seed": 2}, keep=1).best()
+
+
+def small_head(optimizer: str) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+    head = nn.ModuleDict({"fc": nn.Linear(4, 3), "lm_head": nn.Linear(3, 5)})
+    return head, build_optimizers(head, TrainSection.model_validate({"steps": 9, "optimizer": optimizer}))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_checkpoint_gives_back_weights_and_optimizers_exactly(tmp_path: Path, optimizer: str) -> None:
+    def update(head: nn.Module, optimizers: list[torch.optim.Optimizer], number: int) -> None:
+        generator = torch.Generator().manual_seed(number)
+        for parameter in head.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        for each in optimizers:
+            each.step()
+
+    head, optimizers = small_head(optimizer)
+    for number in range(3):
+        update(head, optimizers, number)
+    moments = optimizer_state(head, optimizers)
+    kept = "fc.weight.momentum_buffer" if optimizer == "muon" else "fc.weight.exp_avg"
+    assert {kept, "lm_head.bias.exp_avg_sq"} < moments.keys()
+    Checkpoints(tmp_path, {}, 2).save(Snapshot(3, head.state_dict(), moments, {}, {}))
+    update(head, optimizers, 3)
+    again, optimizers_again = small_head(optimizer)
+    found = Checkpoints(tmp_path, {}, 2).load()
+    assert found is not None
+    again.load_state_dict(found.weights)
+    restore_optimizer_state(again, optimizers_again, found.moments)
+    update(again, optimizers_again, 3)
+    for name, tensor in head.state_dict().items():
+        assert again.state_dict()[name].equal(tensor), name
+
+
+def test_a_checkpoint_of_another_head_is_refused_by_tensor() -> None:
+    head = nn.ModuleDict({"fc": nn.Linear(4, 3, bias=False)})
+    refuse_misfit(head, snapshot(5))
+    wrong = Snapshot(5, {"fc.weight": torch.zeros(3, 5)}, {"norm.weight.exp_avg": torch.zeros(3)}, {}, {})
+    with pytest.raises(ValueError, match=r"checkpoint \(3, 5\), head \(3, 4\); norm.weight.exp_avg: no such"):
+        refuse_misfit(head, wrong)

@@ -1,0 +1,351 @@
+"""Laws of the training loop: a killed run ends in the same weights, and nothing goes wrong in silence."""
+
+import json
+import math
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_run import contents, modified
+from torch.testing import assert_close
+
+from data_pipelines.batches import Batch, SampleOrder
+from data_pipelines.shards import FeatureStore, Sample, shard_name, write_manifest, write_shard
+from heads.build import load_head, save_head
+from heads.eagle1 import Eagle1Head
+from heads.eagle3 import Eagle3Head
+from heads.frozen import FrozenTarget
+from recipes import Recipe
+from trainers import loop
+from trainers.precision import LossScale
+from trainers.run import run
+from trainers.tracking import Tracker
+from trainers.training import Training
+
+
+@pytest.fixture(scope="module")
+def frozen(harvested: Path) -> FrozenTarget:
+    return FrozenTarget.from_folder(harvested / "target", torch.float32)
+
+
+class Killed(BaseException):
+    """What no code of ours may catch."""
+
+
+@pytest.fixture
+def kill_in_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Any]:
+    """`with kill_in_step(n)`: training in there dies in its n-th step."""
+
+    class Trap:
+        def __init__(self, step: int) -> None:
+            self.step = step
+
+        def __enter__(self) -> None:
+            left, train_step = iter(range(self.step - 1)), loop.train_step
+
+            def dying(*arguments: Any) -> Any:
+                if next(left, None) is None:
+                    raise Killed
+                return train_step(*arguments)
+
+            monkeypatch.setattr(loop, "train_step", dying)
+
+        def __exit__(self, kind: Any, *rest: object) -> bool:
+            monkeypatch.undo()
+            return bool(kind is Killed)
+
+    return Trap
+
+
+def rows(recipe: Recipe) -> list[tuple[int, str]]:
+    """(step, what was measured) of every row of the metrics."""
+    lines = [json.loads(line) for line in recipe.metrics_path.read_text().splitlines()]
+    return [(line["step"], next(name.partition("/")[0] for name in line if "/" in name)) for line in lines]
+
+
+def numbers(recipe: Recipe) -> list[dict[str, float]]:
+    """All rows but for what the clock says."""
+    lines = [json.loads(line) for line in recipe.metrics_path.read_text().splitlines()]
+    return [{name: value for name, value in line.items() if "per_second" not in name} for line in lines]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("killed_in", [2, 5, 7])
+def test_a_resumed_run_ends_like_an_uninterrupted_one(
+    make_recipe: Callable[..., Recipe], kill_in_step: Callable[[int], Any], optimizer: str, killed_in: int
+) -> None:
+    """steps        1 2 3 4 5 6 7 8, checkpoints behind 4 and 8
+    killed in 7     1 2 3 4 5 6 x
+    resumed                 5 6 7 8   the same weights, moments and numbers, bit for bit"""
+    options = f"train.optimizer={optimizer}", "train.muon_learning_rate=0.02", "train.weight_decay=0.01"
+    whole, cut = make_recipe("whole", *options), make_recipe("cut", *options)
+    run(whole)
+    with kill_in_step(killed_in):
+        run(cut)
+    done = 4 * (killed_in > 4)
+    assert [path.name for path in cut.checkpoints_dir.glob("step-*")] == ([f"step-{done}"] if done else [])
+    assert not cut.head_dir.exists()
+    run(cut)
+    assert contents(cut.checkpoints_dir) == contents(whole.checkpoints_dir)
+    assert contents(cut.head_dir) == contents(whole.head_dir)
+    assert numbers(cut) == numbers(whole)
+    assert rows(cut) == [
+        row for step in range(1, 9) for row in [(step, "train"), *[(step, "heldout")] * (step % 4 == 0)]
+    ]
+
+
+EAGLE_1_RUN = "head={kind: eagle1}", "train.activation_checkpointing=true", "train.objective=blended_acceptance"
+
+
+def test_an_eagle_1_run_resumes_and_ends_in_a_head_that_can_be_loaded(
+    make_recipe: Callable[..., Recipe], kill_in_step: Callable[[int], Any], frozen: FrozenTarget
+) -> None:
+    """Its input noise is drawn anew in every step, the same for the same step."""
+    whole, cut = make_recipe("whole", *EAGLE_1_RUN), make_recipe("cut", *EAGLE_1_RUN)
+    for recipe in (whole, cut):
+        shutil.rmtree(recipe.features_dir)  # those of an EAGLE-3 head
+    run(whole)
+    with kill_in_step(6):
+        run(cut)
+    run(cut)
+    assert contents(cut.head_dir) == contents(whole.head_dir)
+    assert numbers(cut) == numbers(whole)
+    losses = [line["heldout/loss_0"] for line in numbers(whole) if "heldout/loss_0" in line]
+    assert losses[1] < losses[0]
+    assert FeatureStore(whole.features_dir, "train")[0].taps.shape[1] == 0  # the last hidden state is stored once
+    assert isinstance(load_head(whole.head_dir, frozen), Eagle1Head)
+
+
+def test_a_plain_eagle_3_head_is_saved_with_the_scales_of_its_taps(
+    make_recipe: Callable[..., Recipe], harvested: Path, frozen: FrozenTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The saved head reads the target's hidden states as they are, and gives the features that were trained."""
+    trained: list[Eagle3Head] = []
+
+    def watching(head: Eagle3Head, folder: Path) -> None:
+        trained.append(head)
+        save_head(head, folder)
+
+    monkeypatch.setattr("trainers.run.save_head", watching)
+    recipe = make_recipe("run")
+    run(recipe)
+    [head], saved = trained, load_head(recipe.head_dir, frozen)
+    assert head.tap_scale is not None
+    assert head.tap_scale.max() < 1  # the hidden states of this target are large
+    taps = FeatureStore(recipe.features_dir, "train")[0].taps
+    assert torch.equal(saved.project(taps), head.project(taps))
+
+
+def test_what_is_logged_does_not_change_the_weights(make_recipe: Callable[..., Recipe]) -> None:
+    """Measuring, logging and saving more often, and decoding held-out prompts, leave the training alone."""
+    seldom, often = make_recipe("seldom", "train.log_every=8"), make_recipe("often")
+    run(seldom)
+    run(often.model_copy(update={"train": often.train.model_copy(update={"eval_every": 2, "eval_prompts": 1})}))
+    weights = [contents(recipe.head_dir)["model.safetensors"] for recipe in (seldom, often)]
+    assert weights[0] == weights[1]
+    taus = [line["heldout/tau"] for line in numbers(often) if "heldout/tau" in line]
+    assert len(taus) == 4
+    assert all(1 <= tau <= often.decode.depth + 1 for tau in taus)
+
+
+def test_every_step_trains_on_its_samples_of_the_order(
+    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, seen, train_step = make_recipe("run"), [], loop.train_step
+
+    def watching(*arguments: Any) -> Any:
+        seen.extend(next(argument for argument in arguments if isinstance(argument, list) and argument[0] in range(99)))
+        return train_step(*arguments)
+
+    monkeypatch.setattr(loop, "train_step", watching)
+    run(recipe)
+    order = SampleOrder(recipe.data.num_prompts, recipe.seed)
+    assert seen == [order[place] for place in range(recipe.train.steps * recipe.train.batch_size)]
+
+
+@pytest.mark.parametrize(
+    ("override", "difference"),
+    [
+        ("train.learning_rate=2e-3", "train.learning_rate: checkpoint 0.001, recipe 0.002"),
+        ("train.steps=9", "train.steps: checkpoint 8, recipe 9"),
+        ("head.draft_vocab_size=81", "head.draft_vocab_size: checkpoint 80, recipe 81"),
+    ],
+)
+def test_a_checkpoint_of_another_recipe_is_refused_by_field(
+    make_recipe: Callable[..., Recipe], kill_in_step: Callable[[int], Any], override: str, difference: str
+) -> None:
+    with kill_in_step(6):
+        run(make_recipe("run"))
+    other = make_recipe("run", override)
+    before = contents(other.run_dir)
+    with pytest.raises(ValueError, match="step-4 belongs to another recipe") as refusal:
+        run(other)
+    assert [line.strip() for line in str(refusal.value).splitlines()][1:-1] == [difference]
+    assert contents(other.run_dir) == before
+
+
+def stopped_in(recipe: Recipe, step: int, what: str) -> None:
+    """A run stops in this step, counted from 1, before the step has touched the weights."""
+    spoiled = SampleOrder(recipe.data.num_prompts, recipe.seed).of_step(step - 1, recipe.train.batch_size)
+    with pytest.raises(ValueError, match=f"the {what} of step {step} is not finite") as refusal:
+        run(recipe)
+    assert all(
+        f"{number} (row {number % 5} of train-0000{number // 5}.safetensors)" in str(refusal.value)
+        for number in spoiled
+    )
+    assert not recipe.head_dir.exists()
+    assert max(recipe.checkpoints_dir.glob("step-*")).name == f"step-{step - 1}"
+    newest = load_file(recipe.checkpoints_dir / f"step-{step - 1}/head.safetensors")
+    assert all(tensor.isfinite().all() for tensor in newest.values())
+
+
+def test_a_loss_that_is_not_finite_stops_at_once_with_its_step_and_samples(
+    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not when the next metrics are due: by then the samples are others and the weights are gone."""
+    steps, collate = iter(range(1, 9)), Batch.collate
+
+    def spoil_the_third(samples: list[Sample], *rest: Any) -> Batch:
+        batch = collate(samples, *rest)
+        if next(steps) == 3:
+            batch.taps[0, 1] = math.nan
+        return batch
+
+    monkeypatch.setattr(Batch, "collate", spoil_the_third)
+    stopped_in(make_recipe("run", "train.log_every=8", "train.checkpoint_every=1"), step=3, what="loss")
+
+
+def test_a_gradient_that_is_not_finite_stops_before_it_reaches_the_weights(make_recipe: Callable[..., Recipe]) -> None:
+    """The loss of weights around 1e30 is a number, as they are normalised; its derivative is not."""
+    options = "train.learning_rate=1e30", "train.warmup_steps=0", "train.log_every=8", "train.checkpoint_every=1"
+    stopped_in(make_recipe("run", *options), step=2, what="gradient")
+
+
+def test_features_that_are_not_finite_are_named_by_shard_and_row(make_recipe: Callable[..., Recipe]) -> None:
+    recipe = make_recipe("run")
+    features, names = FeatureStore(recipe.features_dir, "train"), ["train-00000.safetensors", "train-00001.safetensors"]
+    about = {key: value for key, value in features.about.items() if key != "shards"}
+    samples = [features[number] for number in range(12)]
+    samples[7] = replace(samples[7], taps=samples[7].taps.clone().index_fill_(0, torch.tensor([1]), math.nan))
+    made_from = "spoiled"
+    for index in range(3):
+        write_shard(recipe.features_dir / shard_name("train", index), samples[5 * index : 5 * index + 5], made_from)
+    every = [path.name for path in recipe.features_dir.glob("*.safetensors")]
+    assert set(names) < set(every)
+    write_manifest(recipe.features_dir, every, about)
+    with pytest.raises(ValueError, match=r"the features of samples 7 \(row 2 of train-00001\.safetensors\) are not"):
+        run(recipe)
+
+
+def test_a_float16_overflow_skips_the_step_and_halves_the_scale(
+    make_recipe: Callable[..., Recipe], kill_in_step: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2^30 is too much and is halved step by step until nothing overflows, in a resumed run too."""
+    monkeypatch.setattr(LossScale, "START", 2.0**30)
+    options = "train.precision=float16", "train.steps=24", "train.checkpoint_every=4", "train.eval_every=200"
+    whole, cut = make_recipe("whole", *options), make_recipe("cut", *options)
+    run(whole)
+    with kill_in_step(7):
+        run(cut)
+    run(cut)
+    assert contents(cut.checkpoints_dir) == contents(whole.checkpoints_dir)
+    last = [line for line in numbers(whole) if "train/loss_scale" in line][-1]
+    assert last["train/loss_scale"] == 2.0 ** (30 - last["train/skipped_steps"])
+    assert 6 < last["train/skipped_steps"] < 20
+
+
+def test_the_average_is_resumed_exactly_and_becomes_the_head(
+    make_recipe: Callable[..., Recipe], kill_in_step: Callable[[int], Any]
+) -> None:
+    options = "train.ema_decay=0.5", "train.checkpoint_every=1", "train.keep_checkpoints=8"
+    whole, cut, plain = make_recipe("whole", *options), make_recipe("cut", *options), make_recipe("plain")
+    run(whole)
+    with kill_in_step(6):
+        run(cut)
+    run(cut)
+    run(plain)
+    assert contents(cut.run_dir / "head") == contents(whole.run_dir / "head")
+    assert contents(cut.checkpoints_dir) == contents(whole.checkpoints_dir)
+    assert numbers(cut) == numbers(whole)
+    files = [whole.checkpoints_dir / f"step-{step}" for step in range(1, 9)]
+    weights, averages = ([load_file(each / f"{name}.safetensors") for each in files] for name in ("head", "average"))
+    assert_close(weights[-1], load_file(plain.checkpoints_dir / "step-8/head.safetensors"), rtol=0, atol=0)
+    for step in range(1, 8):
+        keep = min(0.5, (1 + step) / (10 + step))
+        expected = {name: keep * averages[step - 1][name] + (1 - keep) * weights[step][name] for name in weights[0]}
+        assert_close(averages[step], expected)
+    measured = [line["heldout/loss_0"] for line in numbers(whole) if "heldout/loss_0" in line]
+    assert measured != [line["heldout/loss_0"] for line in numbers(plain) if "heldout/loss_0" in line]
+    exported = load_file(whole.head_dir / "model.safetensors")
+    assert torch.equal(exported["lm_head.weight"], averages[-1]["lm_head.weight"])
+
+
+def test_the_best_measured_weights_can_be_exported_afterwards(
+    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accepted length 3, 5 and 4 behind steps 2, 4 and 6, each the mean of two temperatures."""
+    scores = iter((3.0, 5.0, 4.0))
+    monkeypatch.setattr(loop, "decoded_scores", lambda decoding: {**NO_SCORES, "heldout/score": next(scores)})
+    options = "train.steps=6", "train.eval_every=2", "train.checkpoint_every=2", "train.keep_checkpoints=3"
+    recipe = make_recipe("run", *options).model_copy()
+    decoding = "train.eval_prompts=2"
+    run(make_recipe("run", *options, decoding))
+    newest = contents(recipe.head_dir)["model.safetensors"]
+    best = make_recipe("run", *options, decoding, "train.export=best")
+    run(best)
+    assert contents(recipe.head_dir)["model.safetensors"] != newest
+    exported = load_file(recipe.head_dir / "model.safetensors")["lm_head.weight"]
+    assert torch.equal(exported, load_file(recipe.checkpoints_dir / "step-4/head.safetensors")["lm_head.weight"])
+    before = modified(recipe.run_dir)
+    run(best)
+    assert modified(recipe.run_dir) == before
+    with pytest.raises(ValueError, match=r"newest is allowed while train\.eval_prompts is 0"):
+        make_recipe("run", "train.export=best")
+
+
+NO_SCORES = {"heldout/tau": 1.0, "heldout/tau_t1": 1.0}
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_in_a_step_that_is_measured_loses_nothing(
+    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, number: int, code: int
+) -> None:
+    """Told so in step 4, behind which a measurement is due: it saves first, and measures when it is resumed."""
+    whole, stopped, train_step, steps = make_recipe("whole"), make_recipe("stopped"), loop.train_step, iter(range(1, 9))
+    run(whole)
+
+    def told(training: Training, step: int, numbers: list[int], interrupted: bool) -> Any:
+        if next(steps) == 4:
+            os.kill(os.getpid(), number)
+            interrupted = True  # as it is read behind the signal
+        return train_step(training, step, numbers, interrupted)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "train_step", told)
+        with pytest.raises(SystemExit) as ended:
+            run(stopped)
+    assert ended.value.code == code
+    assert [path.name for path in stopped.checkpoints_dir.glob("step-*")] == ["step-4"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    run(stopped)
+    assert contents(stopped.checkpoints_dir) == contents(whole.checkpoints_dir)
+    assert contents(stopped.head_dir) == contents(whole.head_dir)
+    assert numbers(stopped) == numbers(whole)
+
+
+def test_a_wandb_run_starts_offline_and_keeps_its_id_when_resumed(make_recipe: Callable[..., Recipe]):
+    recipe = make_recipe("wandb", "log.wandb=offline")
+    ids = []
+    for first_step in (0, 2):
+        with Tracker(recipe, first_step, active=True) as tracker:
+            tracker.log(first_step + 1, {"train/loss_0": 1.0}, "training")
+            ids.append(tracker.run.id)
+    assert ids[0] == ids[1]
+    assert list((recipe.run_dir / "wandb").glob(f"offline-run-*-{ids[0]}"))

@@ -1,0 +1,179 @@
+"""Laws of a step: pieces, ranks and number formats change its rounding alone; rates are functions of the step."""
+
+import itertools
+import shutil
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from data_pipelines.batches import Batch, SampleOrder
+from data_pipelines.harvest import harvest
+from data_pipelines.shards import FeatureStore
+from heads.build import draft_vocab
+from heads.frozen import FrozenTarget
+from heads.target_config import locate_target
+from recipes import Recipe
+from recipes.schema import TrainSection
+from trainers.optimizers import build_optimizers, set_learning_rates
+from trainers.precision import LossScale
+from trainers.ranks import HeadOnRanks, start_ranks
+from trainers.run import build_head, run
+from trainers.step import Share, StepResult, train_step
+from trainers.training import Materials, Training
+
+
+def one_step(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> tuple[StepResult, dict[str, Tensor]]:
+    """What the first step says, and its gradient before it is clipped."""
+    found: dict[str, Tensor] = {}
+
+    def watching(ranks: HeadOnRanks, scale: float) -> float:
+        for name, parameter in ranks.unrolled.head.named_parameters():
+            assert parameter.grad is not None
+            found[name] = parameter.grad / scale
+        return 1.0
+
+    monkeypatch.setattr(HeadOnRanks, "update", watching)
+    training = start_training(recipe)
+    return train_step(training, 0, SampleOrder(12, recipe.seed).of_step(0, recipe.train.batch_size)), found
+
+
+def start_training(recipe: Recipe) -> Training:
+    features = harvest(recipe)
+    stores = [FeatureStore(features.folder, split) for split in ("train", "heldout")]
+    frozen = FrozenTarget.from_folder(locate_target(recipe.target.path), torch.float32)
+    vocab = draft_vocab(recipe.head, stores[0].token_counts(frozen.config.vocab_size))
+    head = build_head(recipe, frozen, vocab, stores[0])
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in head.parameters():  # no path through it is silent
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return Training.start(recipe, head, Materials(frozen, stores[0], stores[1], None), start_ranks(), None)
+
+
+@pytest.mark.parametrize("head", ["{kind: eagle3, draft_vocab_size: 80}", "{kind: eagle1}"])
+def test_pieces_of_a_batch_give_its_loss_and_gradient(
+    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, head: str
+) -> None:
+    """They differ in length, in supervised tokens and, for EAGLE-1, in noise."""
+    name = "run" if "eagle3" in head else "eagle1"
+    options = f"head={head}", "train.batch_size=7"
+    if name == "eagle1":
+        shutil.rmtree(make_recipe(name).features_dir)  # those of an EAGLE-3 head
+    whole, gradient = one_step(make_recipe(name, *options), monkeypatch)
+    for count in (2, 3, 7):
+        result, pieces = one_step(make_recipe(name, *options, f"train.accumulate={count}"), monkeypatch)
+        assert_close(result.sums, whole.sums, rtol=1e-5, atol=1e-5)
+        assert result.num_tokens == whole.num_tokens
+        largest = {key: float(value.abs().max()) for key, value in gradient.items()}
+        for key, value in pieces.items():
+            assert_close(value, gradient[key], rtol=1e-5, atol=1e-5 * largest[key])
+
+
+def test_one_piece_of_features_is_read_at_a_time(
+    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: list[weakref.ref[Batch]] = []
+    most, collate = [0], Batch.collate
+
+    def watching(*arguments: Any) -> Batch:
+        batch = collate(*arguments)
+        alive.append(weakref.ref(batch))
+        most[0] = max(most[0], sum(each() is not None for each in alive))
+        return batch
+
+    monkeypatch.setattr(Batch, "collate", watching)
+    recipe = make_recipe("run", "train.batch_size=8", "train.accumulate=4")
+    one_step(recipe, monkeypatch)
+    assert len(alive) == 4 + 3  # counted, then learnt from, the last one without reading it again
+    assert most[0] <= 2  # the next one is there before the name lets go of the one before
+    share = Share(start_training(recipe), 0, list(range(8)))
+    share.count()
+    assert not any(found.last_hidden.untyped_storage().nbytes() for found in share.found)
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("bfloat16", 0.1), ("float16", 0.02)])
+@pytest.mark.parametrize("head", ["{kind: eagle3, draft_vocab_size: 80}", "{kind: eagle1}"])
+def test_half_precision_is_close_to_float32_and_keeps_weights_and_losses_in_it(
+    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, precision: str, tolerance: float, head: str
+) -> None:
+    name = "run" if "eagle3" in head else "eagle1"
+    if name == "eagle1":
+        shutil.rmtree(make_recipe(name).features_dir)
+    options = f"head={head}", "train.input_noise=0"
+    exact, gradient = one_step(make_recipe(name, *options), monkeypatch)
+    result, rounded = one_step(make_recipe(name, *options, f"train.precision={precision}"), monkeypatch)
+    assert not torch.equal(result.sums[1], exact.sums[1])  # autocast reaches the losses
+    assert_close(result.sums[1], exact.sums[1], rtol=0.02, atol=0)
+    assert result.sums.dtype == torch.float32
+    for key, value in rounded.items():
+        assert value.dtype == torch.float32
+        assert (value - gradient[key]).norm() < tolerance * gradient[key].norm(), key
+
+
+def test_a_run_stops_when_no_loss_scale_is_left() -> None:
+    scale = LossScale(TrainSection(steps=1, precision="float16"))
+    for step in range(16):
+        scale.update(step, finite=False)
+    assert scale.factor == 1
+    with pytest.raises(ValueError, match="the gradient of step 17 is not finite at any loss scale"):
+        scale.update(16, finite=False)
+
+
+def test_a_loss_scale_grows_again_after_a_long_run_of_good_steps() -> None:
+    scale = LossScale(TrainSection(steps=1, precision="float16"))
+    for step in range(LossScale.GOOD_STEPS):
+        assert scale.factor == LossScale.START
+        scale.update(step, finite=True)
+    assert scale.factor == 2 * LossScale.START
+
+
+def test_what_accelerate_was_told_cannot_contradict_the_recipe(
+    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    with pytest.raises(ValueError, match=r"train\.precision: bfloat16 in the recipe and --mixed_precision fp16"):
+        run(make_recipe("run", "train.precision=bfloat16"))
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    with pytest.raises(ValueError, match=r"train\.accumulate: 1 in the recipe and --gradient_accumulation_steps 4"):
+        run(make_recipe("run"))
+
+
+def test_the_learning_rate_of_every_schedule_is_a_function_of_the_step_alone() -> None:
+    head = nn.ModuleDict({"fc": nn.Linear(4, 4)})
+    for schedule, middle, end in (("cosine", 0.5, 0.0), ("linear", 0.5, 0.0), ("constant", 1.0, 1.0)):
+        section = TrainSection.model_validate({"steps": 50, "warmup_steps": 10, "schedule": schedule})
+        optimizers = build_optimizers(head, section)
+        factors = [set_learning_rates(optimizers, section, step) for step in range(50)]
+        assert_close(factors[:10], [(step + 1) / 10 for step in range(10)])
+        assert_close(factors[30], middle)
+        assert abs(factors[49] - end) < 0.03
+        assert factors[49] > 0
+
+
+def test_the_learning_rate_is_a_function_of_the_step_alone() -> None:
+    section = TrainSection(steps=50, warmup_steps=10, learning_rate=1e-3, muon_learning_rate=2e-2, optimizer="muon")
+    head = nn.ModuleDict({"fc": nn.Linear(4, 4, bias=False), "lm_head": nn.Linear(4, 4, bias=False)})
+
+    def rates(steps: list[int]) -> dict[int, tuple[float, ...]]:
+        optimizers = build_optimizers(head, section)
+        found = {}
+        for step in steps:
+            set_learning_rates(optimizers, section, step)
+            found[step] = tuple(group["lr"] for optimizer in optimizers for group in optimizer.param_groups)
+        return found
+
+    in_order = rates(list(range(50)))
+    assert rates([49, 7, 0, 7, 30, *range(50)]) == in_order
+    adamw, muon = zip(*in_order.values(), strict=True)
+    assert_close(list(adamw[:10]), [1e-4 * (step + 1) for step in range(10)])  # linear, never zero
+    assert max(adamw) == adamw[10] == 1e-3
+    assert all(later < earlier for earlier, later in itertools.pairwise(adamw[10:]))
+    assert_close(adamw[30], 1e-3 * 0.5)  # half way down the cosine
+    assert 0 < adamw[49] < 1e-3 * 0.01
+    assert_close([rate * 20 for rate in adamw], list(muon))

@@ -1,0 +1,122 @@
+"""What a run will take, known before anything is spent: sizes that cannot work are refused, the rest is a table."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+from data_pipelines.shards import MANIFEST, FeatureStore
+from heads.build import head_taps
+from heads.target_config import TargetConfig, locate_target
+from recipes import Recipe
+from trainers.memory import HeadSizes, head_sizes
+
+
+def refuse_sizes(recipe: Recipe, num_ranks: int, num_samples: int, num_heldout: int | None = None) -> None:
+    """ValueError for what could not be trained on, or would repeat a sample within a batch."""
+    section = recipe.train
+    if num_samples == 0:
+        raise ValueError("the features hold no samples to train on; check data.num_prompts and harvest again")
+    if num_heldout == 0:
+        raise ValueError(f"data.heldout_prompts: {recipe.data.heldout_prompts} gave no sample to measure on; add some")
+    if section.batch_size < num_ranks:
+        raise ValueError(
+            f"train.batch_size: {section.batch_size} sequences for {num_ranks} ranks; give each rank at least one"
+        )
+    if section.batch_size // num_ranks < section.accumulate:
+        raise ValueError(
+            f"train.accumulate: {section.accumulate} pieces of a rank's {section.batch_size // num_ranks} sequences "
+            f"(train.batch_size {section.batch_size} on {num_ranks} ranks); lower it or raise train.batch_size"
+        )
+    if section.batch_size > num_samples:
+        raise ValueError(
+            f"train.batch_size: {section.batch_size} sequences of {num_samples} to train on; lower it or raise "
+            "data.num_prompts"
+        )
+
+
+@dataclass(frozen=True)
+class DataSizes:
+    """Of the training split, as it is on disk or as large as the recipe allows."""
+
+    is_measured: bool
+    samples: int
+    tokens: int
+    longest: int  # tokens of a sample that memory is planned for
+    feature_bytes: int
+
+    @classmethod
+    def of(cls, recipe: Recipe, target: TargetConfig) -> "DataSizes":
+        data, longest = recipe.data, recipe.data.prompt_tokens + recipe.data.response_tokens
+        if (recipe.features_dir / MANIFEST).is_file():
+            stores = [FeatureStore(recipe.features_dir, split) for split in ("train", "heldout")]
+            stored = sum(shard["bytes"] for store in stores for shard in store.shards)
+            return cls(True, len(stores[0]), stores[0].num_tokens, longest, stored)
+        taps = [tap for tap in head_taps(recipe.head, target) if tap < target.num_layers]
+        per_token = (len(taps) + 1) * target.hidden_size * getattr(torch, data.dtype).itemsize + 5
+        tokens = data.num_prompts * longest
+        return cls(False, data.num_prompts, tokens, longest, per_token * (tokens + data.heldout_samples * longest))
+
+
+def print_plan(recipe: Recipe, num_ranks: int, device: torch.device) -> None:
+    """The whole plan as a table on the terminal; raises ValueError for sizes that cannot work."""
+    folder = locate_target(recipe.target.path, recipe.target.revision, ["config.json"])
+    target = TargetConfig.from_folder(folder)
+    data = DataSizes.of(recipe, target)
+    refuse_sizes(recipe, num_ranks, data.samples)
+    rows = math.ceil(math.ceil(recipe.train.batch_size / num_ranks) / recipe.train.accumulate)
+    sizes = head_sizes(recipe, target, rows, data.longest, device)
+    table = Table("what", "how much", "why", title=f"plan of {recipe.run_dir}, {num_ranks} ranks", box=None)
+    for row in [*head_rows(sizes), *memory_rows(recipe, sizes, rows, data), *data_rows(recipe, data, sizes)]:
+        table.add_row(*row)
+    weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    table.add_row("the target itself", decimal(weights) if weights else "unknown", measuring(recipe))
+    Console(width=120, highlight=False).print(table)
+    print("dry run: nothing was written")
+
+
+Row = tuple[str, str, str]
+
+
+def head_rows(sizes: HeadSizes) -> list[Row]:
+    parts = ", ".join(f"{name} {count:,}" for name, count in sizes.parts.items())
+    return [("parameters of the head", f"{sum(sizes.parts.values()):,}", parts)]
+
+
+def memory_rows(recipe: Recipe, sizes: HeadSizes, rows: int, data: DataSizes) -> list[Row]:
+    piece = f"{rows} samples of {data.longest} tokens, train.unroll {recipe.train.unroll}"
+    found = [
+        ("weights, per rank", sizes.weights, "float32"),
+        ("gradients, per rank", sizes.weights, "float32"),
+        ("optimizer, per rank", sizes.moments, recipe.train.optimizer),
+        ("average, per rank", sizes.average, f"train.ema_decay {recipe.train.ema_decay}"),
+        ("the target's two ends, per rank", sizes.frozen, "embedding, norm and lm_head in float32"),
+        ("activations, per rank, about", sizes.activations, f"{piece}, {recipe.train.precision}"),
+    ]
+    total = sum(size for _, size, _ in found)
+    return [(name, decimal(size), why) for name, size, why in found if size] + [
+        ("all of these, per rank, about", decimal(total), "as data parallel; shares of FSDP and ZeRO are smaller")
+    ]
+
+
+def data_rows(recipe: Recipe, data: DataSizes, sizes: HeadSizes) -> list[Row]:
+    at_most, why = ("", "as harvested") if data.is_measured else ("at most ", "not harvested yet; lengths are unknown")
+    epoch = data.samples / recipe.train.batch_size
+    files = sizes.weights + sizes.moments + sizes.average
+    checkpoints = recipe.train.keep_checkpoints * files + (sizes.weights if recipe.train.eval_prompts else 0)
+    return [
+        ("tokens per epoch", f"{at_most}{data.tokens:,}", f"{data.samples:,} samples, {why}"),
+        ("steps per epoch", f"{epoch:,.1f}", f"train.batch_size {recipe.train.batch_size}"),
+        ("epochs of the run", f"{recipe.train.steps / epoch:,.2f}", f"train.steps {recipe.train.steps:,}"),
+        ("features on disk", f"{at_most}{decimal(data.feature_bytes)}", why),
+        ("checkpoints on disk", decimal(checkpoints), f"the newest {recipe.train.keep_checkpoints}, and the best"),
+    ]
+
+
+def measuring(recipe: Recipe) -> str:
+    if not recipe.train.eval_prompts:
+        return "only for the harvest, as train.eval_prompts is 0"
+    return "on every rank of the harvest, and on the main rank while training"

@@ -1,0 +1,136 @@
+"""A whole training run: recipe -> prompts -> responses -> features -> head, for every kind of head."""
+
+import torch
+
+from data_pipelines.harvest import harvest
+from data_pipelines.shards import FeatureStore
+from data_pipelines.stage import Json, Stage
+from heads.base import DraftHead
+from heads.build import draft_vocab, new_head, save_head
+from heads.eagle3 import Eagle3Head
+from heads.frozen import FrozenTarget
+from heads.target_config import locate_target
+from heads.vocab import DraftVocab
+from inference.target import TargetModel
+from recipes import Recipe
+from trainers.checkpoint import Checkpoints, Tensors
+from trainers.loop import train
+from trainers.measure import Decoding
+from trainers.plan import print_plan, refuse_sizes
+from trainers.precision import refuse_contradiction
+from trainers.ranks import start_ranks
+from trainers.training import Materials
+
+# Fields of the train section that change nothing about the weights, so that a run may resume with others. Pieces of a
+# batch add up in another order, as ranks do.
+ONLY_WATCHING = {
+    "accumulate",
+    "activation_checkpointing",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "eval_every",
+    "eval_prompts",
+    "export",
+    "log_every",
+    "dry_run",
+}
+
+
+def run(recipe: Recipe) -> None:
+    """Run the stages that are missing and train the head; killed at any moment, the same command goes on.
+
+    Raises ValueError for what a user got wrong, as early as it can be known.
+    """
+    refuse_contradiction(recipe.train)
+    accelerator = start_ranks()
+    if recipe.train.dry_run:
+        if accelerator.is_main_process:
+            print_plan(recipe, accelerator.num_processes, accelerator.device)
+        return
+    refuse_sizes(recipe, accelerator.num_processes, recipe.data.num_prompts)
+    features = harvest(recipe)
+    stores = [FeatureStore(features.folder, split) for split in ("train", "heldout")]
+    refuse_sizes(recipe, accelerator.num_processes, len(stores[0]), len(stores[1]))
+
+    target_folder = locate_target(recipe.target.path, recipe.target.revision)
+    frozen = FrozenTarget.from_folder(target_folder, dtype=torch.float32, device=accelerator.device)
+    vocab = draft_vocab(recipe.head, stores[0].token_counts(frozen.config.vocab_size))
+    head = build_head(recipe, frozen, vocab, stores[0])
+    checkpoints = Checkpoints(recipe.checkpoints_dir, run_inputs(recipe, features), recipe.train.keep_checkpoints)
+    if accelerator.is_main_process:
+        describe(head, stores[0])
+    complete = is_exported(recipe, checkpoints)
+    decodes = recipe.train.eval_prompts and accelerator.is_main_process and not complete
+    decoding = start_decoding(recipe, head, stores[0]) if decodes else None
+    train(recipe, head, Materials(frozen, stores[0], stores[1], decoding), accelerator, checkpoints)
+    if accelerator.is_main_process:
+        if not complete:
+            export(recipe, build_head(recipe, frozen, vocab, stores[0]), checkpoints, decoding)
+        print(f"head written to {recipe.head_dir}; next: python -m inference.report RECIPE")
+
+
+def build_head(recipe: Recipe, frozen: FrozenTarget, vocab: DraftVocab, store: FeatureStore) -> DraftHead:
+    """The head before its first step, where `frozen` is and trained in float32."""
+    head = new_head(recipe.head, frozen, vocab, recipe.seed).to(frozen.embedding.device)
+    if isinstance(head, Eagle3Head) and not head.shape.fc_norm:
+        head.scale_taps(store.tap_sizes(head.taps, frozen.config.num_layers))
+    return head
+
+
+def start_decoding(recipe: Recipe, head: DraftHead, store: FeatureStore) -> Decoding:
+    """The target, and a second head for it in its own number format."""
+    target = TargetModel.load(recipe.target, head.taps)
+    beside = build_head(recipe, target.frozen, head.vocab, store).to(target.dtype)
+    return Decoding(recipe, target, beside.eval().requires_grad_(False))
+
+
+def describe(head: DraftHead, store: FeatureStore) -> None:
+    vocab, parameters = head.vocab, sum(parameter.numel() for parameter in head.parameters())
+    coverage = vocab.coverage(store.token_counts(vocab.target_size))
+    print(
+        f"{head.kind} head of {parameters:,} parameters on taps {list(head.taps)}; draft vocabulary {len(vocab.ids)} "
+        f"of {vocab.target_size} covers {coverage:.2%} of what the target wrote; {len(store)} samples, "
+        f"{store.num_tokens:,} tokens"
+    )
+
+
+def run_inputs(recipe: Recipe, features: Stage) -> Json:
+    """What a checkpoint must have been made from."""
+    return {
+        "features": features.digest(),
+        "seed": recipe.seed,
+        **{f"head.{field}": value for field, value in recipe.head.model_dump().items()},
+        **{f"train.{field}": value for field, value in recipe.train.model_dump(exclude=ONLY_WATCHING).items()},
+    }
+
+
+def is_exported(recipe: Recipe, checkpoints: Checkpoints) -> bool:
+    """Whether the run is over and its head is of the weights that the recipe asks for."""
+    there = checkpoints.newest() == recipe.train.steps and (recipe.head_dir / "config.json").is_file()
+    return there and (checkpoints.exported() or {}).get("export") == recipe.train.export
+
+
+def export(recipe: Recipe, head: DraftHead, checkpoints: Checkpoints, decoding: Decoding | None) -> None:
+    """Calibrate and write the newest weights or the best, read from their checkpoint."""
+    step, weights = exported_weights(recipe, checkpoints)
+    head.load_state_dict(weights)
+    if decoding is not None:
+        decoding.head.load_state_dict(weights)
+        head.calibration = decoding.calibration()
+    save_head(head, recipe.head_dir)
+    checkpoints.note_export({"export": recipe.train.export, "step": step})
+
+
+def exported_weights(recipe: Recipe, checkpoints: Checkpoints) -> tuple[int, Tensors]:
+    """Which step's weights become the head, and these weights."""
+    if recipe.train.export == "best":
+        best = checkpoints.best()
+        if best is None:
+            raise ValueError(
+                f"train.export: best in the recipe, but nothing was measured in {checkpoints.folder}; choose newest"
+            )
+        print(f"the best of the measured weights are those of step {best.step}: accepted length {best.score:.2f}")
+        return best.step, checkpoints.load_best(best)
+    newest = checkpoints.load()
+    assert newest is not None
+    return newest.step, newest.exported
