@@ -120,6 +120,11 @@ class TrainSection(Section):
 
     steps: int = Field(gt=0, description="Optimizer steps.")
     batch_size: int = Field(default=8, gt=0, description="Sequences per optimizer step, all ranks together.")
+    pack_tokens: int | None = Field(
+        default=None,
+        gt=0,
+        description="Samples of a step share rows of at most so many tokens, a longer one has its own; null pads each.",
+    )
     learning_rate: float = Field(default=1e-4, gt=0, description="AdamW's peak learning rate, per step.")
     warmup_steps: int = Field(default=100, ge=0, description="Steps over which the learning rate rises from zero.")
     optimizer: Literal["adamw", "muon"] = Field(

@@ -869,6 +869,20 @@ def test_two_ranks_write_the_same_files_and_all_but_the_same_head(finished: Path
     assert_close(two, one, rtol=1e-3, atol=1e-4)  # they add up in another order
 
 
+def test_a_packed_run_sees_the_samples_of_a_padded_one_and_ends_in_all_but_the_same_head(
+    make_recipe: Callable[..., Recipe],
+) -> None:
+    heads, losses = [], []
+    for name, packing in (("padded", "null"), ("packed", "60")):
+        recipe = make_recipe(name, f"train.pack_tokens={packing}")
+        run(recipe)
+        heads.append(load_file(recipe.head_dir / "model.safetensors"))
+        rows = [json.loads(line) for line in recipe.metrics_path.read_text().splitlines()]
+        losses.append([row["train/loss_0"] for row in rows if "train/loss_0" in row])
+    assert_close(losses[1], losses[0], rtol=1e-3, atol=1e-4)
+    assert_close(heads[1], heads[0], rtol=1e-3, atol=1e-4)  # they add up in another order
+
+
 def test_a_wandb_run_starts_offline_and_keeps_its_id_when_resumed(make_recipe: Callable[..., Recipe]):
     recipe = make_recipe("wandb", "log.wandb=offline")
     ids = []

@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from data_pipelines.batches import Batch, SampleOrder
+from data_pipelines.batches import Batch, SampleOrder, pack
 from data_pipelines.shards import FeatureStore
 from heads.base import DraftHead
 from heads.frozen import FrozenTarget
@@ -85,12 +85,14 @@ def train_step(
     """
     share = numbers[accelerator.process_index :: accelerator.num_processes]
     samples = [materials.train[number] for number in share]
-    batch = Batch.collate(samples, materials.frozen.embedding.dtype, accelerator.device)
+    lengths = [len(sample.tokens) for sample in samples]
+    packing = pack(lengths, recipe.train.pack_tokens)
+    batch = Batch.collate(samples, materials.frozen.embedding.dtype, accelerator.device, packing)
     unrolled = accelerator.unwrap_model(prepared)
     width, noise = unrolled.objective.input_noise, None
     if width:
-        lengths, keys = [len(sample.tokens) for sample in samples], [f"{recipe.seed} {step} {n}" for n in share]
-        noise = input_noise(width, lengths, keys, unrolled.head.feature_size, accelerator.device)
+        keys = [f"{recipe.seed} {step} {number}" for number in share]
+        noise = input_noise(width, lengths, keys, unrolled.head.feature_size, accelerator.device, packing)
     supervision = unrolled.teacher.supervise(batch)
     # Every rank divides by the positions of all ranks; data-parallel averaging is undone by the number of ranks.
     counts = accelerator.reduce(supervision.counts(unrolled.objective.unroll), "sum")
@@ -102,7 +104,7 @@ def train_step(
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
-    return sums.cpu(), int(batch.tokens.numel())
+    return sums.cpu(), sum(lengths)
 
 
 def refuse_non_finite(values: dict[str, Tensor | None], step: int, numbers: list[int]) -> None:
