@@ -49,8 +49,8 @@ def loss_and_gradients(
 ) -> dict[str, Tensor]:
     """The loss as training takes it, what it was summed over, and its gradient by each weight."""
     is_eagle1 = head.kind == "eagle1"
-    weights = 0.1 if is_eagle1 else 1.0, 1.0 if is_eagle1 else 0.0
-    objective = Objective("soft_cross_entropy", *weights, 0.0, tuple(0.8**k for k in range(UNROLL)))
+    weight, regression_weight = (0.1, 1.0) if is_eagle1 else (1.0, 0.0)
+    objective = Objective("soft_cross_entropy", weight, regression_weight, 0.0, tuple(0.8**k for k in range(UNROLL)))
     unrolled = UnrolledHead(head, Teacher(frozen, head.vocab), objective)
     supervision = unrolled.teacher.supervise(batch)
     scores = unrolled(batch, supervision, supervision.counts(UNROLL), noise)

@@ -19,6 +19,8 @@ from recipes import Recipe
 from trainers.chunks import score_in_chunks
 
 CHUNK_LOGITS = 2**25  # scored at once: 128 MiB in float32, and a few times as much in what is computed from them
+CACHED_LOGITS = 2**19  # the same on a CPU, where what stays in its cache takes two thirds of the time
+CACHED_POSITIONS = 64  # but never less on a CPU than makes a matrix product worth its while
 NOISE_LENGTH = 512  # tokens of the sample on which EAGLE-1's noise has its nominal width
 PAPERS = {"eagle1": (0.1, 1.0, 0.2), "eagle3": (1.0, 0.0, 0.0)}  # objective_weight, regression_weight, input_noise
 
@@ -93,8 +95,8 @@ class Teacher:
         chunks = last_hidden.split(max(CHUNK_LOGITS // self.vocab.target_size, 1))
         choices = torch.cat([self.frozen.logits(chunk).argmax(-1) for chunk in chunks])
         inside = torch.isin(choices, self.vocab.ids.to(choices.device))
-        kept = (each[inside] for each in (rows, columns, places, last_hidden))
-        return Supervision(*kept, outside=int((~inside).sum()))
+        outside = int((~inside).sum())
+        return Supervision(rows[inside], columns[inside], places[inside], last_hidden[inside], outside)
 
     @torch.no_grad()
     def log_p(self, last_hidden: Tensor) -> Tensor:
@@ -136,7 +138,7 @@ class UnrolledHead(nn.Module):
         weights = torch.tensor(self.objective.unroll_weights, device=counts.device) / counts.clamp(min=1)
         # Inside, losses are sums with weights around 1: in half precision the gradients of a mean would vanish.
         score = partial(self.score, supervision, weights / weights.max())
-        chunk = max(CHUNK_LOGITS // (self.objective.unroll * len(self.head.vocab.ids)), 1)
+        chunk = positions_at_once(self.objective.unroll * len(self.head.vocab.ids), hidden.device)
         loss, sums = score_in_chunks(score, hidden, self.head.logits_parameters, chunk)
         return UnrollScores(loss * weights.max(), supervision.counts(self.objective.unroll), *sums)
 
@@ -180,6 +182,14 @@ class UnrolledHead(nn.Module):
         reached = supervision.reached(objective.unroll)[:, part]
         losses, hits, accepted = (each.where(reached, 0.0).sum(1) for each in (losses, hits, accepted))
         return (weights * losses).sum(), torch.stack([losses.detach(), hits, accepted])
+
+
+def positions_at_once(logits: int, device: torch.device) -> int:
+    """How many positions of so many logits each are scored together."""
+    limit = CHUNK_LOGITS // logits
+    if device.type == "cpu":
+        limit = min(limit, max(CACHED_LOGITS // logits, CACHED_POSITIONS))
+    return max(limit, 1)
 
 
 def input_noise(
