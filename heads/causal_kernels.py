@@ -14,7 +14,7 @@ from torch import Tensor
 from heads.documents import Documents
 from heads.frozen import at_least_float32
 
-QUERY_BLOCK = 256  # queries that the portable kernel scores at once
+QUERY_BLOCK = 128  # queries that the portable kernel scores at once
 Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 

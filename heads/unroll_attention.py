@@ -64,15 +64,20 @@ class MergedAttention(torch.autograd.Function):
         for weight, own_key, own_value in zip(weights, own_keys, own_values, strict=True):
             grad_weight = dot(grad_groups, own_value.unsqueeze(2), weights.dtype).flatten(1, 2)
             grad_score = in_groups(weight * (grad_weight - row) * scale, key).unsqueeze(-1).to(query.dtype)
-            grad_query = grad_query + (grad_score * own_key.unsqueeze(2)).flatten(1, 2)
-            grad_keys.append((grad_score * query_groups).sum(2))
-            grad_values.append((in_groups(weight, key).unsqueeze(-1).to(query.dtype) * grad_groups).sum(2))
+            in_groups(grad_query, key).addcmul_(grad_score, own_key.unsqueeze(2))
+            grad_keys.append(over_groups(grad_score * query_groups))
+            grad_values.append(over_groups(in_groups(weight, key).unsqueeze(-1).to(query.dtype) * grad_groups))
         return None, grad_query, *grad_keys, *grad_values
 
 
 def in_groups(tensor: Tensor, key: Tensor) -> Tensor:
     """[batch, heads, ...] as [batch, kv_heads, groups, ...]: the heads that share each key."""
     return tensor.unflatten(1, (key.shape[1], -1))
+
+
+def over_groups(tensor: Tensor) -> Tensor:
+    """The sum over the heads that share each key; where none are shared there is nothing to add up."""
+    return tensor.squeeze(2) if tensor.shape[2] == 1 else tensor.sum(2)
 
 
 def dot(first: Tensor, second: Tensor, dtype: torch.dtype) -> Tensor:

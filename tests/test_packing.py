@@ -40,7 +40,7 @@ def head_and_samples(make_head: MakeHead, name: str) -> tuple[DraftHead, list[Sa
     with torch.no_grad():
         for parameter in head.parameters():
             if head.kind == "eagle1" and parameter.ndim == 2:
-                parameter *= 0.3  # its features have no norm and would grow from step to step
+                parameter.mul_(0.3)  # its features have no norm and would grow from step to step
     return head.requires_grad_(True), [random_sample(length, head.kind) for length in LENGTHS]
 
 
