@@ -8,28 +8,70 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from data_pipelines.shards import Sample
+from heads.documents import Documents
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples padded on the right; padding is outside every loss mask."""
+    """Samples padded on the right, or several to a row and then padded; padding is outside every loss mask."""
 
     tokens: Int[Tensor, "batch seq"]
     loss_mask: Bool[Tensor, "batch seq"]
     taps: Float[Tensor, "batch seq tapped"]
     last_hidden: Float[Tensor, "batch seq hidden"]
+    documents: Documents | None = None  # where each sample lies in packed rows; None where each has a row of its own
 
     @classmethod
-    def collate(cls, samples: list[Sample], dtype: torch.dtype, device: torch.device | str = "cpu") -> "Batch":
-        def padded(tensors: list[Tensor]) -> Tensor:
-            return pad_sequence(tensors, batch_first=True).to(device)
+    def collate(
+        cls,
+        samples: list[Sample],
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        packing: list[list[int]] | None = None,
+    ) -> "Batch":
+        """`packing` is that of `pack`; without it each sample has a row."""
 
+        def laid(tensors: list[Tensor]) -> Tensor:
+            return in_rows(tensors, packing).to(device)
+
+        documents = None
+        if packing is not None:
+            lengths = [[len(samples[number].tokens) for number in row] for row in packing]
+            documents = Documents.in_rows(lengths, device)
         return cls(
-            tokens=padded([sample.tokens for sample in samples]),
-            loss_mask=padded([sample.loss_mask for sample in samples]),
-            taps=padded([sample.taps for sample in samples]).to(dtype),
-            last_hidden=padded([sample.last_hidden for sample in samples]).to(dtype),
+            tokens=laid([sample.tokens for sample in samples]),
+            loss_mask=laid([sample.loss_mask for sample in samples]),
+            taps=laid([sample.taps for sample in samples]).to(dtype),
+            last_hidden=laid([sample.last_hidden for sample in samples]).to(dtype),
+            documents=documents,
         )
+
+
+def pack(lengths: list[int], limit: int | None) -> list[list[int]] | None:
+    """Which samples share a row of at most `limit` tokens: the longest first, each into the first row with room for it.
+
+    Every sample is in one row, whole; one beyond the limit has a row of its own. Of the lengths alone. Without a limit
+    nothing is packed.
+    """
+    if limit is None:
+        return None
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):  # a stable order
+        row = next((row for row, left in enumerate(room) if lengths[number] <= left), len(rows))
+        if row == len(rows):
+            rows.append([])
+            room.append(limit)
+        rows[row].append(number)
+        room[row] -= lengths[number]
+    return rows
+
+
+def in_rows(tensors: list[Tensor], packing: list[list[int]] | None) -> Tensor:
+    """What belongs to each sample's tokens, [seq, ...] each, where the samples lie. [batch, longest row, ...]"""
+    if packing is not None:
+        tensors = [torch.cat([tensors[number] for number in row]) for row in packing]
+    return pad_sequence(tensors, batch_first=True)
 
 
 class SampleOrder:

@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
+from heads.documents import Documents
 from heads.unroll_attention import unroll_attention
 
 
@@ -173,18 +174,19 @@ class UnrollCache:
     """The keys of a training-time-test unroll of one layer (EAGLE-3, section 3.2).
 
     Step 0 is ordinary causal attention. At step k a position sees the step-0 keys up to itself and exactly its own
-    index of each step 1..k: just what drafting will see k tokens behind the last verified one.
+    index of each step 1..k: just what drafting will see k tokens behind the last verified one. In packed rows, all of
+    that within its document.
     """
 
-    def __init__(self, keys: Sequence[Tensor] = (), values: Sequence[Tensor] = ()) -> None:
+    def __init__(
+        self, keys: Sequence[Tensor] = (), values: Sequence[Tensor] = (), documents: Documents | None = None
+    ) -> None:
         """`keys` and `values` of the steps so far, [batch, kv_heads, seq, head_dim] each."""
-        self.keys, self.values = list(keys), list(values)
+        self.keys, self.values, self.documents = list(keys), list(values), documents
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         assert layer == 0
         assert mask is None
         self.keys.append(key)
         self.values.append(value)
-        if len(self.keys) == 1:
-            return attention(query, key, value)
-        return unroll_attention(query, self.keys, self.values)
+        return unroll_attention(query, self.keys, self.values, self.documents)

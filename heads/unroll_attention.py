@@ -6,66 +6,80 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from heads.causal_kernels import kernel_for
+from heads.documents import Documents
+
 
 def unroll_attention(
-    query: Float[Tensor, "batch heads seq head_dim"], keys: list[Tensor], values: list[Tensor]
+    query: Float[Tensor, "batch heads seq head_dim"],
+    keys: list[Tensor],
+    values: list[Tensor],
+    documents: Documents | None = None,
 ) -> Float[Tensor, "batch heads seq head_dim"]:
-    """Position t attends to keys[0][..t] and to keys[j][t] for every later j, under one softmax.
+    """Position t attends to keys[0][..t] of its document and to keys[j][t] for every later j, under one softmax.
 
-    `keys` and `values` hold a [batch, kv_heads, seq, head_dim] of each step. On a CPU the causal block runs in the
-    fused kernel with memory linear in seq; elsewhere densely.
+    `keys` and `values` hold a [batch, kv_heads, seq, head_dim] of each step; without `documents` a row is one. Memory
+    is linear in seq on every device.
     """
-    groups = query.shape[1] // keys[0].shape[1]
-    if groups > 1:
-        keys = [key.repeat_interleave(groups, dim=1) for key in keys]
-        values = [value.repeat_interleave(groups, dim=1) for value in values]
-    own_keys, own_values = torch.stack(keys[1:]), torch.stack(values[1:])  # [steps, batch, heads, seq, head_dim]
-    if query.device.type == "cpu":
-        return MergedAttention.apply(query, keys[0], values[0], own_keys, own_values)
-    return dense_unroll_attention(query, keys[0], values[0], own_keys, own_values)
-
-
-def dense_unroll_attention(query: Tensor, key: Tensor, value: Tensor, own_keys: Tensor, own_values: Tensor) -> Tensor:
-    """The definition, with every score in memory; the merged form is tested against it."""
-    scale, seq = query.shape[-1] ** -0.5, query.shape[2]
-    future = torch.ones(seq, seq, dtype=torch.bool, device=query.device).triu(1)
-    causal = (query @ key.mT * scale).masked_fill(future, float("-inf"))  # [batch, heads, seq, seq]
-    own = (query * own_keys).sum(-1).movedim(0, -1) * scale  # [batch, heads, seq, steps]
-    weights = torch.cat([causal, own], dim=-1).float().softmax(-1).to(query.dtype)
-    own_weights = weights[..., seq:].movedim(-1, 0).unsqueeze(-1)  # [steps, batch, heads, seq, 1]
-    return weights[..., :seq] @ value + (own_weights * own_values).sum(0)
+    return MergedAttention.apply(documents, query, *keys, *values)
 
 
 class MergedAttention(torch.autograd.Function):
-    """The fused causal kernel and the own-index terms merged by log-sum-exp.
-
-    The fused backward recomputes its probabilities as exp(score - logsumexp) and takes its row correction from `out`.
-    Given the merged `out` and `logsumexp`, these are the probabilities under the joint softmax, so what it returns is
-    the exact gradient of the causal block's share.
-    """
+    """The causal kernel of the device and the own-index terms, merged by log-sum-exp."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, own_keys: Tensor, own_values: Tensor) -> Tensor:
-        scale = query.shape[-1] ** -0.5
-        causal, causal_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, True)
-        scores = (query * own_keys).sum(-1) * scale  # [steps, batch, heads, seq]
-        lse = torch.logaddexp(causal_lse, scores.logsumexp(0))  # [batch, heads, seq]
-        weights = (scores - lse).exp()
-        out = causal * (causal_lse - lse).exp().unsqueeze(-1) + (weights.unsqueeze(-1) * own_values).sum(0)
-        out = out.to(query.dtype)  # log-sum-exps are float32 at least
-        ctx.save_for_backward(query, key, value, own_keys, own_values, out, lse, weights)
+    def forward(ctx: Any, documents: Documents | None, query: Tensor, *keys_and_values: Tensor) -> Tensor:
+        steps = len(keys_and_values) // 2
+        (key, *own_keys), (value, *own_values) = keys_and_values[:steps], keys_and_values[steps:]
+        out, logsumexp = kernel_for(query).forward(query, key, value, documents)
+        weights = logsumexp.new_empty(0, *logsumexp.shape)  # [later steps, batch, heads, seq]
+        if own_keys:
+            causal, scale = logsumexp, query.shape[-1] ** -0.5
+            grouped = in_groups(query, key)
+            scores = (
+                torch.stack([dot(grouped, own.unsqueeze(2), causal.dtype) for own in own_keys]).flatten(2, 3) * scale
+            )
+            logsumexp = torch.logaddexp(causal, scores.logsumexp(0))
+            weights = (scores - logsumexp).exp()
+            merged = in_groups(out * (causal - logsumexp).exp().unsqueeze(-1), key)
+            for weight, own in zip(weights, own_values, strict=True):
+                merged.addcmul_(in_groups(weight, key).unsqueeze(-1), own.unsqueeze(2).to(merged.dtype))
+            out = merged.flatten(1, 2).to(query.dtype)  # log-sum-exps are float32 at least
+        ctx.documents = documents
+        ctx.save_for_backward(query, out, logsumexp, weights, *keys_and_values)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        query, key, value, own_keys, own_values, out, lse, weights = ctx.saved_tensors
-        grad_out, scale = gradients[0].contiguous(), query.shape[-1] ** -0.5
-        grad_query, grad_key, grad_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, query, key, value, out, lse, 0.0, True
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, out, logsumexp, weights, *keys_and_values = ctx.saved_tensors
+        steps, scale = len(keys_and_values) // 2, query.shape[-1] ** -0.5
+        (key, *own_keys), (value, *own_values) = keys_and_values[:steps], keys_and_values[steps:]
+        grad_out = gradients[0] if gradients[0].stride(-1) == 1 else gradients[0].contiguous()  # kernels ask for that
+        grad_query, grad_key, grad_value = kernel_for(query).backward(
+            grad_out, query, key, value, out, logsumexp, ctx.documents
         )
-        row = (grad_out * out).sum(-1)  # [batch, heads, seq]: sum over all keys of weight * d weight
-        grad_scores = weights * ((grad_out * own_values).sum(-1) - row) * scale  # [steps, batch, heads, seq]
-        grad_query = grad_query + (grad_scores.unsqueeze(-1) * own_keys).sum(0)
-        grad_own_keys = grad_scores.unsqueeze(-1) * query
-        grad_own_values = weights.unsqueeze(-1) * grad_out
-        return grad_query, grad_key, grad_value, grad_own_keys, grad_own_values
+        grad_keys, grad_values = [grad_key], [grad_value]
+        row = dot(grad_out, out, weights.dtype)  # [batch, heads, seq]: sum over all keys of weight * d weight
+        query_groups, grad_groups = in_groups(query, key), in_groups(grad_out, key)
+        for weight, own_key, own_value in zip(weights, own_keys, own_values, strict=True):
+            grad_weight = dot(grad_groups, own_value.unsqueeze(2), weights.dtype).flatten(1, 2)
+            grad_score = in_groups(weight * (grad_weight - row) * scale, key).unsqueeze(-1).to(query.dtype)
+            in_groups(grad_query, key).addcmul_(grad_score, own_key.unsqueeze(2))
+            grad_keys.append(over_groups(grad_score * query_groups))
+            grad_values.append(over_groups(in_groups(weight, key).unsqueeze(-1).to(query.dtype) * grad_groups))
+        return None, grad_query, *grad_keys, *grad_values
+
+
+def in_groups(tensor: Tensor, key: Tensor) -> Tensor:
+    """[batch, heads, ...] as [batch, kv_heads, groups, ...]: the heads that share each key."""
+    return tensor.unflatten(1, (key.shape[1], -1))
+
+
+def over_groups(tensor: Tensor) -> Tensor:
+    """The sum over the heads that share each key; where none are shared there is nothing to add up."""
+    return tensor.squeeze(2) if tensor.shape[2] == 1 else tensor.sum(2)
+
+
+def dot(first: Tensor, second: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scalar products over the last axis, added up in `dtype`."""
+    return (first * second).sum(-1, dtype=dtype)

@@ -126,6 +126,11 @@ class TrainSection(Section):
     precision: Dtype = Field(
         default="float32", description="Number format that the head computes in; weights and losses stay in float32."
     )
+    pack_tokens: int | None = Field(
+        default=None,
+        gt=0,
+        description="Samples of a step share rows of at most so many tokens, a longer one has its own; null pads each.",
+    )
     learning_rate: float = Field(default=1e-4, gt=0, description="AdamW's peak learning rate, per step.")
     warmup_steps: int = Field(default=100, ge=0, description="Steps over which the learning rate rises from zero.")
     schedule: Literal["cosine", "linear", "constant"] = Field(

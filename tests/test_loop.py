@@ -340,6 +340,19 @@ def test_a_signal_in_a_step_that_is_measured_loses_nothing(
     assert numbers(stopped) == numbers(whole)
 
 
+def test_a_packed_run_sees_the_samples_of_a_padded_one_and_ends_in_all_but_the_same_head(
+    make_recipe: Callable[..., Recipe],
+) -> None:
+    heads, losses = [], []
+    for name, packing in (("padded", "null"), ("packed", "60")):
+        recipe = make_recipe(name, f"train.pack_tokens={packing}", "train.accumulate=2")
+        run(recipe)
+        heads.append(load_file(recipe.head_dir / "model.safetensors"))
+        losses.append([row["train/loss_0"] for row in numbers(recipe) if "train/loss_0" in row])
+    assert_close(losses[1], losses[0], rtol=1e-3, atol=1e-4)
+    assert_close(heads[1], heads[0], rtol=1e-3, atol=1e-4)  # they add up in another order
+
+
 def test_a_wandb_run_starts_offline_and_keeps_its_id_when_resumed(make_recipe: Callable[..., Recipe]):
     recipe = make_recipe("wandb", "log.wandb=offline")
     ids = []

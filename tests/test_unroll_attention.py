@@ -1,14 +1,29 @@
-"""Laws of an unroll step's attention: the merged form is the dense one, forward and backward."""
+"""Laws of an unroll step's attention: on every kernel the merged form is the dense one, forward and backward."""
 
 import itertools
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from heads.unroll_attention import MergedAttention, dense_unroll_attention, unroll_attention
+from heads.causal_kernels import CPU_FUSED, CUDA_FUSED, PORTABLE, CausalKernel, kernel_for
+from heads.documents import Documents
+from heads.unroll_attention import MergedAttention, unroll_attention
 
 Blocks = tuple[Tensor, list[Tensor], list[Tensor]]
+KERNELS = {"fused on CPU": CPU_FUSED, "portable": PORTABLE}
+
+
+@pytest.fixture(params=KERNELS)
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CausalKernel:
+    """Each kernel that runs on a CPU in turn, the portable one in blocks that do not divide the length."""
+    chosen = KERNELS[request.param]
+    monkeypatch.setattr("heads.unroll_attention.kernel_for", lambda query: chosen)
+    monkeypatch.setattr("heads.causal_kernels.QUERY_BLOCK", 4)
+    return chosen
 
 
 def random_blocks(
@@ -23,10 +38,18 @@ def random_blocks(
     return draw(num_heads), keys, values
 
 
-def dense(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    groups = query.shape[1] // keys[0].shape[1]
+def dense(query: Tensor, keys: list[Tensor], values: list[Tensor], documents: Documents | None = None) -> Tensor:
+    """The definition, with every score in memory."""
+    groups, scale, seq = query.shape[1] // keys[0].shape[1], query.shape[-1] ** -0.5, query.shape[2]
     keys, values = ([block.repeat_interleave(groups, dim=1) for block in blocks] for blocks in (keys, values))
-    return dense_unroll_attention(query, keys[0], values[0], torch.stack(keys[1:]), torch.stack(values[1:]))
+    unseen = torch.ones(1, seq, seq, dtype=torch.bool).triu(1)
+    if documents is not None:
+        numbers = (documents.places == 0).cumsum(1)  # [batch, seq]
+        unseen = unseen | (numbers[:, :, None] != numbers[:, None])
+    causal = (query @ keys[0].mT * scale).masked_fill(unseen.unsqueeze(1), float("-inf"))  # [batch, heads, seq, seq]
+    own = [(query * key).sum(-1, keepdim=True) * scale for key in keys[1:]]  # [batch, heads, seq, 1] each
+    weights, *own_weights = torch.cat([causal, *own], dim=-1).softmax(-1).split([seq, *[1] * len(own)], dim=-1)
+    return weights @ values[0] + sum(weight * value for weight, value in zip(own_weights, values[1:], strict=True))
 
 
 def by_hand(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
@@ -44,22 +67,30 @@ def by_hand(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
-@pytest.mark.parametrize("steps", [1, 3])
-def test_both_forms_are_the_definition(steps: int, num_kv_heads: int) -> None:
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_both_forms_are_the_definition(kernel: CausalKernel, steps: int, num_kv_heads: int) -> None:
     with torch.no_grad():
         blocks = random_blocks(steps, num_kv_heads=num_kv_heads)
         torch.testing.assert_close(dense(*blocks), by_hand(*blocks), atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(unroll_attention(*blocks), by_hand(*blocks), atol=1e-5, rtol=1e-5)
 
 
+# Lengths of the documents in two rows of 33; behind the last one is padding.
+PACKED = {"rows": None, "packed": [[5, 1, 20, 7], [16, 2, 11]], "one alone": [[33], [1, 32]]}
+
+
+@pytest.mark.parametrize("packed", PACKED.values(), ids=PACKED.keys())
 @pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
-@pytest.mark.parametrize("seq", [1, 2, 33])
-@pytest.mark.parametrize("steps", [1, 2, 6])
-def test_merged_equals_dense_in_value_and_every_gradient(steps: int, seq: int, num_kv_heads: int) -> None:
-    query, keys, values = random_blocks(steps, seq, num_kv_heads=num_kv_heads)
+@pytest.mark.parametrize("steps", [0, 1, 2, 6])
+def test_merged_equals_dense_in_value_and_every_gradient(
+    kernel: CausalKernel, steps: int, num_kv_heads: int, packed: list[list[int]] | None
+) -> None:
+    query, keys, values = random_blocks(steps, seq=33, num_kv_heads=num_kv_heads)
+    documents = None if packed is None else Documents.in_rows(packed)
     weight = torch.randn_like(query)
     inputs = [query, *keys, *values]
-    merged, definition = unroll_attention(query, keys, values), dense(query, keys, values)
+    merged = unroll_attention(query, keys, values, documents)
+    definition = dense(query, keys, values, documents)
     torch.testing.assert_close(merged, definition, atol=1e-5, rtol=1e-5)
     merged_gradients = torch.autograd.grad((merged * weight).sum(), inputs)
     dense_gradients = torch.autograd.grad((definition * weight).sum(), inputs)
@@ -67,14 +98,21 @@ def test_merged_equals_dense_in_value_and_every_gradient(steps: int, seq: int, n
         torch.testing.assert_close(mine, its, atol=1e-5, rtol=1e-5)
 
 
-def test_merged_gradients_are_those_of_finite_differences() -> None:
-    query, keys, values = random_blocks(2, seq=4, num_heads=2, num_kv_heads=2, dtype=torch.float64)
-    own_keys, own_values = (torch.stack(blocks[1:]).detach().requires_grad_() for blocks in (keys, values))
-    assert torch.autograd.gradcheck(MergedAttention.apply, (query, keys[0], values[0], own_keys, own_values))
+@pytest.mark.parametrize("seq", [1, 2])
+def test_the_shortest_rows_are_no_trouble(kernel: CausalKernel, seq: int) -> None:
+    blocks = random_blocks(2, seq)
+    torch.testing.assert_close(unroll_attention(*blocks), dense(*blocks), atol=1e-5, rtol=1e-5)
+
+
+def test_merged_gradients_are_those_of_finite_differences(kernel: CausalKernel) -> None:
+    query, keys, values = random_blocks(2, seq=5, num_heads=2, num_kv_heads=1, dtype=torch.float64)
+    for documents in (None, Documents.in_rows([[2, 3], [4]])):
+        merged = partial(MergedAttention.apply, documents)
+        assert torch.autograd.gradcheck(merged, (query, *keys, *values), fast_mode=True)
 
 
 @pytest.mark.parametrize("loud", ["causal", "own"])
-def test_one_side_far_above_the_other_is_no_trouble(loud: str) -> None:
+def test_one_side_far_above_the_other_is_no_trouble(kernel: CausalKernel, loud: str) -> None:
     """exp(score) overflows beyond 88: everything must be relative to the joint log-sum-exp."""
     query, keys, values = random_blocks(2)
     with torch.no_grad():
@@ -86,23 +124,35 @@ def test_one_side_far_above_the_other_is_no_trouble(loud: str) -> None:
     assert all(torch.isfinite(tensor.grad).all() for tensor in (query, *keys, *values) if tensor.grad is not None)
 
 
-def test_a_later_step_sees_no_other_index_of_its_own_steps() -> None:
-    """index   0 1 2 3 4       a change of key 2 in a later step is seen by query 2 alone,
-    step 1          ^         one in step 0 by queries 2 3 4
-    """
+def seen_by(change: Callable[[Tensor], None], step: int, documents: Documents | None) -> list[int]:
+    """The places of a row of 5 whose output a change of a step's keys is seen in."""
     with torch.no_grad():
+        torch.manual_seed(1)
         query, keys, values = random_blocks(2, seq=5)
-        before = unroll_attention(query, keys, values)
-        for step, seen_by in ((0, [2, 3, 4]), (1, [2]), (2, [2])):
-            changed = [key.clone() for key in keys]
-            changed[step][:, :, 2] += 1
-            difference = (unroll_attention(query, changed, values) - before).abs().amax(dim=(0, 1, 3))
-            assert difference.gt(1e-6).nonzero().flatten().tolist() == seen_by
+        before = unroll_attention(query, keys, values, documents)
+        changed = [key.clone() for key in keys]
+        change(changed[step])
+        difference = (unroll_attention(query, changed, values, documents) - before).abs().amax(dim=(0, 1, 3))
+        return difference.gt(1e-6).nonzero().flatten().tolist()
 
 
-def test_bfloat16_stays_bfloat16_and_loses_no_more_than_the_dense_form() -> None:
+def test_a_later_step_sees_no_other_index_of_its_own_steps(kernel: CausalKernel) -> None:
+    """index   0 1 2 3 4       a change of key 2 in a later step is seen by query 2 alone,
+    step 1          ^         one in step 0 by queries 2 3 4, and of those by its own document
+    """
+
+    def second(keys: Tensor) -> None:
+        keys[:, :, 2] += 1
+
+    assert [seen_by(second, step, None) for step in (0, 1, 2)] == [[2, 3, 4], [2], [2]]
+    documents = Documents.in_rows([[2, 2, 1]] * 2)
+    assert [seen_by(second, step, documents) for step in (0, 1, 2)] == [[2, 3], [2], [2]]
+
+
+@pytest.mark.parametrize("num_kv_heads", [4, 2])
+def test_bfloat16_stays_bfloat16_and_loses_no_more_than_the_dense_form(kernel: CausalKernel, num_kv_heads: int) -> None:
     """The log-sum-exps are float32; the output and every gradient come back in the type that went in."""
-    query, keys, values = random_blocks(3, seq=33, dtype=torch.bfloat16)
+    query, keys, values = random_blocks(3, seq=33, num_kv_heads=num_kv_heads, dtype=torch.bfloat16)
     inputs = [query, *keys, *values]
     merged = unroll_attention(query, keys, values)
     gradients = torch.autograd.grad(merged.sum(), inputs)
@@ -111,4 +161,81 @@ def test_bfloat16_stays_bfloat16_and_loses_no_more_than_the_dense_form() -> None
     wanted = torch.autograd.grad(definition.sum(), exact)
     for mine, its in zip([merged, *gradients], [definition, *wanted], strict=True):
         assert mine.dtype == torch.bfloat16
+        torch.testing.assert_close(mine.float(), its, atol=0.05, rtol=0.05)
+
+
+def saved_bytes(seq: int, packed: bool) -> tuple[int, int]:
+    """What a step's attention keeps for its gradient, and the largest tensor that was ever made, in numbers."""
+    query, keys, values = random_blocks(2, seq, num_kv_heads=2)
+    documents = Documents.in_rows([[seq // 4] * 4] * 2) if packed else None
+    saved: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with Largest() as largest:
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            out = unroll_attention(query, keys, values, documents)
+        out.sum().backward()
+    return sum(saved.values()), largest.numbers
+
+
+class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+    numbers = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(tensor, Tensor):
+                self.numbers = max(self.numbers, tensor.numel())
+        return made
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+def test_memory_is_linear_in_the_length(kernel: CausalKernel, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor of length x length, forward or backward; four times the length keeps four times the bytes."""
+    monkeypatch.setattr("heads.causal_kernels.QUERY_BLOCK", 32)
+    short, long = saved_bytes(128, packed), saved_bytes(512, packed)
+    assert [after / before for before, after in zip(short, long, strict=True)] == [4, 4]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+def test_the_fused_kernel_of_a_gpu_is_given_what_its_schema_asks_for(packed: bool) -> None:
+    """Shapes and types alone, as no GPU is needed for them; the numbers are the next test's."""
+    with FakeTensorMode():
+
+        def states(num_heads: int) -> Tensor:
+            return torch.empty(2, 32, num_heads, 64, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
+
+        starts = torch.empty(6, dtype=torch.int32, device="cuda")
+        places = torch.empty(2, 32, dtype=torch.long, device="cuda")
+        documents = Documents(((5, 20, 7), (16, 16)), places, starts) if packed else None
+        query, key, value = states(4), states(2), states(2)
+        out, logsumexp = CUDA_FUSED.forward(query, key, value, documents)
+        assert (out.shape, out.dtype) == (query.shape, query.dtype)
+        assert (logsumexp.shape, logsumexp.dtype) == (query.shape[:3], torch.float32)
+        gradients = CUDA_FUSED.backward(states(4), query, key, value, out, logsumexp, documents)
+        assert [each.shape for each in gradients] == [each.shape for each in (query, key, value)]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="compares two kernels of a GPU")
+@pytest.mark.parametrize("packed", [None, [[70, 1, 57], [100]]], ids=["rows", "packed"])
+@pytest.mark.parametrize("num_kv_heads", [4, 2])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_on_a_gpu_the_fused_kernel_is_the_portable_one(
+    dtype: torch.dtype, num_kv_heads: int, packed: list[list[int]] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both merged with three later steps, forward and backward; the portable one in float32 on the same numbers."""
+    blocks = random_blocks(3, seq=128, num_kv_heads=num_kv_heads, dtype=dtype)
+    half = [each.detach().cuda().requires_grad_() for each in (blocks[0], *blocks[1], *blocks[2])]
+    exact = [each.detach().float().requires_grad_() for each in half]
+    documents = None if packed is None else Documents.in_rows(packed, "cuda")
+    weight, found = torch.randn(half[0].shape, device="cuda"), []
+    assert kernel_for(half[0]) is CUDA_FUSED
+    assert kernel_for(exact[0]) is PORTABLE
+    for query, *rest in (half, exact):
+        out = unroll_attention(query, rest[:4], rest[4:], documents)
+        found.append([out, *torch.autograd.grad((out * weight).sum(), [query, *rest])])
+    for mine, its in zip(*found, strict=True):
         torch.testing.assert_close(mine.float(), its, atol=0.05, rtol=0.05)

@@ -14,7 +14,7 @@ from heads.build import KINDS, draft_vocab
 from heads.frozen import FrozenTarget
 from heads.target_config import TargetConfig
 from recipes import Recipe
-from trainers.objective import CHUNK_LOGITS, Objective, Supervision, Teacher, UnrolledHead
+from trainers.objective import Objective, Supervision, Teacher, UnrolledHead, positions_at_once
 from trainers.optimizers import build_optimizers
 from trainers.precision import autocast
 
@@ -75,14 +75,14 @@ def activation_bytes(recipe: Recipe, head: DraftHead, frozen: FrozenTarget, rows
         last_hidden=torch.empty(rows, longest, frozen.config.hidden_size),
     )
     places = torch.zeros(rows * longest, dtype=torch.long)
-    supervision = Supervision(places, places, batch.last_hidden.flatten(0, 1), outside=0)
+    supervision = Supervision(places, places, places, batch.last_hidden.flatten(0, 1), outside=0)
     own = {storage_of(tensor) for tensor in [*head.parameters(), *head.buffers()]}
     unroll = unrolled.objective.unroll
     with autocast(recipe.train, head.embedding.device):
         with Saved(own) as kept:
             hidden = unrolled.unroll(batch, supervision, None)
         with Saved(own) as scored:
-            part = slice(0, max(CHUNK_LOGITS // (unroll * len(head.vocab.ids)), 1))
+            part = slice(0, positions_at_once(unroll * len(head.vocab.ids), head.embedding.device))
             unrolled.score(supervision, torch.ones(unroll), hidden[:, part], part)
     return batch.taps.nbytes + 2 * batch.last_hidden.nbytes + kept.num_bytes + hidden.nbytes + 2 * scored.num_bytes
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from data_pipelines.batches import Batch
+from data_pipelines.batches import Batch, in_rows
 from data_pipelines.shards import tapped
 from heads.base import DraftHead
 from heads.cache import UnrollCache
@@ -19,6 +19,8 @@ from recipes import Recipe
 from trainers.chunks import score_in_chunks
 
 CHUNK_LOGITS = 2**25  # scored at once: 128 MiB in float32, and a few times as much in what is computed from them
+CACHED_LOGITS = 2**19  # the same on a CPU, where what stays in its cache takes two thirds of the time
+CACHED_POSITIONS = 64  # but never less on a CPU than makes a matrix product worth its while
 NOISE_LENGTH = 512  # tokens of the sample on which EAGLE-1's noise has its nominal width
 PAPERS = {"eagle1": (0.1, 1.0, 0.2), "eagle3": (1.0, 0.0, 0.0)}  # objective_weight, regression_weight, input_noise
 
@@ -52,11 +54,13 @@ class Objective:
 class Supervision:
     """The positions whose next token the target wrote and the head can draft.
 
-    Position j stands for the target's distribution of token j + 1. Unroll step k predicts it from index j - 1 - k.
+    Position j stands for the target's distribution of token j + 1. Unroll step k predicts it from index j - 1 - k of
+    the same sample.
     """
 
-    rows: Tensor  # [positions], sample in the batch
-    places: Tensor  # [positions], j
+    rows: Tensor  # [positions], row of the batch
+    columns: Tensor  # [positions], where in the row
+    places: Tensor  # [positions], j: where in its sample
     last_hidden: Tensor  # [positions, hidden]; the target's distribution is read off it when it is needed
     outside: int  # supervised positions left out because the target's choice is not in the draft vocabulary
 
@@ -81,14 +85,18 @@ class Teacher:
         """Where a batch has something to say."""
         written = torch.zeros_like(batch.loss_mask)
         written[:, :-1] = batch.loss_mask[:, 1:]
-        rows, places = written.nonzero(as_tuple=True)
-        last_hidden = batch.last_hidden[rows, places]  # [positions, hidden]
+        if batch.documents is not None:
+            written[:, :-1] &= batch.documents.places[:, 1:] > 0  # no sample foretells the next one's first token
+        rows, columns = written.nonzero(as_tuple=True)
+        places = columns if batch.documents is None else batch.documents.places[rows, columns]
+        last_hidden = batch.last_hidden[rows, columns]  # [positions, hidden]
         if self.vocab.is_full:
-            return Supervision(rows, places, last_hidden, outside=0)
+            return Supervision(rows, columns, places, last_hidden, outside=0)
         chunks = last_hidden.split(max(CHUNK_LOGITS // self.vocab.target_size, 1))
         choices = torch.cat([self.frozen.logits(chunk).argmax(-1) for chunk in chunks])
         inside = torch.isin(choices, self.vocab.ids.to(choices.device))
-        return Supervision(rows[inside], places[inside], last_hidden[inside], outside=int((~inside).sum()))
+        outside = int((~inside).sum())
+        return Supervision(rows[inside], columns[inside], places[inside], last_hidden[inside], outside)
 
     @torch.no_grad()
     def log_p(self, last_hidden: Tensor) -> Tensor:
@@ -130,30 +138,32 @@ class UnrolledHead(nn.Module):
         weights = torch.tensor(self.objective.unroll_weights, device=counts.device) / counts.clamp(min=1)
         # Inside, losses are sums with weights around 1: in half precision the gradients of a mean would vanish.
         score = partial(self.score, supervision, weights / weights.max())
-        chunk = max(CHUNK_LOGITS // (self.objective.unroll * len(self.head.vocab.ids)), 1)
+        chunk = positions_at_once(self.objective.unroll * len(self.head.vocab.ids), hidden.device)
         loss, sums = score_in_chunks(score, hidden, self.head.logits_parameters, chunk)
         return UnrollScores(loss * weights.max(), supervision.counts(self.objective.unroll), *sums)
 
     def unroll(self, batch: Batch, supervision: Supervision, noise: Tensor | None) -> Tensor:
         """The head's hidden states of each step where they are scored. [unroll, positions, feature]"""
-        head, target, cache = self.head, self.head.target, UnrollCache()
+        head, target, cache = self.head, self.head.target, UnrollCache(documents=batch.documents)
         features = head.project(tapped(batch.taps, batch.last_hidden, head.taps, target.num_layers))
         features = features if noise is None else features + noise.to(features.dtype)  # [batch, seq, feature]
         scored = []
         for k in range(self.objective.unroll):
-            # Ground-truth tokens are fed: index t takes token t + 1 + k. What is rolled in at the end is never scored.
+            # Ground-truth tokens are fed: index t takes token t + 1 + k. What is rolled in at the end of a sample, from
+            # the row's other end or the next sample, is seen only by indices behind it, and none of them is scored.
             tokens = batch.tokens.roll(-1 - k, dims=1)
             hidden, cache = self.step(k, features, tokens, cache)
-            # Where step k cannot reach, index 0 stands in; `score` leaves it out.
-            scored.append(hidden[supervision.rows, (supervision.places - 1 - k).clamp(min=0)])
+            # Where step k cannot reach, the sample's index 0 stands in; `score` leaves it out.
+            scored.append(hidden[supervision.rows, supervision.columns - supervision.places.clamp(max=1 + k)])
             features = head.feedback(hidden)
         return torch.stack(scored)
 
     def run_step(self, k: int, features: Tensor, tokens: Tensor, cache: UnrollCache) -> tuple[Tensor, UnrollCache]:
         """The head's hidden state at every index and the keys up to this step; a pure function, so that computing it
         again for a checkpoint's gradient is safe."""
-        grown = UnrollCache(cache.keys, cache.values)
-        positions = torch.arange(tokens.shape[1], device=tokens.device) + k
+        grown = UnrollCache(cache.keys, cache.values, cache.documents)
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        positions = k + (places if cache.documents is None else cache.documents.places)
         return self.head(features, tokens, positions, cache=grown), grown
 
     def score(self, supervision: Supervision, weights: Tensor, hidden: Tensor, part: slice) -> tuple[Tensor, Tensor]:
@@ -174,14 +184,29 @@ class UnrolledHead(nn.Module):
         return (weights * losses).sum(), torch.stack([losses.detach(), hits, accepted])
 
 
-def input_noise(width: float, lengths: list[int], keys: list[str], size: int, device: torch.device | str) -> Tensor:
+def positions_at_once(logits: int, device: torch.device) -> int:
+    """How many positions of so many logits each are scored together."""
+    limit = CHUNK_LOGITS // logits
+    if device.type == "cpu":
+        limit = min(limit, max(CACHED_LOGITS // logits, CACHED_POSITIONS))
+    return max(limit, 1)
+
+
+def input_noise(
+    width: float,
+    lengths: list[int],
+    keys: list[str],
+    size: int,
+    device: torch.device | str,
+    packing: list[list[int]] | None = None,
+) -> Tensor:
     """Uniform noise around zero on the features of each sample, `width` wide at 512 tokens and inversely to its length.
 
-    Of (key, place) alone, whatever else is in the batch. [batch, longest, size] (EAGLE-1)
+    Of (key, place) alone, whatever else is in the batch. [batch, longest row, size] (EAGLE-1)
     """
-    noise = torch.zeros(len(lengths), max(lengths), size, device=device)
-    for row, (length, key) in enumerate(zip(lengths, keys, strict=True)):
+    noise = []
+    for length, key in zip(lengths, keys, strict=True):
         generator = torch.Generator(device).manual_seed(zlib.crc32(key.encode()))
         drawn = torch.rand(length, size, generator=generator, device=device)
-        noise[row, :length] = (drawn - 0.5) * (width * NOISE_LENGTH / length)
-    return noise
+        noise.append((drawn - 0.5) * (width * NOISE_LENGTH / length))
+    return in_rows(noise, packing)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from data_pipelines.batches import Batch
+from data_pipelines.batches import Batch, pack
 from data_pipelines.shards import FeatureStore, Sample
 from trainers.objective import Supervision, input_noise
 from trainers.training import Training
@@ -81,7 +81,7 @@ class Share:
         for piece in reversed(range(len(self.numbers))):
             if piece + 1 < len(self.numbers):
                 batch, places = self.collate(self.samples(self.numbers[piece])), self.found[piece]
-                supervision = replace(places, last_hidden=batch.last_hidden[places.rows, places.places])
+                supervision = replace(places, last_hidden=batch.last_hidden[places.rows, places.columns])
             yield batch, supervision, self.noise(piece), piece == 0
 
     @property
@@ -92,14 +92,19 @@ class Share:
         return [self.training.materials.train[number] for number in numbers]
 
     def collate(self, samples: list[Sample]) -> Batch:
-        return Batch.collate(samples, self.training.materials.frozen.embedding.dtype, self.training.accelerator.device)
+        dtype, device = self.training.materials.frozen.embedding.dtype, self.training.accelerator.device
+        return Batch.collate(samples, dtype, device, self.packing([len(sample.tokens) for sample in samples]))
+
+    def packing(self, lengths: list[int]) -> list[list[int]] | None:
+        return pack(lengths, self.training.recipe.train.pack_tokens)
 
     def noise(self, piece: int) -> Tensor | None:
         width, head = self.training.objective.input_noise, self.training.ranks.unrolled.head
         if not width:
             return None
         keys = [f"{self.training.recipe.seed} {self.step} {number}" for number in self.numbers[piece]]
-        return input_noise(width, self.lengths[piece], keys, head.feature_size, self.training.accelerator.device)
+        lengths, device = self.lengths[piece], self.training.accelerator.device
+        return input_noise(width, lengths, keys, head.feature_size, device, self.packing(lengths))
 
 
 def refuse_non_finite(training: Training, what: str, value: float, step: int, numbers: list[int]) -> None:

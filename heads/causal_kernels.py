@@ -1,0 +1,201 @@
+"""Causal attention within each document, with memory linear in the length, and the log-sum-exps to merge it by.
+
+One implementation for each kind of device. The backward pass of all of them recomputes its probabilities as
+exp(score - logsumexp) and takes its row correction from `out`. So, given an `out` and a `logsumexp` that more keys went
+into, these are the probabilities under the joint softmax, and what it returns is the exact gradient of this share.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from heads.documents import Documents
+from heads.frozen import at_least_float32
+
+QUERY_BLOCK = 128  # queries that the portable kernel scores at once
+Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class CausalKernel:
+    """Query, out and their gradients are [batch, heads, seq, head_dim], logsumexp [batch, heads, seq] in float32 at
+    least; key and value may have fewer heads, each shared by a group. Without documents, a row is one."""
+
+    forward: Callable[[Tensor, Tensor, Tensor, Documents | None], tuple[Tensor, Tensor]]  # q, k, v: out, logsumexp
+    backward: Callable[
+        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Documents | None], tuple[Tensor, Tensor, Tensor]
+    ]
+    """Gradient of out, q, k, v, the joint out, the joint logsumexp: gradients of q, k, v."""
+
+
+def kernel_for(query: Tensor) -> CausalKernel:
+    """The fastest one for this device and type."""
+    if query.device.type == "cpu":
+        return CPU_FUSED
+    return CUDA_FUSED if flash_attention_takes(query) else PORTABLE
+
+
+def flash_attention_takes(query: Tensor) -> bool:
+    """Has this GPU the fused kernel, and does it know this type and head size, backward too?"""
+    size = query.shape[-1]
+    return (
+        query.device.type == "cuda"
+        and torch.version.hip is None  # never tried there
+        and torch.backends.cuda.is_flash_attention_available()
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and size % 8 == 0
+        and (size <= 192 or size == 256)
+    )
+
+
+def one_by_one(forward: Forward, backward: Backward) -> CausalKernel:
+    """A kernel that takes whole rows, run on every document by itself."""
+
+    def forward_all(query: Tensor, key: Tensor, value: Tensor, documents: Documents | None) -> tuple[Tensor, Tensor]:
+        if documents is None:
+            return forward(query, key, value)
+        out = torch.empty_like(query)
+        logsumexp = query.new_empty(query.shape[:-1], dtype=torch.promote_types(query.dtype, torch.float32))
+        for rows, columns in documents.spans():
+            part = rows, slice(None), columns
+            out[part], logsumexp[part] = forward(query[part], key[part], value[part])
+        return out, logsumexp
+
+    def backward_all(
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        logsumexp: Tensor,
+        documents: Documents | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        given = grad_out, query, key, value, out, logsumexp
+        if documents is None:
+            return backward(*given)
+        gradients = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        for rows, columns in documents.spans():
+            part = rows, slice(None), columns
+            for gradient, found in zip(gradients, backward(*(each[part] for each in given)), strict=True):
+                gradient[part] = found
+        return gradients
+
+    return CausalKernel(forward_all, backward_all)
+
+
+def cpu_forward(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, True)
+
+
+def cpu_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad_out, query, key, value, out, logsumexp, 0.0, True
+    )
+
+
+def portable_forward(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Block by block of queries, in float32 at least."""
+    key, value = (at_least_float32(each).unsqueeze(2) for each in (key, value))  # [batch, kv_heads, 1, seq, head_dim]
+    grouped = query.unflatten(1, (key.shape[1], -1))  # [batch, kv_heads, groups, seq, head_dim]
+    outs, logsumexps = [], []
+    for start in range(0, query.shape[2], QUERY_BLOCK):
+        block = slice(start, start + QUERY_BLOCK)
+        scores = block_scores(grouped[..., block, :], key, start)  # [batch, kv_heads, groups, block, keys]
+        logsumexp = scores.logsumexp(-1)
+        weights = (scores - logsumexp.unsqueeze(-1)).exp()
+        outs.append(weights @ value[..., : scores.shape[-1], :])
+        logsumexps.append(logsumexp)
+    return torch.cat(outs, dim=3).flatten(1, 2).to(query.dtype), torch.cat(logsumexps, dim=3).flatten(1, 2)
+
+
+def portable_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    scale, kv_heads = query.shape[-1] ** -0.5, key.shape[1]
+    wide_key, wide_value = (at_least_float32(each).unsqueeze(2) for each in (key, value))
+    grad_key, grad_value = torch.zeros_like(wide_key), torch.zeros_like(wide_value)
+    grad_queries = []
+    for start in range(0, query.shape[2], QUERY_BLOCK):
+        block = slice(start, start + QUERY_BLOCK)
+        given = (each[:, :, block].unflatten(1, (kv_heads, -1)) for each in (query, grad_out, out, logsumexp))
+        queries, grads, outs, joint = (at_least_float32(each) for each in given)
+        scores = block_scores(queries, wide_key, start)
+        seen = slice(scores.shape[-1])
+        weights = (scores - joint.unsqueeze(-1)).exp()
+        grad_weights = grads @ wide_value[..., seen, :].mT
+        grad_scores = weights * (grad_weights - (grads * outs).sum(-1, keepdim=True)) * scale
+        grad_queries.append(grad_scores @ wide_key[..., seen, :])
+        grad_key[..., seen, :] += (grad_scores.mT @ queries).sum(2, keepdim=True)
+        grad_value[..., seen, :] += (weights.mT @ grads).sum(2, keepdim=True)
+    grad_query = torch.cat(grad_queries, dim=3).flatten(1, 2)
+    return grad_query.to(query.dtype), grad_key.squeeze(2).to(key.dtype), grad_value.squeeze(2).to(value.dtype)
+
+
+def block_scores(queries: Tensor, key: Tensor, start: int) -> Tensor:
+    """Scores of a block of queries, the first of them at `start`, over the keys up to its end. [..., block, keys]"""
+    block = queries.shape[-2]
+    scores = at_least_float32(queries) @ key[..., : start + block, :].mT * queries.shape[-1] ** -0.5
+    future = torch.ones(block, block, dtype=torch.bool, device=queries.device).triu(1)
+    scores[..., start:].masked_fill_(future, float("-inf"))
+    return scores
+
+
+def cuda_forward(query: Tensor, key: Tensor, value: Tensor, documents: Documents | None) -> tuple[Tensor, Tensor]:
+    """All documents in one launch."""
+    batch, _, seq, _ = query.shape
+    starts, longest = boundaries(query, documents)
+    out, logsumexp, *_ = torch.ops.aten._flash_attention_forward(
+        *map(end_to_end, (query, key, value)), starts, starts, longest, longest, 0.0, True, False
+    )  # [batch * seq, heads, head_dim], [heads, batch * seq]
+    return out.unflatten(0, (batch, seq)).transpose(1, 2), logsumexp.unflatten(1, (batch, seq)).transpose(0, 1)
+
+
+def cuda_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    documents: Documents | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, _, seq, _ = query.shape
+    starts, longest = boundaries(query, documents)
+    no_dropout = query.new_zeros(2, dtype=torch.uint64), query.new_empty(0)  # state of a generator that is not asked
+    gradients = torch.ops.aten._flash_attention_backward(
+        *map(end_to_end, (grad_out, query, key, value, out)),
+        logsumexp.transpose(0, 1).flatten(1).contiguous(),
+        starts,
+        starts,
+        longest,
+        longest,
+        0.0,
+        True,
+        *no_dropout,
+    )
+    grad_query, grad_key, grad_value = (each.unflatten(0, (batch, seq)).transpose(1, 2) for each in gradients)
+    return grad_query, grad_key, grad_value
+
+
+def end_to_end(tensor: Tensor) -> Tensor:
+    """[batch, heads, seq, head_dim] as [batch * seq, heads, head_dim], as a projection leaves it in memory."""
+    return tensor.transpose(1, 2).flatten(0, 1)
+
+
+def boundaries(query: Tensor, documents: Documents | None) -> tuple[Tensor, int]:
+    """Where each document starts among the rows laid end to end, and the length of the longest."""
+    if documents is not None:
+        return documents.starts, documents.longest
+    batch, _, seq, _ = query.shape
+    return torch.arange(0, batch * seq + 1, seq, dtype=torch.int32, device=query.device), seq
+
+
+CPU_FUSED = one_by_one(cpu_forward, cpu_backward)
+PORTABLE = one_by_one(portable_forward, portable_backward)
+CUDA_FUSED = CausalKernel(cuda_forward, cuda_backward)

@@ -1,0 +1,43 @@
+"""Which tokens of a row belong together: the documents that were packed into it, one behind the other."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Where each document of a batch of packed rows lies.
+
+    Padding at a row's end counts as a document of its own, so that together they fill the rows.
+    """
+
+    lengths: tuple[tuple[int, ...], ...]  # of each row's documents, in order
+    places: Int[Tensor, "batch seq"]  # of each token within its document
+    starts: Int[Tensor, " documents_and_end"]  # where each begins, rows laid end to end; int32, as kernels want it
+
+    @classmethod
+    def in_rows(cls, rows: list[list[int]], device: torch.device | str = "cpu") -> "Documents":
+        """The documents of these lengths, each row padded to the longest one."""
+        seq = max(map(sum, rows))
+        lengths = tuple(tuple(row) + ((seq - sum(row),) if sum(row) < seq else ()) for row in rows)
+        flat = torch.tensor([0, *(length for row in lengths for length in row)])
+        starts = flat.cumsum(0)
+        places = torch.arange(len(rows) * seq) - starts[:-1].repeat_interleave(flat[1:])
+        return cls(lengths, places.view(len(rows), seq).to(device), starts.to(device, torch.int32))
+
+    @property
+    def longest(self) -> int:
+        return max(map(max, self.lengths))
+
+    def spans(self) -> list[tuple[slice, slice]]:
+        """Row and columns of each document."""
+        found = []
+        for row, lengths in enumerate(self.lengths):
+            start = 0
+            for length in lengths:
+                found.append((slice(row, row + 1), slice(start, start + length)))
+                start += length
+        return found

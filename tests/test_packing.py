@@ -1,0 +1,148 @@
+"""Laws of packed rows: samples that share a row know nothing of one another, and train the head as padded ones do."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from data_pipelines.batches import Batch, in_rows, pack
+from data_pipelines.shards import Sample
+from heads.base import DraftHead
+from heads.documents import Documents
+from heads.frozen import FrozenTarget
+from heads.vocab import DraftVocab
+from trainers.objective import Objective, Teacher, UnrolledHead, input_noise
+
+MakeHead = Callable[..., DraftHead]
+UNROLL, VOCAB, HIDDEN = 4, 97, 32
+LENGTHS = [1, 14, 2, 9, 23, 5, 14, 3]
+LIMITS = {"one row": 100, "two rows": 40, "less than the longest": 16, "one token": 1}
+HEADS: dict[str, tuple[dict[str, Any], bool]] = {  # make_head's arguments, and a draft vocabulary or the whole one
+    "eagle3": ({}, False),
+    "EAGLE-3.1": ({"fc_norm": True, "norm_output": True}, True),
+    "eagle1": ({"kind": "eagle1"}, False),
+}
+
+
+def random_sample(length: int, kind: str) -> Sample:
+    """A text that the target wrote in parts, perhaps from its first token."""
+    taps = torch.randn(length, 0 if kind == "eagle1" else 3 * HIDDEN)
+    return Sample(torch.randint(VOCAB, (length,)), torch.rand(length) < 0.8, taps, torch.randn(length, HIDDEN))
+
+
+def head_and_samples(make_head: MakeHead, name: str) -> tuple[DraftHead, list[Sample]]:
+    shape, limited = HEADS[name]
+    head = make_head(vocab=DraftVocab(torch.arange(0, VOCAB, 2), VOCAB) if limited else None, **shape)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            if head.kind == "eagle1" and parameter.ndim == 2:
+                parameter.mul_(0.3)  # its features have no norm and would grow from step to step
+    return head.requires_grad_(True), [random_sample(length, head.kind) for length in LENGTHS]
+
+
+def loss_and_gradients(
+    head: DraftHead, frozen: FrozenTarget, batch: Batch, noise: Tensor | None = None
+) -> dict[str, Tensor]:
+    """The loss as training takes it, what it was summed over, and its gradient by each weight."""
+    is_eagle1 = head.kind == "eagle1"
+    weight, regression_weight = (0.1, 1.0) if is_eagle1 else (1.0, 0.0)
+    objective = Objective("soft_cross_entropy", weight, regression_weight, 0.0, tuple(0.8**k for k in range(UNROLL)))
+    unrolled = UnrolledHead(head, Teacher(frozen, head.vocab), objective)
+    supervision = unrolled.teacher.supervise(batch)
+    scores = unrolled(batch, supervision, supervision.counts(UNROLL), noise)
+    names, parameters = zip(*head.named_parameters(), strict=True)
+    gradients = dict(zip(names, torch.autograd.grad(scores.loss, parameters), strict=True))
+    return {"loss": scores.loss.detach(), "sums": scores.sums().detach(), **gradients}
+
+
+@pytest.mark.parametrize("limit", LIMITS.values(), ids=LIMITS.keys())
+@pytest.mark.parametrize("name", HEADS)
+def test_packed_samples_have_the_loss_and_the_gradients_of_padded_ones(
+    make_head: MakeHead, frozen: FrozenTarget, name: str, limit: int
+) -> None:
+    head, samples = head_and_samples(make_head, name)
+    packing = pack(LENGTHS, limit)
+    keys = [str(number) for number in range(len(LENGTHS))]
+    noises: list[Tensor | None] = [None, None]
+    if name == "eagle1":
+        noises = [input_noise(0.01, LENGTHS, keys, HIDDEN, "cpu", rows) for rows in (None, packing)]
+    padded = loss_and_gradients(head, frozen, Batch.collate(samples, torch.float32), noises[0])
+    batch = Batch.collate(samples, torch.float32, "cpu", packing)
+    assert packing is not None
+    assert batch.tokens.shape[0] == len(packing)
+    packed = loss_and_gradients(head, frozen, batch, noises[1])
+    for what, its in padded.items():
+        assert its.abs().max() > 1e-6, f"{what} says nothing"
+        assert (packed[what] - its).norm() <= 1e-5 * its.norm(), what
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_no_sample_of_a_row_feels_another(make_head: MakeHead, frozen: FrozenTarget, name: str) -> None:
+    """Neither loss nor gradients of the one in the middle move when those beside it are others of the same lengths."""
+    head, samples = head_and_samples(make_head, name)
+
+    def of_the_middle(others: list[Sample]) -> dict[str, Tensor]:
+        silent = [replace(other, loss_mask=torch.zeros_like(other.loss_mask)) for other in others]
+        row = [silent[1], samples[4], silent[6]]
+        return loss_and_gradients(head, frozen, Batch.collate(row, torch.float32, "cpu", [[0, 1, 2]]))
+
+    before, after = (of_the_middle(others) for others in (samples, head_and_samples(make_head, name)[1]))
+    assert before["loss"] > 1
+    assert_close(after, before, rtol=1e-6, atol=1e-7)
+    alone = loss_and_gradients(head, frozen, Batch.collate(samples[4:5], torch.float32))
+    assert_close(before, alone, rtol=1e-5, atol=1e-6)
+
+
+def test_no_sample_foretells_the_first_token_of_the_next(frozen: FrozenTarget) -> None:
+    """The target may have written it, but in another text.
+
+    tokens       a b c | d e       supervised: the target's distribution behind a, b and d
+    loss mask    1 1 1   1 1
+    """
+    samples = [replace(random_sample(length, "eagle3"), loss_mask=torch.ones(length).bool()) for length in (3, 2)]
+    batch = Batch.collate(samples, torch.float32, "cpu", [[0, 1]])
+    found = Teacher(frozen, DraftVocab.full(VOCAB)).supervise(batch)
+    assert found.columns.tolist() == [0, 1, 3]
+    assert found.places.tolist() == [0, 1, 0]
+    assert found.reached(2).tolist() == [[False, True, False], [False, False, False]]
+
+
+def test_positions_begin_again_with_each_sample() -> None:
+    documents = Documents.in_rows([[3, 2], [1, 2, 1]])
+    assert documents.places.tolist() == [[0, 1, 2, 0, 1], [0, 0, 1, 0, 0]]
+    assert documents.lengths == ((3, 2), (1, 2, 1, 1))  # the padding, as a document of its own
+    assert documents.starts.tolist() == [0, 3, 5, 6, 8, 9, 10]
+
+
+def test_packing_puts_each_sample_whole_into_one_row_of_the_given_length() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for limit in (1, 7, 30, 64, 1000):
+        lengths = torch.randint(1, 65, (40,), generator=generator).tolist()
+        packing = pack(lengths, limit)
+        assert packing is not None
+        assert sorted(number for row in packing for number in row) == list(range(40))
+        sizes = [sum(lengths[number] for number in row) for row in packing]
+        assert all(size <= limit or len(row) == 1 for size, row in zip(sizes, packing, strict=True))
+        fitting = [size for size in sizes if size <= limit]
+        assert all(a + b > limit for i, a in enumerate(fitting) for b in fitting[:i])  # no two rows fit into one
+        assert pack(lengths, limit) == packing
+    assert pack(lengths, None) is None
+
+
+def test_what_belongs_to_a_token_lies_where_the_token_lies() -> None:
+    samples = [random_sample(length, "eagle3") for length in LENGTHS]
+    packing = pack(LENGTHS, 30)
+    batch = Batch.collate(samples, torch.float32, "cpu", packing)
+    assert torch.equal(in_rows([sample.taps for sample in samples], packing), batch.taps)
+    assert batch.documents is not None
+    assert packing is not None
+    for row, numbers in enumerate(packing):
+        begun = (batch.documents.places[row] == 0).nonzero().flatten().tolist()
+        for number, start in zip(numbers, begun, strict=False):  # the last one may be padding
+            place = slice(start, start + LENGTHS[number])
+            assert torch.equal(batch.tokens[row, place], samples[number].tokens)
+            assert torch.equal(batch.last_hidden[row, place], samples[number].last_hidden)
