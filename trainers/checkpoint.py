@@ -3,13 +3,10 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from data_pipelines.stage import Json, differences, write_text
 
@@ -36,28 +33,31 @@ class Checkpoints:
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step}"
 
-    def save(self, step: int, head: nn.Module, optimizers: list[Optimizer]) -> None:
-        """Write beside, then rename; only then older ones go, so a full disk or a kill costs nothing."""
+    def save(self, step: int, head: nn.Module, state: dict[str, Tensor]) -> None:
+        """Write beside, then rename; only then older ones go, so a full disk or a kill costs nothing.
+
+        `state` is the optimizers', by parameter name.
+        """
         partial = self.path(step).with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         save_file(
             {k: v.detach().cpu().contiguous() for k, v in head.state_dict().items()}, partial / "head.safetensors"
         )
-        save_file(pack(optimizers), partial / "optimizers.safetensors")
+        save_file({k: v.contiguous() for k, v in state.items()}, partial / "optimizers.safetensors")
         write_text(partial / STATE, json.dumps({"step": step, "inputs": self.inputs}, indent=1))
         partial.replace(self.path(step))
         for old in self.steps()[: -self.keep]:
             shutil.rmtree(self.path(old))
 
-    def resume(self, head: nn.Module, optimizers: list[Optimizer]) -> int:
-        """Load the newest checkpoint and return its step, 0 if there is none.
+    def resume(self, head: nn.Module) -> tuple[int, dict[str, Tensor]]:
+        """Load the newest checkpoint's weights; returns its step, 0 if there is none, and its optimizers' state.
 
         Raises ValueError when it was made by another recipe or cannot be read; nothing restarts silently.
         """
         newest = self.newest()
         if newest == 0:
-            return 0
+            return 0, {}
         path = self.path(newest)
         try:
             state = json.loads((path / STATE).read_text())
@@ -66,8 +66,7 @@ class Checkpoints:
             raise ValueError(f"{path} cannot be read ({error}); remove it to resume from the one before") from error
         self._refuse_difference(path, state["inputs"])
         head.load_state_dict(weights)
-        unpack(optimizers, moments)
-        return int(state["step"])
+        return int(state["step"]), moments
 
     def _refuse_difference(self, path: Path, found: Json) -> None:
         different = differences(found, self.inputs, "checkpoint {}, recipe {}")
@@ -77,23 +76,3 @@ class Checkpoints:
                 + "\n  ".join(different)
                 + f"\nchoose another run_dir, put the recipe back, or remove {self.folder} to train anew"
             )
-
-
-def pack(optimizers: list[Optimizer]) -> dict[str, Tensor]:
-    """Every state tensor by optimizer, parameter and name."""
-    tensors = {}
-    for number, optimizer in enumerate(optimizers):
-        for parameter, state in optimizer.state_dict()["state"].items():
-            for name, value in state.items():
-                tensors[f"{number}.{parameter}.{name}"] = torch.as_tensor(value).detach().cpu().contiguous()
-    return tensors
-
-
-def unpack(optimizers: list[Optimizer], tensors: dict[str, Tensor]) -> None:
-    for number, optimizer in enumerate(optimizers):
-        states: dict[int, dict[str, Any]] = {}
-        for key, value in tensors.items():
-            owner, parameter, name = key.split(".", 2)
-            if int(owner) == number:
-                states.setdefault(int(parameter), {})[name] = value
-        optimizer.load_state_dict({**optimizer.state_dict(), "state": states})

@@ -7,7 +7,6 @@ Killed at any step, the same command continues from the newest checkpoint and en
 """
 
 import torch
-from accelerate import Accelerator
 
 from data_pipelines.harvest import harvest
 from data_pipelines.shards import FeatureStore
@@ -20,6 +19,7 @@ from recipes import Recipe, run_command
 from trainers.checkpoint import Checkpoints
 from trainers.loop import Materials, train
 from trainers.measure import calibrate
+from trainers.sharding import start_ranks
 
 # Fields of the train section that change nothing about the weights, so that a run may resume with others.
 ONLY_WATCHING = {
@@ -38,7 +38,7 @@ def main() -> None:
 
 def run(recipe: Recipe) -> None:
     """recipe -> prompts -> responses -> features -> head."""
-    accelerator = Accelerator()
+    accelerator = start_ranks()
     if recipe.train.batch_size < accelerator.num_processes:
         raise ValueError(
             f"train.batch_size: {recipe.train.batch_size} sequences for {accelerator.num_processes} ranks; give each "
