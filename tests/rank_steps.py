@@ -19,6 +19,8 @@ from trainers.objective import Objective, Teacher, UnrolledHead
 from trainers.optimizers import set_learning_rates
 from trainers.sharding import HeadOnRanks, gathered, share_out, start_ranks
 
+import os
+CK = "CK" in os.environ
 STEPS, BATCH = 4, 8
 
 
@@ -32,7 +34,7 @@ def main(folder: Path, result: Path) -> None:
     vocab = draft_vocab(recipe.head, store.token_counts(frozen.config.vocab_size))
     head = new_head(recipe.head, frozen, vocab, recipe.seed).to(accelerator.device)
     make_dense(head)
-    unrolled = UnrolledHead(head, Teacher(frozen, vocab), Objective.from_recipe(recipe), activation_checkpointing=True)
+    unrolled = UnrolledHead(head, Teacher(frozen, vocab), Objective.from_recipe(recipe), activation_checkpointing=CK)
     ranks, found = share_out(accelerator, unrolled, recipe.train), {}
     assert not ranks.state(), "nothing was stepped yet"
     for step in range(STEPS):

@@ -13,16 +13,12 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import (
-    DistributedDataParallelKwargs,
-    DistributedType,
-    InitProcessGroupKwargs,
-    parse_flag_from_env,
-)
+from accelerate.utils import DistributedType, InitProcessGroupKwargs, parse_flag_from_env
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from recipes.schema import TrainSection
@@ -39,9 +35,7 @@ def start_ranks() -> Accelerator:
     if on_cpu and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         # accelerate starts DeepSpeed only where it believes in a GPU.
         on_cpu, waiting = False, InitProcessGroupKwargs(backend="gloo", timeout=PATIENCE)
-    # The only buffers are the target's and the same everywhere; sending them at each step would cost gigabytes.
-    replicas = DistributedDataParallelKwargs(broadcast_buffers=False)
-    return Accelerator(cpu=on_cpu, kwargs_handlers=[waiting, replicas])
+    return Accelerator(cpu=on_cpu, kwargs_handlers=[waiting])
 
 
 class HeadOnRanks(ABC):
@@ -96,6 +90,9 @@ class ReplicatedHead(HeadOnRanks):
         self.unrolled = unrolled
         self.optimizers = build_optimizers(unrolled.head, section)
         self.module, *self.prepared = accelerator.prepare(unrolled, *self.optimizers)
+        if isinstance(self.module, DistributedDataParallel):
+            # The only buffers are the target's and never change; sending them at each step would cost gigabytes.
+            self.module.broadcast_buffers = False
 
     def forward(self, *inputs: object) -> UnrollScores:
         scores: UnrollScores = self.module(*inputs)
@@ -215,7 +212,7 @@ def on_main_rank(accelerator: Accelerator, tensors: Iterator[tuple[str, Tensor]]
     kept = {}
     for name, tensor in tensors:
         if accelerator.is_main_process:
-            kept[name] = tensor.detach().cpu()
+            kept[name] = tensor.detach().to("cpu", copy=True)  # ZeRO has one number of steps for many parameters
     return kept
 
 

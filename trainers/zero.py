@@ -5,11 +5,11 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from accelerate import Accelerator
+from deepspeed.runtime.zero import register_external_parameter
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
     safe_set_full_optimizer_state,
-    set_z3_leaf_modules,
 )
 from torch import Tensor
 
@@ -26,16 +26,20 @@ class ZeroHead(HeadOnRanks):
         super().__init__(accelerator, section)
         refuse_muon(section, "DeepSpeed")
         self.spare, self.unrolled = spare_and_shared(accelerator, unrolled)
-        # One unit, whole from its forward on: the unroll runs its only layer again and again, and the loss takes
-        # gradients of its norm and lm_head in the forward pass.
-        set_z3_leaf_modules(self.unrolled, [UnrolledHead])
         config = accelerator.state.deepspeed_plugin.deepspeed_config
         config["gradient_clipping"] = section.clip_norm
         config["gradient_accumulation_steps"] = 1  # `part` says when a batch is complete
         config["train_micro_batch_size_per_gpu"] = 1  # DeepSpeed asks for it and only counts with it
+        # Small weights are cut up as large ones are, so that a tiny head takes the way of a big one.
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
         self.optimizers = build_optimizers(self.unrolled.head, section)
         self.engine, _ = accelerator.prepare(self.unrolled, *self.optimizers)
         self.zero = self.engine.optimizer
+        if self.engine.zero_optimization_stage() == 3:
+            # Whole while it computes: the unroll runs the only layer again and again, and the loss takes gradients of
+            # norm and lm_head in the forward pass, where their own modules would let go of them.
+            for parameter in self.unrolled.parameters():
+                register_external_parameter(self.unrolled, parameter)
 
     def part(self, last: bool) -> AbstractContextManager[object]:
         self.engine.set_gradient_accumulation_boundary(last)
