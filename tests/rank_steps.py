@@ -1,8 +1,9 @@
 """A few optimizer steps by all ranks of a launch, for test_launch.py:
 
-    accelerate launch --config_file recipes/launch/MODE.yaml --num_processes N tests/rank_steps.py RUN RESULT
+accelerate launch --config_file recipes/launch/MODE.yaml --num_processes N tests/rank_steps.py RUN RESULT
 """
 
+import math
 import sys
 from pathlib import Path
 
@@ -17,24 +18,25 @@ from heads.frozen import FrozenTarget
 from recipes import load_recipe
 from trainers.objective import Objective, Teacher, UnrolledHead
 from trainers.optimizers import set_learning_rates
-from trainers.sharding import HeadOnRanks, gathered, share_out, start_ranks
+from trainers.ranks import HeadOnRanks, gathered, share_out, start_ranks
 
-import os
-CK = "CK" in os.environ
 STEPS, BATCH = 4, 8
+CLIP_NORM = 3.5  # longer than some of the steps' gradients and shorter than others'
 
 
 def main(folder: Path, result: Path) -> None:
-    """Writes the losses, the gradient and its norm of each step, the weights and the optimizer state behind the last;
-    every other step takes its batch in two parts."""
-    recipe = load_recipe(folder / "recipe.yaml", ["run_dir=" + str(folder / "run")])
+    """Writes the losses, the gradient and its norm of each step, the weights and the optimizer state behind the last.
+
+    Every other step takes its batch in two parts; a last one has no finite gradient and must change nothing.
+    """
+    recipe = load_recipe(folder / "recipe.yaml", [f"train.clip_norm={CLIP_NORM}"])
     accelerator = start_ranks()
     frozen = FrozenTarget.from_folder(folder / "target", torch.float32, accelerator.device)
     store = FeatureStore(recipe.features_dir, "train")
     vocab = draft_vocab(recipe.head, store.token_counts(frozen.config.vocab_size))
     head = new_head(recipe.head, frozen, vocab, recipe.seed).to(accelerator.device)
     make_dense(head)
-    unrolled = UnrolledHead(head, Teacher(frozen, vocab), Objective.from_recipe(recipe), activation_checkpointing=CK)
+    unrolled = UnrolledHead(head, Teacher(frozen, vocab), Objective.from_recipe(recipe), activation_checkpointing=True)
     ranks, found = share_out(accelerator, unrolled, recipe.train), {}
     assert not ranks.state(), "nothing was stepped yet"
     for step in range(STEPS):
@@ -43,6 +45,8 @@ def main(folder: Path, result: Path) -> None:
         found[f"loss.{step}"] = accumulate(ranks, samples, parts=1 + step % 2)
         found |= {f"gradient.{step}.{name}": gradient for name, gradient in full_gradients(ranks).items()}
         found[f"norm.{step}"] = torch.tensor(ranks.update())
+    accumulate(ranks, samples, parts=1, scale=math.inf)
+    assert not math.isfinite(ranks.update())
     whole, state = ranks.whole(), ranks.state()
     if whole is not None:
         found |= {f"weight.{name}": weight for name, weight in whole.head.state_dict().items()}
@@ -59,7 +63,7 @@ def make_dense(head: nn.Module) -> None:
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
 
 
-def accumulate(ranks: HeadOnRanks, samples: list[Sample], parts: int) -> Tensor:
+def accumulate(ranks: HeadOnRanks, samples: list[Sample], parts: int, scale: float = 1.0) -> Tensor:
     """The loss of a batch, whose gradient all ranks then have."""
     accelerator, unrolled = ranks.accelerator, ranks.unrolled
     share = samples[accelerator.process_index :: accelerator.num_processes]
@@ -70,7 +74,7 @@ def accumulate(ranks: HeadOnRanks, samples: list[Sample], parts: int) -> Tensor:
     for number, (batch, supervision) in enumerate(zip(batches, supervisions, strict=True), start=1):
         with ranks.part(last=number == parts):
             scores = ranks.forward(batch, supervision, counts)
-            ranks.backward(scores.loss)
+            ranks.backward(scores.loss * scale)
         loss += scores.loss.detach()
     return accelerator.reduce(loss, "sum")
 

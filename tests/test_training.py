@@ -42,6 +42,7 @@ from trainers.checkpoint import Checkpoints
 from trainers.eagle import run
 from trainers.objective import Objective, Teacher, UnrolledHead, input_noise
 from trainers.optimizers import build_optimizers, set_learning_rates
+from trainers.ranks import named_state, put_state
 from trainers.tracking import Tracker
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -522,18 +523,18 @@ def small_head(optimizer: str = "muon") -> tuple[nn.Module, list[torch.optim.Opt
 def saved(folder: Path, *steps: int, keep: int = 2, **inputs: object) -> Checkpoints:
     checkpoints = Checkpoints(folder, inputs, keep)
     for step in steps:
-        checkpoints.save(step, *small_head())
+        checkpoints.save(step, small_head()[0], {})
     return checkpoints
 
 
 def test_no_checkpoint_is_step_0(tmp_path: Path) -> None:
-    assert saved(tmp_path / "none").resume(*small_head()) == 0
+    assert saved(tmp_path / "none").resume(small_head()[0])[0] == 0
 
 
 def test_rotation_keeps_the_newest(tmp_path: Path) -> None:
     checkpoints = saved(tmp_path, 5, 10, 95, 100, keep=3)  # by number, not by name
     assert checkpoints.steps() == [10, 95, 100]
-    assert checkpoints.resume(*small_head()) == 100
+    assert checkpoints.resume(small_head()[0])[0] == 100
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-10", "step-100", "step-95"]
 
 
@@ -542,8 +543,8 @@ def test_a_half_written_checkpoint_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "step-10.partial").mkdir()
     (tmp_path / "step-10.partial/head.safetensors").write_bytes(b"half")
     assert checkpoints.steps() == [5]
-    assert checkpoints.resume(*small_head()) == 5
-    checkpoints.save(10, *small_head())
+    assert checkpoints.resume(small_head()[0])[0] == 5
+    checkpoints.save(10, small_head()[0], {})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-10", "step-5"]
 
 
@@ -559,18 +560,18 @@ def test_an_unreadable_newest_checkpoint_stops_with_its_name(
     """Going back to the one before is the user's decision."""
     checkpoints = saved(tmp_path, 5, 10)
     damage(tmp_path / "step-10" / file)
-    head, optimizers = small_head()
+    head, _ = small_head()
     with pytest.raises(ValueError, match=r"step-10 cannot be read .* remove it to resume from the one before"):
-        checkpoints.resume(head, optimizers)
+        checkpoints.resume(head)
     shutil.rmtree(tmp_path / "step-10")
-    assert checkpoints.resume(head, optimizers) == 5
+    assert checkpoints.resume(head)[0] == 5
 
 
 def test_a_checkpoint_of_other_inputs_is_refused_with_each_difference(tmp_path: Path) -> None:
     saved(tmp_path, 5, seed=1, betas=(0.9, 0.95), unroll=7)
-    assert saved(tmp_path, seed=1, betas=(0.9, 0.95), unroll=7).resume(*small_head()) == 5
+    assert saved(tmp_path, seed=1, betas=(0.9, 0.95), unroll=7).resume(small_head()[0])[0] == 5
     with pytest.raises(ValueError, match="step-5 belongs to another recipe") as refusal:
-        saved(tmp_path, seed=2, betas=(0.9, 0.95), decay=0.8).resume(*small_head())
+        saved(tmp_path, seed=2, betas=(0.9, 0.95), decay=0.8).resume(small_head()[0])
     assert [line.strip() for line in str(refusal.value).splitlines()][1:-1] == [
         "decay: checkpoint None, recipe 0.8",
         "seed: checkpoint 1, recipe 2",
@@ -590,10 +591,11 @@ def test_a_checkpoint_gives_back_weights_and_optimizers_exactly(tmp_path: Path, 
     head, optimizers = small_head(optimizer)
     for number in range(3):
         update(head, optimizers, number)
-    Checkpoints(tmp_path, {}, 2).save(3, head, optimizers)
+    Checkpoints(tmp_path, {}, 2).save(3, head, dict(named_state(head, optimizers)))
     update(head, optimizers, 3)
     again, optimizers_again = small_head(optimizer)
-    Checkpoints(tmp_path, {}, 2).resume(again, optimizers_again)
+    _, state = Checkpoints(tmp_path, {}, 2).resume(again)
+    put_state(again, optimizers_again, state)
     update(again, optimizers_again, 3)
     for name, tensor in head.state_dict().items():
         assert again.state_dict()[name].equal(tensor), name

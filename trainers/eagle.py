@@ -19,7 +19,7 @@ from recipes import Recipe, run_command
 from trainers.checkpoint import Checkpoints
 from trainers.loop import Materials, train
 from trainers.measure import calibrate
-from trainers.sharding import start_ranks
+from trainers.ranks import start_ranks
 
 # Fields of the train section that change nothing about the weights, so that a run may resume with others.
 ONLY_WATCHING = {

@@ -17,7 +17,7 @@ from trainers.checkpoint import Checkpoints
 from trainers.measure import accepted_length, depth_metrics, held_out_scores
 from trainers.objective import Objective, Teacher, UnrolledHead, input_noise
 from trainers.optimizers import set_learning_rates
-from trainers.sharding import HeadOnRanks, share_out
+from trainers.ranks import HeadOnRanks, share_out
 from trainers.tracking import Tracker
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from recipes.schema import TrainSection
 from trainers.objective import UnrolledHead, UnrollScores
 from trainers.optimizers import build_optimizers
-from trainers.sharding import HeadOnRanks, filled, on_main_rank, refuse_muon, spare_and_shared, state_of
+from trainers.ranks import HeadOnRanks, filled, on_main_rank, refuse_muon, spare_and_shared, state_of
 
 
 class ZeroHead(HeadOnRanks):
@@ -46,6 +46,7 @@ class ZeroHead(HeadOnRanks):
         return nullcontext()
 
     def forward(self, *inputs: object) -> UnrollScores:
+        assert not torch.is_autocast_enabled(self.accelerator.device.type), "DeepSpeed would switch it off in silence"
         scores: UnrollScores = self.engine(*inputs)
         return scores
 
@@ -53,7 +54,8 @@ class ZeroHead(HeadOnRanks):
         # Not accelerate's, which would step at once.
         self.engine.backward(loss * self.accelerator.num_processes)
 
-    def update(self) -> float:
+    def update(self, scale: float = 1.0) -> float:
+        assert scale == 1.0, "float16 is for launches without DeepSpeed, whose engine clips what it is given"
         self.engine.step()  # DeepSpeed itself leaves the weights alone where the norm is not finite
         return float(self.engine.get_global_grad_norm())
 

@@ -29,13 +29,13 @@ PATIENCE = timedelta(hours=6)  # a rank waits so long for the others: the main o
 
 
 def start_ranks() -> Accelerator:
-    """The ranks as `accelerate launch` asked for them; without a GPU they are processes on the CPU, over gloo."""
+    """The ranks as `accelerate launch` asked for them, in float32; without a GPU they are processes on the CPU."""
     on_cpu = not torch.accelerator.is_available()
     waiting = InitProcessGroupKwargs(timeout=PATIENCE)
     if on_cpu and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         # accelerate starts DeepSpeed only where it believes in a GPU.
         on_cpu, waiting = False, InitProcessGroupKwargs(backend="gloo", timeout=PATIENCE)
-    return Accelerator(cpu=on_cpu, kwargs_handlers=[waiting])
+    return Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=[waiting])
 
 
 class HeadOnRanks(ABC):
@@ -59,8 +59,8 @@ class HeadOnRanks(ABC):
         """Add the gradient of this rank's part of the loss."""
 
     @abstractmethod
-    def update(self) -> float:
-        """Clip the gradient, step and forget it; returns its norm before clipping.
+    def update(self, scale: float = 1.0) -> float:
+        """Undo the loss's scale, clip the gradient, step and forget it; returns its norm before clipping.
 
         Where the norm is not finite the weights stay as they are.
         """
@@ -101,12 +101,9 @@ class ReplicatedHead(HeadOnRanks):
     def backward(self, loss: Tensor) -> None:
         self.accelerator.backward(loss * self.accelerator.num_processes)  # undoes the averaging over ranks
 
-    def update(self) -> float:
-        norm = float(self.accelerator.clip_grad_norm_(self.module.parameters(), self.clip_norm))
-        if math.isfinite(norm):
-            for optimizer in self.prepared:
-                optimizer.step()
-                optimizer.zero_grad()
+    def update(self, scale: float = 1.0) -> float:
+        norm = unscale_and_clip(self.unrolled, scale, self.clip_norm)
+        step_if_finite(self.prepared, norm)
         return norm
 
     def whole(self) -> UnrolledHead | None:
@@ -139,22 +136,16 @@ class FullyShardedHead(HeadOnRanks):
         self.optimizers = build_optimizers(self.unrolled.head, section)
 
     def forward(self, *inputs: object) -> UnrollScores:
-        with self.accelerator.autocast():
-            scores: UnrollScores = self.module(*inputs)
+        scores: UnrollScores = self.module(*inputs)
         return scores
 
     def backward(self, loss: Tensor) -> None:
         self.accelerator.backward(loss * self.accelerator.num_processes)
 
-    def update(self) -> float:
-        norm = nn.utils.clip_grad_norm_(self.unrolled.parameters(), self.clip_norm)
-        assert isinstance(norm, DTensor)
-        total = float(norm.full_tensor())
-        if math.isfinite(total):
-            for optimizer in self.optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        return total
+    def update(self, scale: float = 1.0) -> float:
+        norm = unscale_and_clip(self.unrolled, scale, self.clip_norm)
+        step_if_finite(self.optimizers, norm)
+        return norm
 
     def whole(self) -> UnrolledHead | None:
         return filled(self.spare, ((name, gathered(p)) for name, p in self.unrolled.head.named_parameters()))
@@ -187,6 +178,21 @@ def refuse_muon(section: TrainSection, mode: str) -> None:
             f"train.optimizer: muon turns whole matrices, and under {mode} a rank holds slices of them; adamw is "
             "allowed, or launch with recipes/launch/ddp.yaml or one.yaml"
         )
+
+
+def unscale_and_clip(module: nn.Module, scale: float, clip_norm: float) -> float:
+    """The gradient's norm over all ranks, before clipping."""
+    gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    if scale != 1.0:
+        torch._foreach_div_(gradients, scale)
+    return float(gathered(nn.utils.clip_grad_norm_(module.parameters(), clip_norm)))
+
+
+def step_if_finite(optimizers: list[Optimizer], norm: float) -> None:
+    for optimizer in optimizers:
+        if math.isfinite(norm):
+            optimizer.step()
+        optimizer.zero_grad()
 
 
 def spare_and_shared(accelerator: Accelerator, unrolled: UnrolledHead) -> tuple[UnrolledHead | None, UnrolledHead]:
