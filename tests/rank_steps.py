@@ -30,7 +30,7 @@ def main(folder: Path, result: Path) -> None:
     Every other step takes its batch in two parts; a last one has no finite gradient and must change nothing.
     """
     recipe = load_recipe(folder / "recipe.yaml", [f"train.clip_norm={CLIP_NORM}"])
-    accelerator = start_ranks()
+    accelerator = start_ranks(recipe.train)
     frozen = FrozenTarget.from_folder(folder / "target", torch.float32, accelerator.device)
     store = FeatureStore(recipe.features_dir, "train")
     vocab = draft_vocab(recipe.head, store.token_counts(frozen.config.vocab_size))

@@ -38,7 +38,7 @@ def main() -> None:
 
 def run(recipe: Recipe) -> None:
     """recipe -> prompts -> responses -> features -> head."""
-    accelerator = start_ranks()
+    accelerator = start_ranks(recipe.train)
     if recipe.train.batch_size < accelerator.num_processes:
         raise ValueError(
             f"train.batch_size: {recipe.train.batch_size} sequences for {accelerator.num_processes} ranks; give each "

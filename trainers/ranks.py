@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, InitProcessGroupKwargs, parse_flag_from_env
+from accelerate.utils import DeepSpeedPlugin, DistributedType, InitProcessGroupKwargs, parse_flag_from_env
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -28,14 +28,41 @@ from trainers.optimizers import build_optimizers
 PATIENCE = timedelta(hours=6)  # a rank waits so long for the others: the main one decodes, and shards differ in length
 
 
-def start_ranks() -> Accelerator:
-    """The ranks as `accelerate launch` asked for them, in float32; without a GPU they are processes on the CPU."""
+def start_ranks(section: TrainSection) -> Accelerator:
+    """The ranks as `accelerate launch` asked for them, in float32; without a GPU they are processes on the CPU.
+
+    Raises ValueError where the recipe asks for what such ranks cannot do.
+    """
     on_cpu = not torch.accelerator.is_available()
     waiting = InitProcessGroupKwargs(timeout=PATIENCE)
     if on_cpu and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         # accelerate starts DeepSpeed only where it believes in a GPU.
         on_cpu, waiting = False, InitProcessGroupKwargs(backend="gloo", timeout=PATIENCE)
-    return Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=[waiting])
+    accelerator = Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=[waiting])
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        refuse_muon(section, "DeepSpeed")
+        refuse_deepspeed(accelerator.state.deepspeed_plugin)
+    elif parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        refuse_muon(section, "FSDP2")
+    return accelerator
+
+
+def refuse_muon(section: TrainSection, way: str) -> None:
+    if section.optimizer == "muon":
+        raise ValueError(
+            f"train.optimizer: muon turns whole matrices, and under {way} a rank holds slices of them; adamw is "
+            "allowed, or launch with recipes/launch/ddp.yaml or one.yaml"
+        )
+
+
+def refuse_deepspeed(plugin: DeepSpeedPlugin) -> None:
+    """What DeepSpeed could do, but nothing here has proved to train the same."""
+    offloaded = {plugin.offload_optimizer_device, plugin.offload_param_device} - {None, "none"}
+    if plugin.zero_stage not in (2, 3) or offloaded:
+        raise ValueError(
+            f"the launch asks DeepSpeed for stage {plugin.zero_stage}, offloading to {sorted(offloaded) or 'nothing'}; "
+            "2 or 3 without offloading is allowed: take recipes/launch/zero2.yaml or zero3.yaml"
+        )
 
 
 class HeadOnRanks(ABC):
@@ -129,14 +156,13 @@ class FullyShardedHead(HeadOnRanks):
 
     def __init__(self, accelerator: Accelerator, unrolled: UnrolledHead, section: TrainSection) -> None:
         super().__init__(accelerator, section)
-        refuse_muon(section, "FSDP2")
         self.spare, self.unrolled = spare_and_shared(accelerator, unrolled)
         mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-        self.module = fully_shard(self.unrolled, mesh=mesh)
+        fully_shard(self.unrolled, mesh=mesh)
         self.optimizers = build_optimizers(self.unrolled.head, section)
 
     def forward(self, *inputs: object) -> UnrollScores:
-        scores: UnrollScores = self.module(*inputs)
+        scores: UnrollScores = self.unrolled(*inputs)
         return scores
 
     def backward(self, loss: Tensor) -> None:
@@ -170,14 +196,6 @@ def share_out(accelerator: Accelerator, unrolled: UnrolledHead, section: TrainSe
     if parse_flag_from_env("ACCELERATE_USE_FSDP"):
         return FullyShardedHead(accelerator, unrolled, section)
     return ReplicatedHead(accelerator, unrolled, section)
-
-
-def refuse_muon(section: TrainSection, mode: str) -> None:
-    if section.optimizer == "muon":
-        raise ValueError(
-            f"train.optimizer: muon turns whole matrices, and under {mode} a rank holds slices of them; adamw is "
-            "allowed, or launch with recipes/launch/ddp.yaml or one.yaml"
-        )
 
 
 def unscale_and_clip(module: nn.Module, scale: float, clip_norm: float) -> float:

@@ -16,7 +16,7 @@ from torch import Tensor
 from recipes.schema import TrainSection
 from trainers.objective import UnrolledHead, UnrollScores
 from trainers.optimizers import build_optimizers
-from trainers.ranks import HeadOnRanks, filled, on_main_rank, refuse_muon, spare_and_shared, state_of
+from trainers.ranks import HeadOnRanks, filled, on_main_rank, spare_and_shared, state_of
 
 
 class ZeroHead(HeadOnRanks):
@@ -24,7 +24,6 @@ class ZeroHead(HeadOnRanks):
 
     def __init__(self, accelerator: Accelerator, unrolled: UnrolledHead, section: TrainSection) -> None:
         super().__init__(accelerator, section)
-        refuse_muon(section, "DeepSpeed")
         self.spare, self.unrolled = spare_and_shared(accelerator, unrolled)
         config = accelerator.state.deepspeed_plugin.deepspeed_config
         config["gradient_clipping"] = section.clip_norm
