@@ -28,7 +28,8 @@ demo: $(INSTALLED) ## train a head for the bundled target and report what it is 
 test: $(INSTALLED) ## run the fast tests
 	$(BIN)/python -m pytest
 
-test-all: $(INSTALLED) ## run the slow tests too
+test-all: $(INSTALLED) ## run the slow tests too, with DeepSpeed, which compiles an operator at its first start
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,deepspeed]'
 	$(BIN)/python -m pytest -m "slow or not slow"
 
 lint: $(INSTALLED) ## check style, format and types

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from recipes.schema import TrainSection
 from trainers.checkpoint import Checkpoints, Snapshot
-from trainers.optimizers import build_optimizers, optimizer_state, restore_optimizer_state
+from trainers.optimizers import build_optimizers
+from trainers.ranks import named_state, put_state
 from trainers.training import refuse_misfit
 
 
@@ -156,7 +157,7 @@ def test_a_checkpoint_gives_back_weights_and_optimizers_exactly(tmp_path: Path, 
     head, optimizers = small_head(optimizer)
     for number in range(3):
         update(head, optimizers, number)
-    moments = optimizer_state(head, optimizers)
+    moments = dict(named_state(head, optimizers))
     kept = "fc.weight.momentum_buffer" if optimizer == "muon" else "fc.weight.exp_avg"
     assert {kept, "lm_head.bias.exp_avg_sq"} < moments.keys()
     Checkpoints(tmp_path, {}, 2).save(Snapshot(3, head.state_dict(), moments, {}, {}))
@@ -165,7 +166,7 @@ def test_a_checkpoint_gives_back_weights_and_optimizers_exactly(tmp_path: Path, 
     found = Checkpoints(tmp_path, {}, 2).load()
     assert found is not None
     again.load_state_dict(found.weights)
-    restore_optimizer_state(again, optimizers_again, found.moments)
+    put_state(again, optimizers_again, found.moments)
     update(again, optimizers_again, 3)
     for name, tensor in head.state_dict().items():
         assert again.state_dict()[name].equal(tensor), name

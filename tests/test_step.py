@@ -21,7 +21,7 @@ from recipes import Recipe
 from recipes.schema import TrainSection
 from trainers.optimizers import build_optimizers, set_learning_rates
 from trainers.precision import LossScale
-from trainers.ranks import HeadOnRanks, start_ranks
+from trainers.ranks import ReplicatedHead, start_ranks
 from trainers.run import build_head, run
 from trainers.step import Share, StepResult, train_step
 from trainers.training import Materials, Training
@@ -31,13 +31,13 @@ def one_step(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> tuple[StepResul
     """What the first step says, and its gradient before it is clipped."""
     found: dict[str, Tensor] = {}
 
-    def watching(ranks: HeadOnRanks, scale: float) -> float:
+    def watching(ranks: ReplicatedHead, scale: float) -> float:
         for name, parameter in ranks.unrolled.head.named_parameters():
             assert parameter.grad is not None
             found[name] = parameter.grad / scale
         return 1.0
 
-    monkeypatch.setattr(HeadOnRanks, "update", watching)
+    monkeypatch.setattr(ReplicatedHead, "update", watching)
     training = start_training(recipe)
     return train_step(training, 0, SampleOrder(12, recipe.seed).of_step(0, recipe.train.batch_size)), found
 
@@ -52,7 +52,7 @@ def start_training(recipe: Recipe) -> Training:
     with torch.no_grad():
         for parameter in head.parameters():  # no path through it is silent
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    return Training.start(recipe, head, Materials(frozen, stores[0], stores[1], None), start_ranks(), None)
+    return Training.start(recipe, head, Materials(frozen, stores[0], stores[1], None), start_ranks(recipe.train), None)
 
 
 @pytest.mark.parametrize("head", ["{kind: eagle3, draft_vocab_size: 80}", "{kind: eagle1}"])

@@ -3,6 +3,7 @@
 import zlib
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -104,9 +105,11 @@ class Teacher:
         return self.drafted.logits(last_hidden).log_softmax(-1)
 
 
-@dataclass(frozen=True)
-class UnrollScores:
-    """The loss, and sums over the positions that each unroll step could predict, [unroll] each."""
+class UnrollScores(NamedTuple):
+    """The loss, and sums over the positions that each unroll step could predict, [unroll] each.
+
+    A tuple, so that FSDP2 and DeepSpeed find the loss in it and have the weights there when its gradient is taken.
+    """
 
     loss: Tensor  # scalar; carries the gradient
     counts: Tensor

@@ -1,11 +1,10 @@
-"""Optimizers of a head, their learning-rate schedules, and their state by parameter name."""
+"""Optimizers of a head and their learning-rate schedules."""
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from recipes.schema import TrainSection
@@ -42,27 +41,3 @@ def set_learning_rates(optimizers: list[Optimizer], section: TrainSection, step:
         for group in optimizer.param_groups:
             group["lr"] = peak * factor
     return factor
-
-
-def optimizer_state(head: nn.Module, optimizers: list[Optimizer]) -> dict[str, Tensor]:
-    """Every state tensor by its parameter's name, such as `fc.weight.exp_avg`; empty before the first step."""
-    names = {id(parameter): name for name, parameter in head.named_parameters()}
-    return {
-        f"{names[id(parameter)]}.{kind}": torch.as_tensor(value).detach()
-        for optimizer in optimizers
-        for parameter, state in optimizer.state.items()
-        for kind, value in state.items()
-    }
-
-
-def restore_optimizer_state(head: nn.Module, optimizers: list[Optimizer], tensors: dict[str, Tensor]) -> None:
-    """Put back what `optimizer_state` gave."""
-    names = {id(parameter): name for name, parameter in head.named_parameters()}
-    for optimizer in optimizers:
-        places = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-        states: dict[int, dict[str, Any]] = {}
-        for key, value in tensors.items():
-            name, _, kind = key.rpartition(".")
-            if name in places:
-                states.setdefault(places.index(name), {})[kind] = value
-        optimizer.load_state_dict({**optimizer.state_dict(), "state": states})

@@ -1,69 +1,295 @@
-"""The head as all ranks of a launch train it: each holds all of it, and gradients are added up over the ranks."""
+"""The head as the ranks of a launch hold it, and the way back to plain tensors by parameter name.
 
+How the ranks share is the launch's choice (recipes/launch/), not the recipe's: a checkpoint of one fits all others.
+"""
+
+import copy
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
-from torch import Tensor
+from accelerate.utils import DeepSpeedPlugin, DistributedType, InitProcessGroupKwargs, parse_flag_from_env
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from recipes.schema import TrainSection
 from trainers.objective import UnrolledHead, UnrollScores
-from trainers.optimizers import build_optimizers, optimizer_state, restore_optimizer_state
+from trainers.optimizers import build_optimizers
+
+PATIENCE = timedelta(hours=6)  # a rank waits so long for the others: the main one decodes, and shards differ in length
 
 
-def start_ranks() -> Accelerator:
-    """The ranks as `accelerate launch` asked for them; number formats and accumulation are the recipe's, not its."""
-    # The only buffers are the target's and the same everywhere; sending them at each step would cost gigabytes.
-    return Accelerator(mixed_precision="no", kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
+def start_ranks(section: TrainSection) -> Accelerator:
+    """The ranks as `accelerate launch` asked for them, in float32; without a GPU they are processes on the CPU.
+
+    Raises ValueError where the recipe asks for what such ranks cannot do.
+    """
+    on_cpu = not torch.accelerator.is_available()
+    waiting = InitProcessGroupKwargs(timeout=PATIENCE)
+    if on_cpu and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+        # accelerate starts DeepSpeed only where it believes in a GPU.
+        on_cpu, waiting = False, InitProcessGroupKwargs(backend="gloo", timeout=PATIENCE)
+    accelerator = Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=[waiting])
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        refuse_for_slices(section, "DeepSpeed")
+        refuse_half_precision(section)
+        refuse_deepspeed(accelerator.state.deepspeed_plugin)
+    elif parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        refuse_for_slices(section, "FSDP2")
+    return accelerator
 
 
-class HeadOnRanks:
-    """An unrolled head with its optimizers. Its methods are for all ranks at once."""
+def refuse_for_slices(section: TrainSection, way: str) -> None:
+    """What needs whole weights on every rank."""
+    if section.optimizer == "muon":
+        raise ValueError(
+            f"train.optimizer: muon turns whole matrices, and under {way} a rank holds slices of them; adamw is "
+            "allowed, or launch with recipes/launch/ddp.yaml or one.yaml"
+        )
+    if section.ema_decay is not None:
+        raise ValueError(
+            f"train.ema_decay: {section.ema_decay} averages whole weights, under {way} a rank holds slices of them; "
+            "null is allowed, or launch with recipes/launch/ddp.yaml or one.yaml"
+        )
 
-    def __init__(self, accelerator: Accelerator, unrolled: UnrolledHead, section: TrainSection) -> None:
-        self.accelerator, self.unrolled, self.clip_norm = accelerator, unrolled, section.clip_norm
-        self.optimizers = build_optimizers(unrolled.head, section)
-        self._prepared, *self._stepped = accelerator.prepare(unrolled, *self.optimizers)
 
-    def forward(self, *inputs: Any) -> UnrollScores:
+def refuse_half_precision(section: TrainSection) -> None:
+    """DeepSpeed switches autocast off and scales losses by itself."""
+    if section.precision != "float32":
+        raise ValueError(
+            f"train.precision: {section.precision} and DeepSpeed do not go together; float32 is allowed, or launch "
+            "with recipes/launch/fsdp2.yaml or ddp.yaml"
+        )
+
+
+def refuse_deepspeed(plugin: DeepSpeedPlugin) -> None:
+    """What DeepSpeed could do, but nothing here has proved to train the same."""
+    offloaded = {plugin.offload_optimizer_device, plugin.offload_param_device} - {None, "none"}
+    if plugin.zero_stage not in (2, 3) or offloaded:
+        raise ValueError(
+            f"the launch asks DeepSpeed for stage {plugin.zero_stage}, offloading to {sorted(offloaded) or 'nothing'}; "
+            "2 or 3 without offloading is allowed: take recipes/launch/zero2.yaml or zero3.yaml"
+        )
+
+
+class HeadOnRanks(ABC):
+    """An unrolled head under training by all ranks together, with its optimizers.
+
+    Its methods are for all ranks at once. Losses are parts of a sum over all ranks: gradients are added up.
+    """
+
+    unrolled: UnrolledHead  # what this rank holds of it
+    optimizers: list[Optimizer]  # whose learning rates count
+
+    def __init__(self, accelerator: Accelerator, section: TrainSection) -> None:
+        self.accelerator, self.clip_norm = accelerator, section.clip_norm
+
+    @abstractmethod
+    def forward(self, *inputs: object) -> UnrollScores:
         """What `UnrolledHead.forward` gives for this rank's share."""
-        scores: UnrollScores = self._prepared(*inputs)
-        return scores
 
-    def part(self, last: bool) -> AbstractContextManager[Any]:
-        """Around forward and backward of a part of the share; the gradient is complete after the last one."""
-        return nullcontext() if last else self.accelerator.no_sync(self._prepared)
-
+    @abstractmethod
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of this rank's part of the loss, which is a sum over all ranks."""
-        self.accelerator.backward(loss * self.accelerator.num_processes)  # undoes data-parallel averaging
+        """Add the gradient of this rank's part of the loss."""
 
+    @abstractmethod
     def update(self, scale: float = 1.0) -> float:
         """Undo the loss's scale, clip the gradient, step and forget it; returns its norm before clipping.
 
         Where the norm is not finite the weights stay as they are.
         """
-        parameters = [each for each in self._prepared.parameters() if each.grad is not None]
-        if scale != 1.0:
-            torch._foreach_div_([each.grad for each in parameters], scale)
-        norm = float(self.accelerator.clip_grad_norm_(parameters, self.clip_norm))
-        for optimizer in self._stepped:
-            if math.isfinite(norm):
-                optimizer.step()
-            optimizer.zero_grad()
+
+    @abstractmethod
+    def whole(self) -> UnrolledHead | None:
+        """The head with all its weights on the main rank, None on others; valid until the next update."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Tensor]:
+        """The optimizers' state as `fc.weight.exp_avg`, on the main rank's CPU; empty on others."""
+
+    @abstractmethod
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Put back what `state` gave, however many ranks there were and however they shared."""
+
+    def part(self, last: bool) -> AbstractContextManager[object]:
+        """Around forward and backward of a part of the batch; the gradient is complete after the last one."""
+        return nullcontext()
+
+
+class ReplicatedHead(HeadOnRanks):
+    """One process, or data parallel: every rank holds everything."""
+
+    def __init__(self, accelerator: Accelerator, unrolled: UnrolledHead, section: TrainSection) -> None:
+        super().__init__(accelerator, section)
+        self.unrolled = unrolled
+        self.optimizers = build_optimizers(unrolled.head, section)
+        self.module, *self.prepared = accelerator.prepare(unrolled, *self.optimizers)
+        if isinstance(self.module, DistributedDataParallel):
+            # The only buffers are the target's and never change; sending them at each step would cost gigabytes.
+            self.module.broadcast_buffers = False
+
+    def forward(self, *inputs: object) -> UnrollScores:
+        scores: UnrollScores = self.module(*inputs)
+        return scores
+
+    def backward(self, loss: Tensor) -> None:
+        self.accelerator.backward(loss * self.accelerator.num_processes)  # undoes the averaging over ranks
+
+    def update(self, scale: float = 1.0) -> float:
+        norm = unscale_and_clip(self.unrolled, scale, self.clip_norm)
+        step_if_finite(self.prepared, norm)
         return norm
 
     def whole(self) -> UnrolledHead | None:
-        """The head with all its weights on the main rank, None on others; valid until the next update."""
         return self.unrolled if self.accelerator.is_main_process else None
 
     def state(self) -> dict[str, Tensor]:
-        """The optimizers' state as `fc.weight.exp_avg`, on the main rank; empty on others."""
-        return optimizer_state(self.unrolled.head, self.optimizers) if self.accelerator.is_main_process else {}
+        state = named_state(self.unrolled.head, self.optimizers)
+        return {name: value.detach().cpu() for name, value in state} if self.accelerator.is_main_process else {}
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Put back what `state` gave, however many ranks there were."""
-        restore_optimizer_state(self.unrolled.head, self.optimizers, state)
+        put_state(self.unrolled.head, self.optimizers, state)
+
+    def part(self, last: bool) -> AbstractContextManager[object]:
+        return nullcontext() if last else self.accelerator.no_sync(self.module)
+
+
+class FullyShardedHead(HeadOnRanks):
+    """FSDP2: every rank holds a slice of each weight and of its optimizer state.
+
+    The head is one unit, whole while it computes: the unroll runs its only layer again and again, and the loss takes
+    gradients of its norm and lm_head in the forward pass. accelerate shards on GPUs alone, so this is done here.
+    """
+
+    def __init__(self, accelerator: Accelerator, unrolled: UnrolledHead, section: TrainSection) -> None:
+        super().__init__(accelerator, section)
+        self.spare, self.unrolled = spare_and_shared(accelerator, unrolled)
+        mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+        fully_shard(self.unrolled, mesh=mesh)
+        self.optimizers = build_optimizers(self.unrolled.head, section)
+
+    def forward(self, *inputs: object) -> UnrollScores:
+        scores: UnrollScores = self.unrolled(*inputs)
+        return scores
+
+    def backward(self, loss: Tensor) -> None:
+        self.accelerator.backward(loss * self.accelerator.num_processes)
+
+    def update(self, scale: float = 1.0) -> float:
+        norm = unscale_and_clip(self.unrolled, scale, self.clip_norm)
+        step_if_finite(self.optimizers, norm)
+        return norm
+
+    def whole(self) -> UnrolledHead | None:
+        return filled(self.spare, ((name, gathered(p)) for name, p in self.unrolled.head.named_parameters()))
+
+    def state(self) -> dict[str, Tensor]:
+        state = named_state(self.unrolled.head, self.optimizers)
+        return on_main_rank(self.accelerator, ((name, gathered(value)) for name, value in state))
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        put_state(self.unrolled.head, self.optimizers, state)
+
+
+def share_out(accelerator: Accelerator, unrolled: UnrolledHead, section: TrainSection) -> HeadOnRanks:
+    """Give every rank its share of a head, as the launch asked for.
+
+    What comes in stays whole on the main rank; there `HeadOnRanks.whole` brings the trained weights back into it.
+    """
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        from trainers.zero import ZeroHead  # needs DeepSpeed, which need not be installed
+
+        return ZeroHead(accelerator, unrolled, section)
+    if parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        return FullyShardedHead(accelerator, unrolled, section)
+    return ReplicatedHead(accelerator, unrolled, section)
+
+
+def unscale_and_clip(module: nn.Module, scale: float, clip_norm: float) -> float:
+    """The gradient's norm over all ranks, before clipping."""
+    gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    if scale != 1.0:
+        torch._foreach_div_(gradients, scale)
+    return float(gathered(nn.utils.clip_grad_norm_(module.parameters(), clip_norm)))
+
+
+def step_if_finite(optimizers: list[Optimizer], norm: float) -> None:
+    for optimizer in optimizers:
+        if math.isfinite(norm):
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+def spare_and_shared(accelerator: Accelerator, unrolled: UnrolledHead) -> tuple[UnrolledHead | None, UnrolledHead]:
+    """What stays whole, on the main rank alone, and what is to be shared out; they have the same buffers."""
+    if not accelerator.is_main_process:
+        return None, unrolled
+    common = [*unrolled.buffers(), unrolled.teacher]
+    return unrolled, copy.deepcopy(unrolled, {id(each): each for each in common})
+
+
+@torch.no_grad()
+def filled(spare: UnrolledHead | None, weights: Iterator[tuple[str, Tensor]]) -> UnrolledHead | None:
+    """Take the weights into the spare; without one they are gathered all the same, as every rank must."""
+    goals = {} if spare is None else dict(spare.head.named_parameters())
+    for name, weight in weights:
+        if name in goals:
+            goals[name].copy_(weight)
+    return spare
+
+
+def on_main_rank(accelerator: Accelerator, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Gather one tensor after the other, on all ranks; the main rank's CPU keeps them."""
+    kept = {}
+    for name, tensor in tensors:
+        if accelerator.is_main_process:
+            kept[name] = tensor.detach().to("cpu", copy=True)  # ZeRO has one number of steps for many parameters
+    return kept
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def named_state(head: nn.Module, optimizers: list[Optimizer]) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the optimizers' state as (parameter.what, tensor)."""
+    for optimizer in optimizers:
+        for name, parameter in head.named_parameters():
+            for what, value in optimizer.state.get(parameter, {}).items():
+                yield f"{name}.{what}", torch.as_tensor(value)
+
+
+def put_state(head: nn.Module, optimizers: list[Optimizer], state: dict[str, Tensor]) -> None:
+    """The inverse of `named_state`; what has its parameter's shape is shared out as that is."""
+    owners = {parameter: optimizer for optimizer in optimizers for parameter in held(optimizer)}
+    for name, parameter in head.named_parameters():
+        own: dict[str, Any] = {}
+        for what, value in state_of(name, state).items():
+            if value.shape != parameter.shape:
+                own[what] = value.clone()  # the number of steps, which torch keeps on the CPU
+            elif isinstance(parameter, DTensor):
+                # Every rank has read the same file, so nothing needs to be sent.
+                whole = value.to(parameter.device)
+                own[what] = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            else:
+                own[what] = value.to(parameter.device, copy=True)
+        if own:
+            owners[parameter].state[parameter] = own
+
+
+def held(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def state_of(name: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What belongs to a parameter: `exp_avg` for `fc.weight.exp_avg`."""
+    return {key.rpartition(".")[2]: value for key, value in state.items() if key.rpartition(".")[0] == name}

@@ -42,7 +42,7 @@ def run(recipe: Recipe) -> None:
     Raises ValueError for what a user got wrong, as early as it can be known.
     """
     refuse_contradiction(recipe.train)
-    accelerator = start_ranks()
+    accelerator = start_ranks(recipe.train)
     if recipe.train.dry_run:
         if accelerator.is_main_process:
             print_plan(recipe, accelerator.num_processes, accelerator.device)

@@ -17,7 +17,7 @@ from trainers.checkpoint import Snapshot, Tensors
 from trainers.measure import Decoding
 from trainers.objective import Objective, Teacher, UnrolledHead
 from trainers.precision import LossScale, autocast
-from trainers.ranks import HeadOnRanks
+from trainers.ranks import HeadOnRanks, share_out
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Training:
             head.load_state_dict(found.weights)
         teacher = Teacher(materials.frozen, head.vocab)
         unrolled = UnrolledHead(head, teacher, Objective.from_recipe(recipe), section.activation_checkpointing)
-        ranks = HeadOnRanks(accelerator, unrolled, section)
+        ranks = share_out(accelerator, unrolled, section)
         average = None if section.ema_decay is None else Average(head, section.ema_decay)
         training = cls(recipe, materials, accelerator, ranks, average, LossScale(section))
         if found is not None:

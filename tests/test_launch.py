@@ -1,0 +1,169 @@
+"""Laws of launches: however many ranks there are and however they share the head, the training is the same one."""
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.utils import DeepSpeedPlugin
+from rank_steps import CLIP_NORM
+from safetensors.torch import load_file
+from tiny_run import build_run, contents, quiet_environment, tiny_recipe
+from torch import Tensor
+from torch.testing import assert_close
+
+from data_pipelines.harvest import harvest
+from recipes.schema import TrainSection
+from trainers.ranks import refuse_deepspeed, refuse_for_slices, refuse_half_precision
+
+ROOT = Path(__file__).resolve().parents[1]
+LAUNCHES = ROOT / "recipes/launch"
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is an extra: pip install -e .[deepspeed]"
+)
+WAYS = [
+    ("ddp", 1),
+    ("ddp", 2),
+    ("fsdp2", 1),
+    ("fsdp2", 2),
+    pytest.param("zero2", 1, marks=needs_deepspeed),
+    pytest.param("zero2", 2, marks=needs_deepspeed),
+    pytest.param("zero3", 1, marks=needs_deepspeed),
+    pytest.param("zero3", 2, marks=needs_deepspeed),
+]
+
+
+def launch(way: str, ranks: int, script: str, *arguments: object) -> subprocess.Popen[str]:
+    """The documented command, on CPU ranks: where there is no GPU, the same file means processes over gloo."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCHES / f"{way}.yaml")]
+    command += ["--num_processes", str(ranks), "--main_process_port", "0", str(ROOT / script), *map(str, arguments)]
+    environment = {**quiet_environment(ROOT), "DS_ACCELERATOR": "cpu"}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    output, _ = process.communicate(timeout=900)  # the first DeepSpeed of a machine compiles an operator
+    assert process.returncode == 0, output
+    return output
+
+
+@pytest.mark.parametrize(
+    ("way", "kind"),
+    [("one", "NO"), ("ddp", "MULTI_GPU"), ("fsdp2", "FSDP"), ("zero2", "DEEPSPEED"), ("zero3", "DEEPSPEED")],
+)
+def test_a_launch_file_says_how_ranks_share_and_nothing_that_a_recipe_says(way: str, kind: str) -> None:
+    config = load_config_from_file(str(LAUNCHES / f"{way}.yaml"))  # raises ValueError for keys that accelerate ignores
+    assert config.distributed_type == kind
+    assert config.num_processes == (1 if way == "one" else -1)  # -1: accelerate asks for --num_processes
+    assert config.mixed_precision == "no"
+    assert config.fsdp_config.get("fsdp_version") == (2 if way == "fsdp2" else None)
+    assert config.deepspeed_config.get("zero_stage") == {"zero2": 2, "zero3": 3}.get(way)
+    assert not config.deepspeed_config.keys() & {"gradient_clipping", "gradient_accumulation_steps"}
+
+
+def test_every_launch_file_is_tested() -> None:
+    assert {path.stem for path in LAUNCHES.iterdir()} == {"one", "ddp", "fsdp2", "zero2", "zero3"}
+
+
+@pytest.mark.parametrize("asked", [{"optimizer": "muon"}, {"ema_decay": 0.99}])
+def test_what_needs_whole_weights_is_refused_where_ranks_hold_slices(asked: dict[str, Any]) -> None:
+    refuse_for_slices(TrainSection(steps=1), "FSDP2")
+    with pytest.raises(ValueError, match=rf"train\.{next(iter(asked))}: .* under FSDP2 .* allowed, or launch with"):
+        refuse_for_slices(TrainSection.model_validate({"steps": 1, **asked}), "FSDP2")
+
+
+def test_half_precision_is_refused_under_deepspeed() -> None:
+    refuse_half_precision(TrainSection(steps=1))
+    with pytest.raises(ValueError, match=r"train\.precision: bfloat16 and DeepSpeed .* float32 is allowed"):
+        refuse_half_precision(TrainSection(steps=1, precision="bfloat16"))
+
+
+@pytest.mark.parametrize("asked", [{"zero_stage": 1}, {"zero_stage": 3, "offload_optimizer_device": "cpu"}])
+def test_a_launch_of_deepspeed_that_nobody_tested_is_refused(asked: dict[str, Any]) -> None:
+    refuse_deepspeed(DeepSpeedPlugin(zero_stage=3))
+    with pytest.raises(ValueError, match=r"DeepSpeed for stage \d, offloading to .*zero2\.yaml or zero3\.yaml"):
+        refuse_deepspeed(DeepSpeedPlugin(**asked))
+
+
+@pytest.fixture(scope="module")
+def harvested(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose run went as far as the features."""
+    folder = tmp_path_factory.mktemp("harvested")
+    build_run(folder)
+    harvest(tiny_recipe(folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(harvested: Path) -> dict[str, Tensor]:
+    """What the steps of rank_steps.py give in one process."""
+    finish(launch("one", 1, "tests/rank_steps.py", harvested, harvested / "one.safetensors"))
+    found = load_file(harvested / "one.safetensors")
+    norms = [float(found[f"norm.{step}"]) for step in range(4)]
+    assert min(norms) < CLIP_NORM < max(norms)  # some gradients are clipped, others are not
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "ranks"), WAYS)
+def test_every_way_of_sharing_takes_the_same_steps(
+    harvested: Path, alone: dict[str, Tensor], tmp_path: Path, way: str, ranks: int
+) -> None:
+    """To 1e-5 of the largest entry of each tensor: ranks add up in another order, and float32 has 7 digits."""
+    finish(launch(way, ranks, "tests/rank_steps.py", harvested, tmp_path / "result.safetensors"))
+    found = load_file(tmp_path / "result.safetensors")
+    assert found.keys() == alone.keys()
+    for name, expected in alone.items():
+        error = float((found[name] - expected).abs().max() / expected.abs().max())
+        assert error < 1e-5, f"{name}: {error:.1e}"
+
+
+LONGER = "train.steps=40", "train.checkpoint_every=2", "train.eval_every=20", "train.eval_prompts=1"
+
+
+def killed_behind(process: subprocess.Popen[str], metrics: Path, step: int) -> None:
+    """SIGKILL to the launcher and all its ranks, once so many steps were logged."""
+    while process.poll() is None and (not metrics.exists() or metrics.read_text().count("\n") < step):
+        time.sleep(0.05)
+    if process.poll() is None:
+        for each in [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]:
+            each.kill()
+    output, _ = process.communicate()
+    assert metrics.exists(), output
+
+
+@pytest.mark.slow
+@needs_deepspeed
+def test_a_run_goes_on_under_any_other_launch_and_ends_in_the_same_head(harvested: Path, tmp_path: Path) -> None:
+    """Begun by two ranks of one way, killed, and taken up by those of the next from its checkpoints."""
+    whole, handed_on = tmp_path / "whole", tmp_path / "handed_on"
+    shutil.copytree(harvested / "run", whole)
+    finish(launch("one", 1, "trainers/eagle.py", harvested / "recipe.yaml", *LONGER, f"run_dir={whole}"))
+    for stage in ("prompts", "responses"):  # the ranks harvest
+        shutil.copytree(harvested / "run" / stage, handed_on / stage)
+    arguments = [harvested / "recipe.yaml", *LONGER, f"run_dir={handed_on}"]
+    for number, way in enumerate(["ddp", "zero3", "fsdp2", "zero2"], start=1):
+        before = newest(handed_on)
+        process = launch(way, 2, "trainers/eagle.py", *arguments)
+        killed_behind(process, handed_on / "metrics.jsonl", step=8 * number)
+        assert before < newest(handed_on) < 40, way
+    finish(launch("zero3", 2, "trainers/eagle.py", *arguments))
+    assert contents(handed_on / "features") == contents(whole / "features")
+    one, many = (load_file(folder / "head/model.safetensors") for folder in (whole, handed_on))
+    assert_close(many, one, rtol=1e-3, atol=1e-4)
+    config = [(folder / "head/config.json").read_text() for folder in (whole, handed_on)]
+    assert config[0] == config[1]
+    files = [sorted(path.name for path in folder.glob("checkpoints/step-40/*")) for folder in (whole, handed_on)]
+    assert files[0] == files[1] == ["head.safetensors", "optimizers.safetensors", "state.json"]
+    states = [load_file(folder / "checkpoints/step-40/optimizers.safetensors") for folder in (whole, handed_on)]
+    assert states[0].keys() == states[1].keys()
+
+
+def newest(folder: Path) -> int:
+    return max((int(path.name.removeprefix("step-")) for path in folder.glob("checkpoints/step-*[0-9]")), default=0)
