@@ -73,16 +73,17 @@ def score_losses(
     positions = torch.arange(features.shape[1], device=target.device)
     cache, losses = UnrollCache(), torch.zeros(depth, len(CANDIDATES), dtype=torch.float64)
     for step in range(min(depth, features.shape[1] - 1)):
-        hidden = head(features, text[:, 1:].roll(-step, dims=1), positions + step, cache=cache)
+        tokens = text[:, 1:].roll(-step, dims=1)
+        hidden = head(features, tokens, positions + step, cache=cache, level=step)
         choices = text[:, step + 2 :]  # [1, seq - 2 - step]
         at = positions[: choices.shape[1]] + step + 2
-        scores = batch.scores(head.logits(hidden[:, : len(at)]), at.unsqueeze(0), None, ids)[0].float()
+        scores = batch.scores(head.logits(hidden[:, : len(at)], step), at.unsqueeze(0), None, ids)[0].float()
         columns = column[choices[0]]
         counted = (at >= prompt) & (columns >= 0)  # what the head cannot draft says nothing about its scores
         scores, columns = scores[counted], columns[counted]
         for number, multiplier in enumerate(CANDIDATES.tolist()):
             losses[step, number] = torch.nn.functional.cross_entropy(scores * multiplier, columns, reduction="sum")
-        features = head.feedback(hidden)
+        features = head.feedback(hidden, features, tokens)
     return losses
 
 

@@ -112,7 +112,21 @@ class Eagle3Section(LayerSection):
         return taps
 
 
-HeadSection = Annotated[Eagle1Section | Eagle3Section, Field(discriminator="kind")]
+class MedusaSection(Section):
+    """Medusa heads (arXiv 2401.10774), or Hydra's (2402.05109) when they are sequential."""
+
+    kind: Literal["medusa"] = Field(description="Architecture of the draft head.")
+    medusa_heads: int = Field(default=4, gt=0, le=32, description="Tokens guessed ahead, a head for each.")
+    medusa_layers: int = Field(default=1, gt=0, description="Residual blocks of each head.")
+    sequential: bool = Field(
+        default=False, description="Each head also reads the tokens that were drafted before its own (Hydra)."
+    )
+    draft_vocab_size: int | None = Field(
+        default=None, gt=0, description="Most frequent tokens that the head may draft; null is the whole vocabulary."
+    )
+
+
+HeadSection = Annotated[Eagle1Section | Eagle3Section | MedusaSection, Field(discriminator="kind")]
 
 
 class TrainSection(Section):

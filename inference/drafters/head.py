@@ -46,9 +46,11 @@ class HeadDrafter:
     """Reads the target's features of what was verified, then unrolls the head on its own features."""
 
     def __init__(self, head: DraftHead, growth: Growth) -> None:
-        """Raises ValueError for a tree wider than the head's vocabulary."""
+        """Raises ValueError for a tree wider than the head's vocabulary, or deeper than it has levels."""
         if growth.width > len(head.vocab.ids):
             raise ValueError(f"decode.width: {growth.width} given, 1 to the head's {len(head.vocab.ids)} is allowed")
+        if head.max_levels is not None and growth.depth > head.max_levels:
+            raise ValueError(f"decode.depth: {growth.depth} given, 1 to the head's {head.max_levels} is allowed")
         self.head, self.growth = head, growth
         self.ids = head.vocab.ids.to(head.embedding.device)
 
@@ -57,7 +59,7 @@ class HeadDrafter:
         return self.head.taps
 
     @property
-    def cache_shape(self) -> tuple[int, int, int]:
+    def cache_shape(self) -> tuple[int, int, int] | None:
         return self.head.cache_shape
 
     @property
@@ -74,27 +76,25 @@ class HeadDrafter:
 
     @torch.inference_mode()
     def begin(self, taps: Tensor, next_tokens: Tensor, row: KVCache) -> None:
-        assert row.head is not None
         count = next_tokens.shape[1] - 1
-        if count:
+        if count and row.head is not None:
             positions = torch.arange(count, device=self.ids.device)
             features = self.head.project(taps[:, :count])
             self.head(features, next_tokens[:, :count], positions, None, row.head)
 
     @torch.inference_mode()
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
-        assert cache.head is not None
         levels = self.growth.levels(verified)
-        hidden = self.read(verified, cache.head)  # [batch, 1, feature]
+        features, hidden = self.read(verified, cache.head)  # [batch, 1, feature] each
         if levels < 1:
             return Tree.root_only(verified.roots)
-        frontier, pool, features = Frontier.at_root(verified), Pool.empty(), hidden
+        frontier, pool = Frontier.at_root(verified), Pool.empty()
         samples = SampledChildren(self.growth, self.head.vocab) if verified.sampling.rule == "rejection" else None
         for level in range(levels):
             if level:
-                hidden = self.expand(features, frontier, level, cache.head)
-            positions = (cache.head.starts + (level + 1)).unsqueeze(1).expand_as(frontier.tokens)
-            logits, count = self.head.logits(hidden), self.growth.children(level)
+                hidden = self.expand(features, frontier, level, cache)
+            positions = (cache.roots + (level + 1)).unsqueeze(1).expand_as(frontier.tokens)
+            logits, count = self.head.logits(hidden, level), self.growth.children(level)
             if samples is not None:
                 values, columns = samples.draw(level, logits, positions, verified.sampling, frontier.history)
             else:
@@ -110,29 +110,39 @@ class HeadDrafter:
                 break
             chosen = self.growth.frontier(level, totals)  # [batch, frontier]
             parents = chosen // count
-            features = take(self.head.feedback(hidden), parents)
+            features = take(self.head.feedback(hidden, features, frontier.tokens), parents)
             frontier = frontier.below(
                 parents, pool.tokens[-1].gather(1, chosen), first + chosen, totals.gather(1, chosen)
             )
         tree = self.growth.prune(pool, verified.roots)
         return tree if samples is None else samples.label(tree, verified.rooms)
 
-    def read(self, verified: Verified, slots: Slots) -> Float[Tensor, "batch 1 feature"]:
-        """Take in the verified positions, in place of what was drafted there; returns each row's last hidden state."""
+    def read(self, verified: Verified, slots: Slots | None) -> tuple[Tensor, Tensor]:
+        """Take in the verified positions, in place of what was drafted there; returns the features of each row's last
+        one and the head's hidden state there. [batch, 1, feature] and [batch, 1, hidden]"""
+        if slots is None:  # then only the last position counts
+            features, roots = self.head.project(self.last(verified, verified.taps)), verified.roots
+            return features, self.head(features, roots, torch.zeros_like(roots))
         if verified.on_device is None:
             slots.set_lengths(verified.starts)
         offsets = torch.arange(verified.next_tokens.shape[1], device=self.ids.device)
         mask = block_mask(slots, Block((offsets <= offsets[:, None]).unsqueeze(0)), verified.taps.dtype)
         positions = slots.starts[:, None] + offsets
-        hidden = self.head(self.head.project(verified.taps), verified.next_tokens, positions, mask, slots)
+        features = self.head.project(verified.taps)
+        hidden = self.head(features, verified.next_tokens, positions, mask, slots)
         if verified.on_device is not None:
-            counts = verified.on_device.counts
-            slots.shift(counts)
-            return take(hidden, counts.unsqueeze(1) - 1)
-        slots.advance(verified.counts)
-        if len(hidden) == 1:
-            return hidden[:, verified.counts[0] - 1 : verified.counts[0]]
-        return take(hidden, torch.tensor(verified.counts, device=self.ids.device).unsqueeze(1) - 1)
+            slots.shift(verified.on_device.counts)
+        else:
+            slots.advance(verified.counts)
+        return self.last(verified, features), self.last(verified, hidden)
+
+    def last(self, verified: Verified, states: Float[Tensor, "batch count size"]) -> Float[Tensor, "batch 1 size"]:
+        """Those of each row's last verified position."""
+        if verified.on_device is not None:
+            return take(states, verified.on_device.counts.unsqueeze(1) - 1)
+        if len(states) == 1:
+            return states[:, verified.counts[0] - 1 : verified.counts[0]]
+        return take(states, torch.tensor(verified.counts, device=self.ids.device).unsqueeze(1) - 1)
 
     def late(self, verified: Verified, level: int) -> Bool[Tensor, " batch"] | None:
         """The rows that have no use for children on this level; None if all have."""
@@ -143,12 +153,14 @@ class HeadDrafter:
         return torch.tensor([room <= level for room in verified.rooms], device=self.ids.device)
 
     def expand(
-        self, features: Tensor, frontier: Frontier, level: int, slots: Slots
-    ) -> Float[Tensor, "batch frontier feature"]:
+        self, features: Tensor, frontier: Frontier, level: int, cache: KVCache
+    ) -> Float[Tensor, "batch frontier hidden"]:
         """One level through the head; each node sees the verified tokens, its ancestors and itself."""
+        slots, positions = cache.head, (cache.roots + (level - 1)).unsqueeze(1).expand_as(frontier.tokens)
+        if slots is None:
+            return self.head(features, frontier.tokens, positions, level=level)
         mask = block_mask(slots, Block(frontier.visible), features.dtype)
-        positions = (slots.starts + (level - 1)).unsqueeze(1).expand_as(frontier.tokens)
-        hidden = self.head(features, frontier.tokens, positions, mask, slots)
+        hidden = self.head(features, frontier.tokens, positions, mask, slots, level)
         slots.hold(frontier.tokens.shape[1])
         return hidden
 
