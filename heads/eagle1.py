@@ -68,7 +68,8 @@ class Eagle1Head(LastHiddenHead):
 
     @classmethod
     def from_section(cls, section: HeadSection, frozen: FrozenTarget, vocab: DraftVocab) -> "Eagle1Head":
-        assert isinstance(section, Eagle1Section) and vocab.is_full
+        assert isinstance(section, Eagle1Section)
+        assert vocab.is_full
         return cls(Eagle1Shape.from_section(section, frozen.config, frozen.config.hidden_size), frozen)
 
     @classmethod

@@ -1,6 +1,5 @@
 """What the heads share whose feature is the target's last hidden state behind its final norm: EAGLE-1 and Medusa."""
 
-
 from jaxtyping import Float
 from torch import Tensor
 

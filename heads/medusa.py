@@ -107,8 +107,8 @@ class MedusaHead(LastHiddenHead):
         self.input_scale = torch.cat([feature, *[embedding] * known]).to(self.embedding)
         for parameter in self.blocks.parameters():
             parameter.zero_()
-        for lm_head in self.lm_heads:
-            lm_head.weight.copy_(frozen.within(self.vocab).lm_head)
+        for weight in self.lm_heads.parameters():
+            weight.copy_(frozen.within(self.vocab).lm_head)
 
     def engine_config(self) -> dict[str, Any]:
         """vLLM's keys, and those that the reference names otherwise; no engine knows sequential heads."""
@@ -141,7 +141,7 @@ class MedusaHead(LastHiddenHead):
 
     @property
     def logits_parameters(self) -> list[Tensor]:
-        return [lm_head.weight for lm_head in self.lm_heads]
+        return list(self.lm_heads.parameters())
 
     def forward(
         self,

@@ -1,7 +1,7 @@
 """The two ways in which files name the tensors of Medusa heads: vLLM's, which is ours, and the reference's.
 
-    vLLM       blocks.H.layers.L.weight   blocks.H.layers.L.bias   lm_heads.H.weight        token_map
-    reference  H.L.linear.weight          H.L.linear.bias          H.N.weight, N layers
+vLLM       blocks.H.layers.L.weight   blocks.H.layers.L.bias   lm_heads.H.weight        token_map
+reference  H.L.linear.weight          H.L.linear.bias          H.N.weight, N layers
 """
 
 import re

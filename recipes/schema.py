@@ -194,11 +194,12 @@ class TrainSection(Section):
 class DecodeSection(Section):
     """How drafts grow and how text is decoded."""
 
-    growth: Literal["chain", "adaptive", "fixed", "dynamic", "cost_aware"] = Field(
+    growth: Literal["chain", "adaptive", "fixed", "searched", "searched_cost_aware", "dynamic", "cost_aware"] = Field(
         default="dynamic",
         description="Shape of the drafts. chain: one token per level; adaptive: a chain as long as recent acceptance "
-        "pays for; fixed: the tree of decode.paths; dynamic: the likeliest nodes (EAGLE-2); cost_aware: dynamic, and "
-        "as deep and large as the measured costs of this machine's steps pay for.",
+        "pays for; fixed: the tree of decode.paths; searched: the best tree of fixed shape, as fitted to the head; "
+        "dynamic: the likeliest nodes (EAGLE-2); cost_aware, searched_cost_aware: as deep and large as the measured "
+        "costs of this machine's steps pay for.",
     )
     depth: int = Field(
         default=5, gt=0, le=64, description="Levels drafted per target step, one head step each; or the most."
@@ -207,7 +208,7 @@ class DecodeSection(Section):
         default=4, gt=0, description="Nodes expanded per level of a dynamic tree, and children of each; a chain has 1."
     )
     nodes: int = Field(
-        default=16, gt=0, description="Drafted nodes of a dynamic tree that one target step verifies; or the most."
+        default=16, gt=0, description="Drafted nodes of a tree that one target step verifies; or the most."
     )
     paths: Paths | None = Field(
         default=None,
@@ -242,10 +243,10 @@ class DecodeSection(Section):
     def fields_agree(self) -> "DecodeSection":
         if (self.growth == "fixed") != (self.paths is not None):
             raise ValueError("growth fixed and paths go together; give both or neither")
-        if self.acceptance == "rejection" and self.growth not in ("chain", "fixed"):
+        if self.acceptance == "rejection" and self.growth not in ("chain", "fixed", "searched"):
             raise ValueError(
-                f"acceptance rejection allows growth chain or fixed; {self.growth} looks at tokens that were drawn "
-                f"before it keeps them, which would bias the output"
+                f"acceptance rejection allows growth chain, fixed or searched; {self.growth} looks at tokens that "
+                f"were drawn before it keeps them, which would bias the output"
             )
         return self
 

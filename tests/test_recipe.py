@@ -92,7 +92,11 @@ def test_all_mistakes_come_in_one_report(tmp_path: Path, good: dict[str, Any]) -
         (lambda r: r["head"].update(num_heads=4, num_kv_heads=3), "head.num_kv_heads: 3 given", "a divisor of"),
         (lambda r: r["head"].update(kind="eagle2"), "head.kind: 'eagle2' given, one of eagle1, eagle3", "did you mean"),
         (lambda r: r["head"].update(kind=3), "head.kind: 3 given", "one of eagle1, eagle3, medusa is allowed"),
-        (lambda r: r["head"].pop("kind"), "head.kind: nothing given", "one of eagle1, eagle3, medusa is allowed; add it"),
+        (
+            lambda r: r["head"].pop("kind"),
+            "head.kind: nothing given",
+            "one of eagle1, eagle3, medusa is allowed; add it",
+        ),
         (lambda r: r["head"].update(kind="eagle1", taps=[2]), "head.taps: [2] given", "or choose kind eagle3"),
         (lambda r: r["head"].update(kind="eagle1", num_head=2), "head.num_head: 2 given", "did you mean num_heads?"),
         (lambda r: r["head"].update(kind="eagle1", num_heads=0), "head.num_heads: 0 given", "a whole number > 0"),
@@ -118,7 +122,8 @@ def test_each_kind_of_head_has_its_own_keys(tmp_path: Path, good: dict[str, Any]
     }
     assert recipe_fields()["head.kind"].choices == ("eagle1", "eagle3", "medusa")
     assert recipe_fields()["head.taps"].description.endswith(" Only eagle3.")
-    assert "Only" not in recipe_fields()["head.num_heads"].description
+    assert recipe_fields()["head.num_heads"].description.endswith(" Only eagle1 and eagle3.")
+    assert "Only" not in recipe_fields()["head.kind"].description
 
 
 def test_the_last_hidden_state_is_a_layer_and_the_next_is_not(tmp_path: Path, good: dict[str, Any]) -> None:

@@ -52,6 +52,8 @@ def measured_prompts(recipe: Recipe, target: TargetModel) -> list[Request]:
 
 def accepted_length(recipe: Recipe, target: TargetModel, head: DraftHead) -> float:
     """tau of greedy tree decoding on the first held-out prompts, with the recipe's tree."""
+    if recipe.decode.growth.startswith("searched"):  # a tree that suits the head as it is now
+        head.calibration = calibrate(recipe, target, head)
     drafter, stats = HeadDrafter(head, growth_from_recipe(recipe.decode, target, head)), DecodeStats()
     for generation in generate_batch(target, measured_prompts(recipe, target), drafter, recipe.decode.max_batch):
         stats.add(generation.stats)

@@ -20,7 +20,11 @@ from trainers.chunks import score_in_chunks
 
 CHUNK_LOGITS = 2**25  # scored at once: 128 MiB in float32, and a few times as much in what is computed from them
 NOISE_LENGTH = 512  # tokens of the sample on which EAGLE-1's noise has its nominal width
-PAPERS = {"eagle1": (0.1, 1.0, 0.2), "eagle3": (1.0, 0.0, 0.0), "medusa": (1.0, 0.0, 0.0)}  # objective_weight, regression_weight, input_noise
+PAPERS = {
+    "eagle1": (0.1, 1.0, 0.2),
+    "eagle3": (1.0, 0.0, 0.0),
+    "medusa": (1.0, 0.0, 0.0),
+}  # objective_weight, regression_weight, input_noise
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from heads.base import DraftHead
+from heads.static_tree import StaticTree
 from inference.costs import CostTable
 from inference.drafters import Verified
 from inference.drafters.growth import Dynamic, Fixed, Growth, Pool
@@ -117,6 +118,47 @@ class Adaptive:
         return pool.best(roots, len(pool))
 
 
+class CostAwareFixed:
+    """A searched tree of fixed shape, cut to the size that yields the most expected tokens per second."""
+
+    static_shapes = False
+
+    def __init__(self, tree: StaticTree, nodes: int, costs: CostTable) -> None:
+        """`nodes` are the most that it may take."""
+        self.sizes = [Fixed(tree.best(count)) for count in range(1, nodes + 1)]
+        self.expected = 1 + numpy.cumsum(tree.chances[:nodes])
+        self.depths = numpy.array([size.depth for size in self.sizes])
+        self.costs, self.chosen = costs, self.sizes[-1]
+        self.depth, self.width, self.nodes = self.chosen.depth, self.chosen.width, nodes
+
+    def levels(self, verified: Verified) -> int:
+        now = self.costs.now(verified, self.nodes)
+        cost = now.verify(self.nodes) + now.first_level + (self.depths - 1) * now.level
+        self.chosen = self.sizes[int((self.expected / cost).argmax())]
+        return self.chosen.levels(verified)
+
+    def children(self, level: int) -> int:
+        return self.chosen.children(level)
+
+    def goes_on(self, pool: Pool) -> bool:
+        return True
+
+    def frontier(self, level: int, totals: Tensor) -> Tensor:
+        return self.chosen.frontier(level, totals)
+
+    def prune(self, pool: Pool, roots: Tensor) -> Tree:
+        return self.chosen.prune(pool, roots)
+
+
+def searched_tree(head: DraftHead) -> StaticTree:
+    if head.calibration.tree is None:
+        raise ValueError(
+            "decode.growth: a searched tree is asked for, and the head has none; fit one with python -m "
+            "inference.calibrate RECIPE, or choose another growth"
+        )
+    return head.calibration.tree
+
+
 def growth_from_recipe(section: DecodeSection, target: TargetModel, head: DraftHead) -> Growth:
     """The recipe's policy; those that mind the clock measure this target and head when they are first used."""
     if section.growth == "chain":
@@ -124,6 +166,10 @@ def growth_from_recipe(section: DecodeSection, target: TargetModel, head: DraftH
     if section.growth == "fixed":
         assert section.paths is not None
         return Fixed(section.paths)
+    if section.growth == "searched":
+        return Fixed(searched_tree(head).best(section.nodes))
+    if section.growth == "searched_cost_aware":
+        return CostAwareFixed(searched_tree(head), section.nodes, CostTable(target, head, section.width))
     if section.growth == "adaptive":
         return Adaptive(section.depth, CostTable(target, head, 1))
     if section.growth == "cost_aware":
