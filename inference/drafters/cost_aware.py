@@ -6,7 +6,7 @@ from torch import Tensor
 
 from heads.base import DraftHead
 from heads.static_tree import StaticTree
-from inference.costs import CostTable
+from inference.costs import CostTable, StepCosts
 from inference.drafters import Verified
 from inference.drafters.growth import Dynamic, Fixed, Growth, Pool
 from inference.target import TargetModel
@@ -132,10 +132,13 @@ class CostAwareFixed:
         self.depth, self.width, self.nodes = self.chosen.depth, self.chosen.width, nodes
 
     def levels(self, verified: Verified) -> int:
-        now = self.costs.now(verified, self.nodes)
-        cost = now.verify(self.nodes) + now.first_level + (self.depths - 1) * now.level
-        self.chosen = self.sizes[int((self.expected / cost).argmax())]
+        self.chosen = self.fastest(self.costs.now(verified, self.nodes))
         return self.chosen.levels(verified)
+
+    def fastest(self, now: StepCosts) -> Fixed:
+        """The tree of the most expected tokens per second."""
+        cost = now.verify(self.nodes) + now.first_level + (self.depths - 1) * now.level
+        return self.sizes[int((self.expected / cost).argmax())]
 
     def children(self, level: int) -> int:
         return self.chosen.children(level)
