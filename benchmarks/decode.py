@@ -22,15 +22,16 @@ from torch import Tensor
 
 from heads.base import DraftHead
 from heads.build import load_head
+from heads.cache import Slots
 from heads.target_config import locate_target
 from inference.costs import CostTable
 from inference.decode import DecodeStats, generate
 from inference.drafters import Drafter
 from inference.drafters.cost_aware import Adaptive, CostAware, growth_from_recipe
 from inference.drafters.growth import Dynamic, Growth
-from inference.drafters.head import HeadDrafter
+from inference.drafters.head import Frontier, HeadDrafter
 from inference.report import head_folder, held_out_prompts, saved_taps
-from inference.sampling import BatchSampling, History, Sampling
+from inference.sampling import BatchSampling, Sampling
 from inference.target import TargetModel
 from recipes import Recipe, run_command
 
@@ -51,10 +52,8 @@ HEAD_FUNCTIONS = ("project", "forward", "logits", "feedback")
 class WithoutNoise(HeadDrafter):
     """Children by the head's own probability, as in EAGLE-2 and 3: the drafter does not look at the noise."""
 
-    def chances(
-        self, level: int, logits: Tensor, positions: Tensor, sampling: BatchSampling, history: History | None
-    ) -> Tensor:
-        return sampling.warp(logits, history, self.ids)
+    def chances(self, level: int, logits: Tensor, slots: Slots, sampling: BatchSampling, frontier: Frontier) -> Tensor:
+        return sampling.warp(logits, frontier.history, self.ids)
 
 
 @dataclass

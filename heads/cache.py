@@ -102,8 +102,11 @@ class Slots:
 
     def set_lengths(self, lengths: list[int]) -> None:
         """Say which rows are in use and how many tokens each holds; everything behind is forgotten."""
+        if len(lengths) == 1 and self.storage.device.type == "cpu":
+            self._starts[0] = lengths[0]
+        elif lengths != self.lengths or self.static:  # `shift` may have moved on what the device knows
+            self._starts[: len(lengths)].copy_(torch.tensor(lengths, dtype=torch.long), non_blocking=True)
         self.lengths = list(lengths)
-        self._starts[: len(lengths)].copy_(torch.tensor(lengths, dtype=torch.long), non_blocking=True)
         self.reset()
 
     def reset(self) -> None:

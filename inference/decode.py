@@ -271,7 +271,7 @@ class DecodeLoop:
             output = self.target.verify(tree, self.cache)
             positions = self.cache.target.starts.unsqueeze(1) + tree.depths + 1
             logits, taps = output.logits, output.taps
-            accepted = judge(tree, logits, positions, self.sampling, self.history)
+            accepted = judge(tree, logits, positions, verified.sampling, self.history)
         moved = self.cache.target.bytes_moved
         self.cache.target.keep([row.path for row in accepted])
         moved = (self.cache.target.bytes_moved - moved) // len(self.rows)
@@ -329,10 +329,15 @@ class DecodeLoop:
             counts=counts,
             drafted=[row.drafted for row in rows],
             rooms=[row.left - 1 for row in rows],  # the bonus token comes for free
-            sampling=self.sampling,
+            sampling=self.sampling if self.static is not None else self.with_noise(),
             history=self.history,
             texts=[row.text for row in rows],
         )
+
+    def with_noise(self) -> BatchSampling:
+        """How rows choose, with the noise of every position that this step may look at."""
+        positions, count = self.cache.target.starts + 1, self.drafter.depth + 1
+        return self.sampling.with_noise(positions, count, self.target.config.vocab_size)
 
     def _rows_changed(self) -> None:
         """What depends on who is in the batch."""

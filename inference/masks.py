@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn import functional
 
 from heads.cache import Slots
 
@@ -21,26 +22,30 @@ def block_mask(
     slots: Slots, block: Block, dtype: torch.dtype, window: int | None = None
 ) -> Float[Tensor, "rows 1 block keys"]:
     """All that a row holds and what is visible of its pending tokens, no farther back than `window` positions."""
-    allowed = even_keys(slots, block, window) if slots.even else ragged_keys(slots, block, window)
-    return (
-        torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
-        .masked_fill_(~allowed, torch.finfo(dtype).min)
-        .unsqueeze(1)
-    )
+    if not slots.even:
+        return additive(ragged_keys(slots, block, window), dtype)
+    if window is None:
+        return functional.pad(additive(block.visible, dtype), (slots.lengths[0], 0))
+    return additive(even_window(slots, block, window), dtype)
 
 
-def even_keys(slots: Slots, block: Block, window: int | None) -> Bool[Tensor, "rows block keys"]:
+def additive(allowed: Bool[Tensor, "rows block keys"], dtype: torch.dtype) -> Float[Tensor, "rows 1 block keys"]:
+    """0 where allowed, the lowest finite number elsewhere."""
+    mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+    return mask.masked_fill_(~allowed, torch.finfo(dtype).min).unsqueeze(1)
+
+
+def even_window(slots: Slots, block: Block, window: int) -> Bool[Tensor, "rows block keys"]:
     """All rows hold equally much: offsets are plain numbers."""
+    assert block.depths is not None
     rows, size, pending = block.visible.shape
     held = slots.lengths[0]
     allowed = torch.ones(rows, size, held + pending, dtype=torch.bool, device=block.visible.device)
     allowed[..., held:] = block.visible
-    if window is not None:
-        assert block.depths is not None
-        depths = block.depths
-        positions = torch.arange(held, device=depths.device).expand(len(depths), -1)
-        positions = torch.cat([positions, held + depths], dim=-1)  # [rows, keys]
-        allowed &= positions.unsqueeze(1) > (held + depths[:, -size:] - window).unsqueeze(-1)
+    depths = block.depths
+    positions = torch.arange(held, device=depths.device).expand(len(depths), -1)
+    positions = torch.cat([positions, held + depths], dim=-1)  # [rows, keys]
+    allowed &= positions.unsqueeze(1) > (held + depths[:, -size:] - window).unsqueeze(-1)
     return allowed
 
 

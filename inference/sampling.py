@@ -7,6 +7,7 @@ at the same noise guesses that choice better (the coupling of Daliri et al., arX
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -162,15 +163,42 @@ class Group:
         return torch.log_softmax(truncated(logits.float() / sampling.temperature, sampling), dim=-1)
 
     def scores(
-        self, logits: Tensor, history: History | None, tokens: Tensor | None, positions: Tensor | None
+        self,
+        logits: Tensor,
+        history: History | None,
+        tokens: Tensor | None,
+        positions: Tensor | None,
+        table: "NoiseTable | None",
     ) -> Tensor:
         """The same, with noise where positions are given and the rows are not greedy."""
         warped = self.warp(logits, history, tokens)
         if positions is None or self.sampling.temperature == 0:
             return warped
+        if table is not None:
+            return warped + table.at(positions, self.rows, tokens)
         if tokens is None:
             tokens = torch.arange(logits.shape[-1], device=logits.device)
         return warped + gumbel_noise(self.seeds, positions, tokens)
+
+
+@dataclass(frozen=True)
+class NoiseTable:
+    """The noise of a few consecutive positions, drawn once for a whole step: all nodes of a level share theirs."""
+
+    first: Int[Tensor, " batch"]
+    values: Float[Tensor, "batch count vocab"]
+
+    def at(
+        self,
+        positions: Int[Tensor, "rows nodes"],
+        rows: Int[Tensor, " rows"] | None,
+        tokens: Int[Tensor, " columns"] | None,
+    ) -> Float[Tensor, "rows nodes columns"]:
+        """Of some rows (None: all) and tokens (None: all)."""
+        first, values = (self.first, self.values) if rows is None else (self.first[rows], self.values[rows])
+        index = (positions - first.unsqueeze(1)).unsqueeze(-1)
+        found = values.gather(1, index.expand(-1, -1, values.shape[-1]))
+        return found if tokens is None else found[..., tokens]
 
 
 class BatchSampling:
@@ -194,11 +222,22 @@ class BatchSampling:
         members: dict[Sampling, list[int]] = {}
         for row, sampling in enumerate(samplings):
             members.setdefault(replace(sampling, seed=0), []).append(row)
+        self.table: NoiseTable | None = None
         self.groups = []
         for sampling, numbers in members.items():
             rows = torch.tensor(numbers, device=device) if len(members) > 1 else None
             seeds = self.seeds if rows is None else self.seeds[rows]
             self.groups.append(Group(sampling, rows, seeds, bias_by_token(sampling, device)))
+
+    def with_noise(self, first: Int[Tensor, " batch"], count: int, vocab_size: int) -> "BatchSampling":
+        """The same, with the noise of `count` positions from `first` on at hand; `scores` asks for no others then."""
+        if self.all_greedy:
+            return self
+        prepared = copy(self)
+        positions = first.unsqueeze(1) + torch.arange(count, device=first.device)
+        tokens = torch.arange(vocab_size, device=first.device)
+        prepared.table = NoiseTable(first, gumbel_noise(self.seeds, positions, tokens))
+        return prepared
 
     def warp(
         self,
@@ -216,7 +255,7 @@ class BatchSampling:
     def scores(
         self,
         logits: Float[Tensor, "batch nodes vocab"],
-        positions: Int[Tensor, "batch nodes"],
+        positions: Int[Tensor, "batch places"],
         history: History | None = None,
         tokens: Int[Tensor, " vocab"] | None = None,
     ) -> Float[Tensor, "batch nodes vocab"]:
@@ -252,14 +291,14 @@ class BatchSampling:
     ) -> Tensor:
         """Each group's scores, brought back to their rows; one group over all rows moves nothing."""
         if len(self.groups) == 1:
-            return self.groups[0].scores(logits, history, tokens, positions)
+            return self.groups[0].scores(logits, history, tokens, positions, self.table)
         whole = torch.empty(logits.shape, device=logits.device)
         for group in self.groups:
             rows = group.rows
             assert rows is not None
             own_history = history.select(rows) if history is not None and group.sampling.needs_history else None
             own_positions = None if positions is None else positions[rows]
-            whole[rows] = group.scores(logits[rows], own_history, tokens, own_positions).float()
+            whole[rows] = group.scores(logits[rows], own_history, tokens, own_positions, self.table).float()
         return whole
 
 

@@ -119,13 +119,16 @@ class StaticStep:
         self, sampling: BatchSampling, taps: Tensor, next_tokens: Tensor, roots: Tensor, counts: Tensor, rooms: Tensor
     ) -> tuple[Tensor, ...]:
         self.cache.reset()
+        sampling = sampling.with_noise(
+            self.cache.target.starts + 1, self.drafter.depth + 1, self.target.config.vocab_size
+        )
         verified = Verified(taps, next_tokens, roots, [], [], [], [], sampling, None, [], OnDevice(counts, rooms))
         tree = self.drafter.draft(verified, self.cache)
         return self.verify(sampling, tree.tokens, tree.parents)
 
     def verify(self, sampling: BatchSampling, tokens: Tensor, parents: Tensor) -> tuple[Tensor, ...]:
         self.cache.target.reset()
-        tree = Tree(tokens, parents)
+        tree = Tree(tokens, parents, deepest=self.drafter.depth or None)
         output = self.target.verify(tree, self.cache)
         positions = self.cache.target.starts.unsqueeze(1) + tree.depths + 1
         return tokens, parents, sampling.choose(output.logits, positions), output.taps, output.logits

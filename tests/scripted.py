@@ -54,11 +54,11 @@ class Scripted:
 
     taps: tuple[int, ...] = ()
     cache_shape: tuple[int, int, int] | None = None
-    max_nodes = 40
+    max_nodes = depth = 40
     static_shapes = False
 
-    def __init__(self, *texts: list[int], depth: int = 5, seed: int = 0) -> None:
-        self.texts, self.depth, self.seed = texts, depth, seed
+    def __init__(self, *texts: list[int], ahead: int = 5, seed: int = 0) -> None:
+        self.texts, self.ahead, self.seed = texts, ahead, seed
 
     def begin(self, taps: Tensor, next_tokens: Tensor, row: KVCache) -> None:
         """Nothing to read."""
@@ -74,7 +74,7 @@ class Scripted:
 
     def coming(self, certain: list[int], room: int) -> list[int]:
         text = next(text for text in self.texts if text[: len(certain)] == certain)
-        return text[len(certain) :][: max(min(self.depth, room), 0)]
+        return text[len(certain) :][: max(min(self.ahead, room), 0)]
 
     def tree(self, root: int, coming: list[int]) -> Nodes:
         raise NotImplementedError
@@ -102,7 +102,7 @@ class Careless(Oracle):
     """An oracle that drafts on when there is no room left, as far as it knows the text, and beyond."""
 
     def coming(self, certain: list[int], room: int) -> list[int]:
-        return (super().coming(certain, self.depth) + [1] * 20)[: self.depth]
+        return (super().coming(certain, self.ahead) + [1] * 20)[: self.ahead]
 
 
 class Hidden(Scripted):
@@ -252,7 +252,7 @@ DRAFTERS: dict[str, Callable[[Texts], Drafter]] = {
     ),
     "oracle": lambda texts: Oracle(*texts.whole),
     "moody oracle": lambda texts: Moody(*texts.whole),
-    "careless oracle": lambda texts: Careless(*texts.whole, depth=9),
+    "careless oracle": lambda texts: Careless(*texts.whole, ahead=9),
     "truth hidden in a tree": lambda texts: Hidden(*texts.whole),
     "duplicate siblings": lambda texts: Duplicates(*texts.whole),
     "never right": lambda texts: NeverRight(*texts.whole),

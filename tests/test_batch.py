@@ -357,7 +357,7 @@ def test_many_texts_are_distributed_as_the_targets(
 def test_typical_acceptance_that_passes_everything_writes_what_was_drafted(target: TargetModel) -> None:
     sampling = Sampling(1.0, rule="typical", typical_epsilon=1e-30)
     first = generate(target, [5, 6, 7], 1, sampling).tokens
-    made = Oracle([5, 6, 7, *first, *range(20, 60)], depth=4)
+    made = Oracle([5, 6, 7, *first, *range(20, 60)], ahead=4)
     request = Request([5, 6, 7], 5, sampling)
     found = generate_batch(target, [request], made)[0]
     assert found.tokens[:4] == [*first, 20, 21, 22]  # there is no room for 23, as the bonus comes for free

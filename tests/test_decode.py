@@ -247,14 +247,14 @@ def test_an_oracles_tau_is_its_depth_and_the_bonus(
 ) -> None:
     new_tokens = 1 + 3 * (depth + 1)  # the first one comes out of the prompt's pass
     text = PROMPT + plain(sampling)
-    result = generate(target, PROMPT, new_tokens, sampling, Oracle(text, depth=depth))
+    result = generate(target, PROMPT, new_tokens, sampling, Oracle(text, ahead=depth))
     assert result.stats.tau == depth + 1
     assert result.stats.steps == 3
     assert result.stats.drafted == 3 * depth
     assert result.stats.accepted_at_depth == [3] * depth
     assert result.stats.acceptance == [1] * depth
     assert result.stats.bytes_moved == 0
-    hidden = generate(target, PROMPT, new_tokens, sampling, Hidden(text, depth=depth)).stats
+    hidden = generate(target, PROMPT, new_tokens, sampling, Hidden(text, ahead=depth)).stats
     assert hidden.tau == depth + 1
     assert hidden.bytes_moved > 0
 
@@ -466,7 +466,7 @@ def test_nothing_of_the_callers_is_changed(target: TargetModel, plain: Plain) ->
 
 def test_stats_add_up(target: TargetModel, plain: Plain) -> None:
     text = PROMPT + plain(Sampling())
-    parts = [generate(target, PROMPT, 12, drafter=Oracle(text, depth=depth)) for depth in (5, 1)]
+    parts = [generate(target, PROMPT, 12, drafter=Oracle(text, ahead=depth)) for depth in (5, 1)]
     parts += [Generation(), generate(target, PROMPT, 12, drafter=Hidden(text))]
     total = DecodeStats()
     for part in parts:

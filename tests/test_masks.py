@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from heads.cache import Slots
-from inference.masks import Block, block_mask, even_keys, ragged_keys
+from inference.masks import Block, additive, block_mask, ragged_keys
 
 CAPACITY = 14
 LOWEST = torch.finfo(torch.float32).min
@@ -81,7 +81,8 @@ def test_rows_of_equal_lengths_get_the_same_mask_either_way(window: int | None) 
     for held, (earlier, size), rows in itertools.product(range(4), BLOCKS.values(), (1, 3)):
         slots = slots_of([held] * 3, earlier)
         block = Block(torch.rand(rows, size, earlier + size) < 0.5, torch.randint(5, (rows, earlier + size)))
-        even, ragged = even_keys(slots, block, window), ragged_keys(slots, block, window)
+        even = block_mask(slots, block, torch.float32, window)
+        ragged = additive(ragged_keys(slots, block, window), torch.float32)
         assert torch.equal(even.expand_as(ragged), ragged)
 
 

@@ -177,7 +177,7 @@ def test_whichever_comes_first_ends_a_text(
 
     def decode(count: int, strings: tuple[str, ...]) -> Generation:
         request = Request(PROMPT, count, stop=StopStrings(strings, detokenize))
-        return generate_batch(target, [request], Oracle(PROMPT + text, depth=30))[0]
+        return generate_batch(target, [request], Oracle(PROMPT + text, ahead=30))[0]
 
     monkeypatch.setattr(target, "end_tokens", [text[place + 1]])
     found = decode(NEW_TOKENS, (string,))

@@ -52,7 +52,7 @@ class Drafter(Protocol):
 
     @property
     def depth(self) -> int:
-        """Upper bound on the drafts that one step may accept."""
+        """Upper bound on the depth of its trees, and so on the drafts that one step may accept."""
 
     @property
     def static_shapes(self) -> bool:

@@ -8,7 +8,7 @@ from heads.base import DraftHead
 from heads.static_tree import StaticTree
 from inference.costs import CostTable, StepCosts
 from inference.drafters import Verified
-from inference.drafters.growth import Dynamic, Fixed, Growth, Pool
+from inference.drafters.growth import Dynamic, Fixed, Growth, Pool, likeliest
 from inference.target import TargetModel
 from inference.tree import Tree
 from recipes.schema import DecodeSection
@@ -53,8 +53,8 @@ class CostAware:
         deeper = (expected + gain) / (cost + added + self.now.level)
         return bool(deeper.max() > (expected / cost).max())
 
-    def frontier(self, level: int, totals: Tensor) -> Tensor:
-        return totals.topk(self.width, dim=1).indices
+    def frontier(self, level: int, totals: Tensor) -> Tensor | None:
+        return likeliest(totals, self.width)
 
     def prune(self, pool: Pool, roots: Tensor) -> Tree:
         self.look_at(pool)
@@ -111,8 +111,8 @@ class Adaptive:
     def goes_on(self, pool: Pool) -> bool:
         return True
 
-    def frontier(self, level: int, totals: Tensor) -> Tensor:
-        return totals.argmax(dim=1, keepdim=True)
+    def frontier(self, level: int, totals: Tensor) -> None:
+        """A chain goes on at its only child."""
 
     def prune(self, pool: Pool, roots: Tensor) -> Tree:
         return pool.best(roots, len(pool))
@@ -146,7 +146,7 @@ class CostAwareFixed:
     def goes_on(self, pool: Pool) -> bool:
         return True
 
-    def frontier(self, level: int, totals: Tensor) -> Tensor:
+    def frontier(self, level: int, totals: Tensor) -> Tensor | None:
         return self.chosen.frontier(level, totals)
 
     def prune(self, pool: Pool, roots: Tensor) -> Tree:

@@ -44,7 +44,8 @@ class Pool:
     def whole(self, roots: Int[Tensor, "batch 1"]) -> Tree:
         """All of its nodes, whose numbers are theirs in the tree already; those that may not be hang nowhere."""
         above = torch.cat(self.parents, dim=1).masked_fill(torch.cat(self.scores, dim=1) == -torch.inf, -1)
-        return Tree(torch.cat([roots, *self.tokens], dim=1), torch.cat([torch.full_like(roots, -1), above], dim=1))
+        tokens, parents = [roots, *self.tokens], [torch.full_like(roots, -1), above]
+        return Tree(torch.cat(tokens, dim=1), torch.cat(parents, dim=1), deepest=len(self.tokens))
 
     def tree(self, roots: Int[Tensor, "batch 1"], chosen: Int[Tensor, "batch chosen"]) -> Tree:
         """Nodes by their place in the pool, ascending, each with its parent; those that may not be hang nowhere."""
@@ -53,8 +54,11 @@ class Pool:
         number.scatter_(1, chosen + 1, torch.arange(1, chosen.shape[1] + 1, device=scores.device).expand_as(chosen))
         above = number.gather(1, parents.gather(1, chosen))
         above = above.masked_fill(scores.gather(1, chosen) == -torch.inf, -1)
-        root_parents = torch.full_like(roots, -1)
-        return Tree(torch.cat([roots, tokens.gather(1, chosen)], 1), torch.cat([root_parents, above], 1))
+        tokens, above = (
+            torch.cat([roots, tokens.gather(1, chosen)], 1),
+            torch.cat([torch.full_like(roots, -1), above], 1),
+        )
+        return Tree(tokens, above, deepest=len(self.tokens))
 
 
 @runtime_checkable  # the shape checks of the tests look at instances
@@ -86,8 +90,8 @@ class Growth(Protocol):
     def goes_on(self, pool: Pool) -> bool:
         """Is another level worth its while?"""
 
-    def frontier(self, level: int, totals: Float[Tensor, "batch children"]) -> Int[Tensor, "batch frontier"]:
-        """Which of a level's children are expanded on the next."""
+    def frontier(self, level: int, totals: Float[Tensor, "batch children"]) -> Int[Tensor, "batch frontier"] | None:
+        """Which of a level's children are expanded on the next; None is all of them."""
 
     def prune(self, pool: Pool, roots: Int[Tensor, "batch 1"]) -> Tree:
         """The tree that is verified."""
@@ -115,11 +119,16 @@ class Dynamic:
     def goes_on(self, pool: Pool) -> bool:
         return True
 
-    def frontier(self, level: int, totals: Tensor) -> Tensor:
-        return totals.topk(self.width, dim=1).indices
+    def frontier(self, level: int, totals: Tensor) -> Tensor | None:
+        return likeliest(totals, self.width)
 
     def prune(self, pool: Pool, roots: Tensor) -> Tree:
         return pool.best(roots, self.nodes)
+
+
+def likeliest(totals: Float[Tensor, "batch children"], width: int) -> Int[Tensor, "batch width"] | None:
+    """Places of the `width` largest; None if that is all."""
+    return None if totals.shape[1] <= width else totals.topk(width, dim=1).indices
 
 
 @dataclass(frozen=True)

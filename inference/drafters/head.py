@@ -24,7 +24,7 @@ class Frontier:
     tokens: Int[Tensor, "batch frontier"]
     numbers: Int[Tensor, "batch frontier"]  # of the nodes in the pool, the root being 0
     totals: Float[Tensor, "batch frontier"]  # log of the estimated chance that the target gets there
-    visible: Bool[Tensor, "batch frontier pending"]  # which drafted nodes each attends to
+    visible: Bool[Tensor, "batch frontier pending"] | None  # drafted nodes that each attends to; None: all, a chain
     history: History | None  # where penalties ask for it: what came before, the node included
 
     @classmethod
@@ -32,14 +32,24 @@ class Frontier:
         roots, history = verified.roots, verified.history
         if history is not None:
             history = history.extend(torch.zeros_like(roots), roots)
-        nowhere = torch.zeros(*roots.shape, 0, dtype=torch.bool, device=roots.device)
-        return cls(roots, torch.zeros_like(roots), torch.zeros(roots.shape, device=roots.device), nowhere, history)
+        return cls(roots, torch.zeros_like(roots), torch.zeros(roots.shape, device=roots.device), None, history)
 
-    def below(self, parents: Int[Tensor, "batch next"], tokens: Tensor, numbers: Tensor, totals: Tensor) -> "Frontier":
-        """Nodes of the next level, given the frontier's node that each hangs from."""
+    def below(
+        self, level: int, parents: Int[Tensor, "batch next"], tokens: Tensor, numbers: Tensor, totals: Tensor
+    ) -> "Frontier":
+        """Nodes of the level after this one, given the frontier's node that each hangs from."""
         history = None if self.history is None else self.history.extend(parents, tokens)
+        if self.visible is None and tokens.shape[1] == 1:
+            return Frontier(tokens, numbers, totals, None, history)
         themselves = torch.eye(tokens.shape[1], dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
-        return Frontier(tokens, numbers, totals, torch.cat([take(self.visible, parents), themselves], -1), history)
+        above = take(self.seen(level), parents)
+        return Frontier(tokens, numbers, totals, torch.cat([above, themselves], -1), history)
+
+    def seen(self, pending: int) -> Bool[Tensor, "batch frontier pending"]:
+        """`visible` in full."""
+        if self.visible is not None:
+            return self.visible
+        return torch.ones(*self.tokens.shape, pending, dtype=torch.bool, device=self.tokens.device)
 
 
 class HeadDrafter:
@@ -53,6 +63,7 @@ class HeadDrafter:
             raise ValueError(f"decode.depth: {growth.depth} given, 1 to the head's {head.max_levels} is allowed")
         self.head, self.growth = head, growth
         self.ids = head.vocab.ids.to(head.embedding.device)
+        self.columns = None if head.vocab.is_full else self.ids  # the target's tokens that the head scores
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -93,27 +104,31 @@ class HeadDrafter:
         for level in range(levels):
             if level:
                 hidden = self.expand(features, frontier, level, cache)
-            positions = (cache.roots + (level + 1)).unsqueeze(1).expand_as(frontier.tokens)
             logits, count = self.head.logits(hidden, level), self.growth.children(level)
             if samples is not None:
+                positions = behind(cache.roots, level + 1, frontier)
                 values, columns = samples.draw(level, logits, positions, verified.sampling, frontier.history)
             else:
-                chances = self.chances(level, logits, positions, verified.sampling, frontier.history)
+                chances = self.chances(level, logits, cache.roots, verified.sampling, frontier)
                 values, columns = chances.topk(count, dim=-1)  # [batch, frontier, count]
             totals = (frontier.totals.unsqueeze(-1) + values).flatten(1)
             late = self.late(verified, level)
             if late is not None:
                 totals = totals.masked_fill(late.unsqueeze(1), -torch.inf)
             first = len(pool) + 1
-            pool.add(totals, self.ids[columns].flatten(1), frontier.numbers.repeat_interleave(count, dim=1))
+            tokens = (columns if self.columns is None else self.ids[columns]).flatten(1)
+            pool.add(totals, tokens, frontier.numbers.unsqueeze(-1).expand(-1, -1, count).flatten(1))
             if level + 1 == levels or not self.growth.goes_on(pool):
                 break
+            features = self.head.feedback(hidden, features, frontier.tokens)
             chosen = self.growth.frontier(level, totals)  # [batch, frontier]
+            if chosen is None:
+                chosen = torch.arange(totals.shape[1], device=totals.device).expand_as(totals)
+            else:
+                tokens, totals = tokens.gather(1, chosen), totals.gather(1, chosen)
             parents = chosen // count
-            features = take(self.head.feedback(hidden, features, frontier.tokens), parents)
-            frontier = frontier.below(
-                parents, pool.tokens[-1].gather(1, chosen), first + chosen, totals.gather(1, chosen)
-            )
+            features = features if features.shape[1] == chosen.shape[1] == 1 else take(features, parents)
+            frontier = frontier.below(level, parents, tokens, first + chosen, totals)
         tree = self.growth.prune(pool, verified.roots)
         return tree if samples is None else samples.label(tree, verified.rooms)
 
@@ -126,7 +141,9 @@ class HeadDrafter:
         if verified.on_device is None:
             slots.set_lengths(verified.starts)
         offsets = torch.arange(verified.next_tokens.shape[1], device=self.ids.device)
-        mask = block_mask(slots, Block((offsets <= offsets[:, None]).unsqueeze(0)), verified.taps.dtype)
+        mask = None
+        if len(offsets) > 1 or not slots.even:
+            mask = block_mask(slots, Block((offsets <= offsets[:, None]).unsqueeze(0)), verified.taps.dtype)
         positions = slots.starts[:, None] + offsets
         features = self.head.project(verified.taps)
         hidden = self.head(features, verified.next_tokens, positions, mask, slots)
@@ -156,25 +173,35 @@ class HeadDrafter:
         self, features: Tensor, frontier: Frontier, level: int, cache: KVCache
     ) -> Float[Tensor, "batch frontier hidden"]:
         """One level through the head; each node sees the verified tokens, its ancestors and itself."""
-        slots, positions = cache.head, (cache.roots + (level - 1)).unsqueeze(1).expand_as(frontier.tokens)
+        slots, positions = cache.head, behind(cache.roots, level - 1, frontier)
         if slots is None:
             return self.head(features, frontier.tokens, positions, level=level)
-        mask = block_mask(slots, Block(frontier.visible), features.dtype)
+        mask = None
+        if frontier.visible is not None or not slots.even:
+            mask = block_mask(slots, Block(frontier.seen(level)), features.dtype)
         hidden = self.head(features, frontier.tokens, positions, mask, slots, level)
         slots.hold(frontier.tokens.shape[1])
         return hidden
 
     def chances(
-        self, level: int, logits: Tensor, positions: Tensor, sampling: BatchSampling, history: History | None
+        self, level: int, logits: Tensor, roots: Tensor, sampling: BatchSampling, frontier: Frontier
     ) -> Float[Tensor, "batch frontier draft_vocab"]:
         """Log of the estimated chance that the target chooses each token, given its noise at that position."""
-        scores = sampling.scores(logits, positions, history, self.ids).float()
         greedy, sampled = self.head.calibration.at(level)
-        if greedy != sampled:  # between two tensors: a captured step may not bring numbers from the host
+        if sampling.all_greedy:
+            scores = sampling.warp(logits, frontier.history, self.columns).float() * greedy
+        else:
+            # All nodes of a level stand at one position.
+            positions = (roots + level + 1).unsqueeze(1)
+            scores = sampling.scores(logits, positions, frontier.history, self.columns).float()
+            # Between two tensors: a captured step may not bring numbers from the host.
             scores = torch.where(sampling.greedy[:, None, None], scores * greedy, scores * sampled)
-        elif greedy != 1:
-            scores = scores * greedy
         return torch.log_softmax(scores, dim=-1)
+
+
+def behind(roots: Int[Tensor, " batch"], distance: int, frontier: Frontier) -> Int[Tensor, "batch frontier"]:
+    """Positions so far behind each row's root, one for every node."""
+    return (roots + distance).unsqueeze(1).expand_as(frontier.tokens)
 
 
 def take(states: Shaped[Tensor, "batch nodes size"], index: Int[Tensor, "batch chosen"]) -> Tensor:

@@ -1,5 +1,7 @@
 """Children that are sampled, for acceptance by rejection: a shape fixed beforehand, and what was drawn from what."""
 
+from dataclasses import replace
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -62,4 +64,4 @@ class SampledChildren:
             roomy = torch.tensor([room > level for room in rooms], device=tokens.device)
             tokens[:, index] = torch.where(roomy[:, None], drawn, -1)
             log_q[:, index] = level_log_q
-        return Tree(tree.tokens, tree.parents, Proposals(tokens, log_q))
+        return replace(tree, proposals=Proposals(tokens, log_q))
