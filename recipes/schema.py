@@ -51,6 +51,10 @@ class DataSection(Section):
 
     prompts: HomeText = Field(description=f"JSONL file of prompts to train on, or the word {PYTHON_STDLIB}.")
     heldout_prompts: HomePath = Field(description="JSONL file of prompts that are never trained on.")
+    folder: Annotated[HomePath | None, Field(strict=False)] = Field(
+        default=None,
+        description="Folder of prompts, responses and features, which several recipes may share; null is run_dir.",
+    )
     num_prompts: int = Field(gt=0, description="Prompts to train on.")
     prompt_tokens: int = Field(default=1024, gt=0, description="Longest prompt, in tokens.")
     response_tokens: int = Field(default=1024, gt=0, description="Longest response that the target writes, in tokens.")
@@ -293,16 +297,20 @@ class Recipe(Section):
     log: LogSection = LogSection()
 
     @property
+    def data_dir(self) -> Path:
+        return self.data.folder or self.run_dir
+
+    @property
     def prompts_dir(self) -> Path:
-        return self.run_dir / "prompts"
+        return self.data_dir / "prompts"
 
     @property
     def responses_dir(self) -> Path:
-        return self.run_dir / "responses"
+        return self.data_dir / "responses"
 
     @property
     def features_dir(self) -> Path:
-        return self.run_dir / "features"
+        return self.data_dir / "features"
 
     @property
     def checkpoints_dir(self) -> Path:
