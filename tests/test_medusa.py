@@ -109,7 +109,7 @@ def test_a_drafted_tree_is_the_papers(reader: TargetModel, make_head: MakeHead, 
     assert len(drafter.seen) > 5
     for text, tree in drafter.seen[:-4]:  # near the end there is no room for all levels
         feature = head.project(reader.forward(torch.tensor([text[:-1]])).taps)[0, -1]
-        tokens = {(): [text[-1]]}
+        tokens: dict[tuple[int, ...], list[int]] = {(): [text[-1]]}
         for path in sorted(paths, key=len):
             above = tokens[path[:-1]]
             tokens[path] = [*above, guesses(head, feature, above, len(path) - 1)[path[-1]]]

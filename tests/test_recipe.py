@@ -259,7 +259,7 @@ def test_every_shipped_recipe_loads(path: Path, tmp_path: Path, good: dict[str, 
 
 
 @pytest.mark.skipif(not (ROOT / "assets/demo_target/config.json").exists(), reason="the demo target is not there")
-@pytest.mark.parametrize("name", ["tiny", "tiny_eagle1", "tiny_full"])
+@pytest.mark.parametrize("name", ["tiny", "tiny_eagle1", "tiny_full", "tiny_medusa"])
 def test_the_demo_recipes_fit_the_demo_target(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     load_recipe(f"recipes/{name}.yaml")
