@@ -1,14 +1,14 @@
 """Four kinds of heads from one harvest, with the same steps: tokens per target step of each, in several trees.
 
     python benchmarks/medusa.py recipes/tiny_medusa.yaml
-    python benchmarks/medusa.py recipes/tiny_medusa.yaml data.folder=runs/tiny_full data.num_prompts=8192 ...
 
-The recipe says everything but the head. Each kind is trained below RUN_DIR/compare, or taken from there, and decodes the
-held-out prompts that its calibration has not seen. A head that is not Medusa's is unrolled as deep as Medusa has heads.
+The recipe says everything but the head. Each kind is trained below RUN_DIR/compare, or taken from there, and decodes
+the held-out prompts that its calibration has not seen. A head that is not Medusa's is unrolled as deep as Medusa's are.
 """
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from pydantic import TypeAdapter
@@ -30,7 +30,7 @@ from recipes.schema import HeadSection
 from trainers.medusa import run
 
 # EAGLE-3 comes first: what is harvested for it serves all.
-KINDS = {
+KINDS: dict[str, dict[str, Any]] = {
     "eagle3": {"kind": "eagle3", "fc_norm": True, "norm_output": True},
     "eagle1": {"kind": "eagle1"},
     "medusa": {"kind": "medusa"},
@@ -119,7 +119,7 @@ def taker(
 def random_tree(nodes: int, depth: int, generator: random.Random) -> tuple[tuple[int, ...], ...]:
     """Grown node by node from whatever may come next."""
     tree: list[tuple[int, ...]] = []
-    candidates = [(0,)]
+    candidates: list[tuple[int, ...]] = [(0,)]
     while len(tree) < nodes:
         path = candidates.pop(generator.randrange(len(candidates)))
         tree.append(path)
