@@ -22,7 +22,6 @@ from torch import Tensor
 
 from heads.base import DraftHead
 from heads.build import load_head
-from heads.cache import Slots
 from heads.target_config import locate_target
 from inference.costs import CostTable
 from inference.decode import DecodeStats, generate
@@ -52,7 +51,7 @@ HEAD_FUNCTIONS = ("project", "forward", "logits", "feedback")
 class WithoutNoise(HeadDrafter):
     """Children by the head's own probability, as in EAGLE-2 and 3: the drafter does not look at the noise."""
 
-    def chances(self, level: int, logits: Tensor, slots: Slots, sampling: BatchSampling, frontier: Frontier) -> Tensor:
+    def chances(self, level: int, logits: Tensor, roots: Tensor, sampling: BatchSampling, frontier: Frontier) -> Tensor:
         return sampling.warp(logits, frontier.history, self.ids)
 
 

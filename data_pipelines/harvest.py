@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from data_pipelines.prompts import make_prompts
-from data_pipelines.shards import MANIFEST, Sample, shard_is_whole, shard_name, write_manifest, write_shard
+from data_pipelines.shards import MANIFEST, Sample, shard_is_whole, shard_name, stored_taps, write_manifest, write_shard
 from data_pipelines.stage import Json, Stage, file_digest, read_jsonl, target_identity, write_jsonl
 from heads.build import head_taps
 from heads.frozen import FrozenTarget
@@ -27,6 +27,7 @@ from inference.sampling import Sampling
 from inference.target import TargetModel
 from recipes import Recipe, run_command
 
+STORE_FORMAT = 2  # of the shards: one tensor per tap
 LOGITS_TOLERANCE = 0.05  # of the largest logit; bfloat16 rounding stays well below
 
 
@@ -47,8 +48,13 @@ def responses_stage(recipe: Recipe, prompts: Stage) -> Stage:
 
 
 def features_stage(recipe: Recipe, responses: Stage, taps: tuple[int, ...]) -> Stage:
-    inputs = {"responses": responses.digest(), "taps": taps, "data.dtype": recipe.data.dtype}
-    return Stage("features", recipe.features_dir, inputs)
+    """A store of more taps than the head needs serves it too, and is taken as it is."""
+    inputs = {"responses": responses.digest(), "taps": taps, "data.dtype": recipe.data.dtype, "format": STORE_FORMAT}
+    stage = Stage("features", recipe.features_dir, inputs)
+    found = stage.claimed_for()
+    if found is not None and set(taps) <= set(found["taps"]):
+        return Stage("features", recipe.features_dir, {**inputs, "taps": found["taps"]})
+    return stage
 
 
 @dataclass(frozen=True)
@@ -79,8 +85,7 @@ def harvest(recipe: Recipe, target: TargetModel | None = None) -> Stage:
         prompts = make_prompts(recipe)
     config = TargetConfig.from_folder(locate_target(recipe.target.path, recipe.target.revision))
     check_lengths(recipe, config)
-    # The last hidden state is stored for every head, so as a tap it costs nothing more.
-    taps = tuple(tap for tap in head_taps(recipe.head, config) if tap < config.num_layers)
+    taps = stored_taps(head_taps(recipe.head, config), config.num_layers)
 
     responses = responses_stage(recipe, prompts)
     if not responses.is_complete():
@@ -95,7 +100,8 @@ def harvest(recipe: Recipe, target: TargetModel | None = None) -> Stage:
 
     features = features_stage(recipe, responses, taps)
     if not features.is_complete():
-        target = target or TargetModel.load(recipe.target, taps)
+        taps = tuple(features.inputs["taps"])
+        target = target if target and target.taps == taps else TargetModel.load(recipe.target, taps)
         begin(features, state)
         check_teacher(recipe, target)
         made_from = hashlib.sha256(json.dumps(features.inputs, sort_keys=True).encode()).hexdigest()
@@ -104,7 +110,7 @@ def harvest(recipe: Recipe, target: TargetModel | None = None) -> Stage:
         state.wait_for_everyone()
         if state.is_main_process:
             names = [shard_name(piece.split, piece.index) for piece in pieces(recipe)]
-            write_manifest(features.folder, names, {"made_from": features.inputs})
+            write_manifest(features.folder, names, {"taps": taps, "made_from": features.inputs})
             features.finish({"manifest": file_digest(features.folder / MANIFEST)})
         state.wait_for_everyone()
     return features
@@ -187,7 +193,7 @@ def write_features(recipe: Recipe, target: TargetModel, piece: Piece, made_from:
         for row, (tokens, taps, last_hidden) in zip(batch, tapped, strict=True):
             loss_mask = torch.arange(len(tokens)) >= len(row["prompt"])
             samples[row["id"]] = Sample(tokens, loss_mask, taps, last_hidden)
-    write_shard(path, [samples[row["id"]] for row in rows], made_from)
+    write_shard(path, [samples[row["id"]] for row in rows], target.taps, made_from)
 
 
 def check_teacher(recipe: Recipe, target: TargetModel) -> None:

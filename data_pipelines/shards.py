@@ -22,7 +22,7 @@ class Sample:
 
     tokens: Tensor  # [seq], int64
     loss_mask: Tensor  # [seq], bool: the tokens that the target wrote
-    taps: Tensor  # [seq, taps * hidden]: the tapped hidden states below the last one, in ascending order
+    taps: Tensor  # [seq, taps * hidden]: tapped hidden states below the last one, in ascending order
     last_hidden: Tensor  # [seq, hidden]: before the final norm
 
 
@@ -31,20 +31,27 @@ def tapped(stored: Tensor, last_hidden: Tensor, taps: tuple[int, ...], num_layer
     return torch.cat([stored, last_hidden], dim=-1) if taps[-1] == num_layers else stored
 
 
+def stored_taps(taps: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+    """Those of a head's taps that are stored for it; the last hidden state is stored for every head, once."""
+    return tuple(tap for tap in taps if tap < num_layers)
+
+
 def shard_name(split: str, index: int) -> str:
     return f"{split}-{index:05d}.safetensors"
 
 
-def write_shard(path: Path, samples: list[Sample], made_from: str) -> None:
+def write_shard(path: Path, samples: list[Sample], taps: tuple[int, ...], made_from: str) -> None:
     """Write then rename, so a reader sees a whole shard or none and a killed harvest can simply resume.
 
-    `made_from` identifies the run's inputs; a shard of other inputs is refused later.
+    Each tap is a tensor of its own, so that a head reads its taps alone. `made_from` identifies the run's inputs; a
+    shard of other inputs is refused later.
     """
+    states = torch.cat([sample.taps for sample in samples]).unflatten(-1, (len(taps), -1)) if taps else None
     lengths = torch.tensor([0] + [len(sample.tokens) for sample in samples])
     tensors = {
         "tokens": torch.cat([sample.tokens.to(torch.int32) for sample in samples]),
         "loss_mask": torch.cat([sample.loss_mask.to(torch.uint8) for sample in samples]),
-        "taps": torch.cat([sample.taps for sample in samples]),
+        **{f"tap.{tap}": states[:, number].contiguous() for number, tap in enumerate(taps) if states is not None},
         "last_hidden": torch.cat([sample.last_hidden for sample in samples]),
         "offsets": lengths.cumsum(0),
     }
@@ -86,14 +93,19 @@ def write_manifest(folder: Path, names: Iterable[str], about: Json) -> None:
 class FeatureStore:
     """Samples of one split by number, read where they lie. A shard is checked against the manifest when it is opened.
 
-    Raises ValueError naming a shard that is missing, changed, or not in the manifest.
+    With `taps` the samples hold these taps alone, which must be stored: one store serves many heads.
+    Raises ValueError naming a tap that is not stored, or a shard that is missing, changed, or not in the manifest.
     """
 
-    def __init__(self, folder: Path, split: str) -> None:
+    def __init__(self, folder: Path, split: str, taps: tuple[int, ...] | None = None) -> None:
         if not (folder / MANIFEST).is_file():
             raise ValueError(f"{folder} holds no features (no {MANIFEST}); run data_pipelines.harvest on the recipe")
         self.folder = folder
         self.about = _read_manifest(folder / MANIFEST)
+        stored = tuple(self.about["taps"])
+        self.taps = stored if taps is None else taps
+        if not set(self.taps) <= set(stored):
+            raise ValueError(f"{folder} holds taps {list(stored)} and the head reads {list(self.taps)}; harvest again")
         listed = {shard["file"] for shard in self.about["shards"]}
         foreign = [path.name for path in sorted(folder.glob("*.safetensors")) if path.name not in listed]
         if foreign:
@@ -115,11 +127,13 @@ class FeatureStore:
             self._check(shard)
         opened = self._opened[shard]
         start, end = self._offsets[shard][row : row + 2].tolist()
+        last_hidden = opened.get_slice("last_hidden")[start:end]
+        taps = [opened.get_slice(f"tap.{tap}")[start:end] for tap in self.taps]
         return Sample(
             tokens=opened.get_slice("tokens")[start:end].long(),
             loss_mask=opened.get_slice("loss_mask")[start:end].bool(),
-            taps=opened.get_slice("taps")[start:end],
-            last_hidden=opened.get_slice("last_hidden")[start:end],
+            taps=torch.cat(taps, dim=-1) if taps else last_hidden[:, :0],
+            last_hidden=last_hidden,
         )
 
     def place_of(self, index: int) -> str:

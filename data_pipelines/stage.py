@@ -60,11 +60,18 @@ class Stage:
 
     def is_complete(self) -> bool:
         """Whether the output is there; an output made from other inputs is a ValueError that names the differences."""
-        if not self.path.is_file():
+        inputs = self.claimed_for()
+        if inputs is None:
             return False
-        found = json.loads(self.path.read_text())
-        self._refuse_difference(found["inputs"])
-        return bool(found["complete"])
+        self._refuse_difference(inputs)
+        return bool(json.loads(self.path.read_text())["complete"])
+
+    def claimed_for(self) -> Json | None:
+        """The inputs that the folder was made from or claimed for, if it was."""
+        if not self.path.is_file():
+            return None
+        inputs: Json = json.loads(self.path.read_text())["inputs"]
+        return inputs
 
     def begin(self) -> None:
         """Claim the folder for these inputs; what an interrupted run left there may be reused."""

@@ -1,6 +1,7 @@
 """What every draft head is: one forward, used alike to train, to draft and to export."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -10,7 +11,6 @@ from torch import Tensor, nn
 from heads.cache import AttentionCache
 from heads.calibration import Calibration
 from heads.frozen import FrozenTarget
-from heads.layers import LayerShape
 from heads.target_config import TargetConfig
 from heads.vocab import DraftVocab
 from recipes.schema import HeadSection
@@ -23,17 +23,19 @@ class DraftHead(nn.Module, ABC):
 
     Index t of a sequence holds the target's features of position t and the token of position t + 1; the head's logits
     there are for the token of position t + 2. While drafting, where the target has not been yet, the head's own
-    `feedback` stands in for the features.
+    `feedback` stands in for the features; `level` counts how often it has.
     """
 
     kind: str
-    shape: LayerShape
+    shape: Hashable  # everything about it that is not a weight
     target: TargetConfig
     taps: tuple[int, ...]  # which hidden_states of the target `project` takes, ascending
     vocab: DraftVocab
     feature_size: int
     embedding: Tensor  # the target's, [vocab, hidden], shared
     calibration: Calibration = Calibration()  # fitted after training
+    max_levels: int | None = None  # that it can draft; None: any number
+    has_rope: bool = True  # does it rotate by position, so that its rope must be the target's?
 
     @classmethod
     @abstractmethod
@@ -66,9 +68,9 @@ class DraftHead(nn.Module, ABC):
         """model.safetensors as the engines read it."""
 
     @property
-    def cache_shape(self) -> tuple[int, int, int]:
-        """(layers, kv_heads, head_dim) of the keys that drafting must remember."""
-        return 1, self.shape.num_kv_heads, self.shape.head_dim
+    @abstractmethod
+    def cache_shape(self) -> tuple[int, int, int] | None:
+        """(layers, kv_heads, head_dim) of the keys that drafting must remember; None if there are none."""
 
     @property
     @abstractmethod
@@ -87,13 +89,23 @@ class DraftHead(nn.Module, ABC):
         positions: Int[Tensor, "*batch seq"],
         mask: Float[Tensor, "*axes seq keys"] | None = None,
         cache: AttentionCache | None = None,
-    ) -> Float[Tensor, "batch seq feature"]:
+        level: int = 0,
+    ) -> Float[Tensor, "batch seq hidden"]:
         """The head's hidden state at each index, given what the cache and the (additive) mask let it see."""
 
     @abstractmethod
-    def logits(self, hidden: Float[Tensor, "*axes feature"]) -> Float[Tensor, "*axes draft_vocab"]:
+    def logits(self, hidden: Float[Tensor, "*axes hidden"], level: int = 0) -> Float[Tensor, "*axes draft_vocab"]:
         """Scores over the draft vocabulary; apart from `forward`, so that only the indices that count pay for it."""
 
+    def unrolled_logits(self, hidden: Float[Tensor, "levels *axes hidden"]) -> Float[Tensor, "levels *axes vocab"]:
+        """The same of all levels of an unroll at once."""
+        return torch.stack([self.logits(states, level) for level, states in enumerate(hidden)])
+
     @abstractmethod
-    def feedback(self, hidden: Float[Tensor, "*axes feature"]) -> Float[Tensor, "*axes feature"]:
-        """What the next step takes as its features."""
+    def feedback(
+        self,
+        hidden: Float[Tensor, "batch seq hidden"],
+        features: Float[Tensor, "batch seq feature"],
+        tokens: Int[Tensor, "batch seq"],
+    ) -> Float[Tensor, "batch seq next_feature"]:
+        """What the next step takes as its features, given what this one took and made of it."""

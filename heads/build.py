@@ -16,11 +16,12 @@ from heads.calibration import Calibration
 from heads.eagle1 import Eagle1Head
 from heads.eagle3 import Eagle3Head, saved_taps
 from heads.frozen import FrozenTarget
+from heads.medusa import MedusaHead
 from heads.target_config import Rope, TargetConfig
 from heads.vocab import DraftVocab
-from recipes.schema import Eagle3Section, HeadSection
+from recipes.schema import Eagle1Section, HeadSection
 
-KINDS: dict[str, type[DraftHead]] = {"eagle1": Eagle1Head, "eagle3": Eagle3Head}
+KINDS: dict[str, type[DraftHead]] = {"eagle1": Eagle1Head, "eagle3": Eagle3Head, "medusa": MedusaHead}
 
 
 def head_taps(section: HeadSection, target: TargetConfig) -> tuple[int, ...]:
@@ -30,7 +31,7 @@ def head_taps(section: HeadSection, target: TargetConfig) -> tuple[int, ...]:
 
 def draft_vocab(section: HeadSection, counts: Int[Tensor, " vocab"]) -> DraftVocab:
     """The tokens that the recipe's head may draft, given how often the target wrote each."""
-    if not isinstance(section, Eagle3Section) or section.draft_vocab_size is None:
+    if isinstance(section, Eagle1Section) or section.draft_vocab_size is None:
         return DraftVocab.full(len(counts))
     return DraftVocab.most_frequent(counts, section.draft_vocab_size)
 
@@ -77,7 +78,7 @@ def load_head(folder: Path, frozen: FrozenTarget) -> DraftHead:
         )
     config = json.loads(path.read_text())
     kind = kind_of(folder, config)
-    check_fit(folder, config, frozen.config)
+    check_fit(folder, kind, config, frozen.config)
     try:
         tensors = load_file(folder / "model.safetensors")
     except (OSError, SafetensorError) as error:
@@ -96,20 +97,22 @@ def kind_of(folder: Path, config: dict[str, Any]) -> type[DraftHead]:
     """What a config.json describes, ours or a published one; raises ValueError for what is no known head."""
     architectures = config.get("architectures") or []
     is_eagle3 = "draft_vocab_size" in config or any("Eagle3" in name for name in architectures)
-    kind = config.get("headstart", {}).get("kind", "eagle3" if is_eagle3 else "eagle1")
+    is_medusa = "medusa_num_heads" in config or config.get("model_type") == "medusa"
+    guess = "medusa" if is_medusa else "eagle3" if is_eagle3 else "eagle1"
+    kind = config.get("headstart", {}).get("kind", guess)
     if kind not in KINDS:
         raise ValueError(f"{folder}/config.json: a head of kind {kind!r}; only {', '.join(KINDS)} can be loaded")
     return KINDS[kind]
 
 
-def check_fit(folder: Path, config: dict[str, Any], target: TargetConfig) -> None:
+def check_fit(folder: Path, kind: type[DraftHead], config: dict[str, Any], target: TargetConfig) -> None:
     """Every mismatch between a head's config.json and its target, at once and with both values."""
     own, rope, taps = config.get("headstart", {}), Rope.from_config(config), saved_taps(config, target)
     facts = {
         "hidden_size": (config.get("target_hidden_size", config.get("hidden_size")), target.hidden_size),
         "vocab_size": (config.get("vocab_size"), target.vocab_size),
         "num_hidden_layers": (own.get("target_num_layers", target.num_layers), target.num_layers),
-        "rope": (asdict(rope), asdict(target.rope)),
+        "rope": (asdict(rope) if kind.has_rope else asdict(target.rope), asdict(target.rope)),
     }
     wrong = [f"{name}: head {mine}, target {its}" for name, (mine, its) in facts.items() if mine != its]
     if max(taps) > target.num_layers:

@@ -1,6 +1,9 @@
 """How sure a head's scores are: fitted after training, stored with the head, used to rank the nodes of a tree."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import Any
+
+from heads.static_tree import StaticTree
 
 
 @dataclass(frozen=True)
@@ -13,13 +16,19 @@ class Calibration:
 
     greedy: tuple[float, ...] = (1.0,)
     sampled: tuple[float, ...] = (1.0,)
+    tree: StaticTree | None = None  # the best one of fixed shape, for greedy and for sampled text together
 
     @classmethod
-    def from_config(cls, found: dict[str, list[float]] | None) -> "Calibration":
-        return cls() if found is None else cls(tuple(found["greedy"]), tuple(found["sampled"]))
+    def from_config(cls, found: dict[str, Any] | None) -> "Calibration":
+        if found is None:
+            return cls()
+        tree = StaticTree.from_config(found["tree"]) if "tree" in found else None
+        return cls(tuple(found["greedy"]), tuple(found["sampled"]), tree)
 
-    def to_config(self) -> dict[str, list[float]]:
-        return {kind: [round(value, 4) for value in values] for kind, values in asdict(self).items()}
+    def to_config(self) -> dict[str, Any]:
+        multipliers = {"greedy": self.greedy, "sampled": self.sampled}
+        rounded = {kind: [round(value, 4) for value in values] for kind, values in multipliers.items()}
+        return rounded if self.tree is None else {**rounded, "tree": self.tree.to_config()}
 
     def at(self, level: int) -> tuple[float, float]:
         """For greedy and for sampled rows; beyond what was fitted the deepest one holds."""

@@ -10,13 +10,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from heads.base import UNROLL_MARGIN, DraftHead
+from heads.base import UNROLL_MARGIN
 from heads.cache import AttentionCache
 from heads.frozen import FrozenTarget
-from heads.layers import MLP, Attention, LayerShape, RMSNorm, rotary_table, scales_of
-from heads.target_config import TargetConfig
+from heads.last_hidden import LastHiddenHead, input_scales
+from heads.layers import MLP, Attention, LayerShape, RMSNorm, rotary_table
 from heads.vocab import DraftVocab
-from recipes.schema import HeadSection
+from recipes.schema import Eagle1Section, HeadSection
 
 SAME_EMBEDDING = 1e-2  # of its largest entry: a published copy of the target's embedding is rounded to half precision
 
@@ -48,38 +48,27 @@ class Eagle1Layer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-class Eagle1Head(DraftHead):
+class Eagle1Head(LastHiddenHead):
     """Parameter names are those of the published checkpoints; both ends of the target are shared and not trained."""
 
     kind = "eagle1"
     shape: Eagle1Shape
 
     def __init__(self, shape: Eagle1Shape, frozen: FrozenTarget) -> None:
-        super().__init__()
+        super().__init__(frozen, DraftVocab.full(frozen.config.vocab_size))
         assert shape.hidden_size == frozen.config.hidden_size
-        self.shape, self.target, self.taps = shape, frozen.config, (frozen.config.num_layers,)
-        self.vocab = DraftVocab.full(frozen.config.vocab_size)
-        self.feature_size = shape.hidden_size
+        self.shape = shape
         self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=shape.fc_bias)
         self.layers = nn.ModuleList([Eagle1Layer(shape, frozen.config.norm_eps)])
-        self.embedding: Tensor
-        self.norm_weight: Tensor
-        self.norm_bias: Tensor | None
-        self.lm_head: Tensor
         self.rotary: Tensor
         self.input_scale: Tensor | None
-        for name in ("embedding", "norm_weight", "norm_bias", "lm_head"):
-            self.register_buffer(name, getattr(frozen, name), persistent=False)
         table = rotary_table(frozen.config.rope, shape.head_dim, frozen.config.max_positions + UNROLL_MARGIN)
         self.register_buffer("rotary", table.to(frozen.embedding), persistent=False)
         self.register_buffer("input_scale", None, persistent=False)  # [2 * hidden]
 
     @classmethod
-    def section_taps(cls, section: HeadSection, target: TargetConfig) -> tuple[int, ...]:
-        return (target.num_layers,)
-
-    @classmethod
     def from_section(cls, section: HeadSection, frozen: FrozenTarget, vocab: DraftVocab) -> "Eagle1Head":
+        assert isinstance(section, Eagle1Section)
         assert vocab.is_full
         return cls(Eagle1Shape.from_section(section, frozen.config, frozen.config.hidden_size), frozen)
 
@@ -95,17 +84,10 @@ class Eagle1Head(DraftHead):
             del tensors["fc.bias"]
         return cls(Eagle1Shape.from_config(config, fc_bias="fc.bias" in tensors), frozen)
 
-    @property
-    def frozen(self) -> FrozenTarget:
-        """The two ends of the target, where this head is."""
-        return FrozenTarget(self.target, self.embedding, self.norm_weight, self.norm_bias, self.lm_head)
-
     @torch.no_grad()
     def initialise(self, frozen: FrozenTarget, generator: torch.Generator) -> None:
-        """Start with the new layer silent, and with `fc` on inputs around 1: an embedding is often far smaller than a
-        feature, whose size is that of the final norm's weight, and would hardly be heard beside it."""
-        sizes = [float(ends.float().square().mean().sqrt()) for ends in (frozen.embedding, frozen.norm_weight)]
-        self.input_scale = scales_of(sizes).repeat_interleave(self.shape.hidden_size).to(self.embedding)
+        """Start with the new layer silent, and with `fc` on inputs around 1."""
+        self.input_scale = torch.cat(input_scales(frozen)).to(self.embedding)
         std = 0.5 * self.shape.hidden_size**-0.5
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
@@ -126,11 +108,12 @@ class Eagle1Head(DraftHead):
         return tensors
 
     @property
+    def cache_shape(self) -> tuple[int, int, int]:
+        return self.shape.cache_shape
+
+    @property
     def logits_parameters(self) -> list[Tensor]:
         return []
-
-    def project(self, taps: Float[Tensor, "*axes tapped"]) -> Float[Tensor, "*axes feature"]:
-        return self.frozen.norm(taps)
 
     def forward(
         self,
@@ -139,15 +122,24 @@ class Eagle1Head(DraftHead):
         positions: Int[Tensor, "*batch seq"],
         mask: Float[Tensor, "*axes seq keys"] | None = None,
         cache: AttentionCache | None = None,
-    ) -> Float[Tensor, "batch seq feature"]:
+        level: int = 0,
+    ) -> Float[Tensor, "batch seq hidden"]:
         both = torch.cat([self.embedding[tokens], features], dim=-1)  # embedding first
         inputs = self.fc(both if self.input_scale is None else both * self.input_scale)
         return self.layers[0](inputs, self.rotary[positions], mask, cache)
 
-    def logits(self, hidden: Float[Tensor, "*axes feature"]) -> Float[Tensor, "*axes draft_vocab"]:
+    def logits(self, hidden: Float[Tensor, "*axes hidden"], level: int = 0) -> Float[Tensor, "*axes draft_vocab"]:
         return self.frozen.unembed(hidden)
 
-    def feedback(self, hidden: Float[Tensor, "*axes feature"]) -> Float[Tensor, "*axes feature"]:
+    def unrolled_logits(self, hidden: Float[Tensor, "levels *axes hidden"]) -> Float[Tensor, "levels *axes vocab"]:
+        return self.logits(hidden)
+
+    def feedback(
+        self,
+        hidden: Float[Tensor, "batch seq hidden"],
+        features: Float[Tensor, "batch seq feature"],
+        tokens: Int[Tensor, "batch seq"],
+    ) -> Float[Tensor, "batch seq next_feature"]:
         return hidden
 
 

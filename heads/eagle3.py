@@ -174,6 +174,10 @@ class Eagle3Head(DraftHead):
         return tensors
 
     @property
+    def cache_shape(self) -> tuple[int, int, int]:
+        return self.shape.cache_shape
+
+    @property
     def logits_parameters(self) -> list[Tensor]:
         return [self.norm.weight, self.lm_head.weight]
 
@@ -190,14 +194,23 @@ class Eagle3Head(DraftHead):
         positions: Int[Tensor, "*batch seq"],
         mask: Float[Tensor, "*axes seq keys"] | None = None,
         cache: AttentionCache | None = None,
-    ) -> Float[Tensor, "batch seq feature"]:
+        level: int = 0,
+    ) -> Float[Tensor, "batch seq hidden"]:
         embedded = self.embed_tokens(tokens) if self.shape.own_embedding else self.embedding[tokens]
         return self.midlayer(embedded, features, self.rotary[positions], mask, cache)
 
-    def logits(self, hidden: Float[Tensor, "*axes feature"]) -> Float[Tensor, "*axes draft_vocab"]:
+    def logits(self, hidden: Float[Tensor, "*axes hidden"], level: int = 0) -> Float[Tensor, "*axes draft_vocab"]:
         return self.lm_head(self.norm(hidden))
 
-    def feedback(self, hidden: Float[Tensor, "*axes feature"]) -> Float[Tensor, "*axes feature"]:
+    def unrolled_logits(self, hidden: Float[Tensor, "levels *axes hidden"]) -> Float[Tensor, "levels *axes vocab"]:
+        return self.logits(hidden)
+
+    def feedback(
+        self,
+        hidden: Float[Tensor, "batch seq hidden"],
+        features: Float[Tensor, "batch seq feature"],
+        tokens: Int[Tensor, "batch seq"],
+    ) -> Float[Tensor, "batch seq next_feature"]:
         return self.norm(hidden) if self.shape.norm_output else hidden
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from heads.cache import AttentionCache, attention
 from heads.target_config import Rope, TargetConfig
-from recipes.schema import HeadSection
+from recipes.schema import LayerSection
 
 Shape = TypeVar("Shape", bound="LayerShape")
 
@@ -26,9 +26,13 @@ class LayerShape:
     num_kv_heads: int
     head_dim: int
 
+    @property
+    def cache_shape(self) -> tuple[int, int, int]:
+        return 1, self.num_kv_heads, self.head_dim
+
     @classmethod
     def from_section(
-        cls: type[Shape], section: HeadSection, target: TargetConfig, hidden_size: int, **more: Any
+        cls: type[Shape], section: LayerSection, target: TargetConfig, hidden_size: int, **more: Any
     ) -> Shape:
         """What a recipe names; what it leaves open is the target's. `more` are a subclass's own fields."""
         num_heads = section.num_heads or target.num_heads

@@ -74,6 +74,11 @@ class KVCache(Cache):
         return [self.target] if self.head is None else [self.target, self.head]
 
     @property
+    def roots(self) -> Tensor:
+        """Each row's position of the token that is certain and not read yet, once its drafter is up to date. [rows]"""
+        return (self.target if self.head is None else self.head).starts
+
+    @property
     def num_bytes(self) -> int:
         return sum(slots.storage.nbytes for slots in self.slots)
 

@@ -1,20 +1,23 @@
-"""Fit a head's calibration: how sure its scores are, depth by depth, on texts that the target writes itself.
+"""Fit a head's calibration on texts that the target writes itself: how sure its scores are, depth by depth, and which
+tree of fixed shape suits it best.
 
     python -m inference.calibrate recipes/tiny_full.yaml report.head=assets/demo_head
 
 Training does this at its end; this command does it for any head, and writes the result into the head's config.json.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from heads.base import DraftHead
 from heads.build import load_head, save_head
 from heads.cache import UnrollCache
 from heads.calibration import Calibration
+from heads.static_tree import search_tree
 from heads.target_config import locate_target
 from inference.decode import Request, generate_batch
 from inference.drafters.growth import Dynamic
@@ -26,64 +29,113 @@ from recipes import Recipe, run_command
 
 CANDIDATES = torch.logspace(-0.6, 0.7, 53)  # multipliers tried: 0.25 to 5
 TEMPERATURES = (0.7, 1.0)  # what `sampled` is fitted on
+RANKS = 16  # of a level's guesses that a tree may hold
+NODES = 64  # of the tree that is stored; smaller ones are the first of its nodes
+
+
+@dataclass
+class Tally:
+    """What the target's own choices say of a head's scores, level by level."""
+
+    losses: Float[Tensor, "levels candidates"]  # sums of -log of the chance given to the choice, for each multiplier
+    hits: Float[Tensor, "levels ranks"]  # how often the choice was the guess of each rank, the ones before it in a tree
+    tried: Float[Tensor, " levels"]  # how often the ones before it were in a tree
+
+    @classmethod
+    def empty(cls, levels: int, ranks: int) -> "Tally":
+        losses = torch.zeros(levels, len(CANDIDATES), dtype=torch.float64)
+        return cls(losses, losses.new_zeros(levels, ranks), losses.new_zeros(levels))
+
+    def multipliers(self) -> tuple[float, ...]:
+        """Those under which the choices are likeliest; a level that was never scored stays as it is."""
+        best = CANDIDATES[self.losses.argmin(dim=1)]
+        return tuple(torch.where(self.losses.sum(dim=1) > 0, best, 1.0).tolist())
+
+    def accuracies(self) -> Float[Tensor, "levels ranks"]:
+        """Chance of each rank; what was never seen has half a case."""
+        return (self.hits + 0.5) / (self.tried.unsqueeze(1) + 0.5 * (self.hits.shape[1] + 1))
+
+    def __add__(self, other: "Tally") -> "Tally":
+        return Tally(self.losses + other.losses, self.hits + other.hits, self.tried + other.tried)
 
 
 @torch.inference_mode()
 def fit_calibration(
     target: TargetModel, head: DraftHead, prompts: Sequence[list[int]], depth: int, new_tokens: int
 ) -> Calibration:
-    """The multipliers under which the target's own choices are likeliest, given that it chose the tokens before."""
-    greedy = fit_multipliers(target, head, prompts, depth, new_tokens, [Sampling()])
-    sampled = [Sampling(temperature, seed=1) for temperature in TEMPERATURES]
-    return Calibration(greedy, fit_multipliers(target, head, prompts, depth, new_tokens, sampled))
+    """The multipliers under which the target's own choices are likeliest, given that it chose the tokens before; and
+    the tree that holds most of them."""
+    greedy = tally_texts(target, head, prompts, depth, new_tokens, [Sampling()])
+    warm = [Sampling(temperature, seed=1) for temperature in TEMPERATURES]
+    sampled = tally_texts(target, head, prompts, depth, new_tokens, warm)
+    tree = search_tree((greedy + sampled).accuracies(), NODES)
+    return Calibration(greedy.multipliers(), sampled.multipliers(), tree)
 
 
-def fit_multipliers(
+def tally_texts(
     target: TargetModel,
     head: DraftHead,
     prompts: Sequence[list[int]],
     depth: int,
     new_tokens: int,
     samplings: Sequence[Sampling],
-) -> tuple[float, ...]:
-    losses = torch.zeros(depth, len(CANDIDATES), dtype=torch.float64)
+) -> Tally:
+    tally = Tally.empty(depth, min(RANKS, len(head.vocab.ids)))
     drafter = HeadDrafter(head, Dynamic.chain(depth))  # it only saves time: the text is the target's
     for sampling in samplings:
         requests = [Request(prompt, new_tokens, sampling) for prompt in prompts]
         for request, generation in zip(requests, generate_batch(target, requests, drafter), strict=True):
             text = torch.tensor([request.prompt + generation.tokens], device=target.device)
-            losses += score_losses(target, head, text, len(request.prompt), sampling, depth)
-    best = CANDIDATES[losses.argmin(dim=1)]
-    return tuple(torch.where(losses.sum(dim=1) > 0, best, 1.0).tolist())  # a depth that was never scored stays as it is
+            add_text(tally, score_text(target, head, text, len(request.prompt), sampling, depth))
+    return tally
 
 
-def score_losses(
+@dataclass(frozen=True)
+class LevelScores:
+    """How a level scores each token of a text, and which columns the target chose; the first ones go unread."""
+
+    scores: Float[Tensor, "choices draft_vocab"]
+    columns: Int[Tensor, " choices"]  # -1 where the head cannot draft the choice
+    written: Bool[Tensor, " choices"]  # by the target
+
+
+def score_text(
     target: TargetModel, head: DraftHead, text: Int[Tensor, "1 seq"], prompt: int, sampling: Sampling, depth: int
-) -> Float[Tensor, "depth candidates"]:
-    """Sum over the written tokens of -log of the chance given to what the target chose, for each multiplier.
-
-    Index t of the unroll's step k predicts the token of position t + 2 + k from the true ones before it: the chance of
-    a child whose parents were all accepted.
-    """
+) -> Iterator[LevelScores]:
+    """Level by level: index t of level k predicts the token of position t + 2 + k from the true ones before it, which
+    is the chance of a child whose parents were all accepted."""
     batch = BatchSampling([sampling], target.device)
     ids = head.vocab.ids.to(target.device)
     column = torch.full((head.vocab.target_size,), -1, device=target.device)
     column[ids] = torch.arange(len(ids), device=target.device)
     features = head.project(target.forward(text[:, :-1], last_only=True).taps)
-    positions = torch.arange(features.shape[1], device=target.device)
-    cache, losses = UnrollCache(), torch.zeros(depth, len(CANDIDATES), dtype=torch.float64)
-    for step in range(min(depth, features.shape[1] - 1)):
-        hidden = head(features, text[:, 1:].roll(-step, dims=1), positions + step, cache=cache)
-        choices = text[:, step + 2 :]  # [1, seq - 2 - step]
-        at = positions[: choices.shape[1]] + step + 2
-        scores = batch.scores(head.logits(hidden[:, : len(at)]), at.unsqueeze(0), None, ids)[0].float()
-        columns = column[choices[0]]
-        counted = (at >= prompt) & (columns >= 0)  # what the head cannot draft says nothing about its scores
-        scores, columns = scores[counted], columns[counted]
+    positions, cache = torch.arange(features.shape[1], device=target.device), UnrollCache()
+    for level in range(min(depth, features.shape[1] - 1)):
+        tokens = text[:, 1:].roll(-level, dims=1)
+        hidden = head(features, tokens, positions + level, cache=cache, level=level)
+        at = positions[: len(positions) - 1 - level] + level + 2
+        scores = batch.scores(head.logits(hidden[:, : len(at)], level), at.unsqueeze(0), None, ids)[0].float()
+        yield LevelScores(scores, column[text[0, at]], at >= prompt)
+        features = head.feedback(hidden, features, tokens)
+
+
+def add_text(tally: Tally, levels: Iterator[LevelScores]) -> None:
+    """Count a text in."""
+    inside: Tensor | None = None  # indexes all of whose choices so far were among the ranked guesses
+    for level, found in enumerate(levels):
+        known = found.columns >= 0
+        counted = found.written & known  # what the head cannot draft says nothing about its scores
+        scores, columns = found.scores[counted], found.columns[counted]
         for number, multiplier in enumerate(CANDIDATES.tolist()):
-            losses[step, number] = torch.nn.functional.cross_entropy(scores * multiplier, columns, reduction="sum")
-        features = head.feedback(hidden)
-    return losses
+            loss = torch.nn.functional.cross_entropy(scores * multiplier, columns, reduction="sum")
+            tally.losses[level, number] += loss.cpu()
+        chosen = found.scores.gather(1, found.columns.clamp(min=0).unsqueeze(1))
+        ranks = torch.where(known, (found.scores > chosen).sum(1), len(found.scores[0]))
+        inside = found.written if inside is None else inside[: len(ranks)]
+        hits = torch.bincount(ranks[inside], minlength=tally.hits.shape[1])[: tally.hits.shape[1]]
+        tally.hits[level] += hits.cpu()
+        tally.tried[level] += int(inside.sum())
+        inside = inside & (ranks < tally.hits.shape[1])
 
 
 def main() -> None:

@@ -69,10 +69,11 @@ class CostTable:
         cache = self.target.new_cache(context + spare, self.head.cache_shape, batch, static)
         cache.set_lengths([context] * batch)
         step = StaticStep(self.target, PLAIN, cache) if static and rows.rule == "seeded" else None
-        one, several = (self.draft_seconds(levels, context, cache, rows) for levels in (1, LEVELS))
+        levels = min(LEVELS, self.head.max_levels or LEVELS)
+        one, several = (self.draft_seconds(count, context, cache, rows) for count in (1, levels))
         cache.set_lengths([context] * batch)
         target = tuple(self.seconds(partial(self.verify, nodes, rows, cache, step)) for nodes in NODES)
-        return StepCosts(target, one, max(several - one, 0) / (LEVELS - 1))
+        return StepCosts(target, one, max(several - one, 0) / max(levels - 1, 1))
 
     def verify(self, nodes: int, sampling: BatchSampling, cache: KVCache, step: StaticStep | None) -> None:
         """As decoding does it: captured, and then of a size that is a power of two, or not."""

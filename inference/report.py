@@ -3,7 +3,7 @@
     python -m inference.report recipes/tiny.yaml
     python -m inference.report recipes/tiny_full.yaml report.head=assets/demo_head
 
-Prints a table and writes report.json, report.md and report.png to RUN_DIR/report.
+Prints a table and writes report.json, report.md and report.png to RUN_DIR/report, and a searched tree as tree.png.
 """
 
 import json
@@ -22,11 +22,12 @@ from heads.frozen import FrozenTarget
 from heads.target_config import locate_target
 from inference.compare import Outcome, Way, compare
 from inference.decode import check_length
-from inference.drafters.cost_aware import growth_from_recipe
+from inference.drafters.cost_aware import growth_from_recipe, searched_tree
 from inference.drafters.growth import Growth
 from inference.drafters.head import HeadDrafter
 from inference.sampling import sampling_from_recipe
 from inference.target import TargetModel, pick_device
+from inference.tree_picture import draw_tree
 from recipes import Recipe, run_command
 
 
@@ -55,7 +56,12 @@ def report(recipe: Recipe) -> list[Outcome]:
         console.print(as_table(found))
         outcomes += found
     write_report(recipe, outcomes)
-    console.print(f"written to {recipe.report_dir}: report.json, report.md, report.png", highlight=False)
+    written = "report.json, report.md, report.png"
+    if recipe.decode.growth.startswith("searched"):
+        tree = searched_tree(load_head(head_folder(recipe), target.frozen))
+        draw_tree(tree, recipe.decode.nodes).savefig(recipe.report_dir / "tree.png", dpi=150)
+        written += ", tree.png"
+    console.print(f"written to {recipe.report_dir}: {written}", highlight=False)
     return outcomes
 
 

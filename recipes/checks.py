@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from recipes.schema import PYTHON_STDLIB
+from recipes.schema import PYTHON_STDLIB, DecodeSection, MedusaSection, TrainSection
 
 Finding = tuple[str, str]  # section.key, and "WHAT IS ALLOWED; what to do"
 FROM_HERE = "paths start from the current directory"
@@ -27,8 +27,21 @@ def check_against_disk(values: dict[str, Any]) -> Iterator[Finding]:
     train, kind = dict_or_empty(values.get("train")), head.get("kind")
     if train.get("regression_weight") and kind != "eagle1":
         yield "train.regression_weight", f"0 or null is allowed, as {kind} guesses no feature; choose head.kind eagle1"
+    if kind == "medusa":
+        yield from check_levels(head, train, dict_or_empty(values.get("decode")))
     if isinstance(path, str) and path and is_local(path):
         yield from check_target(Path(os.path.expanduser(path)), head)
+
+
+def check_levels(head: dict[str, Any], train: dict[str, Any], decode: dict[str, Any]) -> Iterator[Finding]:
+    """Medusa has a head for each level of the drafts: all are trained, and no deeper one is drafted."""
+    heads = head.get("medusa_heads", MedusaSection.model_fields["medusa_heads"].default)
+    unroll = train.get("unroll", TrainSection.model_fields["unroll"].default)
+    depth = decode.get("depth", DecodeSection.model_fields["depth"].default)
+    if unroll != heads:
+        yield "train.unroll", f"{heads} is allowed, a step for each of head.medusa_heads; write train.unroll: {heads}"
+    if isinstance(heads, int) and isinstance(depth, int) and depth > heads:
+        yield "decode.depth", f"1 to {heads} is allowed, as head.medusa_heads says; lower it, or train more heads"
 
 
 def is_local(path: str) -> bool:

@@ -51,6 +51,10 @@ class DataSection(Section):
 
     prompts: HomeText = Field(description=f"JSONL file of prompts to train on, or the word {PYTHON_STDLIB}.")
     heldout_prompts: HomePath = Field(description="JSONL file of prompts that are never trained on.")
+    folder: Annotated[HomePath | None, Field(strict=False)] = Field(
+        default=None,
+        description="Folder of prompts, responses and features, which several recipes may share; null is run_dir.",
+    )
     num_prompts: int = Field(gt=0, description="Prompts to train on.")
     prompt_tokens: int = Field(default=1024, gt=0, description="Longest prompt, in tokens.")
     response_tokens: int = Field(default=1024, gt=0, description="Longest response that the target writes, in tokens.")
@@ -112,7 +116,21 @@ class Eagle3Section(LayerSection):
         return taps
 
 
-HeadSection = Annotated[Eagle1Section | Eagle3Section, Field(discriminator="kind")]
+class MedusaSection(Section):
+    """Medusa heads (arXiv 2401.10774), or Hydra's (2402.05109) when they are sequential."""
+
+    kind: Literal["medusa"] = Field(description="Architecture of the draft head.")
+    medusa_heads: int = Field(default=4, gt=0, le=32, description="Tokens guessed ahead, a head for each.")
+    medusa_layers: int = Field(default=1, gt=0, description="Residual blocks of each head.")
+    sequential: bool = Field(
+        default=False, description="Each head also reads the tokens that were drafted before its own (Hydra)."
+    )
+    draft_vocab_size: int | None = Field(
+        default=None, gt=0, description="Most frequent tokens that the head may draft; null is the whole vocabulary."
+    )
+
+
+HeadSection = Annotated[Eagle1Section | Eagle3Section | MedusaSection, Field(discriminator="kind")]
 
 
 class TrainSection(Section):
@@ -216,11 +234,12 @@ class TrainSection(Section):
 class DecodeSection(Section):
     """How drafts grow and how text is decoded."""
 
-    growth: Literal["chain", "adaptive", "fixed", "dynamic", "cost_aware"] = Field(
+    growth: Literal["chain", "adaptive", "fixed", "searched", "searched_cost_aware", "dynamic", "cost_aware"] = Field(
         default="dynamic",
         description="Shape of the drafts. chain: one token per level; adaptive: a chain as long as recent acceptance "
-        "pays for; fixed: the tree of decode.paths; dynamic: the likeliest nodes (EAGLE-2); cost_aware: dynamic, and "
-        "as deep and large as the measured costs of this machine's steps pay for.",
+        "pays for; fixed: the tree of decode.paths; searched: the best tree of fixed shape, as fitted to the head; "
+        "dynamic: the likeliest nodes (EAGLE-2); cost_aware, searched_cost_aware: as deep and large as the measured "
+        "costs of this machine's steps pay for.",
     )
     depth: int = Field(
         default=5, gt=0, le=64, description="Levels drafted per target step, one head step each; or the most."
@@ -229,7 +248,7 @@ class DecodeSection(Section):
         default=4, gt=0, description="Nodes expanded per level of a dynamic tree, and children of each; a chain has 1."
     )
     nodes: int = Field(
-        default=16, gt=0, description="Drafted nodes of a dynamic tree that one target step verifies; or the most."
+        default=16, gt=0, description="Drafted nodes of a tree that one target step verifies; or the most."
     )
     paths: Paths | None = Field(
         default=None,
@@ -264,10 +283,10 @@ class DecodeSection(Section):
     def fields_agree(self) -> "DecodeSection":
         if (self.growth == "fixed") != (self.paths is not None):
             raise ValueError("growth fixed and paths go together; give both or neither")
-        if self.acceptance == "rejection" and self.growth not in ("chain", "fixed"):
+        if self.acceptance == "rejection" and self.growth not in ("chain", "fixed", "searched"):
             raise ValueError(
-                f"acceptance rejection allows growth chain or fixed; {self.growth} looks at tokens that were drawn "
-                f"before it keeps them, which would bias the output"
+                f"acceptance rejection allows growth chain, fixed or searched; {self.growth} looks at tokens that "
+                f"were drawn before it keeps them, which would bias the output"
             )
         return self
 
@@ -314,16 +333,20 @@ class Recipe(Section):
     log: LogSection = LogSection()
 
     @property
+    def data_dir(self) -> Path:
+        return self.data.folder or self.run_dir
+
+    @property
     def prompts_dir(self) -> Path:
-        return self.run_dir / "prompts"
+        return self.data_dir / "prompts"
 
     @property
     def responses_dir(self) -> Path:
-        return self.run_dir / "responses"
+        return self.data_dir / "responses"
 
     @property
     def features_dir(self) -> Path:
-        return self.run_dir / "features"
+        return self.data_dir / "features"
 
     @property
     def checkpoints_dir(self) -> Path:

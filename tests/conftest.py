@@ -15,6 +15,7 @@ from heads.base import DraftHead
 from heads.eagle1 import Eagle1Head, Eagle1Shape
 from heads.eagle3 import Eagle3Head, Eagle3Shape
 from heads.frozen import FrozenTarget
+from heads.medusa import MedusaHead, MedusaShape
 from heads.vocab import DraftVocab
 from inference.target import TargetModel
 from recipes import Recipe
@@ -95,8 +96,11 @@ def make_head(frozen: FrozenTarget) -> HeadFactory:
             "num_kv_heads": 2,
             "head_dim": 8,
         }
-        if kind == "eagle1":
-            head: DraftHead = Eagle1Head(Eagle1Shape(**{**sizes, **shape}), frozen)
+        if kind == "medusa":
+            medusa = MedusaShape(**{"hidden_size": config.hidden_size, "num_heads": 3, "num_layers": 1, **shape})
+            head: DraftHead = MedusaHead(medusa, frozen, vocab or DraftVocab.full(config.vocab_size))
+        elif kind == "eagle1":
+            head = Eagle1Head(Eagle1Shape(**{**sizes, **shape}), frozen)
         else:
             full, sizes = DraftVocab.full(config.vocab_size), {**sizes, "taps": TAPS, **shape}
             head = Eagle3Head(Eagle3Shape(**sizes), config, vocab or full, frozen.embedding)

@@ -191,7 +191,7 @@ class HalfRightHead(Eagle3Head):
     def project(self, taps: Tensor) -> Tensor:
         return taps[..., :32]
 
-    def forward(self, features: Tensor, tokens: Tensor, positions: Tensor, mask=None, cache=None) -> Tensor:
+    def forward(self, features: Tensor, tokens: Tensor, positions: Tensor, mask=None, cache=None, level=0) -> Tensor:
         hidden = torch.zeros_like(features)
         hidden[..., 0] = positions + 2  # index t predicts the token of position t + 2
         hidden[..., 1] = tokens  # from that of position t + 1
@@ -200,12 +200,12 @@ class HalfRightHead(Eagle3Head):
             cache.attend(0, block, block, block, mask)
         return hidden
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, level: int = 0) -> Tensor:
         at, token = hidden[..., 0].long(), hidden[..., 1].long()
         known = self.next[at, token].unsqueeze(-1)
         return self.table[at] + 3 * (torch.arange(VOCAB) == known)
 
-    def feedback(self, hidden: Tensor) -> Tensor:
+    def feedback(self, hidden: Tensor, features: Tensor, tokens: Tensor) -> Tensor:
         return hidden
 
 

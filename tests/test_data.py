@@ -17,10 +17,12 @@ from data_pipelines.batches import Batch, SampleOrder
 from data_pipelines.harvest import check_teacher, harvest
 from data_pipelines.prompts import file_prompts, make_prompts, stdlib_prompts
 from data_pipelines.python_stdlib import SourceFile, source_files
-from data_pipelines.shards import FeatureStore, Sample
+from data_pipelines.shards import FeatureStore, Sample, stored_taps
 from data_pipelines.stage import Stage, read_jsonl
 from data_pipelines.tokens import encode_prompt, load_tokenizer
+from heads.build import head_taps
 from heads.frozen import FrozenTarget
+from heads.target_config import TargetConfig
 from inference.target import TargetModel
 from recipes import Recipe
 
@@ -222,6 +224,28 @@ def test_token_counts_are_those_of_the_responses(harvested: Path) -> None:
 
 
 # Shards on disk
+
+
+@pytest.mark.parametrize("head", ["head={kind: eagle1}", "head.taps=[2, 4]", "head.taps=[3, 7]"])
+def test_one_store_serves_heads_of_other_taps(harvested: Path, tmp_path: Path, head: str) -> None:
+    """store: taps 2 3 4 and the last  ->  eagle1 reads the last, others some of 2 3 4, from the same files."""
+    before = modified(harvested)
+    other = tiny_recipe(harvested, f"run_dir={tmp_path}", f"data.folder={harvested / 'run'}", head)
+    assert harvest(other).folder == harvested / "run" / "features"
+    assert modified(harvested) == before
+    config = TargetConfig.from_folder(harvested / "target")
+    taps = stored_taps(head_taps(other.head, config), config.num_layers)
+    assert set(taps) < set(TAPS)
+    whole, part = FeatureStore(other.features_dir, "train"), FeatureStore(other.features_dir, "train", taps)
+    for number in range(len(whole)):
+        states = whole[number].taps.unflatten(-1, (len(TAPS), -1))
+        assert part[number].taps.equal(states[:, [TAPS.index(tap) for tap in taps]].flatten(1))
+        assert part[number].last_hidden.equal(whole[number].last_hidden)
+
+
+def test_taps_that_a_store_does_not_hold_are_refused(harvested: Path) -> None:
+    with pytest.raises(ValueError, match=r"holds taps \[2, 3, 4\] and the head reads \[1, 2\]"):
+        FeatureStore(tiny_recipe(harvested).features_dir, "train", (1, 2))
 
 
 def flip_a_byte(path: Path) -> None:

@@ -46,8 +46,9 @@ class Naive:
         features, tokens = self.head.project(read_taps(self.target, self.text)), self.text[1:]
         for token in (*path, None):
             seq = features.shape[1]
-            hidden = self.head(features, torch.tensor([tokens]), torch.arange(seq))[:, -1:]
-            features = torch.cat([features, self.head.feedback(hidden)], dim=1)
+            fed = torch.tensor([tokens])
+            hidden = self.head(features, fed, torch.arange(seq))[:, -1:]
+            features = torch.cat([features, self.head.feedback(hidden, features[:, -1:], fed[:, -1:])], dim=1)
             if token is not None:
                 tokens = [*tokens, token]
         history = History.start([self.text[:2]], 97, "cpu")  # the prompt is two tokens

@@ -438,7 +438,7 @@ def test_a_head_without_its_own_embedding_where_it_needs_one_is_refused(
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
-        ({"headstart": {"kind": "medusa"}}, "a head of kind 'medusa'; only eagle1, eagle3"),
+        ({"headstart": {"kind": "mlp"}}, "a head of kind 'mlp'; only eagle1, eagle3, medusa"),
         ({"intermediate_size": None}, "config.json lacks intermediate_size"),
     ],
 )

@@ -40,8 +40,14 @@ EAGLE1_SHAPES: list[dict[str, Any]] = [
     {"kind": "eagle1", "num_kv_heads": 1},
     {"kind": "eagle1", "fc_bias": True},
 ]
+MEDUSA_SHAPES: list[dict[str, Any]] = [
+    {"kind": "medusa"},
+    {"kind": "medusa", "num_layers": 2, "bias": False},
+    {"kind": "medusa", "sequential": True},
+    {"kind": "medusa", "sequential": True, "num_layers": 3, "num_heads": 5},
+]
 MakeHead = Callable[..., Any]
-all_shapes = pytest.mark.parametrize("shape", EAGLE3_SHAPES + EAGLE1_SHAPES, ids=str)
+all_shapes = pytest.mark.parametrize("shape", EAGLE3_SHAPES + EAGLE1_SHAPES + MEDUSA_SHAPES, ids=str)
 
 
 def random_taps(head: DraftHead) -> Tensor:
@@ -54,7 +60,7 @@ def random_tokens(head: DraftHead) -> Tensor:
 
 def empty_slots(head: DraftHead, capacity: int) -> Slots:
     """Full of NaN, so that whoever reads a slot that was never written is found out."""
-    layers, kv_heads, head_dim = head.cache_shape
+    layers, kv_heads, head_dim = head.cache_shape or (1, 1, 1)  # one without a cache leaves it alone
     shape = layers, 2, BATCH, kv_heads, capacity, head_dim
     return Slots(torch.full(shape, float("nan"), dtype=head.embedding.dtype), rows=BATCH)
 
@@ -83,7 +89,8 @@ def test_parallel_equals_incremental(make_head: MakeHead, shape: dict[str, Any],
     in_blocks = torch.cat(parts, dim=1)
     torch.testing.assert_close(in_blocks, at_once, atol=1e-9, rtol=1e-9)
     torch.testing.assert_close(head.logits(in_blocks), head.logits(at_once), atol=1e-9, rtol=1e-9)
-    torch.testing.assert_close(head.feedback(in_blocks), head.feedback(at_once), atol=1e-9, rtol=1e-9)
+    fed_back = [head.feedback(hidden, features, tokens) for hidden in (in_blocks, at_once)]
+    torch.testing.assert_close(*fed_back, atol=1e-9, rtol=1e-9)
 
 
 @all_shapes
@@ -94,24 +101,29 @@ def test_an_unroll_equals_drafting_behind_every_prefix(make_head: MakeHead, shap
     step 1            2'
     step 2            2''           = a chain of two drafted tokens behind 0 1 2
     """
-    head, unroll = make_head(**shape).double(), 5
+    head = make_head(**shape).double()
+    unroll = head.max_levels or 5
     taps, tokens, positions = random_taps(head), random_tokens(head), torch.arange(SEQ)
     cache, features, unrolled = UnrollCache(), head.project(taps), []
     for k in range(unroll):
         # The highest index of a step takes a token from the front, as it does in training; it is not compared.
-        hidden = head(features, tokens.roll(-k, dims=1), positions + k, cache=cache)
+        fed = tokens.roll(-k, dims=1)
+        hidden = head(features, fed, positions + k, cache=cache, level=k)
         unrolled.append(hidden)
-        features = head.feedback(hidden)
+        features = head.feedback(hidden, features, fed)
 
     for t in range(SEQ):
         slots = empty_slots(head, SEQ)
         prefix = slice(0, t + 1)
-        hidden = head(head.project(taps[:, prefix]), tokens[:, prefix], positions[prefix], cache=slots)[:, -1:]
+        features, last = head.project(taps[:, prefix]), slice(t, t + 1)
+        hidden = head(features, tokens[:, prefix], positions[prefix], cache=slots)[:, last]
+        features = features[:, last]
         slots.advance([t + 1] * BATCH)
         for k in range(min(unroll, SEQ - t)):
             if k > 0:
-                at = slice(t + k, t + k + 1)
-                hidden = head(head.feedback(hidden), tokens[:, at], positions[at], cache=slots)
+                before, at = slice(t + k - 1, t + k), slice(t + k, t + k + 1)
+                features = head.feedback(hidden, features, tokens[:, before])
+                hidden = head(features, tokens[:, at], positions[at], cache=slots, level=k)
                 slots.advance([1] * BATCH)
             torch.testing.assert_close(unrolled[k][:, t], hidden[:, 0], atol=1e-9, rtol=1e-9)
 
@@ -238,7 +250,7 @@ def test_a_change_reaches_a_step_of_the_unroll_no_earlier_than_its_token(head: E
         ]
         assert torch.equal(hidden[0][:, : 6 - k], hidden[1][:, : 6 - k])
         assert (hidden[0][:, 6 - k] != hidden[1][:, 6 - k]).any()
-        features = [head.feedback(state) for state in hidden]
+        features = [head.feedback(*step) for step in zip(hidden, features, inputs, strict=True)]
 
 
 def test_only_distances_count(head: Eagle3Head) -> None:
@@ -263,10 +275,12 @@ def test_each_switch_of_eagle_3_1_changes_what_it_names(make_head: MakeHead, nam
     plain, switched = make_head(), make_head(**{name: True})
     taps, tokens, positions = random_taps(plain), random_tokens(plain), torch.arange(SEQ)
     assert torch.equal(plain.project(taps), switched.project(taps)) == (name != "fc_norm")
-    hidden = switched(switched.project(taps), tokens, positions)
-    assert torch.equal(switched.feedback(hidden), hidden) == (name != "norm_output")
+    features = switched.project(taps)
+    hidden = switched(features, tokens, positions)
+    fed_back = switched.feedback(hidden, features, tokens)
+    assert torch.equal(fed_back, hidden) == (name != "norm_output")
     if name == "norm_output":
-        assert torch.equal(switched.feedback(hidden), switched.norm(hidden))
+        assert torch.equal(fed_back, switched.norm(hidden))
 
 
 def test_the_embedding_is_shared_and_neither_trained_nor_saved(make_head: MakeHead, frozen: FrozenTarget) -> None:
@@ -320,7 +334,8 @@ def test_the_inputs_of_eagle_1_are_scaled_and_the_saved_head_has_it_in_its_weigh
 @all_shapes
 def test_what_the_logits_depend_on_is_named(make_head: MakeHead, shape: dict[str, Any]) -> None:
     head = make_head(**shape).requires_grad_(True)
-    logits = head.logits(torch.randn(3, head.feature_size, requires_grad=True))
+    hidden = torch.randn(3, head.feature_size, requires_grad=True)
+    logits = torch.stack([head.logits(hidden, level) for level in range(head.max_levels or 1)])
     found = torch.autograd.grad(logits.sum(), [*head.parameters()], allow_unused=True)
     used = [parameter for parameter, gradient in zip(head.parameters(), found, strict=True) if gradient is not None]
     assert {*map(id, used)} == {*map(id, head.logits_parameters)}

@@ -236,7 +236,8 @@ def test_features_that_are_not_finite_are_named_by_shard_and_row(make_recipe: Ca
     samples[7] = replace(samples[7], taps=samples[7].taps.clone().index_fill_(0, torch.tensor([1]), math.nan))
     made_from = "spoiled"
     for index in range(3):
-        write_shard(recipe.features_dir / shard_name("train", index), samples[5 * index : 5 * index + 5], made_from)
+        path, part = recipe.features_dir / shard_name("train", index), samples[5 * index : 5 * index + 5]
+        write_shard(path, part, features.taps, made_from)
     every = [path.name for path in recipe.features_dir.glob("*.safetensors")]
     assert set(names) < set(every)
     write_manifest(recipe.features_dir, every, about)

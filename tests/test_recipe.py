@@ -91,8 +91,12 @@ def test_all_mistakes_come_in_one_report(tmp_path: Path, good: dict[str, Any]) -
         (lambda r: r["head"].update(taps=[2, 2]), "head.taps: [2, 2] given", "write [2]"),
         (lambda r: r["head"].update(num_heads=4, num_kv_heads=3), "head.num_kv_heads: 3 given", "a divisor of"),
         (lambda r: r["head"].update(kind="eagle2"), "head.kind: 'eagle2' given, one of eagle1, eagle3", "did you mean"),
-        (lambda r: r["head"].update(kind=3), "head.kind: 3 given", "one of eagle1, eagle3 is allowed"),
-        (lambda r: r["head"].pop("kind"), "head.kind: nothing given", "one of eagle1, eagle3 is allowed; add it"),
+        (lambda r: r["head"].update(kind=3), "head.kind: 3 given", "one of eagle1, eagle3, medusa is allowed"),
+        (
+            lambda r: r["head"].pop("kind"),
+            "head.kind: nothing given",
+            "one of eagle1, eagle3, medusa is allowed; add it",
+        ),
         (lambda r: r["head"].update(kind="eagle1", taps=[2]), "head.taps: [2] given", "or choose kind eagle3"),
         (lambda r: r["head"].update(kind="eagle1", num_head=2), "head.num_head: 2 given", "did you mean num_heads?"),
         (lambda r: r["head"].update(kind="eagle1", num_heads=0), "head.num_heads: 0 given", "a whole number > 0"),
@@ -116,9 +120,10 @@ def test_each_kind_of_head_has_its_own_keys(tmp_path: Path, good: dict[str, Any]
         "num_heads",
         "num_kv_heads",
     }
-    assert recipe_fields()["head.kind"].choices == ("eagle1", "eagle3")
+    assert recipe_fields()["head.kind"].choices == ("eagle1", "eagle3", "medusa")
     assert recipe_fields()["head.taps"].description.endswith(" Only eagle3.")
-    assert "Only" not in recipe_fields()["head.num_heads"].description
+    assert recipe_fields()["head.num_heads"].description.endswith(" Only eagle1 and eagle3.")
+    assert "Only" not in recipe_fields()["head.kind"].description
 
 
 def test_the_last_hidden_state_is_a_layer_and_the_next_is_not(tmp_path: Path, good: dict[str, Any]) -> None:
@@ -254,7 +259,7 @@ def test_every_shipped_recipe_loads(path: Path, tmp_path: Path, good: dict[str, 
 
 
 @pytest.mark.skipif(not (ROOT / "assets/demo_target/config.json").exists(), reason="the demo target is not there")
-@pytest.mark.parametrize("name", ["tiny", "tiny_eagle1", "tiny_full"])
+@pytest.mark.parametrize("name", ["tiny", "tiny_eagle1", "tiny_full", "tiny_medusa"])
 def test_the_demo_recipes_fit_the_demo_target(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     load_recipe(f"recipes/{name}.yaml")

@@ -93,6 +93,8 @@ def depth_metrics(prefix: str, sums: torch.Tensor) -> dict[str, float]:
 def decoded_scores(decoding: Decoding) -> dict[str, float]:
     """Accepted length at both temperatures, their mean, and the share of steps that accepted at least 1, 2, ..."""
     metrics = {}
+    if decoding.recipe.decode.growth.startswith("searched"):  # a tree that suits the head as it is now
+        decoding.head.calibration = decoding.calibration()
     for name, temperature in TEMPERATURES.items():
         stats = decoding.stats(temperature)
         metrics[f"heldout/{name}"] = stats.tau

@@ -23,7 +23,11 @@ CHUNK_LOGITS = 2**25  # scored at once: 128 MiB in float32, and a few times as m
 CACHED_LOGITS = 2**19  # the same on a CPU, where what stays in its cache takes two thirds of the time
 CACHED_POSITIONS = 64  # but never less on a CPU than makes a matrix product worth its while
 NOISE_LENGTH = 512  # tokens of the sample on which EAGLE-1's noise has its nominal width
-PAPERS = {"eagle1": (0.1, 1.0, 0.2), "eagle3": (1.0, 0.0, 0.0)}  # objective_weight, regression_weight, input_noise
+PAPERS = {
+    "eagle1": (0.1, 1.0, 0.2),
+    "eagle3": (1.0, 0.0, 0.0),
+    "medusa": (1.0, 0.0, 0.0),
+}  # objective_weight, regression_weight, input_noise
 
 
 @dataclass(frozen=True)
@@ -158,7 +162,7 @@ class UnrolledHead(nn.Module):
             hidden, cache = self.step(k, features, tokens, cache)
             # Where step k cannot reach, the sample's index 0 stands in; `score` leaves it out.
             scored.append(hidden[supervision.rows, supervision.columns - supervision.places.clamp(max=1 + k)])
-            features = head.feedback(hidden)
+            features = head.feedback(hidden, features, tokens)
         return torch.stack(scored)
 
     def run_step(self, k: int, features: Tensor, tokens: Tensor, cache: UnrollCache) -> tuple[Tensor, UnrollCache]:
@@ -167,13 +171,13 @@ class UnrolledHead(nn.Module):
         grown = UnrollCache(cache.keys, cache.values, cache.documents)
         places = torch.arange(tokens.shape[1], device=tokens.device)
         positions = k + (places if cache.documents is None else cache.documents.places)
-        return self.head(features, tokens, positions, cache=grown), grown
+        return self.head(features, tokens, positions, cache=grown, level=k), grown
 
     def score(self, supervision: Supervision, weights: Tensor, hidden: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         """The weighted sum of a chunk's losses, and sums [3, unroll] of losses, hits and accepted chances."""
         objective, last_hidden = self.objective, supervision.last_hidden[part]
         log_p = self.teacher.log_p(last_hidden)  # [chunk, draft_vocab], for all steps
-        log_q = at_least_float32(self.head.logits(hidden)).log_softmax(-1)  # [unroll, chunk, draft_vocab]
+        log_q = at_least_float32(self.head.unrolled_logits(hidden)).log_softmax(-1)  # [unroll, chunk, draft_vocab]
         losses = objective.weight * OBJECTIVES[objective.name](log_q, log_p)  # [unroll, chunk]
         if objective.regression_weight:
             feature = self.head.project(last_hidden)  # the last hidden state is this head's only tap

@@ -3,10 +3,10 @@
 import torch
 
 from data_pipelines.harvest import harvest
-from data_pipelines.shards import FeatureStore
+from data_pipelines.shards import FeatureStore, stored_taps
 from data_pipelines.stage import Json, Stage
 from heads.base import DraftHead
-from heads.build import draft_vocab, new_head, save_head
+from heads.build import draft_vocab, head_taps, new_head, save_head
 from heads.eagle3 import Eagle3Head
 from heads.frozen import FrozenTarget
 from heads.target_config import locate_target
@@ -49,11 +49,12 @@ def run(recipe: Recipe) -> None:
         return
     refuse_sizes(recipe, accelerator.num_processes, recipe.data.num_prompts)
     features = harvest(recipe)
-    stores = [FeatureStore(features.folder, split) for split in ("train", "heldout")]
-    refuse_sizes(recipe, accelerator.num_processes, len(stores[0]), len(stores[1]))
-
     target_folder = locate_target(recipe.target.path, recipe.target.revision)
     frozen = FrozenTarget.from_folder(target_folder, dtype=torch.float32, device=accelerator.device)
+    taps = stored_taps(head_taps(recipe.head, frozen.config), frozen.config.num_layers)
+    stores = [FeatureStore(features.folder, split, taps) for split in ("train", "heldout")]
+    refuse_sizes(recipe, accelerator.num_processes, len(stores[0]), len(stores[1]))
+
     vocab = draft_vocab(recipe.head, stores[0].token_counts(frozen.config.vocab_size))
     head = build_head(recipe, frozen, vocab, stores[0])
     checkpoints = Checkpoints(recipe.checkpoints_dir, run_inputs(recipe, features), recipe.train.keep_checkpoints)

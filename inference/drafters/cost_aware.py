@@ -5,7 +5,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from heads.base import DraftHead
-from inference.costs import CostTable
+from heads.static_tree import StaticTree
+from inference.costs import CostTable, StepCosts
 from inference.drafters import Verified
 from inference.drafters.growth import Dynamic, Fixed, Growth, Pool, likeliest
 from inference.target import TargetModel
@@ -117,6 +118,50 @@ class Adaptive:
         return pool.best(roots, len(pool))
 
 
+class CostAwareFixed:
+    """A searched tree of fixed shape, cut to the size that yields the most expected tokens per second."""
+
+    static_shapes = False
+
+    def __init__(self, tree: StaticTree, nodes: int, costs: CostTable) -> None:
+        """`nodes` are the most that it may take."""
+        self.sizes = [Fixed(tree.best(count)) for count in range(1, nodes + 1)]
+        self.expected = 1 + numpy.cumsum(tree.chances[:nodes])
+        self.depths = numpy.array([size.depth for size in self.sizes])
+        self.costs, self.chosen = costs, self.sizes[-1]
+        self.depth, self.width, self.nodes = self.chosen.depth, self.chosen.width, nodes
+
+    def levels(self, verified: Verified) -> int:
+        self.chosen = self.fastest(self.costs.now(verified, self.nodes))
+        return self.chosen.levels(verified)
+
+    def fastest(self, now: StepCosts) -> Fixed:
+        """The tree of the most expected tokens per second."""
+        cost = now.verify(self.nodes) + now.first_level + (self.depths - 1) * now.level
+        return self.sizes[int((self.expected / cost).argmax())]
+
+    def children(self, level: int) -> int:
+        return self.chosen.children(level)
+
+    def goes_on(self, pool: Pool) -> bool:
+        return True
+
+    def frontier(self, level: int, totals: Tensor) -> Tensor | None:
+        return self.chosen.frontier(level, totals)
+
+    def prune(self, pool: Pool, roots: Tensor) -> Tree:
+        return self.chosen.prune(pool, roots)
+
+
+def searched_tree(head: DraftHead) -> StaticTree:
+    if head.calibration.tree is None:
+        raise ValueError(
+            "decode.growth: a searched tree is asked for, and the head has none; fit one with python -m "
+            "inference.calibrate RECIPE, or choose another growth"
+        )
+    return head.calibration.tree
+
+
 def growth_from_recipe(section: DecodeSection, target: TargetModel, head: DraftHead) -> Growth:
     """The recipe's policy; those that mind the clock measure this target and head when they are first used."""
     if section.growth == "chain":
@@ -124,6 +169,10 @@ def growth_from_recipe(section: DecodeSection, target: TargetModel, head: DraftH
     if section.growth == "fixed":
         assert section.paths is not None
         return Fixed(section.paths)
+    if section.growth == "searched":
+        return Fixed(searched_tree(head).best(section.nodes))
+    if section.growth == "searched_cost_aware":
+        return CostAwareFixed(searched_tree(head), section.nodes, CostTable(target, head, section.width))
     if section.growth == "adaptive":
         return Adaptive(section.depth, CostTable(target, head, 1))
     if section.growth == "cost_aware":

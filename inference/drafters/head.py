@@ -56,9 +56,11 @@ class HeadDrafter:
     """Reads the target's features of what was verified, then unrolls the head on its own features."""
 
     def __init__(self, head: DraftHead, growth: Growth) -> None:
-        """Raises ValueError for a tree wider than the head's vocabulary."""
+        """Raises ValueError for a tree wider than the head's vocabulary, or deeper than it has levels."""
         if growth.width > len(head.vocab.ids):
             raise ValueError(f"decode.width: {growth.width} given, 1 to the head's {len(head.vocab.ids)} is allowed")
+        if head.max_levels is not None and growth.depth > head.max_levels:
+            raise ValueError(f"decode.depth: {growth.depth} given, 1 to the head's {head.max_levels} is allowed")
         self.head, self.growth = head, growth
         self.ids = head.vocab.ids.to(head.embedding.device)
         self.columns = None if head.vocab.is_full else self.ids  # the target's tokens that the head scores
@@ -68,7 +70,7 @@ class HeadDrafter:
         return self.head.taps
 
     @property
-    def cache_shape(self) -> tuple[int, int, int]:
+    def cache_shape(self) -> tuple[int, int, int] | None:
         return self.head.cache_shape
 
     @property
@@ -85,31 +87,29 @@ class HeadDrafter:
 
     @torch.inference_mode()
     def begin(self, taps: Tensor, next_tokens: Tensor, row: KVCache) -> None:
-        assert row.head is not None
         count = next_tokens.shape[1] - 1
-        if count:
+        if count and row.head is not None:
             positions = torch.arange(count, device=self.ids.device)
             features = self.head.project(taps[:, :count])
             self.head(features, next_tokens[:, :count], positions, None, row.head)
 
     @torch.inference_mode()
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
-        assert cache.head is not None
         levels = self.growth.levels(verified)
-        hidden = self.read(verified, cache.head)  # [batch, 1, feature]
+        features, hidden = self.read(verified, cache.head)  # [batch, 1, feature] each
         if levels < 1:
             return Tree.root_only(verified.roots)
-        frontier, pool, features = Frontier.at_root(verified), Pool.empty(), hidden
+        frontier, pool = Frontier.at_root(verified), Pool.empty()
         samples = SampledChildren(self.growth, self.head.vocab) if verified.sampling.rule == "rejection" else None
         for level in range(levels):
             if level:
-                hidden = self.expand(features, frontier, level, cache.head)
-            logits, count = self.head.logits(hidden), self.growth.children(level)
+                hidden = self.expand(features, frontier, level, cache)
+            logits, count = self.head.logits(hidden, level), self.growth.children(level)
             if samples is not None:
-                positions = behind(cache.head, level + 1, frontier)
+                positions = behind(cache.roots, level + 1, frontier)
                 values, columns = samples.draw(level, logits, positions, verified.sampling, frontier.history)
             else:
-                chances = self.chances(level, logits, cache.head, verified.sampling, frontier)
+                chances = self.chances(level, logits, cache.roots, verified.sampling, frontier)
                 values, columns = chances.topk(count, dim=-1)  # [batch, frontier, count]
             totals = (frontier.totals.unsqueeze(-1) + values).flatten(1)
             late = self.late(verified, level)
@@ -120,7 +120,7 @@ class HeadDrafter:
             pool.add(totals, tokens, frontier.numbers.unsqueeze(-1).expand(-1, -1, count).flatten(1))
             if level + 1 == levels or not self.growth.goes_on(pool):
                 break
-            features = self.head.feedback(hidden)
+            features = self.head.feedback(hidden, features, frontier.tokens)
             chosen = self.growth.frontier(level, totals)  # [batch, frontier]
             if chosen is None:
                 chosen = torch.arange(totals.shape[1], device=totals.device).expand_as(totals)
@@ -132,8 +132,12 @@ class HeadDrafter:
         tree = self.growth.prune(pool, verified.roots)
         return tree if samples is None else samples.label(tree, verified.rooms)
 
-    def read(self, verified: Verified, slots: Slots) -> Float[Tensor, "batch 1 feature"]:
-        """Take in the verified positions, in place of what was drafted there; returns each row's last hidden state."""
+    def read(self, verified: Verified, slots: Slots | None) -> tuple[Tensor, Tensor]:
+        """Take in the verified positions, in place of what was drafted there; returns the features of each row's last
+        one and the head's hidden state there. [batch, 1, feature] and [batch, 1, hidden]"""
+        if slots is None:  # then only the last position counts
+            features, roots = self.head.project(self.last(verified, verified.taps)), verified.roots
+            return features, self.head(features, roots, torch.zeros_like(roots))
         if verified.on_device is None:
             slots.set_lengths(verified.starts)
         offsets = torch.arange(verified.next_tokens.shape[1], device=self.ids.device)
@@ -141,15 +145,21 @@ class HeadDrafter:
         if len(offsets) > 1 or not slots.even:
             mask = block_mask(slots, Block((offsets <= offsets[:, None]).unsqueeze(0)), verified.taps.dtype)
         positions = slots.starts[:, None] + offsets
-        hidden = self.head(self.head.project(verified.taps), verified.next_tokens, positions, mask, slots)
+        features = self.head.project(verified.taps)
+        hidden = self.head(features, verified.next_tokens, positions, mask, slots)
         if verified.on_device is not None:
-            counts = verified.on_device.counts
-            slots.shift(counts)
-            return take(hidden, counts.unsqueeze(1) - 1)
-        slots.advance(verified.counts)
-        if len(hidden) == 1:
-            return hidden[:, verified.counts[0] - 1 : verified.counts[0]]
-        return take(hidden, torch.tensor(verified.counts, device=self.ids.device).unsqueeze(1) - 1)
+            slots.shift(verified.on_device.counts)
+        else:
+            slots.advance(verified.counts)
+        return self.last(verified, features), self.last(verified, hidden)
+
+    def last(self, verified: Verified, states: Float[Tensor, "batch count size"]) -> Float[Tensor, "batch 1 size"]:
+        """Those of each row's last verified position."""
+        if verified.on_device is not None:
+            return take(states, verified.on_device.counts.unsqueeze(1) - 1)
+        if len(states) == 1:
+            return states[:, verified.counts[0] - 1 : verified.counts[0]]
+        return take(states, torch.tensor(verified.counts, device=self.ids.device).unsqueeze(1) - 1)
 
     def late(self, verified: Verified, level: int) -> Bool[Tensor, " batch"] | None:
         """The rows that have no use for children on this level; None if all have."""
@@ -160,19 +170,21 @@ class HeadDrafter:
         return torch.tensor([room <= level for room in verified.rooms], device=self.ids.device)
 
     def expand(
-        self, features: Tensor, frontier: Frontier, level: int, slots: Slots
-    ) -> Float[Tensor, "batch frontier feature"]:
+        self, features: Tensor, frontier: Frontier, level: int, cache: KVCache
+    ) -> Float[Tensor, "batch frontier hidden"]:
         """One level through the head; each node sees the verified tokens, its ancestors and itself."""
+        slots, positions = cache.head, behind(cache.roots, level - 1, frontier)
+        if slots is None:
+            return self.head(features, frontier.tokens, positions, level=level)
         mask = None
         if frontier.visible is not None or not slots.even:
             mask = block_mask(slots, Block(frontier.seen(level)), features.dtype)
-        positions = behind(slots, level - 1, frontier)
-        hidden = self.head(features, frontier.tokens, positions, mask, slots)
+        hidden = self.head(features, frontier.tokens, positions, mask, slots, level)
         slots.hold(frontier.tokens.shape[1])
         return hidden
 
     def chances(
-        self, level: int, logits: Tensor, slots: Slots, sampling: BatchSampling, frontier: Frontier
+        self, level: int, logits: Tensor, roots: Tensor, sampling: BatchSampling, frontier: Frontier
     ) -> Float[Tensor, "batch frontier draft_vocab"]:
         """Log of the estimated chance that the target chooses each token, given its noise at that position."""
         greedy, sampled = self.head.calibration.at(level)
@@ -180,16 +192,16 @@ class HeadDrafter:
             scores = sampling.warp(logits, frontier.history, self.columns).float() * greedy
         else:
             # All nodes of a level stand at one position.
-            positions = (slots.starts + level + 1).unsqueeze(1)
+            positions = (roots + level + 1).unsqueeze(1)
             scores = sampling.scores(logits, positions, frontier.history, self.columns).float()
             # Between two tensors: a captured step may not bring numbers from the host.
             scores = torch.where(sampling.greedy[:, None, None], scores * greedy, scores * sampled)
         return torch.log_softmax(scores, dim=-1)
 
 
-def behind(slots: Slots, distance: int, frontier: Frontier) -> Int[Tensor, "batch frontier"]:
-    """Positions so far behind what each row holds, one for every node."""
-    return (slots.starts + distance).unsqueeze(1).expand_as(frontier.tokens)
+def behind(roots: Int[Tensor, " batch"], distance: int, frontier: Frontier) -> Int[Tensor, "batch frontier"]:
+    """Positions so far behind each row's root, one for every node."""
+    return (roots + distance).unsqueeze(1).expand_as(frontier.tokens)
 
 
 def take(states: Shaped[Tensor, "batch nodes size"], index: Int[Tensor, "batch chosen"]) -> Tensor:

@@ -1,0 +1,49 @@
+"""What the heads share whose feature is the target's last hidden state behind its final norm: EAGLE-1 and Medusa."""
+
+from jaxtyping import Float
+from torch import Tensor
+
+from heads.base import DraftHead
+from heads.frozen import FrozenTarget
+from heads.layers import scales_of
+from heads.target_config import TargetConfig
+from heads.vocab import DraftVocab
+from recipes.schema import HeadSection
+
+
+class LastHiddenHead(DraftHead):
+    """Both ends of the target are shared with it, neither trained nor saved."""
+
+    norm_weight: Tensor
+    norm_bias: Tensor | None
+    lm_head: Tensor
+
+    def __init__(self, frozen: FrozenTarget, vocab: DraftVocab) -> None:
+        super().__init__()
+        self.target, self.taps, self.vocab = frozen.config, (frozen.config.num_layers,), vocab
+        self.feature_size = frozen.config.hidden_size
+        for name in ("embedding", "norm_weight", "norm_bias", "lm_head"):
+            self.register_buffer(name, getattr(frozen, name), persistent=False)
+
+    @classmethod
+    def section_taps(cls, section: HeadSection, target: TargetConfig) -> tuple[int, ...]:
+        return (target.num_layers,)
+
+    @property
+    def frozen(self) -> FrozenTarget:
+        """The two ends of the target, where this head is."""
+        return FrozenTarget(self.target, self.embedding, self.norm_weight, self.norm_bias, self.lm_head)
+
+    def project(self, taps: Float[Tensor, "*axes tapped"]) -> Float[Tensor, "*axes feature"]:
+        return self.frozen.norm(taps)
+
+
+def input_scales(frozen: FrozenTarget) -> tuple[Float[Tensor, " hidden"], Float[Tensor, " hidden"]]:
+    """What brings an embedding and a feature to about 1, by powers of two.
+
+    An embedding is often far smaller than a feature, whose size is that of the final norm's weight, and would hardly be
+    heard beside it.
+    """
+    sizes = [float(ends.float().square().mean().sqrt()) for ends in (frozen.embedding, frozen.norm_weight)]
+    embedding, feature = scales_of(sizes).to(frozen.embedding).unsqueeze(1).expand(-1, frozen.config.hidden_size)
+    return embedding, feature

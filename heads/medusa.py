@@ -1,0 +1,172 @@
+"""Medusa (arXiv 2401.10774): a small head for each of the next tokens, all reading one hidden state of the target.
+
+With `sequential` head i also reads the i + 1 tokens before the one that it guesses: Hydra (arXiv 2402.05109).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional
+
+from heads.cache import AttentionCache
+from heads.frozen import FrozenTarget
+from heads.last_hidden import LastHiddenHead, input_scales
+from heads.medusa_layout import from_any_layout
+from heads.vocab import DraftVocab
+from recipes.schema import HeadSection, MedusaSection
+
+
+@dataclass(frozen=True)
+class MedusaShape:
+    """Everything about Medusa heads that is not a weight."""
+
+    hidden_size: int
+    num_heads: int
+    num_layers: int
+    bias: bool = True
+    sequential: bool = False
+
+    def input_size(self, head: int) -> int:
+        """Of a head's first layer: the hidden state, and with `sequential` an embedding for each known token."""
+        return self.hidden_size * (head + 2 if self.sequential else 1)
+
+
+class ResidualBlocks(nn.Module):
+    """x + SiLU(W x + b) for each layer. The first layer's W may see more than the x that it adds to."""
+
+    def __init__(self, input_size: int, shape: MedusaShape) -> None:
+        super().__init__()
+        hidden = shape.hidden_size
+        sizes = [input_size] + [hidden] * (shape.num_layers - 1)
+        self.layers = nn.ModuleList([nn.Linear(size, hidden, bias=shape.bias) for size in sizes])
+
+    def forward(self, inputs: Float[Tensor, "*axes input"], scale: Tensor | None) -> Float[Tensor, "*axes hidden"]:
+        hidden = inputs[..., : self.layers[0].out_features]
+        for layer in self.layers:
+            hidden = hidden + functional.silu(layer(inputs if scale is None else inputs * scale[: inputs.shape[-1]]))
+            inputs = hidden
+        return hidden
+
+
+class MedusaHead(LastHiddenHead):
+    """Head i at index t reads the target's feature of position t and guesses the token of position t + 2 + i.
+
+    Each is a level of the drafts: the next level takes the same feature, and with `sequential` the embeddings of the
+    tokens in between behind it. Parameter names are vLLM's.
+    """
+
+    kind = "medusa"
+    shape: MedusaShape
+    has_rope = False
+
+    def __init__(self, shape: MedusaShape, frozen: FrozenTarget, vocab: DraftVocab) -> None:
+        super().__init__(frozen, vocab)
+        assert shape.hidden_size == frozen.config.hidden_size
+        self.shape, self.max_levels = shape, shape.num_heads
+        numbers = range(shape.num_heads)
+        self.blocks = nn.ModuleList([ResidualBlocks(shape.input_size(head), shape) for head in numbers])
+        self.lm_heads = nn.ModuleList([nn.Linear(shape.hidden_size, len(vocab.ids), bias=False) for _ in numbers])
+        self.input_scale: Tensor | None
+        self.register_buffer("input_scale", None, persistent=False)  # [of the last head's inputs]
+
+    @classmethod
+    def from_section(cls, section: HeadSection, frozen: FrozenTarget, vocab: DraftVocab) -> "MedusaHead":
+        assert isinstance(section, MedusaSection)
+        hidden = frozen.config.hidden_size
+        shape = MedusaShape(hidden, section.medusa_heads, section.medusa_layers, sequential=section.sequential)
+        return cls(shape, frozen, vocab)
+
+    @classmethod
+    def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], frozen: FrozenTarget) -> "MedusaHead":
+        named = from_any_layout(tensors)
+        tensors.clear()
+        tensors.update(named)
+        ids, target = tensors.pop("token_map", None), frozen.config
+        vocab = DraftVocab.full(target.vocab_size) if ids is None else DraftVocab(ids.long(), target.vocab_size)
+        first = [name for name in tensors if name.startswith("blocks.0.layers.") and name.endswith(".weight")]
+        if not first:
+            raise ValueError("no residual block among the tensors; Medusa heads have blocks.0.layers.0.weight")
+        shape = MedusaShape(
+            hidden_size=target.hidden_size,
+            num_heads=sum(name.startswith("lm_heads.") for name in tensors),
+            num_layers=len(first),
+            bias="blocks.0.layers.0.bias" in tensors,
+            sequential=tensors["blocks.0.layers.0.weight"].shape[-1] == 2 * target.hidden_size,
+        )
+        return cls(shape, frozen, vocab)
+
+    @torch.no_grad()
+    def initialise(self, frozen: FrozenTarget, generator: torch.Generator) -> None:
+        """Start as the target itself: blocks that are the identity, and its lm_head. Nothing is drawn."""
+        embedding, feature = input_scales(frozen)
+        last = self.shape.num_heads - 1
+        known = self.shape.input_size(last) // self.shape.hidden_size - 1
+        self.input_scale = torch.cat([feature, *[embedding] * known]).to(self.embedding)
+        for parameter in self.blocks.parameters():
+            parameter.zero_()
+        for weight in self.lm_heads.parameters():
+            weight.copy_(frozen.within(self.vocab).lm_head)
+
+    def engine_config(self) -> dict[str, Any]:
+        """vLLM's keys, and those that the reference names otherwise; no engine knows sequential heads."""
+        shape = self.shape
+        return {
+            "architectures": ["HydraHeads" if shape.sequential else "MedusaModel"],
+            "model_type": "medusa",
+            "num_heads": shape.num_heads,
+            "num_hidden_layers": shape.num_layers,
+            "hidden_size": shape.hidden_size,
+            "vocab_size": self.target.vocab_size,
+            "truncated_vocab_size": len(self.vocab.ids),
+            "original_lm_head": False,
+            "medusa_fc_bias": shape.bias,  # vLLM drops the biases without it
+            "medusa_num_heads": shape.num_heads,
+            "medusa_num_layers": shape.num_layers,
+        }
+
+    def engine_tensors(self) -> dict[str, Tensor]:
+        tensors = dict(self.state_dict())
+        if self.input_scale is not None:
+            for name, tensor in tensors.items():
+                if name.startswith("blocks.") and name.endswith(".weight"):
+                    tensors[name] = tensor * self.input_scale[: tensor.shape[-1]]
+        return tensors if self.vocab.is_full else {**tensors, "token_map": self.vocab.ids}
+
+    @property
+    def cache_shape(self) -> None:
+        return None
+
+    @property
+    def logits_parameters(self) -> list[Tensor]:
+        return list(self.lm_heads.parameters())
+
+    def forward(
+        self,
+        features: Float[Tensor, "batch seq feature"],
+        tokens: Int[Tensor, "batch seq"],
+        positions: Int[Tensor, "*batch seq"],
+        mask: Float[Tensor, "*axes seq keys"] | None = None,
+        cache: AttentionCache | None = None,
+        level: int = 0,
+    ) -> Float[Tensor, "batch seq hidden"]:
+        return self.blocks[level](self.known(features, tokens), self.input_scale)
+
+    def known(
+        self, features: Float[Tensor, "batch seq feature"], tokens: Int[Tensor, "batch seq"]
+    ) -> Float[Tensor, "batch seq more"]:
+        """All that a level may look at."""
+        return torch.cat([features, self.embedding[tokens]], dim=-1) if self.shape.sequential else features
+
+    def logits(self, hidden: Float[Tensor, "*axes hidden"], level: int = 0) -> Float[Tensor, "*axes draft_vocab"]:
+        return self.lm_heads[level](hidden)
+
+    def feedback(
+        self,
+        hidden: Float[Tensor, "batch seq hidden"],
+        features: Float[Tensor, "batch seq feature"],
+        tokens: Int[Tensor, "batch seq"],
+    ) -> Float[Tensor, "batch seq next_feature"]:
+        return self.known(features, tokens)

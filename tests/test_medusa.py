@@ -1,0 +1,342 @@
+"""Laws of Medusa and Hydra heads: they start as the target itself, draft what their definition says, change no text."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scripted import SetCosts
+from tiny_run import build_run, tiny_recipe
+from torch import Tensor
+
+from heads.base import DraftHead
+from heads.build import load_head, new_head, save_head
+from heads.calibration import Calibration
+from heads.frozen import FrozenTarget
+from heads.medusa import MedusaHead
+from heads.medusa_layout import from_any_layout, to_reference_layout
+from heads.static_tree import StaticTree, search_tree
+from heads.vocab import DraftVocab
+from inference.cache import KVCache
+from inference.calibrate import RANKS, fit_calibration, tally_texts
+from inference.decode import Request, generate, generate_batch
+from inference.drafters import Verified
+from inference.drafters.cost_aware import CostAwareFixed, growth_from_recipe
+from inference.drafters.growth import Dynamic, Fixed, Growth
+from inference.drafters.head import HeadDrafter
+from inference.report import report
+from inference.sampling import Sampling
+from inference.target import TargetModel
+from inference.tree import Tree
+from inference.tree_picture import draw_tree, rows
+from recipes.schema import DecodeSection, MedusaSection
+from trainers.medusa import run
+
+MakeHead = Callable[..., Any]
+SEQUENTIAL = [False, True]
+kinds = pytest.mark.parametrize("sequential", SEQUENTIAL, ids=["medusa", "hydra"])
+LIMITED = DraftVocab(torch.arange(0, 97, 3), 97)
+PROMPT = [5, 6, 7, 8]
+
+
+@pytest.fixture(scope="module")
+def reader(target: TargetModel) -> TargetModel:
+    """The target, tapped where Medusa reads."""
+    return TargetModel(target.model, (target.config.num_layers,))
+
+
+def lossless_samplings() -> list[Sampling]:
+    return [Sampling(), Sampling(0.9, seed=4), Sampling(1.0, top_p=0.8, repetition_penalty=1.2, seed=5)]
+
+
+@kinds
+@pytest.mark.parametrize("size", [None, 30])
+def test_new_heads_are_the_target_itself(
+    frozen: FrozenTarget, reader: TargetModel, sequential: bool, size: int | None
+) -> None:
+    """Blocks of zeros are the identity, so each head reads off the last hidden state what the target would say next."""
+    vocab = DraftVocab.full(97) if size is None else DraftVocab(torch.arange(size) * 3, 97)
+    section = MedusaSection(kind="medusa", medusa_heads=3, medusa_layers=2, sequential=sequential)
+    head, tokens = new_head(section, frozen, vocab, seed=0), torch.randint(97, (2, 9))
+    output, features = reader.forward(tokens), head.project(reader.forward(tokens).taps)
+    for level in range(3):
+        hidden = head(features, tokens, torch.arange(9), level=level)
+        torch.testing.assert_close(
+            head.logits(hidden, level), output.logits[..., vocab.ids], atol=1e-4, rtol=1e-4, check_dtype=False
+        )
+        features = head.feedback(hidden, features, tokens)
+
+
+def guesses(head: MedusaHead, feature: Tensor, path: list[int], level: int) -> list[int]:
+    """Tokens by the definition, the likeliest first; `path` holds the root and what was drafted below it."""
+    known = [feature, *(head.embedding[token] for token in path)] if head.shape.sequential else [feature]
+    inputs, hidden = torch.cat(known), feature
+    for number in range(head.shape.num_layers):
+        block = head.state_dict()[f"blocks.{level}.layers.{number}.weight"]
+        bias = head.state_dict()[f"blocks.{level}.layers.{number}.bias"]
+        added = block @ inputs + bias
+        hidden = hidden + added * torch.sigmoid(added)
+        inputs = hidden
+    logits = head.state_dict()[f"lm_heads.{level}.weight"] @ hidden
+    return head.vocab.ids[logits.argsort(descending=True)].tolist()
+
+
+class Recording(HeadDrafter):
+    """Keeps each tree with the text that it was drafted behind."""
+
+    def __init__(self, head: DraftHead, growth: Growth) -> None:
+        super().__init__(head, growth)
+        self.seen: list[tuple[list[int], Tree]] = []
+
+    def draft(self, verified: Verified, cache: KVCache) -> Tree:
+        tree = super().draft(verified, cache)
+        self.seen.append(([*verified.texts[0]], tree))
+        return tree
+
+
+@kinds
+def test_a_drafted_tree_is_the_papers(reader: TargetModel, make_head: MakeHead, sequential: bool) -> None:
+    """root - 0 - 0 - 0     each level's head reads the hidden state of the last token that the target has read;
+    1 - 0         a sequential one also the tokens from there to its own"""
+    paths = ((0,), (1,), (0, 0), (1, 0), (0, 0, 0))
+    head = make_head("medusa", num_layers=2, vocab=LIMITED, sequential=sequential)
+    drafter = Recording(head, Fixed(paths))
+    generate(reader, PROMPT, 12, drafter=drafter)
+    assert len(drafter.seen) > 5
+    for text, tree in drafter.seen[:-4]:  # near the end there is no room for all levels
+        feature = head.project(reader.forward(torch.tensor([text[:-1]])).taps)[0, -1]
+        tokens: dict[tuple[int, ...], list[int]] = {(): [text[-1]]}
+        for path in sorted(paths, key=len):
+            above = tokens[path[:-1]]
+            tokens[path] = [*above, guesses(head, feature, above, len(path) - 1)[path[-1]]]
+        parents, drafted = tree.parents[0].tolist(), tree.tokens[0].tolist()
+        found = {0: [text[-1]]}
+        for node, parent in enumerate(parents[1:], start=1):
+            found[node] = [*found[parent], drafted[node]]
+        assert sorted(found.values()) == sorted(tokens.values())
+
+
+GROWTHS: list[Growth] = [
+    Dynamic.chain(3),
+    Dynamic(3, 3, 7),
+    Fixed(search_tree([[0.5, 0.3, 0.1], [0.4, 0.2, 0.1], [0.3, 0.1, 0.05]], 9).paths),
+    CostAwareFixed(search_tree([[0.5, 0.3], [0.4, 0.2], [0.3, 0.1]], 9), 9, SetCosts()),
+]
+
+
+@kinds
+@pytest.mark.parametrize("static", [False, True], ids=["changing", "static"])
+@pytest.mark.parametrize("growth", GROWTHS, ids=["chain", "dynamic", "searched", "searched cost-aware"])
+def test_heads_change_no_text(
+    reader: TargetModel, make_head: MakeHead, growth: Growth, static: bool, sequential: bool
+) -> None:
+    requests = [Request(PROMPT[:size], 12, own) for size, own in zip((4, 2, 3), lossless_samplings(), strict=True)]
+    drafter = HeadDrafter(make_head("medusa", sequential=sequential), growth)
+    for batch in (requests, requests[:2]):  # with penalties and without, which alone may be captured
+        wanted = [found.tokens for found in generate_batch(reader, batch)]
+        found = generate_batch(reader, batch, drafter, static=static)
+        assert [generation.tokens for generation in found] == wanted
+        assert sum(generation.stats.drafted for generation in found) > 0
+
+
+def test_a_tree_deeper_than_the_heads_is_refused(make_head: MakeHead) -> None:
+    with pytest.raises(ValueError, match=r"decode.depth: 4 given, 1 to the head's 3 is allowed"):
+        HeadDrafter(make_head("medusa"), Dynamic.chain(4))
+
+
+# The best tree
+
+
+def all_trees(levels: int, ranks: int, nodes: int) -> set[frozenset[tuple[int, ...]]]:
+    """Every tree of so many nodes that holds the parent and the earlier siblings of each."""
+    paths = [path for depth in range(1, levels + 1) for path in product(range(ranks), repeat=depth)]
+
+    def closed(tree: frozenset[tuple[int, ...]]) -> bool:
+        whole = tree | {()}
+        return all(p[:-1] in whole and (p[-1] == 0 or (*p[:-1], p[-1] - 1) in tree) for p in tree)
+
+    return {tree for tree in map(frozenset, combinations(paths, nodes)) if closed(tree)}
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 4, 5])
+def test_the_searched_tree_is_the_best_of_all(nodes: int) -> None:
+    accuracies = torch.rand(3, 2).sort(descending=True).values * 0.6
+
+    def length(tree: frozenset[tuple[int, ...]]) -> float:
+        return sum(float(torch.stack([accuracies[i, rank] for i, rank in enumerate(path)]).prod()) for path in tree)
+
+    best = max(length(tree) for tree in all_trees(3, 2, nodes))
+    searched = search_tree(accuracies, 9)
+    assert length(frozenset(searched.paths[:nodes])) == pytest.approx(best, rel=1e-6)
+    assert searched.expected(nodes) == pytest.approx(1 + best, rel=1e-6)
+    Fixed(searched.best(nodes))  # nothing is missing in it
+
+
+def test_more_nodes_than_were_searched_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"decode.nodes: 7 given, 1 to the 6 of the head's tree"):
+        search_tree([[0.5, 0.2], [0.4, 0.3]], 99).best(7)
+
+
+def test_dear_nodes_make_a_small_tree() -> None:
+    tree = search_tree([[0.5, 0.3, 0.1], [0.4, 0.2, 0.1]], 12)
+    costs = [SetCosts(level=0.0, nodes=nodes) for nodes in (1e9, 20.0, 1.0)]  # a node costs 1 / nodes more
+    sizes = [CostAwareFixed(tree, 12, table).fastest(table.costs).nodes for table in costs]
+    assert sizes == sorted(sizes, reverse=True)
+    assert (sizes[0], sizes[-1]) == (12, 1)
+
+
+@kinds
+def test_ranks_are_counted_as_the_target_chose(reader: TargetModel, make_head: MakeHead, sequential: bool) -> None:
+    head = make_head("medusa", vocab=LIMITED, sequential=sequential)
+    tally = tally_texts(reader, head, [PROMPT], 3, 20, [Sampling()])
+    hits, tried = torch.zeros(3, RANKS), torch.zeros(3)
+    text = PROMPT + generate(reader, PROMPT, 20).tokens
+    features = head.project(reader.forward(torch.tensor([text])).taps)[0]
+    for t in range(len(PROMPT) - 2, len(text) - 2):
+        for level in range(min(3, len(text) - 2 - t)):
+            ranked = guesses(head, features[t], text[t + 1 : t + 2 + level], level)[:RANKS]
+            tried[level] += 1
+            if text[t + 2 + level] not in ranked:
+                break
+            hits[level, ranked.index(text[t + 2 + level])] += 1
+    assert torch.equal(tally.hits.float(), hits)
+    assert torch.equal(tally.tried.float(), tried)
+
+
+def test_a_recipe_asks_for_the_tree_that_was_fitted(
+    reader: TargetModel, make_head: MakeHead, target_folder: Path, frozen: FrozenTarget, tmp_path: Path
+) -> None:
+    head, section = make_head("medusa"), DecodeSection(growth="searched", depth=3, nodes=10)
+    with pytest.raises(ValueError, match=r"fit one with python -m inference.calibrate"):
+        growth_from_recipe(section, reader, head)
+    head.calibration = fit_calibration(reader, head, [PROMPT], 3, 8)
+    save_head(head, tmp_path / "head")
+    loaded = load_head(tmp_path / "head", frozen)
+    found, wanted = loaded.calibration.tree, head.calibration.tree
+    assert found is not None
+    assert wanted is not None
+    assert found.paths == wanted.paths
+    assert found.chances == pytest.approx(wanted.chances, abs=1e-5)
+    growth = growth_from_recipe(section, reader, loaded)
+    assert growth.nodes == len(rows(wanted.paths[:10])) - 1 == 10
+    searched = growth_from_recipe(section.model_copy(update={"growth": "searched_cost_aware"}), reader, loaded)
+    text = generate(reader, PROMPT, 10, drafter=HeadDrafter(loaded, searched)).tokens
+    assert text == generate(reader, PROMPT, 10).tokens
+    draw_tree(wanted, 10).savefig(tmp_path / "tree.png")
+    assert StaticTree.from_config(json.loads(json.dumps(wanted.to_config()))).paths == wanted.paths
+
+
+# Files
+
+
+SHAPES: list[dict[str, Any]] = [{}, {"num_layers": 2, "bias": False}, {"sequential": True}, {"vocab": LIMITED}]
+
+
+def read(head: DraftHead, tokens: Tensor, features: Tensor) -> list[Tensor]:
+    """Logits of all levels."""
+    found = []
+    for level in range(head.max_levels or 1):
+        hidden = head(features, tokens, torch.arange(tokens.shape[1]), level=level)
+        found.append(head.logits(hidden, level))
+        features = head.feedback(hidden, features, tokens)
+    return found
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("scaled", [False, True], ids=["loaded", "trained"])
+def test_loaded_heads_give_the_logits_that_were_saved(
+    make_head: MakeHead, frozen: FrozenTarget, tmp_path: Path, shape: dict[str, Any], scaled: bool
+) -> None:
+    head = make_head("medusa", **shape)
+    if scaled:  # as in training, by powers of two
+        head.input_scale = torch.tensor([4.0] * 32 + [0.5] * 96)
+    tokens, features = torch.randint(97, (2, 5)), torch.randn(2, 5, 32)
+    save_head(head, tmp_path / "head")
+    loaded = load_head(tmp_path / "head", frozen)
+    assert loaded.shape == head.shape
+    assert torch.equal(loaded.vocab.ids, head.vocab.ids)
+    for mine, its in zip(read(head, tokens, features), read(loaded, tokens, features), strict=True):
+        torch.testing.assert_close(mine, its, atol=1e-5, rtol=1e-5)
+
+
+def test_the_layouts_of_the_reference_and_of_vllm_are_the_same_heads(
+    make_head: MakeHead, frozen: FrozenTarget, tmp_path: Path
+) -> None:
+    head = make_head("medusa", num_layers=2)
+    ours = head.engine_tensors()
+    reference = to_reference_layout(ours)
+    assert [*reference][:4] == ["0.0.linear.weight", "0.0.linear.bias", "0.1.linear.weight", "0.1.linear.bias"]
+    assert {"0.2.weight", "1.2.weight", "2.2.weight"} <= reference.keys()
+    for prefix in ("", "medusa_head."):
+        again = from_any_layout({prefix + name: tensor for name, tensor in reference.items()})
+        assert again.keys() == ours.keys()
+        assert all(again[name] is tensor for name, tensor in ours.items())
+    imported = MedusaHead.from_engine({}, reference, frozen)
+    imported.load_state_dict(reference)  # from_engine leaves the state dict
+    tokens, features = torch.randint(97, (1, 4)), torch.randn(1, 4, 32)
+    for mine, its in zip(read(head, tokens, features), read(imported, tokens, features), strict=True):
+        assert torch.equal(mine, its)
+
+
+def test_what_the_reference_cannot_hold_is_refused(make_head: MakeHead) -> None:
+    with pytest.raises(ValueError, match="token_map: the reference layout"):
+        to_reference_layout(make_head("medusa", vocab=LIMITED).engine_tensors())
+    with pytest.raises(ValueError, match="more than one hidden state"):
+        to_reference_layout(make_head("medusa", sequential=True).engine_tensors())
+
+
+# The whole run
+
+MEDUSA_RUN = (
+    "head={kind: medusa, medusa_heads: 2, draft_vocab_size: 80}",
+    "train.unroll=2",
+    "train.optimizer=muon",
+    "train.eval_prompts=1",
+    "decode.growth=searched",
+    "decode.nodes=6",
+    "train.eval_every=8",
+    "report.num_prompts=2",
+    "report.temperatures=[0.7]",
+    "report.warmup_prompts=0",
+)
+
+
+@pytest.mark.parametrize("sequential", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["medusa", "hydra"])
+def test_a_run_ends_in_a_better_head_whose_report_draws_its_tree(tmp_path: Path, sequential: bool) -> None:
+    build_run(tmp_path)
+    recipe = tiny_recipe(tmp_path, *MEDUSA_RUN, f"head.sequential={str(sequential).lower()}")
+    run(recipe)
+    lines = [json.loads(line) for line in recipe.metrics_path.read_text().splitlines()]
+    losses = [line["train/loss_1"] for line in lines if "train/loss_1" in line]
+    assert losses[-1] < losses[0]
+    outcomes = report(recipe)
+    assert {outcome.way for outcome in outcomes} == {"generate", "plain", "untrained", "chain", "tree"}
+    assert all(o.identical == o.prompts == 2 for o in outcomes if o.way != "generate")
+    assert (recipe.report_dir / "tree.png").read_bytes().startswith(b"\x89PNG")
+    if not sequential:
+        lossy = recipe.model_copy(update={"decode": recipe.decode.model_copy(update={"acceptance": "typical"})})
+        report(lossy)
+        assert (recipe.report_dir / "report.md").read_text().count("| lossy |") == 3  # the ways that draft
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("train.unroll=3", "train.unroll: 3 given, 2 is allowed, a step for each of head.medusa_heads"),
+        ("decode.depth=3", "decode.depth: 3 given, 1 to 2 is allowed, as head.medusa_heads says"),
+    ],
+)
+def test_levels_that_do_not_exist_are_refused_at_once(tmp_path: Path, override: str, said: str) -> None:
+    build_run(tmp_path)
+    with pytest.raises(ValueError, match=said):
+        tiny_recipe(tmp_path, *MEDUSA_RUN, override)
+
+
+def test_a_multiplier_keeps_the_tree() -> None:
+    tree = search_tree([[0.5]], 1)
+    both = Calibration.from_config(replace(Calibration(), greedy=(2.0,), tree=tree).to_config())
+    assert both == Calibration((2.0,), (1.0,), tree)
