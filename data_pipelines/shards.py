@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from data_pipelines.codec import decode, encode
 from data_pipelines.stage import Json, file_digest, write_text
 
 MANIFEST = "manifest.json"
@@ -40,21 +41,23 @@ def shard_name(split: str, index: int) -> str:
     return f"{split}-{index:05d}.safetensors"
 
 
-def write_shard(path: Path, samples: list[Sample], taps: tuple[int, ...], made_from: str) -> None:
+def write_shard(path: Path, samples: list[Sample], taps: tuple[int, ...], made_from: str, storage: str) -> None:
     """Write then rename, so a reader sees a whole shard or none and a killed harvest can simply resume.
 
-    Each tap is a tensor of its own, so that a head reads its taps alone. `made_from` identifies the run's inputs; a
-    shard of other inputs is refused later.
+    Each tap is a tensor of its own, so that a head reads its taps alone. `storage` is a data.dtype; `made_from`
+    identifies the run's inputs, a shard of other inputs is refused later.
     """
-    states = torch.cat([sample.taps for sample in samples]).unflatten(-1, (len(taps), -1)) if taps else None
+    last_hidden = torch.cat([sample.last_hidden for sample in samples])
+    states = torch.cat([sample.taps for sample in samples]).unflatten(-1, (len(taps), last_hidden.shape[-1]))
     lengths = torch.tensor([0] + [len(sample.tokens) for sample in samples])
     tensors = {
         "tokens": torch.cat([sample.tokens.to(torch.int32) for sample in samples]),
         "loss_mask": torch.cat([sample.loss_mask.to(torch.uint8) for sample in samples]),
-        **{f"tap.{tap}": states[:, number].contiguous() for number, tap in enumerate(taps) if states is not None},
-        "last_hidden": torch.cat([sample.last_hidden for sample in samples]),
+        **encode("last_hidden", last_hidden, storage),
         "offsets": lengths.cumsum(0),
     }
+    for number, tap in enumerate(taps):
+        tensors |= encode(f"tap.{tap}", states[:, number], storage)
     partial = path.with_name(path.name + ".partial")
     save_file(tensors, partial, metadata={"made_from": made_from})
     partial.replace(path)
@@ -127,8 +130,8 @@ class FeatureStore:
             self._check(shard)
         opened = self._opened[shard]
         start, end = self._offsets[shard][row : row + 2].tolist()
-        last_hidden = opened.get_slice("last_hidden")[start:end]
-        taps = [opened.get_slice(f"tap.{tap}")[start:end] for tap in self.taps]
+        last_hidden = decode(opened, "last_hidden", start, end)
+        taps = [decode(opened, f"tap.{tap}", start, end) for tap in self.taps]
         return Sample(
             tokens=opened.get_slice("tokens")[start:end].long(),
             loss_mask=opened.get_slice("loss_mask")[start:end].bool(),
