@@ -25,6 +25,7 @@ from data_pipelines.responses import (
 )
 from data_pipelines.shards import MANIFEST, Sample, shard_is_whole, shard_name, stored_taps, write_manifest, write_shard
 from data_pipelines.stage import Stage, file_digest, read_jsonl, target_identity
+from data_pipelines.store import adopt
 from data_pipelines.work import Piece, begin, metered, mine, pieces
 from heads.build import head_taps
 from heads.frozen import FrozenTarget
@@ -58,6 +59,8 @@ def harvest(recipe: Recipe, target: TargetModel | None = None) -> Stage:
     check_lengths(recipe, config)
     taps = stored_taps(head_taps(recipe.head, config), config.num_layers)
 
+    if recipe.data.store is not None:
+        return adopt(recipe, recipe.data.store, taps)
     responses = responses_stage(recipe, prompts)
     if not responses.is_complete():
         begin(responses, state)

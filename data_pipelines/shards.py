@@ -101,10 +101,8 @@ class FeatureStore:
     """
 
     def __init__(self, folder: Path, split: str, taps: tuple[int, ...] | None = None) -> None:
-        if not (folder / MANIFEST).is_file():
-            raise ValueError(f"{folder} holds no features (no {MANIFEST}); run data_pipelines.harvest on the recipe")
         self.folder = folder
-        self.about = _read_manifest(folder / MANIFEST)
+        self.about = read_manifest(folder)
         stored = tuple(self.about["taps"])
         self.taps = stored if taps is None else taps
         if not set(self.taps) <= set(stored):
@@ -126,9 +124,7 @@ class FeatureStore:
 
     def __getitem__(self, index: int) -> Sample:
         shard, row = self.places[index]
-        if shard not in self._opened:
-            self._check(shard)
-        opened = self._opened[shard]
+        opened = self._shard(shard)
         start, end = self._offsets[shard][row : row + 2].tolist()
         last_hidden = decode(opened, "last_hidden", start, end)
         taps = [decode(opened, f"tap.{tap}", start, end) for tap in self.taps]
@@ -143,11 +139,14 @@ class FeatureStore:
         """How often the target wrote each token. [vocab]"""
         counts = torch.zeros(vocab_size, dtype=torch.long)
         for shard in range(len(self.shards)):
-            if shard not in self._opened:
-                self._check(shard)
-            written = self._opened[shard].get_tensor("loss_mask").bool()
-            counts += torch.bincount(self._opened[shard].get_tensor("tokens")[written], minlength=vocab_size)
+            opened = self._shard(shard)
+            written = opened.get_tensor("loss_mask").bool()
+            counts += torch.bincount(opened.get_tensor("tokens")[written], minlength=vocab_size)
         return counts
+
+    def num_trained_on(self) -> int:
+        """Tokens under the loss masks."""
+        return sum(int(self._shard(shard).get_tensor("loss_mask").sum()) for shard in range(len(self.shards)))
 
     def tap_sizes(self, taps: tuple[int, ...], num_layers: int) -> list[float]:
         """How large each tap is: the median over the first shard's tokens of its root mean square.
@@ -160,21 +159,35 @@ class FeatureStore:
             sizes.append(states.unflatten(-1, (len(taps), -1)).square().mean(-1).sqrt())  # [seq, taps]
         return torch.cat(sizes).median(dim=0).values.tolist()
 
-    def _check(self, shard: int) -> None:
-        facts = self.shards[shard]
-        path = self.folder / facts["file"]
-        if not path.is_file():
-            raise ValueError(f"{path} is in the manifest and missing on disk; remove {self.folder} and harvest again")
-        if path.stat().st_size != facts["bytes"] or file_digest(path) != facts["sha256"]:
+    def _shard(self, shard: int) -> Any:
+        """A shard, opened and checked the first time."""
+        if shard in self._opened:
+            return self._opened[shard]
+        if what := damage(self.folder, self.shards[shard]):
             raise ValueError(
-                f"{path} is not what the harvest wrote (its checksum differs from the manifest's); remove it together "
-                f"with {self.folder / 'stage.json'} and {MANIFEST}, and harvest again: whole shards are reused"
+                f"{what}; remove it together with {self.folder / 'stage.json'} and {MANIFEST}, and harvest again: "
+                "whole shards are reused"
             )
-        self._opened[shard] = _open(path)
+        self._opened[shard] = _open(self.folder / self.shards[shard]["file"])
         self._offsets[shard] = self._opened[shard].get_tensor("offsets")
+        return self._opened[shard]
 
 
-def _read_manifest(path: Path) -> Json:
+def damage(folder: Path, shard: Json) -> str | None:
+    """What is wrong with a shard that the manifest lists, if anything is; any flipped bit is."""
+    path = folder / shard["file"]
+    if not path.is_file():
+        return f"{path} is in the manifest and missing on disk"
+    if path.stat().st_size != shard["bytes"] or file_digest(path) != shard["sha256"]:
+        return f"{path} is not what the harvest wrote (its checksum differs from the manifest's)"
+    return None
+
+
+def read_manifest(folder: Path) -> Json:
+    """What a store says of itself; raises ValueError where there is none, or it cannot be read."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no features (no {MANIFEST}); run data_pipelines.harvest on the recipe")
     try:
         about: Json = json.loads(path.read_text())
     except ValueError as error:

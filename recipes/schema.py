@@ -70,6 +70,10 @@ class DataSection(Section):
         default=None,
         description="Folder of prompts, responses and features, which several recipes may share; null is run_dir.",
     )
+    store: Annotated[HomePath | None, Field(strict=False)] = Field(
+        default=None,
+        description="Folder of features to train on as they are, such as a merged store; null is those of the prompts.",
+    )
     num_prompts: int = Field(gt=0, description="Prompts to train on.")
     prompt_tokens: int = Field(default=1024, gt=0, description="Longest prompt, in tokens.")
     response_tokens: int = Field(default=1024, gt=0, description="Longest response that the target writes, in tokens.")
