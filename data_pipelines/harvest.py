@@ -23,9 +23,19 @@ from data_pipelines.responses import (
     write_given,
     write_responses,
 )
-from data_pipelines.shards import MANIFEST, Sample, shard_is_whole, shard_name, stored_taps, write_manifest, write_shard
+from data_pipelines.shards import (
+    MANIFEST,
+    FeatureStore,
+    Sample,
+    shard_is_whole,
+    shard_name,
+    stored_taps,
+    write_manifest,
+    write_shard,
+)
 from data_pipelines.stage import Stage, file_digest, read_jsonl, target_identity
 from data_pipelines.store import adopt
+from data_pipelines.token_counts import shards_identity, write_counts
 from data_pipelines.work import Piece, begin, metered, mine, pieces
 from heads.build import head_taps
 from heads.frozen import FrozenTarget
@@ -50,9 +60,11 @@ def features_stage(recipe: Recipe, responses: Stage, taps: tuple[int, ...]) -> S
 def harvest(recipe: Recipe, target: TargetModel | None = None) -> Stage:
     """Run whatever is missing of prompts, responses and features, on all ranks together; returns the last stage.
 
-    Raises ValueError where a stage on disk was made from other inputs.
+    With data.mode online that is the responses, with data.store the features that lie there. Raises ValueError where a
+    stage on disk was made from other inputs.
     """
     state = PartialState()
+    recipe.run_dir.mkdir(parents=True, exist_ok=True)
     with state.main_process_first():
         prompts = make_prompts(recipe)
     config = TargetConfig.from_folder(locate_target(recipe.target.path, recipe.target.revision))
@@ -70,6 +82,8 @@ def harvest(recipe: Recipe, target: TargetModel | None = None) -> Stage:
             finish_responses(recipe, responses)
         state.wait_for_everyone()
 
+    if recipe.data.mode == "online":
+        return responses
     features = features_stage(recipe, responses, taps)
     if not features.is_complete():
         taps = tuple(features.inputs["taps"])
@@ -134,6 +148,10 @@ def finish_features(recipe: Recipe, features: Stage, prompts: Stage, responses: 
     }
     names = [shard_name(piece.split, piece.index) for piece in pieces(recipe)]
     write_manifest(features.folder, names, about)
+    vocab_size = TargetConfig.from_folder(target).vocab_size
+    stores = [FeatureStore(features.folder, split) for split in ("train", "heldout")]
+    counted = {shards_identity(store.shards): store.count_tokens(vocab_size) for store in stores}
+    write_counts(features.folder, counted)
     features.finish({"manifest": file_digest(features.folder / MANIFEST)})
 
 

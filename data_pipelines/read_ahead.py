@@ -2,26 +2,11 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
 
 from torch import Tensor
 
 from data_pipelines.shards import Sample
-
-
-class SampleStore(Protocol):
-    """What training asks of features, wherever they come from."""
-
-    @property
-    def num_tokens(self) -> int: ...
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Sample: ...
-
-    def token_counts(self, vocab_size: int) -> Tensor: ...
-
-    def tap_sizes(self, taps: tuple[int, ...], num_layers: int) -> list[float]: ...
+from data_pipelines.sources import SampleStore
 
 
 class ReadAhead:

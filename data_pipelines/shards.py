@@ -13,6 +13,7 @@ from torch import Tensor
 
 from data_pipelines.codec import decode, encode
 from data_pipelines.stage import Json, file_digest, write_text
+from data_pipelines.token_counts import read_counts
 
 MANIFEST = "manifest.json"
 
@@ -137,6 +138,11 @@ class FeatureStore:
 
     def token_counts(self, vocab_size: int) -> Tensor:
         """How often the target wrote each token. [vocab]"""
+        kept = read_counts(self.folder, self.shards, vocab_size)
+        return self.count_tokens(vocab_size) if kept is None else kept
+
+    def count_tokens(self, vocab_size: int) -> Tensor:
+        """The same by a pass over all shards."""
         counts = torch.zeros(vocab_size, dtype=torch.long)
         for shard in range(len(self.shards)):
             opened = self._shard(shard)
@@ -149,15 +155,9 @@ class FeatureStore:
         return sum(int(self._shard(shard).get_tensor("loss_mask").sum()) for shard in range(len(self.shards)))
 
     def tap_sizes(self, taps: tuple[int, ...], num_layers: int) -> list[float]:
-        """How large each tap is: the median over the first shard's tokens of its root mean square.
-
-        The median, because the first token of a text is often hundreds of times larger than the others.
-        """
-        sizes = []
-        for sample in (self[number] for number, (shard, _) in enumerate(self.places) if shard == 0):
-            states = tapped(sample.taps, sample.last_hidden, taps, num_layers).float()
-            sizes.append(states.unflatten(-1, (len(taps), -1)).square().mean(-1).sqrt())  # [seq, taps]
-        return torch.cat(sizes).median(dim=0).values.tolist()
+        """How large each tap is, over the first shard."""
+        samples = (self[number] for number, (shard, _) in enumerate(self.places) if shard == 0)
+        return median_tap_sizes(samples, taps, num_layers)
 
     def _shard(self, shard: int) -> Any:
         """A shard, opened and checked the first time."""
@@ -171,6 +171,18 @@ class FeatureStore:
         self._opened[shard] = _open(self.folder / self.shards[shard]["file"])
         self._offsets[shard] = self._opened[shard].get_tensor("offsets")
         return self._opened[shard]
+
+
+def median_tap_sizes(samples: Iterable[Sample], taps: tuple[int, ...], num_layers: int) -> list[float]:
+    """The median over the samples' tokens of each tap's root mean square.
+
+    The median, because the first token of a text is often hundreds of times larger than the others.
+    """
+    sizes = []
+    for sample in samples:
+        states = tapped(sample.taps, sample.last_hidden, taps, num_layers).float()
+        sizes.append(states.unflatten(-1, (len(taps), -1)).square().mean(-1).sqrt())  # [seq, taps]
+    return torch.cat(sizes).median(dim=0).values.tolist()
 
 
 def damage(folder: Path, shard: Json) -> str | None:

@@ -41,6 +41,10 @@ class TargetSection(Section):
     device: str = Field(
         default="auto", description="auto is cuda if there is one, else cpu; or a torch device, cuda:1."
     )
+    device_map: Literal["auto"] | None = Field(
+        default=None,
+        description="auto spreads the layers over all devices of the process, for targets larger than one.",
+    )
     trust_remote_code: bool = Field(default=False, description="Run the model code that a hub repository ships.")
     attention: Literal["auto", "sdpa", "eager"] = Field(
         default="auto", description="The target's attention code; auto is the fastest that computes it exactly."
@@ -87,6 +91,15 @@ class DataSection(Section):
     dtype: Literal["float32", "bfloat16", "float16", "float8", "int8"] = Field(
         default="bfloat16",
         description="Number format of the stored features; float8 and int8 have a scale per token and tap.",
+    )
+    mode: Literal["offline", "online"] = Field(
+        default="offline",
+        description="offline: features are stored, then trained on; online: the target makes them as training goes.",
+    )
+    cache_gigabytes: float = Field(
+        default=0.0,
+        ge=0,
+        description="Features that data.mode online keeps in memory, per rank and split, in 10^9 bytes.",
     )
     server: str | None = Field(
         default=None, description="URL of an OpenAI-compatible server of the target that writes the responses."

@@ -191,3 +191,19 @@ def test_reading_ahead_gives_the_same_samples_from_a_thread_of_its_own(harvested
     assert (len(ahead), ahead.num_tokens) == (len(store), store.num_tokens)
     ahead.close()
     assert readers == {"read-ahead_0"}
+
+
+# The draft vocabulary
+
+
+def test_kept_token_counts_are_those_of_the_shards_and_go_unused_for_others(harvested: Path, tmp_path: Path) -> None:
+    shutil.copytree(harvested / "run" / "features", tmp_path / "features")
+    store = FeatureStore(tmp_path / "features", "train")
+    counted = store.count_tokens(300)
+    for shard in tmp_path.glob("features/*.safetensors"):
+        shard.unlink()  # what is kept needs no shard
+    store = FeatureStore(tmp_path / "features", "train")
+    assert store.token_counts(300).equal(counted)
+    store.shards[0] = {**store.shards[0], "sha256": "of other content"}
+    with pytest.raises(ValueError, match="missing on disk"):
+        store.token_counts(300)

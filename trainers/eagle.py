@@ -10,7 +10,8 @@ import torch
 from accelerate import Accelerator
 
 from data_pipelines.harvest import harvest
-from data_pipelines.shards import FeatureStore, stored_taps
+from data_pipelines.shards import stored_taps
+from data_pipelines.sources import open_stores
 from heads.build import draft_vocab, head_taps, new_head, save_head
 from heads.eagle3 import Eagle3Head
 from heads.frozen import FrozenTarget
@@ -48,7 +49,7 @@ def run(recipe: Recipe) -> None:
     target_folder = locate_target(recipe.target.path, recipe.target.revision)
     frozen = FrozenTarget.from_folder(target_folder, dtype=torch.float32, device=accelerator.device)
     taps = stored_taps(head_taps(recipe.head, frozen.config), frozen.config.num_layers)
-    train_store, heldout_store = (FeatureStore(features.folder, split, taps) for split in ("train", "heldout"))
+    train_store, heldout_store = open_stores(recipe, features, taps)
     counts = train_store.token_counts(frozen.config.vocab_size)
     vocab = draft_vocab(recipe.head, counts)
     head = new_head(recipe.head, frozen, vocab, recipe.seed).to(accelerator.device)

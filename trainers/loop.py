@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from data_pipelines.batches import Batch, SampleOrder
-from data_pipelines.shards import FeatureStore
+from data_pipelines.sources import SampleStore
 from heads.base import DraftHead
 from heads.frozen import FrozenTarget
 from inference.target import TargetModel
@@ -26,8 +26,8 @@ class Materials:
     """What training works on besides the head."""
 
     frozen: FrozenTarget
-    train: FeatureStore
-    heldout: FeatureStore
+    train: SampleStore
+    heldout: SampleStore
     target: TargetModel | None  # to measure accepted length on the main rank; None when the recipe decodes no prompts
 
 
