@@ -110,9 +110,15 @@ class DataSection(Section):
     )
 
     @model_validator(mode="after")
-    def a_corpus_of_code_has_no_replies(self) -> "DataSection":
+    def fields_agree(self) -> "DataSection":
         if self.responses == "given" and self.prompts == PYTHON_STDLIB:
             raise ValueError(f"responses given needs conversations in prompts, {PYTHON_STDLIB} has none; name a file")
+        writers = ["server"] * (self.server is not None) + ["draft_head"] * (self.draft_head is not None)
+        writers += ["responses given"] * (self.responses == "given")
+        if len(writers) > 1:
+            raise ValueError(f"one of server, draft_head and responses given is allowed; remove {writers[0]}")
+        if self.mode == "online" and self.store is not None:
+            raise ValueError("mode online makes its features itself; remove store, or choose mode offline")
         return self
 
 

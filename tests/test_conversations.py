@@ -267,3 +267,21 @@ def test_inspect_colours_what_is_trained_on_and_names_what_was_dropped(tmp_path:
     assert green[:2] == ["first words<|im_end|>", "last words<|im_end|>"]
     assert "too long" in shown
     assert "tokens of a sample" in shown
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"responses": "given", "server": "http://x"}, "one of server, draft_head and responses given"),
+        ({"draft_head": Path("head"), "server": "http://x"}, "one of server, draft_head and responses given"),
+        ({"mode": "online", "store": Path("features")}, "mode online makes its features itself"),
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused(fields: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        section(**fields)
+
+
+def test_the_standard_library_has_no_replies_to_train_on() -> None:
+    with pytest.raises(ValueError, match="responses given needs conversations"):
+        DataSection(prompts="python-stdlib", heldout_prompts=Path("x"), num_prompts=1, responses="given")
