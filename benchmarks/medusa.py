@@ -71,7 +71,7 @@ def variant(recipe: Recipe, name: str) -> Recipe:
     head = TypeAdapter(HeadSection).validate_python({**KINDS[name], **own})
     changes = {
         "run_dir": recipe.run_dir / "compare" / name,
-        "data": recipe.data.model_copy(update={"folder": recipe.data_dir}),
+        "data": recipe.data.model_copy(update={"folder": recipe.data_folder}),
         "head": head,
         "train": recipe.train.model_copy(update={"unroll": levels, "eval_prompts": max(recipe.train.eval_prompts, 1)}),
     }

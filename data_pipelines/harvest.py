@@ -5,46 +5,46 @@
 Both stages write whole shards by sample id, so a killed run resumes and the number of ranks may change in between.
 """
 
-import hashlib
-import json
-import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-
 import torch
 from accelerate import Accelerator, PartialState
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 
+from data_pipelines.codec import compute_dtype
+from data_pipelines.plan import Plan, first_batch, timed
 from data_pipelines.prompts import make_prompts
-from data_pipelines.shards import MANIFEST, Sample, shard_is_whole, shard_name, stored_taps, write_manifest, write_shard
-from data_pipelines.stage import Json, Stage, file_digest, read_jsonl, target_identity, write_jsonl
+from data_pipelines.responses import (
+    Text,
+    finish_responses,
+    responses_path,
+    responses_stage,
+    server_writer,
+    speculative_writer,
+    target_writer,
+    write_given,
+    write_responses,
+)
+from data_pipelines.shards import (
+    MANIFEST,
+    FeatureStore,
+    Sample,
+    shard_is_whole,
+    shard_name,
+    stored_taps,
+    write_manifest,
+    write_shard,
+)
+from data_pipelines.stage import Stage, file_digest, read_jsonl, target_identity
+from data_pipelines.store import adopt
+from data_pipelines.token_counts import shards_identity, write_counts
+from data_pipelines.work import Piece, begin, metered, mine, pieces
 from heads.build import head_taps
 from heads.frozen import FrozenTarget
 from heads.target_config import TargetConfig, locate_target
-from inference.sampling import Sampling
 from inference.target import TargetModel
 from recipes import Recipe, run_command
 
 STORE_FORMAT = 2  # of the shards: one tensor per tap
 LOGITS_TOLERANCE = 0.05  # of the largest logit; bfloat16 rounding stays well below
-
-
-def responses_stage(recipe: Recipe, prompts: Stage) -> Stage:
-    data = recipe.data
-    inputs = {
-        "prompts": prompts.digest(),
-        "target": target_identity(locate_target(recipe.target.path, recipe.target.revision)),
-        "target.dtype": recipe.target.dtype,
-        "data.response_tokens": data.response_tokens,
-        "data.temperatures": data.temperatures,
-        "data.generate_batch": data.generate_batch,
-        "data.heldout_samples": data.heldout_samples,
-        "data.shard_samples": data.shard_samples,
-        "seed": recipe.seed,
-    }
-    return Stage("responses", recipe.responses_dir, inputs)
 
 
 def features_stage(recipe: Recipe, responses: Stage, taps: tuple[int, ...]) -> Stage:
@@ -57,63 +57,102 @@ def features_stage(recipe: Recipe, responses: Stage, taps: tuple[int, ...]) -> S
     return stage
 
 
-@dataclass(frozen=True)
-class Piece:
-    """The prompts of one shard: the unit of work, of sharing between ranks and of resuming."""
-
-    split: str
-    index: int
-    rows: list[Json]
-
-
-def pieces(recipe: Recipe) -> list[Piece]:
-    """All shards of both splits, by sample id alone, so that any number of ranks makes the same files."""
-    found, size = [], recipe.data.shard_samples
-    for split, limit in (("train", None), ("heldout", recipe.data.heldout_samples)):
-        rows = list(read_jsonl(recipe.prompts_dir / f"{split}.jsonl"))[:limit]
-        found += [Piece(split, i // size, rows[i : i + size]) for i in range(0, len(rows), size)]
-    return found
-
-
 def harvest(recipe: Recipe, target: TargetModel | None = None) -> Stage:
     """Run whatever is missing of prompts, responses and features, on all ranks together; returns the last stage.
 
-    Raises ValueError where a stage on disk was made from other inputs.
+    With data.mode online that is the responses, with data.store the features that lie there. Raises ValueError where a
+    stage on disk was made from other inputs.
     """
     state = PartialState()
+    recipe.run_dir.mkdir(parents=True, exist_ok=True)
     with state.main_process_first():
         prompts = make_prompts(recipe)
     config = TargetConfig.from_folder(locate_target(recipe.target.path, recipe.target.revision))
     check_lengths(recipe, config)
     taps = stored_taps(head_taps(recipe.head, config), config.num_layers)
 
+    if recipe.data.store is not None:
+        return adopt(recipe, recipe.data.store, taps)
     responses = responses_stage(recipe, prompts)
     if not responses.is_complete():
-        target = target or TargetModel.load(recipe.target, taps)
         begin(responses, state)
-        for piece in mine(pieces(recipe), state, "responses of the target"):
-            write_responses(recipe, target, piece)
+        make_responses(recipe, target, taps, state)
         state.wait_for_everyone()
         if state.is_main_process:
             finish_responses(recipe, responses)
         state.wait_for_everyone()
 
+    if recipe.data.mode == "online":
+        return responses
     features = features_stage(recipe, responses, taps)
     if not features.is_complete():
         taps = tuple(features.inputs["taps"])
         target = target if target and target.taps == taps else TargetModel.load(recipe.target, taps)
         begin(features, state)
-        check_teacher(recipe, target)
-        made_from = hashlib.sha256(json.dumps(features.inputs, sort_keys=True).encode()).hexdigest()
-        for piece in mine(pieces(recipe), state, "features"):
-            write_features(recipe, target, piece, made_from)
+        make_features(recipe, target, features, state)
         state.wait_for_everyone()
         if state.is_main_process:
-            names = [shard_name(piece.split, piece.index) for piece in pieces(recipe)]
-            write_manifest(features.folder, names, {"taps": taps, "made_from": features.inputs})
-            features.finish({"manifest": file_digest(features.folder / MANIFEST)})
+            finish_features(recipe, features, prompts, responses)
         state.wait_for_everyone()
     return features
+
+
+def make_responses(recipe: Recipe, target: TargetModel | None, taps: tuple[int, ...], state: PartialState) -> None:
+    """This rank's share of the responses, by whatever the recipe has them written."""
+    data, work = recipe.data, mine(pieces(recipe), state)
+    if data.responses == "given":
+        for piece in work:
+            write_given(recipe, piece)
+        return
+    if data.server is not None:
+        writer = server_writer(recipe, data.server)
+    elif data.draft_head is not None:
+        writer = speculative_writer(recipe, data.draft_head)
+    else:
+        writer = target_writer(recipe, target or TargetModel.load(recipe.target, taps))
+    with metered(work, state, "responses of the target") as meter:
+        for piece in work:
+            write_responses(recipe, writer, piece, meter)
+
+
+def make_features(recipe: Recipe, target: TargetModel, features: Stage, state: PartialState) -> None:
+    """This rank's share of the features; raises ValueError where the disk cannot hold those of all ranks."""
+    check_teacher(recipe, target)
+    everything = pieces(recipe)
+    plan = Plan.of(recipe, target.config, target.taps, everything)
+    plan.check_disk(features.folder)
+    if state.is_main_process:
+        batch = first_batch(recipe, everything[0])
+        seconds = timed(lambda: tap(target, batch, torch.float32))
+        print(plan.in_words(seconds / sum(map(len, batch)) / state.num_processes))
+    made_from, work = features.identity(), mine(everything, state)
+    with metered(work, state, "features") as meter:
+        for piece in work:
+            write_features(recipe, target, piece, made_from)
+            meter.add(len(piece.rows), plan.tokens[piece.split, piece.index])
+
+
+def finish_features(recipe: Recipe, features: Stage, prompts: Stage, responses: Stage) -> None:
+    """Write the manifest: which shards there are, and all that their content depends on."""
+    target = locate_target(recipe.target.path, recipe.target.revision)
+    about = {
+        "taps": features.inputs["taps"],
+        "dtype": recipe.data.dtype,
+        "target": {"path": recipe.target.path, "revision": recipe.target.revision, "sha256": target_identity(target)},
+        "mask_rule": f"{recipe.data.turns} turns of the assistant" if recipe.data.responses == "given" else "response",
+        "written_by": responses.facts().get("written_by"),
+        "temperatures": recipe.data.temperatures if recipe.data.responses == "target" else None,
+        "prompts_sha256": prompts.facts().get("sha256"),
+        "chat_template_sha256": prompts.facts().get("chat_template"),
+        "made_from": features.inputs,
+    }
+    names = [shard_name(piece.split, piece.index) for piece in pieces(recipe)]
+    write_manifest(features.folder, names, about)
+    vocab_size = TargetConfig.from_folder(target).vocab_size
+    stores = [FeatureStore(features.folder, split) for split in ("train", "heldout")]
+    counted = {shards_identity(store.shards): store.count_tokens(vocab_size) for store in stores}
+    write_counts(features.folder, counted)
+    features.finish({"manifest": file_digest(features.folder / MANIFEST)})
 
 
 def check_lengths(recipe: Recipe, config: TargetConfig) -> None:
@@ -125,75 +164,20 @@ def check_lengths(recipe: Recipe, config: TargetConfig) -> None:
         )
 
 
-def begin(stage: Stage, state: PartialState) -> None:
-    """Claim a stage's folder, once for all ranks."""
-    if state.is_main_process:
-        stage.begin()
-    state.wait_for_everyone()
-
-
-def mine(work: list[Piece], state: PartialState, what: str) -> Iterator[Piece]:
-    """This rank's share of the pieces, with a progress bar on the main rank."""
-    share = work[state.process_index :: state.num_processes]
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, TimeRemainingColumn(), disable=not state.is_main_process) as progress:
-        yield from progress.track(share, description=f"{what}, shards")
-
-
-def responses_path(recipe: Recipe, piece: Piece) -> Path:
-    return recipe.responses_dir / f"{piece.split}-{piece.index:05d}.jsonl"
-
-
-def write_responses(recipe: Recipe, target: TargetModel, piece: Piece) -> None:
-    """Let the target answer the prompts of a shard; sample i is written at the temperature i of the recipe, in turn."""
-    path = responses_path(recipe, piece)
-    if path.exists():
-        return
-    rows: list[Json] = []
-    for turn, temperature in enumerate(recipe.data.temperatures):
-        share = [row for row in piece.rows if row["id"] % len(recipe.data.temperatures) == turn]
-        by_length = sorted(share, key=lambda row: len(row["tokens"]))
-        for start in range(0, len(by_length), recipe.data.generate_batch):
-            batch = by_length[start : start + recipe.data.generate_batch]
-            # The noise of a batch is keyed by its first sample, so ranks and resumes do not matter.
-            seed = zlib.crc32(f"{recipe.seed} {piece.split} {batch[0]['id']}".encode())
-            sampling = Sampling(temperature, seed=seed)
-            written = target.generate([row["tokens"] for row in batch], recipe.data.response_tokens, sampling)
-            rows += [
-                {"id": row["id"], "prompt": row["tokens"], "response": response, "temperature": temperature}
-                for row, response in zip(batch, written, strict=True)
-            ]
-    write_jsonl(path, sorted(rows, key=lambda row: row["id"]))
-
-
-def finish_responses(recipe: Recipe, stage: Stage) -> None:
-    paths = [responses_path(recipe, piece) for piece in pieces(recipe)]
-    rows = [row for path in paths for row in read_jsonl(path)]
-    stage.finish(
-        {
-            "samples": len(rows),
-            "prompt_tokens": sum(len(row["prompt"]) for row in rows),
-            "response_tokens": sum(len(row["response"]) for row in rows),
-            "files": {path.name: file_digest(path) for path in paths},
-        }
-    )
-
-
 def write_features(recipe: Recipe, target: TargetModel, piece: Piece, made_from: str) -> None:
     """Tap the hidden states of every sample of a shard."""
     path = recipe.features_dir / shard_name(piece.split, piece.index)
     if shard_is_whole(path, made_from):
         return
-    rows = list(read_jsonl(responses_path(recipe, piece)))
-    by_length = sorted(rows, key=lambda row: len(row["prompt"]) + len(row["response"]))
+    rows = {row["id"]: Text.from_row(row) for row in read_jsonl(responses_path(recipe, piece))}
+    by_length = sorted(rows, key=lambda number: len(rows[number].tokens))
     samples: dict[int, Sample] = {}
     for start in range(0, len(by_length), recipe.data.harvest_batch):
-        batch = by_length[start : start + recipe.data.harvest_batch]
-        tapped = tap(target, [row["prompt"] + row["response"] for row in batch], getattr(torch, recipe.data.dtype))
-        for row, (tokens, taps, last_hidden) in zip(batch, tapped, strict=True):
-            loss_mask = torch.arange(len(tokens)) >= len(row["prompt"])
-            samples[row["id"]] = Sample(tokens, loss_mask, taps, last_hidden)
-    write_shard(path, [samples[row["id"]] for row in rows], target.taps, made_from)
+        numbers = by_length[start : start + recipe.data.harvest_batch]
+        tapped = tap(target, [rows[number].tokens for number in numbers], compute_dtype(recipe.data.dtype))
+        for number, (tokens, taps, last_hidden) in zip(numbers, tapped, strict=True):
+            samples[number] = Sample(tokens, torch.tensor(rows[number].loss_mask), taps, last_hidden)
+    write_shard(path, [samples[number] for number in rows], target.taps, made_from, recipe.data.dtype)
 
 
 def check_teacher(recipe: Recipe, target: TargetModel) -> None:

@@ -1,52 +1,80 @@
-"""The first stage: prompts as tokens, those to train on and those held out.
+"""The first stage: prompts as tokens, those to train on and those held out; with data.responses given, whole samples.
 
 python -m data_pipelines.prompts recipes/tiny.yaml
 """
 
+import hashlib
+import json
 import random
-from pathlib import Path
+from collections.abc import Iterator
 
+from data_pipelines.chat_masks import ChatTemplate, MaskedTokens, runs
+from data_pipelines.conversations import Conversation, TokenRow, parse_row
+from data_pipelines.intake import Intake
 from data_pipelines.python_stdlib import source_files
-from data_pipelines.stage import Json, Stage, file_digest, read_jsonl, write_jsonl
-from data_pipelines.tokens import Tokenizer, encode_prompt, load_tokenizer
+from data_pipelines.rows import BadRow, read_rows, source_digest
+from data_pipelines.stage import Json, Stage, file_digest, write_jsonl, write_text
+from data_pipelines.tokens import Tokenizer, load_tokenizer
 from heads.target_config import locate_target
 from recipes import Recipe, run_command
-from recipes.schema import PYTHON_STDLIB
+from recipes.schema import PYTHON_STDLIB, DataSection
 
 CHARACTERS_PER_TOKEN = 12  # a generous bound, to cut text before it is encoded
+INTAKE_REPORT = "rows.json"  # which rows gave nothing, and why
 
 
 def prompts_stage(recipe: Recipe) -> Stage:
     data = recipe.data
-    source = data.prompts if data.prompts == PYTHON_STDLIB else file_digest(Path(data.prompts))
     inputs = {
-        "data.prompts": source,
+        "data.prompts": data.prompts if data.prompts == PYTHON_STDLIB else source_digest(data.prompts),
         "data.heldout_prompts": file_digest(data.heldout_prompts),
         "data.num_prompts": data.num_prompts,
         "data.prompt_tokens": data.prompt_tokens,
         "target.path": recipe.target.path,
         "seed": recipe.seed,
     }
+    if data.responses == "given":  # then this stage holds the responses too
+        inputs |= {
+            "data.responses": data.responses,
+            "data.turns": data.turns,
+            "data.response_tokens": data.response_tokens,
+        }
     return Stage("prompts", recipe.prompts_dir, inputs)
 
 
 def make_prompts(recipe: Recipe) -> Stage:
-    """Write prompts/train.jsonl and prompts/heldout.jsonl, rows of {id, tokens}, unless they are there."""
+    """Write prompts/train.jsonl and prompts/heldout.jsonl, unless they are there, and a report on their rows.
+
+    A row is {id, tokens, cut}, the tokens of a prompt; with data.responses given it has also `text`, all tokens, and
+    `spans`, the ranges of those that the assistant wrote. Raises ValueError where too many rows are bad.
+    """
     stage = prompts_stage(recipe)
     if stage.is_complete():
         return stage
     stage.begin()
-    section = recipe.target
+    section, data = recipe.target, recipe.data
     tokenizer = load_tokenizer(locate_target(section.path, section.revision), section.trust_remote_code)
-    data = recipe.data
+    intakes = [Intake(data.prompts), Intake(str(data.heldout_prompts))]
     if data.prompts == PYTHON_STDLIB:
         train = stdlib_prompts(tokenizer, data.num_prompts, data.prompt_tokens, recipe.seed)
     else:
-        train = file_prompts(tokenizer, Path(data.prompts), data.prompt_tokens, data.num_prompts)
-    heldout = file_prompts(tokenizer, data.heldout_prompts, data.prompt_tokens, None)
+        train = read_prompts(tokenizer, data, data.num_prompts, intakes[0])
+    heldout = read_prompts(tokenizer, data, None, intakes[1])
+    write_text(stage.folder / INTAKE_REPORT, json.dumps([intake.report() for intake in intakes], indent=1))
+    for intake in intakes if data.prompts != PYTHON_STDLIB else intakes[1:]:
+        intake.check(data.max_bad_fraction)
     write_jsonl(stage.folder / "train.jsonl", train)
     write_jsonl(stage.folder / "heldout.jsonl", heldout)
-    stage.finish({"train": len(train), "heldout": len(heldout), "cut": sum(row["cut"] for row in train + heldout)})
+    stage.finish(
+        {
+            "train": len(train),
+            "heldout": len(heldout),
+            "cut": sum(row["cut"] for row in train + heldout),
+            "bad": sum(len(intake.bad) for intake in intakes),
+            "sha256": file_digest(stage.folder / "train.jsonl"),
+            "chat_template": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest(),
+        }
+    )
     return stage
 
 
@@ -67,17 +95,65 @@ def stdlib_prompts(tokenizer: Tokenizer, count: int, length: int, seed: int) -> 
     return [{"id": i, "tokens": row, "cut": False} for i, row in enumerate(tokens)]
 
 
-def file_prompts(tokenizer: Tokenizer, path: Path, longest: int, count: int | None) -> list[Json]:
-    """The first `count` prompts of a JSONL file (all for None), each cut to its last `longest` tokens."""
+def read_prompts(tokenizer: Tokenizer, data: DataSection, count: int | None, intake: Intake) -> list[Json]:
+    """The first `count` samples of a source (all for None); rows that give none are counted in the intake."""
     rows: list[Json] = []
-    for number, row in enumerate(read_jsonl(path), start=1):
-        if count is not None and len(rows) == count:
+    for row in read_rows(intake.source):
+        if count is not None and len(rows) >= count:
             break
-        tokens = encode_prompt(tokenizer, row, f"{path} row {number}")
-        rows.append({"id": len(rows), "tokens": tokens[-longest:], "cut": len(tokens) > longest})
-    if not rows:
-        raise ValueError(f"{path} holds no prompts; give at least one row")
-    return rows
+        intake.rows += 1
+        try:
+            if isinstance(row.fields, BadRow):
+                raise row.fields
+            for sample in samples_of(tokenizer, row.fields, data):
+                rows.append({"id": len(rows), **sample})
+                intake.cut += [row.line] if sample["cut"] else []
+        except BadRow as error:
+            intake.reject(row.line, error)
+    return rows[:count]
+
+
+def samples_of(tokenizer: Tokenizer, row: Json, data: DataSection) -> Iterator[Json]:
+    """What a row gives: a prompt for the target to answer, or the samples of a conversation as it is."""
+    if data.responses == "target":
+        tokens = encode_prompt(tokenizer, row)
+        yield {"tokens": tokens[-data.prompt_tokens :], "cut": len(tokens) > data.prompt_tokens}
+        return
+    longest = data.prompt_tokens + data.response_tokens
+    for given in given_samples(tokenizer, row, data):
+        if len(given.tokens) > longest:
+            raise BadRow(
+                "too long", f"{len(given.tokens)} tokens; data.prompt_tokens and data.response_tokens allow {longest}"
+            )
+        prompt = given.tokens[: given.spans[-1][0]]
+        yield {"tokens": prompt, "cut": False, "text": given.tokens, "spans": given.spans}
+
+
+def encode_prompt(tokenizer: Tokenizer, row: Json) -> list[int]:
+    """The tokens that the target continues: text as it is, a conversation up to its last answer in its template.
+
+    Raises BadRow for a row with no prompt in it.
+    """
+    parsed = parse_row(row)
+    if isinstance(parsed, Conversation):
+        return ChatTemplate(tokenizer).prompt(parsed)
+    if isinstance(parsed, TokenRow):
+        spans = runs(parsed.loss_mask)
+        return parsed.tokens[: spans[-1][0]] if spans and spans[-1][0] else parsed.tokens
+    return list(tokenizer(parsed)["input_ids"])
+
+
+def given_samples(tokenizer: Tokenizer, row: Json, data: DataSection) -> list[MaskedTokens]:
+    """A row's own text, with the ranges of it to train on; of a plain text that is all behind its first token."""
+    parsed = parse_row(row)
+    if isinstance(parsed, Conversation):
+        return ChatTemplate(tokenizer).masked(parsed, data.turns)
+    tokens = parsed.tokens if isinstance(parsed, TokenRow) else list(tokenizer(parsed)["input_ids"])
+    mask = parsed.loss_mask if isinstance(parsed, TokenRow) else [True] * len(tokens)
+    spans = runs([False, *mask[1:]])  # nothing predicts the first token
+    if not spans:
+        raise BadRow("mask", "no token to train on; give loss_mask ones, or more text")
+    return [MaskedTokens(tokens, spans if data.turns == "all" else spans[-1:])]
 
 
 def main() -> None:

@@ -11,7 +11,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from data_pipelines.codec import decode, encode
 from data_pipelines.stage import Json, file_digest, write_text
+from data_pipelines.token_counts import read_counts
 
 MANIFEST = "manifest.json"
 
@@ -40,21 +42,23 @@ def shard_name(split: str, index: int) -> str:
     return f"{split}-{index:05d}.safetensors"
 
 
-def write_shard(path: Path, samples: list[Sample], taps: tuple[int, ...], made_from: str) -> None:
+def write_shard(path: Path, samples: list[Sample], taps: tuple[int, ...], made_from: str, storage: str) -> None:
     """Write then rename, so a reader sees a whole shard or none and a killed harvest can simply resume.
 
-    Each tap is a tensor of its own, so that a head reads its taps alone. `made_from` identifies the run's inputs; a
-    shard of other inputs is refused later.
+    Each tap is a tensor of its own, so that a head reads its taps alone. `storage` is a data.dtype; `made_from`
+    identifies the run's inputs, a shard of other inputs is refused later.
     """
-    states = torch.cat([sample.taps for sample in samples]).unflatten(-1, (len(taps), -1)) if taps else None
+    last_hidden = torch.cat([sample.last_hidden for sample in samples])
+    states = torch.cat([sample.taps for sample in samples]).unflatten(-1, (len(taps), last_hidden.shape[-1]))
     lengths = torch.tensor([0] + [len(sample.tokens) for sample in samples])
     tensors = {
         "tokens": torch.cat([sample.tokens.to(torch.int32) for sample in samples]),
         "loss_mask": torch.cat([sample.loss_mask.to(torch.uint8) for sample in samples]),
-        **{f"tap.{tap}": states[:, number].contiguous() for number, tap in enumerate(taps) if states is not None},
-        "last_hidden": torch.cat([sample.last_hidden for sample in samples]),
+        **encode("last_hidden", last_hidden, storage),
         "offsets": lengths.cumsum(0),
     }
+    for number, tap in enumerate(taps):
+        tensors |= encode(f"tap.{tap}", states[:, number], storage)
     partial = path.with_name(path.name + ".partial")
     save_file(tensors, partial, metadata={"made_from": made_from})
     partial.replace(path)
@@ -98,10 +102,8 @@ class FeatureStore:
     """
 
     def __init__(self, folder: Path, split: str, taps: tuple[int, ...] | None = None) -> None:
-        if not (folder / MANIFEST).is_file():
-            raise ValueError(f"{folder} holds no features (no {MANIFEST}); run data_pipelines.harvest on the recipe")
         self.folder = folder
-        self.about = _read_manifest(folder / MANIFEST)
+        self.about = read_manifest(folder)
         stored = tuple(self.about["taps"])
         self.taps = stored if taps is None else taps
         if not set(self.taps) <= set(stored):
@@ -123,12 +125,10 @@ class FeatureStore:
 
     def __getitem__(self, index: int) -> Sample:
         shard, row = self.places[index]
-        if shard not in self._opened:
-            self._check(shard)
-        opened = self._opened[shard]
+        opened = self._shard(shard)
         start, end = self._offsets[shard][row : row + 2].tolist()
-        last_hidden = opened.get_slice("last_hidden")[start:end]
-        taps = [opened.get_slice(f"tap.{tap}")[start:end] for tap in self.taps]
+        last_hidden = decode(opened, "last_hidden", start, end)
+        taps = [decode(opened, f"tap.{tap}", start, end) for tap in self.taps]
         return Sample(
             tokens=opened.get_slice("tokens")[start:end].long(),
             loss_mask=opened.get_slice("loss_mask")[start:end].bool(),
@@ -143,40 +143,68 @@ class FeatureStore:
 
     def token_counts(self, vocab_size: int) -> Tensor:
         """How often the target wrote each token. [vocab]"""
+        kept = read_counts(self.folder, self.shards, vocab_size)
+        return self.count_tokens(vocab_size) if kept is None else kept
+
+    def count_tokens(self, vocab_size: int) -> Tensor:
+        """The same by a pass over all shards."""
         counts = torch.zeros(vocab_size, dtype=torch.long)
         for shard in range(len(self.shards)):
-            if shard not in self._opened:
-                self._check(shard)
-            written = self._opened[shard].get_tensor("loss_mask").bool()
-            counts += torch.bincount(self._opened[shard].get_tensor("tokens")[written], minlength=vocab_size)
+            opened = self._shard(shard)
+            written = opened.get_tensor("loss_mask").bool()
+            counts += torch.bincount(opened.get_tensor("tokens")[written], minlength=vocab_size)
         return counts
 
+    def num_trained_on(self) -> int:
+        """Tokens under the loss masks."""
+        return sum(int(self._shard(shard).get_tensor("loss_mask").sum()) for shard in range(len(self.shards)))
+
     def tap_sizes(self, taps: tuple[int, ...], num_layers: int) -> list[float]:
-        """How large each tap is: the median over the first shard's tokens of its root mean square.
+        """How large each tap is, over the first shard."""
+        samples = (self[number] for number, (shard, _) in enumerate(self.places) if shard == 0)
+        return median_tap_sizes(samples, taps, num_layers)
 
-        The median, because the first token of a text is often hundreds of times larger than the others.
-        """
-        sizes = []
-        for sample in (self[number] for number, (shard, _) in enumerate(self.places) if shard == 0):
-            states = tapped(sample.taps, sample.last_hidden, taps, num_layers).float()
-            sizes.append(states.unflatten(-1, (len(taps), -1)).square().mean(-1).sqrt())  # [seq, taps]
-        return torch.cat(sizes).median(dim=0).values.tolist()
-
-    def _check(self, shard: int) -> None:
-        facts = self.shards[shard]
-        path = self.folder / facts["file"]
-        if not path.is_file():
-            raise ValueError(f"{path} is in the manifest and missing on disk; remove {self.folder} and harvest again")
-        if path.stat().st_size != facts["bytes"] or file_digest(path) != facts["sha256"]:
+    def _shard(self, shard: int) -> Any:
+        """A shard, opened and checked the first time."""
+        if shard in self._opened:
+            return self._opened[shard]
+        if what := damage(self.folder, self.shards[shard]):
             raise ValueError(
-                f"{path} is not what the harvest wrote (its checksum differs from the manifest's); remove it together "
-                f"with {self.folder / 'stage.json'} and {MANIFEST}, and harvest again: whole shards are reused"
+                f"{what}; remove it together with {self.folder / 'stage.json'} and {MANIFEST}, and harvest again: "
+                "whole shards are reused"
             )
-        self._opened[shard] = _open(path)
+        self._opened[shard] = _open(self.folder / self.shards[shard]["file"])
         self._offsets[shard] = self._opened[shard].get_tensor("offsets")
+        return self._opened[shard]
 
 
-def _read_manifest(path: Path) -> Json:
+def median_tap_sizes(samples: Iterable[Sample], taps: tuple[int, ...], num_layers: int) -> list[float]:
+    """The median over the samples' tokens of each tap's root mean square.
+
+    The median, because the first token of a text is often hundreds of times larger than the others.
+    """
+    sizes = []
+    for sample in samples:
+        states = tapped(sample.taps, sample.last_hidden, taps, num_layers).float()
+        sizes.append(states.unflatten(-1, (len(taps), -1)).square().mean(-1).sqrt())  # [seq, taps]
+    return torch.cat(sizes).median(dim=0).values.tolist()
+
+
+def damage(folder: Path, shard: Json) -> str | None:
+    """What is wrong with a shard that the manifest lists, if anything is; any flipped bit is."""
+    path = folder / shard["file"]
+    if not path.is_file():
+        return f"{path} is in the manifest and missing on disk"
+    if path.stat().st_size != shard["bytes"] or file_digest(path) != shard["sha256"]:
+        return f"{path} is not what the harvest wrote (its checksum differs from the manifest's)"
+    return None
+
+
+def read_manifest(folder: Path) -> Json:
+    """What a store says of itself; raises ValueError where there is none, or it cannot be read."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no features (no {MANIFEST}); run data_pipelines.harvest on the recipe")
     try:
         about: Json = json.loads(path.read_text())
     except ValueError as error:

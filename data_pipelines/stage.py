@@ -73,6 +73,10 @@ class Stage:
         inputs: Json = json.loads(self.path.read_text())["inputs"]
         return inputs
 
+    def identity(self) -> str:
+        """A digest of the inputs."""
+        return hashlib.sha256(json.dumps(self.inputs, sort_keys=True).encode()).hexdigest()
+
     def begin(self) -> None:
         """Claim the folder for these inputs; what an interrupted run left there may be reused."""
         if not self.is_complete():

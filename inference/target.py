@@ -79,7 +79,10 @@ class TargetModel:
             attn_implementation=attention_code(config) if section.attention == "auto" else section.attention,
             trust_remote_code=section.trust_remote_code,
             use_safetensors=True,
+            device_map=section.device_map,
         )
+        if section.device_map is not None:
+            return cls(model, taps)
         device: Any = pick_device(section.device)  # transformers' own `to` is mistyped
         return cls(model.to(device), taps)
 
@@ -120,8 +123,8 @@ class TargetModel:
             use_cache=cache is not None,
             **extra,
         )
-        taps = [self._seen[tap] for tap in self.taps]
         last_hidden = self._seen[self.config.num_layers]
+        taps = [self._seen[tap].to(last_hidden.device) for tap in self.taps]  # a device_map spreads the layers
         self._seen.clear()
         tapped = torch.cat(taps, dim=-1) if taps else last_hidden[..., :0]
         return TargetOutput(output.logits, tapped, last_hidden)

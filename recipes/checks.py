@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from recipes.schema import PYTHON_STDLIB, DecodeSection, MedusaSection, TrainSection
+from recipes.schema import HUB_PREFIX, PYTHON_STDLIB, DecodeSection, MedusaSection, TrainSection
 
 Finding = tuple[str, str]  # section.key, and "WHAT IS ALLOWED; what to do"
 FROM_HERE = "paths start from the current directory"
@@ -19,11 +19,14 @@ def check_against_disk(values: dict[str, Any]) -> Iterator[Finding]:
     """Every missing file, and every size that the target's own sizes rule out."""
     data, target, head = (dict_or_empty(values.get(section)) for section in ("data", "target", "head"))
     prompts, heldout_prompts, path = data.get("prompts"), data.get("heldout_prompts"), target.get("path")
-    if isinstance(prompts, str) and prompts != PYTHON_STDLIB and not Path(os.path.expanduser(prompts)).is_file():
-        allowed = f"an existing JSONL file or the word {PYTHON_STDLIB} is allowed"
+    built_in = isinstance(prompts, str) and (prompts == PYTHON_STDLIB or prompts.startswith(HUB_PREFIX))
+    if isinstance(prompts, str) and not built_in and not Path(os.path.expanduser(prompts)).exists():
+        allowed = (
+            f"an existing file or dataset folder, {HUB_PREFIX}org/name:split or the word {PYTHON_STDLIB} is allowed"
+        )
         yield "data.prompts", f"{allowed}; put the prompts there ({FROM_HERE})"
     if isinstance(heldout_prompts, str) and not Path(os.path.expanduser(heldout_prompts)).is_file():
-        yield "data.heldout_prompts", f"an existing JSONL file is allowed; put the prompts there ({FROM_HERE})"
+        yield "data.heldout_prompts", f"an existing file is allowed; put the prompts there ({FROM_HERE})"
     train, kind = dict_or_empty(values.get("train")), head.get("kind")
     if train.get("regression_weight") and kind != "eagle1":
         yield "train.regression_weight", f"0 or null is allowed, as {kind} guesses no feature; choose head.kind eagle1"

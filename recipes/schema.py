@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 PYTHON_STDLIB = "python-stdlib"  # the one value of data.prompts that names a built-in corpus instead of a file
+HUB_PREFIX = "hf:"  # what data.prompts begins with when it names a dataset of the Hugging Face hub
 
 # Sections are strict (a quoted "600" is no number), but YAML knows neither tuples nor paths, so these two convert.
 HomePath = Annotated[Path, Field(strict=False), AfterValidator(lambda path: Path(os.path.expanduser(path)))]
@@ -40,6 +41,10 @@ class TargetSection(Section):
     device: str = Field(
         default="auto", description="auto is cuda if there is one, else cpu; or a torch device, cuda:1."
     )
+    device_map: Literal["auto"] | None = Field(
+        default=None,
+        description="auto spreads the layers over all devices of the process, for targets larger than one.",
+    )
     trust_remote_code: bool = Field(default=False, description="Run the model code that a hub repository ships.")
     attention: Literal["auto", "sdpa", "eager"] = Field(
         default="auto", description="The target's attention code; auto is the fastest that computes it exactly."
@@ -49,11 +54,29 @@ class TargetSection(Section):
 class DataSection(Section):
     """Which prompts the target answers, and how its answers become training features."""
 
-    prompts: HomeText = Field(description=f"JSONL file of prompts to train on, or the word {PYTHON_STDLIB}.")
-    heldout_prompts: HomePath = Field(description="JSONL file of prompts that are never trained on.")
+    prompts: HomeText = Field(
+        description="Prompts or conversations to train on: a .jsonl, .parquet or .txt file, a folder that datasets "
+        f"saved, {HUB_PREFIX}org/name:split, or the word {PYTHON_STDLIB}."
+    )
+    heldout_prompts: HomePath = Field(description="File of prompts that are never trained on, of the same kinds.")
+    responses: Literal["target", "given"] = Field(
+        default="target",
+        description="target: the target answers each prompt, which is what decides acceptance; given: conversations "
+        "as they are.",
+    )
+    turns: Literal["all", "last"] = Field(
+        default="all", description="Which of the assistant's turns of a given conversation are trained on."
+    )
+    max_bad_fraction: float = Field(
+        default=0.01, ge=0, le=1, description="Share of unusable rows up to which a run goes on; all are reported."
+    )
     folder: Annotated[HomePath | None, Field(strict=False)] = Field(
         default=None,
         description="Folder of prompts, responses and features, which several recipes may share; null is run_dir.",
+    )
+    store: Annotated[HomePath | None, Field(strict=False)] = Field(
+        default=None,
+        description="Folder of features to train on as they are, such as a merged store; null is those of the prompts.",
     )
     num_prompts: int = Field(gt=0, description="Prompts to train on.")
     prompt_tokens: int = Field(default=1024, gt=0, description="Longest prompt, in tokens.")
@@ -65,7 +88,38 @@ class DataSection(Section):
     harvest_batch: int = Field(default=8, gt=0, description="Samples whose features are read in one target forward.")
     heldout_samples: int = Field(default=64, gt=0, description="Samples kept out of training for held-out metrics.")
     shard_samples: int = Field(default=512, gt=0, description="Samples per shard file of features.")
-    dtype: Dtype = Field(default="bfloat16", description="Number format of the stored features.")
+    dtype: Literal["float32", "bfloat16", "float16", "float8", "int8"] = Field(
+        default="bfloat16",
+        description="Number format of the stored features; float8 and int8 have a scale per token and tap.",
+    )
+    mode: Literal["offline", "online"] = Field(
+        default="offline",
+        description="offline: features are stored, then trained on; online: the target makes them as training goes.",
+    )
+    cache_gigabytes: float = Field(
+        default=0.0,
+        ge=0,
+        description="Features that data.mode online keeps in memory, per rank and split, in 10^9 bytes.",
+    )
+    server: str | None = Field(
+        default=None, description="URL of an OpenAI-compatible server of the target that writes the responses."
+    )
+    server_retries: int = Field(default=5, ge=0, description="Further tries of a request that the server fails.")
+    draft_head: Annotated[HomePath | None, Field(strict=False)] = Field(
+        default=None, description="Folder of a head with which the responses are written sooner; null is none."
+    )
+
+    @model_validator(mode="after")
+    def fields_agree(self) -> "DataSection":
+        if self.responses == "given" and self.prompts == PYTHON_STDLIB:
+            raise ValueError(f"responses given needs conversations in prompts, {PYTHON_STDLIB} has none; name a file")
+        writers = ["server"] * (self.server is not None) + ["draft_head"] * (self.draft_head is not None)
+        writers += ["responses given"] * (self.responses == "given")
+        if len(writers) > 1:
+            raise ValueError(f"one of server, draft_head and responses given is allowed; remove {writers[0]}")
+        if self.mode == "online" and self.store is not None:
+            raise ValueError("mode online makes its features itself; remove store, or choose mode offline")
+        return self
 
 
 class LayerSection(Section):
@@ -333,20 +387,20 @@ class Recipe(Section):
     log: LogSection = LogSection()
 
     @property
-    def data_dir(self) -> Path:
+    def data_folder(self) -> Path:
         return self.data.folder or self.run_dir
 
     @property
     def prompts_dir(self) -> Path:
-        return self.data_dir / "prompts"
+        return self.data_folder / "prompts"
 
     @property
     def responses_dir(self) -> Path:
-        return self.data_dir / "responses"
+        return self.data_folder / "responses"
 
     @property
     def features_dir(self) -> Path:
-        return self.data_dir / "features"
+        return self.data_folder / "features"
 
     @property
     def checkpoints_dir(self) -> Path:

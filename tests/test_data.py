@@ -15,11 +15,10 @@ from transformers import AutoModelForCausalLM
 from data_pipelines import prompts as prompts_module
 from data_pipelines.batches import Batch, SampleOrder
 from data_pipelines.harvest import check_teacher, harvest
-from data_pipelines.prompts import file_prompts, make_prompts, stdlib_prompts
+from data_pipelines.prompts import make_prompts, stdlib_prompts
 from data_pipelines.python_stdlib import SourceFile, source_files
 from data_pipelines.shards import FeatureStore, Sample, stored_taps
 from data_pipelines.stage import Stage, read_jsonl
-from data_pipelines.tokens import encode_prompt, load_tokenizer
 from heads.build import head_taps
 from heads.frozen import FrozenTarget
 from heads.target_config import TargetConfig
@@ -367,74 +366,11 @@ def test_no_samples_are_refused() -> None:
     ("line", "why"),
     [(b'{"prompt": "cut', "not JSON"), (b"[1, 2]", "list"), (b'"text"', "str"), (b'{"prompt": "\xff"}', "not JSON")],
 )
-def test_a_broken_line_is_refused_with_its_number(tmp_path: Path, line: bytes, why: str) -> None:
+def test_a_broken_line_of_our_own_files_is_refused_with_its_number(tmp_path: Path, line: bytes, why: str) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_bytes(b'{"prompt": "good"}\n\n{"prompt": "too"}\n' + line + b'\n{"prompt": "never reached"}\n')
     with pytest.raises(ValueError, match=rf"prompts\.jsonl line 4 is .*{why}"):
         list(read_jsonl(path))
-
-
-@pytest.mark.parametrize(
-    ("row", "why"),
-    [
-        ({"question": "why?"}, r"fields \['question'\] given, a row needs prompt or text"),
-        ({"prompt": ""}, "a row needs prompt or text"),
-        ({"prompt": 5}, "a row needs prompt or text"),
-        ({"messages": []}, "no turn to answer"),
-        ({"messages": [{"role": "assistant", "content": "alone"}]}, "no turn to answer"),
-        ({"messages": ["hello"]}, "messages"),
-        ({"messages": [{"content": "from nobody"}]}, "messages"),
-    ],
-)
-def test_a_row_without_a_prompt_is_named(tmp_path: Path, row: dict[str, object], why: str) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in ({"prompt": "good"}, row)))
-    with pytest.raises(ValueError, match=rf"prompts\.jsonl row 2: .*{why}"):
-        file_prompts(build_tokenizer(), path, longest=8, count=None)
-
-
-def test_an_empty_prompt_file_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "prompts.jsonl").write_text("\n")
-    with pytest.raises(ValueError, match=r"prompts\.jsonl holds no prompts"):
-        file_prompts(build_tokenizer(), tmp_path / "prompts.jsonl", longest=8, count=3)
-
-
-def test_messages_need_a_chat_template() -> None:
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="row 1: messages need a chat template"):
-        encode_prompt(tokenizer, {"messages": [{"role": "user", "content": "hello"}]}, "row 1")
-
-
-def test_a_row_that_the_chat_template_refuses_is_named() -> None:
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(ValueError, match=r"row 1: .*roles must alternate"):
-        encode_prompt(tokenizer, {"messages": [{"role": "user", "content": "hello"}]}, "row 1")
-
-
-def test_the_target_answers_the_last_user_turn(harvested: Path) -> None:
-    """What someone else answered there is dropped; earlier answers stay."""
-    tokenizer = load_tokenizer(harvested / "target")
-    turns = [
-        {"role": "user", "content": "first"},
-        {"role": "assistant", "content": "kept"},
-        {"role": "user", "content": "second"},
-    ]
-    dropped = [{"role": "assistant", "content": "dropped"}, {"role": "assistant", "content": "dropped too"}]
-    tokens = encode_prompt(tokenizer, {"messages": turns + dropped}, "row 1")
-    assert tokenizer.decode(tokens) == "[user]first[assistant]kept[user]second[assistant]"
-    assert len(turns + dropped) == 5  # the caller's row is as it was
-
-
-def test_long_prompts_keep_their_end_and_count_as_cut(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("abcdefgh", "xyz", "never used")))
-    tokenizer = build_tokenizer()
-    whole = tokenizer("abcdefgh")["input_ids"]
-    first, second = file_prompts(tokenizer, path, longest=4, count=2)
-    assert first == {"id": 0, "tokens": whole[-4:], "cut": True}
-    assert second == {"id": 1, "tokens": tokenizer("xyz")["input_ids"], "cut": False}
 
 
 def named(held_out: bool) -> str:

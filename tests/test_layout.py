@@ -20,7 +20,7 @@ ONLY_IN = {
         "data_pipelines/demo_target.py",
     ),
     "tokenizers": ("data_pipelines/",),
-    "accelerate": ("trainers/", "data_pipelines/harvest.py"),
+    "accelerate": ("trainers/", "data_pipelines/harvest.py", "data_pipelines/work.py"),
     "deepspeed": ("trainers/",),
     "wandb": ("trainers/",),
     "torch": ("heads/", "inference/", "data_pipelines/", "trainers/"),

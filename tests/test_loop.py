@@ -237,7 +237,7 @@ def test_features_that_are_not_finite_are_named_by_shard_and_row(make_recipe: Ca
     made_from = "spoiled"
     for index in range(3):
         path, part = recipe.features_dir / shard_name("train", index), samples[5 * index : 5 * index + 5]
-        write_shard(path, part, features.taps, made_from)
+        write_shard(path, part, features.taps, made_from, recipe.data.dtype)
     every = [path.name for path in recipe.features_dir.glob("*.safetensors")]
     assert set(names) < set(every)
     write_manifest(recipe.features_dir, every, about)

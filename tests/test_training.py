@@ -359,8 +359,8 @@ def test_tap_sizes_are_medians_that_one_huge_token_does_not_move(tmp_path: Path)
     taps, last_hidden = torch.randn(50, 2, 16) * torch.tensor([3.0, 20.0])[:, None], torch.randn(50, 16) * 7
     taps[0] *= 1000  # as the first token of a text often is
     sample = Sample(torch.arange(50), torch.ones(50, dtype=torch.bool), taps.flatten(1), last_hidden)
-    write_shard(tmp_path / "train-00000.safetensors", [sample], (1, 2), "x")
-    write_shard(tmp_path / "train-00001.safetensors", [replace(sample, taps=sample.taps * 9)], (1, 2), "x")
+    write_shard(tmp_path / "train-00000.safetensors", [sample], (1, 2), "x", "float32")
+    write_shard(tmp_path / "train-00001.safetensors", [replace(sample, taps=sample.taps * 9)], (1, 2), "x", "float32")
     write_manifest(tmp_path, ["train-00000.safetensors", "train-00001.safetensors"], {"taps": [1, 2]})
     store = FeatureStore(tmp_path, "train")
     assert_close(store.tap_sizes((1, 2), 5), [3.0, 20.0], rtol=0.1, atol=0)

@@ -44,10 +44,10 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_target(folder: Path, seed: int = 0) -> Path:
+def build_target(folder: Path, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> Path:
     """Weights large enough that the next token depends on the text and few choices are close."""
     config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=7,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from data_pipelines.batches import Batch
-from data_pipelines.shards import FeatureStore
+from data_pipelines.sources import SampleStore
 from data_pipelines.stage import read_jsonl
 from heads.base import DraftHead
 from heads.calibration import Calibration
@@ -66,7 +66,7 @@ class Decoding:
 
 
 @torch.no_grad()
-def held_out_scores(unrolled: UnrolledHead, store: FeatureStore, batch_size: int) -> dict[str, float]:
+def held_out_scores(unrolled: UnrolledHead, store: SampleStore, batch_size: int) -> dict[str, float]:
     """Loss, top-1 accuracy and expected acceptance at each depth over the held-out samples."""
     embedding, unroll = unrolled.head.embedding, unrolled.objective.unroll
     total = torch.zeros(4, unroll)

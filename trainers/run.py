@@ -3,7 +3,8 @@
 import torch
 
 from data_pipelines.harvest import harvest
-from data_pipelines.shards import FeatureStore, stored_taps
+from data_pipelines.shards import stored_taps
+from data_pipelines.sources import SampleStore, open_stores
 from data_pipelines.stage import Json, Stage
 from heads.base import DraftHead
 from heads.build import draft_vocab, head_taps, new_head, save_head
@@ -52,7 +53,7 @@ def run(recipe: Recipe) -> None:
     target_folder = locate_target(recipe.target.path, recipe.target.revision)
     frozen = FrozenTarget.from_folder(target_folder, dtype=torch.float32, device=accelerator.device)
     taps = stored_taps(head_taps(recipe.head, frozen.config), frozen.config.num_layers)
-    stores = [FeatureStore(features.folder, split, taps) for split in ("train", "heldout")]
+    stores = open_stores(recipe, features, taps)
     refuse_sizes(recipe, accelerator.num_processes, len(stores[0]), len(stores[1]))
 
     vocab = draft_vocab(recipe.head, stores[0].token_counts(frozen.config.vocab_size))
@@ -70,7 +71,7 @@ def run(recipe: Recipe) -> None:
         print(f"head written to {recipe.head_dir}; next: python -m inference.report RECIPE")
 
 
-def build_head(recipe: Recipe, frozen: FrozenTarget, vocab: DraftVocab, store: FeatureStore) -> DraftHead:
+def build_head(recipe: Recipe, frozen: FrozenTarget, vocab: DraftVocab, store: SampleStore) -> DraftHead:
     """The head before its first step, where `frozen` is and trained in float32."""
     head = new_head(recipe.head, frozen, vocab, recipe.seed).to(frozen.embedding.device)
     if isinstance(head, Eagle3Head) and not head.shape.fc_norm:
@@ -78,14 +79,14 @@ def build_head(recipe: Recipe, frozen: FrozenTarget, vocab: DraftVocab, store: F
     return head
 
 
-def start_decoding(recipe: Recipe, head: DraftHead, store: FeatureStore) -> Decoding:
+def start_decoding(recipe: Recipe, head: DraftHead, store: SampleStore) -> Decoding:
     """The target, and a second head for it in its own number format."""
     target = TargetModel.load(recipe.target, head.taps)
     beside = build_head(recipe, target.frozen, head.vocab, store).to(target.dtype)
     return Decoding(recipe, target, beside.eval().requires_grad_(False))
 
 
-def describe(head: DraftHead, store: FeatureStore) -> None:
+def describe(head: DraftHead, store: SampleStore) -> None:
     vocab, parameters = head.vocab, sum(parameter.numel() for parameter in head.parameters())
     coverage = vocab.coverage(store.token_counts(vocab.target_size))
     print(

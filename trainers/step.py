@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from data_pipelines.batches import Batch, pack
-from data_pipelines.shards import FeatureStore, Sample
+from data_pipelines.shards import Sample
+from data_pipelines.sources import SampleStore
 from trainers.objective import Supervision, input_noise
 from trainers.training import Training
 
@@ -127,5 +128,5 @@ def is_finite(sample: Sample) -> bool:
     return bool(sample.taps.isfinite().all() and sample.last_hidden.isfinite().all())
 
 
-def named(store: FeatureStore, numbers: list[int]) -> str:
+def named(store: SampleStore, numbers: list[int]) -> str:
     return ", ".join(f"{number} ({store.place_of(number)})" for number in numbers)

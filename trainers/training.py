@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from data_pipelines.shards import FeatureStore
+from data_pipelines.sources import SampleStore
 from heads.base import DraftHead
 from heads.frozen import FrozenTarget
 from recipes import Recipe
@@ -25,8 +25,8 @@ class Materials:
     """What training works on besides the head."""
 
     frozen: FrozenTarget
-    train: FeatureStore
-    heldout: FeatureStore
+    train: SampleStore
+    heldout: SampleStore
     decoding: Decoding | None  # to measure accepted length on the main rank; None when the recipe decodes no prompts
 
 

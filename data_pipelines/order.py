@@ -1,0 +1,40 @@
+"""An order of samples that reads shards one after another and still shuffles: shards, then samples within a window."""
+
+from functools import lru_cache
+
+import torch
+
+
+class WindowedOrder:
+    """Like SampleOrder an endless sequence of sample numbers, each epoch every sample once, a function of the seed.
+
+    The shards come in a fresh order each epoch, and samples are shuffled within each `window` shards of that order; so
+    at most that many shards are read from at a time.
+    """
+
+    def __init__(self, shard_sizes: list[int], seed: int, window: int) -> None:
+        if not sum(shard_sizes):
+            raise ValueError("the features hold no samples to train on; check data.num_prompts and harvest again")
+        self.shard_sizes, self.seed, self.window = shard_sizes, seed, window
+        self.num_samples = sum(shard_sizes)
+        self._epoch = lru_cache(maxsize=2)(self._permutation)
+
+    def __getitem__(self, place: int) -> int:
+        epoch, offset = divmod(place, self.num_samples)
+        return self._epoch(epoch)[offset]
+
+    def of_step(self, step: int, batch_size: int) -> list[int]:
+        """The samples of a global batch; ranks share it out among themselves."""
+        return [self[place] for place in range(step * batch_size, (step + 1) * batch_size)]
+
+    def _permutation(self, epoch: int) -> list[int]:
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        starts = torch.tensor([0, *self.shard_sizes]).cumsum(0).tolist()
+        shards = torch.randperm(len(self.shard_sizes), generator=generator).tolist()
+        order: list[int] = []
+        for first in range(0, len(shards), self.window):
+            group = [
+                n for shard in shards[first : first + self.window] for n in range(starts[shard], starts[shard + 1])
+            ]
+            order += [group[place] for place in torch.randperm(len(group), generator=generator).tolist()]
+        return order

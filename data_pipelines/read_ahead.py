@@ -1,0 +1,54 @@
+"""A store that reads what will be asked for next while the current batch is being trained on."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from torch import Tensor
+
+from data_pipelines.shards import Sample
+from data_pipelines.sources import SampleStore
+
+
+class ReadAhead:
+    """The same samples as the store's; one background thread reads those that `expect` named, in that order.
+
+    An error of reading is raised where the sample is asked for. Samples that are expected and never asked for stay in
+    memory until `close`.
+    """
+
+    def __init__(self, store: SampleStore) -> None:
+        self.store = store
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
+        self._coming: dict[int, Future[Sample]] = {}
+
+    @property
+    def num_tokens(self) -> int:
+        return self.store.num_tokens
+
+    def __len__(self) -> int:
+        return len(self.store)
+
+    def expect(self, numbers: Sequence[int]) -> None:
+        """Begin to read these samples."""
+        for number in numbers:
+            if number not in self._coming:
+                self._coming[number] = self._thread.submit(self.store.__getitem__, number)
+
+    def __getitem__(self, index: int) -> Sample:
+        if index not in self._coming:
+            self.expect([index])  # through the thread as well: stores are read from one thread
+        return self._coming.pop(index).result()
+
+    def place_of(self, index: int) -> str:
+        return self.store.place_of(index)
+
+    def token_counts(self, vocab_size: int) -> Tensor:
+        return self._thread.submit(self.store.token_counts, vocab_size).result()
+
+    def tap_sizes(self, taps: tuple[int, ...], num_layers: int) -> list[float]:
+        return self._thread.submit(self.store.tap_sizes, taps, num_layers).result()
+
+    def close(self) -> None:
+        """End the thread; what is being read is finished, the rest is dropped."""
+        self._thread.shutdown(cancel_futures=True)
+        self._coming.clear()

@@ -1,0 +1,132 @@
+"""The rows of what a recipe names as data: JSONL, parquet, plain text, or a Hugging Face dataset on disk or hub.
+
+Nothing that could run code is read: no pickles, and no loading script of a dataset.
+"""
+
+import hashlib
+import importlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data_pipelines.stage import Json, file_digest
+from recipes.schema import HUB_PREFIX
+
+PLAIN_FORMATS = ("parquet", "json", "text", "arrow")  # what a hub dataset may be stored as
+
+
+class BadRow(ValueError):
+    """A row that gives no sample: `kind` in a word or two, by which rows are counted, and the text says why."""
+
+    def __init__(self, kind: str, why: str) -> None:
+        super().__init__(why)
+        self.kind = kind
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row as it was read, or what is wrong with it; `line` counts from 1."""
+
+    line: int
+    fields: Json | BadRow
+
+
+def read_rows(source: str) -> Iterator[Row]:
+    """Every row of a source, the broken ones as BadRow; raises ValueError for a source of no known kind."""
+    path = Path(source)
+    if source.startswith(HUB_PREFIX):
+        return good_rows(hub_dataset(source.removeprefix(HUB_PREFIX)))
+    if path.is_dir():
+        return good_rows(disk_dataset(path))
+    readers = {".jsonl": jsonl_rows, ".json": jsonl_rows, ".parquet": parquet_rows, ".txt": text_rows}
+    if path.suffix not in readers:
+        raise ValueError(
+            f"data: {source} given, a file that ends in {', '.join(readers)}, the folder of a dataset or "
+            f"{HUB_PREFIX}org/name:split is allowed; convert it to one of them"
+        )
+    return readers[path.suffix](path)
+
+
+def source_digest(source: str) -> str:
+    """What identifies a source: the content of files; the name alone of a dataset on the hub."""
+    path = Path(source)
+    if source.startswith(HUB_PREFIX):
+        return source
+    if path.is_file():
+        return file_digest(path)
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    named = "".join(f"{file.relative_to(path).as_posix()} {file_digest(file)}\n" for file in files)
+    return hashlib.sha256(named.encode()).hexdigest()
+
+
+def jsonl_rows(path: Path) -> Iterator[Row]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield Row(number, json_object(line))
+
+
+def json_object(line: bytes) -> Json | BadRow:
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        return BadRow("broken", f"not JSON ({error})")
+    return row if isinstance(row, dict) else BadRow("broken", f"{type(row).__name__}, a JSON object is needed")
+
+
+def text_rows(path: Path) -> Iterator[Row]:
+    """Each line that is not blank is a text of its own."""
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                try:
+                    yield Row(number, {"text": line.decode("utf-8").rstrip("\r\n")})
+                except UnicodeDecodeError as error:
+                    yield Row(number, BadRow("broken", f"not UTF-8 ({error})"))
+
+
+def parquet_rows(path: Path) -> Iterator[Row]:
+    batches = optional_library("pyarrow.parquet").ParquetFile(path).iter_batches(batch_size=256)
+    return good_rows(row for batch in batches for row in batch.to_pylist())
+
+
+def good_rows(rows: Iterable[Any]) -> Iterator[Row]:
+    return (Row(number, dict(row)) for number, row in enumerate(rows, start=1))
+
+
+def disk_dataset(folder: Path) -> Any:
+    """What `Dataset.save_to_disk` wrote; of a dictionary of splits, `train` or the only one."""
+    datasets = optional_library("datasets")
+    try:
+        found = datasets.load_from_disk(str(folder))
+    except FileNotFoundError as error:
+        raise ValueError(f"data: {folder} holds no dataset ({error}); give what save_to_disk wrote") from error
+    if not isinstance(found, dict):
+        return found
+    if "train" not in found and len(found) > 1:
+        raise ValueError(f"data: {folder} has splits {', '.join(found)}; give the folder of one of them")
+    return found.get("train", next(iter(found.values())))
+
+
+def hub_dataset(name: str) -> Any:
+    """`org/name:split`, or `org/name` for its train split; read only where it is stored in a plain format."""
+    datasets = optional_library("datasets")
+    name, _, split = name.partition(":")
+    try:
+        builder = datasets.load_dataset_builder(name)
+    except Exception as error:  # the hub client and the readers raise dozens of kinds
+        raise ValueError(f"data: {HUB_PREFIX}{name} cannot be had ({type(error).__name__}: {error})") from error
+    stored_as = type(builder).__module__.rpartition(".")[2]
+    if stored_as not in PLAIN_FORMATS:
+        raise ValueError(f"data: {HUB_PREFIX}{name} is stored as {stored_as}; {', '.join(PLAIN_FORMATS)} are allowed")
+    builder.download_and_prepare()
+    return builder.as_dataset(split=split or "train")
+
+
+def optional_library(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ValueError(f"this kind of data needs {name}; run pip install 'headstart[data]'") from error

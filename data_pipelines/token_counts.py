@@ -1,0 +1,37 @@
+"""How often each token was written, kept beside a store, so that a draft vocabulary needs no pass over it."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from data_pipelines.stage import Json, write_text
+
+COUNTS = "token_counts.json"
+
+
+def shards_identity(shards: list[Json]) -> str:
+    """Of the content of the shards that a manifest lists."""
+    return hashlib.sha256("".join(shard["sha256"] for shard in shards).encode()).hexdigest()
+
+
+def write_counts(folder: Path, counted: dict[str, Tensor]) -> None:
+    """Counts [vocab] by the identity of the shards that they were taken over."""
+    kept = {
+        identity: {str(token): int(counts[token]) for token in counts.nonzero().flatten().tolist()}
+        for identity, counts in counted.items()
+    }
+    write_text(folder / COUNTS, json.dumps(kept))
+
+
+def read_counts(folder: Path, shards: list[Json], vocab_size: int) -> Tensor | None:
+    """The counts that were kept for these very shards, if any were. [vocab]"""
+    path = folder / COUNTS
+    kept = json.loads(path.read_text()).get(shards_identity(shards)) if path.is_file() else None
+    if kept is None:
+        return None
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    counts[torch.tensor([int(token) for token in kept], dtype=torch.long)] = torch.tensor(list(kept.values()))
+    return counts

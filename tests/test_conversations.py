@@ -1,0 +1,287 @@
+"""Laws of data that users bring: every known form means the same, and no row is left out without being named."""
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from tiny_run import build_run, build_target, build_tokenizer, tiny_recipe
+
+from data_pipelines.conversations import Conversation, parse_row
+from data_pipelines.harvest import harvest
+from data_pipelines.inspect import inspect
+from data_pipelines.intake import Intake
+from data_pipelines.prompts import INTAKE_REPORT, encode_prompt, make_prompts, read_prompts
+from data_pipelines.rows import BadRow, read_rows
+from data_pipelines.shards import FeatureStore
+from data_pipelines.stage import read_jsonl
+from recipes import Recipe
+from recipes.schema import DataSection
+
+CHATML = (Path(__file__).parent / "chat_templates" / "chatml.jinja").read_text().rstrip("\n")
+
+
+def section(**fields: Any) -> DataSection:
+    sizes: dict[str, Any] = {"num_prompts": 9, "prompt_tokens": 8, "response_tokens": 40, **fields}
+    return DataSection(prompts="prompts.jsonl", heldout_prompts=Path("heldout.jsonl"), **sizes)
+
+
+def turns(*contents: str) -> list[dict[str, str]]:
+    return [{"role": "assistant" if n % 2 else "user", "content": text} for n, text in enumerate(contents)]
+
+
+def write_rows(path: Path, *rows: object) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+# Forms
+
+
+def test_every_spelling_of_a_conversation_means_the_same() -> None:
+    plain = turns("hi", "hello")
+    system = {"role": "system", "content": "be brief"}
+    rows: list[dict[str, Any]] = [
+        {"messages": [system, *plain]},
+        {"messages": [system, {"role": "user", "content": [{"type": "text", "text": "hi"}]}, plain[1]]},
+        {"system": "be brief", "messages": plain},
+        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}], "system": "be brief"},
+        {"messages": None, "conversations": [system, *[turn | {"name": None} for turn in plain]], "tools": None},
+    ]
+    assert [parse_row(row) for row in rows] == [Conversation([system, *plain])] * len(rows)
+
+
+def test_a_tool_call_means_the_same_as_json_text_and_as_a_mapping() -> None:
+    asked = {"role": "user", "content": "2+2?"}
+    function = {"name": "add", "arguments": {"a": 2}}
+    as_text = {"name": "add", "arguments": '{"a": 2}'}
+    rows: list[dict[str, Any]] = [
+        {"messages": [asked, {"role": "assistant", "tool_calls": [{"type": "function", "function": as_text}]}]},
+        {"messages": [asked, {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}]},
+        {
+            "conversations": [
+                {"from": "human", "value": "2+2?"},
+                {"from": "function_call", "value": json.dumps(function)},
+            ]
+        },
+    ]
+    call = {"type": "function", "function": function}
+    wanted = Conversation([asked, {"role": "assistant", "content": "", "tool_calls": [call]}])
+    assert [parse_row(row) for row in rows] == [wanted] * len(rows)
+
+
+@pytest.mark.parametrize(
+    ("row", "kind", "why"),
+    [
+        ({"question": "why?"}, "unknown form", r"fields \['question'\] given, a row needs prompt or text"),
+        ({"prompt": ""}, "empty", "a row needs prompt or text"),
+        ({"prompt": 5}, "unknown form", "a row needs prompt or text"),
+        ({"messages": []}, "empty", "no turn to answer"),
+        ({"messages": [{"role": "assistant", "content": "alone"}]}, "empty", "no turn to answer"),
+        ({"messages": ["hello"]}, "unknown form", "messages"),
+        ({"messages": [{"content": "from nobody"}]}, "role", "turn 1 is by None"),
+        (
+            {"messages": [*turns("a", "b"), {"role": "assistant", "content": "c"}]},
+            "role",
+            "assistant right after assist",
+        ),
+        ({"messages": [*turns("a"), {"role": "system", "content": "late"}]}, "role", "turn 2 is by system right after"),
+        ({"messages": turns("a", "")}, "empty", "turn 2 by assistant is empty"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "unknown form", "something else than text"),
+        ({"tokens": [1, 2], "loss_mask": [1]}, "unknown form", "of one length"),
+        ({"tokens": [1, "2"]}, "unknown form", "no list of int"),
+        ({"messages": turns("a"), "tools": "{"}, "broken", "tools are not JSON"),
+    ],
+)
+def test_a_row_that_is_no_sample_says_why(row: dict[str, Any], kind: str, why: str) -> None:
+    with pytest.raises(BadRow, match=why) as refusal:
+        parse_row(row)
+    assert refusal.value.kind == kind
+
+
+# Sources
+
+
+def test_json_lines_parquet_datasets_and_text_give_the_same_rows(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [{"messages": turns("hi", "hello")}, {"messages": turns("and?")}]
+    dataset = datasets.Dataset.from_list(rows)
+    dataset.to_parquet(tmp_path / "rows.parquet")
+    dataset.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"train": dataset}).save_to_disk(tmp_path / "splits")
+    sources = [write_rows(tmp_path / "rows.jsonl", *rows), tmp_path / "rows.parquet", tmp_path / "saved"]
+    (tmp_path / "hub").mkdir()
+    dataset.to_parquet(tmp_path / "hub" / "train.parquet")
+    for source in [*map(str, sources), str(tmp_path / "splits"), f"hf:{tmp_path / 'hub'}:train"]:
+        found = list(read_rows(source))
+        assert [row.line for row in found] == [1, 2], source
+        assert [row.fields for row in found] == rows, source
+
+
+def test_a_text_file_has_a_text_on_each_line(tmp_path: Path) -> None:
+    (tmp_path / "texts.txt").write_text("one\n\ntwo \n")
+    assert [(row.line, row.fields) for row in read_rows(str(tmp_path / "texts.txt"))] == [
+        (1, {"text": "one"}),
+        (3, {"text": "two "}),
+    ]
+
+
+@pytest.mark.parametrize("name", ["rows.pkl", "rows.pt", "rows"])
+def test_pickles_and_unknown_files_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"\x80\x04.")
+    with pytest.raises(ValueError, match=r"ends in \.jsonl, \.json, \.parquet, \.txt"):
+        list(read_rows(str(tmp_path / name)))
+
+
+# Bad rows
+
+
+def test_bad_rows_are_counted_and_listed_with_their_lines(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    good = json.dumps({"prompt": "good"})
+    path.write_text("\n".join([good, "{", "", json.dumps({"messages": []}), good, "7", good]) + "\n")
+    intake = Intake(str(path))
+    rows = read_prompts(build_tokenizer(), section(), None, intake)
+    assert [row["id"] for row in rows] == [0, 1, 2]
+    report = intake.report()
+    assert report["rows"] == 6
+    assert report["bad"] == {"broken": 2, "empty": 1}
+    assert [row["line"] for row in report["bad_rows"]] == [2, 4, 6]
+    intake.check(0.5)
+    with pytest.raises(ValueError, match=r"3 of 6 rows are bad.*49\.00%(.|\n)*line 2: not JSON(.|\n)*line 4: no turn"):
+        intake.check(0.49)
+
+
+def test_a_stage_with_too_many_bad_rows_stops_and_leaves_its_report(tmp_path: Path) -> None:
+    build_run(tmp_path)
+    with (tmp_path / "prompts.jsonl").open("a") as file:
+        file.write('{"prompt": "cut')
+    count = "data.num_prompts=99"
+    with pytest.raises(ValueError, match=r"1 of 15 rows are bad(.|\n)*prompts\.jsonl line 15: not JSON"):
+        make_prompts(tiny_recipe(tmp_path, count))
+    report = json.loads((tmp_path / "run" / "prompts" / INTAKE_REPORT).read_text())
+    assert [row["line"] for row in report[0]["bad_rows"]] == [15]
+    stage = make_prompts(tiny_recipe(tmp_path, count, "data.max_bad_fraction=0.1"))
+    assert stage.facts()["train"] == 14
+    assert stage.facts()["bad"] == 1
+
+
+def test_an_empty_prompt_file_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text("\n")
+    intake = Intake(str(tmp_path / "prompts.jsonl"))
+    assert read_prompts(build_tokenizer(), section(), 3, intake) == []
+    with pytest.raises(ValueError, match=r"prompts\.jsonl holds no prompts"):
+        intake.check(1.0)
+
+
+def test_messages_need_a_chat_template() -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(BadRow, match="messages need a chat template"):
+        encode_prompt(tokenizer, {"messages": turns("hello")})
+
+
+# Prompts for the target to answer
+
+
+def test_the_target_answers_the_last_user_turn() -> None:
+    """What someone else answered there is dropped; earlier answers stay."""
+    tokenizer = build_tokenizer()
+    row = {"messages": turns("first", "kept", "second", "dropped")}
+    assert tokenizer.decode(encode_prompt(tokenizer, row)) == "[user]first[assistant]kept[user]second[assistant]"
+    assert len(row["messages"]) == 4  # the caller's row is as it was
+
+
+def test_long_prompts_keep_their_end_and_count_as_cut(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "prompts.jsonl", *({"prompt": text} for text in ("abcdefgh", "xyz", "never used")))
+    tokenizer, intake = build_tokenizer(), Intake(str(path))
+    first, second = read_prompts(tokenizer, section(prompt_tokens=4), 2, intake)
+    assert first == {"id": 0, "tokens": tokenizer("abcdefgh")["input_ids"][-4:], "cut": True}
+    assert second == {"id": 1, "tokens": tokenizer("xyz")["input_ids"], "cut": False}
+    assert intake.report()["cut"] == [1]
+
+
+# Conversations as they are
+
+
+def given_run(folder: Path, *overrides: str) -> Recipe:
+    """A run whose data are conversations, a text and tokens with a mask; the last row is too long."""
+    build_run(folder)
+    tokenizer = build_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = CHATML
+    build_target(folder / "target", vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(folder / "target")
+    rows = [{"messages": turns("a", "first words", "b", "last words")}, {"text": "plain text"}]
+    rows += [{"tokens": [5, 6, 7, 8], "loss_mask": [0, 1, 0, 1]}, {"messages": turns("c" * 120, "too much")}]
+    write_rows(folder / "prompts.jsonl", *rows)
+    write_rows(folder / "heldout.jsonl", *rows[:1])
+    sizes = [
+        "data.prompt_tokens=60",
+        "data.response_tokens=60",
+        "data.max_bad_fraction=0.3",
+        "head.draft_vocab_size=null",
+    ]
+    return tiny_recipe(folder, "data.responses=given", *sizes, *overrides)
+
+
+@pytest.mark.parametrize("which", ["all", "last"])
+def test_given_conversations_become_features_with_the_mask_of_their_words(tmp_path: Path, which: str) -> None:
+    recipe = given_run(tmp_path, f"data.turns={which}")
+    tokenizer = build_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    harvest(recipe)
+    store = FeatureStore(recipe.features_dir, "train")
+    trained_on = [tokenizer.decode(sample.tokens[sample.loss_mask]) for sample in (store[n] for n in range(len(store)))]
+    words = ["first words<|im_end|>", "last words<|im_end|>"]
+    assert trained_on[0] == ("".join(words) if which == "all" else words[1])
+    assert trained_on[1] == tokenizer.decode(tokenizer("plain text")["input_ids"][1:])
+    assert store[2].loss_mask.tolist() == [False, which == "all", False, True]
+    assert len(store) == 3
+    [report, _] = json.loads((recipe.prompts_dir / INTAKE_REPORT).read_text())
+    assert [(row["line"], row["kind"]) for row in report["bad_rows"]] == [(4, "too long")]
+    assert store.about["mask_rule"] == f"{which} turns of the assistant"
+
+
+def test_the_prompt_of_a_given_conversation_ends_where_its_last_answer_begins(tmp_path: Path) -> None:
+    recipe = given_run(tmp_path)
+    make_prompts(recipe)
+    tokenizer = build_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    [row] = read_jsonl(recipe.prompts_dir / "heldout.jsonl")
+    assert tokenizer.decode(row["tokens"]).endswith("<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize("harvested", [False, True])
+def test_inspect_colours_what_is_trained_on_and_names_what_was_dropped(tmp_path: Path, harvested: bool) -> None:
+    recipe = given_run(tmp_path)
+    if harvested:
+        harvest(recipe)
+    screen = io.StringIO()
+    inspect(recipe, Console(file=screen, force_terminal=True, width=200))
+    shown = screen.getvalue()
+    green = re.findall(r"\x1b\[1;32m(.*?)\x1b\[0m", shown)
+    assert green[:2] == ["first words<|im_end|>", "last words<|im_end|>"]
+    assert "too long" in shown
+    assert "tokens of a sample" in shown
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"responses": "given", "server": "http://x"}, "one of server, draft_head and responses given"),
+        ({"draft_head": Path("head"), "server": "http://x"}, "one of server, draft_head and responses given"),
+        ({"mode": "online", "store": Path("features")}, "mode online makes its features itself"),
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused(fields: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        section(**fields)
+
+
+def test_the_standard_library_has_no_replies_to_train_on() -> None:
+    with pytest.raises(ValueError, match="responses given needs conversations"):
+        DataSection(prompts="python-stdlib", heldout_prompts=Path("x"), num_prompts=1, responses="given")

@@ -1,0 +1,243 @@
+"""Laws of the harvest: whoever writes the responses, and however often it is killed, it ends in the same features."""
+
+import json
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_run import build_run, build_tokenizer, quiet_environment, tiny_recipe
+from torch.testing import assert_close
+
+from data_pipelines.codec import bytes_per_token
+from data_pipelines.harvest import harvest
+from data_pipelines.responses import append_lines, journal_rows
+from data_pipelines.server import CompletionServer
+from data_pipelines.shards import FeatureStore
+from data_pipelines.stage import read_jsonl
+from heads.build import draft_vocab, new_head, save_head
+from heads.frozen import FrozenTarget
+from inference.decode import generate
+from inference.sampling import Sampling
+from inference.target import TargetModel
+from recipes import Recipe
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def responses(recipe: Recipe, split: str = "train") -> list[dict[str, Any]]:
+    return [row for path in sorted(recipe.responses_dir.glob(f"{split}-*.jsonl")) for row in read_jsonl(path)]
+
+
+# Cost
+
+
+def test_a_harvest_that_the_disk_cannot_hold_is_refused_before_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_run(tmp_path)
+    recipe = tiny_recipe(tmp_path)
+    harvest(tiny_recipe(tmp_path, "data.mode=online"))
+    needed = sum(
+        len(row["prompt"] + row["response"]) for split in ("train", "heldout") for row in responses(recipe, split)
+    )
+    needed *= bytes_per_token(32, 3, "float32")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=needed - 1))
+    with pytest.raises(ValueError, match=r"the features need .* GB left; choose another data\.folder"):
+        harvest(recipe)
+    assert not list(recipe.features_dir.glob("*.safetensors"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=int(needed * 1.02)))
+    harvest(recipe)
+
+
+def test_a_target_spread_by_device_map_gives_the_same_states(tmp_path: Path) -> None:
+    build_run(tmp_path)
+    plain, spread = (tiny_recipe(tmp_path, f"target.device_map={word}").target for word in ("null", "auto"))
+    tokens = torch.arange(20)[None]
+    outputs = [TargetModel.load(section, (2, 7)).forward(tokens) for section in (plain, spread)]
+    for name, tensor in vars(outputs[0]).items():
+        assert_close(vars(outputs[1])[name], tensor)
+
+
+# Who writes the responses
+
+
+class Server(BaseHTTPRequestHandler):
+    """Completions like vLLM's: the answer to a prompt is its tokens backwards; every third request fails first."""
+
+    seen: list[dict[str, Any]]
+    says_ids: bool
+    failures: Iterator[int]
+
+    def do_GET(self) -> None:
+        self.answer(200, {"data": [{"id": "tiny"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if status := next(self.failures, 0):
+            return self.answer(status, {"error": "busy"})
+        self.seen.append(body)
+        tokens = body["prompt"][::-1][: body["max_tokens"]]
+        text = build_tokenizer().decode(tokens)
+        ids = {"token_ids": tokens} if self.says_ids else {}
+        return self.answer(200, {"choices": [{"text": text, "finish_reason": "stop", **ids}]})
+
+    def answer(self, status: int, body: object) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, type[Server]]]:
+    handler = type("Fresh", (Server,), {"seen": [], "says_ids": True, "failures": iter([])})
+    running = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=running.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{running.server_port}", handler
+    running.shutdown()
+    running.server_close()
+
+
+def test_responses_come_from_a_server_that_fails_now_and_then(server: tuple[str, type[Server]], tmp_path: Path) -> None:
+    url, handler = server
+    handler.failures = iter([503, 0, 429, 0, 0])
+    build_run(tmp_path)
+    recipe = tiny_recipe(tmp_path, f"data.server={url}")
+    harvest(recipe)
+    rows = responses(recipe)
+    assert [row["id"] for row in rows] == list(range(12))
+    assert all(row["response"] == row["prompt"][::-1][:12] for row in rows)
+    assert len(handler.seen) == 12 + 4  # each of both splits was answered once
+    assert {(body["temperature"], body["model"]) for body in handler.seen} == {(0.0, "tiny"), (0.8, "tiny")}
+    assert len({body["seed"] for body in handler.seen}) == 16
+    assert FeatureStore(recipe.features_dir, "train").about["written_by"] == "the server of data.server"
+
+
+def test_text_of_a_server_without_token_ids_is_encoded_and_closed(server: tuple[str, type[Server]]) -> None:
+    url, handler = server
+    handler.says_ids = False
+    tokenizer = build_tokenizer()
+    prompt = tokenizer("target")["input_ids"]
+    [found] = CompletionServer(f"{url}/v1", tokenizer, retries=0).complete([prompt], [Sampling()], 8)
+    assert tokenizer.decode(found) == tokenizer.decode(prompt[::-1]) + str(tokenizer.eos_token)
+
+
+def test_a_server_that_keeps_failing_ends_the_run_and_what_is_done_is_kept(
+    server: tuple[str, type[Server]], tmp_path: Path
+) -> None:
+    url, handler = server
+    handler.failures = iter([0] * 5 + [400])
+    build_run(tmp_path)
+    recipe = tiny_recipe(tmp_path, f"data.server={url}", "data.server_retries=0", "data.generate_batch=1")
+    with pytest.raises(ValueError, match=r"data\.server: .*/v1/completions gave no answer \(status 400"):
+        harvest(recipe)
+    harvest(recipe)
+    assert len(handler.seen) == 16  # none was asked for twice
+    assert [row["id"] for row in responses(recipe)] == list(range(12))
+
+
+def test_waits_between_tries_grow(server: tuple[str, type[Server]]) -> None:
+    url, handler = server
+    handler.failures = iter([500, 502, 503, 504])
+    waits: list[float] = []
+    asked = CompletionServer(url, build_tokenizer(), 3, waits.append)
+    with pytest.raises(ValueError, match="status 504"):
+        asked.complete([[1, 2]], [Sampling()], 4)
+    assert waits == [1.0, 2.0, 4.0]
+
+
+def test_a_draft_head_writes_the_targets_own_text(tmp_path: Path) -> None:
+    build_run(tmp_path)
+    recipe = tiny_recipe(tmp_path, f"data.draft_head={tmp_path / 'head'}")
+    frozen = FrozenTarget.from_folder(tmp_path / "target", torch.float32)
+    save_head(new_head(recipe.head, frozen, draft_vocab(recipe.head, torch.arange(300)), 0), tmp_path / "head")
+    harvest(recipe)
+    target = TargetModel.load(recipe.target, ())
+    for row in responses(recipe)[::2]:  # every other one is greedy
+        assert row["response"] == generate(target, row["prompt"], 12).tokens
+    assert FeatureStore(recipe.features_dir, "train").about["written_by"] == "speculative decoding"
+
+
+def test_a_journal_loses_at_most_the_line_at_which_it_was_cut(tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    assert journal_rows(journal) == []
+    append_lines(journal, [{"id": 1}, {"id": 2}])
+    with journal.open("a") as file:
+        file.write('{"id": 3')
+    assert [row["id"] for row in journal_rows(journal)] == [1, 2]
+    append_lines(journal, [{"id": 4}])
+    assert [row["id"] for row in journal_rows(journal)] == [1, 2, 4]
+
+
+# Kills
+
+
+def start(folder: Path, ranks: int) -> list[subprocess.Popen[bytes]]:
+    """A harvest of so many ranks, each a process of its own, as a launcher would start them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    command = [sys.executable, "-m", "data_pipelines.harvest", str(folder / "recipe.yaml")]
+    environment = {**quiet_environment(ROOT), **meeting, "ACCELERATE_USE_CPU": "true", "WORLD_SIZE": str(ranks)}
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": folder}
+    return [
+        subprocess.Popen(command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, **quiet)  # type: ignore[call-overload]
+        for rank in range(ranks)
+    ]
+
+
+def ended(processes: list[subprocess.Popen[bytes]], seconds: float) -> bool:
+    """Whether all ended within so long; those that did not are killed at that moment."""
+    until = time.monotonic() + seconds
+    try:
+        for process in processes:
+            process.wait(timeout=max(until - time.monotonic(), 0.01))
+    except subprocess.TimeoutExpired:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait()
+        return False
+    assert all(process.returncode == 0 for process in processes)
+    return True
+
+
+@pytest.mark.slow
+def test_a_harvest_killed_20_times_by_ranks_of_changing_number_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    for folder in (whole, cut):
+        folder.mkdir()
+        build_run(folder)
+        recipe = (folder / "recipe.yaml").read_text()
+        (folder / "recipe.yaml").write_text(recipe.replace("shard_samples: 5", "shard_samples: 1"))
+    began = time.monotonic()
+    assert ended(start(whole, 1), 600)
+    longest = time.monotonic() - began
+    rng, kills = random.Random(0), 0
+    while kills < 20:
+        if not ended(start(cut, ranks=1 + kills % 2), rng.uniform(0.5, 1.1) * longest):
+            kills += 1
+        else:  # it was sooner than its kill: do most of it again
+            for name in ("features", "responses"):
+                shutil.rmtree(cut / "run" / name)
+    assert ended(start(cut, 2), 600)
+    assert not list((cut / "run").rglob("*.journal"))
+    for split in ("train", "heldout"):
+        mine, its = (FeatureStore(folder / "run" / "features", split) for folder in (cut, whole))
+        assert len(mine) == len(its)
+        for number in range(len(its)):
+            for name, tensor in vars(its[number]).items():
+                assert_close(vars(mine[number])[name], tensor)

@@ -1,0 +1,209 @@
+"""Laws of the feature store: small, checked, mergeable, and read in an order that is a function of seed and step."""
+
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tiny_run import build_run, tiny_recipe
+from torch.testing import assert_close
+
+from data_pipelines.codec import bytes_per_token, decode, encode
+from data_pipelines.harvest import harvest
+from data_pipelines.order import WindowedOrder
+from data_pipelines.read_ahead import ReadAhead
+from data_pipelines.shards import FeatureStore, Sample, write_shard
+from data_pipelines.store import merge, stats, verify
+
+
+@pytest.fixture(scope="module")
+def harvested(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose run went as far as the features."""
+    folder = tmp_path_factory.mktemp("store")
+    build_run(folder)
+    harvest(tiny_recipe(folder))
+    return folder
+
+
+# Formats
+
+
+def sample_of(length: int, hidden: int, num_taps: int) -> Sample:
+    sizes = torch.tensor([0.01, 3.0, 200.0])[:num_taps, None]  # as different as taps are
+    taps = (torch.randn(length, num_taps, hidden) * sizes).flatten(1)
+    tokens = torch.randint(1000, (length,))
+    return Sample(tokens, torch.arange(length) > 3, taps, torch.randn(length, hidden) * 10)
+
+
+@pytest.mark.parametrize(("storage", "size"), [("float32", 4), ("bfloat16", 2), ("float8", 1), ("int8", 1)])
+def test_a_token_takes_what_its_states_take(tmp_path: Path, storage: str, size: int) -> None:
+    """Within 2 % of (taps + 1) x hidden x the size of a number, plus its id and its mask; 8 bits halve bfloat16."""
+    samples = [sample_of(400, 128, 3) for _ in range(8)]
+    write_shard(tmp_path / "shard", samples, (1, 5, 9), "x", storage)
+    plain = (3 + 1) * 128 * size + 4 + 1
+    assert (tmp_path / "shard").stat().st_size / 3200 == pytest.approx(plain, rel=0.02)
+    assert bytes_per_token(128, 3, storage) == pytest.approx((tmp_path / "shard").stat().st_size / 3200, rel=0.01)
+
+
+@pytest.mark.parametrize(("storage", "error"), [("float32", 0.0), ("bfloat16", 2**-8), ("float8", 2**-4)])
+def test_each_number_comes_back_to_the_precision_of_its_format(tmp_path: Path, storage: str, error: float) -> None:
+    states = torch.randn(50, 64) * torch.logspace(-4, 4, 50)[:, None]
+    save_file(encode("x", states, storage), tmp_path / "file")
+    found = decode(safe_open(tmp_path / "file", "pt"), "x", 10, 40).float()
+    smallest = states[10:40].abs().amax(1, keepdim=True) * 2**-12  # below it float8 has fewer bits
+    assert ((found - states[10:40]).abs() <= error * states[10:40].abs() + smallest).all()
+
+
+def test_int8_errs_by_half_a_step_of_each_rows_own_scale(tmp_path: Path) -> None:
+    states = torch.randn(50, 64) * torch.logspace(-4, 4, 50)[:, None]
+    states[7] = 0
+    save_file(encode("x", states, "int8"), tmp_path / "file")
+    found = decode(safe_open(tmp_path / "file", "pt"), "x", 0, 50)
+    peaks = states.abs().amax(1, keepdim=True)
+    cut = peaks * 2**-8  # the scale is rounded to bfloat16, and where it went down the largest numbers are cut
+    assert (
+        (found - states).abs() <= torch.where(states.abs() < peaks * (1 - 2**-8), peaks / 127 / 2, cut) * 1.01
+    ).all()
+    assert not found[7].any()
+
+
+@pytest.mark.parametrize("storage", ["int8", "float8"])
+def test_a_harvest_in_8_bits_is_close_to_one_in_full(harvested: Path, tmp_path: Path, storage: str) -> None:
+    shutil.copytree(harvested / "run" / "prompts", tmp_path / "prompts")
+    shutil.copytree(harvested / "run" / "responses", tmp_path / "responses")
+    harvest(tiny_recipe(harvested, f"run_dir={tmp_path}", f"data.dtype={storage}"))
+    whole, small = FeatureStore(harvested / "run" / "features", "train"), FeatureStore(tmp_path / "features", "train")
+    for number in range(len(whole)):
+        for name in ("taps", "last_hidden"):
+            full, found = vars(whole[number])[name], vars(small[number])[name]
+            assert (found - full).norm() / full.norm() < 0.05
+        assert_close(small[number].tokens, whole[number].tokens)
+        assert_close(small[number].loss_mask, whole[number].loss_mask)
+
+
+# The commands
+
+
+@pytest.mark.parametrize("place", [0.0, 0.3, 0.7, 1.0])
+def test_a_flipped_bit_anywhere_in_a_shard_is_found_and_named(harvested: Path, tmp_path: Path, place: float) -> None:
+    shutil.copytree(harvested / "run" / "features", tmp_path / "features")
+    assert verify(tmp_path / "features") == []
+    path = tmp_path / "features" / "train-00001.safetensors"
+    stored = bytearray(path.read_bytes())
+    stored[int(place * (len(stored) - 1))] ^= 16
+    path.write_bytes(stored)
+    [what] = verify(tmp_path / "features")
+    assert "train-00001.safetensors is not what the harvest wrote" in what
+
+
+def test_stats_tell_sizes_and_origin(harvested: Path) -> None:
+    found = stats(harvested / "run" / "features")
+    store = FeatureStore(harvested / "run" / "features", "train")
+    assert found["train"]["samples"] == 12
+    assert found["train"]["tokens"] == sum(len(store[n].tokens) for n in range(12))
+    assert found["train"]["trained_on"] == sum(int(store[n].loss_mask.sum()) for n in range(12))
+    assert found["target"]["path"] == str(harvested / "target")
+    assert found["mask_rule"] == "response"
+    assert found["written_by"] == "transformers"
+    assert {"dtype", "taps", "prompts_sha256", "chat_template_sha256", "temperatures"} <= found.keys()
+
+
+def test_a_merged_store_holds_the_samples_of_all_and_is_trained_on(harvested: Path, tmp_path: Path) -> None:
+    other = tiny_recipe(harvested, f"run_dir={tmp_path / 'other'}", "seed=9", "data.num_prompts=4")
+    sources = [harvested / "run" / "features", harvest(other).folder]
+    merge(tmp_path / "merged", sources)
+    assert verify(tmp_path / "merged") == []
+    recipe = tiny_recipe(harvested, f"data.store={tmp_path / 'merged'}")
+    assert harvest(recipe).folder == tmp_path / "merged"
+    merged = FeatureStore(tmp_path / "merged", "train")
+    wanted = [store[n] for store in (FeatureStore(source, "train") for source in sources) for n in range(len(store))]
+    assert len(merged) == len(wanted) == 16
+    for number, sample in enumerate(wanted):
+        for name, tensor in vars(sample).items():
+            assert vars(merged[number])[name].equal(tensor)
+
+
+def test_stores_of_other_states_are_not_merged(harvested: Path, tmp_path: Path) -> None:
+    other = tiny_recipe(harvested, f"run_dir={tmp_path / 'other'}", "head.taps=[1]", "data.dtype=bfloat16")
+    with pytest.raises(ValueError, match=r"dtype: 'float32' in .*, 'bfloat16' in(.|\n)*taps: \[2, 3, 4\]"):
+        merge(tmp_path / "merged", [harvested / "run" / "features", harvest(other).folder])
+    assert not (tmp_path / "merged").exists()
+
+
+def test_a_store_of_another_target_or_without_a_tap_is_refused(harvested: Path, tmp_path: Path) -> None:
+    store = harvested / "run" / "features"
+    with pytest.raises(ValueError, match=r"data\.store: .* holds taps \[2, 3, 4\]"):
+        harvest(tiny_recipe(harvested, f"data.store={store}", "head.taps=[1]"))
+    build_run(tmp_path)
+    weights = tmp_path / "target" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
+    with pytest.raises(ValueError, match=r"data\.store: .* which is not target\.path"):
+        harvest(tiny_recipe(tmp_path, f"data.store={store}"))
+
+
+# Order and reading
+
+
+def test_the_windowed_order_gives_each_sample_once_per_epoch_from_few_shards_at_a_time() -> None:
+    sizes = [5, 5, 5, 5, 3]
+    order = WindowedOrder(sizes, seed=4, window=2)
+    shard_of = [shard for shard, size in enumerate(sizes) for _ in range(size)]
+    epochs = [[order[epoch * 23 + place] for place in range(23)] for epoch in range(4)]
+    for numbers in epochs:
+        assert sorted(numbers) == list(range(23))
+        shards = [shard_of[number] for number in numbers]
+        alive = [len({*shards[:place]} & {*shards[place:]}) for place in range(23)]
+        assert max(alive) <= 2  # begun and not yet read to the end
+    assert len({tuple(numbers) for numbers in epochs}) == 4
+    assert epochs[0] != sorted(epochs[0])
+
+
+def test_the_windowed_order_is_a_function_of_seed_and_step_alone() -> None:
+    whole = WindowedOrder([4, 4, 2], seed=1, window=2)
+    steps = [whole.of_step(step, 3) for step in range(12)]
+    assert [WindowedOrder([4, 4, 2], seed=1, window=2).of_step(step, 3) for step in (11, 0, 5)] == [
+        steps[11],
+        steps[0],
+        steps[5],
+    ]
+    assert [WindowedOrder([4, 4, 2], seed=2, window=2).of_step(step, 3) for step in range(12)] != steps
+
+
+def test_reading_ahead_gives_the_same_samples_from_a_thread_of_its_own(harvested: Path) -> None:
+    store, readers = FeatureStore(harvested / "run" / "features", "train"), set()
+
+    class Watched(FeatureStore):
+        def __getitem__(self, index: int) -> Sample:
+            readers.add(threading.current_thread().name)
+            return super().__getitem__(index)
+
+    ahead = ReadAhead(Watched(harvested / "run" / "features", "train"))
+    ahead.expect([3, 1])
+    for number in (1, 3, 7):  # 7 comes as a surprise
+        for name, tensor in vars(ahead[number]).items():
+            assert tensor.equal(vars(store[number])[name])
+    with pytest.raises(IndexError):
+        ahead[99]
+    assert ahead.token_counts(300).equal(store.token_counts(300))
+    assert (len(ahead), ahead.num_tokens) == (len(store), store.num_tokens)
+    ahead.close()
+    assert readers == {"read-ahead_0"}
+
+
+# The draft vocabulary
+
+
+def test_kept_token_counts_are_those_of_the_shards_and_go_unused_for_others(harvested: Path, tmp_path: Path) -> None:
+    shutil.copytree(harvested / "run" / "features", tmp_path / "features")
+    store = FeatureStore(tmp_path / "features", "train")
+    counted = store.count_tokens(300)
+    for shard in tmp_path.glob("features/*.safetensors"):
+        shard.unlink()  # what is kept needs no shard
+    store = FeatureStore(tmp_path / "features", "train")
+    assert store.token_counts(300).equal(counted)
+    store.shards[0] = {**store.shards[0], "sha256": "of other content"}
+    with pytest.raises(ValueError, match="missing on disk"):
+        store.token_counts(300)
