@@ -14,6 +14,7 @@ from data_pipelines.plan import Plan, first_batch, timed
 from data_pipelines.prompts import make_prompts
 from data_pipelines.responses import (
     Text,
+    count_written,
     finish_responses,
     responses_path,
     responses_stage,
@@ -25,8 +26,8 @@ from data_pipelines.responses import (
 )
 from data_pipelines.shards import (
     MANIFEST,
-    FeatureStore,
     Sample,
+    read_manifest,
     shard_is_whole,
     shard_name,
     stored_taps,
@@ -148,9 +149,13 @@ def finish_features(recipe: Recipe, features: Stage, prompts: Stage, responses: 
     }
     names = [shard_name(piece.split, piece.index) for piece in pieces(recipe)]
     write_manifest(features.folder, names, about)
-    vocab_size = TargetConfig.from_folder(target).vocab_size
-    stores = [FeatureStore(features.folder, split) for split in ("train", "heldout")]
-    counted = {shards_identity(store.shards): store.count_tokens(vocab_size) for store in stores}
+    vocab_size, shards = TargetConfig.from_folder(target).vocab_size, read_manifest(features.folder)["shards"]
+    counted = {}
+    for split in ("train", "heldout"):
+        parts = [piece for piece in pieces(recipe) if piece.split == split]
+        texts = [Text.from_row(row) for piece in parts for row in read_jsonl(responses_path(recipe, piece))]
+        identity = shards_identity([shard for shard in shards if shard["file"].startswith(f"{split}-")])
+        counted[identity] = count_written(texts, vocab_size)
     write_counts(features.folder, counted)
     features.finish({"manifest": file_digest(features.folder / MANIFEST)})
 

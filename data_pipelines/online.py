@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from data_pipelines.harvest import tap
-from data_pipelines.responses import Text, responses_path
+from data_pipelines.responses import Text, count_written, responses_path
 from data_pipelines.shards import Sample, median_tap_sizes
 from data_pipelines.stage import read_jsonl
 from data_pipelines.work import pieces
@@ -48,11 +48,7 @@ class OnlineStore:
 
     def token_counts(self, vocab_size: int) -> Tensor:
         """How often the target wrote each token. [vocab]"""
-        counts = torch.zeros(vocab_size, dtype=torch.long)
-        for text in self.texts:
-            written = torch.tensor(text.tokens)[torch.tensor(text.loss_mask)]
-            counts += torch.bincount(written, minlength=vocab_size)
-        return counts
+        return count_written(self.texts, vocab_size)
 
     def tap_sizes(self, taps: tuple[int, ...], num_layers: int) -> list[float]:
         """How large each tap is, over what would be the first shard."""

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from data_pipelines.server import CompletionServer
 from data_pipelines.stage import Json, Stage, file_digest, read_jsonl, target_identity, write_jsonl, write_text
 from data_pipelines.tokens import load_tokenizer
@@ -73,6 +76,15 @@ class Text:
         for start, end in row["spans"]:
             mask[start:end] = [True] * (end - start)
         return cls(row["tokens"], mask)
+
+
+def count_written(texts: list[Text], vocab_size: int) -> Tensor:
+    """How often each token is trained on. [vocab]"""
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for text in texts:
+        written = torch.tensor(text.tokens)[torch.tensor(text.loss_mask)]
+        counts += torch.bincount(written, minlength=vocab_size)
+    return counts
 
 
 def write_given(recipe: Recipe, piece: Piece) -> None:

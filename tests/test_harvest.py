@@ -1,21 +1,23 @@
 """Laws of the harvest: whoever writes the responses, and however often it is killed, it ends in the same features."""
 
 import json
+import multiprocessing
+import os
 import random
 import shutil
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_run import build_run, build_tokenizer, quiet_environment, tiny_recipe
+from accelerate import Accelerator
+from tiny_run import build_run, build_tokenizer, tiny_recipe
 from torch.testing import assert_close
 
 from data_pipelines.codec import bytes_per_token
@@ -29,9 +31,7 @@ from heads.frozen import FrozenTarget
 from inference.decode import generate
 from inference.sampling import Sampling
 from inference.target import TargetModel
-from recipes import Recipe
-
-ROOT = Path(__file__).resolve().parents[1]
+from recipes import Recipe, load_recipe
 
 
 def responses(recipe: Recipe, split: str = "train") -> list[dict[str, Any]]:
@@ -184,35 +184,46 @@ def test_a_journal_loses_at_most_the_line_at_which_it_was_cut(tmp_path: Path) ->
 
 # Kills
 
+FORKING = multiprocessing.get_context("forkserver")  # children are forked from a process that has only done its imports
+FORKING.set_forkserver_preload(["data_pipelines.harvest", "tiny_run"])
 
-def start(folder: Path, ranks: int) -> list[subprocess.Popen[bytes]]:
-    """A harvest of so many ranks, each a process of its own, as a launcher would start them."""
+
+def one_rank(folder: Path, rank: int, ranks: int, port: int) -> None:
+    """What a launcher starts for each rank."""
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    os.environ.update({**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank), "ACCELERATE_USE_CPU": "true"})
+    torch.set_num_threads(1)
+    Accelerator(cpu=True)
+    harvest(load_recipe(folder / "recipe.yaml"))
+
+
+def start(folder: Path, ranks: int) -> list[BaseProcess]:
+    """A harvest of so many ranks, each a process of its own."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    command = [sys.executable, "-m", "data_pipelines.harvest", str(folder / "recipe.yaml")]
-    environment = {**quiet_environment(ROOT), **meeting, "ACCELERATE_USE_CPU": "true", "WORLD_SIZE": str(ranks)}
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": folder}
-    return [
-        subprocess.Popen(command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, **quiet)  # type: ignore[call-overload]
-        for rank in range(ranks)
+        port = free.getsockname()[1]
+    processes: list[BaseProcess] = [
+        FORKING.Process(target=one_rank, args=(folder, rank, ranks, port)) for rank in range(ranks)
     ]
+    for process in processes:
+        process.start()
+    return processes
 
 
-def ended(processes: list[subprocess.Popen[bytes]], seconds: float) -> bool:
-    """Whether all ended within so long; those that did not are killed at that moment."""
-    until = time.monotonic() + seconds
-    try:
-        for process in processes:
-            process.wait(timeout=max(until - time.monotonic(), 0.01))
-    except subprocess.TimeoutExpired:
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.wait()
-        return False
-    assert all(process.returncode == 0 for process in processes)
-    return True
+def killed(processes: list[BaseProcess], folder: Path, new_files: int, delay: float) -> bool:
+    """Kill all at once, so many seconds after so many files were written; False if they end before that."""
+    there = len(list(folder.rglob("*")))
+    while any(process.is_alive() for process in processes):
+        if len(list(folder.rglob("*"))) >= there + new_files:
+            time.sleep(delay)
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.join()
+            return True
+        time.sleep(0.005)
+    assert [process.exitcode for process in processes] == [0] * len(processes)
+    return False
 
 
 @pytest.mark.slow
@@ -222,19 +233,17 @@ def test_a_harvest_killed_20_times_by_ranks_of_changing_number_equals_an_uninter
         folder.mkdir()
         build_run(folder)
         recipe = (folder / "recipe.yaml").read_text()
-        (folder / "recipe.yaml").write_text(recipe.replace("shard_samples: 5", "shard_samples: 1"))
-    began = time.monotonic()
-    assert ended(start(whole, 1), 600)
-    longest = time.monotonic() - began
+        (folder / "recipe.yaml").write_text(recipe.replace("shard_samples: 5", "shard_samples: 2"))
+    assert not killed(start(whole, 1), whole / "run", 10_000, 0)
     rng, kills = random.Random(0), 0
     while kills < 20:
-        if not ended(start(cut, ranks=1 + kills % 2), rng.uniform(0.5, 1.1) * longest):
+        if killed(start(cut, ranks=1 + kills % 2), cut / "run", rng.randint(1, 4), rng.uniform(0, 0.05)):
             kills += 1
-        else:  # it was sooner than its kill: do most of it again
+        else:  # it is done: do most of it again
             for name in ("features", "responses"):
                 shutil.rmtree(cut / "run" / name)
-    assert ended(start(cut, 2), 600)
-    assert not list((cut / "run").rglob("*.journal"))
+    assert not killed(start(cut, 2), cut / "run", 10_000, 0)
+    assert not [*(cut / "run").rglob("*.journal"), *(cut / "run").rglob("*.partial")]
     for split in ("train", "heldout"):
         mine, its = (FeatureStore(folder / "run" / "features", split) for folder in (cut, whole))
         assert len(mine) == len(its)
