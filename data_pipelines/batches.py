@@ -1,4 +1,4 @@
-"""From stored samples to training batches, in an order that is a function of (seed, step) alone."""
+"""From stored samples to training batches, one sample to a row or several."""
 
 from dataclasses import dataclass
 
@@ -72,24 +72,3 @@ def in_rows(tensors: list[Tensor], packing: list[list[int]] | None) -> Tensor:
     if packing is not None:
         tensors = [torch.cat([tensors[number] for number in row]) for row in packing]
     return pad_sequence(tensors, batch_first=True)
-
-
-class SampleOrder:
-    """An endless sequence of sample numbers, each epoch a fresh permutation; none is ever dropped or repeated early."""
-
-    def __init__(self, num_samples: int, seed: int) -> None:
-        if num_samples == 0:
-            raise ValueError("the features hold no samples to train on; check data.num_prompts and harvest again")
-        self.num_samples, self.seed = num_samples, seed
-        self._epoch, self._permutation = -1, torch.empty(0, dtype=torch.long)
-
-    def __getitem__(self, place: int) -> int:
-        epoch, offset = divmod(place, self.num_samples)
-        if epoch != self._epoch:
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-            self._epoch, self._permutation = epoch, torch.randperm(self.num_samples, generator=generator)
-        return int(self._permutation[offset])
-
-    def of_step(self, step: int, batch_size: int) -> list[int]:
-        """The samples of a global batch; ranks share it out among themselves."""
-        return [self[place] for place in range(step * batch_size, (step + 1) * batch_size)]

@@ -1,5 +1,7 @@
 """Features without a store: the target runs in the training process, and reads each sample when it is asked for."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -42,6 +44,13 @@ class OnlineStore:
             self.kept[index] = sample
             self._kept_bytes += size
         return sample
+
+    @property
+    def shard_sizes(self) -> list[int]:
+        return [len(self)]
+
+    def expect(self, numbers: Sequence[int]) -> None:
+        """Nothing to prepare: the target works when it is asked."""
 
     def place_of(self, index: int) -> str:
         return f"response {index} of its split"

@@ -1,21 +1,21 @@
-"""An order of samples that reads shards one after another and still shuffles: shards, then samples within a window."""
+"""The order in which training sees its samples: a function of (seed, step) alone, so that any step can be resumed."""
 
 from functools import lru_cache
 
 import torch
 
 
-class WindowedOrder:
-    """Like SampleOrder an endless sequence of sample numbers, each epoch every sample once, a function of the seed.
+class SampleOrder:
+    """An endless sequence of sample numbers, each epoch a fresh permutation; none is ever dropped or repeated early.
 
-    The shards come in a fresh order each epoch, and samples are shuffled within each `window` shards of that order; so
-    at most that many shards are read from at a time.
+    The shards come in a fresh order each epoch, and samples are shuffled within each `window` shards of that order (None:
+    all of them); so at most that many shards are read from at a time.
     """
 
-    def __init__(self, shard_sizes: list[int], seed: int, window: int) -> None:
+    def __init__(self, shard_sizes: list[int], seed: int, window: int | None = None) -> None:
         if not sum(shard_sizes):
             raise ValueError("the features hold no samples to train on; check data.num_prompts and harvest again")
-        self.shard_sizes, self.seed, self.window = shard_sizes, seed, window
+        self.shard_sizes, self.seed, self.window = shard_sizes, seed, window or len(shard_sizes)
         self.num_samples = sum(shard_sizes)
         self._epoch = lru_cache(maxsize=2)(self._permutation)
 

@@ -5,8 +5,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from torch import Tensor
 
-from data_pipelines.shards import Sample
-from data_pipelines.sources import SampleStore
+from data_pipelines.shards import FeatureStore, Sample
 
 
 class ReadAhead:
@@ -16,7 +15,7 @@ class ReadAhead:
     memory until `close`.
     """
 
-    def __init__(self, store: SampleStore) -> None:
+    def __init__(self, store: FeatureStore) -> None:
         self.store = store
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
         self._coming: dict[int, Future[Sample]] = {}
@@ -24,6 +23,10 @@ class ReadAhead:
     @property
     def num_tokens(self) -> int:
         return self.store.num_tokens
+
+    @property
+    def shard_sizes(self) -> list[int]:
+        return self.store.shard_sizes
 
     def __len__(self) -> int:
         return len(self.store)

@@ -1,7 +1,7 @@
 """Features on disk: variable-length samples in safetensors shards, a manifest with a checksum for each."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,6 +135,13 @@ class FeatureStore:
             taps=torch.cat(taps, dim=-1) if taps else last_hidden[:, :0],
             last_hidden=last_hidden,
         )
+
+    @property
+    def shard_sizes(self) -> list[int]:
+        return [shard["samples"] for shard in self.shards]
+
+    def expect(self, numbers: Sequence[int]) -> None:
+        """Nothing to prepare: the file is read when it is asked."""
 
     def place_of(self, index: int) -> str:
         """Where a sample lies, for messages."""

@@ -88,6 +88,11 @@ class DataSection(Section):
     harvest_batch: int = Field(default=8, gt=0, description="Samples whose features are read in one target forward.")
     heldout_samples: int = Field(default=64, gt=0, description="Samples kept out of training for held-out metrics.")
     shard_samples: int = Field(default=512, gt=0, description="Samples per shard file of features.")
+    shuffle_shards: int | None = Field(
+        default=None,
+        gt=0,
+        description="Shards read from at a time, whose samples are shuffled together; null is all of them.",
+    )
     dtype: Literal["float32", "bfloat16", "float16", "float8", "int8"] = Field(
         default="bfloat16",
         description="Number format of the stored features; float8 and int8 have a scale per token and tap.",

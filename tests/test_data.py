@@ -13,8 +13,9 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from data_pipelines import prompts as prompts_module
-from data_pipelines.batches import Batch, SampleOrder
+from data_pipelines.batches import Batch
 from data_pipelines.harvest import check_teacher, harvest
+from data_pipelines.order import SampleOrder
 from data_pipelines.prompts import make_prompts, stdlib_prompts
 from data_pipelines.python_stdlib import SourceFile, source_files
 from data_pipelines.shards import FeatureStore, Sample, stored_taps
@@ -335,7 +336,7 @@ def test_a_batch_holds_its_samples_and_its_padding_no_loss() -> None:
 @pytest.mark.parametrize(("num_samples", "batch_size"), [(10, 3), (7, 7), (5, 8), (1, 2)])
 def test_every_sample_comes_exactly_once_per_epoch(num_samples: int, batch_size: int) -> None:
     """Epochs run on through batches: none is cut short, padded up or dropped."""
-    order = SampleOrder(num_samples, seed=4)
+    order = SampleOrder([num_samples], seed=4)
     epochs = 6
     steps = -(-epochs * num_samples // batch_size)
     seen = [number for step in range(steps) for number in order.of_step(step, batch_size)]
@@ -346,17 +347,17 @@ def test_every_sample_comes_exactly_once_per_epoch(num_samples: int, batch_size:
 
 def test_the_order_is_a_function_of_seed_and_place_alone() -> None:
     places = [31, 2, 19, 2, 30, 0, 9, 10, 31]
-    wandering, sequence = SampleOrder(10, seed=1), SampleOrder(10, seed=1)
+    wandering, sequence = SampleOrder([10], seed=1), SampleOrder([10], seed=1)
     in_sequence = [sequence[place] for place in range(32)]
     assert [wandering[place] for place in places] == [in_sequence[place] for place in places]
-    assert [SampleOrder(10, seed=1)[place] for place in places] == [in_sequence[place] for place in places]
-    assert [SampleOrder(10, seed=2)[place] for place in range(32)] != in_sequence
+    assert [SampleOrder([10], seed=1)[place] for place in places] == [in_sequence[place] for place in places]
+    assert [SampleOrder([10], seed=2)[place] for place in range(32)] != in_sequence
     assert in_sequence[:10] != in_sequence[10:20]  # each epoch is shuffled anew
 
 
 def test_no_samples_are_refused() -> None:
     with pytest.raises(ValueError, match="no samples"):
-        SampleOrder(0, seed=0)
+        SampleOrder([0], seed=0)
 
 
 # Prompts

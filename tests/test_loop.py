@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from tiny_run import contents, modified
 from torch.testing import assert_close
 
-from data_pipelines.batches import Batch, SampleOrder
+from data_pipelines.batches import Batch
+from data_pipelines.order import SampleOrder
 from data_pipelines.shards import FeatureStore, Sample, shard_name, write_manifest, write_shard
 from heads.build import load_head, save_head
 from heads.eagle1 import Eagle1Head
@@ -166,7 +167,7 @@ def test_every_step_trains_on_its_samples_of_the_order(
 
     monkeypatch.setattr(loop, "train_step", watching)
     run(recipe)
-    order = SampleOrder(recipe.data.num_prompts, recipe.seed)
+    order = SampleOrder([5, 5, 2], recipe.seed)
     assert seen == [order[place] for place in range(recipe.train.steps * recipe.train.batch_size)]
 
 
@@ -193,7 +194,7 @@ def test_a_checkpoint_of_another_recipe_is_refused_by_field(
 
 def stopped_in(recipe: Recipe, step: int, what: str) -> None:
     """A run stops in this step, counted from 1, before the step has touched the weights."""
-    spoiled = SampleOrder(recipe.data.num_prompts, recipe.seed).of_step(step - 1, recipe.train.batch_size)
+    spoiled = SampleOrder([5, 5, 2], recipe.seed).of_step(step - 1, recipe.train.batch_size)
     with pytest.raises(ValueError, match=f"the {what} of step {step} is not finite") as refusal:
         run(recipe)
     assert all(

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from data_pipelines.codec import bytes_per_token, decode, encode
 from data_pipelines.harvest import harvest
-from data_pipelines.order import WindowedOrder
+from data_pipelines.order import SampleOrder
 from data_pipelines.read_ahead import ReadAhead
 from data_pipelines.shards import FeatureStore, Sample, write_shard
 from data_pipelines.store import merge, stats, verify
@@ -149,7 +149,7 @@ def test_a_store_of_another_target_or_without_a_tap_is_refused(harvested: Path, 
 
 def test_the_windowed_order_gives_each_sample_once_per_epoch_from_few_shards_at_a_time() -> None:
     sizes = [5, 5, 5, 5, 3]
-    order = WindowedOrder(sizes, seed=4, window=2)
+    order = SampleOrder(sizes, seed=4, window=2)
     shard_of = [shard for shard, size in enumerate(sizes) for _ in range(size)]
     epochs = [[order[epoch * 23 + place] for place in range(23)] for epoch in range(4)]
     for numbers in epochs:
@@ -162,14 +162,14 @@ def test_the_windowed_order_gives_each_sample_once_per_epoch_from_few_shards_at_
 
 
 def test_the_windowed_order_is_a_function_of_seed_and_step_alone() -> None:
-    whole = WindowedOrder([4, 4, 2], seed=1, window=2)
+    whole = SampleOrder([4, 4, 2], seed=1, window=2)
     steps = [whole.of_step(step, 3) for step in range(12)]
-    assert [WindowedOrder([4, 4, 2], seed=1, window=2).of_step(step, 3) for step in (11, 0, 5)] == [
+    assert [SampleOrder([4, 4, 2], seed=1, window=2).of_step(step, 3) for step in (11, 0, 5)] == [
         steps[11],
         steps[0],
         steps[5],
     ]
-    assert [WindowedOrder([4, 4, 2], seed=2, window=2).of_step(step, 3) for step in range(12)] != steps
+    assert [SampleOrder([4, 4, 2], seed=2, window=2).of_step(step, 3) for step in range(12)] != steps
 
 
 def test_reading_ahead_gives_the_same_samples_from_a_thread_of_its_own(harvested: Path) -> None:

@@ -5,14 +5,14 @@ import time
 
 from accelerate import Accelerator
 
-from data_pipelines.batches import SampleOrder
+from data_pipelines.order import SampleOrder
 from heads.base import DraftHead
 from recipes import Recipe
 from trainers.checkpoint import Checkpoints
 from trainers.interrupt import Interrupts
 from trainers.measure import TEMPERATURES, decoded_scores, depth_metrics, held_out_scores
 from trainers.optimizers import set_learning_rates
-from trainers.step import StepResult, train_step
+from trainers.step import StepResult, share_of, train_step
 from trainers.tracking import Tracker
 from trainers.training import Materials, Training, copied
 
@@ -31,7 +31,7 @@ def train(
     if done >= section.steps and measured:
         return
     training = Training.start(recipe, head, materials, accelerator, found)
-    order = SampleOrder(len(materials.train), recipe.seed)
+    order = SampleOrder(materials.train.shard_sizes, recipe.seed, recipe.data.shuffle_shards)
     with Tracker(recipe, done, accelerator.is_main_process) as tracker, Interrupts() as interrupts:
         if done:
             tracker.say(f"resuming behind step {done}")
@@ -42,6 +42,8 @@ def train(
             factor = set_learning_rates(training.ranks.optimizers, section, step)
             with pace:
                 numbers = order.of_step(step, section.batch_size)
+                if step + 1 < section.steps:  # read while this one is computed
+                    materials.train.expect(share_of(accelerator, order.of_step(step + 1, section.batch_size)))
                 result = train_step(training, step, numbers, interrupts.received is not None)
             pace.num_tokens += result.num_tokens
             if (step + 1) % section.log_every == 0:

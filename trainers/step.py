@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
 from data_pipelines.batches import Batch, pack
@@ -31,7 +32,7 @@ def train_step(training: Training, step: int, numbers: list[int], interrupted: b
     Raises ValueError before the update where it would put something not finite into the weights.
     """
     accelerator, ranks = training.accelerator, training.ranks
-    share = Share(training, step, numbers[accelerator.process_index :: accelerator.num_processes])
+    share = Share(training, step, share_of(accelerator, numbers))
     with training.autocast():
         counts = accelerator.reduce(share.count(), "sum")
     sums = torch.zeros(4, training.objective.unroll, device=accelerator.device)
@@ -52,6 +53,11 @@ def train_step(training: Training, step: int, numbers: list[int], interrupted: b
     if finite and training.average is not None:
         training.average.update(step)
     return StepResult(torch.tensor(flat).view(sums.shape), int(num_tokens), gradient_norm, stops > 0)
+
+
+def share_of(accelerator: Accelerator, numbers: list[int]) -> list[int]:
+    """This rank's samples of a global batch."""
+    return numbers[accelerator.process_index :: accelerator.num_processes]
 
 
 class Share:
