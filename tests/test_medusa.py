@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from scripted import SetCosts
-from tiny_run import build_run, tiny_recipe
+from tiny_run import build_run, modified, tiny_recipe
 from torch import Tensor
 
+from data_pipelines.harvest import harvest
 from heads.base import DraftHead
 from heads.build import load_head, new_head, save_head
 from heads.calibration import Calibration
@@ -306,10 +307,14 @@ MEDUSA_RUN = (
 
 
 @pytest.mark.parametrize("sequential", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["medusa", "hydra"])
-def test_a_run_ends_in_a_better_head_whose_report_draws_its_tree(tmp_path: Path, sequential: bool) -> None:
+def test_a_run_on_anothers_harvest_ends_in_a_better_head_and_a_drawn_tree(tmp_path: Path, sequential: bool) -> None:
     build_run(tmp_path)
-    recipe = tiny_recipe(tmp_path, *MEDUSA_RUN, f"head.sequential={str(sequential).lower()}")
+    shared = harvest(tiny_recipe(tmp_path)).folder  # with the taps of an EAGLE-3 head
+    before = modified(shared)
+    places = f"run_dir={tmp_path / 'medusa'}", f"data.folder={shared.parent}"
+    recipe = tiny_recipe(tmp_path, *MEDUSA_RUN, *places, f"head.sequential={str(sequential).lower()}")
     run(recipe)
+    assert modified(shared) == before
     lines = [json.loads(line) for line in recipe.metrics_path.read_text().splitlines()]
     losses = [line["train/loss_1"] for line in lines if "train/loss_1" in line]
     assert losses[-1] < losses[0]

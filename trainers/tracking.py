@@ -27,6 +27,7 @@ class Tracker:
         self.progress.start()
         self.task = self.progress.add_task("training", total=self.recipe.train.steps, completed=self.first_step)
         if self.active:
+            self.recipe.run_dir.mkdir(parents=True, exist_ok=True)  # the harvest may lie elsewhere
             self._drop_rows_behind(self.first_step)
             mode = wandb_mode(self.recipe.log.wandb)
             if mode != "disabled":
