@@ -25,7 +25,7 @@ class OnlineStore:
         self.target, self.cache_bytes = target, cache_bytes
         parts = [piece for piece in pieces(recipe) if piece.split == split]
         self.texts = [Text.from_row(row) for piece in parts for row in read_jsonl(responses_path(recipe, piece))]
-        self.first_shard = len(parts[0].rows)
+        self._shard_sizes = [len(piece.rows) for piece in parts]  # those of a store, for the same order
         self.num_tokens = sum(len(text.tokens) for text in self.texts)
         self.kept: dict[int, Sample] = {}
         self._kept_bytes = 0
@@ -47,7 +47,7 @@ class OnlineStore:
 
     @property
     def shard_sizes(self) -> list[int]:
-        return [len(self)]
+        return self._shard_sizes
 
     def expect(self, numbers: Sequence[int]) -> None:
         """Nothing to prepare: the target works when it is asked."""
@@ -61,4 +61,4 @@ class OnlineStore:
 
     def tap_sizes(self, taps: tuple[int, ...], num_layers: int) -> list[float]:
         """How large each tap is, over what would be the first shard."""
-        return median_tap_sizes((self[number] for number in range(self.first_shard)), taps, num_layers)
+        return median_tap_sizes((self[number] for number in range(self._shard_sizes[0])), taps, num_layers)

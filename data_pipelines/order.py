@@ -8,8 +8,8 @@ import torch
 class SampleOrder:
     """An endless sequence of sample numbers, each epoch a fresh permutation; none is ever dropped or repeated early.
 
-    The shards come in a fresh order each epoch, and samples are shuffled within each `window` shards of that order (None:
-    all of them); so at most that many shards are read from at a time.
+    The shards come in a fresh order each epoch, and samples are shuffled within each `window` shards of that order
+    (None: all of them); so at most that many shards are read from at a time.
     """
 
     def __init__(self, shard_sizes: list[int], seed: int, window: int | None = None) -> None:
