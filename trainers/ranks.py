@@ -43,6 +43,9 @@ def start_ranks(section: TrainSection) -> Accelerator:
         refuse_for_slices(section, "DeepSpeed")
         refuse_half_precision(section)
         refuse_deepspeed(accelerator.state.deepspeed_plugin)
+        # While this lives, transformers cuts up every model that it loads: the target too, which the main rank alone
+        # loads to decode with. The others would wait for ever.
+        accelerator.state.deepspeed_plugin.dschf = None
     elif parse_flag_from_env("ACCELERATE_USE_FSDP"):
         refuse_for_slices(section, "FSDP2")
     return accelerator
