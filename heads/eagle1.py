@@ -61,7 +61,7 @@ class Eagle1Head(DraftHead):
         self.vocab = DraftVocab.full(frozen.config.vocab_size)
         self.feature_size = shape.hidden_size
         self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=shape.fc_bias)
-        self.layers = nn.ModuleList([Eagle1Layer(shape, frozen.config.norm_eps)])
+        self.layers = nn.ModuleList([Eagle1Layer(shape, shape.eps_of(frozen.config))])
         self.embedding: Tensor
         self.norm_weight: Tensor
         self.norm_bias: Tensor | None
@@ -70,7 +70,7 @@ class Eagle1Head(DraftHead):
         self.input_scale: Tensor | None
         for name in ("embedding", "norm_weight", "norm_bias", "lm_head"):
             self.register_buffer(name, getattr(frozen, name), persistent=False)
-        table = rotary_table(frozen.config.rope, shape.head_dim, frozen.config.max_positions + UNROLL_MARGIN)
+        table = rotary_table(shape.rope_of(frozen.config), shape.head_dim, frozen.config.max_positions + UNROLL_MARGIN)
         self.register_buffer("rotary", table.to(frozen.embedding), persistent=False)
         self.register_buffer("input_scale", None, persistent=False)  # [2 * hidden]
 
@@ -93,7 +93,7 @@ class Eagle1Head(DraftHead):
             )
         if "fc.bias" in tensors and not tensors["fc.bias"].any():
             del tensors["fc.bias"]
-        return cls(Eagle1Shape.from_config(config, fc_bias="fc.bias" in tensors), frozen)
+        return cls(Eagle1Shape.from_config(config, frozen.config, fc_bias="fc.bias" in tensors), frozen)
 
     @property
     def frozen(self) -> FrozenTarget:

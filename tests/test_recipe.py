@@ -232,7 +232,7 @@ def test_all_output_lies_under_run_dir(tmp_path: Path, good: dict[str, Any]) -> 
     recipe = load_recipe(write(tmp_path, good))
     names = [name for name, member in vars(Recipe).items() if isinstance(member, property)]
     places = [getattr(recipe, name) for name in names if name.endswith(("_dir", "_path"))]
-    assert len(set(places)) == 7
+    assert len(set(places)) == 8
     assert {place.parent for place in places} == {recipe.run_dir}
 
 
