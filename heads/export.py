@@ -1,7 +1,7 @@
 """Write a trained head for a serving engine, checked against what that engine reads, with a README that says how.
 
     python -m heads.export recipes/tiny.yaml export.format=vllm
-    python -m heads.export recipes/tiny_full.yaml export.head=assets/demo_head export.folder=/tmp/demo export.format=sglang
+    python -m heads.export recipes/tiny_full.yaml export.head=assets/demo_head export.format=speculators
     python -m heads.export recipes/tiny.yaml export.push_to=my-org/my-head
 
 vllm, sglang and tensorrt_llm write the same files; each asks for its own engine's contract (heads.lint) to be met.
@@ -32,8 +32,8 @@ def main() -> None:
 def export(recipe: Recipe) -> Path:
     """Write and check the head, upload it if asked to; returns the folder.
 
-    Raises ValueError for a head that the format's engine would not serve as it was trained, naming every reason, and for
-    a folder that is there already.
+    Raises ValueError for a head that the format's engine would not serve as it was trained, naming every reason, and
+    for a folder that is there already.
     """
     section = recipe.export
     folder = section.folder or recipe.export_dir / section.format
@@ -71,7 +71,7 @@ def served_target(recipe: Recipe, target_folder: Path) -> ServedTarget:
 
 
 def judge(name: str, files: HeadFiles, frozen: FrozenTarget) -> dict[str, list[Finding]]:
-    """What each engine that reads such files has against them; the authors' code reads those of its own format alone."""
+    """What each engine has against such files; the EAGLE authors' code reads those of its own format alone."""
     engines = [engine for engine in RULES[layout_of(files)] if (engine == "eagle") == (name == "eagle")]
     return {engine: findings(files, frozen, [engine]) for engine in engines}
 

@@ -25,7 +25,7 @@ class LayerShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    # A head from elsewhere may have been trained with another rotary base or epsilon than its target; None is the target's.
+    # A head from elsewhere may have another rotary embedding or epsilon than its target; None is the target's.
     rope: Rope | None = field(default=None, kw_only=True)
     norm_eps: float | None = field(default=None, kw_only=True)
 

@@ -29,7 +29,8 @@ def card(
     verdicts: dict[str, list[Finding]],
 ) -> str:
     """`verdicts` holds what each engine's contract finds; those without findings get a command."""
-    source = recipe.head_dir if recipe.export.head is None else recipe.export.head
+    source = recipe.export.head or recipe.head_dir
+    own, unknown = source == recipe.head_dir, f"Not known here: the head comes from {source}."
     parts = [
         front_matter(head, target),
         f"# {head.kind} draft head for {target.name}",
@@ -37,11 +38,9 @@ def card(
         "## What it is",
         "\n".join(facts(head)),
         "## Data",
-        "\n".join(data(recipe, target_folder))
-        if source == recipe.head_dir
-        else f"Not known here: it comes from {source}.",
+        "\n".join(data(recipe, target_folder)) if own else unknown,
         "## Training",
-        "\n".join(training(recipe)) if source == recipe.head_dir else f"Not known here: it comes from {source}.",
+        "\n".join(training(recipe)) if own else unknown,
         "## Measured",
         measured(recipe, source),
         "## Serving",
@@ -68,7 +67,7 @@ def facts(head: DraftHead) -> Iterator[str]:
 
 def data(recipe: Recipe, target_folder: Path) -> Iterator[str]:
     section = recipe.data
-    yield f"- prompts: `{section.prompts}`, the first {section.num_prompts:,}, of at most {section.prompt_tokens} tokens"
+    yield f"- prompts: `{section.prompts}`, {section.num_prompts:,} of them, of at most {section.prompt_tokens} tokens"
     temperatures = ", ".join(f"{temperature:g}" for temperature in section.temperatures)
     yield (
         f"- responses: written by the target itself, at most {section.response_tokens} tokens, at temperatures "
@@ -119,16 +118,15 @@ def measured(recipe: Recipe, source: Path) -> str:
     lines = ["| way | temperature | prompts | tau | x plain |", "| --- | ---: | ---: | ---: | ---: |"]
     for outcome in report["outcomes"]:
         ratio = report["speedups"][str(outcome["temperature"])][outcome["way"]]["plain"]
-        lines.append(
-            f"| {outcome['way']} | {outcome['temperature']:g} | {outcome['prompts']} | {outcome['tau']:.2f} | {ratio:.2f} |"
-        )
+        row = [outcome["way"], f"{outcome['temperature']:g}", str(outcome["prompts"]), f"{outcome['tau']:.2f}"]
+        lines.append("| " + " | ".join([*row, f"{ratio:.2f}"]) + " |")
     decode, machine = report["recipe"]["decode"], report["machine"]
     about = ", ".join(f"{name} {value}" for name, value in machine.items())
     lines += [
         "",
         "tau is the mean number of tokens per target step, the bonus included; measured by headstart's own decoding, "
-        f"batch 1, at most {decode['max_new_tokens']} new tokens, drafts {decode['growth']} to depth {decode['depth']}, "
-        f"target in {report['recipe']['target']['dtype']}; {about}.",
+        f"batch 1, at most {decode['max_new_tokens']} new tokens, drafts {decode['growth']} to depth "
+        f"{decode['depth']}, target in {report['recipe']['target']['dtype']}; {about}.",
     ]
     return "\n".join(lines)
 

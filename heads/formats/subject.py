@@ -1,4 +1,4 @@
-"""One head's files as the contracts look at them: which layout, its keys in one flat view, its names in one spelling."""
+"""A head's files as the contracts see them: which layout, its keys in one flat view, its names in one spelling."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
