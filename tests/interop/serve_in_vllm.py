@@ -2,8 +2,8 @@
 
     python tests/interop/serve_in_vllm.py job.json
 
-The job names target, head, method (null: speculators' layout, which names its target itself), draft_tokens, prompts (lists
-of token ids), max_new_tokens and the result file.
+The job names target, head, method (null for the layout of speculators, which names its target itself), draft_tokens,
+prompts (lists of token ids), max_new_tokens and the result file.
 """
 
 import json
