@@ -10,11 +10,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from heads.build import save_head
 from heads.formats.files import HeadFiles, check_free
-from heads.formats.published import import_head
+from heads.formats.published import import_head, widest_dtype
 from heads.frozen import FrozenTarget
 from heads.target_config import locate_target
 
@@ -41,8 +39,9 @@ def convert(path: Path, out: Path, target: str) -> list[str]:
     Raises ValueError for a head that cannot be brought in, and for a folder that is there already.
     """
     check_free(out, overwrite=False)
-    frozen = FrozenTarget.from_folder(locate_target(target), torch.float32)
-    head, inferred = import_head(HeadFiles.read(path), frozen)
+    files = HeadFiles.read(path)
+    frozen = FrozenTarget.from_folder(locate_target(target), widest_dtype(files))
+    head, inferred = import_head(files, frozen)
     out.parent.mkdir(parents=True, exist_ok=True)
     save_head(head, out)
     return inferred

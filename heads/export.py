@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from huggingface_hub import HfApi
 
-from heads.base import DraftHead
 from heads.build import load_head
 from heads.formats.card import card
 from heads.formats.contracts import RULES, findings
@@ -39,8 +38,9 @@ def export(recipe: Recipe) -> Path:
     folder = section.folder or recipe.export_dir / section.format
     check_free(folder, section.overwrite)
     target_folder = locate_target(recipe.target.path, recipe.target.revision)
-    frozen = FrozenTarget.from_folder(target_folder, torch.float32)
-    head = load_for_export(recipe, frozen)
+    source = section.head or recipe.head_dir
+    frozen = FrozenTarget.from_folder(target_folder, getattr(torch, section.dtype or stored_dtype(source)))
+    head = load_head(source, frozen)
     target = served_target(recipe, target_folder)
     config, tensors = FORMATS[section.format].files(head, target)
 
@@ -57,12 +57,10 @@ def export(recipe: Recipe) -> Path:
     return folder
 
 
-def load_for_export(recipe: Recipe, frozen: FrozenTarget) -> DraftHead:
-    """In the number format that the recipe asks for, or that the head was saved in."""
-    folder = recipe.export.head or recipe.head_dir
+def stored_dtype(folder: Path) -> str:
+    """The number format that a head was saved in; a folder without one is for `load_head` to refuse."""
     config = folder / "config.json"
-    stored = json.loads(config.read_text()).get("torch_dtype", "float32") if config.is_file() else "float32"
-    return load_head(folder, frozen.to(getattr(torch, recipe.export.dtype or stored)))
+    return str(json.loads(config.read_text()).get("torch_dtype", "float32")) if config.is_file() else "float32"
 
 
 def served_target(recipe: Recipe, target_folder: Path) -> ServedTarget:

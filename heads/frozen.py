@@ -110,15 +110,6 @@ class FrozenTarget:
         cap = self.config.final_logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
-    def to(self, dtype: torch.dtype) -> "FrozenTarget":
-        """The same target, its tensors in another number format."""
-        bias = None if self.norm_bias is None else self.norm_bias.to(dtype)
-        embedding, lm_head = self.embedding.to(dtype), self.lm_head
-        lm_head = embedding if lm_head is self.embedding else lm_head.to(dtype)
-        return replace(
-            self, embedding=embedding, norm_weight=self.norm_weight.to(dtype), norm_bias=bias, lm_head=lm_head
-        )
-
     def within(self, vocab: DraftVocab) -> "FrozenTarget":
         """The same target, whose logits are those of a draft vocabulary alone."""
         return self if vocab.is_full else replace(self, lm_head=self.lm_head[vocab.ids.to(self.lm_head.device)])

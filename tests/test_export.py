@@ -151,19 +151,16 @@ def test_a_killed_export_leaves_no_folder(
 
 
 def test_weights_keep_their_number_format_or_take_the_one_asked_for(
-    make_head: MakeHead, target_folder: Path, frozen: FrozenTarget, tmp_path: Path
+    make_head: MakeHead, target_folder: Path, tmp_path: Path
 ) -> None:
-    save_head(load_head_of(make_head(), frozen, torch.bfloat16, tmp_path), tmp_path / "head")
+    save_head(make_head(), tmp_path / "as drawn")
+    in_half = FrozenTarget.from_folder(target_folder, torch.bfloat16)
+    save_head(load_head(tmp_path / "as drawn", in_half), tmp_path / "head")
     kept = export(recipe_of(tmp_path, target_folder))
     assert same_bits(read_tensors(kept), read_tensors(tmp_path / "head"))
     half = export(recipe_of(tmp_path, target_folder, dtype="float16", folder=str(tmp_path / "half")))
     assert read_config(half)["torch_dtype"] == "float16"
     assert {tensor.dtype for tensor in read_tensors(half).values()} == {torch.float16}
-
-
-def load_head_of(head: Any, frozen: FrozenTarget, dtype: torch.dtype, folder: Path) -> Any:
-    save_head(head, folder / "as drawn")
-    return load_head(folder / "as drawn", frozen.to(dtype))
 
 
 def test_the_card_says_what_was_measured_and_of_which_head(

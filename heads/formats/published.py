@@ -33,7 +33,7 @@ class Import:
 
 
 def import_head(files: HeadFiles, frozen: FrozenTarget) -> tuple[DraftHead, list[str]]:
-    """The head, in the dtype of its file, and what had to be inferred.
+    """The head, in the dtype of `frozen`, and what had to be inferred.
 
     Raises ValueError naming everything that our heads have no place for, and all tensors that are missing, misshapen or
     unknown.
@@ -50,10 +50,14 @@ def import_head(files: HeadFiles, frozen: FrozenTarget) -> tuple[DraftHead, list
     return build(files.folder, subject, found), found.inferred
 
 
+def widest_dtype(files: HeadFiles) -> torch.dtype:
+    """The dtype that holds every number of the file, so that no bit is lost."""
+    floats = {tensor.dtype for tensor in files.tensors.values() if tensor.is_floating_point()}
+    return reduce(torch.promote_types, sorted(floats, key=str)) if floats else torch.float32
+
+
 def build(folder: Path, subject: Subject, found: Import) -> DraftHead:
-    """The head itself, every tensor checked; it is made in the widest dtype of its file, so that no bit is lost."""
-    floats = {tensor.dtype for tensor in found.tensors.values() if tensor.is_floating_point()}
-    dtype = reduce(torch.promote_types, sorted(floats, key=str)) if floats else torch.float32
+    """The head itself, every tensor checked."""
     target = subject.frozen.config
     found.config["headstart"] = {
         "taps": list(subject.taps),
@@ -62,7 +66,7 @@ def build(folder: Path, subject: Subject, found: Import) -> DraftHead:
         **{key: value for key, value in subject.own.items() if key != "engines"},
         "kind": "eagle1" if subject.layout == "eagle1" else "eagle3",
     }
-    return head_from_files(folder, found.config, found.tensors, subject.frozen.to(dtype))
+    return head_from_files(folder, found.config, found.tensors, subject.frozen)
 
 
 def refuse_other_layers(subject: Subject, found: Import) -> None:
