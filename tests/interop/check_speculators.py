@@ -35,10 +35,10 @@ def main() -> None:
     one, other = load_file(source / "model.safetensors"), load_file(back / "model.safetensors")
     same_bits = one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     prompts = [row["tokens"] for row in read_jsonl(heldout_prompts())][:NUM_PROMPTS]
-    (texts, stats), (texts_back, stats_back) = (decode(recipe, head, prompts) for head in (source, back))
+    (texts, counts), (texts_back, counts_back) = (decode(recipe, head, prompts) for head in (source, back))
     print(f"lint of what speculators saved: {[str(finding) for finding in lint(saved, str(TARGET))] or 'nothing'}")
-    print(f"weights bit for bit: {same_bits}; tau {stats.tau:.4f} before, {stats_back.tau:.4f} after")
-    sys.exit(0 if same_bits and texts == texts_back and stats.tau == stats_back.tau else 1)
+    print(f"weights bit for bit: {same_bits}; tau {counts.tau:.4f} before, {counts_back.tau:.4f} after")
+    sys.exit(0 if same_bits and texts == texts_back and counts.tau == counts_back.tau else 1)
 
 
 if __name__ == "__main__":

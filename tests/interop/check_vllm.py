@@ -23,10 +23,9 @@ from heads.eagle3 import Eagle3Head
 from heads.export import export
 from heads.frozen import FrozenTarget
 from heads.vocab import DraftVocab
-from inference.decode import DecodeStats, generate
+from inference.decode import Request, stream
 from inference.drafters.growth import Dynamic
 from inference.drafters.head import HeadDrafter
-from inference.sampling import Sampling
 from inference.target import TargetModel
 from recipes import Recipe, load_recipe
 
@@ -129,11 +128,13 @@ def main() -> None:
         source = case.make(frozen)
         recipe = export_recipe(source, case)
         folder = export(recipe)
-        texts, stats = decode(recipe, source, prompts)
+        texts, counts = decode(recipe, source, prompts)
         theirs = in_vllm(python, folder, case, prompts)
         versions = theirs["versions"]
-        same = sum(mine == its for mine, its in zip(texts, theirs["texts"], strict=True))
-        rows.append((name, stats.steps, stats.accepted_at_depth, theirs["drafts"], theirs["accepted_at_depth"], same))
+        same = sum(ours == its for ours, its in zip(texts, theirs["texts"], strict=True))
+        mine = (counts.steps, counts.accepted_at_depth)
+        rows.append((name, *mine, theirs["drafts"], theirs["accepted_at_depth"], same))
+        print(*rows[-1], flush=True)  # each takes a minute or more
     print(table(rows, len(prompts), versions))
     sys.exit(0 if all(row[1:3] == row[3:5] and row[5] == len(prompts) for row in rows) else 1)
 
@@ -153,17 +154,35 @@ def export_recipe(source: Path, case: Case) -> Recipe:
     return load_recipe(ROOT / "recipes/tiny_full.yaml", [*given, f"decode.depth={DRAFT_TOKENS}"])
 
 
-def decode(recipe: Recipe, source: Path, prompts: list[list[int]]) -> tuple[list[list[int]], DecodeStats]:
-    """Our own chain of drafts."""
+@dataclasses.dataclass
+class Counts:
+    """Steps that drafted, and at how many of them at least 1, 2, ... drafts were accepted."""
+
+    steps: int = 0
+    accepted_at_depth: list[int] = dataclasses.field(default_factory=lambda: [0] * DRAFT_TOKENS)
+
+    @property
+    def tau(self) -> float:
+        return 1 + sum(self.accepted_at_depth) / self.steps
+
+
+def decode(recipe: Recipe, source: Path, prompts: list[list[int]]) -> tuple[list[list[int]], Counts]:
+    """Our own chain of drafts, counted as vLLM does: its last step drafts beyond the last token asked for."""
     frozen = FrozenTarget.from_folder(TARGET, torch.float32)
     target = TargetModel.load(recipe.target, load_head(source, frozen).taps)
     drafter = HeadDrafter(load_head(source, target.frozen), Dynamic.chain(DRAFT_TOKENS))
-    texts, stats = [], DecodeStats()
+    texts, counts = [], Counts()
     for prompt in prompts:
-        generation = generate(target, prompt, NEW_TOKENS, Sampling(), drafter)
-        texts.append(generation.tokens)
-        stats.add(generation.stats)
-    return texts, stats
+        text: list[int] = []
+        for block in stream(target, Request(prompt, NEW_TOKENS + DRAFT_TOKENS + 1), drafter):
+            counts.steps += bool(text)  # the first token comes from the prompt's own pass
+            for depth in range(len(block) - 1):
+                counts.accepted_at_depth[depth] += 1
+            text += block
+            if len(text) >= NEW_TOKENS:
+                break
+        texts.append(text[:NEW_TOKENS])
+    return texts, counts
 
 
 def in_vllm(python: str, folder: Path, case: Case, prompts: list[list[int]]) -> dict[str, Any]:
