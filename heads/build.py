@@ -48,22 +48,27 @@ def save_head(head: DraftHead, folder: Path) -> None:
     partial = folder.with_name(folder.name + ".partial")
     partial.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.engine_tensors().items()}
-    config = {
-        **head.engine_config(),
-        "torch_dtype": str(next(head.parameters()).dtype).removeprefix("torch."),
-        "headstart": {
-            "kind": head.kind,
-            "taps": list(head.taps),
-            "target_num_layers": head.target.num_layers,
-            "calibration": head.calibration.to_config(),
-        },
-    }
     save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
-    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (partial / "config.json").write_text(json.dumps(head_config(head), indent=2) + "\n")
     folder.mkdir(exist_ok=True)
     for file in ("model.safetensors", "config.json"):
         (partial / file).replace(folder / file)
     partial.rmdir()
+
+
+def head_config(head: DraftHead) -> dict[str, Any]:
+    """config.json of a saved head: what the engines read, and under `headstart` what only we do."""
+    config = head.engine_config()
+    own = {
+        "kind": head.kind,
+        "taps": list(head.taps),
+        "target_num_layers": head.target.num_layers,
+        "calibration": head.calibration.to_config(),
+    }
+    if head.has_rope and Rope.from_config(config) != head.target.rope:
+        own["target_rope"] = asdict(head.target.rope)  # the head's own one stands above
+    dtype = str(next(head.parameters()).dtype).removeprefix("torch.")
+    return {**config, "torch_dtype": dtype, "headstart": own}
 
 
 def load_head(folder: Path, frozen: FrozenTarget) -> DraftHead:
@@ -77,12 +82,22 @@ def load_head(folder: Path, frozen: FrozenTarget) -> DraftHead:
             f"{folder} holds no head (no config.json); train one with trainers/eagle.py or name its folder"
         )
     config = json.loads(path.read_text())
-    kind = kind_of(folder, config)
-    check_fit(folder, kind, config, frozen.config)
     try:
         tensors = load_file(folder / "model.safetensors")
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{folder}/model.safetensors cannot be read ({error}); export the head again") from error
+    return head_from_files(folder, config, tensors, frozen)
+
+
+def head_from_files(
+    folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], frozen: FrozenTarget
+) -> DraftHead:
+    """The head that a config.json and tensors describe, which were read from `folder`.
+
+    Raises ValueError as `load_head` does.
+    """
+    kind = kind_of(folder, config)
+    check_fit(folder, kind, config, frozen.config)
     try:
         head = kind.from_engine(config, tensors, frozen)
     except ValueError as error:
@@ -112,13 +127,17 @@ def check_fit(folder: Path, kind: type[DraftHead], config: dict[str, Any], targe
         "hidden_size": (config.get("target_hidden_size", config.get("hidden_size")), target.hidden_size),
         "vocab_size": (config.get("vocab_size"), target.vocab_size),
         "num_hidden_layers": (own.get("target_num_layers", target.num_layers), target.num_layers),
-        "rope": (asdict(rope) if kind.has_rope else asdict(target.rope), asdict(target.rope)),
+        "rope": (own.get("target_rope", asdict(rope)) if kind.has_rope else asdict(target.rope), asdict(target.rope)),
     }
     wrong = [f"{name}: head {mine}, target {its}" for name, (mine, its) in facts.items() if mine != its]
     if max(taps) > target.num_layers:
         wrong.append(f"taps: head {list(taps)}, target has hidden_states 0 to {target.num_layers}")
     if wrong:
-        raise ValueError(f"the head in {folder} does not fit the target: " + "; ".join(wrong) + "; train one for it")
+        raise ValueError(
+            f"the head in {folder} does not fit the target: "
+            + "; ".join(wrong)
+            + "; train one for it, or bring one from elsewhere in with heads.convert"
+        )
 
 
 def check_tensors(folder: Path, head: DraftHead, tensors: dict[str, Tensor]) -> None:

@@ -59,10 +59,10 @@ class Eagle1Head(LastHiddenHead):
         assert shape.hidden_size == frozen.config.hidden_size
         self.shape = shape
         self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=shape.fc_bias)
-        self.layers = nn.ModuleList([Eagle1Layer(shape, frozen.config.norm_eps)])
+        self.layers = nn.ModuleList([Eagle1Layer(shape, shape.eps_of(frozen.config))])
         self.rotary: Tensor
         self.input_scale: Tensor | None
-        table = rotary_table(frozen.config.rope, shape.head_dim, frozen.config.max_positions + UNROLL_MARGIN)
+        table = rotary_table(shape.rope_of(frozen.config), shape.head_dim, frozen.config.max_positions + UNROLL_MARGIN)
         self.register_buffer("rotary", table.to(frozen.embedding), persistent=False)
         self.register_buffer("input_scale", None, persistent=False)  # [2 * hidden]
 
@@ -82,7 +82,7 @@ class Eagle1Head(LastHiddenHead):
             )
         if "fc.bias" in tensors and not tensors["fc.bias"].any():
             del tensors["fc.bias"]
-        return cls(Eagle1Shape.from_config(config, fc_bias="fc.bias" in tensors), frozen)
+        return cls(Eagle1Shape.from_config(config, frozen.config, fc_bias="fc.bias" in tensors), frozen)
 
     @torch.no_grad()
     def initialise(self, frozen: FrozenTarget, generator: torch.Generator) -> None:

@@ -24,10 +24,13 @@ class Eagle3Shape(LayerShape):
     fc_norm: bool = False  # EAGLE-3.1: one RMSNorm per tap before `fc`
     norm_output: bool = False  # EAGLE-3.1: the next step is fed the hidden state after the norm, not before
     own_embedding: bool = False  # as a head of another width than its target's must have
+    norm_before_fc: bool = False  # one RMSNorm over all taps together; only heads from elsewhere have it
+    norm_before_residual: bool = False  # the residual is the normed feature; only heads from elsewhere have it
 
 
 class Eagle3Layer(nn.Module):
-    """The decoder layer: it attends over cat(norm(embedding), norm(feature)); the residual is the un-normed feature."""
+    """The decoder layer: it attends over cat(norm(embedding), norm(feature)); the residual is the un-normed feature,
+    unless the head was trained with the normed one."""
 
     def __init__(self, shape: Eagle3Shape, eps: float) -> None:
         super().__init__()
@@ -37,6 +40,7 @@ class Eagle3Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(hidden, eps)
         self.self_attn = Attention(2 * hidden, shape)
         self.mlp = MLP(hidden, shape.intermediate_size)
+        self.norm_before_residual = shape.norm_before_residual
 
     def forward(
         self,
@@ -46,8 +50,10 @@ class Eagle3Layer(nn.Module):
         mask: Tensor | None,
         cache: AttentionCache | None,
     ) -> Float[Tensor, "batch seq hidden"]:
-        inputs = torch.cat([self.input_layernorm(embedding), self.hidden_norm(features)], dim=-1)
-        hidden = features + self.self_attn(inputs, rotary, mask, cache)
+        normed = self.hidden_norm(features)
+        inputs = torch.cat([self.input_layernorm(embedding), normed], dim=-1)
+        residual = normed if self.norm_before_residual else features
+        hidden = residual + self.self_attn(inputs, rotary, mask, cache)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -63,12 +69,14 @@ class Eagle3Head(DraftHead):
         assert shape.own_embedding or embedding.shape[-1] == shape.hidden_size
         self.shape, self.target, self.taps, self.vocab = shape, target, shape.taps, vocab
         self.feature_size = shape.hidden_size
-        tapped = len(shape.taps) * target.hidden_size
+        tapped, eps = len(shape.taps) * target.hidden_size, shape.eps_of(target)
         self.fc = nn.Linear(tapped, shape.hidden_size, bias=False)
         if shape.fc_norm:
-            self.fc_norm = nn.ModuleList(RMSNorm(target.hidden_size, target.norm_eps) for _ in shape.taps)
-        self.midlayer = Eagle3Layer(shape, target.norm_eps)
-        self.norm = RMSNorm(shape.hidden_size, target.norm_eps)
+            self.fc_norm = nn.ModuleList(RMSNorm(target.hidden_size, eps) for _ in shape.taps)
+        if shape.norm_before_fc:
+            self.input_norm = RMSNorm(tapped, eps)
+        self.midlayer = Eagle3Layer(shape, eps)
+        self.norm = RMSNorm(shape.hidden_size, eps)
         self.lm_head = nn.Linear(shape.hidden_size, len(vocab.ids), bias=False)
         if shape.own_embedding:
             self.embed_tokens = nn.Embedding(target.vocab_size, shape.hidden_size)
@@ -76,7 +84,7 @@ class Eagle3Head(DraftHead):
         self.rotary: Tensor
         self.tap_scale: Tensor | None
         self.register_buffer("embedding", embedding, persistent=False)
-        table = rotary_table(target.rope, shape.head_dim, target.max_positions + UNROLL_MARGIN)
+        table = rotary_table(shape.rope_of(target), shape.head_dim, target.max_positions + UNROLL_MARGIN)
         self.register_buffer("rotary", table.to(embedding), persistent=False)
         self.register_buffer("tap_scale", None, persistent=False)  # [tapped]
 
@@ -112,10 +120,13 @@ class Eagle3Head(DraftHead):
             )
         shape = Eagle3Shape.from_config(
             config,
+            target,
             taps=saved_taps(config, target),
             fc_norm=config.get("fc_norm", False),
             norm_output=config.get("norm_output", False),
             own_embedding="embed_tokens.weight" in tensors or config.get("hidden_size") != target.hidden_size,
+            norm_before_fc=config.get("norm_before_fc", False),
+            norm_before_residual=config.get("norm_before_residual", False),
         )
         return cls(shape, target, vocab, frozen.embedding)
 
@@ -154,8 +165,8 @@ class Eagle3Head(DraftHead):
             **shape.to_config(target),
             "target_hidden_size": target.hidden_size,
             "draft_vocab_size": len(self.vocab.ids),
-            "norm_before_residual": False,
-            "norm_before_fc": False,
+            "norm_before_residual": shape.norm_before_residual,
+            "norm_before_fc": shape.norm_before_fc,
             "fc_norm": shape.fc_norm,
             "norm_output": shape.norm_output,
         }
@@ -163,12 +174,16 @@ class Eagle3Head(DraftHead):
             # vLLM counts as Hugging Face does; SGLang names the layer whose output it is, one less.
             config["eagle_aux_hidden_state_layer_ids"] = list(self.taps)
             config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in self.taps]}
+        if shape.norm_before_fc:  # TensorRT-LLM looks for it here alone
+            config["eagle_config"] = {**config.get("eagle_config", {}), "norm_before_fc": True}
         if len(self.taps) != 3:
             config["num_aux_hidden_states"] = len(self.taps)
         return config
 
     def engine_tensors(self) -> dict[str, Tensor]:
-        tensors = {**self.state_dict(), "d2t": self.vocab.offsets(), "t2d": self.vocab.members()}
+        tensors = self.state_dict()
+        if not self.vocab.is_full:  # with a whole vocabulary vLLM has no place for d2t, and stops
+            tensors |= {"d2t": self.vocab.offsets(), "t2d": self.vocab.members()}
         if self.tap_scale is not None:
             tensors["fc.weight"] = tensors["fc.weight"] * self.tap_scale
         return tensors
@@ -182,6 +197,8 @@ class Eagle3Head(DraftHead):
         return [self.norm.weight, self.lm_head.weight]
 
     def project(self, taps: Float[Tensor, "*axes tapped"]) -> Float[Tensor, "*axes feature"]:
+        if self.shape.norm_before_fc:
+            taps = self.input_norm(taps)
         if self.shape.fc_norm:
             parts = taps.split(self.target.hidden_size, dim=-1)
             taps = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)

@@ -1,7 +1,7 @@
 """The pieces of a draft head: norm, rotary embedding, attention and MLP, named as the engines name their tensors."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +25,9 @@ class LayerShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    # A head from elsewhere may have another rotary embedding or epsilon than its target; None is the target's.
+    rope: Rope | None = field(default=None, kw_only=True)
+    norm_eps: float | None = field(default=None, kw_only=True)
 
     @property
     def cache_shape(self) -> tuple[int, int, int]:
@@ -46,19 +49,28 @@ class LayerShape:
         )
 
     @classmethod
-    def from_config(cls: type[Shape], config: dict[str, Any], **more: Any) -> Shape:
+    def from_config(cls: type[Shape], config: dict[str, Any], target: TargetConfig, **more: Any) -> Shape:
         """What a head's config.json says; raises ValueError naming the keys that are missing."""
         needed = ("hidden_size", "intermediate_size", "num_attention_heads")
         if missing := [key for key in needed if config.get(key) is None]:
             raise ValueError(f"config.json lacks {', '.join(missing)}; it must be that of a Llama layer")
+        rope, norm_eps = Rope.from_config(config), config.get("rms_norm_eps", target.norm_eps)
         return cls(
             hidden_size=config["hidden_size"],
             intermediate_size=config["intermediate_size"],
             num_heads=config["num_attention_heads"],
             num_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
             head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+            rope=None if rope == target.rope else rope,
+            norm_eps=None if norm_eps == target.norm_eps else norm_eps,
             **more,
         )
+
+    def rope_of(self, target: TargetConfig) -> Rope:
+        return target.rope if self.rope is None else self.rope
+
+    def eps_of(self, target: TargetConfig) -> float:
+        return target.norm_eps if self.norm_eps is None else self.norm_eps
 
     def to_config(self, target: TargetConfig) -> dict[str, Any]:
         """The keys of config.json that all engines read for all kinds of heads."""
@@ -73,11 +85,11 @@ class LayerShape:
             "head_dim": self.head_dim,
             "vocab_size": target.vocab_size,
             "max_position_embeddings": target.max_positions,
-            "rms_norm_eps": target.norm_eps,
+            "rms_norm_eps": self.eps_of(target),
             "attention_bias": False,
             "mlp_bias": False,
             "tie_word_embeddings": False,
-            **target.rope.to_config(),
+            **self.rope_of(target).to_config(),
         }
 
 

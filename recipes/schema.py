@@ -369,6 +369,27 @@ class ReportSection(Section):
     )
 
 
+class ExportSection(Section):
+    """How a head is written for a serving engine."""
+
+    format: Literal["native", "vllm", "sglang", "tensorrt_llm", "eagle", "speculators"] = Field(
+        default="vllm",
+        description="Whose contract the export must meet. vllm, sglang and tensorrt_llm read the same files; eagle is "
+        "the layout of the EAGLE authors' code, native only has to load here.",
+    )
+    head: Annotated[HomePath | None, Field(strict=False)] = Field(
+        default=None, description="Folder of the head to export; null is the one that this run trained."
+    )
+    folder: Annotated[HomePath | None, Field(strict=False)] = Field(
+        default=None, description="Folder to write; null is RUN_DIR/export/FORMAT."
+    )
+    dtype: Dtype | None = Field(default=None, description="Number format of the weights; null keeps the head's.")
+    overwrite: bool = Field(default=False, description="Replace a head that is in the folder already.")
+    push_to: str | None = Field(
+        default=None, min_length=1, description="Hub repository, org/name, to upload the folder to; null is none."
+    )
+
+
 class LogSection(Section):
     """Where metrics go besides the terminal and metrics.jsonl."""
 
@@ -389,6 +410,7 @@ class Recipe(Section):
     train: TrainSection
     decode: DecodeSection = DecodeSection()
     report: ReportSection = ReportSection()
+    export: ExportSection = ExportSection()
     log: LogSection = LogSection()
 
     @property
@@ -418,6 +440,10 @@ class Recipe(Section):
     @property
     def report_dir(self) -> Path:
         return self.run_dir / "report"
+
+    @property
+    def export_dir(self) -> Path:
+        return self.run_dir / "export"
 
     @property
     def metrics_path(self) -> Path:

@@ -237,7 +237,7 @@ def test_all_output_lies_under_run_dir(tmp_path: Path, good: dict[str, Any]) -> 
     recipe = load_recipe(write(tmp_path, good))
     names = [name for name, member in vars(Recipe).items() if isinstance(member, property)]
     places = {getattr(recipe, name) for name in names if name.endswith(("_dir", "_path"))}
-    assert len(places) == 7
+    assert len(places) == 8
     assert {place.parent for place in places} == {recipe.data_folder} == {recipe.run_dir}
     good["data"]["folder"] = str(tmp_path / "shared")
     shared = load_recipe(write(tmp_path, good))

@@ -1,0 +1,61 @@
+"""Which rules an engine's loader follows for which layout; a head that passes serves there as it was trained."""
+
+from collections.abc import Callable, Iterable, Iterator
+
+from heads.formats import config_rules, tap_rules, tensor_rules
+from heads.formats.files import HeadFiles
+from heads.formats.subject import Finding, Subject, layout_of
+from heads.frozen import FrozenTarget
+
+Rule = Callable[[Subject, str], Iterator[Finding]]
+
+SHARED: tuple[Rule, ...] = (
+    config_rules.architectures,
+    config_rules.one_llama_layer,
+    config_rules.fits_the_target,
+    config_rules.rope,
+    tensor_rules.names_and_shapes,
+    tensor_rules.finite,
+    tensor_rules.embedding,
+)
+EAGLE3: tuple[Rule, ...] = (
+    *SHARED,
+    config_rules.draft_vocabulary,
+    config_rules.norms,
+    tap_rules.taps,
+    tensor_rules.vocabulary_map,
+    tensor_rules.spelling,
+)
+RULES: dict[str, dict[str, tuple[Rule, ...]]] = {  # layout -> engine that can serve it -> its rules
+    "eagle3": {
+        "vllm": EAGLE3,
+        "sglang": EAGLE3,
+        "tensorrt_llm": EAGLE3,
+        "eagle": (*EAGLE3, config_rules.reference_embedding),
+    },
+    "eagle1": dict.fromkeys(("vllm", "sglang", "eagle"), (*SHARED, tensor_rules.eagle1_bias)),
+    "speculators": dict.fromkeys(("vllm", "speculators"), (*EAGLE3, config_rules.speculators_sections)),
+}
+ENGINES = ("vllm", "sglang", "tensorrt_llm", "eagle", "speculators")
+
+
+def engines_of(files: HeadFiles) -> tuple[str, ...]:
+    """The engines that a head is meant for: those that our export names, else all that serve its layout."""
+    named = files.config.get("headstart", {}).get("engines")
+    if named is not None:
+        return tuple(named)
+    return tuple(engine for engine in RULES[layout_of(files)] if engine != "eagle")
+
+
+def findings(files: HeadFiles, frozen: FrozenTarget, engines: Iterable[str]) -> list[Finding]:
+    """Everything that keeps these engines from serving the head as it was trained."""
+    subject = Subject(files, layout_of(files), frozen)
+    found: list[Finding] = []
+    for engine in engines:
+        rules = RULES[subject.layout].get(engine)
+        if rules is None:
+            allowed = f"{engine} reads no {subject.layout}; {', '.join(RULES[subject.layout])} do"
+            found.append(Finding(engine, "error", "layout", subject.layout, allowed))
+        else:
+            found += [finding for rule in rules for finding in rule(subject, engine)]
+    return found

@@ -1,0 +1,160 @@
+"""A head's files as the contracts see them: which layout, its keys in one flat view, its names in one spelling."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from heads.formats.files import HeadFiles
+from heads.frozen import FrozenTarget
+
+LAYER_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a contract finds wrong, and what it allows."""
+
+    engine: str
+    severity: str  # error: it will not serve, or serve worse; warning: right only if the head was trained so
+    where: str  # a key of config.json, or a tensor of the weights' file
+    value: object
+    allowed: str
+
+    def __str__(self) -> str:
+        value = repr(self.value)
+        shown = value if len(value) <= 80 else f"{value[:77]}..."
+        return f"{self.engine}: {self.severity}: {self.where}: {shown} found, {self.allowed}"
+
+
+def layout_of(files: HeadFiles) -> str:
+    """`speculators`, `eagle3` or `eagle1`, by what is in the files.
+
+    Raises ValueError for any other head.
+    """
+    names = {name.removeprefix("model.") for name in files.tensors}
+    if "speculators_model_type" in files.config:
+        return "speculators"
+    if {"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight", "d2t"} & names or is_wide(files.tensors):
+        return "eagle3"
+    if "fc.weight" in names and "layers.0.self_attn.q_proj.weight" in names:
+        return "eagle1"
+    kind = files.config.get("headstart", {}).get("kind")
+    if kind in ("eagle1", "eagle3"):
+        return str(kind)
+    shown = ", ".join(sorted(names)[:4])
+    raise ValueError(
+        f"{files.folder}: no layout of a draft head that is known here (its tensors: {shown}, ...); EAGLE-1, EAGLE-3 "
+        f"and speculators' eagle3 are allowed"
+    )
+
+
+def is_wide(tensors: Mapping[str, Tensor]) -> bool:
+    """Does the layer attend over two inputs side by side, as EAGLE-3's does?"""
+    widths = {name: tensor.shape[-1] for name, tensor in tensors.items() if tensor.ndim == 2}
+    query = next((width for name, width in widths.items() if name.endswith("self_attn.q_proj.weight")), None)
+    gate = next((width for name, width in widths.items() if name.endswith("mlp.gate_proj.weight")), None)
+    return query is not None and gate is not None and query == 2 * gate
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A head's files beside the target that they are for."""
+
+    files: HeadFiles
+    layout: str
+    frozen: FrozenTarget
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """config.json as engines come to see it: speculators keeps the layer's keys in a section of their own."""
+        found = self.files.config
+        if self.layout != "speculators":
+            return found
+        layer = found.get("transformer_layer_config")
+        kept = {key: value for key, value in found.items() if key not in ("architectures", "model_type")}
+        return {**(layer if isinstance(layer, dict) else {}), **kept}
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """By the names of the reference: `midlayer.` for EAGLE-3's layer."""
+        if self.layout == "eagle1":
+            return self.files.tensors
+        return {reference_name(name): tensor for name, tensor in self.files.tensors.items()}
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """What a head of ours says of itself; empty for others."""
+        found = self.files.config.get("headstart", {})
+        return found if isinstance(found, dict) else {}
+
+    @cached_property
+    def eagle_config(self) -> dict[str, Any]:
+        found = self.config.get("eagle_config")
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """hidden_states that the head reads, by the best evidence: our own note, vLLM's ids, the others' ids, none."""
+        beside = self.eagle_config.get("eagle_aux_hidden_state_layer_ids")
+        named = self.own.get("taps") or self.config.get("eagle_aux_hidden_state_layer_ids")
+        return tuple(named or [layer + 1 for layer in beside or []] or self.frozen.config.default_taps())
+
+    @property
+    def target_hidden_size(self) -> Any:
+        return self.config.get("target_hidden_size") or self.config.get("hidden_size")
+
+    @property
+    def draft_vocab_size(self) -> Any:
+        return self.config.get("draft_vocab_size") or self.config.get("vocab_size")
+
+    @property
+    def missing_sizes(self) -> list[str]:
+        """The keys without which no shape can be told."""
+        return [key for key in LAYER_SIZES if not isinstance(self.config.get(key), int)]
+
+    def expected_shapes(self, num_taps: int) -> dict[str, tuple[int, ...]]:
+        """Every tensor that the layout needs, by the reference's names; `missing_sizes` must be empty."""
+        config = self.config
+        hidden, heads = config["hidden_size"], config["num_attention_heads"]
+        head_dim = config.get("head_dim") or hidden // heads
+        kv_heads, wide = config.get("num_key_value_heads") or heads, 2 * hidden
+        eagle3 = self.layout != "eagle1"
+        layer, inputs = ("midlayer", wide) if eagle3 else ("layers.0", hidden)
+        shapes: dict[str, tuple[int, ...]] = {
+            "fc.weight": (hidden, num_taps * self.target_hidden_size if eagle3 else wide),
+            f"{layer}.self_attn.q_proj.weight": (heads * head_dim, inputs),
+            f"{layer}.self_attn.k_proj.weight": (kv_heads * head_dim, inputs),
+            f"{layer}.self_attn.v_proj.weight": (kv_heads * head_dim, inputs),
+            f"{layer}.self_attn.o_proj.weight": (hidden, heads * head_dim),
+            f"{layer}.mlp.gate_proj.weight": (config["intermediate_size"], hidden),
+            f"{layer}.mlp.up_proj.weight": (config["intermediate_size"], hidden),
+            f"{layer}.mlp.down_proj.weight": (hidden, config["intermediate_size"]),
+            f"{layer}.post_attention_layernorm.weight": (hidden,),
+        }
+        if eagle3:
+            norms = {"midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight", "norm.weight"}
+            shapes |= dict.fromkeys(norms, (hidden,)) | {"lm_head.weight": (self.draft_vocab_size, hidden)}
+            shapes |= self.optional_shapes(num_taps)
+        return shapes
+
+    def optional_shapes(self, num_taps: int) -> dict[str, tuple[int, ...]]:
+        """Those that an EAGLE-3 head needs because of what its config.json says."""
+        config, tapped = self.config, self.target_hidden_size
+        shapes: dict[str, tuple[int, ...]] = {}
+        if config.get("fc_norm"):
+            shapes |= {f"fc_norm.{tap}.weight": (tapped,) for tap in range(num_taps)}
+        if config.get("norm_before_fc") or self.eagle_config.get("norm_before_fc"):
+            shapes["input_norm.weight"] = (num_taps * tapped,)
+        if self.draft_vocab_size != config["vocab_size"]:
+            shapes["d2t"] = (self.draft_vocab_size,)
+        if tapped != config["hidden_size"]:
+            shapes["embed_tokens.weight"] = (config["vocab_size"], config["hidden_size"])
+        return shapes
+
+
+def reference_name(name: str) -> str:
+    """The reference's name of an EAGLE-3 tensor, which speculators and others call layers.0."""
+    return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name

@@ -1,0 +1,75 @@
+"""What the tests of formats share: a recipe whose head is exported, and edits to a head's files."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from heads.base import DraftHead
+from heads.build import save_head
+from heads.export import export
+from heads.vocab import DraftVocab
+from recipes import Recipe
+
+LIMITED = DraftVocab(torch.tensor([0, 3, 4, 9, 50, 96]), 97)
+EVERY_HEAD: dict[str, dict[str, Any]] = {  # arguments of make_head, and what is served where
+    "eagle3": {},
+    "limited": {"vocab": LIMITED},
+    "3.1": {"fc_norm": True, "norm_output": True},
+    "taps": {"taps": (1, 3, 6), "vocab": LIMITED},
+    "five taps": {"taps": (0, 1, 3, 5, 6), "fc_norm": True},
+    "narrow": {"hidden_size": 24, "own_embedding": True},
+    "norm before fc": {"norm_before_fc": True},
+    "eagle1": {"kind": "eagle1"},
+}
+
+
+def recipe_of(run: Path, target: Path, kind: str = "eagle3", **export_fields: Any) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "run_dir": str(run),
+            "target": {"path": str(target), "dtype": "float32"},
+            "data": {"prompts": "python-stdlib", "heldout_prompts": "none.jsonl", "num_prompts": 8},
+            "head": {"kind": kind},
+            "train": {"steps": 10},
+            "decode": {"growth": "chain", "depth": 3},
+            "export": export_fields,
+        }
+    )
+
+
+def exported(head: DraftHead, run: Path, target: Path, name: str, /, **fields: Any) -> Path:
+    """The folder of this head's export in a format."""
+    save_head(head, run / "head")
+    return export(recipe_of(run, target, head.kind, format=name, **fields))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def edit_config(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    config = read_config(folder)
+    edit(config)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def edit_tensors(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = read_tensors(folder)
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
+    )

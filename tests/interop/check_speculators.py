@@ -1,0 +1,45 @@
+"""Does a head that speculators itself saved decode here as it did before? Weights bit for bit, texts and tau.
+
+    make check-speculators
+    python tests/interop/check_speculators.py path/to/speculators/bin/python
+
+Exports the bundled head for speculators, lets its own classes load and save it, brings the result in and decodes the
+same prompts with both. Exit code 1 if anything differs.
+"""
+
+import shutil
+import subprocess
+import sys
+
+import torch
+from check_vllm import CASES, NUM_PROMPTS, TARGET, WORK, decode, export_recipe, heldout_prompts, reduced
+from safetensors.torch import load_file
+
+from data_pipelines.stage import read_jsonl
+from heads.convert import convert
+from heads.export import export
+from heads.frozen import FrozenTarget
+from heads.lint import lint
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    frozen = FrozenTarget.from_folder(TARGET, torch.float32)
+    source, saved, back = reduced(frozen), WORK / "speculators_saved", WORK / "speculators_back"
+    recipe = export_recipe(source, CASES["speculators' layout"])
+    folder = export(recipe)
+    for old in (saved, back):
+        shutil.rmtree(old, ignore_errors=True)
+    subprocess.run([sys.argv[1], "tests/interop/save_with_speculators.py", str(folder), str(saved)], check=True)
+    print("\n".join(convert(saved, back, str(TARGET))))
+    one, other = load_file(source / "model.safetensors"), load_file(back / "model.safetensors")
+    same_bits = one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    prompts = [row["tokens"] for row in read_jsonl(heldout_prompts())][:NUM_PROMPTS]
+    (texts, counts), (texts_back, counts_back) = (decode(recipe, head, prompts) for head in (source, back))
+    print(f"lint of what speculators saved: {[str(finding) for finding in lint(saved, str(TARGET))] or 'nothing'}")
+    print(f"weights bit for bit: {same_bits}; tau {counts.tau:.4f} before, {counts_back.tau:.4f} after")
+    sys.exit(0 if same_bits and texts == texts_back and counts.tau == counts_back.tau else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""Laws of an export: what an engine would serve otherwise than it was trained is refused; nothing is half written."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exported import EVERY_HEAD, LIMITED, exported, read_config, read_tensors, recipe_of, same_bits
+from huggingface_hub import HfApi
+from transformers import LlamaForCausalLM
+
+from heads.build import load_head, save_head
+from heads.export import export, push
+from heads.formats import files
+from heads.formats.layouts import FORMATS
+from heads.frozen import FrozenTarget
+from heads.lint import lint
+
+MakeHead = Callable[..., Any]
+SERVING = ["native", "vllm", "sglang", "tensorrt_llm"]
+REFUSED = {  # head -> format -> what the refusal names
+    "eagle1": {"tensorrt_llm": "only vllm, sglang can serve", "speculators": "only EAGLE-3 of the target's width"},
+    "narrow": {"speculators": "only EAGLE-3 of the target's width"},
+    "3.1": {"eagle": "norm_output"},
+    "five taps": {"eagle": "eagle_aux_hidden_state_layer_ids"},
+    "taps": {"eagle": "eagle_aux_hidden_state_layer_ids"},
+    "norm before fc": {"eagle": "norm_before_fc"},
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("kind", EVERY_HEAD)
+def test_every_export_is_clean_or_refused(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path, kind: str, name: str
+) -> None:
+    head = make_head(**EVERY_HEAD[kind])
+    if reason := REFUSED.get(kind, {}).get(name):
+        with pytest.raises(ValueError, match=f"(?s)export.format: '{name}' given.*{reason}"):
+            exported(head, tmp_path, target_folder, name)
+        assert not (tmp_path / "export").exists()
+        return
+    folder = exported(head, tmp_path, target_folder, name)
+    assert lint(folder, str(target_folder)) == []
+    assert sorted(path.name for path in folder.iterdir()) == ["README.md", "config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("name", SERVING)
+def test_one_directory_serves_three_engines_and_loads_here(
+    make_head: MakeHead, target_folder: Path, frozen: FrozenTarget, tmp_path: Path, name: str
+) -> None:
+    head = make_head(vocab=LIMITED, taps=(1, 3, 6))
+    folder = exported(head, tmp_path, target_folder, name)
+    assert lint(folder, str(target_folder), ["vllm", "sglang", "tensorrt_llm"]) == []
+    assert same_bits(read_tensors(folder), read_tensors(tmp_path / "head"))
+    assert same_bits(load_head(folder, frozen).state_dict(), head.state_dict())
+
+
+def test_what_one_engine_alone_serves_is_written_for_it_alone(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path
+) -> None:
+    """SGLang has no norm before the residual; and it cannot capture what the last layer puts out."""
+    head = make_head(norm_before_residual=True, taps=(2, 3, 7))
+    folder = exported(head, tmp_path, target_folder, "vllm")
+    assert read_config(folder)["headstart"]["engines"] == ["vllm"]
+    readme = (folder / "README.md").read_text()
+    assert "vllm serve" in readme
+    assert "sglang.launch_server" not in readme
+    assert "norm_before_residual: only vLLM has it" in readme
+    with pytest.raises(ValueError, match=r"(?s)norm_before_residual.*hidden_states 0 to 6 are allowed"):
+        exported(head, tmp_path, target_folder, "sglang")
+
+
+def test_a_single_tap_of_the_heads_width_is_refused_where_fc_would_be_skipped(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path
+) -> None:
+    head = make_head(taps=(3,))
+    assert exported(head, tmp_path, target_folder, "vllm")
+    for engine in ("sglang", "tensorrt_llm"):
+        with pytest.raises(ValueError, match="skips fc where its input is as wide as the head"):
+            exported(head, tmp_path, target_folder, engine)
+
+
+def test_a_bias_of_eagle_1_that_vllm_would_drop_is_refused(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path
+) -> None:
+    head = make_head("eagle1", fc_bias=True)
+    with pytest.raises(ValueError, match="vLLM leaves it out in silence"):
+        exported(head, tmp_path, target_folder, "vllm")
+    assert read_config(exported(head, tmp_path, target_folder, "sglang"))["headstart"]["engines"] == ["sglang"]
+    reference = exported(head, tmp_path, target_folder, "eagle")
+    assert read_config(reference)["bias"] is True
+    assert "fc.bias" in read_tensors(reference)
+
+
+def test_the_reference_gets_neither_a_bias_nor_the_key_that_takes_the_embedding_away(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path
+) -> None:
+    one = exported(make_head("eagle1"), tmp_path / "1", target_folder, "eagle")
+    assert read_config(one)["bias"] is False
+    assert "fc.bias" not in read_tensors(one)
+    three = exported(make_head(), tmp_path / "3", target_folder, "eagle")
+    assert "target_hidden_size" not in read_config(three)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_speculators_carries_the_embedding_of_a_sharded_target(
+    make_model: Callable[..., LlamaForCausalLM], make_head: MakeHead, tmp_path: Path, tied: bool
+) -> None:
+    model = make_model(tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path / "target", max_shard_size="20KB")
+    folder = exported(make_head(vocab=LIMITED), tmp_path, tmp_path / "target", "speculators")
+    config, tensors = read_config(folder), read_tensors(folder)
+    assert torch.equal(tensors["embed_tokens.weight"], model.get_input_embeddings().state_dict()["weight"])
+    assert config["speculators_config"]["verifier"] == {
+        "name_or_path": str(tmp_path / "target"),
+        "architectures": ["LlamaForCausalLM"],
+    }
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
+    assert config["norm_before_residual"] is False
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 3, 4]
+    assert not any(name.startswith("midlayer") for name in tensors)
+
+
+def test_nothing_is_overwritten_unless_asked(make_head: MakeHead, target_folder: Path, tmp_path: Path) -> None:
+    folder = exported(make_head(seed=1), tmp_path, target_folder, "vllm")
+    with pytest.raises(ValueError, match="is there already"):
+        exported(make_head(seed=2), tmp_path, target_folder, "vllm")
+    assert same_bits(read_tensors(folder), make_head(seed=1).engine_tensors())
+    exported(make_head(seed=2), tmp_path, target_folder, "vllm", overwrite=True)
+    assert same_bits(read_tensors(folder), make_head(seed=2).engine_tensors())
+    (tmp_path / "precious").mkdir()
+    with pytest.raises(ValueError, match="holds no head, so it is not overwritten"):
+        exported(make_head(), tmp_path, target_folder, "vllm", overwrite=True, folder=str(tmp_path / "precious"))
+
+
+def test_a_killed_export_leaves_no_folder(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "save_file", killed)
+        with pytest.raises(KeyboardInterrupt):
+            exported(make_head(), tmp_path, target_folder, "vllm")
+    assert not (tmp_path / "export/vllm").exists()
+    assert exported(make_head(), tmp_path, target_folder, "vllm").is_dir()
+    assert [path.name for path in (tmp_path / "export").iterdir()] == ["vllm"]
+
+
+def test_weights_keep_their_number_format_or_take_the_one_asked_for(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path
+) -> None:
+    save_head(make_head(), tmp_path / "as drawn")
+    in_half = FrozenTarget.from_folder(target_folder, torch.bfloat16)
+    save_head(load_head(tmp_path / "as drawn", in_half), tmp_path / "head")
+    kept = export(recipe_of(tmp_path, target_folder))
+    assert same_bits(read_tensors(kept), read_tensors(tmp_path / "head"))
+    half = export(recipe_of(tmp_path, target_folder, dtype="float16", folder=str(tmp_path / "half")))
+    assert read_config(half)["torch_dtype"] == "float16"
+    assert {tensor.dtype for tensor in read_tensors(half).values()} == {torch.float16}
+
+
+def test_the_card_says_what_was_measured_and_of_which_head(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path
+) -> None:
+    readme = exported(make_head(), tmp_path, target_folder, "vllm") / "README.md"
+    assert "Not measured." in readme.read_text()
+    assert "held-out figures: none found" in readme.read_text()
+    rows = [{"step": step, "heldout/loss_0": 3.0 / step, "heldout/accuracy_0": 0.1 * step} for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = {
+        "head": str(tmp_path / "head"),
+        "machine": {"device": "cpu"},
+        "recipe": recipe_of(tmp_path, target_folder).model_dump(mode="json"),
+        "outcomes": [{"way": "chain", "temperature": 0.0, "prompts": 16, "tau": 2.512}],
+        "speedups": {"0.0": {"chain": {"plain": 1.384}}},
+    }
+    (tmp_path / "report").mkdir()
+    (tmp_path / "report/report.json").write_text(json.dumps(report))
+    text = (exported(make_head(), tmp_path, target_folder, "vllm", overwrite=True) / "README.md").read_text()
+    assert "| chain | 0 | 16 | 2.51 | 1.38 |" in text
+    assert "after step 2: loss 1.500, accuracy by depth 0.200" in text
+    assert '"num_speculative_tokens": 3' in text
+    assert "context: 256 tokens" in text
+    other = exported(make_head(), tmp_path / "other", target_folder, "vllm", head=str(tmp_path / "head"))
+    assert "Not measured." in (other / "README.md").read_text()
+    assert "the head comes from" in (other / "README.md").read_text()
+
+
+class Hub(HfApi):
+    """What the hub's client is asked to do."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def create_repo(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls.append(("create", args, kwargs))
+
+    def upload_folder(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls.append(("upload", args, kwargs))
+
+
+def test_a_push_uploads_the_whole_folder_to_a_private_repository(tmp_path: Path) -> None:
+    hub = Hub()
+    push(tmp_path, "org/head", hub)
+    made, uploaded = hub.calls
+    assert made == ("create", ("org/head",), {"private": True, "exist_ok": True})
+    assert (uploaded[0], uploaded[2]["folder_path"], uploaded[2]["repo_id"]) == ("upload", tmp_path, "org/head")
