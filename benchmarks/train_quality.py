@@ -5,8 +5,8 @@
 Ours is trained by trainers/eagle.py with the recipe's settings. Theirs is trained in their environment (train_step.py
 says how to make it) with their model, whose lm_head stays the target's, loss (KL, every unroll step weighted alike),
 optimizers (Muon and AdamW), linear schedule and clipping; the recipe gives the architecture, the number of unroll steps
-and the very batches. Either learning rate is the best of a sweep of shorter runs by tau on prompts apart. The table shows tau of both
-on the recipe's held-out prompts, as a chain and as the recipe's tree, without calibration.
+and the very batches. Either learning rate is the best of a sweep of shorter runs, by tau on prompts apart. The table
+shows tau of both on the recipe's held-out prompts, as a chain and as the recipe's tree, without calibration.
 """
 
 import argparse

@@ -5,8 +5,9 @@
 
 On a CPU, one thread: CPU seconds, and the growth of the resident memory over what the process had before its first
 step. Every contender is a process of its own, and they take turns step by step, so that a busy machine hits all alike;
-still, read the ratios. Under the table stands which of the bars are met. On CUDA the same at the shapes of Llama-3-8B: tokens
-per second, and the most memory that a step allocates on top.
+still, read the ratios. Under the table stands how our memory grows with the length, and which of the bars are met. On
+CUDA the same at the shapes of Llama-3-8B, one contender after the other: tokens per second, and the most memory that a
+step allocates on top.
 
 A peer is a virtual environment with these packages in it. Its own requirements name a serving engine, so it goes
 without them (`--no-deps`); torch is the version that we are measured with, its CUDA build where there is a device.
@@ -68,7 +69,7 @@ LLAMA3_8B = Case(
 )
 DEVICE_CASES = {f"8B, 1 x {seq}": replace(LLAMA3_8B, seq=seq) for seq in (2048, 8192)}
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
-RIVAL = "specforge"  # the bars are against the fastest of the peers on a CPU
+RIVAL = "specforge"  # the fastest of the peers on a CPU
 SPEED_BARS = {SMALL: 1.0, LARGE_VOCAB: 1.0, LONG: 1.5, LONGEST: 6.0}  # times its speed
 MEMORY_BAR = 0.2  # of its growth at the longest case
 LINEAR_BAR = 1.1  # growth per token at a length, over that at half the length
@@ -148,7 +149,7 @@ def least(answers: list[dict[str, Any]]) -> Cost:
     return Cost(
         cpu=min(answer["cpu"] for answer in warm),
         wall=min(answer["wall"] for answer in warm),
-        growth=answers[-1]["peak"] - answers[-1]["start"],
+        growth=max(answer["peak"] - answer["start"] for answer in warm),
     )
 
 
@@ -176,16 +177,23 @@ def value(found: dict[str, Cost], name: str, field: str) -> float:
     return asdict(found[name])[field] / asdict(found[OURS])[field]
 
 
-def device_table(costs: dict[str, dict[str, Cost]], names: list[str]) -> Table:
+def device_table(pythons: dict[str, str], repeats: int) -> Table:
+    """One contender at a time has the device; where one fails, its cell says so and stderr says why."""
     table = Table(title=f"{torch.cuda.get_device_name()}: tokens/s and MiB allocated on top, bfloat16, unroll 7")
     table.add_column("case")
-    for name in names:
+    for name in pythons:
         table.add_column(f"{name}, tokens/s", justify="right")
         table.add_column("MiB", justify="right")
-    for case, found in costs.items():
-        tokens = DEVICE_CASES[case].num_tokens
-        rows = [(f"{tokens / found[name].wall:.0f}", f"{found[name].growth:.0f}") for name in names]
-        table.add_row(case, *(cell for row in rows for cell in row))
+    for title, case in DEVICE_CASES.items():
+        cells = [title]
+        for name, python in pythons.items():
+            try:
+                cost = measure({name: python}, case, repeats)[0][name]
+                cells += [f"{case.num_tokens / cost.wall:.0f}", f"{cost.growth:.0f}"]
+            except ValueError as error:
+                print(error, file=sys.stderr)
+                cells += ["failed", "failed"]
+        table.add_row(*cells)
     return table
 
 
@@ -287,9 +295,7 @@ def run(console: Console, pythons: dict[str, str], repeats: int, longest: int) -
     if not torch.cuda.is_available():
         console.print("no CUDA device here: the shapes of Llama-3-8B are not measured")
         return
-    console.print(
-        device_table({name: measure(pythons, case, repeats)[0] for name, case in DEVICE_CASES.items()}, names)
-    )
+    console.print(device_table(pythons, repeats))
 
 
 if __name__ == "__main__":

@@ -100,8 +100,9 @@ def serve(make_step: Callable[[Case, Inputs], Step], packages: tuple[str, ...]) 
     step = make_step(case, Inputs.random(case))
     versions = {name: version(name) for name in ("torch", *packages)}
     say(answers, {"python": platform.python_version(), **versions})
-    start = begin_memory(case.device)
+    start = memory_in_use(case.device)
     for _ in sys.stdin:
+        forget_peak(case.device)  # that of imports, or of compiling something in the first step
         wall, cpu = time.perf_counter(), time.process_time()
         loss = step()
         if case.device != "cpu":
@@ -117,17 +118,21 @@ def say(answers: Any, content: dict[str, Any]) -> None:
     answers.flush()
 
 
-def begin_memory(device: str) -> float:
-    """MiB in use now; what `peak_memory` tells is the most from here on."""
-    if device != "cpu":
+def memory_in_use(device: str) -> float:
+    """MiB: of the process on a CPU, of the allocator's tensors on CUDA."""
+    return resident("VmRSS") if device == "cpu" else torch.cuda.memory_allocated() / MIB
+
+
+def forget_peak(device: str) -> None:
+    """Let `peak_memory` begin anew."""
+    if device == "cpu":
+        Path("/proc/self/clear_refs").write_text("5")
+    else:
         torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated() / MIB
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of what was resident, which imports had set
-    return resident("VmRSS")
 
 
 def peak_memory(device: str) -> float:
-    """MiB: of the process on a CPU, of the allocator's tensors on CUDA."""
+    """The most MiB that were in use since `forget_peak`."""
     return resident("VmHWM") if device == "cpu" else torch.cuda.max_memory_allocated() / MIB
 
 
