@@ -67,7 +67,7 @@ LLAMA3_8B = Case(
     device="cuda",
     dtype="bfloat16",
 )
-DEVICE_CASES = {f"8B, 1 x {seq}": replace(LLAMA3_8B, seq=seq) for seq in (2048, 8192)}
+DEVICE_CASES = {f"1 x {seq}": replace(LLAMA3_8B, seq=seq) for seq in (2048, 8192)}
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 RIVAL = "specforge"  # the fastest of the peers on a CPU
 SPEED_BARS = {SMALL: 1.0, LARGE_VOCAB: 1.0, LONG: 1.5, LONGEST: 6.0}  # times its speed
@@ -153,47 +153,41 @@ def least(answers: list[dict[str, Any]]) -> Cost:
     )
 
 
-def cpu_table(costs: dict[str, dict[str, Cost]], names: list[str]) -> Table:
-    table = Table(title="CPU seconds per step and MiB of growth, one thread; x is a peer's over ours")
-    table.add_column("case, h 256, unroll 7")
-    for name in names:
-        table.add_column(f"{name}, s", justify="right")
-        table.add_column("MiB", justify="right")
-        if name != OURS:
-            table.add_column("x time", justify="right")
-            table.add_column("x memory", justify="right")
+def cpu_table(costs: dict[str, dict[str, Cost]]) -> Table:
+    table = Table(title="one step on one thread, h 256, unroll 7; x is over ours")
+    table.add_column("case")
+    table.add_column("trainer")
+    for column in ("CPU s", "x", "MiB of growth", "x"):
+        table.add_column(column, justify="right")
     for case, found in costs.items():
-        cells = [case]
-        for name in names:
-            cells += [f"{found[name].cpu:.2f}", f"{found[name].growth:.0f}"]
-            if name != OURS:
-                cells += [f"{value(found, name, 'cpu'):.2f}", f"{value(found, name, 'growth'):.2f}"]
-        table.add_row(*cells)
+        for name, cost in found.items():
+            times = [f"{times_ours(found, name, field):.2f}" for field in ("cpu", "growth")]
+            table.add_row(case, name, f"{cost.cpu:.2f}", times[0], f"{cost.growth:.0f}", times[1])
+        table.add_section()
     return table
 
 
-def value(found: dict[str, Cost], name: str, field: str) -> float:
+def times_ours(found: dict[str, Cost], name: str, field: str) -> float:
     """A peer's cost over ours."""
     return asdict(found[name])[field] / asdict(found[OURS])[field]
 
 
 def device_table(pythons: dict[str, str], repeats: int) -> Table:
-    """One contender at a time has the device; where one fails, its cell says so and stderr says why."""
-    table = Table(title=f"{torch.cuda.get_device_name()}: tokens/s and MiB allocated on top, bfloat16, unroll 7")
+    """One contender at a time has the device; where one fails, its row says so and stderr says why."""
+    table = Table(title=f"one step on {torch.cuda.get_device_name()}, shapes of Llama-3-8B, bfloat16, unroll 7")
     table.add_column("case")
-    for name in pythons:
-        table.add_column(f"{name}, tokens/s", justify="right")
-        table.add_column("MiB", justify="right")
+    table.add_column("trainer")
+    for column in ("tokens/s", "MiB on top"):
+        table.add_column(column, justify="right")
     for title, case in DEVICE_CASES.items():
-        cells = [title]
         for name, python in pythons.items():
             try:
                 cost = measure({name: python}, case, repeats)[0][name]
-                cells += [f"{case.num_tokens / cost.wall:.0f}", f"{cost.growth:.0f}"]
+                table.add_row(title, name, f"{case.num_tokens / cost.wall:.0f}", f"{cost.growth:.0f}")
             except ValueError as error:
                 print(error, file=sys.stderr)
-                cells += ["failed", "failed"]
-        table.add_row(*cells)
+                table.add_row(title, name, "failed", "failed")
+        table.add_section()
     return table
 
 
@@ -210,10 +204,10 @@ def peer_bars(costs: dict[str, dict[str, Cost]]) -> list[Bar]:
     bars = []
     for case, least_ratio in SPEED_BARS.items():
         if case in costs:
-            ratio = value(costs[case], RIVAL, "cpu")
+            ratio = times_ours(costs[case], RIVAL, "cpu")
             bars.append(Bar(f"{case}: {least_ratio:g} times the speed of {RIVAL}", ratio, ratio >= least_ratio))
     if LONGEST in costs:
-        share = 1 / value(costs[LONGEST], RIVAL, "growth")
+        share = 1 / times_ours(costs[LONGEST], RIVAL, "growth")
         bars.append(Bar(f"{LONGEST}: at most {MEMORY_BAR:g} of the memory of {RIVAL}", share, share <= MEMORY_BAR))
     return bars
 
@@ -276,7 +270,7 @@ def run(console: Console, pythons: dict[str, str], repeats: int, longest: int) -
         costs[name], versions = measure(pythons, case, repeats)
     for name, found in versions.items():
         console.print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in found.items()), highlight=False)
-    console.print(cpu_table(costs, names))
+    console.print(cpu_table(costs))
 
     growths = {}
     for length in track([n for n in LENGTHS if n <= longest], "lengths", console=console, transient=True):
