@@ -263,7 +263,9 @@ def main() -> None:
 
 
 def run(console: Console, pythons: dict[str, str], repeats: int, longest: int) -> None:
-    names, costs, versions = list(pythons), {}, {}
+    names: list[str] = list(pythons)
+    costs: dict[str, dict[str, Cost]] = {}
+    versions: dict[str, Any] = {}
     console.print(f"{platform.machine()}, {platform.system()}, 1 thread, torch {torch.__version__}", highlight=False)
     cases = {name: case for name, case in CASES.items() if case.seq <= longest}
     for name, case in track(cases.items(), description="steps", console=console, transient=True):

@@ -42,17 +42,18 @@ def make_step(case: Case, inputs: Inputs) -> Step:
     attention = "sdpa" if on_cpu else "flex_attention"
     if on_cpu:
         eagle3.LogSoftmaxLoss = InPlaceLoss
-    config = LlamaConfig(
-        hidden_size=case.hidden,
-        intermediate_size=case.mlp,
-        num_hidden_layers=1,
-        num_attention_heads=case.num_heads,
-        num_key_value_heads=case.num_kv_heads,
-        vocab_size=case.vocab,
-        draft_vocab_size=case.draft_vocab,
-        max_position_embeddings=case.seq + case.unroll,
-        pad_token_id=0,
-    )
+    sizes: dict[str, Any] = {
+        "hidden_size": case.hidden,
+        "intermediate_size": case.mlp,
+        "num_hidden_layers": 1,
+        "num_attention_heads": case.num_heads,
+        "num_key_value_heads": case.num_kv_heads,
+        "vocab_size": case.vocab,
+        "draft_vocab_size": case.draft_vocab,
+        "max_position_embeddings": case.seq + case.unroll,
+        "pad_token_id": 0,
+    }
+    config = LlamaConfig(**sizes)
     draft = LlamaForCausalLMEagle3(config, attention_backend=attention).to(case.device, case.torch_dtype)
     draft.freeze_embedding()
     with torch.no_grad():

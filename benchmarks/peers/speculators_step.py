@@ -1,5 +1,7 @@
 """The training step of EAGLE-3 in speculators: its model, its packing of a batch into one row, its loss."""
 
+from typing import Any
+
 import torch
 from peers.contender import Case, Inputs, Step, serve
 from speculators.config import SpeculatorsConfig, VerifierConfig
@@ -14,16 +16,17 @@ DECAY = 0.8
 
 def make_step(case: Case, inputs: Inputs) -> Step:
     on_cpu = case.device == "cpu"  # FlexAttention has no gradient there, and Triton does not run
-    layer = LlamaConfig(
-        hidden_size=case.hidden,
-        intermediate_size=case.mlp,
-        num_hidden_layers=1,
-        num_attention_heads=case.num_heads,
-        num_key_value_heads=case.num_kv_heads,
-        vocab_size=case.vocab,
-        max_position_embeddings=case.seq + case.unroll,
-        attn_implementation="sdpa" if on_cpu else "simple_flex_attention",
-    )
+    sizes: dict[str, Any] = {
+        "hidden_size": case.hidden,
+        "intermediate_size": case.mlp,
+        "num_hidden_layers": 1,
+        "num_attention_heads": case.num_heads,
+        "num_key_value_heads": case.num_kv_heads,
+        "vocab_size": case.vocab,
+        "max_position_embeddings": case.seq + case.unroll,
+        "attn_implementation": "sdpa" if on_cpu else "simple_flex_attention",
+    }
+    layer = LlamaConfig(**sizes)
     config = Eagle3SpeculatorConfig(
         transformer_layer_config=layer,
         draft_vocab_size=case.draft_vocab,
