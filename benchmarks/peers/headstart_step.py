@@ -1,0 +1,61 @@
+"""Our training step, as trainers/loop.py takes it."""
+
+import torch
+from peers.contender import Case, Inputs, Step, serve
+from torch import Tensor
+
+from data_pipelines.batches import Batch
+from data_pipelines.shards import Sample
+from heads.build import new_head
+from heads.frozen import FrozenTarget
+from heads.target_config import TargetConfig
+from heads.vocab import DraftVocab
+from recipes.schema import Eagle3Section
+from trainers.objective import Objective, Teacher, UnrolledHead
+
+
+def make_step(case: Case, inputs: Inputs) -> Step:
+    config = TargetConfig.from_dict(
+        {
+            "model_type": "llama",
+            "hidden_size": case.hidden,
+            "intermediate_size": case.mlp,
+            "num_hidden_layers": case.num_layers,
+            "num_attention_heads": case.num_heads,
+            "num_key_value_heads": case.num_kv_heads,
+            "vocab_size": case.vocab,
+            "max_position_embeddings": case.seq,
+        }
+    )
+    tensors = {
+        "model.embed_tokens.weight": inputs.embedding,
+        "model.norm.weight": inputs.norm,
+        "lm_head.weight": inputs.lm_head,
+    }
+    frozen = FrozenTarget.from_tensors(tensors, config, tied=False)
+    vocab = DraftVocab(torch.arange(case.draft_vocab), case.vocab)
+    head = new_head(Eagle3Section(kind="eagle3"), frozen, vocab, seed=0).to(case.device, case.torch_dtype)
+    objective = Objective(
+        name="soft_cross_entropy",
+        weight=1.0,
+        regression_weight=0.0,
+        input_noise=0.0,
+        unroll_weights=tuple(0.8**k for k in range(case.unroll)),
+    )
+    teacher = Teacher(frozen, vocab)
+    unrolled = UnrolledHead(head, teacher, objective)
+    rows = zip(inputs.tokens, inputs.loss_mask, inputs.taps, inputs.last_hidden, strict=True)
+    batch = Batch.collate([Sample(*row) for row in rows], case.torch_dtype, case.device)
+
+    def step() -> Tensor:
+        unrolled.zero_grad()
+        supervision = teacher.supervise(batch)
+        scores = unrolled(batch, supervision, supervision.counts(case.unroll))
+        scores.loss.backward()
+        return scores.loss.detach()
+
+    return step
+
+
+if __name__ == "__main__":
+    serve(make_step, ())

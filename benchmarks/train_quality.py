@@ -1,0 +1,212 @@
+"""What a head is worth that we train, and one that speculators trains: same features, size, batches, steps and decoder.
+
+    python benchmarks/train_quality.py recipes/tiny.yaml train.steps=600 --peer speculators=VENV
+
+Ours is trained by trainers/eagle.py with the recipe's settings. Theirs is trained in their environment (train_step.py
+says how to make it) with their model, whose lm_head stays the target's, loss (KL, every unroll step weighted alike),
+optimizers (Muon and AdamW), linear schedule and clipping; the recipe gives the architecture, the number of unroll steps
+and the very batches. Either learning rate is the best of a sweep of shorter runs, by tau on prompts apart. The table
+shows tau of both on the recipe's held-out prompts, as a chain and as the recipe's tree, without calibration.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import load_file, save_file
+from train_step import peer_python
+
+from data_pipelines.batches import SampleOrder
+from data_pipelines.harvest import harvest
+from data_pipelines.shards import FeatureStore
+from heads.base import DraftHead
+from heads.build import load_head
+from heads.target_config import TargetConfig, locate_target
+from inference.decode import DecodeStats, generate
+from inference.drafters.cost_aware import growth_from_recipe
+from inference.drafters.head import HeadDrafter
+from inference.report import held_out_prompts, machine
+from inference.sampling import Sampling
+from inference.target import TargetModel
+from recipes import Recipe
+from recipes.command_line import recipe_from_command_line
+from recipes.schema import Eagle3Section
+
+ROOT = Path(__file__).resolve().parents[1]
+PEER = "speculators"
+OUR_RATES = (0.5, 1.0, 2.0)  # times the recipe's
+THEIR_RATES = (1e-3, 3e-3, 1e-2, 3e-2)  # the first is their default, of Muon and AdamW alike
+SWEEP_SHARE = 4  # a run of the sweep has a quarter of the steps
+SWEEP_PROMPTS = 6
+TEMPERATURES = (0.0, 1.0)
+GROWTHS = ("chain", "tree")
+
+Train = Callable[[float, int, Path], Path]  # rate, steps and an empty folder; gives the folder of the head
+
+
+def train_ours(arguments: list[str], recipe: Recipe, rate: float, steps: int, folder: Path) -> Path:
+    """trainers/eagle.py as a user starts it, on the features of the recipe's run."""
+    for stage in (recipe.prompts_dir, recipe.responses_dir, recipe.features_dir):
+        (folder / stage.name).symlink_to(stage.absolute())
+    train = recipe.train
+    changes = {
+        "run_dir": folder,
+        "train.steps": steps,
+        "train.warmup_steps": min(train.warmup_steps, steps // 10),
+        "train.learning_rate": rate * train.learning_rate,
+        "train.muon_learning_rate": rate * train.muon_learning_rate,
+        "train.checkpoint_every": steps,
+        "train.eval_every": steps,
+        "train.eval_prompts": 0,
+        "log.wandb": "disabled",
+    }
+    overrides = [f"{name}={value}" for name, value in changes.items()]
+    call([sys.executable, str(ROOT / "trainers" / "eagle.py"), *arguments, *overrides], folder)
+    return folder / "head"
+
+
+def train_theirs(python: str, recipe: Recipe, target: Path, rate: float, steps: int, folder: Path) -> Path:
+    section, config = recipe.head, TargetConfig.from_folder(target)
+    if not isinstance(section, Eagle3Section) or section.draft_vocab_size or section.hidden_size:
+        raise ValueError(
+            f"head: {section.model_dump()} given, an eagle3 head of the target's width and whole vocabulary is allowed "
+            "here; take recipes/tiny.yaml"
+        )
+    store = FeatureStore(recipe.features_dir, "train")
+    order = SampleOrder(len(store), recipe.seed)
+    job = {
+        "target": str(target.absolute()),
+        "shards": [str((store.folder / shard["file"]).absolute()) for shard in store.shards],
+        "batches": [order.of_step(step, recipe.train.batch_size) for step in range(steps)],
+        "taps": section.taps or config.default_taps(),
+        "fc_norm": section.fc_norm,
+        "norm_output": section.norm_output,
+        "unroll": recipe.train.unroll,
+        "learning_rate": rate,
+        "seed": recipe.seed,
+        "threads": torch.get_num_threads(),
+        "head": str(folder / "saved"),
+    }
+    (folder / "job.json").write_text(json.dumps(job))
+    script = ROOT / "benchmarks" / "peers" / "speculators_train.py"
+    call([python, str(script), str(folder / "job.json")], folder)
+    return as_ours(folder / "saved", target, folder / "head")
+
+
+def call(command: list[str], folder: Path) -> None:
+    """Raises ValueError with the end of what the command printed when it fails."""
+    log = folder / "log.txt"
+    with log.open("w") as out:
+        code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, check=False).returncode
+    if code:
+        raise ValueError(f"{' '.join(command[:3])} ended with {code}:\n{log.read_text()[-2000:]}")
+
+
+def as_ours(saved: Path, target: Path, folder: Path) -> Path:
+    """A head that speculators saved, in the layout that our loader reads."""
+    theirs = json.loads((saved / "config.json").read_text())
+    own = json.loads((target / "config.json").read_text())  # the layer's sizes are the target's
+    config = {
+        **own,
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "draft_vocab_size": theirs["draft_vocab_size"],
+        "eagle_aux_hidden_state_layer_ids": theirs["eagle_aux_hidden_state_layer_ids"],
+        "fc_norm": theirs["fc_norm"],
+        "norm_output": theirs["norm_output"],
+    }
+    tensors = {
+        name.replace("layers.0.", "midlayer."): tensor
+        for name, tensor in load_file(saved / "model.safetensors").items()
+        if name != "embed_tokens.weight"  # the target's, untouched
+    }
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def tau(
+    recipe: Recipe, target: TargetModel, head: DraftHead, way: str, temperature: float, prompts: list[list[int]]
+) -> float:
+    """Tokens per target step over all prompts."""
+    decode = recipe.decode.model_copy(update={"growth": "chain"}) if way == "chain" else recipe.decode
+    drafter, stats = HeadDrafter(head, growth_from_recipe(decode, target, head)), DecodeStats()
+    sampling = Sampling(temperature, seed=decode.seed)
+    for prompt in prompts:
+        stats.add(generate(target, prompt, decode.max_new_tokens, sampling, drafter).stats)
+    return stats.tau
+
+
+def best_rate(
+    train: Train, rates: tuple[float, ...], steps: int, worth: Callable[[Path], float], console: Console
+) -> float:
+    """The rate of the sweep whose head has the largest tau."""
+    found = {}
+    for rate in rates:
+        with tempfile.TemporaryDirectory() as folder:
+            found[rate] = worth(train(rate, steps, Path(folder)))
+        console.print(f"  rate {rate:g}, {steps} steps: tau {found[rate]:.2f}")
+    return max(rates, key=found.__getitem__)
+
+
+def run(recipe: Recipe, arguments: list[str], peers: dict[str, str]) -> None:
+    torch.set_num_threads(recipe.report.threads or torch.get_num_threads())
+    console = Console(highlight=False)
+    console.print(", ".join(f"{name} {value}" for name, value in machine().items()))
+    harvest(recipe)
+    folder = locate_target(recipe.target.path, recipe.target.revision)
+    ways: dict[str, tuple[Train, tuple[float, ...]]] = {
+        "headstart": (partial(train_ours, arguments, recipe), OUR_RATES)
+    }
+    if PEER in peers:
+        ways[PEER] = (partial(train_theirs, peers[PEER], recipe, folder), THEIR_RATES)
+    else:
+        console.print(f"{PEER} is not measured; benchmarks/train_step.py --help says how to get it")
+    everything = held_out_prompts(with_prompts(recipe, recipe.report.num_prompts + SWEEP_PROMPTS))
+    prompts, apart = everything[: recipe.report.num_prompts], everything[recipe.report.num_prompts :]
+    taps = recipe.head.taps if isinstance(recipe.head, Eagle3Section) else None
+    target = TargetModel.load(recipe.target, taps or TargetConfig.from_folder(folder).default_taps())
+
+    def worth(head: Path) -> float:
+        return tau(recipe, target, load_head(head, target.frozen), "tree", 0.0, apart)
+
+    table = Table(title=f"tau on {len(prompts)} held-out prompts behind {recipe.train.steps} steps")
+    table.add_column("head")
+    for column in ("rate", *(f"{way}, T {temperature:g}" for temperature in TEMPERATURES for way in GROWTHS)):
+        table.add_column(column, justify="right")
+    for name, (train, rates) in ways.items():
+        console.print(f"{name}:")
+        rate = best_rate(train, rates, recipe.train.steps // SWEEP_SHARE, worth, console)
+        with tempfile.TemporaryDirectory() as place:
+            head = load_head(train(rate, recipe.train.steps, Path(place)), target.frozen)
+        taus = [tau(recipe, target, head, way, t, prompts) for t in TEMPERATURES for way in GROWTHS]
+        table.add_row(name, f"{rate:g}", *(f"{each:.2f}" for each in taus))
+    console.print(table)
+
+
+def with_prompts(recipe: Recipe, number: int) -> Recipe:
+    return recipe.model_copy(update={"report": recipe.report.model_copy(update={"num_prompts": number})})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--peer", type=peer_python, action="append", default=[])
+    given, arguments = parser.parse_known_args()
+    recipe = recipe_from_command_line(__doc__, arguments)
+    try:
+        run(recipe, arguments, dict(given.peer))
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+if __name__ == "__main__":
+    main()

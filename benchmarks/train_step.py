@@ -1,0 +1,298 @@
+"""What a training step of EAGLE-3 costs, forward and backward, beside SpecForge and speculators.
+
+    python benchmarks/train_step.py
+    python benchmarks/train_step.py --peer specforge=VENV --peer speculators=VENV
+
+On a CPU, one thread: CPU seconds, and the growth of the resident memory over what the process had before its first
+step. Every contender is a process of its own, and they take turns step by step, so that a busy machine hits all alike;
+still, read the ratios. Under the table stands how our memory grows with the length, and which of the bars are met. On
+CUDA the same at the shapes of Llama-3-8B, one contender after the other: tokens per second, and the most memory that a
+step allocates on top.
+
+A peer is a virtual environment with these packages in it. Its own requirements name a serving engine, so it goes
+without them (`--no-deps`); torch is the version that we are measured with, its CUDA build where there is a device.
+
+    python -m venv VENV && VENV/bin/pip install torch==2.13.0
+    VENV/bin/pip install --no-deps specforge==0.2.0
+    VENV/bin/pip install transformers==5.8.1 accelerate psutil pydantic pyyaml requests triton torch==2.13.0
+
+    python -m venv VENV && VENV/bin/pip install torch==2.13.0
+    VENV/bin/pip install --no-deps speculators==0.9.0
+    VENV/bin/pip install transformers==5.19.0 datasets==5.1.0 hs-connectors==0.9.0 pydantic-settings loguru rich tqdm \
+        typer click httpx psutil openai torch==2.13.0
+
+Each takes the fastest way that runs: on a CPU SpecForge dense attention, the compact teacher and the in-place loss (in
+torch, see peers/specforge_step.py), speculators SDPA and its eager loss; on CUDA both FlexAttention and fused losses.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from peers.contender import Case
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+FOLDER = Path(__file__).resolve().parent
+PEERS = ("specforge", "speculators")
+OURS = "headstart"
+SMALL, LONG, LONGEST, LARGE_VOCAB = "2 x 256", "1 x 1024", "1 x 4096", "2 x 256, V 32000"
+CASES = {
+    SMALL: Case(batch=2, seq=256, vocab=4096, draft_vocab=2048),
+    LONG: Case(batch=1, seq=1024, vocab=4096, draft_vocab=2048),
+    LONGEST: Case(batch=1, seq=4096, vocab=4096, draft_vocab=2048),
+    LARGE_VOCAB: Case(batch=2, seq=256, vocab=32000, draft_vocab=8000),
+}
+LLAMA3_8B = Case(
+    batch=1,
+    seq=2048,
+    vocab=128256,
+    draft_vocab=32000,
+    hidden=4096,
+    num_heads=32,
+    num_kv_heads=8,
+    mlp=14336,
+    num_layers=32,
+    device="cuda",
+    dtype="bfloat16",
+)
+DEVICE_CASES = {f"1 x {seq}": replace(LLAMA3_8B, seq=seq) for seq in (2048, 8192)}
+LENGTHS = (1024, 2048, 4096, 8192, 16384)
+RIVAL = "specforge"  # the fastest of the peers on a CPU
+SPEED_BARS = {SMALL: 1.0, LARGE_VOCAB: 1.0, LONG: 1.5, LONGEST: 6.0}  # times its speed
+MEMORY_BAR = 0.2  # of its growth at the longest case
+LINEAR_BAR = 1.1  # growth per token at a length, over that at half the length
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one step: the least of several, since whatever else runs on the machine only adds."""
+
+    cpu: float  # seconds
+    wall: float
+    growth: float  # MiB
+
+
+@dataclass(frozen=True)
+class Bar:
+    text: str
+    value: float
+    met: bool
+
+
+class Contender:
+    """A process of benchmarks/peers that takes a step when told to."""
+
+    def __init__(self, name: str, python: str, case: Case) -> None:
+        # torch is told the number of threads by itself; this is for the libraries beside it.
+        environment = {**os.environ, "OMP_NUM_THREADS": str(case.threads)}
+        command = [python, "-W", "ignore", "-m", f"peers.{name}_step", json.dumps(asdict(case))]
+        self.name = name
+        self.process = subprocess.Popen(
+            command, cwd=FOLDER, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.versions = self.answer()
+
+    def answer(self) -> dict[str, Any]:
+        """Raises ValueError when the process has ended; what it had to say is on stderr."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise ValueError(f"{self.name}: its process ended with {self.process.wait()}, see above")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def step(self) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+    def close(self) -> None:
+        self.process.communicate()  # the end of its input ends it
+
+
+@contextmanager
+def contenders(pythons: dict[str, str], case: Case) -> Iterator[list[Contender]]:
+    with ExitStack() as stack:
+        found = []
+        for name, python in pythons.items():
+            found.append(Contender(name, python, case))
+            stack.callback(found[-1].close)
+        yield found
+
+
+def measure(pythons: dict[str, str], case: Case, repeats: int) -> tuple[dict[str, Cost], dict[str, Any]]:
+    """Each contender's cost, taking turns step by step behind one step that warms up; and their versions."""
+    with contenders(pythons, case) as rivals:
+        answers: dict[str, list[dict[str, Any]]] = {rival.name: [] for rival in rivals}
+        for _ in range(1 + repeats):
+            for rival in rivals:
+                answers[rival.name].append(rival.step())
+        versions = {rival.name: rival.versions for rival in rivals}
+    return {name: least(found) for name, found in answers.items()}, versions
+
+
+def least(answers: list[dict[str, Any]]) -> Cost:
+    warm = answers[1:]
+    return Cost(
+        cpu=min(answer["cpu"] for answer in warm),
+        wall=min(answer["wall"] for answer in warm),
+        growth=max(answer["peak"] - answer["start"] for answer in warm),
+    )
+
+
+def cpu_table(costs: dict[str, dict[str, Cost]]) -> Table:
+    table = Table(title="one step on one thread, h 256, unroll 7; x is over ours")
+    table.add_column("case")
+    table.add_column("trainer")
+    for column in ("CPU s", "x", "MiB of growth", "x"):
+        table.add_column(column, justify="right")
+    for case, found in costs.items():
+        for name, cost in found.items():
+            times = [f"{times_ours(found, name, field):.2f}" for field in ("cpu", "growth")]
+            table.add_row(case, name, f"{cost.cpu:.2f}", times[0], f"{cost.growth:.0f}", times[1])
+        table.add_section()
+    return table
+
+
+def times_ours(found: dict[str, Cost], name: str, field: str) -> float:
+    """A peer's cost over ours."""
+    return asdict(found[name])[field] / asdict(found[OURS])[field]
+
+
+def device_table(pythons: dict[str, str], repeats: int) -> Table:
+    """One contender at a time has the device; where one fails, its row says so and stderr says why."""
+    table = Table(title=f"one step on {torch.cuda.get_device_name()}, shapes of Llama-3-8B, bfloat16, unroll 7")
+    table.add_column("case")
+    table.add_column("trainer")
+    for column in ("tokens/s", "MiB on top"):
+        table.add_column(column, justify="right")
+    for title, case in DEVICE_CASES.items():
+        for name, python in pythons.items():
+            try:
+                cost = measure({name: python}, case, repeats)[0][name]
+                table.add_row(title, name, f"{case.num_tokens / cost.wall:.0f}", f"{cost.growth:.0f}")
+            except ValueError as error:
+                print(error, file=sys.stderr)
+                table.add_row(title, name, "failed", "failed")
+        table.add_section()
+    return table
+
+
+def lengths_table(growths: dict[int, float]) -> Table:
+    table = Table(title="ours alone: memory of one sequence")
+    for column in ("tokens", "MiB of growth", "KiB per token"):
+        table.add_column(column, justify="right")
+    for length, growth in growths.items():
+        table.add_row(str(length), f"{growth:.0f}", f"{1024 * growth / length:.0f}")
+    return table
+
+
+def peer_bars(costs: dict[str, dict[str, Cost]]) -> list[Bar]:
+    bars = []
+    for case, least_ratio in SPEED_BARS.items():
+        if case in costs:
+            ratio = times_ours(costs[case], RIVAL, "cpu")
+            bars.append(Bar(f"{case}: {least_ratio:g} times the speed of {RIVAL}", ratio, ratio >= least_ratio))
+    if LONGEST in costs:
+        share = 1 / times_ours(costs[LONGEST], RIVAL, "growth")
+        bars.append(Bar(f"{LONGEST}: at most {MEMORY_BAR:g} of the memory of {RIVAL}", share, share <= MEMORY_BAR))
+    return bars
+
+
+def linear_bar(growths: dict[int, float]) -> Bar:
+    per_token = [growth / length for length, growth in growths.items()]
+    worst = max(after / before for before, after in pairwise(per_token))
+    lengths = f"{min(growths)} to {max(growths)}"
+    text = (
+        f"memory linear in the length, {lengths} tokens: per token at most {LINEAR_BAR:g} times that of half the length"
+    )
+    return Bar(text, worst, worst <= LINEAR_BAR)
+
+
+def bars_table(bars: list[Bar]) -> Table:
+    table = Table("bar", "measured", "", title="bars")
+    for bar in bars:
+        table.add_row(bar.text, f"{bar.value:.2f}", "met" if bar.met else "MISSED")
+    return table
+
+
+def peer_python(text: str) -> tuple[str, str]:
+    """`specforge=VENV` of the command line, as the peer's name and its Python."""
+    name, _, venv = text.partition("=")
+    python = Path(venv).expanduser().absolute() / "bin" / "python"
+    if name not in PEERS or not python.exists():
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: NAME=VENV is allowed, NAME one of {', '.join(PEERS)} and VENV its virtual environment's folder"
+        )
+    return name, str(python)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--peer", type=peer_python, action="append", default=[], metavar="NAME=VENV", help=f"one of {', '.join(PEERS)}"
+    )
+    parser.add_argument("--repeats", type=int, default=3, help="measured steps of each contender and case")
+    parser.add_argument("--longest", type=int, default=max(LENGTHS), help="leave out longer sequences; in tokens")
+    found = parser.parse_args()
+    if found.repeats < 1 or found.longest < min(LENGTHS):
+        parser.error(f"--repeats of at least 1 and --longest of at least {min(LENGTHS)} are allowed")
+    return found
+
+
+def main() -> None:
+    given, console = arguments(), Console()
+    pythons = {OURS: sys.executable, **dict(given.peer)}
+    try:
+        run(console, pythons, given.repeats, given.longest)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+def run(console: Console, pythons: dict[str, str], repeats: int, longest: int) -> None:
+    names: list[str] = list(pythons)
+    costs: dict[str, dict[str, Cost]] = {}
+    versions: dict[str, Any] = {}
+    console.print(f"{platform.machine()}, {platform.system()}, 1 thread, torch {torch.__version__}", highlight=False)
+    cases = {name: case for name, case in CASES.items() if case.seq <= longest}
+    for name, case in track(cases.items(), description="steps", console=console, transient=True):
+        costs[name], versions = measure(pythons, case, repeats)
+    for name, found in versions.items():
+        console.print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in found.items()), highlight=False)
+    console.print(cpu_table(costs))
+
+    growths = {}
+    for length in track([n for n in LENGTHS if n <= longest], "lengths", console=console, transient=True):
+        found, _ = measure({OURS: sys.executable}, replace(CASES[LONG], seq=length), repeats=1)
+        growths[length] = found[OURS].growth
+    console.print(lengths_table(growths))
+
+    bars = peer_bars(costs) if RIVAL in names else []
+    bars += [linear_bar(growths)] if len(growths) > 1 else []
+    if bars:
+        console.print(bars_table(bars))
+    missing = [name for name in PEERS if name not in names]
+    if missing:
+        console.print(f"not measured: {', '.join(missing)}; --help says how to get a peer and name it with --peer")
+
+    if not torch.cuda.is_available():
+        console.print("no CUDA device here: the shapes of Llama-3-8B are not measured")
+        return
+    console.print(device_table(pythons, repeats))
+
+
+if __name__ == "__main__":
+    main()
