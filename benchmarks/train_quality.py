@@ -24,7 +24,7 @@ from rich.table import Table
 from safetensors.torch import load_file, save_file
 from train_step import peer_python
 
-from data_pipelines.batches import SampleOrder
+from data_pipelines.order import SampleOrder
 from data_pipelines.harvest import harvest
 from data_pipelines.shards import FeatureStore
 from heads.base import DraftHead
@@ -81,7 +81,7 @@ def train_theirs(python: str, recipe: Recipe, target: Path, rate: float, steps: 
             "here; take recipes/tiny.yaml"
         )
     store = FeatureStore(recipe.features_dir, "train")
-    order = SampleOrder(len(store), recipe.seed)
+    order = SampleOrder(store.shard_sizes, recipe.seed, recipe.data.shuffle_shards)
     job = {
         "target": str(target.absolute()),
         "shards": [str((store.folder / shard["file"]).absolute()) for shard in store.shards],
