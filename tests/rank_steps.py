@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from data_pipelines.batches import Batch
@@ -20,11 +20,11 @@ from trainers.objective import Objective, Teacher, UnrolledHead
 from trainers.optimizers import set_learning_rates
 from trainers.ranks import HeadOnRanks, gathered, share_out, start_ranks
 
-STEPS, BATCH = 4, 8
+STEPS, HALF, BATCH = 4, 2, 8
 CLIP_NORM = 3.5  # longer than some of the steps' gradients and shorter than others'
 
 
-def main(folder: Path, result: Path) -> None:
+def main(folder: Path, result: Path, begun: Path | None = None) -> None:
     """Writes the losses, the gradient and its norm of each step, the weights and the optimizer state behind the last.
 
     Every other step takes its batch in two parts; a last one has no finite gradient and must change nothing.
@@ -36,23 +36,36 @@ def main(folder: Path, result: Path) -> None:
     vocab = draft_vocab(recipe.head, store.token_counts(frozen.config.vocab_size))
     head = new_head(recipe.head, frozen, vocab, recipe.seed).to(accelerator.device)
     make_dense(head)
+    taken_up = {} if begun is None else load_file(begun)
+    if taken_up:
+        head.load_state_dict(named(taken_up, "weight"))
     unrolled = UnrolledHead(head, Teacher(frozen, vocab), Objective.from_recipe(recipe), activation_checkpointing=True)
     ranks, found = share_out(accelerator, unrolled, recipe.train), {}
-    assert not ranks.state(), "nothing was stepped yet"
-    for step in range(STEPS):
+    ranks.restore(named(taken_up, "state"))
+    for step in range(HALF if taken_up else 0, STEPS):
         set_learning_rates(ranks.optimizers, recipe.train, step)
         samples = [store[(BATCH * step + place) % len(store)] for place in range(BATCH)]
         found[f"loss.{step}"] = accumulate(ranks, samples, parts=1 + step % 2)
         found |= {f"gradient.{step}.{name}": gradient for name, gradient in full_gradients(ranks).items()}
         found[f"norm.{step}"] = torch.tensor(ranks.update())
+        if step + 1 == HALF:
+            save(ranks, {}, result.with_suffix(".half"))
     accumulate(ranks, samples, parts=1, scale=math.inf)
     assert not math.isfinite(ranks.update())
+    save(ranks, found, result)
+    accelerator.end_training()
+
+
+def save(ranks: HeadOnRanks, found: dict[str, Tensor], path: Path) -> None:
     whole, state = ranks.whole(), ranks.state()
     if whole is not None:
-        found |= {f"weight.{name}": weight for name, weight in whole.head.state_dict().items()}
+        found = found | {f"weight.{name}": weight for name, weight in whole.head.state_dict().items()}
         found |= {f"state.{name}": value for name, value in state.items()}
-        save_file({name: tensor.cpu().contiguous() for name, tensor in found.items()}, result)
-    accelerator.end_training()
+        save_file({name: tensor.cpu().contiguous() for name, tensor in found.items()}, path)
+
+
+def named(found: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
+    return {name.removeprefix(f"{kind}."): value for name, value in found.items() if name.startswith(f"{kind}.")}
 
 
 def make_dense(head: nn.Module) -> None:
@@ -94,4 +107,4 @@ def full_gradients(ranks: HeadOnRanks) -> dict[str, Tensor]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(*map(Path, sys.argv[1:]))

@@ -1,6 +1,7 @@
 """Laws of launches: however many ranks there are and however they share the head, the training is the same one."""
 
 import importlib.util
+import re
 import shutil
 import subprocess
 import sys
@@ -110,18 +111,34 @@ def alone(harvested: Path) -> dict[str, Tensor]:
     return found
 
 
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """To 1e-5 of the largest entry of each tensor: ranks add up in another order, and float32 has 7 digits."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        error = float((found[name] - tensor).abs().max() / tensor.abs().max())
+        assert error < 1e-5, f"{name}: {error:.1e}"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "ranks"), WAYS)
 def test_every_way_of_sharing_takes_the_same_steps(
     harvested: Path, alone: dict[str, Tensor], tmp_path: Path, way: str, ranks: int
 ) -> None:
-    """To 1e-5 of the largest entry of each tensor: ranks add up in another order, and float32 has 7 digits."""
+    """Loss, gradient, its norm, weights and optimizer state, by full name."""
     finish(launch(way, ranks, "tests/rank_steps.py", harvested, tmp_path / "result.safetensors"))
-    found = load_file(tmp_path / "result.safetensors")
-    assert found.keys() == alone.keys()
-    for name, expected in alone.items():
-        error = float((found[name] - expected).abs().max() / expected.abs().max())
-        assert error < 1e-5, f"{name}: {error:.1e}"
+    assert_same(load_file(tmp_path / "result.safetensors"), alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "ranks"), WAYS[1::2])
+def test_every_way_of_sharing_takes_up_what_a_single_process_left(
+    harvested: Path, alone: dict[str, Tensor], tmp_path: Path, way: str, ranks: int
+) -> None:
+    """Its third and fourth step, that is, from weights and optimizer state behind the second."""
+    begun, result = harvested / "one.half", tmp_path / "result.safetensors"
+    finish(launch(way, ranks, "tests/rank_steps.py", harvested, result, begun))
+    earlier = re.compile(r"(loss|norm|gradient)\.[01]\b")
+    assert_same(load_file(result), {name: tensor for name, tensor in alone.items() if not earlier.match(name)})
 
 
 LONGER = "train.steps=40", "train.checkpoint_every=2", "train.eval_every=20", "train.eval_prompts=1"

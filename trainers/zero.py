@@ -75,11 +75,13 @@ class ZeroHead(HeadOnRanks):
                 yield f"{name}.{what}", safe_get_full_optimizer_state(parameter, what) if flat else value
 
     def restore(self, state: dict[str, Tensor]) -> None:
+        if not state:  # at the start of a run DeepSpeed makes its own
+            return
         named = list(self.unrolled.head.named_parameters())
         self.make_state(state_of(named[0][0], state))
         for name, parameter in named:
             for what, value in state_of(name, state).items():
-                if value.shape == parameter.shape:
+                if value.ndim > 0:
                     safe_set_full_optimizer_state(parameter, value.to(self.accelerator.device), what)
 
     def make_state(self, like: dict[str, Tensor]) -> None:
