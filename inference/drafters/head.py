@@ -1,13 +1,15 @@
 """Drafting with a trained head: trees grown level by level, for all rows of a batch at once."""
 
 from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from heads.base import DraftHead
 from heads.cache import Slots
+from heads.calibration import Calibration
+from heads.vocab import DraftVocab
 from inference.cache import KVCache
 from inference.drafters import Verified
 from inference.drafters.growth import Growth, Pool
@@ -42,10 +44,31 @@ class Frontier:
         return Frontier(tokens, numbers, totals, torch.cat([take(self.visible, parents), themselves], -1), history)
 
 
+@runtime_checkable  # the shape checks of the tests look at instances
+class Guesser(Protocol):
+    """What drafting level by level needs of a head, or of a model in its place."""
+
+    taps: tuple[int, ...]
+    vocab: DraftVocab
+    calibration: Calibration
+    embedding: Tensor
+
+    @property
+    def cache_shape(self) -> tuple[int, int, int]: ...
+
+    def project(self, taps: Tensor) -> Tensor: ...
+
+    def __call__(self, *args: Any) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+    def feedback(self, hidden: Tensor) -> Tensor: ...
+
+
 class HeadDrafter:
     """Reads the target's features of what was verified, then unrolls the head on its own features."""
 
-    def __init__(self, head: DraftHead, growth: Growth) -> None:
+    def __init__(self, head: Guesser, growth: Growth) -> None:
         """Raises ValueError for a tree wider than the head's vocabulary."""
         if growth.width > len(head.vocab.ids):
             raise ValueError(f"decode.width: {growth.width} given, 1 to the head's {len(head.vocab.ids)} is allowed")
@@ -57,7 +80,7 @@ class HeadDrafter:
         return self.head.taps
 
     @property
-    def cache_shape(self) -> tuple[int, int, int]:
+    def cache_shape(self) -> tuple[int, int, int] | None:
         return self.head.cache_shape
 
     @property
@@ -73,27 +96,27 @@ class HeadDrafter:
         return self.growth.static_shapes
 
     @torch.inference_mode()
-    def begin(self, taps: Tensor, next_tokens: Tensor, row: KVCache) -> None:
+    def begin(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
         assert row.head is not None
-        count = next_tokens.shape[1] - 1
+        count = text.shape[1] - 2  # the last position is read with the first draft
         if count:
             positions = torch.arange(count, device=self.ids.device)
             features = self.head.project(taps[:, :count])
-            self.head(features, next_tokens[:, :count], positions, None, row.head)
+            self.head(features, text[:, 1 : count + 1], positions, None, row.head)
 
     @torch.inference_mode()
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
-        assert cache.head is not None
+        slots = self.slots(cache)
         levels = self.growth.levels(verified)
-        hidden = self.read(verified, cache.head)  # [batch, 1, feature]
+        hidden = self.read(verified, slots)  # [batch, 1, feature]
         if levels < 1:
             return Tree.root_only(verified.roots)
         frontier, pool, features = Frontier.at_root(verified), Pool.empty(), hidden
         samples = SampledChildren(self.growth, self.head.vocab) if verified.sampling.rule == "rejection" else None
         for level in range(levels):
             if level:
-                hidden = self.expand(features, frontier, level, cache.head)
-            positions = (cache.head.starts + (level + 1)).unsqueeze(1).expand_as(frontier.tokens)
+                hidden = self.expand(features, frontier, level, slots)
+            positions = (slots.starts + (level + 1)).unsqueeze(1).expand_as(frontier.tokens)
             logits, count = self.head.logits(hidden), self.growth.children(level)
             if samples is not None:
                 values, columns = samples.draw(level, logits, positions, verified.sampling, frontier.history)
@@ -116,6 +139,11 @@ class HeadDrafter:
             )
         tree = self.growth.prune(pool, verified.roots)
         return tree if samples is None else samples.label(tree, verified.rooms)
+
+    def slots(self, cache: KVCache) -> Slots:
+        """Where it keeps keys and values."""
+        assert cache.head is not None
+        return cache.head
 
     def read(self, verified: Verified, slots: Slots) -> Float[Tensor, "batch 1 feature"]:
         """Take in the verified positions, in place of what was drafted there; returns each row's last hidden state."""

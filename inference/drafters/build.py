@@ -1,0 +1,88 @@
+"""The drafter that a recipe names, made from what it names: a folder, a number of layers, a corpus, or nothing."""
+
+import json
+from pathlib import Path
+
+from heads.base import DraftHead
+from heads.target_config import locate_target
+from inference.drafters import Drafter
+from inference.drafters.cost_aware import growth_from_recipe
+from inference.drafters.growth import Dynamic, Fixed, Growth
+from inference.drafters.head import HeadDrafter
+from inference.drafters.lookahead import Lookahead
+from inference.drafters.lookup import CorpusLookup, PromptLookup
+from inference.drafters.model import EarlyExit, ModelDrafter
+from inference.drafters.other_tokenizer import OtherTokenizerDrafter
+from inference.drafters.suffix_automaton import SuffixAutomaton
+from inference.drafters.trie import Shape
+from inference.target import TargetModel
+from inference.tokenizer import load_tokenizer, same_tokenizer
+from recipes.schema import DecodeSection, TargetSection
+
+
+def build_drafter(
+    section: DecodeSection, target: TargetModel, source: TargetSection, head: DraftHead | None = None
+) -> Drafter:
+    """`source` is where the target came from; a drafter of kind `head` needs the head.
+
+    Raises ValueError for what does not fit the target.
+    """
+    if section.drafter == "head":
+        assert head is not None
+        return HeadDrafter(head, growth_from_recipe(section, target, head))
+    if section.drafter == "prompt_lookup":
+        return PromptLookup(lookup_shape(section), section.ngram)
+    if section.drafter == "suffix":
+        assert section.corpus is not None
+        return CorpusLookup(lookup_shape(section), section.ngram, SuffixAutomaton(read_corpus(section.corpus)))
+    if section.drafter == "lookahead":
+        return Lookahead(section.width, section.depth)
+    if section.drafter == "early_exit":
+        layers = section.exit_layers or target.config.num_layers // 2
+        return EarlyExit(target, layers, model_growth(section))
+    return model_drafter(section, target, source)
+
+
+def model_drafter(section: DecodeSection, target: TargetModel, source: TargetSection) -> Drafter:
+    """Token by token where the draft model has the target's tokenizer, else by way of the text."""
+    assert section.draft_model is not None
+    model = TargetModel.load(source.model_copy(update={"path": section.draft_model, "revision": None}), ())
+    folder = locate_target(section.draft_model, None)
+    own, targets = (load_tokenizer(place) for place in (folder, locate_target(source.path, source.revision)))
+    if same_tokenizer(own, targets):
+        return ModelDrafter(model, model_growth(section), target)
+    if section.growth != "chain":
+        raise ValueError(
+            f"decode.growth: {section.growth} given, chain is allowed with {section.draft_model}, whose tokenizer is "
+            f"not the target's"
+        )
+    return OtherTokenizerDrafter(model, own, targets, section.depth)
+
+
+def model_growth(section: DecodeSection) -> Growth:
+    """A model's tree has a shape that needs no measured costs."""
+    if section.growth == "fixed":
+        assert section.paths is not None
+        return Fixed(section.paths)
+    if section.growth == "chain":
+        return Fixed.chain(section.depth) if section.acceptance == "rejection" else Dynamic.chain(section.depth)
+    return Dynamic(section.depth, section.width, section.nodes)
+
+
+def lookup_shape(section: DecodeSection) -> Shape:
+    if section.growth == "chain":
+        return Shape(section.depth, 1, section.depth)
+    return Shape(section.depth, section.width, section.nodes)
+
+
+def read_corpus(path: Path) -> list[list[int]]:
+    """Texts of a JSONL file, such as the responses and prompts that a run has written: rows with `tokens`."""
+    texts = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        row = json.loads(line)
+        if not isinstance(row, dict) or not isinstance(row.get("tokens"), list):
+            raise ValueError(
+                f"decode.corpus: row {number} of {path} holds no tokens; give rows like the prompts stage's"
+            )
+        texts.append(row["tokens"])
+    return texts
