@@ -125,5 +125,6 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
 def own_children(module: Any) -> Any:
     """A copy of a module that shares all that it has, but whose children can be exchanged without touching it."""
     copied = copy.copy(module)
-    copied.__dict__["_modules"] = dict(module._modules)
+    # Its own tables of children, and of hooks; what is in them stays shared.
+    copied.__dict__.update({name: copy.copy(value) for name, value in vars(module).items() if isinstance(value, dict)})
     return copied

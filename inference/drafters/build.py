@@ -33,7 +33,8 @@ def build_drafter(
     if section.drafter == "prompt_lookup":
         return PromptLookup(lookup_shape(section), section.ngram)
     if section.drafter == "suffix":
-        assert section.corpus is not None
+        if section.corpus is None:
+            raise ValueError("decode.corpus: missing; give a JSONL file of texts, or leave out the drafter suffix")
         return CorpusLookup(lookup_shape(section), section.ngram, SuffixAutomaton(read_corpus(section.corpus)))
     if section.drafter == "lookahead":
         return Lookahead(section.width, section.depth)
@@ -43,15 +44,22 @@ def build_drafter(
     return model_drafter(section, target, source)
 
 
+def load_draft_model(section: DecodeSection, source: TargetSection) -> TargetModel:
+    """The recipe's draft model, in the target's number format and place."""
+    if section.draft_model is None:
+        raise ValueError("decode.draft_model: missing; give a model, or leave out what drafts with one")
+    return TargetModel.load(source.model_copy(update={"path": section.draft_model, "revision": None}), ())
+
+
 def model_drafter(section: DecodeSection, target: TargetModel, source: TargetSection) -> Drafter:
     """Token by token where the draft model has the target's tokenizer, else by way of the text."""
+    model = load_draft_model(section, source)
     assert section.draft_model is not None
-    model = TargetModel.load(source.model_copy(update={"path": section.draft_model, "revision": None}), ())
     folder = locate_target(section.draft_model, None)
     own, targets = (load_tokenizer(place) for place in (folder, locate_target(source.path, source.revision)))
     if same_tokenizer(own, targets):
         return ModelDrafter(model, model_growth(section), target)
-    if section.growth != "chain":
+    if section.growth not in ("chain", "adaptive"):
         raise ValueError(
             f"decode.growth: {section.growth} given, chain is allowed with {section.draft_model}, whose tokenizer is "
             f"not the target's"
@@ -60,29 +68,33 @@ def model_drafter(section: DecodeSection, target: TargetModel, source: TargetSec
 
 
 def model_growth(section: DecodeSection) -> Growth:
-    """A model's tree has a shape that needs no measured costs."""
+    """The recipe's; a policy that goes by a head's measured costs gives way to the one that it adapts."""
     if section.growth == "fixed":
         assert section.paths is not None
         return Fixed(section.paths)
-    if section.growth == "chain":
+    if section.growth in ("chain", "adaptive"):
         return Fixed.chain(section.depth) if section.acceptance == "rejection" else Dynamic.chain(section.depth)
     return Dynamic(section.depth, section.width, section.nodes)
 
 
 def lookup_shape(section: DecodeSection) -> Shape:
-    if section.growth == "chain":
+    if section.growth in ("chain", "adaptive"):
         return Shape(section.depth, 1, section.depth)
     return Shape(section.depth, section.width, section.nodes)
 
 
 def read_corpus(path: Path) -> list[list[int]]:
-    """Texts of a JSONL file, such as the responses and prompts that a run has written: rows with `tokens`."""
-    texts = []
+    """The texts of a JSONL file, as the prompts and the responses of a run are written."""
+    texts: list[list[int]] = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         row = json.loads(line)
-        if not isinstance(row, dict) or not isinstance(row.get("tokens"), list):
+        if "tokens" in row:
+            texts.append(row["tokens"])
+        elif {"prompt", "response"} <= row.keys():
+            texts.append(row["prompt"] + row["response"])
+        else:
             raise ValueError(
-                f"decode.corpus: row {number} of {path} holds no tokens; give rows like the prompts stage's"
+                f"decode.corpus: row {number} of {path} has fields {sorted(row)}; tokens are allowed, or "
+                f"prompt and response, as a run writes them"
             )
-        texts.append(row["tokens"])
     return texts
