@@ -11,6 +11,7 @@ Prints tables and writes report.json, report.md, report.png and report.html to R
 
 import json
 import platform
+from functools import partial
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
@@ -33,7 +34,7 @@ from inference.question_sets import Prompt, read_questions
 from inference.report_tables import COLUMNS, as_markdown, as_tables, cells, draw, heading, speedups
 from inference.sampling import sampling_from_recipe
 from inference.target import TargetModel, pick_device
-from inference.tokenizer import Tokenizer, load_tokenizer
+from inference.tokenizer import Tokenizer, load_tokenizer, text_of
 from inference.trace import Trace, trace
 from recipes import Recipe, run_command
 from recipes.schema import Baseline
@@ -71,7 +72,7 @@ def report(recipe: Recipe) -> list[Outcome]:
     traces = trace_ways(recipe, ways, target, prompts[0].tokens)
     for one in traces:
         console.rule(f"{one.way}: drafted tokens on green, the deeper the darker; bonus tokens underlined")
-        console.print(on_terminal(one, tokenizer.decode))
+        console.print(on_terminal(one, partial(text_of, tokenizer)))
     write_report(recipe, outcomes, traces, tokenizer)
     console.print(f"written to {recipe.report_dir}: {', '.join(FILES)}", highlight=False)
     return outcomes
@@ -193,7 +194,9 @@ def write_report(recipe: Recipe, outcomes: list[Outcome], traces: list[Trace], t
     (recipe.report_dir / "report.md").write_text(f"{head}{about}.\n\n{tables}")
     parts = [(heading(found), found, [list(COLUMNS), *cells(found)]) for found in groups.values()]
     title = f"headstart on {recipe.target.path}"
-    (recipe.report_dir / "report.html").write_text(page(title, parts, traces, tokenizer.decode), encoding="utf-8")
+    (recipe.report_dir / "report.html").write_text(
+        page(title, parts, traces, partial(text_of, tokenizer)), encoding="utf-8"
+    )
     draw(groups).savefig(recipe.report_dir / "report.png", dpi=150)
 
 

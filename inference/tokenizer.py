@@ -5,12 +5,17 @@ from pathlib import Path
 from transformers import AutoTokenizer
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-__all__ = ["Tokenizer", "load_tokenizer", "same_tokenizer"]
+__all__ = ["Tokenizer", "load_tokenizer", "same_tokenizer", "text_of"]
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Tokenizer:
     tokenizer: Tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     return tokenizer
+
+
+def text_of(tokenizer: Tokenizer, tokens: list[int]) -> str:
+    """Special tokens included."""
+    return str(tokenizer.decode(tokens))
 
 
 def same_tokenizer(one: Tokenizer, other: Tokenizer) -> bool:

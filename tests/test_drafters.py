@@ -1,20 +1,24 @@
 """Laws of the drafters without training: which never change a text, and what each of them must find."""
 
 import itertools
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from families import FAMILIES, WINDOW
 from scripted import paths
+from tiny_run import build_tokenizer
 from torch import nn
 from transformers import LlamaForCausalLM
 
 from inference.cache import KVCache
 from inference.decode import DecodeStats, Request, generate, generate_batch
 from inference.drafters import Drafter, Verified
+from inference.drafters.build import build_drafter
 from inference.drafters.growth import Dynamic, Fixed
 from inference.drafters.lookahead import Lookahead, NGrams
 from inference.drafters.lookup import Continuations, CorpusLookup, PromptLookup
@@ -24,6 +28,7 @@ from inference.drafters.suffix_automaton import SuffixAutomaton
 from inference.drafters.trie import Shape, Trie
 from inference.sampling import BatchSampling, Sampling
 from inference.target import TargetModel
+from recipes.schema import DecodeSection, TargetSection
 
 MakeModel = Callable[..., LlamaForCausalLM]
 NO_CACHE = KVCache.allocate((1, 1, 1), None, 1)
@@ -296,7 +301,7 @@ def test_lookahead_reads_its_window_by_jacobi_iteration() -> None:
     first = drafter.draft(verified_text(text, 99), NO_CACHE)
     said = [token + 1 for token in first.tokens[0].tolist()]
     row = drafter.rows[id(text)]
-    below = [[row.window[level][column] for level in range(2)] for column in range(2)]
+    below = [filled([row.window[level][column] for level in range(2)]) for column in range(2)]
     text.append(said[0])
     drafter.draft(replace(verified_text(text, 99), texts=[text], choices=[said]), NO_CACHE)
     # One token became certain: the branches are the trunk now, and what was said below them is the branch.
@@ -313,10 +318,16 @@ def test_lookaheads_window_moves_with_the_text() -> None:
     row = drafter.rows[id(text)]
     window = [list(level) for level in row.window]
     said = list(range(100, 100 + tree.tokens.shape[1]))
-    last = [said[node] for node in row.nodes[-1]]
+    last: list[int | None] = [said[node] for node in filled(row.nodes[-1])]
     text += [1, 2, 3]
     row.advance(said)
-    assert row.window == [[*level[2:], None, None] for level in (*window[1:], last)]
+    assert row.window == [[*level[2:], None, None] for level in [*window[1:], last]]
+
+
+def filled(values: list[int | None]) -> list[int]:
+    found = [value for value in values if value is not None]
+    assert len(found) == len(values)
+    return found
 
 
 def test_ngrams_keep_the_latest() -> None:
@@ -369,3 +380,57 @@ def test_another_tokenizers_model_reads_each_token_once(target: TargetModel) -> 
     handle.remove()
     assert counted == [2, 1, 1]  # two of its three drafts had been read; the root, and the one before it
     assert tree.tokens[0].tolist() == whole[7:11]
+
+
+def test_a_recipe_names_its_drafter(target_folder: Path, tmp_path: Path) -> None:
+    source = TargetSection(path=str(target_folder), dtype="float32", device="cpu")
+    target = TargetModel.load(source, ())
+    for folder in (target_folder, tmp_path):
+        build_tokenizer().save_pretrained(folder)
+    (tmp_path / "config.json").write_text((target_folder / "config.json").read_text())
+    (tmp_path / "model.safetensors").write_bytes((target_folder / "model.safetensors").read_bytes())
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text('{"id": 0, "tokens": [1, 2, 3]}\n{"prompt": [1, 2], "response": [4]}\n')
+
+    def build(**fields: Any) -> Any:
+        return build_drafter(DecodeSection(**fields), target, source)
+
+    assert build(drafter="prompt_lookup", ngram=2).ngram == 2
+    assert build(drafter="prompt_lookup", growth="chain", depth=3).shape == Shape(3, 1, 3)
+    assert build(drafter="suffix", corpus=corpus).automaton.match([9, 2])[1] == 1
+    assert build(drafter="lookahead", width=3, depth=4).max_nodes == 1 + 2 * 3 * 4
+    assert len(build(drafter="early_exit").exit.model.layers) == 3
+    assert len(build(drafter="early_exit", exit_layers=5).exit.model.layers) == 5
+    drafter = build(drafter="draft_model", draft_model=str(tmp_path), growth="chain", depth=2)
+    assert isinstance(drafter, ModelDrafter)
+    assert drafter.growth == Dynamic.chain(2)
+    other = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocab = other["model"]["vocab"]
+    swapped = {"a": vocab["b"], "b": vocab["a"]}
+    other["model"]["vocab"] = {**vocab, **swapped}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(other))
+    assert isinstance(build(drafter="draft_model", draft_model=str(tmp_path), growth="chain"), OtherTokenizerDrafter)
+    with pytest.raises(
+        ValueError, match=r"decode\.growth: dynamic given, chain is allowed with .*, whose tokenizer is"
+    ):
+        build(drafter="draft_model", draft_model=str(tmp_path))
+    corpus.write_text('{"text": "no tokens"}\n')
+    with pytest.raises(ValueError, match=r"decode\.corpus: row 1 of .* has fields \['text'\]; tokens are allowed"):
+        build(drafter="suffix", corpus=corpus)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"drafter": "draft_model"}, "drafter draft_model needs draft_model; give decode.draft_model"),
+        ({"drafter": "suffix"}, "drafter suffix needs corpus; give decode.corpus"),
+        ({"drafter": "lookahead", "growth": "adaptive"}, "growth adaptive goes by a head's costs"),
+        (
+            {"drafter": "prompt_lookup", "growth": "fixed", "paths": [[0]]},
+            "growth fixed asks for children at every node",
+        ),
+    ],
+)
+def test_fields_of_a_drafter_go_together(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DecodeSection(**fields)
