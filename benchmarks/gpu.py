@@ -28,8 +28,7 @@ from inference.decode import DecodeLoop, Request
 from inference.drafters import PLAIN, Drafter, Verified
 from inference.drafters.growth import Dynamic
 from inference.drafters.head import HeadDrafter
-from inference.question_sets import Prompt
-from inference.report import head_folder, held_out_prompts, machine, saved_taps
+from inference.report import head_folder, machine, report_prompts, saved_taps
 from inference.report_tables import as_tables
 from inference.sampling import BatchSampling, Sampling
 from inference.static import StaticStep
@@ -233,10 +232,10 @@ def demo(console: Console, recipe: Recipe) -> None:
         Way("chain", HeadDrafter(head, Dynamic.chain(depth))),
         Way("tree", HeadDrafter(head, Dynamic(depth, recipe.decode.width, recipe.decode.nodes))),
     ]
-    prompts = [Prompt(tokens, "held-out") for tokens in held_out_prompts(recipe)]
     for temperature in recipe.report.temperatures:
         sampling = Sampling(temperature, seed=recipe.decode.seed)
-        for table in as_tables(compare(ways, target, prompts, recipe.decode.max_new_tokens, sampling, 1)):
+        found = compare(ways, target, report_prompts(recipe), recipe.decode.max_new_tokens, sampling, 1)
+        for table in as_tables(found):
             console.print(table)
 
 

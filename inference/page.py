@@ -54,7 +54,9 @@ def page(
 def plots(outcomes: list[Outcome]) -> list[str]:
     """Acceptance by depth, speed against tree size, and tau by category where there are several."""
     drafting = [outcome for outcome in outcomes if outcome.stats.drafted]
-    depths = [Series(o.way, [(d, share) for d, share in enumerate(o.stats.acceptance, start=1)]) for o in drafting]
+    depths = [
+        Series(o.way, [(float(d), share) for d, share in enumerate(o.stats.acceptance, start=1)]) for o in drafting
+    ]
     sizes = [Series(o.way, [(o.stats.drafted / o.stats.steps, o.tokens_per_second)]) for o in drafting]
     found = [legend([o.way for o in drafting])]
     if drafting:
@@ -62,7 +64,7 @@ def plots(outcomes: list[Outcome]) -> list[str]:
         found.append(line_plot("tokens per second by drafted nodes per step", "nodes", sizes))
     categories = list(outcomes[0].tau_by_category)
     if len(categories) > 1 and drafting:
-        taus = [Series(o.way, [*enumerate(o.tau_by_category[c] for c in categories)]) for o in drafting]
+        taus = [Series(o.way, [(float(i), o.tau_by_category[c]) for i, c in enumerate(categories)]) for o in drafting]
         found.append(bar_plot("tokens per target step (tau) by category", categories, taus))
     return found
 

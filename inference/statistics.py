@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy
+from numpy.typing import NDArray
 
 RESAMPLES = 2000
 
@@ -40,11 +41,10 @@ def speedup(
     return Interval(*(float(numpy.exp(found)) for found in (value, value - high, value - low)))
 
 
-def log_ratio(sums: numpy.ndarray) -> numpy.ndarray:
+def log_ratio(sums: NDArray[numpy.float64]) -> NDArray[numpy.float64]:
     """log of (tokens / seconds) / (base tokens / base seconds)."""
     tokens, base_seconds, seconds, base_tokens = sums
-    found: numpy.ndarray = numpy.log(tokens * base_seconds / (seconds * base_tokens))
-    return found
+    return numpy.asarray(numpy.log(tokens * base_seconds / (seconds * base_tokens)))
 
 
 def quantile(values: Sequence[float], share: float) -> float:

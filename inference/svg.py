@@ -62,7 +62,7 @@ def line_plot(title: str, x_label: str, series: Sequence[Series]) -> str:
 def bar_plot(title: str, groups: Sequence[str], series: Sequence[Series]) -> str:
     """A group of bars for each name; x of a point is its group's number."""
     most = max((y for one in series for _, y in one.points), default=1.0) or 1.0
-    parts, room = axes(title, "", 0, most), (WIDTH - LEFT - 16) / max(len(groups), 1)
+    parts, room = axes(title, "", 0.0, most), (WIDTH - LEFT - 16) / max(len(groups), 1)
     width = 0.8 * room / max(len(series), 1)
     for number, one in enumerate(series):
         for group, value in one.points:
