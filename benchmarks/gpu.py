@@ -28,7 +28,8 @@ from inference.decode import DecodeLoop, Request
 from inference.drafters import PLAIN, Drafter, Verified
 from inference.drafters.growth import Dynamic
 from inference.drafters.head import HeadDrafter
-from inference.report import as_table, head_folder, held_out_prompts, machine, saved_taps
+from inference.report import head_folder, machine, report_prompts, saved_taps
+from inference.report_tables import as_tables
 from inference.sampling import BatchSampling, Sampling
 from inference.static import StaticStep
 from inference.target import TargetModel
@@ -233,8 +234,9 @@ def demo(console: Console, recipe: Recipe) -> None:
     ]
     for temperature in recipe.report.temperatures:
         sampling = Sampling(temperature, seed=recipe.decode.seed)
-        found = compare(ways, target, held_out_prompts(recipe), recipe.decode.max_new_tokens, sampling, 1)
-        console.print(as_table(found))
+        found = compare(ways, target, report_prompts(recipe), recipe.decode.max_new_tokens, sampling, 1)
+        for table in as_tables(found):
+            console.print(table)
 
 
 def main() -> None:

@@ -24,8 +24,8 @@ from rich.table import Table
 from safetensors.torch import load_file, save_file
 from train_step import peer_python
 
-from data_pipelines.order import SampleOrder
 from data_pipelines.harvest import harvest
+from data_pipelines.order import SampleOrder
 from data_pipelines.shards import FeatureStore
 from heads.base import DraftHead
 from heads.build import load_head

@@ -1,5 +1,6 @@
 """What a runtime must know of a model's architecture, read from its configuration and from one probing pass."""
 
+import copy
 from typing import Any
 
 import torch
@@ -102,3 +103,28 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return module
     raise ValueError(f"{type(model).__name__} has no list of {num_layers} layers to tap; it is not a known decoder")
+
+
+def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
+    """The same model cut short behind `count` layers, norm and lm_head kept; it shares all of its modules.
+
+    Raises ValueError for a number of layers that leaves none, or none out.
+    """
+    layers = decoder_layers(model)
+    if not 1 <= count < len(layers):
+        raise ValueError(f"decode.exit_layers: {count} given, 1 to {len(layers) - 1} of the target's layers is allowed")
+    path = next(name for name, module in model.named_modules() if module is layers).split(".")
+    short = node = own_children(model)
+    for name in path[:-1]:
+        node._modules[name] = own_children(node.get_submodule(name))
+        node = node.get_submodule(name)
+    node._modules[path[-1]] = layers[:count]
+    return short
+
+
+def own_children(module: Any) -> Any:
+    """A copy of a module that shares all that it has, but whose children can be exchanged without touching it."""
+    copied = copy.copy(module)
+    # Its own tables of children, and of hooks; what is in them stays shared.
+    copied.__dict__.update({name: copy.copy(value) for name, value in vars(module).items() if isinstance(value, dict)})
+    return copied

@@ -153,6 +153,7 @@ class Row:
     taps: Float[Tensor, "count tapped"]  # of these positions
     end_tokens: tuple[int, ...]
     drafted: int = 0  # nodes that were judged to find them
+    choices: list[int] = field(default_factory=list)  # the target's, at each of these nodes and the root
     ended: bool = False
 
     @property
@@ -244,7 +245,7 @@ class DecodeLoop:
         sampling = BatchSampling([request.sampling], device)
         history = start_history([request], [[]], self.target)
         choice = sampling.choose(output.logits, torch.tensor([[count]], device=device), history)
-        self.drafter.begin(output.taps, torch.cat([tokens[:, 1:], choice], dim=1), row_cache)
+        self.drafter.begin(output.taps, torch.cat([tokens, choice], dim=1), row_cache)
 
         generation = self.generations[number]
         ends = tuple(self.target.end_tokens) if request.end_tokens is None else request.end_tokens
@@ -285,6 +286,7 @@ class DecodeLoop:
         for index, (row, found) in enumerate(zip(self.rows, accepted, strict=True)):
             count = len(found.path)
             row.start, row.taps, row.drafted = len(row.text) - 1, path_taps[index, :count], found.drafted
+            row.choices = found.choices
             logprobs = None
             if row.request.logprobs:
                 chosen = torch.tensor(found.tokens, device=paths.device)
@@ -332,6 +334,7 @@ class DecodeLoop:
             sampling=self.sampling if self.static is not None else self.with_noise(),
             history=self.history,
             texts=[row.text for row in rows],
+            choices=[row.choices for row in rows],
         )
 
     def with_noise(self) -> BatchSampling:

@@ -18,8 +18,7 @@ from heads.frozen import FrozenTarget
 from heads.target_config import locate_target
 from inference.decode import DecodeLoop, DecodeStats, Generation, Request
 from inference.drafters import Drafter
-from inference.drafters.cost_aware import growth_from_recipe
-from inference.drafters.head import HeadDrafter
+from inference.drafters.build import build_drafter
 from inference.sampling import Sampling, sampling_from_recipe
 from inference.settings import (
     DEFAULTS,
@@ -79,23 +78,30 @@ class SpeculativeModel:
     def from_folders(
         cls,
         target: str | Path,
-        head: str | Path,
+        head: str | Path | None = None,
         decode: DecodeSection | None = None,
         tokenizer: Any = None,
         **section: Any,
     ) -> "SpeculativeModel":
         """Ready to use, from the folder of a target (or its hub name) and of a head that was trained for it.
 
+        Without a head, `decode` names another drafter: a draft model, prompt lookup, lookahead, early exit.
+
         `section` holds fields of the recipe's target section: dtype (float32 if it is not given), device, attention.
         Of `decode`, calls keep the growth of drafts, their acceptance, the seed, OpenAI's penalties and the batch.
         """
         decode = decode or DecodeSection()
         fields = TargetSection(**{"path": str(target), "dtype": "float32", **section})
-        # A head that does not fit is refused before the target is loaded.
-        frozen = FrozenTarget.from_folder(locate_target(fields.path, fields.revision), torch.float32)
-        model = TargetModel.load(fields, load_head(Path(head), frozen).taps)
-        trained = load_head(Path(head), model.frozen)
-        drafter = HeadDrafter(trained, growth_from_recipe(decode, model, trained))
+        if (head is None) == (decode.drafter == "head"):
+            raise ValueError(f"head: {head} given with decode.drafter {decode.drafter}; one of the two drafts")
+        if head is None:
+            model = TargetModel.load(fields, ())
+            drafter = build_drafter(decode, model, fields)
+        else:
+            # A head that does not fit is refused before the target is loaded.
+            frozen = FrozenTarget.from_folder(locate_target(fields.path, fields.revision), torch.float32)
+            model = TargetModel.load(fields, load_head(Path(head), frozen).taps)
+            drafter = build_drafter(decode, model, fields, load_head(Path(head), model.frozen))
         said = sampling_from_recipe(decode, temperature=0.0)
         sampling = replace(said, top_k=None, top_p=1.0, min_p=0.0, repetition_penalty=1.0)  # these come with each call
         return cls(model, drafter, tokenizer, sampling, decode.max_batch)

@@ -1,34 +1,47 @@
-"""What a head is worth: plain against speculative decoding of held-out prompts, with the output checked throughout.
+"""What heads and drafters are worth: plain against speculative decoding, with the output checked throughout.
 
     python -m inference.report recipes/tiny.yaml
     python -m inference.report recipes/tiny_full.yaml report.head=assets/demo_head
+    python -m inference.report recipes/tiny_full.yaml report.head=assets/demo_head \\
+        'report.baselines=[plain, generate, generate_lookup, chain, tree, prompt_lookup, lookahead, early_exit]' \\
+        report.prompts=question.jsonl 'report.batches=[1, 4]' 'report.temperatures=[0, 1]'
 
-Prints a table and writes report.json, report.md and report.png to RUN_DIR/report, and a searched tree as tree.png.
+Prints tables and writes report.json, report.md, report.png and report.html to RUN_DIR/report, and a searched tree as
+tree.png.
 """
 
 import json
 import platform
+from functools import partial
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from rich.console import Console
-from rich.table import Table
 
 from heads.build import load_head, new_head
 from heads.frozen import FrozenTarget
 from heads.target_config import locate_target
 from inference.compare import Outcome, Way, compare
 from inference.decode import check_length
+from inference.drafters.build import build_drafter, load_draft_model
 from inference.drafters.cost_aware import growth_from_recipe, searched_tree
 from inference.drafters.growth import Growth
 from inference.drafters.head import HeadDrafter
+from inference.page import on_terminal, page
+from inference.question_sets import Prompt, read_questions
+from inference.report_tables import COLUMNS, as_markdown, as_tables, cells, draw, heading, speedups
 from inference.sampling import sampling_from_recipe
 from inference.target import TargetModel, pick_device
+from inference.tokenizer import Tokenizer, load_tokenizer, text_of
+from inference.trace import Trace, trace
 from inference.tree_picture import draw_tree
 from recipes import Recipe, run_command
+from recipes.schema import Baseline
+
+FILES = ("report.json", "report.md", "report.png", "report.html")
 
 
 def main() -> None:
@@ -39,30 +52,49 @@ def report(recipe: Recipe) -> list[Outcome]:
     """Measure, print and write; raises ValueError for a head that does not fit or prompts that are missing."""
     if recipe.report.threads is not None:
         torch.set_num_threads(recipe.report.threads)
-    prompts = held_out_prompts(recipe)
+    prompts = report_prompts(recipe)
     target_folder = locate_target(recipe.target.path, recipe.target.revision)
     # Cheap checks come before the target is loaded.
-    taps = saved_taps(recipe, target_folder)
+    taps = saved_taps(recipe, target_folder) if needs_head(recipe) else ()
     target = TargetModel.load(recipe.target, taps)
     for prompt in prompts:
-        check_length(target, prompt, recipe.decode.max_new_tokens)
+        check_length(target, prompt.tokens, recipe.decode.max_new_tokens)
     ways = build_ways(recipe, target)
 
     console, outcomes = Console(), []
-    for temperature in recipe.report.temperatures:
+    for temperature, batch in product(recipe.report.temperatures, recipe.report.batches):
         with console.status(f"decoding {len(prompts)} prompts in {len(ways)} ways at temperature {temperature}"):
             sampling = sampling_from_recipe(recipe.decode, temperature)
-            found = compare(ways, target, prompts, recipe.decode.max_new_tokens, sampling, recipe.report.warmup_prompts)
-        console.print(as_table(found))
+            new_tokens, warmup = recipe.decode.max_new_tokens, recipe.report.warmup_prompts
+            found = compare(ways, target, prompts, new_tokens, sampling, warmup, batch)
+        for table in as_tables(found):
+            console.print(table)
         outcomes += found
-    write_report(recipe, outcomes)
-    written = "report.json, report.md, report.png"
-    if recipe.decode.growth.startswith("searched"):
+    tokenizer = load_tokenizer(target_folder, recipe.target.trust_remote_code)
+    traces = trace_ways(recipe, ways, target, prompts[0].tokens)
+    for one in traces:
+        console.rule(f"{one.way}: drafted tokens on green, the deeper the darker; bonus tokens underlined")
+        console.print(on_terminal(one, partial(text_of, tokenizer)))
+    write_report(recipe, outcomes, traces, tokenizer)
+    written = list(FILES)
+    if needs_head(recipe) and recipe.decode.growth.startswith("searched"):
         tree = searched_tree(load_head(head_folder(recipe), target.frozen))
         draw_tree(tree, recipe.decode.nodes).savefig(recipe.report_dir / "tree.png", dpi=150)
-        written += ", tree.png"
-    console.print(f"written to {recipe.report_dir}: {written}", highlight=False)
+        written.append("tree.png")
+    console.print(f"written to {recipe.report_dir}: {', '.join(written)}", highlight=False)
     return outcomes
+
+
+def report_prompts(recipe: Recipe) -> list[Prompt]:
+    """Of the recipe's question file, by category, or else the held-out ones."""
+    section = recipe.report
+    if section.prompts is None:
+        return [Prompt(tokens, "held-out") for tokens in held_out_prompts(recipe)]
+    if not section.prompts.is_file():
+        raise ValueError(f"report.prompts: {section.prompts} is missing; give a JSONL file of prompts")
+    folder = locate_target(recipe.target.path, recipe.target.revision)
+    tokenizer = load_tokenizer(folder, recipe.target.trust_remote_code)
+    return read_questions(section.prompts, tokenizer, recipe.data.prompt_tokens, section.num_prompts)
 
 
 def held_out_prompts(recipe: Recipe) -> list[list[int]]:
@@ -71,6 +103,10 @@ def held_out_prompts(recipe: Recipe) -> list[list[int]]:
         raise ValueError(f"{path} is missing; make it with: python -m data_pipelines.prompts RECIPE")
     rows = path.read_text().splitlines()[: recipe.report.num_prompts]
     return [json.loads(row)["tokens"] for row in rows]
+
+
+def needs_head(recipe: Recipe) -> bool:
+    return not {"chain", "tree", "untrained"}.isdisjoint(recipe.report.baselines)
 
 
 def head_folder(recipe: Recipe) -> Path:
@@ -84,6 +120,31 @@ def saved_taps(recipe: Recipe, target_folder: Path) -> tuple[int, ...]:
 
 
 def build_ways(recipe: Recipe, target: TargetModel) -> list[Way]:
+    """The report's rows, plain decoding among them."""
+    named = recipe.report.baselines
+    heads = head_ways(recipe, target) if needs_head(recipe) else {}
+    depth = recipe.decode.depth
+
+    def build(name: Baseline) -> Way:
+        if name in heads:
+            return heads[name]
+        if name == "plain":
+            return Way(name)
+        if name == "generate":
+            return Way(name, transformers=True)
+        if name == "generate_lookup":
+            return Way(name, transformers=True, lookup=depth)
+        if name == "generate_assisted":
+            draft = load_draft_model(recipe.decode, recipe.target)
+            return Way(name, transformers=True, assistant=(draft, depth))
+        section = recipe.decode.model_copy(update={"drafter": name})
+        return Way(name, build_drafter(section, target, recipe.target))
+
+    return [build(name) for name in (named if "plain" in named else ("plain", *named))]
+
+
+def head_ways(recipe: Recipe, target: TargetModel) -> dict[str, Way]:
+    """The head as a chain and as the recipe's tree, and one of the same sizes that was never trained."""
     head = load_head(head_folder(recipe), target.frozen)
 
     def growth(**changes: str) -> Growth:
@@ -91,87 +152,13 @@ def build_ways(recipe: Recipe, target: TargetModel) -> list[Way]:
         return growth_from_recipe(recipe.decode.model_copy(update=changes), target, head)
 
     ways = {
-        "generate": Way("generate", transformers=True),
-        "plain": Way("plain"),
         "chain": Way("chain", HeadDrafter(head, growth(growth="chain"))),
         "tree": Way("tree", HeadDrafter(head, growth())),
     }
     if "untrained" in recipe.report.baselines:
         untrained = new_head(recipe.head, target.frozen, head.vocab, recipe.seed).eval().requires_grad_(False)
         ways["untrained"] = Way("untrained", HeadDrafter(untrained.to(target.device, target.dtype), growth()))
-    names = list(recipe.report.baselines)
-    return [ways[name] for name in (names if "plain" in names else ["plain", *names])]
-
-
-def speedups(outcomes: list[Outcome]) -> dict[str, dict[str, float]]:
-    """Tokens per second of each way over those of `plain` and of `generate`."""
-    rates = {outcome.way: outcome.tokens_per_second for outcome in outcomes}
-    bases = [base for base in ("plain", "generate") if base in rates]
-    return {way: {base: rate / rates[base] for base in bases} for way, rate in rates.items()}
-
-
-COLUMNS = ("way", "tau", "tokens/s", "x plain", "x generate", "same text", "distinct")
-
-
-def cells(outcomes: list[Outcome]) -> list[list[str]]:
-    """The table's rows, one for each way."""
-    ratios, rows = speedups(outcomes), []
-    for outcome in outcomes:
-        ratio = ratios[outcome.way]
-        rows.append(
-            [
-                outcome.way,
-                f"{outcome.stats.tau:.2f}",
-                f"{outcome.tokens_per_second:.1f}",
-                f"{ratio['plain']:.2f}",
-                f"{ratio['generate']:.2f}" if "generate" in ratio else "",
-                same_text(outcome),
-                f"{outcome.distinct:.2f}",
-            ]
-        )
-    return rows
-
-
-def same_text(outcome: Outcome) -> str:
-    """How many texts are plain decoding's, where that is to be expected."""
-    if outcome.rule == "typical" and outcome.stats.drafted:
-        return "lossy"
-    # transformers draws its own random numbers, and rejection sampling other ones: another text, equally likely.
-    other_noise = outcome.way == "generate" or (outcome.rule == "rejection" and outcome.stats.drafted > 0)
-    if other_noise and outcome.temperature > 0:
-        return "own noise"
-    return f"{outcome.identical}/{outcome.prompts}"
-
-
-def heading(outcomes: list[Outcome]) -> str:
-    per_way = sum(outcome.new_tokens for outcome in outcomes) // len(outcomes)
-    first = outcomes[0]
-    return f"temperature {first.temperature:g}, {first.prompts} held-out prompts, {per_way} tokens each way"
-
-
-def as_table(outcomes: list[Outcome]) -> Table:
-    table = Table(title=heading(outcomes), caption=acceptance_by_depth(outcomes), caption_justify="left")
-    for column in COLUMNS:
-        table.add_column(column, justify="left" if column == "way" else "right")
-    for row in cells(outcomes):
-        table.add_row(*row)
-    return table
-
-
-def as_markdown(outcomes: list[Outcome]) -> str:
-    lines = [f"{heading(outcomes)}:", "", "| " + " | ".join(COLUMNS) + " |", "| --- " + "| ---: " * 6 + "|"]
-    lines += ["| " + " | ".join(row) + " |" for row in cells(outcomes)]
-    return "\n".join(lines) + "\n\n" + acceptance_by_depth(outcomes).replace("\n", "; ") + ".\n"
-
-
-def acceptance_by_depth(outcomes: list[Outcome]) -> str:
-    """One line for each way that drafts: the share of its steps that accepted at least 1, 2, ... drafts."""
-    lines = []
-    for outcome in outcomes:
-        shares = outcome.stats.acceptance
-        if shares:
-            lines.append(f"{outcome.way} accepts at depth 1, 2, ...: " + " ".join(f"{share:.2f}" for share in shares))
-    return "\n".join(lines)
+    return ways
 
 
 def machine() -> dict[str, Any]:
@@ -186,45 +173,38 @@ def machine() -> dict[str, Any]:
     }
 
 
-def write_report(recipe: Recipe, outcomes: list[Outcome]) -> None:
+def trace_ways(recipe: Recipe, ways: list[Way], target: TargetModel, prompt: list[int]) -> list[Trace]:
+    """How each way that drafts came by its text on one prompt, at the first temperature."""
+    sampling = sampling_from_recipe(recipe.decode, recipe.report.temperatures[0])
+    return [
+        trace(way.name, way.drafter, target, prompt, recipe.decode.max_new_tokens, sampling)
+        for way in ways
+        if way.drafter is not None
+    ]
+
+
+def write_report(recipe: Recipe, outcomes: list[Outcome], traces: list[Trace], tokenizer: Tokenizer) -> None:
     recipe.report_dir.mkdir(parents=True, exist_ok=True)
-    by_temperature = {t: [o for o in outcomes if o.temperature == t] for t in recipe.report.temperatures}
+    settings = list(product(recipe.report.temperatures, recipe.report.batches))
+    groups = {(t, b): [o for o in outcomes if (o.temperature, o.batch) == (t, b)] for t, b in settings}
     content: dict[str, Any] = {
         "machine": machine(),
-        "head": str(head_folder(recipe)),
+        "head": str(head_folder(recipe)) if needs_head(recipe) else None,
         "recipe": recipe.model_dump(mode="json"),
         "outcomes": [outcome.as_json() for outcome in outcomes],
-        "speedups": {str(t): speedups(found) for t, found in by_temperature.items()},
+        "speedups": {f"{t}, batch {b}": speedups(found) for (t, b), found in groups.items()},
     }
     (recipe.report_dir / "report.json").write_text(json.dumps(content, indent=1) + "\n")
     about = ", ".join(f"{name} {value}" for name, value in content["machine"].items())
-    tables = "\n".join(as_markdown(found) for found in by_temperature.values())
-    (recipe.report_dir / "report.md").write_text(f"Head `{head_folder(recipe)}`; {about}.\n\n{tables}")
-    draw(by_temperature).savefig(recipe.report_dir / "report.png", dpi=150)
-
-
-def draw(by_temperature: dict[float, list[Outcome]]) -> Figure:
-    """Tokens per second, tau and acceptance by depth, a row of panels for each temperature."""
-    figure = Figure(figsize=(13, 3.6 * len(by_temperature)), layout="constrained")
-    panels = figure.subplots(len(by_temperature), 3, squeeze=False)
-    for (speed, length, depth), (temperature, outcomes) in zip(panels, by_temperature.items(), strict=True):
-        names, colours = [o.way for o in outcomes], [f"C{i}" for i in range(len(outcomes))]
-        for panel, values, title in (
-            (speed, [o.tokens_per_second for o in outcomes], "tokens per second"),
-            (length, [o.stats.tau for o in outcomes], "tokens per target step (tau)"),
-        ):
-            panel.bar_label(panel.bar(names, values, color=colours), fmt="%.2f" if panel is length else "%.0f")
-            panel.set_title(f"{title}, temperature {temperature:g}")
-            panel.margins(y=0.15)
-        for outcome, colour in zip(outcomes, colours, strict=True):
-            shares = outcome.stats.acceptance
-            if shares:
-                depth.plot(range(1, len(shares) + 1), shares, marker="o", color=colour, label=outcome.way)
-        depth.set(title="share of steps that accept at least d drafts", xlabel="d", ylim=(0, 1))
-        depth.set_xticks(range(1, max((len(o.stats.accepted_at_depth) for o in outcomes), default=1) + 1))
-        if depth.has_data():
-            depth.legend()
-    return figure
+    tables = "\n".join(as_markdown(found) for found in groups.values())
+    head = f"Head `{content['head']}`; " if content["head"] else ""
+    (recipe.report_dir / "report.md").write_text(f"{head}{about}.\n\n{tables}")
+    parts = [(heading(found), found, [list(COLUMNS), *cells(found)]) for found in groups.values()]
+    title = f"headstart on {recipe.target.path}"
+    (recipe.report_dir / "report.html").write_text(
+        page(title, parts, traces, partial(text_of, tokenizer)), encoding="utf-8"
+    )
+    draw(groups).savefig(recipe.report_dir / "report.png", dpi=150)
 
 
 if __name__ == "__main__":

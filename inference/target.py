@@ -147,11 +147,14 @@ class TargetModel:
         max_new_tokens: int,
         sampling: Sampling | None = None,
         prompt_lookup: int | None = None,
+        assistant: "tuple[TargetModel, int] | None" = None,
+        streamer: Any = None,
     ) -> list[list[int]]:
         """What transformers' own `generate` writes after each prompt, cut before the padding; the baseline.
 
         The prompts are padded on the left. Sampling draws from the seed, for the whole batch at once. With
-        `prompt_lookup` it drafts as many tokens from the prompt (one prompt at a time).
+        `prompt_lookup` it drafts as many tokens from the prompt, with an `assistant` so many with that model (one
+        prompt at a time, as with a streamer).
         """
         longest = max(map(len, prompts))
         pad = self.end_tokens[0] if self.end_tokens else 0
@@ -165,9 +168,17 @@ class TargetModel:
             prompt_lookup_num_tokens=prompt_lookup,
             **generation_fields(sampling),
         )
+        extra: dict[str, Any] = {} if streamer is None else {"streamer": streamer}
+        if assistant is not None:
+            model, count = assistant
+            # Always as many tokens, however sure the assistant is of them.
+            model.model.generation_config = GenerationConfig(
+                num_assistant_tokens=count, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0
+            )
+            extra["assistant_model"] = model.model
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(sampling.seed)
-            written = self.model.generate(tokens, attention_mask=mask, generation_config=config)
+            written = self.model.generate(tokens, attention_mask=mask, generation_config=config, **extra)
         self._seen.clear()
         return [cut_at_end(row[longest:], self.end_tokens) for row in written.tolist()]
 

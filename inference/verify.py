@@ -1,6 +1,6 @@
 """From a tree and the target's choice at every node to the accepted path: pure, and the same for every drafter."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -18,6 +18,7 @@ class Accepted:
     path: list[int]
     tokens: list[int]
     drafted: int  # nodes that were judged, the root not counted
+    choices: list[int] = field(default_factory=list, compare=False)  # the target's, at every node
 
 
 def accept(tree: Tree, choices: Int[Tensor, "batch nodes"]) -> list[Accepted]:
@@ -29,7 +30,7 @@ def accept(tree: Tree, choices: Int[Tensor, "batch nodes"]) -> list[Accepted]:
         path = [0]
         while (node := child.get((path[-1], chosen[path[-1]]))) is not None:
             path.append(node)
-        accepted.append(Accepted(path, [chosen[node] for node in path], count_drafted(parents)))
+        accepted.append(Accepted(path, [chosen[node] for node in path], count_drafted(parents), chosen))
     return accepted
 
 
@@ -51,7 +52,7 @@ def accept_allowed(
         while path[0]:
             path.insert(0, parents[path[0]])
         taken = [*(tokens[node] for node in path[1:]), chosen[path[-1]]]
-        accepted.append(Accepted(path, taken, count_drafted(parents)))
+        accepted.append(Accepted(path, taken, count_drafted(parents), chosen))
     return accepted
 
 

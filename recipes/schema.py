@@ -19,10 +19,25 @@ Betas = Annotated[tuple[Beta, Beta], Field(strict=False)]
 Taps = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, min_length=1)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 NodePath = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, min_length=1)]
+Batches = Annotated[tuple[Annotated[int, Field(gt=0)], ...], Field(strict=False, min_length=1)]
 Paths = Annotated[tuple[NodePath, ...], Field(strict=False, min_length=1)]
 Weights = Annotated[tuple[Annotated[float, Field(ge=0)], ...], Field(strict=False, min_length=1)]
 Objective = Literal["soft_cross_entropy", "reverse_kl", "total_variation", "log_acceptance", "blended_acceptance"]
-Baseline = Literal["plain", "generate", "chain", "tree", "untrained"]
+DrafterKind = Literal["head", "draft_model", "early_exit", "prompt_lookup", "suffix", "lookahead"]
+Baseline = Literal[
+    "plain",
+    "generate",
+    "generate_lookup",
+    "generate_assisted",
+    "chain",
+    "tree",
+    "untrained",
+    "draft_model",
+    "early_exit",
+    "prompt_lookup",
+    "suffix",
+    "lookahead",
+]
 Baselines = Annotated[tuple[Baseline, ...], Field(strict=False, min_length=1)]
 
 
@@ -291,8 +306,24 @@ class TrainSection(Section):
 
 
 class DecodeSection(Section):
-    """How drafts grow and how text is decoded."""
+    """How drafts are made and grow, and how text is decoded."""
 
+    drafter: DrafterKind = Field(
+        default="head",
+        description="Who drafts. head: the trained one; draft_model: another model; early_exit: the target's first "
+        "layers; prompt_lookup: what followed the same words before; suffix: the same in a corpus; lookahead: the "
+        "target's own parallel guesses.",
+    )
+    draft_model: HomeText | None = Field(
+        default=None, description="Folder or hub name of a model that drafts; with another tokenizer, a chain of text."
+    )
+    exit_layers: int | None = Field(
+        default=None, gt=0, description="Layers of the target that early_exit runs; null is half of them."
+    )
+    ngram: int = Field(default=3, gt=0, description="Longest run of tokens that prompt_lookup and suffix look up.")
+    corpus: Annotated[HomePath | None, Field(strict=False)] = Field(
+        default=None, description="JSONL file of texts for suffix: rows with tokens, or with prompt and response."
+    )
     growth: Literal["chain", "adaptive", "fixed", "searched", "searched_cost_aware", "dynamic", "cost_aware"] = Field(
         default="dynamic",
         description="Shape of the drafts. chain: one token per level; adaptive: a chain as long as recent acceptance "
@@ -340,6 +371,15 @@ class DecodeSection(Section):
 
     @model_validator(mode="after")
     def fields_agree(self) -> "DecodeSection":
+        for kind, field in (("draft_model", "draft_model"), ("suffix", "corpus")):
+            if self.drafter == kind and self.model_dump()[field] is None:
+                raise ValueError(f"drafter {kind} needs {field}; give decode.{field}")
+        if self.drafter != "head" and self.growth in ("adaptive", "cost_aware"):
+            raise ValueError(f"growth {self.growth} goes by a head's costs; {self.drafter} allows chain or dynamic")
+        if self.drafter != "head" and self.growth in ("searched", "searched_cost_aware"):
+            raise ValueError(f"growth {self.growth} was fitted to a head; {self.drafter} allows chain or dynamic")
+        if self.drafter in ("prompt_lookup", "suffix", "lookahead") and self.growth == "fixed":
+            raise ValueError(f"growth fixed asks for children at every node; {self.drafter} allows chain or dynamic")
         if (self.growth == "fixed") != (self.paths is not None):
             raise ValueError("growth fixed and paths go together; give both or neither")
         if self.acceptance == "rejection" and self.growth not in ("chain", "fixed", "searched"):
@@ -353,7 +393,12 @@ class DecodeSection(Section):
 class ReportSection(Section):
     """What the closing report measures."""
 
-    num_prompts: int = Field(default=80, gt=0, description="Held-out prompts decoded per row.")
+    prompts: Annotated[HomePath | None, Field(strict=False)] = Field(
+        default=None,
+        description="JSONL file of prompts by category, such as Spec-Bench's; null is the held-out ones.",
+    )
+    num_prompts: int = Field(default=80, gt=0, description="Prompts decoded per row, of each category in turn.")
+    batches: Batches = Field(default=(1,), description="Prompts decoded together; every row is measured with each.")
     temperatures: Temperatures = Field(
         default=(0.0, 0.7), description="Sampling temperatures; every row is measured at each."
     )
@@ -364,8 +409,8 @@ class ReportSection(Section):
     threads: int | None = Field(default=None, gt=0, description="CPU threads of torch; null leaves torch's own choice.")
     baselines: Baselines = Field(
         default=("generate", "plain", "untrained", "chain", "tree"),
-        description="Rows of the table: transformers' generate, our plain loop, an untrained head, the head as a "
-        "chain and as a tree.",
+        description="Rows of the table: our plain loop; generate of transformers, alone, with prompt lookup and with "
+        "the draft model; the head as a chain and as a tree, an untrained one; and the drafters that need no training.",
     )
 
 

@@ -60,7 +60,7 @@ class Scripted:
     def __init__(self, *texts: list[int], ahead: int = 5, seed: int = 0) -> None:
         self.texts, self.ahead, self.seed = texts, ahead, seed
 
-    def begin(self, taps: Tensor, next_tokens: Tensor, row: KVCache) -> None:
+    def begin(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
         """Nothing to read."""
 
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
@@ -160,8 +160,8 @@ class Listener(Hidden):
         self.told: list[Verified] = []
         self.histories: list[History | None] = []  # as it was then
 
-    def begin(self, taps: Tensor, next_tokens: Tensor, row: KVCache) -> None:
-        self.first_taps, self.first_tokens = taps, next_tokens
+    def begin(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
+        self.first_taps, self.first_text = taps, text
 
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
         self.told.append(replace(verified, texts=[list(text) for text in verified.texts]))

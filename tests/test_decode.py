@@ -208,7 +208,7 @@ def test_a_drafter_is_told_what_a_forward_over_the_text_says(
     listener = Listener(text)
     listener.taps = target.taps
     generate(target, PROMPT, NEW_TOKENS, sampling, listener)
-    assert listener.first_tokens.tolist() == [text[1 : len(PROMPT) + 1]]
+    assert listener.first_text.tolist() == [text[: len(PROMPT) + 1]]
     at = len(PROMPT) - 1
     for verified in listener.told:
         assert verified.starts == [at]

@@ -218,7 +218,7 @@ def test_a_prompt_is_read_but_for_its_last_position(target: TargetModel, head: E
     drafter, sampling = HeadDrafter(head, Dynamic(3, 4, 8)), Sampling(1.0, seed=3)
     for row in (0, 1):
         cache = new_cache(target, drafter, 2)
-        drafter.begin(read_taps(target, TEXT), torch.tensor([TEXT[1:]]), cache.row(row))
+        drafter.begin(read_taps(target, TEXT), torch.tensor([TEXT]), cache.row(row))
         assert cache.head is not None
         cache.head.set_lengths([11, 11])
         if row == 1:
@@ -228,7 +228,7 @@ def test_a_prompt_is_read_but_for_its_last_position(target: TargetModel, head: E
         last = drafter.draft(verified(target, sampling, (10, 11)), cache)
         assert paths(last) == [Naive(head, target, TEXT, sampling).tree(drafter.growth)]
     begun = new_cache(target, drafter).row(0)
-    drafter.begin(read_taps(target, [1, 2]), torch.tensor([[2]]), begun)  # a prompt of one token: nothing to read
+    drafter.begin(read_taps(target, [1, 2]), torch.tensor([[1, 2]]), begun)  # a prompt of one token: nothing to read
 
 
 def test_only_tokens_of_the_draft_vocabulary_are_drafted(target: TargetModel, make_head: MakeHead) -> None:

@@ -1,6 +1,6 @@
 """Drafters: anything that guesses trees of next tokens for the one verifier of `inference.decode`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
@@ -24,8 +24,9 @@ class Verified:
     rooms: list[int]  # how many tokens deep a tree may still be of use
     sampling: BatchSampling
     history: History | None  # of the tokens before the root, where penalties ask for it
-    texts: list[list[int]]  # everything that is certain: prompt and output, the root included
+    texts: list[list[int]]  # everything that is certain, the root included; a row's list is one object while it lives
     on_device: "OnDevice | None" = None  # where shapes are static: what to go by instead of the lists
+    choices: list[list[int]] = field(default_factory=list)  # the target's, at each node of the last tree; none at first
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,8 @@ class Drafter(Protocol):
     def static_shapes(self) -> bool:
         """Can `draft` run on tensors alone, with shapes that are always the same? Then a CUDA graph may hold it."""
 
-    def begin(self, taps: Float[Tensor, "1 count tapped"], next_tokens: Int[Tensor, "1 count"], row: KVCache) -> None:
-        """Read a new prompt, all of it but the last position, into a row of its own."""
+    def begin(self, taps: Float[Tensor, "1 count tapped"], text: Int[Tensor, "1 count+1"], row: KVCache) -> None:
+        """Read a new prompt, into a row of its own; `text` is the prompt and the first new token, the root."""
 
     def draft(self, verified: Verified, cache: KVCache) -> Tree: ...
 
@@ -73,7 +74,7 @@ class NoDrafter:
     depth = 0
     static_shapes = True
 
-    def begin(self, taps: Tensor, next_tokens: Tensor, row: KVCache) -> None:
+    def begin(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
         """Nothing to read."""
 
     def draft(self, verified: Verified, cache: KVCache) -> Tree:

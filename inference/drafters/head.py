@@ -1,13 +1,14 @@
 """Drafting with a trained head: trees grown level by level, for all rows of a batch at once."""
 
 from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from heads.base import DraftHead
-from heads.cache import Slots
+from heads.calibration import Calibration
+from heads.vocab import DraftVocab
 from inference.cache import KVCache
 from inference.drafters import Verified
 from inference.drafters.growth import Growth, Pool
@@ -52,10 +53,32 @@ class Frontier:
         return torch.ones(*self.tokens.shape, pending, dtype=torch.bool, device=self.tokens.device)
 
 
+@runtime_checkable  # the shape checks of the tests look at instances
+class Guesser(Protocol):
+    """What drafting level by level needs of a head, or of a model in its place."""
+
+    taps: tuple[int, ...]
+    vocab: DraftVocab
+    calibration: Calibration
+    embedding: Tensor
+    max_levels: int | None
+
+    @property
+    def cache_shape(self) -> tuple[int, int, int] | None: ...
+
+    def project(self, taps: Tensor) -> Tensor: ...
+
+    def __call__(self, *args: Any, **options: Any) -> Tensor: ...
+
+    def logits(self, hidden: Tensor, level: int = 0) -> Tensor: ...
+
+    def feedback(self, hidden: Tensor, features: Tensor, tokens: Tensor) -> Tensor: ...
+
+
 class HeadDrafter:
     """Reads the target's features of what was verified, then unrolls the head on its own features."""
 
-    def __init__(self, head: DraftHead, growth: Growth) -> None:
+    def __init__(self, head: Guesser, growth: Growth) -> None:
         """Raises ValueError for a tree wider than the head's vocabulary, or deeper than it has levels."""
         if growth.width > len(head.vocab.ids):
             raise ValueError(f"decode.width: {growth.width} given, 1 to the head's {len(head.vocab.ids)} is allowed")
@@ -86,17 +109,17 @@ class HeadDrafter:
         return self.growth.static_shapes
 
     @torch.inference_mode()
-    def begin(self, taps: Tensor, next_tokens: Tensor, row: KVCache) -> None:
-        count = next_tokens.shape[1] - 1
+    def begin(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
+        count = text.shape[1] - 2  # the last position is read with the first draft
         if count and row.head is not None:
             positions = torch.arange(count, device=self.ids.device)
             features = self.head.project(taps[:, :count])
-            self.head(features, next_tokens[:, :count], positions, None, row.head)
+            self.head(features, text[:, 1 : count + 1], positions, None, row.head)
 
     @torch.inference_mode()
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
         levels = self.growth.levels(verified)
-        features, hidden = self.read(verified, cache.head)  # [batch, 1, feature] each
+        features, hidden = self.read(verified, cache)  # [batch, 1, feature] and [batch, 1, hidden]
         if levels < 1:
             return Tree.root_only(verified.roots)
         frontier, pool = Frontier.at_root(verified), Pool.empty()
@@ -132,9 +155,10 @@ class HeadDrafter:
         tree = self.growth.prune(pool, verified.roots)
         return tree if samples is None else samples.label(tree, verified.rooms)
 
-    def read(self, verified: Verified, slots: Slots | None) -> tuple[Tensor, Tensor]:
+    def read(self, verified: Verified, cache: KVCache) -> tuple[Tensor, Tensor]:
         """Take in the verified positions, in place of what was drafted there; returns the features of each row's last
         one and the head's hidden state there. [batch, 1, feature] and [batch, 1, hidden]"""
+        slots = cache.head
         if slots is None:  # then only the last position counts
             features, roots = self.head.project(self.last(verified, verified.taps)), verified.roots
             return features, self.head(features, roots, torch.zeros_like(roots))

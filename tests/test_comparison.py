@@ -1,0 +1,172 @@
+"""Laws of comparisons: intervals that hold the truth, categories, divergences, and how each token came."""
+
+import json
+import math
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy
+import pytest
+from scripted import Hidden, Oracle
+from tiny_run import build_tokenizer
+
+from inference.compare import Way, compare, divergence, run_together
+from inference.decode import generate
+from inference.page import coloured, on_terminal, page
+from inference.question_sets import Prompt, read_questions
+from inference.sampling import Sampling
+from inference.statistics import speedup
+from inference.svg import tree_drawing
+from inference.target import TargetModel
+from inference.trace import trace
+
+PROMPTS = [Prompt([5, 6, 7, 11], "one"), Prompt([3], "two"), Prompt([*range(20)], "one")]
+
+
+@pytest.mark.parametrize("units", [12, 50])
+def test_intervals_hold_the_true_speedup(units: int) -> None:
+    """Prompts that are slow for both ways, noise of each, and a gain that differs by prompt: 1.7 on the whole.
+
+    Of 95 % intervals 90 % at least must hold it.
+    """
+    runs, held = 120, 0
+    random = numpy.random.default_rng(0)
+    for seed in range(runs):
+        tokens = random.integers(60, 129, units)
+        base = tokens * 0.01 * random.lognormal(0, 0.3, units) * random.lognormal(0, 0.1, units)
+        gain = random.gamma(12, 1 / 12, units)  # mean 1
+        seconds = base * gain / 1.7 * random.lognormal(-0.005, 0.1, units)
+        found = speedup(seconds.tolist(), tokens.tolist(), base.tolist(), tokens.tolist(), seed)
+        assert found.low < found.value < found.high
+        held += found.low <= 1.7 <= found.high
+    assert held >= 0.9 * runs
+    assert held < runs  # or they would be too wide to say anything
+
+
+def test_a_way_beside_itself_is_as_fast_as_itself() -> None:
+    found = speedup([1.0, 2.0, 4.0], [10, 20, 30], [1.0, 2.0, 4.0], [10, 20, 30], 0)
+    assert (found.low, found.value, found.high) == (1.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_every_way_is_told_what_it_did_by_category(target: TargetModel, batch: int) -> None:
+    whole = [prompt.tokens + generate(target, prompt.tokens, 9).tokens for prompt in PROMPTS]
+    ways = [Way("plain"), Way("generate", transformers=True), Way("oracle", Oracle(*whole, depth=3))]
+    ways.append(Way("generate_lookup", transformers=True, lookup=3))
+    found = {o.way: o for o in compare(ways, target, PROMPTS, 9, Sampling(), 1, batch)}
+    assert set(found) == {"plain", "generate", "oracle", *(["generate_lookup"] if batch == 1 else [])}
+    assert all(o.identical == o.prompts == 3 and o.divergences == [] and o.batch == batch for o in found.values())
+    assert found["oracle"].tau_by_category == {"one": 4, "two": 4}
+    assert found["plain"].tau_by_category == {"one": 1, "two": 1}
+    assert all(o.new_tokens == 27 for o in found.values())
+    for outcome in found.values():
+        if batch == 1 or not outcome.way.startswith("generate"):
+            assert outcome.first_token > 0
+            assert 0 < outcome.per_token[0] <= outcome.per_token[1]
+        assert outcome.stats.seconds > 0
+        json.dumps(outcome.as_json())
+
+
+def test_seconds_of_a_batch_are_wall_time(target: TargetModel) -> None:
+    """Not the sum of what each row waited."""
+    run = run_together(Way("plain"), target, [prompt.tokens for prompt in PROMPTS], 9, Sampling())
+    waited = [stats.seconds for stats in run.stats]
+    assert max(waited) <= 1.1 * run.seconds < sum(waited)
+
+
+def test_a_divergence_is_where_and_by_how_much(target: TargetModel) -> None:
+    for sampling in (Sampling(), Sampling(1.0, seed=2), Sampling(repetition_penalty=1.3)):
+        plain = generate(target, [5, 6, 7], 8, sampling).tokens
+        other = [*plain[:4], (plain[4] + 1) % 97, 1, 2]
+        found = divergence(2, [5, 6, 7], other, plain, target, sampling)
+        assert (found.prompt, found.position) == (2, 4)
+        assert found.margin > 0  # plain decoding chose the likelier one
+    assert math.isnan(divergence(0, [5, 6, 7], plain[:3], plain, target, Sampling()).margin)
+
+
+def test_questions_come_from_each_category_in_turn(tmp_path: Path) -> None:
+    rows = [{"question_id": 1, "category": "math", "turns": ["a draft", "and then"]}]
+    rows += [{"category": "math", "turns": ["a path"]}, {"source": "typing.py", "prompt": "def head"}]
+    path = tmp_path / "question.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = build_tokenizer()
+    found = read_questions(path, tokenizer, 1000, 3)
+    assert [prompt.category for prompt in found] == ["math", "typing.py", "math"]
+    assert tokenizer.decode(found[0].tokens) == "[user]a draft[assistant]"
+    assert tokenizer.decode(found[1].tokens) == "def head"
+    assert [p.tokens for p in read_questions(path, tokenizer, 3, 2)] == [p.tokens[-3:] for p in found[:2]]
+    path.write_text('{"category": "math"}\n')
+    with pytest.raises(
+        ValueError, match=r"report\.prompts: row 1 of .* has fields \['category'\], turns or prompt needed"
+    ):
+        read_questions(path, tokenizer, 10, 3)
+
+
+def test_a_trace_is_the_text_and_the_trees_it_came_from(target: TargetModel) -> None:
+    prompt = [5, 6, 7, 11]
+    tokens = generate(target, prompt, 14).tokens
+    found = trace("hidden", Hidden(prompt + tokens, depth=3), target, prompt, 14, Sampling())
+    assert [found.first, *(token for step in found.steps for token in step.taken)] == tokens
+    for step in found.steps:
+        assert [step.tokens[node] for node in step.path[1:]] == step.taken[: len(step.path) - 1]
+        assert [step.parents[node] for node in step.path] == [-1, *step.path[:-1]]
+        assert len(step.taken) - len(step.path) in (0, -1)  # the bonus, but where the text ended before it
+
+
+class Balanced(HTMLParser):
+    """Every tag is closed in its turn, none is a script, and nothing is fetched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.counts: dict[str, int] = {}
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag != "script"
+        assert not {name for name, _ in attrs} & {"src", "href", "onclick", "onload"}
+        self.counts[tag] = self.counts.get(tag, 0) + 1
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.counts[tag] = self.counts.get(tag, 0) + 1
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "svg" not in self.open:
+            self.text += data
+
+
+def letters(tokens: list[int]) -> str:
+    """Texts that would break a page if they were not escaped."""
+    return "".join("<&>\"'"[token % 5] for token in tokens)
+
+
+def test_a_page_is_whole_and_tells_every_token(target: TargetModel) -> None:
+    prompt = [5, 6, 7, 11]
+    tokens = generate(target, prompt, 14).tokens
+    hidden = Hidden(prompt + tokens, depth=3)
+    found = trace("<hidden>", hidden, target, prompt, 14, Sampling())
+    outcomes = compare([Way("plain"), Way("<hidden>", hidden)], target, [Prompt(prompt, "a & b")], 14, Sampling(), 0)
+    outcomes[1].tau_by_category = outcomes[0].tau_by_category = {"a & b": 1.5, "<c>": 2.0}
+    parsed = Balanced()
+    parsed.feed(page("a <title>", [("T = 0", outcomes, [["way", "tau"], ["<hidden>", "2"]])], [found], letters))
+    assert parsed.open == []
+    assert parsed.counts["svg"] == 3 + len(found.steps)
+    alone = Balanced()
+    alone.feed(coloured(found, letters))
+    assert alone.text == letters(prompt + tokens) == on_terminal(found, letters).plain
+    assert alone.counts["span"] >= len(tokens)
+
+
+def test_a_drawn_tree_has_every_node_and_its_path() -> None:
+    """0 - 1 - 3    the taken path is 0 1 3
+    \\- 2
+    """
+    drawn = tree_drawing(["a", "b", "c", "d"], [-1, 0, 0, 1], [0, 1, 3])
+    assert drawn.count("<text") == 4
+    assert drawn.count("<line") == 3
+    assert drawn.count('class="taken"') == 3 + 2

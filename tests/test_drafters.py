@@ -1,0 +1,442 @@
+"""Laws of the drafters without training: which never change a text, and what each of them must find."""
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, WINDOW
+from scripted import paths
+from tiny_run import build_tokenizer
+from torch import nn
+from transformers import LlamaForCausalLM
+
+from inference.cache import KVCache
+from inference.decode import DecodeStats, Request, generate, generate_batch
+from inference.drafters import Drafter, Verified
+from inference.drafters.build import build_drafter
+from inference.drafters.growth import Dynamic, Fixed
+from inference.drafters.lookahead import Lookahead, NGrams
+from inference.drafters.lookup import Continuations, CorpusLookup, PromptLookup
+from inference.drafters.model import EarlyExit, ModelDrafter
+from inference.drafters.other_tokenizer import OtherTokenizerDrafter
+from inference.drafters.suffix_automaton import SuffixAutomaton
+from inference.drafters.trie import Shape, Trie
+from inference.sampling import BatchSampling, Sampling
+from inference.target import TargetModel
+from recipes.schema import DecodeSection, TargetSection
+
+MakeModel = Callable[..., LlamaForCausalLM]
+NO_CACHE = KVCache.allocate((1, 1, 1), None, 1)
+SHAPE = Shape(depth=5, width=3, nodes=12)
+BUSHY = Fixed(((0,), (1,), (2,), (0, 0), (1, 0), (0, 1), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0)))  # four likeliest in a row
+PENALTIES = Sampling(0.8, top_p=0.95, repetition_penalty=1.3, frequency_penalty=1.0, logit_bias=((3, -99.0),), seed=7)
+REQUESTS = [
+    Request([5, 6, 7, 11], 12),
+    Request([3], 10, Sampling(1.0, seed=1)),
+    Request([9, 9, 1, 4, 9, 9, 1], 9, Sampling(0.7, top_p=0.9, seed=2)),
+    Request([8, 8, 8, 8, 8, 8], 8, PENALTIES),
+    Request([50, 51], 1, Sampling(1.0, seed=3)),
+    Request([*range(40)], 11),
+]
+
+
+def noisy_copy(target: TargetModel, amount: float) -> TargetModel:
+    """A draft model that agrees with the target now and then."""
+    model = type(target.model)(target.model.config)
+    model.load_state_dict(target.model.state_dict())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += amount * parameter.std(unbiased=False) * torch.randn_like(parameter)
+    return TargetModel(model.to(target.dtype), ())
+
+
+class Letters:
+    """A tokenizer of one character a token, the first 97 from a space on, in groups of `size` where they repeat."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) - 32 for letter in text[:: self.size]]}
+
+    def decode(self, token_ids: Sequence[int], **options: Any) -> str:
+        return "".join(chr(32 + token) * self.size for token in token_ids)
+
+
+def verified_text(text: list[int], room: int, sampling: Sampling | None = None) -> Verified:
+    """What the loop tells a drafter that reads no features."""
+    return Verified(
+        taps=torch.zeros(1, 1, 0),
+        next_tokens=torch.tensor([text[-1:]]),
+        roots=torch.tensor([text[-1:]]),
+        starts=[len(text) - 2],
+        counts=[1],
+        drafted=[0],
+        rooms=[room],
+        sampling=BatchSampling([sampling or Sampling()], "cpu"),
+        history=None,
+        texts=[text],
+        choices=[[]],
+    )
+
+
+MODELS = ("draft model, chain", "draft model, tree", "draft model, fixed tree", "early exit", "early exit, tree")
+
+
+def drafters(target: TargetModel, draft: TargetModel, corpus: Sequence[list[int]]) -> dict[str, Drafter]:
+    automaton, layers = SuffixAutomaton(corpus), target.config.num_layers
+    return {
+        "draft model, chain": ModelDrafter(draft, Dynamic.chain(4), target),
+        "draft model, tree": ModelDrafter(draft, Dynamic(4, 3, 9), target),
+        "draft model, fixed tree": ModelDrafter(draft, BUSHY, target),
+        "early exit": EarlyExit(target, layers - 1, Dynamic.chain(3)),
+        "early exit, tree": EarlyExit(target, layers - 1, Dynamic(3, 3, 9)),
+        "prompt lookup": PromptLookup(SHAPE, 3),
+        "corpus lookup": CorpusLookup(SHAPE, 3, automaton),
+        "lookahead": Lookahead(3, 3),
+        "other tokenizer": OtherTokenizerDrafter(draft, Letters(1), Letters(1), 4),
+    }
+
+
+@pytest.fixture(scope="module")
+def plain(target: TargetModel) -> list[list[int]]:
+    return [generate(target, request.prompt, request.max_new_tokens, request.sampling).tokens for request in REQUESTS]
+
+
+@pytest.fixture(scope="module")
+def made(target: TargetModel, plain: list[list[int]]) -> dict[str, Drafter]:
+    torch.manual_seed(0)
+    corpus = [request.prompt + text for request, text in zip(REQUESTS, plain, strict=True)]
+    return drafters(target, noisy_copy(target, 0.03), corpus)
+
+
+NAMES = (*MODELS, "prompt lookup", "corpus lookup", "lookahead", "other tokenizer")
+# Or the law would say little. The corpus holds the very texts; random layers guess little, random texts repeat little.
+LEAST_TAU = {"draft model, chain": 1.3, "draft model, tree": 1.3, "corpus lookup": 3.0, "other tokenizer": 1.1}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_drafter_writes_what_plain_decoding_writes(
+    target: TargetModel, made: dict[str, Drafter], plain: list[list[int]], name: str
+) -> None:
+    """Greedy and sampled, alone and in batches whose rows come and go, with changing shapes and with static ones."""
+    stats = DecodeStats()
+    for max_batch, static, last in ((1, False, 3), (4, False, 6), (4, True, 6)):
+        found = generate_batch(target, REQUESTS[:last], made[name], max_batch, static)
+        assert [generation.tokens for generation in found] == plain[:last], (max_batch, static)
+        for generation in found:
+            stats.add(generation.stats)
+    assert stats.tau > LEAST_TAU.get(name, 1.0)
+
+
+SOME_FAMILIES = ("gemma3", "gpt2")  # windows and a scaled embedding; learned positions
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=() if name in SOME_FAMILIES else pytest.mark.slow) for name in FAMILIES],
+)
+def test_every_drafter_serves_any_family(family: str) -> None:
+    target = TargetModel(FAMILIES[family](), ())
+    draft = TargetModel(FAMILIES[family](), ())
+    samplings = itertools.cycle([Sampling(), Sampling(1.0, seed=2)])
+    prompts = [list(range(length)) for length in (WINDOW + 9, WINDOW - 3, 2)]
+    requests = [Request(prompt, 6, next(samplings)) for prompt in prompts]
+    wanted = [generate(target, request.prompt, 6, request.sampling).tokens for request in requests]
+    for name, drafter in drafters(target, draft, prompts).items():
+        found = generate_batch(target, requests, drafter, 3)
+        assert [generation.tokens for generation in found] == wanted, name
+        if name == "draft model, chain":  # it is the target: all that there is room for is accepted
+            assert all(generation.stats.steps <= 2 for generation in found), name
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=4), PENALTIES], ids=["greedy", "T=1", "penalties"])
+@pytest.mark.parametrize("static", [False, True])
+def test_a_draft_model_that_is_the_target_is_always_right(
+    target: TargetModel, sampling: Sampling, static: bool
+) -> None:
+    """It looks at the same noise and the same penalties; rows of different lengths do not disturb each other."""
+    requests = [Request(prompt, 1 + 3 * 5, sampling) for prompt in ([5, 6, 7, 11], [3], [*range(30)])]
+    for growth in (Dynamic.chain(4), BUSHY):
+        for found in generate_batch(target, requests, ModelDrafter(target, growth, target), 3, static):
+            assert found.stats.accepted_at_depth == [3] * 4
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_an_exit_behind_which_the_layers_do_nothing_is_always_right(make_model: MakeModel, static: bool) -> None:
+    model = make_model(seed=3)
+    for layer in model.model.layers[4:]:
+        for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            nn.init.zeros_(linear.weight)
+    target = TargetModel(model, ())
+    for sampling in (Sampling(), Sampling(1.0, seed=4)):
+        requests = [Request(prompt, 1 + 3 * 5, sampling) for prompt in ([5, 6, 7, 11], [3], [*range(30)])]
+        for growth in (Dynamic.chain(4), BUSHY):
+            for found in generate_batch(target, requests, EarlyExit(target, 4, growth), 3, static):
+                assert found.stats.accepted_at_depth == [3] * 4
+
+
+def test_an_early_exit_leaves_the_target_as_it_is(make_model: MakeModel) -> None:
+    target = TargetModel(make_model(), (2, 3, 4))
+    before = target.forward(torch.tensor([[5, 6, 7]]))
+    short = EarlyExit(target, 2, Dynamic.chain(2)).exit
+    assert len(short.model.layers) == 2
+    assert len(target.model.model.layers) == 7
+    after = target.forward(torch.tensor([[5, 6, 7]]))
+    assert torch.equal(before.logits, after.logits)
+    assert torch.equal(before.taps, after.taps)
+    for layers in (0, 7):
+        with pytest.raises(ValueError, match=rf"decode\.exit_layers: {layers} given, 1 to 6 of the target's layers"):
+            EarlyExit(target, layers, Dynamic.chain(2))
+
+
+def test_a_draft_model_that_does_not_fit_is_refused(target: TargetModel, make_model: MakeModel) -> None:
+    with pytest.raises(ValueError, match=r"decode\.draft_model: knows 128 positions, the target's 256 or more"):
+        ModelDrafter(TargetModel(make_model(max_position_embeddings=128), ()), Dynamic.chain(2), target)
+    with pytest.raises(ValueError, match=r"decode\.draft_model: in torch\.float64 on cpu, the target's torch\.float32"):
+        ModelDrafter(TargetModel(make_model().double(), ()), Dynamic.chain(2), target)
+
+
+def test_vocabularies_padded_to_different_sizes_are_one(target: TargetModel, make_model: MakeModel) -> None:
+    wanted = generate(target, [5, 6, 7], 12).tokens
+    for size in (64, 120):
+        drafter = ModelDrafter(TargetModel(make_model(vocab_size=size), ()), Dynamic(3, 3, 9), target)
+        assert len(drafter.ids) == min(size, 97)
+        if size > 97:  # a smaller one could not read all of the target's tokens
+            assert generate(target, [5, 6, 7], 12, drafter=drafter).tokens == wanted
+
+
+def grown(drafter: PromptLookup | CorpusLookup, text: list[int], room: int = 99) -> set[tuple[int, ...]]:
+    """The paths that a lookup drafts behind a greedy text."""
+    return paths(drafter.draft(verified_text(text, room), NO_CACHE))[0]
+
+
+def test_prompt_lookup_follows_the_longest_ngram_and_the_latest_first() -> None:
+    text = [1, 2, 3, 9, 9, 7, 2, 3, 5, 8, 2, 3, 4, 1, 2, 3]
+    chain = PromptLookup(Shape(3, 1, 3), 3)
+    assert grown(chain, text) == {(9,), (9, 9), (9, 9, 7)}  # 1 2 3 occurred once
+    assert grown(PromptLookup(Shape(3, 1, 3), 2), text) == {(4,), (4, 1), (4, 1, 2)}  # 2 3 three times
+    wide = grown(PromptLookup(Shape(2, 3, 6), 2), text)
+    assert wide == {(4,), (5,), (9,), (4, 1), (5, 8), (9, 9)}
+    assert grown(chain, text, room=1) == {(9,)}
+    assert grown(chain, [1, 2, 3]) == set()
+
+
+def test_prompt_lookup_goes_on_around_a_loop() -> None:
+    assert grown(PromptLookup(Shape(5, 1, 5), 2), [3, 1, 2, 1, 2]) == {(1, 2, 1, 2, 1)[:n] for n in range(1, 6)}
+
+
+def test_continuations_are_those_of_a_naive_search() -> None:
+    text = torch.randint(3, (60,)).tolist()
+    for end in range(2, 60):
+        for ngram in (1, 2, 4):
+            places, length = Continuations.of_longest(text[:end], ngram)
+            tail = text[:end]
+            matches = {
+                n: [i + n for i in range(end - n) if tail[i : i + n] == tail[end - n :]] for n in range(1, ngram + 1)
+            }
+            best = max((n for n in matches if matches[n]), default=0)
+            assert length == best
+            assert [place for place, _ in places.places] == (matches[best][::-1] if best else [])
+
+
+def test_a_suffix_automaton_counts_every_substring() -> None:
+    corpus = [torch.randint(3, (length,)).tolist() for length in (40, 1, 25, 40)] + [[0, 1, 2]]
+    automaton = SuffixAutomaton(corpus)
+    assert len(automaton) < 2 * sum(map(len, corpus)) + 2
+    for _ in range(60):
+        query = torch.randint(3, (12,)).tolist()
+        state, length = automaton.match(query)
+        places = {n: ends_of(corpus, query[12 - n :]) for n in range(1, 13)}
+        assert length == max((n for n in places if places[n]), default=0)
+        followed = [text[end] for text, end in places[length] if end < len(text)]
+        found = {child.token: child.weight for child in automaton.children(state)}
+        assert found == {token: followed.count(token) for token in set(followed)}
+
+
+def ends_of(corpus: list[list[int]], wanted: list[int]) -> list[tuple[list[int], int]]:
+    """Every place of a corpus where these tokens end."""
+    size = len(wanted)
+    return [(text, i + size) for text in corpus for i in range(len(text) - size + 1) if text[i : i + size] == wanted]
+
+
+def test_a_lookup_ranks_siblings_by_the_targets_noise() -> None:
+    """Of what followed equally often the noise decides, as it will decide about the choice."""
+    automaton = SuffixAutomaton([[1, token] for token in range(10, 90)])
+    drafter, first = CorpusLookup(Shape(1, 1, 1), 1, automaton), set()
+    for seed in range(8):
+        told = verified_text([5, 1], 99, Sampling(1.0, seed=seed))
+        noise = told.sampling.noise(torch.tensor([[2]]), torch.arange(10, 90))[0, 0]
+        assert paths(drafter.draft(told, NO_CACHE))[0] == {(10 + int(noise.argmax()),)}
+        first.add(int(noise.argmax()))
+    assert len(first) > 4
+
+
+def test_the_likeliest_nodes_of_a_lookup_are_kept() -> None:
+    """9 times 1 2, once 1 3; 2 goes on to 4 always, 3 to 5:  root 1 - 2 (.9) - 4 (.9);  - 3 (.1) - 5 (.1)"""
+    automaton = SuffixAutomaton([[1, 2, 4]] * 9 + [[1, 3, 5]])
+    drafted = [grown(CorpusLookup(Shape(2, 2, nodes), 1, automaton), [7, 1]) for nodes in (1, 2, 3, 4)]
+    assert drafted == [{(2,)}, {(2,), (2, 4)}, {(2,), (2, 4), (3,)}, {(2,), (2, 4), (3,), (3, 5)}]
+
+
+def test_a_trie_holds_each_path_once_and_no_deeper_than_there_is_room() -> None:
+    trie = Trie(7, room=2)
+    assert trie.add_path(0, [1, 2, 3]) == [1, 2]
+    assert trie.add_path(0, [1, 4]) == [1, 3]
+    assert (trie.tokens, trie.parents) == ([7, 1, 2, 4], [-1, 0, 1, 1])
+    assert trie.add(2, 9) is None
+
+
+def test_lookahead_reads_its_window_by_jacobi_iteration() -> None:
+    """A target that says token + 1, whatever came before: two steps fill the window with its own guesses.
+
+    Step 1: the window is made up, and what is said below each column is that column's last token + 1.
+    """
+    text = [10, 20, 30]
+    drafter = Lookahead(columns=2, levels=2)
+    first = drafter.draft(verified_text(text, 99), NO_CACHE)
+    said = [token + 1 for token in first.tokens[0].tolist()]
+    row = drafter.rows[id(text)]
+    below = [filled([row.window[level][column] for level in range(2)]) for column in range(2)]
+    text.append(said[0])
+    drafter.draft(replace(verified_text(text, 99), texts=[text], choices=[said]), NO_CACHE)
+    # One token became certain: the branches are the trunk now, and what was said below them is the branch.
+    assert row.window == [[below[0][1], below[1][1]], [below[0][1] + 1, below[1][1] + 1]]
+    for start, second in below:
+        assert (second, second + 1) in row.pool.behind(start)
+
+
+def test_lookaheads_window_moves_with_the_text() -> None:
+    """Three tokens became certain, so what guessed the fourth column guesses the second now, a level up."""
+    text = [10, 20, 30]
+    drafter = Lookahead(columns=4, levels=3)
+    tree = drafter.draft(verified_text(text, 99), NO_CACHE)
+    row = drafter.rows[id(text)]
+    window = [list(level) for level in row.window]
+    said = list(range(100, 100 + tree.tokens.shape[1]))
+    last: list[int | None] = [said[node] for node in filled(row.nodes[-1])]
+    text += [1, 2, 3]
+    row.advance(said)
+    assert row.window == [[*level[2:], None, None] for level in [*window[1:], last]]
+
+
+def filled(values: list[int | None]) -> list[int]:
+    found = [value for value in values if value is not None]
+    assert len(found) == len(values)
+    return found
+
+
+def test_ngrams_keep_the_latest() -> None:
+    known = NGrams(most=2)
+    for ngram in ([1, 2, 3], [1, 4, 5], [1, 2, 3], [1, 6, 7], [2, 2, 2]):
+        known.add(ngram)
+    assert known.behind(1) == [(6, 7), (2, 3)]
+    assert known.behind(3) == []
+
+
+def test_lookahead_learns_a_loop(target: TargetModel) -> None:
+    """A text that repeats itself is guessed whole as soon as the pool has seen it once."""
+    ahead = Lookahead(3, 4)
+    wanted = generate(target, [5, 6, 7, 11], 12, Sampling(logit_bias=((9, 50.0),))).tokens
+    found = generate(target, [5, 6, 7, 11], 12, Sampling(logit_bias=((9, 50.0),)), ahead)
+    assert found.tokens == wanted == [9] * 12
+    assert found.stats.steps <= 5
+
+
+@pytest.mark.parametrize(("own", "targets"), [(1, 1), (2, 1), (1, 2)])
+def test_text_is_what_two_tokenizers_have_in_common(
+    target: TargetModel, make_model: MakeModel, own: int, targets: int
+) -> None:
+    """One letter a token on one side and two on the other: drafts are as many of the target's tokens as there is text.
+
+    The draft model says the same token over and over, wherever it has read the last one from.
+    """
+    model = make_model(seed=3)
+    nn.init.zeros_(model.lm_head.weight)
+    draft = TargetModel(model, ())  # all logits are 0, so it says token 0
+    drafter = OtherTokenizerDrafter(draft, Letters(own), Letters(targets), depth=4)
+    guessed = drafter.guess([5, 5, 7, 7], 4, [])
+    assert guessed == [0] * (4 * own // targets)
+    text = Letters(targets).decode([5, 5, 7, 7])
+    assert [read.tokens[:-3] for read in drafter.read] == [Letters(own)(text)["input_ids"]]
+
+
+def test_another_tokenizers_model_reads_each_token_once(target: TargetModel) -> None:
+    """What it has read of a row is found again, whichever place the row has now; and read anew where texts differ."""
+    drafter = OtherTokenizerDrafter(target, Letters(1), Letters(1), depth=3)
+    counted: list[int] = []
+    embedding = target.model.get_input_embeddings()
+    handle = embedding.register_forward_pre_hook(lambda module, args: counted.append(args[0].shape[1]))
+    whole = [5, 6, 7, *generate(target, [5, 6, 7], 8).tokens]
+    counted.clear()
+    drafter.draft(verified_text(whole[:4], 99), NO_CACHE)
+    assert counted == [4, 1, 1]
+    counted.clear()
+    tree = drafter.draft(verified_text(whole[:8], 99), NO_CACHE)
+    handle.remove()
+    assert counted == [2, 1, 1]  # two of its three drafts had been read; the root, and the one before it
+    assert tree.tokens[0].tolist() == whole[7:11]
+
+
+def test_a_recipe_names_its_drafter(target_folder: Path, tmp_path: Path) -> None:
+    source = TargetSection(path=str(target_folder), dtype="float32", device="cpu")
+    target = TargetModel.load(source, ())
+    for folder in (target_folder, tmp_path):
+        build_tokenizer().save_pretrained(folder)
+    (tmp_path / "config.json").write_text((target_folder / "config.json").read_text())
+    (tmp_path / "model.safetensors").write_bytes((target_folder / "model.safetensors").read_bytes())
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text('{"id": 0, "tokens": [1, 2, 3]}\n{"prompt": [1, 2], "response": [4]}\n')
+
+    def build(**fields: Any) -> Any:
+        return build_drafter(DecodeSection(**fields), target, source)
+
+    assert build(drafter="prompt_lookup", ngram=2).ngram == 2
+    assert build(drafter="prompt_lookup", growth="chain", depth=3).shape == Shape(3, 1, 3)
+    assert build(drafter="suffix", corpus=corpus).automaton.match([9, 2])[1] == 1
+    assert build(drafter="lookahead", width=3, depth=4).max_nodes == 1 + 2 * 3 * 4
+    assert len(build(drafter="early_exit").exit.model.layers) == 3
+    assert len(build(drafter="early_exit", exit_layers=5).exit.model.layers) == 5
+    drafter = build(drafter="draft_model", draft_model=str(tmp_path), growth="chain", depth=2)
+    assert isinstance(drafter, ModelDrafter)
+    assert drafter.growth == Dynamic.chain(2)
+    other = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocab = other["model"]["vocab"]
+    swapped = {"a": vocab["b"], "b": vocab["a"]}
+    other["model"]["vocab"] = {**vocab, **swapped}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(other))
+    assert isinstance(build(drafter="draft_model", draft_model=str(tmp_path), growth="chain"), OtherTokenizerDrafter)
+    with pytest.raises(
+        ValueError, match=r"decode\.growth: dynamic given, chain is allowed with .*, whose tokenizer is"
+    ):
+        build(drafter="draft_model", draft_model=str(tmp_path))
+    corpus.write_text('{"text": "no tokens"}\n')
+    with pytest.raises(ValueError, match=r"decode\.corpus: row 1 of .* has fields \['text'\]; tokens are allowed"):
+        build(drafter="suffix", corpus=corpus)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"drafter": "draft_model"}, "drafter draft_model needs draft_model; give decode.draft_model"),
+        ({"drafter": "suffix"}, "drafter suffix needs corpus; give decode.corpus"),
+        ({"drafter": "lookahead", "growth": "adaptive"}, "growth adaptive goes by a head's costs"),
+        ({"drafter": "early_exit", "growth": "searched"}, "growth searched was fitted to a head"),
+        (
+            {"drafter": "prompt_lookup", "growth": "searched_cost_aware"},
+            "growth searched_cost_aware was fitted to a head; prompt_lookup allows chain or dynamic",
+        ),
+        (
+            {"drafter": "prompt_lookup", "growth": "fixed", "paths": [[0]]},
+            "growth fixed asks for children at every node",
+        ),
+    ],
+)
+def test_fields_of_a_drafter_go_together(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DecodeSection(**fields)
