@@ -15,7 +15,7 @@ from huggingface_hub import HfApi
 
 from heads.build import load_head
 from heads.formats.card import card
-from heads.formats.contracts import RULES, findings
+from heads.formats.contracts import AUTHORS, RULES, findings
 from heads.formats.files import HeadFiles, check_free, write_folder
 from heads.formats.layouts import FORMATS, ServedTarget
 from heads.formats.subject import Finding, layout_of
@@ -50,7 +50,8 @@ def export(recipe: Recipe) -> Path:
     config["headstart"] = {**config["headstart"], "engines": good}
     place = Path(section.push_to) if section.push_to else folder
     readme = card(recipe, head, target, target_folder, place, verdicts)
-    write_folder(folder, config, tensors, readme, section.overwrite)
+    weights = FORMATS[section.format].weights
+    write_folder(HeadFiles(folder, config, tensors), weights, readme, section.overwrite)
     print(f"{head.kind} head written to {folder}; served by {', '.join(good) or 'headstart'}: see its README.md")
     if section.push_to is not None:
         push(folder, section.push_to, HfApi())
@@ -69,8 +70,8 @@ def served_target(recipe: Recipe, target_folder: Path) -> ServedTarget:
 
 
 def judge(name: str, files: HeadFiles, frozen: FrozenTarget) -> dict[str, list[Finding]]:
-    """What each engine has against such files; the EAGLE authors' code reads those of its own format alone."""
-    engines = [engine for engine in RULES[layout_of(files)] if (engine == "eagle") == (name == "eagle")]
+    """What each engine has against such files; the authors' own code reads those of its own format alone."""
+    engines = [engine for engine in RULES[layout_of(files)] if (engine in AUTHORS) == (name in AUTHORS)]
     return {engine: findings(files, frozen, [engine]) for engine in engines}
 
 
