@@ -38,22 +38,8 @@ class Format:
 
 
 def native_files(head: DraftHead, target: ServedTarget) -> Files:
-    """Our own."""
+    """Our own, which vLLM, SGLang and TensorRT-LLM read as it stands."""
     return head_config(head), head.engine_tensors()
-
-
-def serving_files(head: DraftHead, target: ServedTarget) -> Files:
-    """Our own, which vLLM, SGLang and TensorRT-LLM read as it stands; ValueError for what none of them drafts with."""
-    refuse_hydra(head)
-    return native_files(head, target)
-
-
-def refuse_hydra(head: DraftHead) -> None:
-    if isinstance(head, MedusaHead) and head.shape.sequential:
-        raise ValueError(
-            "export.format: a layout for Medusa given for sequential heads, Hydra's; no engine feeds heads the tokens "
-            "drafted before; native is allowed, which headstart serves, or train with head.sequential=false"
-        )
 
 
 def reference_files(head: DraftHead, target: ServedTarget) -> Files:
@@ -139,7 +125,6 @@ def medusa_files(head: DraftHead, target: ServedTarget) -> Files:
     """
     if not isinstance(head, MedusaHead):
         raise ValueError(f"export.format: 'medusa' given for a head of kind {head.kind}; it holds Medusa heads alone")
-    refuse_hydra(head)
     try:
         tensors = to_reference_layout(head.engine_tensors())
     except ValueError as error:
@@ -178,9 +163,9 @@ def installed_version(package: str, otherwise: str) -> str:
 
 FORMATS = {
     "native": Format(native_files, None),
-    "vllm": Format(serving_files, "vllm"),
-    "sglang": Format(serving_files, "sglang"),
-    "tensorrt_llm": Format(serving_files, "tensorrt_llm"),
+    "vllm": Format(native_files, "vllm"),
+    "sglang": Format(native_files, "sglang"),
+    "tensorrt_llm": Format(native_files, "tensorrt_llm"),
     "eagle": Format(reference_files, "eagle"),
     "speculators": Format(speculators_files, "speculators"),
     "medusa": Format(medusa_files, "medusa", "medusa_lm_head.pt"),

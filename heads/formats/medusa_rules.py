@@ -50,12 +50,12 @@ def num_layers(subject: Subject) -> int:
 
 
 def sizes(subject: Subject, engine: str) -> Iterator[Finding]:
-    """vLLM takes hidden_size for 4096 and a vocabulary of 32001 where nothing is said; the reference asks the target."""
+    """vLLM takes hidden_size for 4096 where nothing is said, and asks the target for the rest."""
     target = subject.frozen.config
     if engine != "vllm":
         return
-    for key, allowed in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
-        if subject.config.get(key) != allowed:
+    for key, allowed, absent in (("hidden_size", target.hidden_size, 4096), ("vocab_size", *[target.vocab_size] * 2)):
+        if subject.config.get(key, absent) != allowed:
             yield config_error(engine, key, subject.config.get(key), f"the target's {allowed} is allowed")
 
 
