@@ -1,4 +1,4 @@
-"""Bring a head from elsewhere in: EAGLE-1, EAGLE-3 (the authors', NVIDIA's, SpecForge's) or speculators' eagle3.
+"""Bring a head from elsewhere in: EAGLE-1, EAGLE-3 (the authors', NVIDIA's, SpecForge's), speculators' eagle3, Medusa.
 
     python -m heads.convert path/to/head runs/imported --target meta-llama/Llama-3.1-8B-Instruct
 

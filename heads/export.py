@@ -13,13 +13,15 @@ from pathlib import Path
 import torch
 from huggingface_hub import HfApi
 
+from heads.base import DraftHead
 from heads.build import load_head
 from heads.formats.card import card
-from heads.formats.contracts import RULES, findings
+from heads.formats.contracts import AUTHORS, RULES, findings
 from heads.formats.files import HeadFiles, check_free, write_folder
 from heads.formats.layouts import FORMATS, ServedTarget
 from heads.formats.subject import Finding, layout_of
 from heads.frozen import FrozenTarget
+from heads.medusa import MedusaHead
 from heads.target_config import locate_target
 from recipes import Recipe, run_command
 
@@ -42,6 +44,7 @@ def export(recipe: Recipe) -> Path:
     frozen = FrozenTarget.from_folder(target_folder, getattr(torch, section.dtype or stored_dtype(source)))
     head = load_head(source, frozen)
     target = served_target(recipe, target_folder)
+    refuse_hydra(section.format, head)
     config, tensors = FORMATS[section.format].files(head, target)
 
     verdicts = judge(section.format, HeadFiles(folder, config, tensors), frozen)
@@ -50,7 +53,8 @@ def export(recipe: Recipe) -> Path:
     config["headstart"] = {**config["headstart"], "engines": good}
     place = Path(section.push_to) if section.push_to else folder
     readme = card(recipe, head, target, target_folder, place, verdicts)
-    write_folder(folder, config, tensors, readme, section.overwrite)
+    weights = FORMATS[section.format].weights
+    write_folder(HeadFiles(folder, config, tensors), weights, readme, section.overwrite)
     print(f"{head.kind} head written to {folder}; served by {', '.join(good) or 'headstart'}: see its README.md")
     if section.push_to is not None:
         push(folder, section.push_to, HfApi())
@@ -69,9 +73,18 @@ def served_target(recipe: Recipe, target_folder: Path) -> ServedTarget:
 
 
 def judge(name: str, files: HeadFiles, frozen: FrozenTarget) -> dict[str, list[Finding]]:
-    """What each engine has against such files; the EAGLE authors' code reads those of its own format alone."""
-    engines = [engine for engine in RULES[layout_of(files)] if (engine == "eagle") == (name == "eagle")]
+    """What each engine has against such files; the authors' own code reads those of its own format alone."""
+    engines = [engine for engine in RULES[layout_of(files)] if (engine in AUTHORS) == (name in AUTHORS)]
     return {engine: findings(files, frozen, [engine]) for engine in engines}
+
+
+def refuse_hydra(name: str, head: DraftHead) -> None:
+    """Stop at heads that only we can draft with."""
+    if FORMATS[name].engine is not None and isinstance(head, MedusaHead) and head.shape.sequential:
+        raise ValueError(
+            f"export.format: {name!r} given for sequential heads, Hydra's; no engine feeds heads the tokens drafted "
+            f"before; native is allowed, which headstart serves, or train with head.sequential=false"
+        )
 
 
 def refuse(name: str, verdicts: dict[str, list[Finding]]) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
 LM_HEAD = re.compile(r"lm_heads\.(\d+)\.weight")
+PREFIX = re.compile(r"(?:medusa_heads?\.)?(?=\d+\.\d+\.)")
 REFERENCE_BLOCK = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.linear\.(weight|bias)")
 REFERENCE_LM_HEAD = re.compile(r"(?:medusa_heads?\.)?(\d+)\.\d+\.weight")
 

@@ -417,10 +417,10 @@ class ReportSection(Section):
 class ExportSection(Section):
     """How a head is written for a serving engine."""
 
-    format: Literal["native", "vllm", "sglang", "tensorrt_llm", "eagle", "speculators"] = Field(
+    format: Literal["native", "vllm", "sglang", "tensorrt_llm", "eagle", "speculators", "medusa"] = Field(
         default="vllm",
-        description="Whose contract the export must meet. vllm, sglang and tensorrt_llm read the same files; eagle is "
-        "the layout of the EAGLE authors' code, native only has to load here.",
+        description="Whose contract the export must meet. vllm, sglang and tensorrt_llm read the same files; eagle and "
+        "medusa are the layouts of the authors' code, native only has to load here.",
     )
     head: Annotated[HomePath | None, Field(strict=False)] = Field(
         default=None, description="Folder of the head to export; null is the one that this run trained."

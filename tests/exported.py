@@ -25,6 +25,10 @@ EVERY_HEAD: dict[str, dict[str, Any]] = {  # arguments of make_head, and what is
     "narrow": {"hidden_size": 24, "own_embedding": True},
     "norm before fc": {"norm_before_fc": True},
     "eagle1": {"kind": "eagle1"},
+    "medusa": {"kind": "medusa"},
+    "medusa layers": {"kind": "medusa", "num_layers": 2},
+    "medusa limited": {"kind": "medusa", "vocab": LIMITED},
+    "hydra": {"kind": "medusa", "sequential": True},
 }
 
 
@@ -35,7 +39,7 @@ def recipe_of(run: Path, target: Path, kind: str = "eagle3", **export_fields: An
             "target": {"path": str(target), "dtype": "float32"},
             "data": {"prompts": "python-stdlib", "heldout_prompts": "none.jsonl", "num_prompts": 8},
             "head": {"kind": kind},
-            "train": {"steps": 10},
+            "train": {"steps": 10, "unroll": 4},  # a step for each of Medusa's heads
             "decode": {"growth": "chain", "depth": 3},
             "export": export_fields,
         }
@@ -54,7 +58,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    return load_file(folder / "model.safetensors")
+    return load_file(folder / "model.safetensors") if (folder / "model.safetensors").exists() else load_pickle(folder)
+
+
+def load_pickle(folder: Path) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = torch.load(folder / "medusa_lm_head.pt", weights_only=True)
+    return tensors
 
 
 def edit_config(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
@@ -66,7 +75,10 @@ def edit_config(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
 def edit_tensors(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
     tensors = read_tensors(folder)
     edit(tensors)
-    save_file(tensors, folder / "model.safetensors")
+    if (folder / "model.safetensors").exists():
+        save_file(tensors, folder / "model.safetensors")
+    else:
+        torch.save(tensors, folder / "medusa_lm_head.pt")
 
 
 def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

@@ -25,6 +25,7 @@ from heads.build import load_head
 from heads.convert import convert
 from heads.formats.layouts import FORMATS
 from heads.frozen import FrozenTarget
+from heads.medusa_layout import to_reference_layout
 
 MakeHead = Callable[..., Any]
 
@@ -50,6 +51,9 @@ ROUND_TRIPS = [
     ("narrow", ("vllm", "eagle")),
     ("norm before fc", ("vllm", "speculators")),
     ("eagle1", ("native", "vllm", "eagle")),
+    ("medusa", ("native", "vllm", "medusa")),
+    ("medusa layers", ("native", "vllm")),
+    ("medusa limited", ("native",)),
 ]
 
 
@@ -230,19 +234,68 @@ def test_a_speculators_head_that_leaves_something_open_is_refused(
         convert(folder, tmp_path / "back", str(target_folder))
 
 
+def test_published_medusa_heads_say_little_and_come_in(
+    make_head: MakeHead, target_folder: Path, frozen: FrozenTarget, tmp_path: Path
+) -> None:
+    """Their config.json may even name another number of heads than the file holds."""
+    head = make_head("medusa", num_layers=2)
+    published = tmp_path / "published"
+    published.mkdir()
+    (published / "config.json").write_text(json.dumps({"medusa_num_heads": 2, "medusa_num_layers": 2}))
+    torch.save(to_reference_layout(head.engine_tensors()), published / "medusa_lm_head.pt")
+    inferred = convert(published, tmp_path / "back", str(target_folder))
+    assert "layout: medusa_reference" in inferred
+    assert "num_heads: 3, as many as there are tensors for; config.json says 2" in inferred
+    assert "medusa_fc_bias: true, as the blocks have biases" in inferred
+    assert same_bits(load_head(tmp_path / "back", frozen).state_dict(), head.state_dict())
+
+
+def test_a_token_map_in_any_order_is_sorted(
+    make_head: MakeHead, target_folder: Path, frozen: FrozenTarget, tmp_path: Path
+) -> None:
+    head = make_head("medusa", vocab=LIMITED)
+    folder = exported(head, tmp_path, target_folder, "native")
+    backwards = ("token_map", "lm_heads.0.weight", "lm_heads.1.weight", "lm_heads.2.weight")
+    edit_tensors(folder, lambda tensors: tensors.update({name: tensors[name].flip(0) for name in backwards}))
+    convert(folder, tmp_path / "back", str(target_folder))
+    assert same_bits(read_tensors(tmp_path / "back"), read_tensors(tmp_path / "head"))
+    edit_tensors(folder, lambda tensors: tensors.update(token_map=torch.tensor([0, 3, 3, 9, 50, 96])))
+    with pytest.raises(ValueError, match="different ids of the target's 97 tokens"):
+        convert(folder, tmp_path / "again", str(target_folder))
+
+
+@pytest.mark.parametrize(
+    ("edit", "reason"),
+    [
+        (lambda tensors: tensors.pop("1.1.weight"), "blocks.2.layers.0.weight is unknown"),
+        (lambda tensors: tensors.pop("0.1.weight"), "lm_heads.0.weight .* a matrix is allowed"),
+        (lambda tensors: tensors.pop("1.0.linear.bias"), "blocks.1.layers.0.bias is missing"),
+        (lambda tensors: tensors.update({"0.1.weight": torch.ones(97, 31)}), "should be"),
+    ],
+)
+def test_damaged_medusa_heads_are_refused(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path, edit: Callable[[dict[str, Any]], object], reason: str
+) -> None:
+    folder = exported(make_head("medusa"), tmp_path, target_folder, "medusa")
+    edit_tensors(folder, edit)
+    with pytest.raises(ValueError, match=reason):
+        convert(folder, tmp_path / "back", str(target_folder))
+
+
 class Danger:
     def __reduce__(self) -> tuple[Any, ...]:
         return os.system, ("touch executed",)
 
 
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "medusa_lm_head.pt"])
 @pytest.mark.parametrize("content", [{"fc.weight": Danger()}, [1, 2], {"fc.weight": 3}], ids=["code", "list", "number"])
 def test_a_pickle_of_more_than_tensors_is_refused_and_never_run(
-    target_folder: Path, tmp_path: Path, content: object, monkeypatch: pytest.MonkeyPatch
+    target_folder: Path, tmp_path: Path, content: object, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    torch.save(content, tmp_path / "pytorch_model.bin", pickle_module=pickle)
-    with pytest.raises(ValueError, match=r"pytorch_model\.bin is refused"):
+    torch.save(content, tmp_path / name, pickle_module=pickle)
+    with pytest.raises(ValueError, match=f"{name} is refused"):
         convert(tmp_path, tmp_path / "back", str(target_folder))
     assert not (tmp_path / "executed").exists()
 

@@ -20,6 +20,13 @@ from heads.lint import lint
 
 MakeHead = Callable[..., Any]
 SERVING = ["native", "vllm", "sglang", "tensorrt_llm"]
+NO_HYDRA = "no engine feeds heads"
+NO_MEDUSA = {
+    "sglang": "only vllm can serve",
+    "tensorrt_llm": "only vllm can serve",
+    "eagle": "of kind medusa",
+    "speculators": "only EAGLE-3 of the target's width",
+}
 REFUSED = {  # head -> format -> what the refusal names
     "eagle1": {"tensorrt_llm": "only vllm, sglang can serve", "speculators": "only EAGLE-3 of the target's width"},
     "narrow": {"speculators": "only EAGLE-3 of the target's width"},
@@ -27,6 +34,10 @@ REFUSED = {  # head -> format -> what the refusal names
     "five taps": {"eagle": "eagle_aux_hidden_state_layer_ids"},
     "taps": {"eagle": "eagle_aux_hidden_state_layer_ids"},
     "norm before fc": {"eagle": "norm_before_fc"},
+    "medusa": NO_MEDUSA,
+    "medusa layers": NO_MEDUSA | {"medusa": "uses the last layer's weights for all"},
+    "medusa limited": NO_MEDUSA | {"vllm": "vLLM stops at heads that score a part", "medusa": "no draft vocabulary"},
+    "hydra": dict.fromkeys((*NO_MEDUSA, "vllm", "medusa"), NO_HYDRA),
 }
 
 
@@ -36,14 +47,17 @@ def test_every_export_is_clean_or_refused(
     make_head: MakeHead, target_folder: Path, tmp_path: Path, kind: str, name: str
 ) -> None:
     head = make_head(**EVERY_HEAD[kind])
-    if reason := REFUSED.get(kind, {}).get(name):
+    reason = REFUSED.get(kind, {}).get(name)
+    if name == "medusa" and head.kind != "medusa":
+        reason = "holds Medusa heads alone"
+    if reason:
         with pytest.raises(ValueError, match=f"(?s)export.format: '{name}' given.*{reason}"):
             exported(head, tmp_path, target_folder, name)
         assert not (tmp_path / "export").exists()
         return
     folder = exported(head, tmp_path, target_folder, name)
     assert lint(folder, str(target_folder)) == []
-    assert sorted(path.name for path in folder.iterdir()) == ["README.md", "config.json", "model.safetensors"]
+    assert sorted(path.name for path in folder.iterdir()) == ["README.md", "config.json", FORMATS[name].weights]
 
 
 @pytest.mark.parametrize("name", SERVING)
@@ -121,6 +135,30 @@ def test_speculators_carries_the_embedding_of_a_sharded_target(
     assert config["norm_before_residual"] is False
     assert config["eagle_aux_hidden_state_layer_ids"] == [2, 3, 4]
     assert not any(name.startswith("midlayer") for name in tensors)
+
+
+def test_medusa_heads_name_no_more_tokens_than_there_are_heads(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path
+) -> None:
+    """vLLM makes a head for each token that it is told to draft, and one too many would have no weights."""
+    readme = (exported(make_head("medusa", num_heads=2), tmp_path, target_folder, "vllm") / "README.md").read_text()
+    assert "vllm serve" in readme
+    assert '"method": "medusa"' in readme
+    assert '"num_speculative_tokens": 2' in readme
+    assert "sglang.launch_server" not in readme
+
+
+def test_the_medusa_authors_code_gets_its_own_names_and_keys(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path
+) -> None:
+    folder = exported(make_head("medusa"), tmp_path, target_folder, "medusa")
+    config, tensors = read_config(folder), read_tensors(folder)
+    named = {key: config[key] for key in ("base_model_name_or_path", "medusa_num_heads", "medusa_num_layers")}
+    assert named == {"base_model_name_or_path": str(target_folder), "medusa_num_heads": 3, "medusa_num_layers": 1}
+    assert [*tensors][:2] == ["0.0.linear.weight", "0.0.linear.bias"]
+    assert {"0.1.weight", "1.1.weight", "2.1.weight"} < tensors.keys()
+    assert "MedusaModel.from_pretrained" in (folder / "README.md").read_text()
+    assert lint(folder, str(target_folder), ["vllm"]) == []
 
 
 def test_nothing_is_overwritten_unless_asked(make_head: MakeHead, target_folder: Path, tmp_path: Path) -> None:

@@ -165,6 +165,66 @@ def test_each_mistake_planted_in_an_eagle_1_head_is_found(
     assert all(finding.where.endswith(where) and text in str(finding) for finding in found)
 
 
+def renamed(tensors: dict[str, Tensor]) -> None:
+    tensors["medusa_head.0.0.linear.weight"] = tensors.pop("blocks.0.layers.0.weight")
+
+
+VLLM = {"vllm"}
+MEDUSA_MISTAKES = [
+    planted("num_heads", VLLM, config=lambda c: c.update(num_heads=4), text="3, as many as there are tensors"),
+    planted("num_heads", VLLM, config=lambda c: [c.pop("num_heads"), c.pop("medusa_num_heads")], text="None"),
+    planted("medusa_num_layers", VLLM, config=lambda c: c.update(medusa_num_layers=2)),
+    planted("hidden_size", VLLM, config=lambda c: c.pop("hidden_size"), text="the target's 32"),
+    planted("vocab_size", VLLM, config=lambda c: c.update(vocab_size=32001)),
+    planted("truncated_vocab_size", VLLM, config=lambda c: c.update(truncated_vocab_size=6)),
+    planted("original_lm_head", VLLM, config=lambda c: c.update(original_lm_head=True)),
+    planted("medusa_fc_bias", VLLM, config=lambda c: c.pop("medusa_fc_bias"), text="in silence"),
+    planted("architectures", VLLM, config=lambda c: c.update(architectures=["LlamaForCausalLM"])),
+    planted("tensor token_map", VLLM, tensors=lambda t: t.update(token_map=LIMITED.ids.clone())),
+    planted("tensor lm_heads.1.weight", VLLM, tensors=lambda t: t.pop("lm_heads.1.weight"), text="nothing"),
+    planted("tensor blocks.2.layers.0.bias", VLLM, tensors=lambda t: t.pop("blocks.2.layers.0.bias"), text="nothing"),
+    planted("tensor lm_heads.0.weight", VLLM, tensors=lambda t: t.update({"lm_heads.0.weight": torch.ones(6, 32)})),
+    planted("tensor medusa_head.0.0.linear.weight", VLLM, tensors=renamed, text="0.0.linear.weight is allowed"),
+    planted("tensor extra", VLLM, tensors=lambda t: t.update(extra=torch.ones(2)), text="none such"),
+    planted("blocks.0.layers.0.bias", VLLM, tensors=lambda t: t["blocks.0.layers.0.bias"].fill_(float("inf"))),
+]
+
+
+@pytest.mark.parametrize(("where", "engines", "config", "tensors", "text"), MEDUSA_MISTAKES)
+def test_each_mistake_planted_in_medusa_heads_is_found(
+    make_head: MakeHead,
+    target_folder: Path,
+    tmp_path: Path,
+    where: str,
+    engines: set[str],
+    config: Any,
+    tensors: Any,
+    text: str,
+) -> None:
+    folder = exported(make_head("medusa"), tmp_path, target_folder, "vllm")
+    assert lint(folder, str(target_folder)) == []
+    edit_config(folder, config or (lambda c: None))
+    edit_tensors(folder, tensors or (lambda t: None))
+    found = lint(folder, str(target_folder))
+    hits = {finding.engine for finding in found if finding.where.endswith(where) and text in str(finding)}
+    assert hits == engines, [str(finding) for finding in found]
+
+
+@pytest.mark.parametrize("prefix", ["", "medusa_head."])
+def test_the_medusa_authors_code_takes_absent_keys_for_its_own_numbers(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path, prefix: str
+) -> None:
+    """4 heads of 1 layer; and its loader passes over names with a prefix."""
+    folder = exported(make_head("medusa", num_heads=4), tmp_path, target_folder, "medusa")
+    edit_config(folder, lambda c: [c.pop("medusa_num_heads"), c.pop("medusa_num_layers")])
+    assert lint(folder, str(target_folder)) == []
+    edit_config(folder, lambda c: c.update(medusa_num_heads=2))
+    edit_tensors(folder, lambda t: t.update({prefix + name: t.pop(name) for name in list(t)}))
+    found = [finding.where for finding in lint(folder, str(target_folder))]
+    assert found[0] == "config.json medusa_num_heads"
+    assert len(found) == (13 if prefix else 1)
+
+
 SERVED = {"vllm", "speculators"}
 SPECULATORS_MISTAKES = [
     planted("norm_before_residual", SERVED, config=lambda c: c.pop("norm_before_residual")),

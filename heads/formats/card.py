@@ -17,6 +17,7 @@ ENGINE_NAMES = {
     "tensorrt_llm": "TensorRT-LLM",
     "eagle": "the EAGLE authors' code",
     "speculators": "speculators",
+    "medusa": "the Medusa authors' code",
 }
 
 
@@ -142,8 +143,9 @@ def serving(head: DraftHead, target: ServedTarget, folder: Path, verdicts: dict[
 
 
 def vllm_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
-    method = {"eagle1": "eagle", "eagle3": "eagle3"}[head.kind]
-    options = json.dumps({"method": method, "model": str(folder), "num_speculative_tokens": target.draft_tokens})
+    method = {"eagle1": "eagle", "eagle3": "eagle3", "medusa": "medusa"}[head.kind]
+    tokens = min(target.draft_tokens, head.max_levels or target.draft_tokens)
+    options = json.dumps({"method": method, "model": str(folder), "num_speculative_tokens": tokens})
     return f"```\nvllm serve {target.name} --speculative-config '{options}'\n```"
 
 
@@ -174,6 +176,14 @@ def eagle_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
     )
 
 
+def medusa_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
+    return (
+        "```python\nfrom medusa.model.medusa_model import MedusaModel\n\n"
+        f'model = MedusaModel.from_pretrained("{folder}")\n```\n\n'
+        f"It finds the target, `{target.name}`, in config.json."
+    )
+
+
 def speculators_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
     return f"```\nvllm serve {folder}\n```\n\nvLLM finds the target, `{target.name}`, in its config.json."
 
@@ -184,6 +194,7 @@ COMMANDS: dict[str, Callable[[DraftHead, ServedTarget, Path], str]] = {
     "tensorrt_llm": tensorrt_llm_command,
     "eagle": eagle_command,
     "speculators": speculators_command,
+    "medusa": medusa_command,
 }
 
 

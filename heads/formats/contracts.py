@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 
-from heads.formats import config_rules, tap_rules, tensor_rules
+from heads.formats import config_rules, medusa_rules, tap_rules, tensor_rules
 from heads.formats.files import HeadFiles
 from heads.formats.subject import Finding, Subject, layout_of
 from heads.frozen import FrozenTarget
@@ -26,6 +26,17 @@ EAGLE3: tuple[Rule, ...] = (
     tensor_rules.vocabulary_map,
     tensor_rules.spelling,
 )
+MEDUSA: tuple[Rule, ...] = (
+    medusa_rules.architecture,
+    medusa_rules.counts,
+    medusa_rules.sizes,
+    medusa_rules.whole_vocabulary,
+    medusa_rules.bias,
+    medusa_rules.names_and_shapes,
+    medusa_rules.spelling,
+    medusa_rules.equal_layers,
+    tensor_rules.finite,
+)
 RULES: dict[str, dict[str, tuple[Rule, ...]]] = {  # layout -> engine that can serve it -> its rules
     "eagle3": {
         "vllm": EAGLE3,
@@ -35,8 +46,11 @@ RULES: dict[str, dict[str, tuple[Rule, ...]]] = {  # layout -> engine that can s
     },
     "eagle1": dict.fromkeys(("vllm", "sglang", "eagle"), (*SHARED, tensor_rules.eagle1_bias)),
     "speculators": dict.fromkeys(("vllm", "speculators"), (*EAGLE3, config_rules.speculators_sections)),
+    "medusa": {"vllm": MEDUSA},
+    "medusa_reference": dict.fromkeys(("vllm", "medusa"), MEDUSA),
 }
-ENGINES = ("vllm", "sglang", "tensorrt_llm", "eagle", "speculators")
+ENGINES = ("vllm", "sglang", "tensorrt_llm", "eagle", "speculators", "medusa")
+AUTHORS = ("eagle", "medusa")  # engines that read the files of their own format alone
 
 
 def engines_of(files: HeadFiles) -> tuple[str, ...]:
@@ -44,7 +58,7 @@ def engines_of(files: HeadFiles) -> tuple[str, ...]:
     named = files.config.get("headstart", {}).get("engines")
     if named is not None:
         return tuple(named)
-    return tuple(engine for engine in RULES[layout_of(files)] if engine != "eagle")
+    return tuple(engine for engine in RULES[layout_of(files)] if engine not in AUTHORS)
 
 
 def findings(files: HeadFiles, frozen: FrozenTarget, engines: Iterable[str]) -> list[Finding]:

@@ -12,7 +12,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-SAFETENSORS = ("model.safetensors", "medusa_lm_head.safetensors")
+MODEL = "model.safetensors"
+SAFETENSORS = (MODEL, "medusa_lm_head.safetensors")
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
 
 
@@ -80,21 +81,25 @@ def read_pickle(path: Path) -> dict[str, Tensor]:
     return {str(name): tensor for name, tensor in found.items()}
 
 
-def write_folder(
-    folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], readme: str, overwrite: bool
-) -> None:
-    """Write all files next to `folder`, then rename: whoever looks sees the whole folder or none.
+def write_folder(files: HeadFiles, weights: str, readme: str, overwrite: bool) -> None:
+    """Write all files next to their folder, then rename: whoever looks sees the whole folder or none.
+
+    `weights` is the name of the tensors' file, one of SAFETENSORS and PICKLES.
 
     Raises ValueError for a folder that is there already, unless it may be overwritten.
     """
+    folder = files.folder
     check_free(folder, overwrite)
     partial = folder.with_name(folder.name + ".partial")
     if partial.exists():
         shutil.rmtree(partial)  # of a run that was killed
     partial.mkdir(parents=True)
-    contiguous = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    save_file(contiguous, partial / "model.safetensors", metadata={"format": "pt"})
-    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    contiguous = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in files.tensors.items()}
+    if weights in PICKLES:
+        torch.save(contiguous, partial / weights)
+    else:
+        save_file(contiguous, partial / weights, metadata={"format": "pt"})
+    (partial / "config.json").write_text(json.dumps(files.config, indent=2) + "\n")
     (partial / "README.md").write_text(readme)
     replaced = folder.with_name(folder.name + ".replaced.partial")
     if folder.exists():

@@ -13,6 +13,9 @@ from torch import Tensor
 from heads.base import DraftHead
 from heads.build import head_config
 from heads.eagle3 import Eagle3Head
+from heads.formats.files import MODEL
+from heads.medusa import MedusaHead
+from heads.medusa_layout import to_reference_layout
 
 Files = tuple[dict[str, Any], dict[str, Tensor]]
 SPECULATORS_VERSION = "0.9.0"  # whose layout is written, where the library itself is not installed
@@ -31,6 +34,7 @@ class ServedTarget:
 class Format:
     files: Callable[[DraftHead, ServedTarget], Files]
     engine: str | None  # whose contract it must meet; None asks nothing
+    weights: str = MODEL  # file of the tensors
 
 
 def native_files(head: DraftHead, target: ServedTarget) -> Files:
@@ -39,7 +43,12 @@ def native_files(head: DraftHead, target: ServedTarget) -> Files:
 
 
 def reference_files(head: DraftHead, target: ServedTarget) -> Files:
-    """What the EAGLE authors' code loads (cnets.py for EAGLE-3, cnets1.py for EAGLE-1)."""
+    """What the EAGLE authors' code loads (cnets.py for EAGLE-3, cnets1.py for EAGLE-1).
+
+    Raises ValueError for another head.
+    """
+    if head.kind not in ("eagle1", "eagle3"):
+        raise ValueError(f"export.format: 'eagle' given for a head of kind {head.kind}; {head.kind} is allowed for it")
     config, tensors = head_config(head), dict(head.engine_tensors())
     config["architectures"] = ["LlamaForCausalLM"]
     if config["rope_scaling"] is not None:
@@ -109,6 +118,23 @@ LAYER_KEYS = {
 }
 
 
+def medusa_files(head: DraftHead, target: ServedTarget) -> Files:
+    """What the Medusa authors' code loads (medusa_model.py), and vLLM too.
+
+    Raises ValueError for a head that this layout has no place for.
+    """
+    if not isinstance(head, MedusaHead):
+        raise ValueError(f"export.format: 'medusa' given for a head of kind {head.kind}; it holds Medusa heads alone")
+    try:
+        tensors = to_reference_layout(head.engine_tensors())
+    except ValueError as error:
+        raise ValueError(f"export.format: 'medusa' given, but {error}") from error
+    ours = head_config(head)
+    kept = ("medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_size", "medusa_fc_bias", "torch_dtype")
+    config = {key: ours[key] for key in kept}  # but for the first two, what vLLM needs of it
+    return {"base_model_name_or_path": target.name, **config, "headstart": ours["headstart"]}, tensors
+
+
 def speculators_section(target: ServedTarget) -> dict[str, Any]:
     greedy = {
         "proposal_type": "greedy",
@@ -142,4 +168,5 @@ FORMATS = {
     "tensorrt_llm": Format(native_files, "tensorrt_llm"),
     "eagle": Format(reference_files, "eagle"),
     "speculators": Format(speculators_files, "speculators"),
+    "medusa": Format(medusa_files, "medusa", "medusa_lm_head.pt"),
 }

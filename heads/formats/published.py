@@ -12,6 +12,7 @@ from torch import Tensor
 from heads.base import DraftHead
 from heads.build import head_from_files
 from heads.formats.files import HeadFiles
+from heads.formats.medusa_rules import num_heads
 from heads.formats.subject import Subject, layout_of
 from heads.formats.tap_rules import KEY, engine_default
 from heads.frozen import FrozenTarget
@@ -64,7 +65,7 @@ def build(folder: Path, subject: Subject, found: Import) -> DraftHead:
         "target_num_layers": target.num_layers,
         "target_rope": asdict(target.rope),
         **{key: value for key, value in subject.own.items() if key != "engines"},
-        "kind": "eagle1" if subject.layout == "eagle1" else "eagle3",
+        "kind": subject.kind,
     }
     return head_from_files(folder, found.config, found.tensors, subject.frozen)
 
@@ -169,6 +170,52 @@ def leave_out_training(subject: Subject, found: Import) -> None:
             found.inferred.append(f"{name}: only for training, left out")
 
 
+def refuse_other_medusa(subject: Subject, found: Import) -> None:
+    if subject.config.get("original_lm_head"):
+        found.refused.append("original_lm_head true: false is allowed, an lm_head for each head")
+
+
+def infer_medusa_sizes(subject: Subject, found: Import) -> None:
+    """The reference's config.json says neither; how many heads there are, the tensors know best."""
+    hidden, vocab_size = subject.frozen.config.hidden_size, subject.frozen.config.vocab_size
+    scored = found.tensors.get("lm_heads.0.weight")
+    if scored is None or scored.ndim != 2:
+        found.refused.append("lm_heads.0.weight (0.N.weight of the reference): a matrix is allowed, for each head")
+        return
+    rows = vocab_size if "token_map" in found.tensors else scored.shape[0]
+    for key, value, reason in (("hidden_size", scored.shape[1], hidden), ("vocab_size", rows, vocab_size)):
+        if key not in subject.config:
+            found.config[key] = value
+            found.inferred.append(f"{key}: {value}, of lm_heads.0.weight (the target has {reason})")
+    if not subject.config.get("medusa_fc_bias") and "blocks.0.layers.0.bias" in found.tensors:
+        found.inferred.append("medusa_fc_bias: true, as the blocks have biases")
+    named, count = subject.config.get("num_heads", subject.config.get("medusa_num_heads")), num_heads(subject)
+    if named != count:
+        found.inferred.append(f"num_heads: {count}, as many as there are tensors for; config.json says {named}")
+
+
+def sort_token_map(subject: Subject, found: Import) -> None:
+    """Ours is ascending; vLLM's may come in any order, such as by frequency."""
+    ids = found.tensors.get("token_map")
+    if ids is None:
+        return
+    order = ids.long().argsort()
+    ascending = ids.long()[order]
+    if (
+        bool((ascending.diff() <= 0).any())
+        or not 0 <= int(ascending[0]) <= int(ascending[-1]) < found.config["vocab_size"]
+    ):
+        found.refused.append(
+            f"token_map: different ids of the target's {found.config['vocab_size']} tokens are allowed"
+        )
+    elif not torch.equal(ascending, ids.long()):
+        found.tensors["token_map"] = ascending
+        for name in [name for name in found.tensors if name.startswith("lm_heads.")]:
+            found.tensors[name] = found.tensors[name][order]
+        found.inferred.append("token_map: sorted, and the rows of lm_heads with it")
+
+
+MEDUSA_STEPS = (refuse_other_medusa, infer_medusa_sizes, sort_token_map)
 STEPS: dict[str, tuple[Callable[[Subject, Import], None], ...]] = {
     "eagle1": (refuse_other_layers, infer_rope, share_embedding),
     "eagle3": (refuse_other_layers, infer_rope, infer_taps, infer_vocabulary, flatten_norms, share_embedding),
@@ -181,4 +228,6 @@ STEPS: dict[str, tuple[Callable[[Subject, Import], None], ...]] = {
         leave_out_training,
         share_embedding,
     ),
+    "medusa": MEDUSA_STEPS,
+    "medusa_reference": MEDUSA_STEPS,
 }

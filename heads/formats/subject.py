@@ -9,7 +9,9 @@ from torch import Tensor
 
 from heads.formats.files import HeadFiles
 from heads.frozen import FrozenTarget
+from heads.medusa_layout import BLOCK, REFERENCE_BLOCK, from_any_layout
 
+MEDUSA = ("medusa", "medusa_reference")
 LAYER_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 
 
@@ -30,11 +32,15 @@ class Finding:
 
 
 def layout_of(files: HeadFiles) -> str:
-    """`speculators`, `eagle3` or `eagle1`, by what is in the files.
+    """`speculators`, `eagle3`, `eagle1`, `medusa` or `medusa_reference`, by what is in the files.
 
     Raises ValueError for any other head.
     """
     names = {name.removeprefix("model.") for name in files.tensors}
+    if any(map(BLOCK.fullmatch, names)):
+        return "medusa"
+    if any(map(REFERENCE_BLOCK.fullmatch, names)):
+        return "medusa_reference"
     if "speculators_model_type" in files.config:
         return "speculators"
     if {"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight", "d2t"} & names or is_wide(files.tensors):
@@ -42,12 +48,12 @@ def layout_of(files: HeadFiles) -> str:
     if "fc.weight" in names and "layers.0.self_attn.q_proj.weight" in names:
         return "eagle1"
     kind = files.config.get("headstart", {}).get("kind")
-    if kind in ("eagle1", "eagle3"):
+    if kind in ("eagle1", "eagle3", "medusa"):
         return str(kind)
     shown = ", ".join(sorted(names)[:4])
     raise ValueError(
-        f"{files.folder}: no layout of a draft head that is known here (its tensors: {shown}, ...); EAGLE-1, EAGLE-3 "
-        f"and speculators' eagle3 are allowed"
+        f"{files.folder}: no layout of a draft head that is known here (its tensors: {shown}, ...); EAGLE-1, "
+        f"EAGLE-3, speculators' eagle3 and Medusa are allowed"
     )
 
 
@@ -79,9 +85,11 @@ class Subject:
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """By the names of the reference: `midlayer.` for EAGLE-3's layer."""
+        """By one spelling: the reference's `midlayer.` for EAGLE-3's layer, vLLM's names for Medusa's heads."""
         if self.layout == "eagle1":
             return self.files.tensors
+        if self.layout in MEDUSA:
+            return from_any_layout(self.files.tensors)
         return {reference_name(name): tensor for name, tensor in self.files.tensors.items()}
 
     @property
@@ -96,8 +104,17 @@ class Subject:
         return found if isinstance(found, dict) else {}
 
     @property
+    def kind(self) -> str:
+        """Of the head: a name of `heads.build.KINDS`."""
+        if self.layout in MEDUSA:
+            return "medusa"
+        return "eagle1" if self.layout == "eagle1" else "eagle3"
+
+    @property
     def taps(self) -> tuple[int, ...]:
         """hidden_states that the head reads, by the best evidence: our own note, vLLM's ids, the others' ids, none."""
+        if self.layout in MEDUSA:
+            return (self.frozen.config.num_layers,)
         beside = self.eagle_config.get("eagle_aux_hidden_state_layer_ids")
         named = self.own.get("taps") or self.config.get("eagle_aux_hidden_state_layer_ids")
         return tuple(named or [layer + 1 for layer in beside or []] or self.frozen.config.default_taps())

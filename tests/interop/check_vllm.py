@@ -5,7 +5,7 @@
 
 Decodes the same prompts greedily with a chain of drafts, here and in vLLM, and compares texts, the number of steps and
 how many drafts were accepted at each depth. Prints the table of docs/interop.md. Exit code 1 if anything differs. The
-EAGLE-1 head of runs/interop/eagle1 is trained first, briefly, where it is missing.
+EAGLE-1 and Medusa heads of runs/interop are trained first, briefly, where they are missing.
 """
 
 import dataclasses
@@ -107,6 +107,15 @@ def eagle1(frozen: FrozenTarget) -> Path:
     return run_dir / "head"
 
 
+def medusa(frozen: FrozenTarget) -> Path:
+    """Four heads, of which vLLM uses as many as it drafts tokens, each with its likeliest."""
+    run_dir = WORK / "medusa"
+    if not (run_dir / "head/config.json").is_file():
+        command = [sys.executable, "trainers/medusa.py", "recipes/tiny_medusa.yaml", f"run_dir={run_dir}"]
+        subprocess.run([*command, f"data.folder={run_dir}", *TRAIN_BRIEFLY], check=True)
+    return run_dir / "head"
+
+
 CASES = {
     "EAGLE-3.1, whole vocabulary": Case(demo),
     "reduced vocabulary": Case(reduced),
@@ -114,6 +123,8 @@ CASES = {
     "four taps": Case(four_taps),
     "speculators' layout": Case(reduced, "speculators", None),
     "EAGLE-1": Case(eagle1, method="eagle"),
+    "Medusa": Case(medusa, method="medusa"),
+    "Medusa, reference layout": Case(medusa, "medusa", "medusa"),
 }
 
 
