@@ -54,7 +54,8 @@ def sizes(subject: Subject, engine: str) -> Iterator[Finding]:
     target = subject.frozen.config
     if engine != "vllm":
         return
-    for key, allowed, absent in (("hidden_size", target.hidden_size, 4096), ("vocab_size", *[target.vocab_size] * 2)):
+    facts = (("hidden_size", target.hidden_size, 4096), ("vocab_size", target.vocab_size, target.vocab_size))
+    for key, allowed, absent in facts:
         if subject.config.get(key, absent) != allowed:
             yield config_error(engine, key, subject.config.get(key), f"the target's {allowed} is allowed")
 
