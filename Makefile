@@ -26,8 +26,8 @@ demo: $(INSTALLED) ## train a head for the bundled target and report what it is 
 		trainers/eagle.py $(RECIPE)
 	$(BIN)/python -m inference.report $(RECIPE)
 
-test: $(INSTALLED) ## run the fast tests
-	$(BIN)/python -m pytest
+test: $(INSTALLED) ## run the fast tests, on all cores
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
 test-all: $(INSTALLED) ## run the slow tests too, with DeepSpeed, which compiles an operator at its first start
 	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,deepspeed]'

@@ -22,12 +22,13 @@ COLUMNS = (
     "x plain",
     "95 %",
     "x generate",
+    "same text",
+    "distinct",
     "first token",
     "per token p50",
     "p95",
-    "same text",
-    "distinct",
 )
+ON_TERMINAL = 7  # of these columns fit 80 characters; the others make a table of their own
 
 
 def cells(outcomes: list[Outcome]) -> list[list[str]]:
@@ -42,11 +43,11 @@ def cells(outcomes: list[Outcome]) -> list[list[str]]:
                 f"{outcome.stats.tau:.2f}",
                 f"{outcome.tokens_per_second:.1f}",
                 f"{ratio['plain']:.2f}",
-                "" if outcome.way == "plain" else f"{range_.low:.2f} to {range_.high:.2f}",
+                "" if outcome.way == "plain" else f"{range_.low:.2f}-{range_.high:.2f}",
                 f"{ratio['generate']:.2f}" if "generate" in ratio else "",
-                *(milliseconds(seconds) for seconds in (outcome.first_token, *outcome.per_token)),
                 same_text(outcome),
                 f"{outcome.distinct:.2f}",
+                *(milliseconds(seconds) for seconds in (outcome.first_token, *outcome.per_token)),
             ]
         )
     return rows
@@ -95,7 +96,9 @@ def heading(outcomes: list[Outcome]) -> str:
 
 def as_tables(outcomes: list[Outcome]) -> list[Table]:
     caption = "\n".join([acceptance_by_depth(outcomes), *divergence_lines(outcomes)])
-    tables = [rich_table(heading(outcomes), [list(COLUMNS), *cells(outcomes)])]
+    rows = [list(COLUMNS), *cells(outcomes)]
+    tables = [rich_table(heading(outcomes), [row[:ON_TERMINAL] for row in rows])]
+    tables.append(rich_table("", [[row[0], *row[ON_TERMINAL:]] for row in rows]))
     if len(outcomes[0].tau_by_category) > 1:
         tables.append(rich_table("", category_cells(outcomes)))
     tables[-1].caption, tables[-1].caption_justify = caption, "left"
