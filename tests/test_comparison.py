@@ -51,7 +51,7 @@ def test_a_way_beside_itself_is_as_fast_as_itself() -> None:
 @pytest.mark.parametrize("batch", [1, 2])
 def test_every_way_is_told_what_it_did_by_category(target: TargetModel, batch: int) -> None:
     whole = [prompt.tokens + generate(target, prompt.tokens, 9).tokens for prompt in PROMPTS]
-    ways = [Way("plain"), Way("generate", transformers=True), Way("oracle", Oracle(*whole, depth=3))]
+    ways = [Way("plain"), Way("generate", transformers=True), Way("oracle", Oracle(*whole, ahead=3))]
     ways.append(Way("generate_lookup", transformers=True, lookup=3))
     found = {o.way: o for o in compare(ways, target, PROMPTS, 9, Sampling(), 1, batch)}
     assert set(found) == {"plain", "generate", "oracle", *(["generate_lookup"] if batch == 1 else [])}
@@ -105,7 +105,7 @@ def test_questions_come_from_each_category_in_turn(tmp_path: Path) -> None:
 def test_a_trace_is_the_text_and_the_trees_it_came_from(target: TargetModel) -> None:
     prompt = [5, 6, 7, 11]
     tokens = generate(target, prompt, 14).tokens
-    found = trace("hidden", Hidden(prompt + tokens, depth=3), target, prompt, 14, Sampling())
+    found = trace("hidden", Hidden(prompt + tokens, ahead=3), target, prompt, 14, Sampling())
     assert [found.first, *(token for step in found.steps for token in step.taken)] == tokens
     for step in found.steps:
         assert [step.tokens[node] for node in step.path[1:]] == step.taken[: len(step.path) - 1]
@@ -148,7 +148,7 @@ def letters(tokens: list[int]) -> str:
 def test_a_page_is_whole_and_tells_every_token(target: TargetModel) -> None:
     prompt = [5, 6, 7, 11]
     tokens = generate(target, prompt, 14).tokens
-    hidden = Hidden(prompt + tokens, depth=3)
+    hidden = Hidden(prompt + tokens, ahead=3)
     found = trace("<hidden>", hidden, target, prompt, 14, Sampling())
     outcomes = compare([Way("plain"), Way("<hidden>", hidden)], target, [Prompt(prompt, "a & b")], 14, Sampling(), 0)
     outcomes[1].tau_by_category = outcomes[0].tau_by_category = {"a & b": 1.5, "<c>": 2.0}
