@@ -19,10 +19,10 @@ from data_pipelines.codec import bytes_per_token
 from data_pipelines.harvest import harvest, write_features
 from data_pipelines.responses import Text, responses_path
 from data_pipelines.shards import FeatureStore
-from data_pipelines.stage import read_jsonl
 from data_pipelines.work import Piece, pieces
 from inference.target import TargetModel
 from recipes import Recipe, run_command
+from recipes.jsonl import read_jsonl
 from trainers.eagle import run
 
 PROMPTS, HELDOUT, STEPS = 256, 32, 200

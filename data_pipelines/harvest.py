@@ -34,7 +34,7 @@ from data_pipelines.shards import (
     write_manifest,
     write_shard,
 )
-from data_pipelines.stage import Stage, file_digest, read_jsonl, target_identity
+from data_pipelines.stage import Stage, file_digest, target_identity
 from data_pipelines.store import adopt
 from data_pipelines.token_counts import shards_identity, write_counts
 from data_pipelines.work import Piece, begin, metered, mine, pieces
@@ -43,6 +43,7 @@ from heads.frozen import FrozenTarget
 from heads.target_config import TargetConfig, locate_target
 from inference.target import TargetModel
 from recipes import Recipe, run_command
+from recipes.jsonl import read_jsonl
 
 STORE_FORMAT = 2  # of the shards: one tensor per tap
 LOGITS_TOLERANCE = 0.05  # of the largest logit; bfloat16 rounding stays well below

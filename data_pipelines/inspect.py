@@ -15,10 +15,11 @@ from rich.text import Text as Coloured
 
 from data_pipelines.prompts import INTAKE_REPORT, make_prompts
 from data_pipelines.responses import Text
-from data_pipelines.stage import Json, Stage, read_jsonl
-from data_pipelines.tokens import Tokenizer, load_tokenizer
+from data_pipelines.stage import Json, Stage
 from heads.target_config import locate_target
+from inference.tokenizer import Tokenizer, load_tokenizer
 from recipes import Recipe, run_command
+from recipes.jsonl import read_jsonl
 
 SAMPLES = 4  # shown in full
 BADS = 20  # shown of the rows that gave nothing

@@ -8,10 +8,10 @@ from torch import Tensor
 from data_pipelines.harvest import tap
 from data_pipelines.responses import Text, count_written, responses_path
 from data_pipelines.shards import Sample, median_tap_sizes
-from data_pipelines.stage import read_jsonl
 from data_pipelines.work import pieces
 from inference.target import TargetModel
 from recipes import Recipe
+from recipes.jsonl import read_jsonl
 
 
 class OnlineStore:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from data_pipelines.codec import bytes_per_token
 from data_pipelines.responses import Text, responses_path
-from data_pipelines.stage import read_jsonl
 from data_pipelines.work import Piece
 from heads.target_config import TargetConfig
 from recipes import Recipe
+from recipes.jsonl import read_jsonl
 
 SAFETY = 1.01  # of the disk: headers, offsets and the manifest
 

@@ -14,8 +14,8 @@ from data_pipelines.intake import Intake
 from data_pipelines.python_stdlib import source_files
 from data_pipelines.rows import BadRow, read_rows, source_digest
 from data_pipelines.stage import Json, Stage, file_digest, write_jsonl, write_text
-from data_pipelines.tokens import Tokenizer, load_tokenizer
 from heads.target_config import locate_target
+from inference.tokenizer import Tokenizer, load_tokenizer
 from recipes import Recipe, run_command
 from recipes.schema import PYTHON_STDLIB, DataSection
 

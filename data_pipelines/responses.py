@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from data_pipelines.server import CompletionServer
-from data_pipelines.stage import Json, Stage, file_digest, read_jsonl, target_identity, write_jsonl, write_text
-from data_pipelines.tokens import load_tokenizer
+from data_pipelines.stage import Json, Stage, file_digest, target_identity, write_jsonl, write_text
 from data_pipelines.work import Meter, Piece, pieces
 from heads.build import load_head
 from heads.target_config import locate_target
@@ -20,7 +19,9 @@ from inference.drafters.cost_aware import growth_from_recipe
 from inference.drafters.head import HeadDrafter
 from inference.sampling import Sampling
 from inference.target import TargetModel
+from inference.tokenizer import load_tokenizer
 from recipes import Recipe
+from recipes.jsonl import read_jsonl
 
 # Prompts and how to continue them, to what was written after each.
 Writer = Callable[[list[list[int]], list[Sampling]], list[list[int]]]

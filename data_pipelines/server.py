@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 
 from data_pipelines.stage import Json
-from data_pipelines.tokens import Tokenizer
 from inference.sampling import Sampling
+from inference.tokenizer import Tokenizer
 
 TIMEOUT = httpx.Timeout(10.0, read=600.0)  # seconds; a long answer is one read
 PASSING = {408, 409, 429, 500, 502, 503, 504}  # statuses that another try may not meet

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +19,6 @@ def write_text(path: Path, text: str) -> None:
 
 def write_jsonl(path: Path, rows: Iterable[Json]) -> None:
     write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
-
-
-def read_jsonl(path: Path) -> Iterator[Json]:
-    """Rows of a JSONL file; a broken line is a ValueError that names it."""
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.decode("utf-8"))
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                raise ValueError(f"{path} line {number} is not JSON ({error}); fix or remove the line") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"{path} line {number} is {type(row).__name__}, a JSON object is needed")
-            yield row
 
 
 def file_digest(path: Path) -> str:

@@ -9,8 +9,9 @@ from accelerate import PartialState
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import TimeRemainingColumn as TimeLeft
 
-from data_pipelines.stage import Json, Stage, read_jsonl
+from data_pipelines.stage import Json, Stage
 from recipes import Recipe
+from recipes.jsonl import read_jsonl
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,11 @@
 """Prompts to measure with, by category: Spec-Bench's question files (arXiv 2401.07851), or a run's held-out prompts."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from inference.tokenizer import Tokenizer
+from recipes.jsonl import read_jsonl
 
 
 @dataclass(frozen=True)
@@ -22,8 +21,7 @@ def read_questions(path: Path, tokenizer: Tokenizer, longest: int, count: int) -
     Its category is its `category`, else its `source`. Raises ValueError for a row with neither turns nor prompt.
     """
     by_category: dict[str, list[str]] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        row: dict[str, Any] = json.loads(line)
+    for number, row in enumerate(read_jsonl(path), start=1):
         category = str(row.get("category", row.get("source", "all")))
         if row.get("turns"):
             by_category.setdefault(category, []).append(asked(row["turns"][0], tokenizer))

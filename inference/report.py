@@ -14,7 +14,7 @@ import json
 import platform
 from functools import partial
 from importlib.metadata import version
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from inference.tokenizer import Tokenizer, load_tokenizer, text_of
 from inference.trace import Trace, trace
 from inference.tree_picture import draw_tree
 from recipes import Recipe, run_command
+from recipes.jsonl import read_jsonl
 from recipes.schema import Baseline
 
 FILES = ("report.json", "report.md", "report.png", "report.html")
@@ -101,8 +102,7 @@ def held_out_prompts(recipe: Recipe) -> list[list[int]]:
     path = recipe.prompts_dir / "heldout.jsonl"
     if not path.is_file():
         raise ValueError(f"{path} is missing; make it with: python -m data_pipelines.prompts RECIPE")
-    rows = path.read_text().splitlines()[: recipe.report.num_prompts]
-    return [json.loads(row)["tokens"] for row in rows]
+    return [row["tokens"] for row in islice(read_jsonl(path), recipe.report.num_prompts)]
 
 
 def needs_head(recipe: Recipe) -> bool:

@@ -1,4 +1,4 @@
-"""The target's tokenizer, where decoding needs text: other tokenizers' drafts, question files, pages."""
+"""The target's own tokenizer, for prompts and templates, other tokenizers' drafts, question files and pages."""
 
 from pathlib import Path
 

@@ -17,8 +17,8 @@ from data_pipelines.intake import Intake
 from data_pipelines.prompts import INTAKE_REPORT, encode_prompt, make_prompts, read_prompts
 from data_pipelines.rows import BadRow, read_rows
 from data_pipelines.shards import FeatureStore
-from data_pipelines.stage import read_jsonl
 from recipes import Recipe
+from recipes.jsonl import read_jsonl
 from recipes.schema import DataSection
 
 CHATML = (Path(__file__).parent / "chat_templates" / "chatml.jinja").read_text().rstrip("\n")

@@ -19,12 +19,13 @@ from data_pipelines.order import SampleOrder
 from data_pipelines.prompts import make_prompts, stdlib_prompts
 from data_pipelines.python_stdlib import SourceFile, source_files
 from data_pipelines.shards import FeatureStore, Sample, stored_taps
-from data_pipelines.stage import Stage, read_jsonl
+from data_pipelines.stage import Stage
 from heads.build import head_taps
 from heads.frozen import FrozenTarget
 from heads.target_config import TargetConfig
 from inference.target import TargetModel
 from recipes import Recipe
+from recipes.jsonl import read_jsonl
 
 TAPS = (2, 3, 4)  # where every engine looks in a target of 7 layers
 

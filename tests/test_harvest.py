@@ -25,13 +25,13 @@ from data_pipelines.harvest import harvest
 from data_pipelines.responses import append_lines, journal_rows
 from data_pipelines.server import CompletionServer
 from data_pipelines.shards import FeatureStore
-from data_pipelines.stage import read_jsonl
 from heads.build import draft_vocab, new_head, save_head
 from heads.frozen import FrozenTarget
 from inference.decode import generate
 from inference.sampling import Sampling
 from inference.target import TargetModel
 from recipes import Recipe, load_recipe
+from recipes.jsonl import read_jsonl
 
 
 def responses(recipe: Recipe, split: str = "train") -> list[dict[str, Any]]:

@@ -17,7 +17,6 @@ ONLY_IN = {
         "inference/tokenizer.py",  # where decoding needs text
         "inference/architecture.py",
         "inference/cache.py",  # the cache is a transformers Cache
-        "data_pipelines/tokens.py",
         "data_pipelines/demo_target.py",
     ),
     "tokenizers": ("data_pipelines/",),

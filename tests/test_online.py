@@ -11,8 +11,8 @@ from data_pipelines.harvest import harvest
 from data_pipelines.online import OnlineStore
 from data_pipelines.shards import FeatureStore
 from data_pipelines.sources import open_stores
-from data_pipelines.stage import read_jsonl
 from recipes import Recipe
+from recipes.jsonl import read_jsonl
 from trainers.eagle import run
 
 TAPS = (2, 3, 4)

@@ -67,6 +67,15 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
     assert not (recipe.run_dir / "new").exists()
 
 
+@pytest.mark.parametrize("storage", ["int8", "float8"])
+def test_a_dry_run_knows_features_in_8_bits_before_they_are_there(
+    make_recipe: Callable[..., Recipe], capsys: pytest.CaptureFixture[str], tmp_path: Path, storage: str
+) -> None:
+    """It looked for a number format of torch by that name and ended in a traceback."""
+    run(make_recipe("run", "train.dry_run=true", f"data.folder={tmp_path / 'nothing'}", f"data.dtype={storage}"))
+    assert "plan of" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("head", ["{kind: eagle3, draft_vocab_size: 80}", "{kind: eagle1}"])
 def test_planned_activations_are_about_what_a_step_keeps(
     make_recipe: Callable[..., Recipe], frozen: FrozenTarget, head: str

@@ -7,7 +7,6 @@ import torch
 
 from data_pipelines.batches import Batch
 from data_pipelines.sources import SampleStore
-from data_pipelines.stage import read_jsonl
 from heads.base import DraftHead
 from heads.calibration import Calibration
 from inference.calibrate import fit_calibration
@@ -17,6 +16,7 @@ from inference.drafters.head import HeadDrafter
 from inference.sampling import sampling_from_recipe
 from inference.target import TargetModel
 from recipes import Recipe
+from recipes.jsonl import read_jsonl
 from trainers.objective import UnrolledHead
 
 TEMPERATURES = {"tau": 0.0, "tau_t1": 1.0}  # accepted length is measured greedily and where sampling is hardest

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
+from data_pipelines.codec import bytes_per_token
 from data_pipelines.shards import MANIFEST, FeatureStore, stored_taps
 from heads.build import head_taps
 from heads.target_config import TargetConfig, locate_target
@@ -56,7 +57,7 @@ class DataSizes:
             stored = sum(shard["bytes"] for store in stores for shard in store.shards)
             return cls(True, len(stores[0]), stores[0].num_tokens, longest, stored)
         taps = stored_taps(head_taps(recipe.head, target), target.num_layers)
-        per_token = (len(taps) + 1) * target.hidden_size * getattr(torch, data.dtype).itemsize + 5
+        per_token = bytes_per_token(target.hidden_size, len(taps), data.dtype)
         tokens = data.num_prompts * longest
         return cls(False, data.num_prompts, tokens, longest, per_token * (tokens + data.heldout_samples * longest))
 

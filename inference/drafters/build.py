@@ -1,6 +1,5 @@
 """The drafter that a recipe names, made from what it names: a folder, a number of layers, a corpus, or nothing."""
 
-import json
 from pathlib import Path
 
 from heads.base import DraftHead
@@ -17,6 +16,7 @@ from inference.drafters.suffix_automaton import SuffixAutomaton
 from inference.drafters.trie import Shape
 from inference.target import TargetModel
 from inference.tokenizer import load_tokenizer, same_tokenizer
+from recipes.jsonl import read_jsonl
 from recipes.schema import DecodeSection, TargetSection
 
 
@@ -88,8 +88,7 @@ def lookup_shape(section: DecodeSection) -> Shape:
 def read_corpus(path: Path) -> list[list[int]]:
     """The texts of a JSONL file, as the prompts and the responses of a run are written."""
     texts: list[list[int]] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        row = json.loads(line)
+    for number, row in enumerate(read_jsonl(path), start=1):
         if "tokens" in row:
             texts.append(row["tokens"])
         elif {"prompt", "response"} <= row.keys():

@@ -15,11 +15,11 @@ import torch
 from check_vllm import CASES, NUM_PROMPTS, TARGET, WORK, decode, export_recipe, heldout_prompts, reduced
 from safetensors.torch import load_file
 
-from data_pipelines.stage import read_jsonl
 from heads.convert import convert
 from heads.export import export
 from heads.frozen import FrozenTarget
 from heads.lint import lint
+from recipes.jsonl import read_jsonl
 
 
 def main() -> None:

@@ -1,0 +1,21 @@
+"""JSONL files, read so that a broken line is named."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """Rows of a JSONL file; a broken line is a ValueError that names it."""
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line.decode("utf-8"))
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                raise ValueError(f"{path} line {number} is not JSON ({error}); fix or remove the line") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"{path} line {number} is {type(row).__name__}, a JSON object is needed")
+            yield row
