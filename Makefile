@@ -5,6 +5,8 @@ INSTALLED := $(VENV)/.installed
 BIN := $(VENV)/bin
 RECIPE ?= recipes/tiny.yaml
 PEERS ?=
+# accelerate gives a process one thread where it is not told; on a GPU that is plenty.
+THREADS ?= $(shell nproc 2>/dev/null || sysctl -n hw.physicalcpu)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all lint bench check-vllm check-speculators clean
@@ -23,7 +25,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 demo: $(INSTALLED) ## train a head for the bundled target and report what it is worth (RECIPE=recipes/tiny.yaml)
 	$(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
-		trainers/eagle.py $(RECIPE)
+		--num_cpu_threads_per_process $(THREADS) trainers/eagle.py $(RECIPE)
 	$(BIN)/python -m inference.report $(RECIPE)
 
 test: $(INSTALLED) ## run the fast tests, on all cores

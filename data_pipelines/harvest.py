@@ -37,7 +37,7 @@ from data_pipelines.shards import (
 from data_pipelines.stage import Stage, file_digest, target_identity
 from data_pipelines.store import adopt
 from data_pipelines.token_counts import shards_identity, write_counts
-from data_pipelines.work import Piece, begin, metered, mine, pieces
+from data_pipelines.work import Piece, begin, idle_cores, metered, mine, pieces
 from heads.build import head_taps
 from heads.frozen import FrozenTarget
 from heads.target_config import TargetConfig, locate_target
@@ -66,6 +66,8 @@ def harvest(recipe: Recipe, target: TargetModel | None = None) -> Stage:
     stage on disk was made from other inputs.
     """
     state = PartialState()
+    if state.is_main_process and (idle := idle_cores(state)):
+        print(idle)
     recipe.run_dir.mkdir(parents=True, exist_ok=True)
     with state.main_process_first():
         prompts = make_prompts(recipe)

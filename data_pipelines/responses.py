@@ -15,6 +15,7 @@ from data_pipelines.work import Meter, Piece, pieces
 from heads.build import load_head
 from heads.target_config import locate_target
 from inference.decode import Request, generate_batch
+from inference.drafters import Drafter
 from inference.drafters.cost_aware import growth_from_recipe
 from inference.drafters.head import HeadDrafter
 from inference.sampling import Sampling
@@ -40,7 +41,6 @@ def responses_stage(recipe: Recipe, prompts: Stage) -> Stage:
             "target.dtype": recipe.target.dtype,
             "data.response_tokens": data.response_tokens,
             "data.temperatures": data.temperatures,
-            "data.generate_batch": data.generate_batch,
             "seed": recipe.seed,
         }
     if data.server is not None or data.draft_head is not None:
@@ -54,7 +54,7 @@ def written_by(recipe: Recipe) -> str:
         return "whoever wrote data.prompts"
     if recipe.data.server is not None:
         return "the server of data.server"
-    return "transformers" if recipe.data.draft_head is None else "speculative decoding"
+    return "plain decoding" if recipe.data.draft_head is None else "speculative decoding"
 
 
 def responses_path(recipe: Recipe, piece: Piece) -> Path:
@@ -105,23 +105,29 @@ def write_responses(recipe: Recipe, writer: Writer, piece: Piece, meter: Meter) 
         return
     journal = path.with_name(path.name + ".journal")
     done = {row["id"]: row for row in journal_rows(journal)}
-    for turn, temperature in enumerate(recipe.data.temperatures):
-        share = [row for row in piece.rows if row["id"] % len(recipe.data.temperatures) == turn]
-        by_length = sorted(share, key=lambda row: len(row["tokens"]))
-        for start in range(0, len(by_length), recipe.data.generate_batch):
-            batch = by_length[start : start + recipe.data.generate_batch]
-            if not all(row["id"] in done for row in batch):
-                # The noise is keyed by sample, so ranks and resumes do not matter.
-                seeds = [zlib.crc32(f"{recipe.seed} {piece.split} {row['id']}".encode()) for row in batch]
-                samplings = [Sampling(temperature, seed=seed) for seed in seeds]
-                pairs = zip(batch, writer([row["tokens"] for row in batch], samplings), strict=True)
-                rows = [{"id": row["id"], "prompt": row["tokens"], "response": text} for row, text in pairs]
-                rows = [{**row, "temperature": temperature} for row in rows]
-                append_lines(journal, rows)
-                done |= {row["id"]: row for row in rows}
-            meter.add(len(batch), sum(len(done[row["id"]]["response"]) for row in batch))
+    by_length = sorted(piece.rows, key=lambda row: len(row["tokens"]))
+    for start in range(0, len(by_length), recipe.data.generate_batch):
+        batch = by_length[start : start + recipe.data.generate_batch]
+        missing = [row for row in batch if row["id"] not in done]
+        if missing:
+            samplings = [sampling_of(recipe, piece.split, row["id"]) for row in missing]
+            written = writer([row["tokens"] for row in missing], samplings)
+            rows = [
+                {"id": row["id"], "prompt": row["tokens"], "response": text, "temperature": sampling.temperature}
+                for row, text, sampling in zip(missing, written, samplings, strict=True)
+            ]
+            append_lines(journal, rows)
+            done |= {row["id"]: row for row in rows}
+        meter.add(len(batch), sum(len(done[row["id"]]["response"]) for row in batch))
     write_jsonl(path, [done[row["id"]] for row in piece.rows])
     journal.unlink(missing_ok=True)
+
+
+def sampling_of(recipe: Recipe, split: str, number: int) -> Sampling:
+    """How a sample is written, whatever shard, batch, rank or resume it comes up in."""
+    temperatures = recipe.data.temperatures
+    seed = zlib.crc32(f"{recipe.seed} {split} {number}".encode())
+    return Sampling(temperatures[number % len(temperatures)], seed=seed)
 
 
 def append_lines(journal: Path, rows: list[Json]) -> None:
@@ -153,29 +159,24 @@ def finish_responses(recipe: Recipe, stage: Stage) -> None:
     )
 
 
-def target_writer(recipe: Recipe, target: TargetModel) -> Writer:
-    """transformers' own generate; it draws for a whole batch at once, by the seed of its first sample."""
+def target_writer(recipe: Recipe, target: TargetModel, drafter: Drafter | None = None) -> Writer:
+    """Our own decoding, each sample with noise of its own; a drafter makes it sooner, never other text."""
 
     def write(prompts: list[list[int]], samplings: list[Sampling]) -> list[list[int]]:
-        return target.generate(prompts, recipe.data.response_tokens, samplings[0])
+        pairs = zip(prompts, samplings, strict=True)
+        requests = [Request(prompt, recipe.data.response_tokens, sampling) for prompt, sampling in pairs]
+        found = generate_batch(target, requests, drafter, recipe.data.generate_batch)
+        return [generation.tokens for generation in found]
 
     return write
 
 
 def speculative_writer(recipe: Recipe, folder: Path) -> Writer:
-    """Our own decoding with a head of this target: the same text as without it, sooner."""
+    """The same with a head of this target."""
     frozen_target = TargetModel.load(recipe.target, ())
     head = load_head(folder, frozen_target.frozen)
     target = TargetModel(frozen_target.model, head.taps)
-    drafter = HeadDrafter(head, growth_from_recipe(recipe.decode, target, head))
-
-    def write(prompts: list[list[int]], samplings: list[Sampling]) -> list[list[int]]:
-        pairs = zip(prompts, samplings, strict=True)
-        requests = [Request(prompt, recipe.data.response_tokens, sampling) for prompt, sampling in pairs]
-        found = generate_batch(target, requests, drafter, recipe.decode.max_batch)
-        return [generation.tokens for generation in found]
-
-    return write
+    return target_writer(recipe, target, HeadDrafter(head, growth_from_recipe(recipe.decode, target, head)))
 
 
 def server_writer(recipe: Recipe, url: str) -> Writer:

@@ -1,10 +1,12 @@
 """The work of a harvest in pieces that any number of ranks share, with progress in tokens."""
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from accelerate import PartialState
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import TimeRemainingColumn as TimeLeft
@@ -30,6 +32,17 @@ def pieces(recipe: Recipe) -> list[Piece]:
         rows = list(read_jsonl(recipe.prompts_dir / f"{split}.jsonl"))[:limit]
         found += [Piece(split, i // size, rows[i : i + size]) for i in range(0, len(rows), size)]
     return found
+
+
+def idle_cores(state: PartialState) -> str | None:
+    """What to add to the command where the ranks leave cores of this machine idle; None where they do not."""
+    threads, cores = torch.get_num_threads(), (os.cpu_count() or 1) // state.num_processes
+    if state.device.type != "cpu" or threads >= cores:
+        return None
+    return (
+        f"{threads} of {cores} cores at work: accelerate launch --num_cpu_threads_per_process {cores} uses all, which "
+        "is faster where nothing else runs"
+    )
 
 
 def begin(stage: Stage, state: PartialState) -> None:

@@ -12,19 +12,21 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from tiny_run import build_run, build_tokenizer, tiny_recipe
 from torch.testing import assert_close
 
 from data_pipelines.codec import bytes_per_token
 from data_pipelines.harvest import harvest
-from data_pipelines.responses import append_lines, journal_rows
+from data_pipelines.responses import append_lines, journal_rows, sampling_of
 from data_pipelines.server import CompletionServer
 from data_pipelines.shards import FeatureStore
+from data_pipelines.work import idle_cores
 from heads.build import draft_vocab, new_head, save_head
 from heads.frozen import FrozenTarget
 from inference.decode import generate
@@ -166,9 +168,36 @@ def test_a_draft_head_writes_the_targets_own_text(tmp_path: Path) -> None:
     save_head(new_head(recipe.head, frozen, draft_vocab(recipe.head, torch.arange(300)), 0), tmp_path / "head")
     harvest(recipe)
     target = TargetModel.load(recipe.target, ())
-    for row in responses(recipe)[::2]:  # every other one is greedy
-        assert row["response"] == generate(target, row["prompt"], 12).tokens
+    for row in responses(recipe):
+        assert row["response"] == generate(target, row["prompt"], 12, sampling_of(recipe, "train", row["id"])).tokens
     assert FeatureStore(recipe.features_dir, "train").about["written_by"] == "speculative decoding"
+
+
+def test_responses_do_not_depend_on_shards_and_batches(tmp_path: Path) -> None:
+    found = []
+    for name, batch, shard in (("one", 1, 5), ("many", 64, 16)):
+        (tmp_path / name).mkdir()
+        build_run(tmp_path / name)
+        sizes = f"data.generate_batch={batch}", f"data.shard_samples={shard}"
+        recipe = tiny_recipe(tmp_path / name, *sizes, "data.temperatures=[0, 0.7, 1]")
+        harvest(recipe)
+        found.append(responses(recipe))
+    assert found[0] == found[1]
+    assert [row["temperature"] for row in found[0][:4]] == [0, 0.7, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("device", "threads", "ranks", "idle"),
+    [("cpu", 1, 1, True), ("cpu", 8, 1, False), ("cpu", 1, 8, False), ("cuda", 1, 1, False)],
+)
+def test_cores_that_the_launch_leaves_idle_are_pointed_out(
+    monkeypatch: pytest.MonkeyPatch, device: str, threads: int, ranks: int, idle: bool
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
+    hint = idle_cores(cast(PartialState, SimpleNamespace(device=torch.device(device), num_processes=ranks)))
+    assert (hint is not None) == idle
+    assert hint is None or "--num_cpu_threads_per_process 8" in hint
 
 
 def test_a_journal_loses_at_most_the_line_at_which_it_was_cut(tmp_path: Path) -> None:
