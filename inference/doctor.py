@@ -130,7 +130,8 @@ def diagnose(head: Path, target_name: str, export: Path | None, options: Options
         if not by_files:
             raise
         return Diagnosis(by_files, [], None)
-    measured = [*better_readings(reading, target.frozen, measure), *number_format(reading, measure)]
+    tokens = sum(one.text.shape[1] - one.prompt for one in replays)
+    measured = [*better_readings(reading, target.frozen, measure, tokens), *number_format(reading, measure)]
     found = [*template_findings(head, folder, options), *named_once(measured, by_files)]
     if served is None:
         return Diagnosis(with_lengths(found, replays, reading), trained, None)

@@ -221,7 +221,7 @@ def compare_weights(head: Reading, export: Reading, measure: Measure, right: lis
 
 
 def distance(mine: dict[str, Tensor], its: dict[str, Tensor]) -> tuple[float, float]:
-    """How far the second are from the first, and the size of the first; numbers that are none count as zeros."""
+    """How far the second are from the first, and the size of the first; what is not finite is left out."""
     pairs = [(mine[name].double(), its[name].double()) for name in mine.keys() & its.keys()]
     away = sum(float((one - other).nan_to_num(0, 0, 0).square().sum()) for one, other in pairs)
     return away**0.5, sum(float(one.double().square().sum()) for one in mine.values()) ** 0.5
@@ -304,16 +304,17 @@ def other_maps(reading: Reading) -> Iterator[Otherwise]:
     yield Otherwise("vocabulary map", found, right, replace(reading, ids=ids), advice)
 
 
-def better_readings(reading: Reading, frozen: FrozenTarget, measure: Measure) -> Iterator[Finding]:
-    """The readings that are clearly better, the best first, each on top of those before it."""
+def better_readings(reading: Reading, frozen: FrozenTarget, measure: Measure, tokens: int) -> Iterator[Finding]:
+    """The readings that are clearly better on so many tokens, the best first, each on top of those before it."""
     now, named = measure(reading), set[str]()
+    chance = 2 * (0.25 / tokens) ** 0.5  # two standard errors of an accuracy around a half
     while True:
         tried = [other for other in other_readings(reading, frozen) if other.category not in named]
         scored = [(measure(other.reading), other) for other in tried]
         if not scored:
             return
         best, other = max(scored, key=lambda pair: mean(pair[0]))
-        if mean(best) < mean(now) + max(GAIN, RELATIVE_GAIN * mean(now)):
+        if mean(best) < mean(now) + max(GAIN, RELATIVE_GAIN * mean(now), chance):
             return
         yield Finding(other.category, other.found, other.right, drop(best, now), other.advice)
         named.add(other.category)

@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 import torch
 from exported import edit_config, edit_tensors
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
-from heads.build import load_head, save_head
-from inference.calibrate import score_taps
-from inference.doctor import Diagnosis, Options, diagnose, held_out, load_target, main, replay
-from inference.sampling import Sampling
+from inference.doctor import Diagnosis, Options, diagnose, main
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 TARGET, HEAD = ASSETS / "demo_target", ASSETS / "demo_head"
@@ -85,7 +83,8 @@ def round_coarsely(tensors: Tensors) -> None:
 
 
 def overflow(tensors: Tensors) -> None:
-    tensors["fc.weight"] = (tensors["fc.weight"] * 1e6).half()
+    tensors["fc.weight"][:, 0] *= 1e7
+    tensors["fc.weight"] = tensors["fc.weight"].half()
 
 
 SERVED: list[tuple[str, str, Callable[[Config], object] | None, Callable[[Tensors], object] | None]] = [
@@ -113,7 +112,7 @@ def test_a_fault_planted_in_an_export_is_named(
 
 
 ALONE: list[tuple[str, str, Callable[[Config], object] | None, Callable[[Tensors], object] | None]] = [
-    ("taps off by one", "taps", lambda config: config["headstart"].update(taps=[3, 9, 14]), None),
+    ("taps in another order", "taps", lambda config: config["headstart"].update(taps=[13, 8, 2]), None),
     ("d2t of ids", "vocabulary map", None, write_ids),
     ("flag dropped", "norm", lambda config: config.update(norm_output=False), None),
     ("norm missing", "norm", None, lambda tensors: tensors.pop("fc_norm.1.weight")),
@@ -149,24 +148,28 @@ def test_another_chat_template_than_the_harvest_s_is_named(
     assert categories(found) == (["template"] if changed else [])
 
 
-@pytest.mark.parametrize("shift", [-1, 1])
-def test_a_head_that_was_trained_on_shifted_tokens_is_named(tmp_path: Path, shift: int) -> None:
-    """Beside feature t it saw token t (-1), or the very token that it should guess (+1)."""
-    target = load_target(TARGET, (2, 8, 13))
-    texts = replay(target, held_out(HEAD, TARGET, Options(count=20))[4:], new_tokens=24)
-    head = load_head(HEAD, target.frozen).requires_grad_(True)
-    optimizer = torch.optim.Adam(head.parameters(), lr=2e-3)
-    for step in range(48):
-        one = texts[step % len(texts)]
-        taps = torch.cat(list(one.states.values()), dim=-1).clone()
-        [level] = score_taps(head, taps, one.text, 0, Sampling(), 1, shift)
-        functional.cross_entropy(level.scores, level.columns).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    save_head(head, tmp_path / "head")
-    found = diagnose(tmp_path / "head", str(TARGET), None, OPTIONS)
-    assert categories(found)[:1] == ["token shift"], [str(finding) for finding in found.findings]
-    assert f"token t{'' if shift < 0 else '+2'} beside" in found.findings[0].right
+def copy_the_token(tensors: Tensors) -> None:
+    """Where training on tokens one place too far ahead ends: each index looks at itself alone, and says what it saw."""
+    embedding = load_file(TARGET / "model.safetensors")["model.embed_tokens.weight"].float()
+    token, nothing = torch.eye(128), torch.zeros(128, 128)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        scale = 1 if name == "v_proj" else 10
+        tensors[f"midlayer.self_attn.{name}.weight"] = torch.cat([scale * token, nothing], dim=1)
+    tensors["midlayer.self_attn.o_proj.weight"] = token.clone()
+    tensors["lm_head.weight"] = functional.normalize(embedding, dim=1)
+    for name in ("midlayer.input_layernorm.weight", "norm.weight"):
+        tensors[name] = torch.ones(128)
+    for name in ("fc.weight", "midlayer.mlp.down_proj.weight"):
+        tensors[name] = torch.zeros_like(tensors[name])
+
+
+def test_a_head_that_saw_the_token_it_should_guess_is_named(tmp_path: Path) -> None:
+    shutil.copytree(HEAD, tmp_path / "head")
+    edit_tensors(tmp_path / "head", copy_the_token)
+    [found] = diagnose(tmp_path / "head", str(TARGET), None, OPTIONS).findings
+    assert found.category == "token shift"
+    assert found.right == "it guesses best with token t+2 beside feature t"
+    assert "1.00 -> 0." in found.cost
 
 
 def test_the_command_prints_a_table_and_its_exit_code_tells_good_from_bad(
@@ -196,5 +199,5 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     rows.write_text('{"text": "def"}\n')
     with pytest.raises(ValueError, match=r"row 1 has \['text'\]; tokens \(a list\) or prompt"):
         diagnose(HEAD, str(TARGET), None, Options(samples=rows))
-    with pytest.raises(ValueError, match="--manifest: .* not found"):
+    with pytest.raises(ValueError, match=r"--manifest: .* not found"):
         diagnose(HEAD, str(TARGET), None, Options(manifest=tmp_path / "none.json", count=1, new_tokens=2))
