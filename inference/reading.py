@@ -56,7 +56,8 @@ class Reading:
         if bias is not None and not bool(bias.any()):
             del tensors["fc.bias"]  # the same as none
         kept = {name: tensor for name, tensor in tensors.items() if name not in MAPS}
-        return cls(files.folder, subject.kind, found.config, kept, subject.taps, ids.long())
+        taps = subject.taps if subject.kind == "eagle3" else (frozen.config.num_layers,)
+        return cls(files.folder, subject.kind, found.config, kept, taps, ids.long())
 
     @classmethod
     def served(cls, files: HeadFiles, frozen: FrozenTarget, engine: str) -> "Reading":

@@ -256,7 +256,7 @@ def other_readings(reading: Reading, frozen: FrozenTarget) -> Iterator[Otherwise
                 f"it guesses best with {beside} beside feature t",
                 replace(reading, shift=shift),
                 "train again with the tokens one place ahead of the features"
-                + (": so it saw the token that it guesses" if shift == 1 else ""),
+                + (" (it was trained with the token to guess in sight)" if shift == 1 else ""),
             )
         yield from other_ropes(reading, frozen)
     if reading.kind == "eagle3":

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from exported import edit_config, edit_tensors
+from exported import edit_config, edit_tensors, exported
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
@@ -83,8 +83,9 @@ def round_coarsely(tensors: Tensors) -> None:
 
 
 def overflow(tensors: Tensors) -> None:
-    tensors["fc.weight"][:, 0] *= 1e7
+    """What float16 makes of a weight beyond 65504."""
     tensors["fc.weight"] = tensors["fc.weight"].half()
+    tensors["fc.weight"][0, :4] = 1e6
 
 
 SERVED: list[tuple[str, str, Callable[[Config], object] | None, Callable[[Tensors], object] | None]] = [
@@ -166,10 +167,26 @@ def copy_the_token(tensors: Tensors) -> None:
 def test_a_head_that_saw_the_token_it_should_guess_is_named(tmp_path: Path) -> None:
     shutil.copytree(HEAD, tmp_path / "head")
     edit_tensors(tmp_path / "head", copy_the_token)
-    [found] = diagnose(tmp_path / "head", str(TARGET), None, OPTIONS).findings
+    findings = diagnose(tmp_path / "head", str(TARGET), None, Options(count=3, new_tokens=32, depth=1)).findings
+    found = findings[0]
+    assert len(findings) == 1, [str(finding) for finding in findings]
     assert found.category == "token shift"
     assert found.right == "it guesses best with token t+2 beside feature t"
     assert "1.00 -> 0." in found.cost
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("eagle3", "speculators"), ("eagle3", "eagle"), ("eagle1", "vllm"), ("medusa", "medusa")]
+)
+def test_exports_of_every_layout_are_read_as_they_were_trained(
+    make_head: Callable[..., Any], target_folder: Path, tmp_path: Path, kind: str, layout: str
+) -> None:
+    export = exported(make_head(kind), tmp_path, target_folder, layout)
+    samples = tmp_path / "samples.jsonl"
+    samples.write_text('{"tokens": [5, 7, 9]}\n')
+    found = diagnose(tmp_path / "head", str(target_folder), export, Options(samples, new_tokens=24, depth=2))
+    assert found.findings == [], [str(finding) for finding in found.findings]
+    assert found.served == found.trained
 
 
 def test_the_command_prints_a_table_and_its_exit_code_tells_good_from_bad(
