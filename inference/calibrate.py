@@ -104,14 +104,27 @@ def score_text(
 ) -> Iterator[LevelScores]:
     """Level by level: index t of level k predicts the token of position t + 2 + k from the true ones before it, which
     is the chance of a child whose parents were all accepted."""
-    batch = BatchSampling([sampling], target.device)
-    ids = head.vocab.ids.to(target.device)
-    column = torch.full((head.vocab.target_size,), -1, device=target.device)
-    column[ids] = torch.arange(len(ids), device=target.device)
-    features = head.project(target.forward(text[:, :-1], last_only=True).taps)
-    positions, cache = torch.arange(features.shape[1], device=target.device), UnrollCache()
+    yield from score_taps(head, target.forward(text[:, :-1], last_only=True).taps, text, prompt, sampling, depth)
+
+
+def score_taps(
+    head: DraftHead,
+    taps: Float[Tensor, "1 before tapped"],
+    text: Int[Tensor, "1 seq"],
+    prompt: int,
+    sampling: Sampling,
+    depth: int,
+    shift: int = 0,
+) -> Iterator[LevelScores]:
+    """The same from hidden states that are there already; `shift` moves the tokens that the head reads beside them."""
+    batch = BatchSampling([sampling], text.device)
+    ids = head.vocab.ids.to(text.device)
+    column = torch.full((head.vocab.target_size,), -1, device=text.device)
+    column[ids] = torch.arange(len(ids), device=text.device)
+    features = head.project(taps)
+    positions, cache = torch.arange(features.shape[1], device=text.device), UnrollCache()
     for level in range(min(depth, features.shape[1] - 1)):
-        tokens = text[:, 1:].roll(-level, dims=1)
+        tokens = text[:, 1:].roll(-level - shift, dims=1)
         hidden = head(features, tokens, positions + level, cache=cache, level=level)
         at = positions[: len(positions) - 1 - level] + level + 2
         scores = batch.scores(head.logits(hidden[:, : len(at)], level), at.unsqueeze(0), None, ids)[0].float()

@@ -39,6 +39,14 @@ def import_head(files: HeadFiles, frozen: FrozenTarget) -> tuple[DraftHead, list
     Raises ValueError naming everything that our heads have no place for, and all tensors that are missing, misshapen or
     unknown.
     """
+    subject, found = gather(files, frozen)
+    if found.refused:
+        raise ValueError(f"{files.folder} cannot be brought in: " + "; ".join(found.refused))
+    return build(files.folder, subject, found), found.inferred
+
+
+def gather(files: HeadFiles, frozen: FrozenTarget) -> tuple[Subject, Import]:
+    """What the files say in our own layout, with all that was inferred and refused; nothing is built yet."""
     unprefixed = {name.removeprefix("model."): tensor for name, tensor in files.tensors.items()}
     subject = Subject(HeadFiles(files.folder, files.config, unprefixed), layout_of(files), frozen)
     found = Import(dict(subject.config), dict(subject.tensors), [f"layout: {subject.layout}"])
@@ -46,9 +54,7 @@ def import_head(files: HeadFiles, frozen: FrozenTarget) -> tuple[DraftHead, list
         found.inferred.append("names: the prefix `model.` left out")
     for step in STEPS[subject.layout]:
         step(subject, found)
-    if found.refused:
-        raise ValueError(f"{files.folder} cannot be brought in: " + "; ".join(found.refused))
-    return build(files.folder, subject, found), found.inferred
+    return subject, found
 
 
 def widest_dtype(files: HeadFiles) -> torch.dtype:

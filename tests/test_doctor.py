@@ -1,0 +1,220 @@
+"""The law of the doctor: each planted fault is named, with its cost, and a good head is left alone."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exported import edit_config, edit_tensors, exported
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional
+
+from inference.doctor import Diagnosis, Options, diagnose, main
+
+ASSETS = Path(__file__).resolve().parents[1] / "assets"
+TARGET, HEAD = ASSETS / "demo_target", ASSETS / "demo_head"
+OPTIONS = Options(count=3, new_tokens=32, depth=2)
+
+Tensors = dict[str, Tensor]
+Config = dict[str, Any]
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Callable[[str], Path]:
+    """A copy of the demo head whose vocabulary lacks every seventh token, so that it has a map."""
+
+    def copy(name: str) -> Path:
+        folder = tmp_path / name
+        shutil.copytree(HEAD, folder)
+        ids = torch.tensor([token for token in range(1024) if token % 7 != 3])
+
+        def limit(tensors: Tensors) -> None:
+            tensors["lm_head.weight"] = tensors["lm_head.weight"][ids]
+            tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": torch.isin(torch.arange(1024), ids)}
+
+        edit_tensors(folder, limit)
+        edit_config(folder, lambda config: config.update(draft_vocab_size=len(ids)))
+        return folder
+
+    return copy
+
+
+def categories(diagnosis: Diagnosis) -> list[str]:
+    return [finding.category for finding in diagnosis.findings]
+
+
+def test_a_good_head_and_its_export_get_no_finding(copied: Callable[[str], Path]) -> None:
+    found = diagnose(copied("head"), str(TARGET), copied("export"), OPTIONS)
+    assert found.findings == []
+    assert found.served == found.trained
+    assert found.trained[0] > 0.3
+
+
+def rope(base: float) -> Config:
+    return {"rope_theta": base, "rope_parameters": {"rope_theta": base, "rope_type": "default"}}
+
+
+def name_taps(config: Config) -> None:
+    config["headstart"].pop("taps")
+    config["eagle_aux_hidden_state_layer_ids"] = [3, 9, 14]
+
+
+def write_ids(tensors: Tensors) -> None:
+    tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+
+
+def shuffle_map(tensors: Tensors) -> None:
+    ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+    shuffled = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))]
+    tensors["d2t"] = shuffled - torch.arange(len(ids))
+
+
+def round_coarsely(tensors: Tensors) -> None:
+    """To whole multiples of most of their size, as a format of very few bits does."""
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and tensor.ndim == 2:
+            step = 0.9 * tensor.std()
+            tensors[name] = (tensor / step).round() * step
+
+
+def overflow(tensors: Tensors) -> None:
+    """What float16 makes of a weight beyond 65504."""
+    tensors["fc.weight"] = tensors["fc.weight"].half()
+    tensors["fc.weight"][0, :4] = 1e6
+
+
+SERVED: list[tuple[str, str, Callable[[Config], object] | None, Callable[[Tensors], object] | None]] = [
+    ("taps off by one", "taps", name_taps, None),
+    ("d2t of ids", "vocabulary map", None, write_ids),
+    ("shuffled map", "vocabulary map", None, shuffle_map),
+    ("another rope", "RoPE base", lambda config: config.update(rope(50.0)), None),
+    ("flag dropped", "norm", lambda config: config.update(norm_output=False), None),
+    ("norm missing", "norm", None, lambda tensors: tensors.pop("fc_norm.1.weight")),
+    ("rounded weights", "dtype", None, round_coarsely),
+    ("weights overflow", "dtype", None, overflow),
+    ("short context", "context length", lambda config: config.update(max_position_embeddings=32), None),
+]
+
+
+@pytest.mark.parametrize(("fault", "category", "config", "tensors"), SERVED, ids=[case[0] for case in SERVED])
+def test_a_fault_planted_in_an_export_is_named(
+    copied: Callable[[str], Path], fault: str, category: str, config: Any, tensors: Any
+) -> None:
+    head, export = copied("head"), copied("export")
+    edit_config(export, config or (lambda config: None))
+    edit_tensors(export, tensors or (lambda tensors: None))
+    found = diagnose(head, str(TARGET), export, OPTIONS)
+    assert categories(found) == [category], [str(finding) for finding in found.findings]
+
+
+ALONE: list[tuple[str, str, Callable[[Config], object] | None, Callable[[Tensors], object] | None]] = [
+    ("taps in another order", "taps", lambda config: config["headstart"].update(taps=[13, 8, 2]), None),
+    ("d2t of ids", "vocabulary map", None, write_ids),
+    ("flag dropped", "norm", lambda config: config.update(norm_output=False), None),
+    ("norm missing", "norm", None, lambda tensors: tensors.pop("fc_norm.1.weight")),
+    ("infinite weight", "dtype", None, lambda tensors: tensors["norm.weight"][:1].fill_(float("inf"))),
+    ("short context", "context length", lambda config: config.update(max_position_embeddings=32), None),
+]
+
+
+@pytest.mark.parametrize(("fault", "category", "config", "tensors"), ALONE, ids=[case[0] for case in ALONE])
+def test_a_fault_planted_in_a_head_is_named_without_an_export(
+    copied: Callable[[str], Path], fault: str, category: str, config: Any, tensors: Any
+) -> None:
+    head = copied("head")
+    edit_config(head, config or (lambda config: None))
+    edit_tensors(head, tensors or (lambda tensors: None))
+    found = diagnose(head, str(TARGET), None, OPTIONS)
+    assert category in categories(found), [str(finding) for finding in found.findings]
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_another_chat_template_than_the_harvest_s_is_named(
+    copied: Callable[[str], Path], tmp_path: Path, changed: bool
+) -> None:
+    target = tmp_path / "target"
+    shutil.copytree(TARGET, target)
+    digest = hashlib.sha256(b"None").hexdigest()  # of no template, as data_pipelines/prompts.py takes it
+    (tmp_path / "features").mkdir()
+    (tmp_path / "features" / "manifest.json").write_text(json.dumps({"chat_template_sha256": digest}))
+    if changed:
+        path = target / "tokenizer_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": "{{ messages }}"}))
+    found = diagnose(copied("head"), str(target), None, OPTIONS)
+    assert categories(found) == (["template"] if changed else [])
+
+
+def copy_the_token(tensors: Tensors) -> None:
+    """Where training on tokens one place too far ahead ends: each index looks at itself alone, and says what it saw."""
+    embedding = load_file(TARGET / "model.safetensors")["model.embed_tokens.weight"].float()
+    token, nothing = torch.eye(128), torch.zeros(128, 128)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        scale = 1 if name == "v_proj" else 10
+        tensors[f"midlayer.self_attn.{name}.weight"] = torch.cat([scale * token, nothing], dim=1)
+    tensors["midlayer.self_attn.o_proj.weight"] = token.clone()
+    tensors["lm_head.weight"] = functional.normalize(embedding, dim=1)
+    for name in ("midlayer.input_layernorm.weight", "norm.weight"):
+        tensors[name] = torch.ones(128)
+    for name in ("fc.weight", "midlayer.mlp.down_proj.weight"):
+        tensors[name] = torch.zeros_like(tensors[name])
+
+
+def test_a_head_that_saw_the_token_it_should_guess_is_named(tmp_path: Path) -> None:
+    shutil.copytree(HEAD, tmp_path / "head")
+    edit_tensors(tmp_path / "head", copy_the_token)
+    findings = diagnose(tmp_path / "head", str(TARGET), None, Options(count=3, new_tokens=32, depth=1)).findings
+    found = findings[0]
+    assert len(findings) == 1, [str(finding) for finding in findings]
+    assert found.category == "token shift"
+    assert found.right == "it guesses best with token t+2 beside feature t"
+    assert "1.00 -> 0." in found.cost
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("eagle3", "speculators"), ("eagle3", "eagle"), ("eagle1", "vllm"), ("medusa", "medusa")]
+)
+def test_exports_of_every_layout_are_read_as_they_were_trained(
+    make_head: Callable[..., Any], target_folder: Path, tmp_path: Path, kind: str, layout: str
+) -> None:
+    export = exported(make_head(kind), tmp_path, target_folder, layout)
+    samples = tmp_path / "samples.jsonl"
+    samples.write_text('{"tokens": [5, 7, 9]}\n')
+    found = diagnose(tmp_path / "head", str(target_folder), export, Options(samples, new_tokens=24, depth=2))
+    assert found.findings == [], [str(finding) for finding in found.findings]
+    assert found.served == found.trained
+
+
+def test_the_command_prints_a_table_and_its_exit_code_tells_good_from_bad(
+    copied: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    head, export = copied("head"), copied("export")
+    edit_config(export, name_taps)
+    few = ["--count", "1", "--new-tokens", "12", "--depth", "1"]
+    with pytest.raises(SystemExit) as ended:
+        main([str(head), str(TARGET), str(export), *few])
+    assert ended.value.code == 1
+    printed = capsys.readouterr().out
+    assert "HEAD, as trained" in printed
+    assert "EXPORT, as served" in printed
+    assert "taps: EXPORT has [3, 9, 14]; right: HEAD was trained with [2, 8, 13]; cost: accuracy at depth 1" in printed
+    with pytest.raises(SystemExit) as ended:
+        main([str(head), str(TARGET), str(head), *few])
+    assert ended.value.code == 0
+
+
+def test_bad_input_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="--count: 0 given, 1 or more is allowed"):
+        main([str(HEAD), str(TARGET), "--count", "0"])
+    with pytest.raises(ValueError, match=r"--samples: .*none.jsonl not found; name a JSONL file"):
+        diagnose(HEAD, str(TARGET), None, Options(samples=tmp_path / "none.jsonl"))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "def"}\n')
+    with pytest.raises(ValueError, match=r"row 1 has \['text'\]; tokens \(a list\) or prompt"):
+        diagnose(HEAD, str(TARGET), None, Options(samples=rows))
+    with pytest.raises(ValueError, match=r"--manifest: .* not found"):
+        diagnose(HEAD, str(TARGET), None, Options(manifest=tmp_path / "none.json", count=1, new_tokens=2))
