@@ -129,6 +129,13 @@ class TargetModel:
         tapped = torch.cat(taps, dim=-1) if taps else last_hidden[..., :0]
         return TargetOutput(output.logits, tapped, last_hidden)
 
+    def last_hidden(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq hidden"]:
+        """The last hidden state before the final norm, of a causal pass that keeps its gradient."""
+        self.model(input_ids=tokens, use_cache=False, logits_to_keep=1)
+        last_hidden = self._seen[self.config.num_layers]
+        self._seen.clear()
+        return last_hidden
+
     def verify(self, tree: Tree, cache: KVCache) -> TargetOutput:
         """All nodes of each row's tree in one pass, behind the verified tokens of that row."""
         block = Block(tree.ancestors, tree.depths)

@@ -32,6 +32,8 @@ def check_against_disk(values: dict[str, Any]) -> Iterator[Finding]:
         yield "train.regression_weight", f"0 or null is allowed, as {kind} guesses no feature; choose head.kind eagle1"
     if kind == "medusa":
         yield from check_levels(head, train, dict_or_empty(values.get("decode")))
+    if dict_or_empty(values.get("joint")).get("mode") is not None:
+        yield from check_joint(head, train, target)
     if isinstance(path, str) and path and is_local(path):
         yield from check_target(Path(os.path.expanduser(path)), head)
 
@@ -45,6 +47,23 @@ def check_levels(head: dict[str, Any], train: dict[str, Any], decode: dict[str, 
         yield "train.unroll", f"{heads} is allowed, a step for each of head.medusa_heads; write train.unroll: {heads}"
     if isinstance(heads, int) and isinstance(depth, int) and depth > heads:
         yield "decode.depth", f"1 to {heads} is allowed, as head.medusa_heads says; lower it, or train more heads"
+
+
+def check_joint(head: dict[str, Any], train: dict[str, Any], target: dict[str, Any]) -> Iterator[Finding]:
+    """What goes together with a target that changes under its heads."""
+    if head.get("kind") != "medusa":
+        yield "joint.mode", f"null is allowed for {head.get('kind')}; choose head.kind medusa"
+    places = {"head": head, "train": train, "target": target}
+    for section, field in (
+        ("head", "draft_vocab_size"),
+        ("train", "pack_tokens"),
+        ("train", "ema_decay"),
+        ("target", "device_map"),
+    ):
+        if places[section].get(field) is not None:
+            yield f"{section}.{field}", f"null is allowed together with joint.mode; leave {field} out"
+    if train.get("export", "newest") != "newest":
+        yield "train.export", "newest is allowed together with joint.mode; choose it"
 
 
 def is_local(path: str) -> bool:

@@ -305,6 +305,24 @@ class TrainSection(Section):
         return weights
 
 
+class JointSection(Section):
+    """Medusa-2: the target's layers learn with the heads; its embedding, final norm and lm_head stay as they are."""
+
+    mode: Literal["lora", "full"] | None = Field(
+        default=None,
+        description="What of the target's layers learns beside a Medusa head: low-rank additions (LoRA, needs peft) or "
+        "all, in float32; null leaves the target alone.",
+    )
+    lora_rank: int = Field(default=32, gt=0, description="Rank of the additions of mode lora.")
+    learning_rate: float = Field(default=1e-4, ge=0, description="AdamW's peak learning rate for the target, per step.")
+    warmup_steps: int = Field(default=0, ge=0, description="Steps at the start in which the heads alone are trained.")
+    distill_weight: float = Field(
+        default=1.0,
+        ge=0,
+        description="Weight of the KL divergence between the original's and the tuned target's next token.",
+    )
+
+
 class DecodeSection(Section):
     """How drafts are made and grow, and how text is decoded."""
 
@@ -453,6 +471,7 @@ class Recipe(Section):
     data: DataSection
     head: HeadSection
     train: TrainSection
+    joint: JointSection = JointSection()
     decode: DecodeSection = DecodeSection()
     report: ReportSection = ReportSection()
     export: ExportSection = ExportSection()
@@ -481,6 +500,10 @@ class Recipe(Section):
     @property
     def head_dir(self) -> Path:
         return self.run_dir / "head"
+
+    @property
+    def tuned_target_dir(self) -> Path:
+        return self.run_dir / "target"
 
     @property
     def report_dir(self) -> Path:

@@ -22,6 +22,7 @@ ONLY_IN = {
     "tokenizers": ("data_pipelines/",),
     "accelerate": ("trainers/", "data_pipelines/harvest.py", "data_pipelines/work.py"),
     "deepspeed": ("trainers/",),
+    "peft": ("trainers/joint.py",),
     "wandb": ("trainers/",),
     "torch": ("heads/", "inference/", "data_pipelines/", "trainers/"),
 }

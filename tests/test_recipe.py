@@ -237,7 +237,7 @@ def test_all_output_lies_under_run_dir(tmp_path: Path, good: dict[str, Any]) -> 
     recipe = load_recipe(write(tmp_path, good))
     names = [name for name, member in vars(Recipe).items() if isinstance(member, property)]
     places = {getattr(recipe, name) for name in names if name.endswith(("_dir", "_path"))}
-    assert len(places) == 8
+    assert len(places) == 9
     assert {place.parent for place in places} == {recipe.data_folder} == {recipe.run_dir}
     good["data"]["folder"] = str(tmp_path / "shared")
     shared = load_recipe(write(tmp_path, good))
@@ -264,7 +264,7 @@ def test_every_shipped_recipe_loads(path: Path, tmp_path: Path, good: dict[str, 
 
 
 @pytest.mark.skipif(not (ROOT / "assets/demo_target/config.json").exists(), reason="the demo target is not there")
-@pytest.mark.parametrize("name", ["tiny", "tiny_eagle1", "tiny_full", "tiny_medusa"])
+@pytest.mark.parametrize("name", ["tiny", "tiny_eagle1", "tiny_full", "tiny_medusa", "tiny_medusa2"])
 def test_the_demo_recipes_fit_the_demo_target(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     load_recipe(f"recipes/{name}.yaml")

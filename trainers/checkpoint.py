@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ class Snapshot:
     moments: Tensors  # the optimizers' state, as fc.weight.exp_avg
     average: Tensors  # of the weights; empty without train.ema_decay
     loss_scale: dict[str, float]
+    target: Tensors = field(default_factory=dict)  # what of it joint.mode trains, with moments as NAME.exp_avg
 
     @property
     def exported(self) -> Tensors:
@@ -71,6 +72,7 @@ class Checkpoints:
         Raises ValueError when it cannot be written; those from before are whole.
         """
         files = {"head": snapshot.weights, "optimizers": snapshot.moments, "average": snapshot.average}
+        files["target"] = snapshot.target
         files = {name: tensors for name, tensors in files.items() if tensors}
         state = {"step": snapshot.step, "loss_scale": snapshot.loss_scale, "files": list(files), "inputs": self.inputs}
         self._write(self.path(snapshot.step), files, state)
@@ -89,8 +91,8 @@ class Checkpoints:
         try:
             state = json.loads((path / STATE).read_text())
             files = {name: load_file(path / f"{name}.safetensors") for name in state["files"]}
-            moments, average = files.get("optimizers", {}), files.get("average", {})
-            snapshot = Snapshot(int(state["step"]), files["head"], moments, average, state["loss_scale"])
+            moments, average, target = (files.get(name, {}) for name in ("optimizers", "average", "target"))
+            snapshot = Snapshot(int(state["step"]), files["head"], moments, average, state["loss_scale"], target)
             inputs = state["inputs"]
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise ValueError(f"{path} cannot be read ({error}); remove it to resume from the one before") from error

@@ -11,7 +11,6 @@ from recipes import Recipe
 from trainers.checkpoint import Checkpoints
 from trainers.interrupt import Interrupts
 from trainers.measure import TEMPERATURES, decoded_scores, depth_metrics, held_out_scores
-from trainers.optimizers import set_learning_rates
 from trainers.step import StepResult, share_of, train_step
 from trainers.tracking import Tracker
 from trainers.training import Materials, Training, copied
@@ -39,7 +38,7 @@ def train(
             measure(training, checkpoints, tracker, done)
         pace = Pace()
         for step in range(done, section.steps):
-            factor = set_learning_rates(training.ranks.optimizers, section, step)
+            factor = training.ranks.set_learning_rates(section, step)
             with pace:
                 numbers = order.of_step(step, section.batch_size)
                 if step + 1 < section.steps:  # read while this one is computed
@@ -78,7 +77,7 @@ def measure(training: Training, checkpoints: Checkpoints, tracker: Tracker, step
             said = f"step {step}: held-out loss {metrics['heldout/loss_0']:.3f}, accuracy by depth {accuracies}"
             if decoding is not None:
                 weights = copied(whole.head)
-                decoding.head.load_state_dict(weights)
+                decoding.take(weights, training.target_weights())
                 metrics |= decoded_scores(decoding)
                 said += ", accepted length " + ", ".join(
                     f"{metrics[f'heldout/{name}']:.2f} at temperature {temperature:g}"

@@ -17,6 +17,7 @@ from inference.sampling import sampling_from_recipe
 from inference.target import TargetModel
 from recipes import Recipe
 from recipes.jsonl import read_jsonl
+from trainers.checkpoint import Tensors
 from trainers.objective import UnrolledHead
 
 TEMPERATURES = {"tau": 0.0, "tau_t1": 1.0}  # accepted length is measured greedily and where sampling is hardest
@@ -32,6 +33,12 @@ class Decoding:
     recipe: Recipe
     target: TargetModel
     head: DraftHead
+
+    def take(self, head: Tensors, target: Tensors) -> None:
+        """Decode with these weights of the head, and of the target where training changes them."""
+        self.head.load_state_dict(head)
+        found = self.target.model.load_state_dict(target, strict=False)
+        assert not found.unexpected_keys, found.unexpected_keys
 
     def stats(self, temperature: float) -> DecodeStats:
         """Of tree decoding on the first held-out prompts, as the recipe decodes."""

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from recipes.schema import TrainSection
 from trainers.objective import UnrolledHead, UnrollScores
-from trainers.optimizers import build_optimizers
+from trainers.optimizers import build_optimizers, set_learning_rates
 
 PATIENCE = timedelta(hours=6)  # a rank waits so long for the others: the main one decodes, and shards differ in length
 
@@ -65,6 +65,17 @@ def refuse_for_slices(section: TrainSection, way: str) -> None:
         )
 
 
+def refuse_many_for_joint(accelerator: Accelerator) -> None:
+    """A target under training is on one process, and not shared out."""
+    shared_out = accelerator.distributed_type == DistributedType.DEEPSPEED or parse_flag_from_env("ACCELERATE_USE_FSDP")
+    if accelerator.num_processes > 1 or shared_out:
+        way = "FSDP2 or DeepSpeed" if shared_out else f"{accelerator.num_processes} processes"
+        raise ValueError(
+            f"joint.mode: given in a launch of {way}, one plain process is allowed; launch with "
+            "recipes/launch/one.yaml, or leave joint out"
+        )
+
+
 def refuse_half_precision(section: TrainSection) -> None:
     """DeepSpeed switches autocast off and scales losses by itself."""
     if section.precision != "float32":
@@ -95,6 +106,10 @@ class HeadOnRanks(ABC):
 
     def __init__(self, accelerator: Accelerator, section: TrainSection) -> None:
         self.accelerator, self.clip_norm = accelerator, section.clip_norm
+
+    def set_learning_rates(self, section: TrainSection, step: int) -> float:
+        """As the step wants them; returns the factor on the peak rates."""
+        return set_learning_rates(self.optimizers, section, step)
 
     @abstractmethod
     def forward(self, *inputs: object) -> UnrollScores:

@@ -15,11 +15,12 @@ from heads.vocab import DraftVocab
 from inference.target import TargetModel
 from recipes import Recipe
 from trainers.checkpoint import Checkpoints, Tensors
+from trainers.joint import LiveTarget
 from trainers.loop import train
 from trainers.measure import Decoding
 from trainers.plan import print_plan, refuse_sizes
 from trainers.precision import refuse_contradiction
-from trainers.ranks import start_ranks
+from trainers.ranks import refuse_many_for_joint, start_ranks
 from trainers.training import Materials
 
 # Fields of the train section that change nothing about the weights, so that a run may resume with others. Pieces of a
@@ -44,6 +45,8 @@ def run(recipe: Recipe) -> None:
     """
     refuse_contradiction(recipe.train)
     accelerator = start_ranks(recipe.train)
+    if recipe.joint.mode is not None:
+        refuse_many_for_joint(accelerator)
     if recipe.train.dry_run:
         if accelerator.is_main_process:
             print_plan(recipe, accelerator.num_processes, accelerator.device)
@@ -64,11 +67,14 @@ def run(recipe: Recipe) -> None:
     complete = is_exported(recipe, checkpoints)
     decodes = recipe.train.eval_prompts and accelerator.is_main_process and not complete
     decoding = start_decoding(recipe, head, stores[0]) if decodes else None
-    train(recipe, head, Materials(frozen, stores[0], stores[1], decoding), accelerator, checkpoints)
+    live = LiveTarget.load(recipe, accelerator.device) if recipe.joint.mode and not complete else None
+    train(recipe, head, Materials(frozen, stores[0], stores[1], decoding, live), accelerator, checkpoints)
     if accelerator.is_main_process:
         if not complete:
-            export(recipe, build_head(recipe, frozen, vocab, stores[0]), checkpoints, decoding)
-        print(f"head written to {recipe.head_dir}; next: python -m inference.report RECIPE")
+            tuned = {} if live is None else export_target(recipe, live, checkpoints)
+            export(recipe, build_head(recipe, frozen, vocab, stores[0]), checkpoints, decoding, tuned)
+        with_target = "" if recipe.joint.mode is None else f" target.path={recipe.tuned_target_dir}"
+        print(f"head written to {recipe.head_dir}; next: python -m inference.report RECIPE{with_target}")
 
 
 def build_head(recipe: Recipe, frozen: FrozenTarget, vocab: DraftVocab, store: SampleStore) -> DraftHead:
@@ -98,26 +104,45 @@ def describe(head: DraftHead, store: SampleStore) -> None:
 
 def run_inputs(recipe: Recipe, features: Stage) -> Json:
     """What a checkpoint must have been made from."""
+    joint = {} if recipe.joint.mode is None else recipe.joint.model_dump()
     return {
         "features": features.digest(),
         "seed": recipe.seed,
         **{f"head.{field}": value for field, value in recipe.head.model_dump().items()},
         **{f"train.{field}": value for field, value in recipe.train.model_dump(exclude=ONLY_WATCHING).items()},
+        **{f"joint.{field}": value for field, value in joint.items()},
     }
 
 
 def is_exported(recipe: Recipe, checkpoints: Checkpoints) -> bool:
     """Whether the run is over and its head is of the weights that the recipe asks for."""
-    there = checkpoints.newest() == recipe.train.steps and (recipe.head_dir / "config.json").is_file()
-    return there and (checkpoints.exported() or {}).get("export") == recipe.train.export
+    folders = [recipe.head_dir] if recipe.joint.mode is None else [recipe.head_dir, recipe.tuned_target_dir]
+    there = all((folder / "config.json").is_file() for folder in folders)
+    return (
+        there
+        and checkpoints.newest() == recipe.train.steps
+        and (checkpoints.exported() or {}).get("export") == recipe.train.export
+    )
 
 
-def export(recipe: Recipe, head: DraftHead, checkpoints: Checkpoints, decoding: Decoding | None) -> None:
-    """Calibrate and write the newest weights or the best, read from their checkpoint."""
+def export_target(recipe: Recipe, live: LiveTarget, checkpoints: Checkpoints) -> Tensors:
+    """Write the tuned target of the newest checkpoint as a plain folder; returns the weights that were tuned."""
+    newest = checkpoints.load()
+    assert newest is not None
+    live.restore(newest.target)
+    live.save(recipe, recipe.tuned_target_dir)
+    print(f"tuned target written to {recipe.tuned_target_dir}")
+    return live.weights()
+
+
+def export(
+    recipe: Recipe, head: DraftHead, checkpoints: Checkpoints, decoding: Decoding | None, tuned: Tensors
+) -> None:
+    """Calibrate on the target with its tuned weights and write the newest weights or the best, from a checkpoint."""
     step, weights = exported_weights(recipe, checkpoints)
     head.load_state_dict(weights)
     if decoding is not None:
-        decoding.head.load_state_dict(weights)
+        decoding.take(weights, tuned)
         head.calibration = decoding.calibration()
     save_head(head, recipe.head_dir)
     checkpoints.note_export({"export": recipe.train.export, "step": step})

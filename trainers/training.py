@@ -14,6 +14,7 @@ from heads.frozen import FrozenTarget
 from recipes import Recipe
 from trainers.average import Average
 from trainers.checkpoint import Snapshot, Tensors
+from trainers.joint import JointHead, JointRanks, LiveTarget
 from trainers.measure import Decoding
 from trainers.objective import Objective, Teacher, UnrolledHead
 from trainers.precision import LossScale, autocast
@@ -28,6 +29,7 @@ class Materials:
     train: SampleStore
     heldout: SampleStore
     decoding: Decoding | None  # to measure accepted length on the main rank; None when the recipe decodes no prompts
+    live: LiveTarget | None = None  # the target itself where joint.mode trains it too
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,9 @@ class Training:
         if found is not None:
             refuse_misfit(head, found)
             head.load_state_dict(found.weights)
-        teacher = Teacher(materials.frozen, head.vocab)
-        unrolled = UnrolledHead(head, teacher, Objective.from_recipe(recipe), section.activation_checkpointing)
-        ranks = share_out(accelerator, unrolled, section)
+            if materials.live is not None:
+                materials.live.restore(found.target)
+        ranks = start_head(recipe, head, materials, accelerator)
         average = None if section.ema_decay is None else Average(head, section.ema_decay)
         training = cls(recipe, materials, accelerator, ranks, average, LossScale(section))
         if found is not None:
@@ -61,6 +63,10 @@ class Training:
             if average is not None:
                 average.restore(found.average)
         return training
+
+    def target_weights(self) -> Tensors:
+        """Those that training has changed."""
+        return {} if self.materials.live is None else self.materials.live.weights()
 
     @property
     def objective(self) -> Objective:
@@ -87,7 +93,17 @@ class Training:
         whole, moments = self.ranks.whole(), self.ranks.state()
         if whole is None:
             return None
-        return Snapshot(step, whole.head.state_dict(), moments, average, self.loss_scale.state())
+        target = {} if self.materials.live is None else self.materials.live.state()
+        return Snapshot(step, whole.head.state_dict(), moments, average, self.loss_scale.state(), target)
+
+
+def start_head(recipe: Recipe, head: DraftHead, materials: Materials, accelerator: Accelerator) -> HeadOnRanks:
+    """The head as the ranks hold it, alone or with the target that is trained beside it."""
+    teacher, objective = Teacher(materials.frozen, head.vocab), Objective.from_recipe(recipe)
+    section, checkpointing = recipe.train, recipe.train.activation_checkpointing
+    if materials.live is None:
+        return share_out(accelerator, UnrolledHead(head, teacher, objective, checkpointing), section)
+    return JointRanks(accelerator, JointHead(head, teacher, objective, materials.live, checkpointing), section)
 
 
 def copied(head: DraftHead) -> Tensors:
