@@ -107,7 +107,7 @@ def test_stats_tell_sizes_and_origin(harvested: Path) -> None:
     assert found["train"]["trained_on"] == sum(int(store[n].loss_mask.sum()) for n in range(12))
     assert found["target"]["path"] == str(harvested / "target")
     assert found["mask_rule"] == "response"
-    assert found["written_by"] == "transformers"
+    assert found["written_by"] == "plain decoding"
     assert {"dtype", "taps", "prompts_sha256", "chat_template_sha256", "temperatures"} <= found.keys()
 
 

@@ -265,7 +265,7 @@ def test_no_tensor_holds_the_logits_of_all_positions(
     harvested: Path, frozen: FrozenTarget, samples: list[Sample], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither the head's nor the target's, neither forward nor backward."""
-    head, batch = random_head(harvested, frozen, draft_vocab_size=90), Batch.collate(samples, torch.float32)
+    head, batch = random_head(harvested, frozen, draft_vocab_size=90), Batch.collate(samples * 2, torch.float32)
     largest = {90: 0, 300: 0}  # positions of a tensor over the draft vocabulary, and over the target's
 
     class Watch(TorchDispatchMode):
