@@ -8,9 +8,12 @@ vllm, sglang and tensorrt_llm write the same files; each asks for its own engine
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from httpx import HTTPError
 from huggingface_hub import HfApi
 
 from heads.base import DraftHead
@@ -34,11 +37,14 @@ def export(recipe: Recipe) -> Path:
     """Write and check the head, upload it if asked to; returns the folder.
 
     Raises ValueError for a head that the format's engine would not serve as it was trained, naming every reason, and
-    for a folder that is there already.
+    for a folder or a repository's head that is there already.
     """
     section = recipe.export
     folder = section.folder or recipe.export_dir / section.format
     check_free(folder, section.overwrite)
+    refuse_untuned(recipe)
+    if section.push_to is not None:
+        check_repository(section.push_to, section.overwrite, HfApi())
     target_folder = locate_target(recipe.target.path, recipe.target.revision)
     source = section.head or recipe.head_dir
     frozen = FrozenTarget.from_folder(target_folder, getattr(torch, section.dtype or stored_dtype(source)))
@@ -69,13 +75,24 @@ def stored_dtype(folder: Path) -> str:
 
 def served_target(recipe: Recipe, target_folder: Path) -> ServedTarget:
     architectures = json.loads((target_folder / "config.json").read_text()).get("architectures", [])
-    return ServedTarget(recipe.target.path, architectures, recipe.decode.depth)
+    return ServedTarget(recipe.target.path, architectures, recipe.decode.depth, recipe.target.revision)
 
 
 def judge(name: str, files: HeadFiles, frozen: FrozenTarget) -> dict[str, list[Finding]]:
     """What each engine has against such files; the authors' own code reads those of its own format alone."""
     engines = [engine for engine in RULES[layout_of(files)] if (engine in AUTHORS) == (name in AUTHORS)]
     return {engine: findings(files, frozen, [engine]) for engine in engines}
+
+
+def refuse_untuned(recipe: Recipe) -> None:
+    """Stop at Medusa-2's heads beside the target as it was before it learnt with them: they would draft for another."""
+    tuned = recipe.tuned_target_dir
+    own = recipe.export.head is None or recipe.export.head.resolve() == recipe.head_dir.resolve()
+    if recipe.joint.mode is not None and own and Path(recipe.target.path).resolve() != tuned.resolve():
+        raise ValueError(
+            f"target.path: {recipe.target.path!r} given, but the heads of this run are for the target that learnt with "
+            f"them; target.path={tuned} is allowed"
+        )
 
 
 def refuse_hydra(name: str, head: DraftHead) -> None:
@@ -103,11 +120,34 @@ def refuse(name: str, verdicts: dict[str, list[Finding]]) -> None:
         )
 
 
+def check_repository(repository: str, overwrite: bool, hub: HfApi) -> None:
+    """Refuse, before any work, a hub that does not answer, and to upload over a head that a repository holds."""
+    with hub_errors(repository, "leave it out, and upload the folder by hand"):
+        is_taken = hub.file_exists(repository, "config.json")
+    if is_taken and not overwrite:
+        raise ValueError(
+            f"export.push_to: {repository!r} given, which holds a config.json already; another repository is allowed, "
+            f"or export.overwrite=true"
+        )
+
+
 def push(folder: Path, repository: str, hub: HfApi) -> None:
     """Upload the folder's files to a hub repository, which is made, private, if it is not there."""
-    hub.create_repo(repository, private=True, exist_ok=True)
-    hub.upload_folder(folder_path=folder, repo_id=repository, commit_message="Draft head exported by headstart")
+    with hub_errors(repository, f"the export is whole in {folder}: upload it by hand"):
+        hub.create_repo(repository, private=True, exist_ok=True)
+        hub.upload_folder(folder_path=folder, repo_id=repository, commit_message="Draft head exported by headstart")
     print(f"uploaded to {repository}")
+
+
+@contextmanager
+def hub_errors(repository: str, advice: str) -> Iterator[None]:
+    """What the hub's client raises, as a ValueError that says what to do."""
+    try:
+        yield
+    except (OSError, HTTPError) as error:  # no token, no right, no connection
+        raise ValueError(
+            f"export.push_to: {repository!r} given, but the hub says {type(error).__name__}: {error}; {advice}"
+        ) from error
 
 
 if __name__ == "__main__":

@@ -447,7 +447,7 @@ class ExportSection(Section):
         default=None, description="Folder to write; null is RUN_DIR/export/FORMAT."
     )
     dtype: Dtype | None = Field(default=None, description="Number format of the weights; null keeps the head's.")
-    overwrite: bool = Field(default=False, description="Replace a head that is in the folder already.")
+    overwrite: bool = Field(default=False, description="Replace a head that is in the folder, or in push_to, already.")
     push_to: str | None = Field(
         default=None, min_length=1, description="Hub repository, org/name, to upload the folder to; null is none."
     )

@@ -158,6 +158,16 @@ def test_a_prefix_and_shards_are_read(make_head: MakeHead, target_folder: Path, 
     assert same_bits(read_tensors(tmp_path / "back"), read_tensors(tmp_path / "head"))
 
 
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"fc.weight": "gone"}}'])
+def test_a_broken_index_of_shards_is_named(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path, content: str
+) -> None:
+    folder = exported(make_head(), tmp_path, target_folder, "vllm")
+    (folder / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ValueError, match=r"index\.json names no shards|gone cannot be read"):
+        convert(folder, tmp_path / "back", str(target_folder))
+
+
 def split(folder: Path, tensors: dict[str, Any]) -> None:
     (folder / "model.safetensors").unlink()
     weight_map = {name: f"model-{number % 2}.safetensors" for number, name in enumerate(tensors)}
@@ -189,6 +199,18 @@ def test_missing_misshapen_and_unknown_tensors_are_named_at_once(
     ):
         assert part in str(error.value)
     assert not (tmp_path / "back").exists()
+
+
+def test_a_head_that_is_refused_also_names_its_missing_and_misshapen_tensors(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path
+) -> None:
+    folder = exported(make_head(vocab=LIMITED), tmp_path, target_folder, "vllm")
+    edit_config(folder, lambda config: config.update(hidden_act="gelu"))
+    edit_tensors(folder, lambda tensors: [tensors.pop("norm.weight"), tensors.update(extra=torch.ones(2))])
+    with pytest.raises(ValueError, match="cannot be brought in") as error:
+        convert(folder, tmp_path / "back", str(target_folder))
+    for part in ("hidden_act 'gelu'", "tensor norm.weight: nothing found, [32] is allowed", "tensor extra: [2] found"):
+        assert part in str(error.value)
 
 
 def test_what_has_no_place_here_is_refused_at_once(make_head: MakeHead, target_folder: Path, tmp_path: Path) -> None:

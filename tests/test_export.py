@@ -1,6 +1,7 @@
 """Laws of an export: what an engine would serve otherwise than it was trained is refused; nothing is half written."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ from huggingface_hub import HfApi
 from transformers import LlamaForCausalLM
 
 from heads.build import load_head, save_head
-from heads.export import export, push
+from heads.export import export
 from heads.formats import files
 from heads.formats.layouts import FORMATS
 from heads.frozen import FrozenTarget
 from heads.lint import lint
+from recipes import Recipe
 
 MakeHead = Callable[..., Any]
 SERVING = ["native", "vllm", "sglang", "tensorrt_llm"]
@@ -188,6 +190,16 @@ def test_a_killed_export_leaves_no_folder(
     assert [path.name for path in (tmp_path / "export").iterdir()] == ["vllm"]
 
 
+def test_what_a_kill_behind_the_last_rename_left_is_cleared_away(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path
+) -> None:
+    folder = exported(make_head(seed=1), tmp_path, target_folder, "vllm")
+    shutil.copytree(folder, tmp_path / "export/vllm.replaced.partial")
+    exported(make_head(seed=2), tmp_path, target_folder, "vllm", overwrite=True)
+    assert same_bits(read_tensors(folder), make_head(seed=2).engine_tensors())
+    assert [path.name for path in (tmp_path / "export").iterdir()] == ["vllm"]
+
+
 def test_weights_keep_their_number_format_or_take_the_one_asked_for(
     make_head: MakeHead, target_folder: Path, tmp_path: Path
 ) -> None:
@@ -201,49 +213,142 @@ def test_weights_keep_their_number_format_or_take_the_one_asked_for(
     assert {tensor.dtype for tensor in read_tensors(half).values()} == {torch.float16}
 
 
-def test_the_card_says_what_was_measured_and_of_which_head(
+def test_the_card_says_what_the_training_logged_of_the_exported_weights(
     make_head: MakeHead, target_folder: Path, tmp_path: Path
 ) -> None:
-    readme = exported(make_head(), tmp_path, target_folder, "vllm") / "README.md"
-    assert "Not measured." in readme.read_text()
-    assert "held-out figures: none found" in readme.read_text()
-    rows = [{"step": step, "heldout/loss_0": 3.0 / step, "heldout/accuracy_0": 0.1 * step} for step in (1, 2)]
+    """Those of `train.export: best` need not be the last ones."""
+
+    def text() -> str:
+        return (exported(make_head(), tmp_path, target_folder, "vllm", overwrite=True) / "README.md").read_text()
+
+    assert "Not measured." in text()
+    assert "held-out figures: none found" in text()
+    by_depth = {f"heldout/accuracy_{depth}": depth / 10 for depth in range(4)}
+    rows = [{"step": step, "heldout/loss_0": 3.0 / step, "heldout/tau": 2.0 + step, **by_depth} for step in (5, 10)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    report = {
-        "head": str(tmp_path / "head"),
-        "machine": {"device": "cpu"},
-        "recipe": recipe_of(tmp_path, target_folder).model_dump(mode="json"),
-        "outcomes": [{"way": "chain", "temperature": 0.0, "prompts": 16, "tau": 2.512}],
-        "speedups": {"0.0": {"chain": {"plain": 1.384}}},
-    }
-    (tmp_path / "report").mkdir()
-    (tmp_path / "report/report.json").write_text(json.dumps(report))
-    text = (exported(make_head(), tmp_path, target_folder, "vllm", overwrite=True) / "README.md").read_text()
-    assert "| chain | 0 | 16 | 2.51 | 1.38 |" in text
-    assert "after step 2: loss 1.500, accuracy by depth 0.200" in text
-    assert '"num_speculative_tokens": 3' in text
-    assert "context: 256 tokens" in text
+    assert "after step 10: loss 0.300, accuracy by depth 0.000 0.100 0.200 0.300" in text()
+    assert "accepted length then, on 8 held-out prompts: 12.00 at temperature 0" in text()
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/exported.json").write_text(json.dumps({"export": "best", "step": 5}))
+    assert "after step 5: loss 0.600" in text()
+    assert "context: 256 tokens" in text()
+    assert "trained on texts of at most 2,048 tokens" in text()
     other = exported(make_head(), tmp_path / "other", target_folder, "vllm", head=str(tmp_path / "head"))
-    assert "Not measured." in (other / "README.md").read_text()
     assert "the head comes from" in (other / "README.md").read_text()
+    assert "held out" not in (other / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({}, "written by the target itself, at most 1024 tokens behind prompts of at most 1024"),
+        ({"responses": "given", "prompts": "chats.jsonl"}, "as they stand in the conversations, each of the assistant"),
+        ({"store": "merged"}, "features: those stored in `merged`"),
+    ],
+)
+def test_the_card_says_where_the_data_came_from(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path, section: dict[str, str], said: str
+) -> None:
+    save_head(make_head(), tmp_path / "head")
+    values = recipe_of(tmp_path, target_folder).model_dump(mode="json")
+    text = (export(Recipe.model_validate({**values, "data": values["data"] | section})) / "README.md").read_text()
+    assert said in text
+    assert text.count("written by the target") == ("responses" not in section and "store" not in section)
+
+
+COMMANDS = {
+    "native": ["vllm serve", "sglang.launch_server", "trtllm-serve", "SpeculativeModel.from_folders"],
+    "vllm": ["vllm serve", "sglang.launch_server", "trtllm-serve", "SpeculativeModel.from_folders"],
+    "eagle": ["EaModel.from_pretrained", "heads.convert"],
+    "speculators": ["vllm serve", "Eagle3DraftModel.from_pretrained", "heads.convert"],
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_card_holds_the_command_of_each_engine(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path, name: str
+) -> None:
+    save_head(make_head(taps=(2, 3, 4)), tmp_path / "head")
+    values = recipe_of(tmp_path, target_folder, format=name).model_dump(mode="json")
+    folder = export(Recipe.model_validate({**values, "target": values["target"] | {"revision": "v2"}}))
+    text = (folder / "README.md").read_text()
+    known = {command for commands in COMMANDS.values() for command in commands}
+    assert {command for command in known if command in text} == set(COMMANDS[name])
+    assert text.count(str(folder)) == len(COMMANDS[name])
+    if name == "vllm":
+        options = f'{{"method": "eagle3", "model": "{folder}", "num_speculative_tokens": 3}}'
+        assert f"vllm serve {target_folder} --revision v2 --speculative-config '{options}'" in text
+        assert "eagle3_layers_to_capture: [1, 2, 3]" in text
+
+
+def test_medusa_2s_heads_are_not_exported_for_the_target_from_before(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path
+) -> None:
+    """They would be accepted less often, and nothing would say why."""
+    save_head(make_head("medusa"), tmp_path / "head")
+    shutil.copytree(target_folder, tmp_path / "target")
+    before = recipe_of(tmp_path, target_folder, "medusa").model_dump(mode="json") | {"joint": {"mode": "lora"}}
+    tuned = before | {"target": before["target"] | {"path": str(tmp_path / "target")}}
+    with pytest.raises(ValueError, match=f"target.path={tmp_path}/target is allowed"):
+        export(Recipe.model_validate(before))
+    text = (export(Recipe.model_validate(tuned)) / "README.md").read_text()
+    assert "the target's layers learnt with it (lora)" in text
 
 
 class Hub(HfApi):
-    """What the hub's client is asked to do."""
+    """What the hub's client is asked to do; `holds` are the files of every repository."""
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
+    def __init__(self, *holds: str) -> None:
+        self.holds, self.calls = holds, list[tuple[Any, ...]]()
+
+    def file_exists(self, repo_id: str, filename: str, **kwargs: Any) -> bool:
+        return filename in self.holds
 
     def create_repo(self, *args: Any, **kwargs: Any) -> Any:
         self.calls.append(("create", args, kwargs))
 
-    def upload_folder(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls.append(("upload", args, kwargs))
+    def upload_folder(self, **kwargs: Any) -> Any:
+        assert (kwargs["folder_path"] / "README.md").is_file()
+        self.calls.append(("upload", kwargs["folder_path"], kwargs["repo_id"]))
 
 
-def test_a_push_uploads_the_whole_folder_to_a_private_repository(tmp_path: Path) -> None:
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
     hub = Hub()
-    push(tmp_path, "org/head", hub)
+    monkeypatch.setattr("heads.export.HfApi", lambda: hub)
+    return hub
+
+
+def test_the_hub_is_asked_for_nothing_unless_told_so(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path, hub: Hub
+) -> None:
+    exported(make_head(), tmp_path, target_folder, "vllm")
+    assert hub.calls == []
+    folder = exported(make_head(), tmp_path, target_folder, "vllm", push_to="org/name", overwrite=True)
     made, uploaded = hub.calls
-    assert made == ("create", ("org/head",), {"private": True, "exist_ok": True})
-    assert (uploaded[0], uploaded[2]["folder_path"], uploaded[2]["repo_id"]) == ("upload", tmp_path, "org/head")
+    assert made == ("create", ("org/name",), {"private": True, "exist_ok": True})
+    assert uploaded == ("upload", folder, "org/name")
+    assert '"model": "org/name"' in (folder / "README.md").read_text()
+
+
+def test_a_head_on_the_hub_is_not_overwritten_unless_asked(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path, hub: Hub
+) -> None:
+    hub.holds = ("config.json",)
+    with pytest.raises(ValueError, match="'org/name' given, which holds"):
+        exported(make_head(), tmp_path, target_folder, "vllm", push_to="org/name")
+    assert not (tmp_path / "export").exists()
+    exported(make_head(), tmp_path, target_folder, "vllm", push_to="org/name", overwrite=True)
+    assert [call[0] for call in hub.calls] == ["create", "upload"]
+
+
+def test_a_hub_that_refuses_leaves_the_export_and_says_what_to_do(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError("no token")
+
+    monkeypatch.setattr(hub, "create_repo", refuse)
+    with pytest.raises(ValueError, match=r"(?s)the hub says OSError: no token; the export is whole in .*/export/vllm"):
+        exported(make_head(), tmp_path, target_folder, "vllm", push_to="org/name")
+    assert (tmp_path / "export/vllm/README.md").is_file()

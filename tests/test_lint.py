@@ -117,6 +117,39 @@ def test_each_planted_mistake_is_found(
     assert {finding.engine for finding in found} == engines
 
 
+SILENT: dict[str, Callable[[dict[str, Any], dict[str, Tensor]], object]] = {  # the table of silent mistakes, row by row
+    "no fc": lambda config, tensors: tensors.pop("fc.weight"),
+    "no d2t": lambda config, tensors: tensors.pop("d2t"),
+    "d2t of ids": lambda config, tensors: tensors.update(d2t=LIMITED.ids.clone()),
+    "no lm_head": lambda config, tensors: tensors.pop("lm_head.weight"),
+    "taps off by one": lambda config, tensors: config.update({IDS: [1, 2, 3], "eagle_config": {IDS: [0, 1, 2]}}),
+    "no hidden_norm": lambda config, tensors: [tensors.pop(name) for name in list(tensors) if "hidden_norm" in name],
+    "32 positions": lambda config, tensors: layer_keys(config).update(max_position_embeddings=32),
+}
+
+
+def layer_keys(config: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = config.get("transformer_layer_config", config)
+    return found
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["with our note", "without"])
+@pytest.mark.parametrize("name", ["vllm", "eagle", "speculators"])
+@pytest.mark.parametrize("mistake", SILENT)
+def test_what_engines_pass_over_is_found_in_every_layout_also_in_heads_of_others(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path, mistake: str, name: str, ours: bool
+) -> None:
+    folder = exported(make_head(vocab=LIMITED), tmp_path, target_folder, name)
+    engines = ["eagle"] if name == "eagle" else None
+    edit_config(folder, lambda config: None if ours else config.pop("headstart"))
+    assert lint(folder, str(target_folder), engines) == []
+    edit_config(folder, lambda config: edit_tensors(folder, lambda tensors: SILENT[mistake](config, tensors)))
+    found = lint(folder, str(target_folder), engines)
+    assert found
+    # Nobody but the head's trainer knows its taps: only we say them twice, and then engines are held to them.
+    assert any(finding.severity == "error" for finding in found) or (mistake == "taps off by one" and not ours)
+
+
 def test_a_d2t_where_the_vocabulary_is_whole_is_found(make_head: MakeHead, target_folder: Path, tmp_path: Path) -> None:
     """vLLM 0.32 has no place for it, and stops."""
     folder = exported(make_head(), tmp_path, target_folder, "vllm")

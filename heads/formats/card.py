@@ -2,23 +2,18 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from heads.base import DraftHead
-from heads.formats.layouts import ServedTarget
+from heads.formats.commands import here, serving
+from heads.formats.files import MODEL
+from heads.formats.layouts import FORMATS, ServedTarget, native_files
 from heads.formats.subject import Finding
 from recipes.schema import Recipe
 
-ENGINE_NAMES = {
-    "vllm": "vLLM",
-    "sglang": "SGLang",
-    "tensorrt_llm": "TensorRT-LLM",
-    "eagle": "the EAGLE authors' code",
-    "speculators": "speculators",
-    "medusa": "the Medusa authors' code",
-}
+TAUS = {"heldout/tau": "0", "heldout/tau_t1": "1"}  # what training logs -> its temperature
 
 
 def card(
@@ -37,7 +32,7 @@ def card(
         f"# {head.kind} draft head for {target.name}",
         f"Drafts tokens for `{target.name}`, which then verifies them: the text stays the target's own.",
         "## What it is",
-        "\n".join(facts(head)),
+        "\n".join(facts(head, target)),
         "## Data",
         "\n".join(data(recipe, target_folder)) if own else unknown,
         "## Training",
@@ -46,8 +41,10 @@ def card(
         measured(recipe, source),
         "## Serving",
         *serving(head, target, folder, verdicts),
+        "### headstart",
+        here(target, folder, FORMATS[recipe.export.format].files is native_files),
         "## Limits",
-        "\n".join(limits(head)),
+        "\n".join(limits(recipe, head, own)),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -58,23 +55,37 @@ def front_matter(head: DraftHead, target: ServedTarget) -> str:
     return "\n".join(["---", *base, "tags:", "- speculative-decoding", f"- {head.kind}", "---"])
 
 
-def facts(head: DraftHead) -> Iterator[str]:
+def facts(head: DraftHead, target: ServedTarget) -> Iterator[str]:
     parameters = sum(parameter.numel() for parameter in head.parameters())
     yield f"- {head.kind}, {parameters:,} parameters, width {head.feature_size}"
     yield f"- reads hidden_states {list(head.taps)} of the target's {head.target.num_layers} layers (i enters layer i)"
     vocab = head.vocab
     yield f"- drafts {len(vocab.ids):,} of the target's {vocab.target_size:,} tokens"
+    if target.revision:
+        yield f"- the target is revision {target.revision} of its repository"
 
 
 def data(recipe: Recipe, target_folder: Path) -> Iterator[str]:
     section = recipe.data
-    yield f"- prompts: `{section.prompts}`, {section.num_prompts:,} of them, of at most {section.prompt_tokens} tokens"
-    temperatures = ", ".join(f"{temperature:g}" for temperature in section.temperatures)
-    yield (
-        f"- responses: written by the target itself, at most {section.response_tokens} tokens, at temperatures "
-        f"{temperatures} in turn"
-    )
+    if section.store is not None:
+        yield f"- features: those stored in `{section.store}`"
+    else:
+        yield f"- prompts: `{section.prompts}`, {section.num_prompts:,} of them"
+        yield responses(recipe)
     yield f"- template: {template(target_folder)}"
+
+
+def responses(recipe: Recipe) -> str:
+    section = recipe.data
+    if section.responses == "given":
+        which = "each of the assistant's turns" if section.turns == "all" else "the assistant's last turn"
+        return f"- responses: as they stand in the conversations, {which}"
+    temperatures = ", ".join(f"{temperature:g}" for temperature in section.temperatures)
+    target = "the target" if recipe.joint.mode is None else "the target before it was tuned"
+    return (
+        f"- responses: written by {target} itself, at most {section.response_tokens} tokens behind prompts of at most "
+        f"{section.prompt_tokens}, at temperatures {temperatures} in turn"
+    )
 
 
 def template(target_folder: Path) -> str:
@@ -91,19 +102,32 @@ def template(target_folder: Path) -> str:
 
 def training(recipe: Recipe) -> Iterator[str]:
     section = recipe.train
+    rate = f"{section.learning_rate:g}"
+    if section.optimizer == "muon":
+        rate = f"{section.muon_learning_rate:g} (AdamW's part: {rate})"
     yield (
-        f"- {section.steps:,} steps of {section.batch_size} sequences, {section.optimizer}, learning rate "
-        f"{section.learning_rate:g}, unrolled {section.unroll} times, objective {section.objective}"
+        f"- {section.steps:,} steps of {section.batch_size} sequences, {section.optimizer}, learning rate {rate}, "
+        f"unrolled {section.unroll} times, objective {section.objective}"
     )
-    rows = [json.loads(row) for row in lines_of(recipe.metrics_path)]
-    scored = [row for row in rows if "heldout/loss_0" in row]
-    if not scored:
+    if recipe.joint.mode is not None:
+        yield f"- the target's layers learnt with it ({recipe.joint.mode}): it drafts for the tuned target alone"
+    row = heldout_row(recipe)
+    if row is None:
         yield "- held-out figures: none found"
         return
-    last = scored[-1]
-    accuracies = [last[key] for key in sorted(last) if key.startswith("heldout/accuracy_")]
-    shown = " ".join(f"{accuracy:.3f}" for accuracy in accuracies)
-    yield f"- held out, after step {last['step']:,}: loss {last['heldout/loss_0']:.3f}, accuracy by depth {shown}"
+    shown = " ".join(f"{row[f'heldout/accuracy_{depth}']:.3f}" for depth in range(section.unroll))
+    yield f"- held out, after step {row['step']:,}: loss {row['heldout/loss_0']:.3f}, accuracy by depth {shown}"
+    lengths = [f"{row[name]:.2f} at temperature {temperature}" for name, temperature in TAUS.items() if name in row]
+    if lengths:
+        yield f"- accepted length then, on {section.eval_prompts} held-out prompts: {', '.join(lengths)}"
+
+
+def heldout_row(recipe: Recipe) -> dict[str, Any] | None:
+    """What was measured on held-out data of the weights that became the head, which need not be the last ones."""
+    noted = recipe.checkpoints_dir / "exported.json"
+    step = json.loads(noted.read_text())["step"] if noted.is_file() else recipe.train.steps
+    rows = [json.loads(row) for row in lines_of(recipe.metrics_path)]
+    return next((row for row in reversed(rows) if "heldout/loss_0" in row and row["step"] == step), None)
 
 
 def lines_of(path: Path) -> list[str]:
@@ -111,95 +135,47 @@ def lines_of(path: Path) -> list[str]:
 
 
 def measured(recipe: Recipe, source: Path) -> str:
-    """tau with its conditions, if this run's report is of this head."""
-    path = recipe.report_dir / "report.json"
-    report: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    if report.get("head") != str(source):
+    """tau with its conditions, if this run's report is of this head on this target."""
+    report = report_of(recipe, source)
+    if report is None:
         return "Not measured. `python -m inference.report RECIPE` measures it."
-    lines = ["| way | temperature | prompts | tau | x plain |", "| --- | ---: | ---: | ---: | ---: |"]
-    for outcome in report["outcomes"]:
-        ratio = report["speedups"][str(outcome["temperature"])][outcome["way"]]["plain"]
-        row = [outcome["way"], f"{outcome['temperature']:g}", str(outcome["prompts"]), f"{outcome['tau']:.2f}"]
+    lines = ["| way | temperature | batch | prompts | tau | x plain |", "| --- | ---: | ---: | ---: | ---: | ---: |"]
+    outcomes = report["outcomes"]
+    plain = {(one["temperature"], one["batch"]): one["tokens_per_second"] for one in outcomes if one["way"] == "plain"}
+    for one in outcomes:
+        ratio = one["tokens_per_second"] / plain[one["temperature"], one["batch"]]
+        row = [one["way"], f"{one['temperature']:g}", str(one["batch"]), str(one["prompts"]), f"{one['tau']:.2f}"]
         lines.append("| " + " | ".join([*row, f"{ratio:.2f}"]) + " |")
-    decode, machine = report["recipe"]["decode"], report["machine"]
-    about = ", ".join(f"{name} {value}" for name, value in machine.items())
-    lines += [
-        "",
-        "tau is the mean number of tokens per target step, the bonus included; measured by headstart's own decoding, "
-        f"batch 1, at most {decode['max_new_tokens']} new tokens, drafts {decode['growth']} to depth "
-        f"{decode['depth']}, target in {report['recipe']['target']['dtype']}; {about}.",
-    ]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", conditions(report)])
 
 
-def serving(head: DraftHead, target: ServedTarget, folder: Path, verdicts: dict[str, list[Finding]]) -> Iterator[str]:
-    for engine, found in verdicts.items():
-        yield f"### {ENGINE_NAMES[engine]}"
-        errors = [finding for finding in found if finding.severity == "error"]
-        if errors:
-            yield "Not served there:\n" + "\n".join(f"- {finding.where}: {finding.allowed}" for finding in errors)
-        else:
-            yield COMMANDS[engine](head, target, folder)
-
-
-def vllm_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
-    method = {"eagle1": "eagle", "eagle3": "eagle3", "medusa": "medusa"}[head.kind]
-    tokens = min(target.draft_tokens, head.max_levels or target.draft_tokens)
-    options = json.dumps({"method": method, "model": str(folder), "num_speculative_tokens": tokens})
-    return f"```\nvllm serve {target.name} --speculative-config '{options}'\n```"
-
-
-def sglang_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
-    algorithm = {"eagle1": "EAGLE", "eagle3": "EAGLE3"}[head.kind]
+def conditions(report: dict[str, Any]) -> str:
+    recipe = report["recipe"]
+    decode, prompts = recipe["decode"], recipe["report"]["prompts"] or recipe["data"]["heldout_prompts"]
+    about = ", ".join(f"{name} {value}" for name, value in report["machine"].items())
     return (
-        f"```\npython -m sglang.launch_server --model-path {target.name} --speculative-algorithm {algorithm} \\\n"
-        f"    --speculative-draft-model-path {folder} --speculative-num-steps {target.draft_tokens} \\\n"
-        f"    --speculative-eagle-topk 1 --speculative-num-draft-tokens {target.draft_tokens + 1}\n```"
+        "tau is the mean number of tokens per target step, the bonus included; measured by headstart's own decoding on "
+        f"prompts of `{prompts}`, at most {decode['max_new_tokens']} new tokens each, drafts {decode['growth']} to "
+        f"depth {decode['depth']}, acceptance {decode['acceptance']}, target in {recipe['target']['dtype']}; {about}."
     )
 
 
-def tensorrt_llm_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
-    layers = [tap - 1 for tap in head.taps]
-    return (
-        "```\ncat > speculative.yaml <<END\nspeculative_config:\n  decoding_type: Eagle3\n"
-        f"  max_draft_len: {target.draft_tokens}\n  speculative_model: {folder}\n"
-        f"  eagle3_layers_to_capture: {layers}\nEND\n"
-        f"trtllm-serve {target.name} --extra_llm_api_options speculative.yaml\n```"
-    )
+def report_of(recipe: Recipe, source: Path) -> dict[str, Any] | None:
+    """The run's report; None if there is none, or it is of another head, other weights or another target."""
+    path, weights = recipe.report_dir / "report.json", source / MODEL
+    if not path.is_file() or path.stat().st_mtime < weights.stat().st_mtime:
+        return None
+    report: dict[str, Any] = json.loads(path.read_text())
+    head, target = report["head"], report["recipe"]["target"]["path"]
+    is_same = head is not None and Path(head).resolve() == source.resolve() and target == recipe.target.path
+    return report if is_same else None
 
 
-def eagle_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
-    use_eagle3 = head.kind == "eagle3"
-    return (
-        "```python\nfrom eagle.model.ea_model import EaModel\n\nmodel = EaModel.from_pretrained(\n"
-        f'    base_model_path="{target.name}", ea_model_path="{folder}", use_eagle3={use_eagle3}\n)\n```'
-    )
-
-
-def medusa_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
-    return (
-        "```python\nfrom medusa.model.medusa_model import MedusaModel\n\n"
-        f'model = MedusaModel.from_pretrained("{folder}")\n```\n\n'
-        f"It finds the target, `{target.name}`, in config.json."
-    )
-
-
-def speculators_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
-    return f"```\nvllm serve {folder}\n```\n\nvLLM finds the target, `{target.name}`, in its config.json."
-
-
-COMMANDS: dict[str, Callable[[DraftHead, ServedTarget, Path], str]] = {
-    "vllm": vllm_command,
-    "sglang": sglang_command,
-    "tensorrt_llm": tensorrt_llm_command,
-    "eagle": eagle_command,
-    "speculators": speculators_command,
-    "medusa": medusa_command,
-}
-
-
-def limits(head: DraftHead) -> Iterator[str]:
+def limits(recipe: Recipe, head: DraftHead, own: bool) -> Iterator[str]:
     dtype = str(next(head.parameters()).dtype).removeprefix("torch.")
     yield f"- context: {head.target.max_positions:,} tokens, the target's"
+    if own and recipe.data.store is None:
+        longest = recipe.data.prompt_tokens + recipe.data.response_tokens
+        yield f"- trained on texts of at most {longest:,} tokens; how well it drafts behind longer ones is not known"
     yield f"- weights in {dtype}; an engine computes in the target's number format"
     yield "- for this target alone: another checkpoint, also a fine-tuned one, accepts fewer drafts"

@@ -47,7 +47,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     for name in SAFETENSORS + PICKLES:
         index = folder / f"{name}.index.json"
         if index.is_file():
-            parts = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            parts = shards(index)
         elif (folder / name).is_file():
             parts = [name]
         else:
@@ -58,6 +58,14 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         return tensors
     known = ", ".join(SAFETENSORS + PICKLES)
     raise ValueError(f"{folder} holds no weights; one of {known}, or its index of shards, is allowed")
+
+
+def shards(index: Path) -> list[str]:
+    """The files beside an index that it names; raises ValueError for an index that names none."""
+    try:
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} names no shards ({error!r}); copy or download the head again") from error
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
@@ -102,6 +110,8 @@ def write_folder(files: HeadFiles, weights: str, readme: str, overwrite: bool) -
     (partial / "config.json").write_text(json.dumps(files.config, indent=2) + "\n")
     (partial / "README.md").write_text(readme)
     replaced = folder.with_name(folder.name + ".replaced.partial")
+    if replaced.exists():
+        shutil.rmtree(replaced)  # of a run that was killed behind its last rename
     if folder.exists():
         folder.rename(replaced)
     partial.rename(folder)

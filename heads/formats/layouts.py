@@ -28,6 +28,7 @@ class ServedTarget:
     name: str  # folder or hub name, as the recipe gives it
     architectures: list[str]
     draft_tokens: int  # drafted at each step
+    revision: str | None = None  # of the hub repository; None is its default branch
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from heads.base import DraftHead
 from heads.build import head_from_files
+from heads.formats import medusa_rules, tensor_rules
 from heads.formats.files import HeadFiles
 from heads.formats.medusa_rules import num_heads
-from heads.formats.subject import Subject, layout_of
+from heads.formats.subject import MEDUSA, Subject, layout_of
 from heads.formats.tap_rules import KEY, engine_default
 from heads.frozen import FrozenTarget
 from heads.layers import rotary_table
@@ -41,7 +42,8 @@ def import_head(files: HeadFiles, frozen: FrozenTarget) -> tuple[DraftHead, list
     """
     subject, found = gather(files, frozen)
     if found.refused:
-        raise ValueError(f"{files.folder} cannot be brought in: " + "; ".join(found.refused))
+        wrong = [*found.refused, *misfits(subject, found)]
+        raise ValueError(f"{files.folder} cannot be brought in: " + "; ".join(wrong))
     return build(files.folder, subject, found), found.inferred
 
 
@@ -61,6 +63,14 @@ def widest_dtype(files: HeadFiles) -> torch.dtype:
     """The dtype that holds every number of the file, so that no bit is lost."""
     floats = {tensor.dtype for tensor in files.tensors.values() if tensor.is_floating_point()}
     return reduce(torch.promote_types, sorted(floats, key=str)) if floats else torch.float32
+
+
+def misfits(subject: Subject, found: Import) -> list[str]:
+    """Tensors that are missing, misshapen or unknown, of a head that is refused before it could be built to say so."""
+    files = HeadFiles(subject.files.folder, subject.files.config, found.tensors)
+    rules = medusa_rules if subject.layout in MEDUSA else tensor_rules
+    wrong = rules.names_and_shapes(Subject(files, subject.layout, subject.frozen), "tensorrt_llm")
+    return [f"{each.where}: {each.value} found, {each.allowed}" for each in wrong]
 
 
 def build(folder: Path, subject: Subject, found: Import) -> DraftHead:

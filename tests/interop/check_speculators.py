@@ -12,8 +12,9 @@ import subprocess
 import sys
 
 import torch
-from check_vllm import CASES, NUM_PROMPTS, TARGET, WORK, decode, export_recipe, heldout_prompts, reduced
+from check_vllm import NUM_PROMPTS, decode
 from safetensors.torch import load_file
+from served_heads import CASES, TARGET, WORK, export_recipe, heldout_prompts, reduced
 
 from heads.convert import convert
 from heads.export import export
@@ -26,8 +27,7 @@ def main() -> None:
     torch.set_num_threads(1)
     frozen = FrozenTarget.from_folder(TARGET, torch.float32)
     source, saved, back = reduced(frozen), WORK / "speculators_saved", WORK / "speculators_back"
-    recipe = export_recipe(source, CASES["speculators' layout"])
-    folder = export(recipe)
+    folder = export(export_recipe(source, CASES["speculators' layout, reduced"]))
     for old in (saved, back):
         shutil.rmtree(old, ignore_errors=True)
     subprocess.run([sys.argv[1], "tests/interop/save_with_speculators.py", str(folder), str(saved)], check=True)
@@ -35,7 +35,7 @@ def main() -> None:
     one, other = load_file(source / "model.safetensors"), load_file(back / "model.safetensors")
     same_bits = one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     prompts = [row["tokens"] for row in read_jsonl(heldout_prompts())][:NUM_PROMPTS]
-    (texts, counts), (texts_back, counts_back) = (decode(recipe, head, prompts) for head in (source, back))
+    (texts, counts), (texts_back, counts_back) = (decode(head, prompts) for head in (source, back))
     print(f"lint of what speculators saved: {[str(finding) for finding in lint(saved, str(TARGET))] or 'nothing'}")
     print(f"weights bit for bit: {same_bits}; tau {counts.tau:.4f} before, {counts_back.tau:.4f} after")
     sys.exit(0 if same_bits and texts == texts_back and counts.tau == counts_back.tau else 1)

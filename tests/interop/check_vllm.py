@@ -2,167 +2,93 @@
 
     make check-vllm
     python tests/interop/check_vllm.py path/to/vllm/bin/python [NAME ...]
+    python tests/interop/check_vllm.py path/to/vllm/bin/python --saved FOLDER
 
-Decodes the same prompts greedily with a chain of drafts, here and in vLLM, and compares texts, the number of steps and
-how many drafts were accepted at each depth. Prints the table of docs/interop.md. Exit code 1 if anything differs. The
-EAGLE-1 and Medusa heads of runs/interop are trained first, briefly, where they are missing.
+Decodes the same prompts greedily with a chain of drafts, here and in vLLM, and compares the number of steps, how many
+drafts were accepted at each depth, and both texts with what the target writes alone. Prints the table of
+docs/interop.md. Exit code 1 if anything differs. With --saved the head is one that speculators saved: vLLM serves its
+folder as it stands, and heads.convert brings it in here.
 """
 
+import argparse
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from served_heads import CASES, DRAFT_TOKENS, TARGET, WORK, export_recipe, heldout_prompts
 
-from heads.build import load_head, save_head
-from heads.eagle3 import Eagle3Head
+from heads.build import load_head
+from heads.convert import convert
 from heads.export import export
 from heads.frozen import FrozenTarget
-from heads.vocab import DraftVocab
-from inference.decode import Request, stream
+from inference.decode import Request, generate, stream
 from inference.drafters.growth import Dynamic
 from inference.drafters.head import HeadDrafter
 from inference.target import TargetModel
-from recipes import Recipe, load_recipe
+from recipes.jsonl import read_jsonl
+from recipes.schema import TargetSection
 
-ROOT = Path(__file__).resolve().parents[2]
-WORK = Path("runs/interop")
-TARGET, DEMO_HEAD = Path("assets/demo_target"), Path("assets/demo_head")
-DRAFT_TOKENS, NEW_TOKENS, NUM_PROMPTS = 3, 64, 6
-TRAIN_BRIEFLY = (
-    "data.num_prompts=96",
-    "data.response_tokens=64",
-    "data.heldout_samples=8",
-    "train.steps=100",
-    "train.eval_prompts=2",
-    "log.wandb=disabled",
-)
+NEW_TOKENS, NUM_PROMPTS = 64, 6
+TARGET_SECTION = TargetSection(path=str(TARGET), dtype="float32")
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """A head, how it is exported and how vLLM is told to serve it."""
+class Served:
+    """What is compared: a head of ours, and the folder that vLLM serves in its place."""
 
-    make: Callable[[FrozenTarget], Path]
-    format: str = "vllm"
-    method: str | None = "eagle3"
-
-
-def demo(frozen: FrozenTarget) -> Path:
-    """EAGLE-3.1, the whole vocabulary, the taps where every engine looks."""
-    return DEMO_HEAD
-
-
-def reduced(frozen: FrozenTarget) -> Path:
-    """The same with every third token out of its vocabulary."""
-    ids = torch.tensor([token for token in range(frozen.config.vocab_size) if token % 3])
-    return changed(frozen, "reduced", frozen.config.default_taps(), DraftVocab(ids, frozen.config.vocab_size))
-
-
-def moved(frozen: FrozenTarget) -> Path:
-    """The same reading the hidden states next to those that it was trained on."""
-    taps = tuple(tap + 1 for tap in frozen.config.default_taps())
-    return changed(frozen, "moved", taps, DraftVocab.full(frozen.config.vocab_size))
-
-
-def changed(frozen: FrozenTarget, name: str, taps: tuple[int, ...], vocab: DraftVocab) -> Path:
-    old = load_head(DEMO_HEAD, frozen)
-    assert isinstance(old, Eagle3Head)
-    head = Eagle3Head(dataclasses.replace(old.shape, taps=taps), frozen.config, vocab, frozen.embedding)
-    weights = old.state_dict()
-    head.load_state_dict({**weights, "lm_head.weight": weights["lm_head.weight"][vocab.ids]})
-    return saved(head, name)
-
-
-def four_taps(frozen: FrozenTarget) -> Path:
-    """The same with a fourth hidden state, which counts for little."""
-    old = load_head(DEMO_HEAD, frozen)
-    assert isinstance(old, Eagle3Head)
-    hidden = frozen.config.hidden_size
-    shape = dataclasses.replace(old.shape, taps=(*old.taps, frozen.config.num_layers - 1))
-    head = Eagle3Head(shape, frozen.config, old.vocab, frozen.embedding)
-    weights = old.state_dict()
-    fourth = 0.1 * weights["fc.weight"][:, -hidden:]
-    weights |= {"fc.weight": torch.cat([weights["fc.weight"], fourth], dim=1), "fc_norm.3.weight": torch.ones(hidden)}
-    head.load_state_dict(weights)
-    return saved(head, "four_taps")
-
-
-def saved(head: Eagle3Head, name: str) -> Path:
-    folder = WORK / "heads" / name
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    save_head(head, folder)
-    return folder
-
-
-def eagle1(frozen: FrozenTarget) -> Path:
-    run_dir = WORK / "eagle1"
-    if not (run_dir / "head/config.json").is_file():
-        command = [sys.executable, "trainers/eagle.py", "recipes/tiny_eagle1.yaml", f"run_dir={run_dir}"]
-        subprocess.run([*command, *TRAIN_BRIEFLY], check=True)
-    return run_dir / "head"
-
-
-def medusa(frozen: FrozenTarget) -> Path:
-    """Four heads, of which vLLM uses as many as it drafts tokens, each with its likeliest."""
-    run_dir = WORK / "medusa"
-    if not (run_dir / "head/config.json").is_file():
-        command = [sys.executable, "trainers/medusa.py", "recipes/tiny_medusa.yaml", f"run_dir={run_dir}"]
-        subprocess.run([*command, f"data.folder={run_dir}", *TRAIN_BRIEFLY], check=True)
-    return run_dir / "head"
-
-
-CASES = {
-    "EAGLE-3.1, whole vocabulary": Case(demo),
-    "reduced vocabulary": Case(reduced),
-    "other taps": Case(moved),
-    "four taps": Case(four_taps),
-    "speculators' layout": Case(reduced, "speculators", None),
-    "EAGLE-1": Case(eagle1, method="eagle"),
-    "Medusa": Case(medusa, method="medusa"),
-    "Medusa, reference layout": Case(medusa, "medusa", "medusa"),
-}
+    name: str
+    head: Path
+    folder: Path
+    method: str | None  # None: the folder names its target itself
 
 
 def main() -> None:
-    python, names = sys.argv[1], sys.argv[2:] or list(CASES)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("python", help="that has vLLM")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CASES)}; all of them if none is given")
+    parser.add_argument("--saved", type=Path, help="folder that speculators wrote, compared instead of them")
+    given = parser.parse_args()
     torch.set_num_threads(1)
-    frozen = FrozenTarget.from_folder(TARGET, torch.float32)
-    prompts = [json.loads(row)["tokens"] for row in heldout_prompts().read_text().splitlines()[:NUM_PROMPTS]]
+    prompts = [row["tokens"] for row in islice(read_jsonl(heldout_prompts()), NUM_PROMPTS)]
+    alone = target_texts(prompts)
     rows, versions = [], {}
-    for name in names:
-        case = CASES[name]
-        source = case.make(frozen)
-        recipe = export_recipe(source, case)
-        folder = export(recipe)
-        texts, counts = decode(recipe, source, prompts)
-        theirs = in_vllm(python, folder, case, prompts)
+    for served in [brought_in(given.saved)] if given.saved else exports(given.names or list(CASES)):
+        texts, counts = decode(served.head, prompts)
+        theirs = in_vllm(given.python, served, prompts)
         versions = theirs["versions"]
-        same = sum(ours == its for ours, its in zip(texts, theirs["texts"], strict=True))
+        same = sum(text == ours == its for text, ours, its in zip(alone, texts, theirs["texts"], strict=True))
         mine = (counts.steps, counts.accepted_at_depth)
-        rows.append((name, *mine, theirs["drafts"], theirs["accepted_at_depth"], same))
+        rows.append((served.name, *mine, theirs["drafts"], theirs["accepted_at_depth"], same))
         print(*rows[-1], flush=True)  # each takes a minute or more
     print(table(rows, len(prompts), versions))
     sys.exit(0 if all(row[1:3] == row[3:5] and row[5] == len(prompts) for row in rows) else 1)
 
 
-def heldout_prompts() -> Path:
-    path = WORK / "eagle1/prompts/heldout.jsonl"
-    if not path.is_file():
-        command = [sys.executable, "-m", "data_pipelines.prompts", "recipes/tiny_eagle1.yaml"]
-        subprocess.run([*command, f"run_dir={WORK / 'eagle1'}", *TRAIN_BRIEFLY], check=True)
-    return path
+def exports(names: list[str]) -> Iterator[Served]:
+    frozen = FrozenTarget.from_folder(TARGET, torch.float32)
+    for name in names:
+        case = CASES[name]
+        source = case.make(frozen)
+        yield Served(name, source, export(export_recipe(source, case)), case.method)
 
 
-def export_recipe(source: Path, case: Case) -> Recipe:
-    folder = WORK / "exports" / f"{source.parent.name}_{source.name}_{case.format}"
-    overrides = {"format": case.format, "head": source, "folder": folder, "overwrite": "true"}
-    given = [f"export.{key}={value}" for key, value in overrides.items()]
-    return load_recipe(ROOT / "recipes/tiny_full.yaml", [*given, f"decode.depth={DRAFT_TOKENS}"])
+def brought_in(folder: Path) -> Served:
+    """A head that speculators saved; raises ValueError for one that drafts more or fewer tokens than are compared."""
+    config = json.loads((folder / "config.json").read_text())
+    tokens = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+    if tokens != DRAFT_TOKENS:
+        raise ValueError(f"{folder} drafts {tokens} tokens a step, {DRAFT_TOKENS} are compared here; train for as many")
+    head = WORK / "brought_in"
+    shutil.rmtree(head, ignore_errors=True)
+    print("\n".join(convert(folder, head, str(TARGET))))
+    return Served("trained by speculators", head, folder, None)
 
 
 @dataclasses.dataclass
@@ -177,11 +103,17 @@ class Counts:
         return 1 + sum(self.accepted_at_depth) / self.steps
 
 
-def decode(recipe: Recipe, source: Path, prompts: list[list[int]]) -> tuple[list[list[int]], Counts]:
+def target_texts(prompts: list[list[int]]) -> list[list[int]]:
+    """What the target writes without any drafts."""
+    target = TargetModel.load(TARGET_SECTION, ())
+    return [generate(target, prompt, NEW_TOKENS).tokens for prompt in prompts]
+
+
+def decode(head: Path, prompts: list[list[int]]) -> tuple[list[list[int]], Counts]:
     """Our own chain of drafts, counted as vLLM does: its last step drafts beyond the last token asked for."""
     frozen = FrozenTarget.from_folder(TARGET, torch.float32)
-    target = TargetModel.load(recipe.target, load_head(source, frozen).taps)
-    drafter = HeadDrafter(load_head(source, target.frozen), Dynamic.chain(DRAFT_TOKENS))
+    target = TargetModel.load(TARGET_SECTION, load_head(head, frozen).taps)
+    drafter = HeadDrafter(load_head(head, target.frozen), Dynamic.chain(DRAFT_TOKENS))
     texts, counts = [], Counts()
     for prompt in prompts:
         text: list[int] = []
@@ -196,12 +128,12 @@ def decode(recipe: Recipe, source: Path, prompts: list[list[int]]) -> tuple[list
     return texts, counts
 
 
-def in_vllm(python: str, folder: Path, case: Case, prompts: list[list[int]]) -> dict[str, Any]:
+def in_vllm(python: str, served: Served, prompts: list[list[int]]) -> dict[str, Any]:
     job, result = WORK / "job.json", WORK / "result.json"
     content = {
         "target": str(TARGET),
-        "head": str(folder),
-        "method": case.method,
+        "head": str(served.folder),
+        "method": served.method,
         "draft_tokens": DRAFT_TOKENS,
         "prompts": prompts,
         "max_new_tokens": NEW_TOKENS,
@@ -220,7 +152,7 @@ def table(rows: list[tuple[Any, ...]], num_prompts: int, versions: dict[str, str
         ", ".join(f"{name} {found}" for name, found in versions.items()) + f"; {num_prompts} prompts x {NEW_TOKENS} "
         f"tokens, greedy, {DRAFT_TOKENS} drafts a step, float32",
         "",
-        "| head | steps here | accepted at depth 1, 2, ... here | steps in vLLM | accepted there | same text |",
+        "| head | steps here | accepted at depth 1, 2, ... here | steps in vLLM | accepted there | the target's text |",
         "| --- | ---: | --- | ---: | --- | ---: |",
     ]
     for name, steps, accepted, drafts, theirs, same in rows:

@@ -1,0 +1,112 @@
+"""How each engine is told to serve an export: the commands of its README.md."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from heads.base import DraftHead
+from heads.formats.layouts import ServedTarget
+from heads.formats.subject import Finding
+
+ENGINE_NAMES = {
+    "vllm": "vLLM",
+    "sglang": "SGLang",
+    "tensorrt_llm": "TensorRT-LLM",
+    "eagle": "the EAGLE authors' code",
+    "speculators": "speculators",
+    "medusa": "the Medusa authors' code",
+}
+
+Command = Callable[[DraftHead, ServedTarget, Path], str]
+
+
+def serving(head: DraftHead, target: ServedTarget, folder: Path, verdicts: dict[str, list[Finding]]) -> Iterator[str]:
+    """A heading for each engine that knows the layout, and under it the command, or why there is none."""
+    commands = COMMANDS | ({"vllm": whole_model_command} if "speculators" in verdicts else {})
+    for engine, found in verdicts.items():
+        yield f"### {ENGINE_NAMES[engine]}"
+        errors = [finding for finding in found if finding.severity == "error"]
+        if errors:
+            yield "Not served there:\n" + "\n".join(f"- {finding.where}: {finding.allowed}" for finding in errors)
+        else:
+            yield commands[engine](head, target, folder)
+
+
+def here(target: ServedTarget, folder: Path, loads: bool) -> str:
+    """How headstart itself decodes with the export; without `loads` it must be brought in first."""
+    if not loads:
+        return f"```\npython -m heads.convert {folder} runs/imported --target {target.name}\n```"
+    revision = f', revision="{target.revision}"' if target.revision else ""
+    return (
+        "```python\nfrom inference.generation import SpeculativeModel\n\n"
+        f'model = SpeculativeModel.from_folders("{target.name}", "{folder}"{revision})\n```'
+    )
+
+
+def revision_option(target: ServedTarget) -> str:
+    return f" --revision {target.revision}" if target.revision else ""
+
+
+def vllm_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
+    method = {"eagle1": "eagle", "eagle3": "eagle3", "medusa": "medusa"}[head.kind]
+    tokens = min(target.draft_tokens, head.max_levels or target.draft_tokens)
+    options = json.dumps({"method": method, "model": str(folder), "num_speculative_tokens": tokens})
+    ends = "\n\nvLLM up to 0.32: later ones serve no Medusa heads." if head.kind == "medusa" else ""
+    return f"```\nvllm serve {target.name}{revision_option(target)} --speculative-config '{options}'\n```{ends}"
+
+
+def whole_model_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
+    return f"```\nvllm serve {folder}\n```\n\nvLLM finds the target, `{target.name}`, in its config.json."
+
+
+def sglang_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
+    algorithm = {"eagle1": "EAGLE", "eagle3": "EAGLE3"}[head.kind]
+    return (
+        f"```\npython -m sglang.launch_server --model-path {target.name}{revision_option(target)} \\\n"
+        f"    --speculative-algorithm {algorithm} --speculative-draft-model-path {folder} \\\n"
+        f"    --speculative-num-steps {target.draft_tokens} --speculative-eagle-topk 1 "
+        f"--speculative-num-draft-tokens {target.draft_tokens + 1}\n```"
+    )
+
+
+def tensorrt_llm_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
+    layers = [tap - 1 for tap in head.taps]
+    return (
+        "```\ncat > speculative.yaml <<END\nspeculative_config:\n  decoding_type: Eagle3\n"
+        f"  max_draft_len: {target.draft_tokens}\n  speculative_model: {folder}\n"
+        f"  eagle3_layers_to_capture: {layers}\nEND\n"
+        f"trtllm-serve {target.name} --extra_llm_api_options speculative.yaml\n```"
+    )
+
+
+def eagle_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
+    use_eagle3 = head.kind == "eagle3"
+    return (
+        "```python\nfrom eagle.model.ea_model import EaModel\n\nmodel = EaModel.from_pretrained(\n"
+        f'    base_model_path="{target.name}", ea_model_path="{folder}", use_eagle3={use_eagle3}\n)\n```'
+    )
+
+
+def medusa_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
+    return (
+        "```python\nfrom medusa.model.medusa_model import MedusaModel\n\n"
+        f'model = MedusaModel.from_pretrained("{folder}")\n```\n\n'
+        f"It finds the target, `{target.name}`, in config.json."
+    )
+
+
+def speculators_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
+    return (
+        "```python\nfrom speculators.models.eagle3 import Eagle3DraftModel\n\n"
+        f'model = Eagle3DraftModel.from_pretrained("{folder}")\n```'
+    )
+
+
+COMMANDS: dict[str, Command] = {
+    "vllm": vllm_command,
+    "sglang": sglang_command,
+    "tensorrt_llm": tensorrt_llm_command,
+    "eagle": eagle_command,
+    "speculators": speculators_command,
+    "medusa": medusa_command,
+}

@@ -1,0 +1,150 @@
+"""One head of every kind for the bundled target, and how it is exported: what the checks in other engines serve.
+
+Most are the bundled head with a part of it changed. The EAGLE-1 and Medusa heads of runs/interop are trained first,
+briefly, where they are missing.
+"""
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from heads.build import load_head, save_head
+from heads.eagle3 import Eagle3Head
+from heads.frozen import FrozenTarget
+from heads.vocab import DraftVocab
+from recipes import Recipe, load_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+WORK = Path("runs/interop")
+TARGET, DEMO_HEAD = Path("assets/demo_target"), Path("assets/demo_head")
+DRAFT_TOKENS = 3
+TRAIN_BRIEFLY = (
+    "data.num_prompts=96",
+    "data.response_tokens=64",
+    "data.heldout_samples=8",
+    "train.steps=100",
+    "train.eval_prompts=2",
+    "log.wandb=disabled",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A head, how it is exported and how vLLM is told to serve it."""
+
+    make: Callable[[FrozenTarget], Path]
+    format: str = "vllm"
+    method: str | None = "eagle3"
+
+
+def demo(frozen: FrozenTarget) -> Path:
+    """EAGLE-3.1, the whole vocabulary, the taps where every engine looks."""
+    return DEMO_HEAD
+
+
+def plain(frozen: FrozenTarget) -> Path:
+    """The same without the norms of EAGLE-3.1, its features brought to about their size."""
+    fc = demo_head(frozen).fc.weight / 16  # the target's hidden states have RMS 11 to 27
+    return changed(frozen, "plain", {"fc.weight": fc}, fc_norm=False, norm_output=False)
+
+
+def reduced(frozen: FrozenTarget) -> Path:
+    """The same with every third token out of its vocabulary."""
+    ids = torch.tensor([token for token in range(frozen.config.vocab_size) if token % 3])
+    return changed(frozen, "reduced", {}, DraftVocab(ids, frozen.config.vocab_size))
+
+
+def moved(frozen: FrozenTarget) -> Path:
+    """The same reading the hidden states next to those that it was trained on."""
+    return changed(frozen, "moved", {}, taps=tuple(tap + 1 for tap in frozen.config.default_taps()))
+
+
+def four_taps(frozen: FrozenTarget) -> Path:
+    """The same with a fourth hidden state, which counts for little."""
+    old, hidden = demo_head(frozen), frozen.config.hidden_size
+    fc = torch.cat([old.fc.weight, 0.1 * old.fc.weight[:, -hidden:]], dim=1)
+    more = {"fc.weight": fc, "fc_norm.3.weight": torch.ones(hidden)}
+    return changed(frozen, "four_taps", more, taps=(*old.taps, frozen.config.num_layers - 1))
+
+
+def other_norms(frozen: FrozenTarget) -> Path:
+    """The same with the norms that only heads from elsewhere have: one over all taps, and one before the residual."""
+    more = {"input_norm.weight": torch.ones(len(demo_head(frozen).taps) * frozen.config.hidden_size)}
+    return changed(frozen, "other_norms", more, fc_norm=False, norm_before_fc=True, norm_before_residual=True)
+
+
+def changed(
+    frozen: FrozenTarget, name: str, weights: dict[str, torch.Tensor], vocab: DraftVocab | None = None, **shape: Any
+) -> Path:
+    """The bundled head with another shape, other weights where they are given, and a part of its vocabulary."""
+    old = demo_head(frozen)
+    vocab = vocab or old.vocab
+    head = Eagle3Head(dataclasses.replace(old.shape, **shape), frozen.config, vocab, frozen.embedding)
+    state = {**old.state_dict(), "lm_head.weight": old.lm_head.weight[vocab.ids], **weights}
+    head.load_state_dict({parameter: state[parameter] for parameter in head.state_dict()})
+    return saved(head, name)
+
+
+def demo_head(frozen: FrozenTarget) -> Eagle3Head:
+    head = load_head(DEMO_HEAD, frozen)
+    assert isinstance(head, Eagle3Head)
+    return head
+
+
+def saved(head: Eagle3Head, name: str) -> Path:
+    folder = WORK / "heads" / name
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    save_head(head, folder)
+    return folder
+
+
+def eagle1(frozen: FrozenTarget) -> Path:
+    run_dir = WORK / "eagle1"
+    if not (run_dir / "head/config.json").is_file():
+        command = [sys.executable, "trainers/eagle.py", "recipes/tiny_eagle1.yaml", f"run_dir={run_dir}"]
+        subprocess.run([*command, *TRAIN_BRIEFLY], check=True)
+    return run_dir / "head"
+
+
+def medusa(frozen: FrozenTarget) -> Path:
+    """Four heads, of which vLLM uses as many as it drafts tokens, each with its likeliest."""
+    run_dir = WORK / "medusa"
+    if not (run_dir / "head/config.json").is_file():
+        command = [sys.executable, "trainers/medusa.py", "recipes/tiny_medusa.yaml", f"run_dir={run_dir}"]
+        subprocess.run([*command, f"data.folder={run_dir}", *TRAIN_BRIEFLY], check=True)
+    return run_dir / "head"
+
+
+CASES = {
+    "EAGLE-3.1, whole vocabulary": Case(demo),
+    "EAGLE-3, without norms of taps": Case(plain),
+    "reduced vocabulary": Case(reduced),
+    "other taps": Case(moved),
+    "four taps": Case(four_taps),
+    "other norms": Case(other_norms),
+    "speculators' layout, reduced": Case(reduced, "speculators", None),
+    "speculators' layout, four taps": Case(four_taps, "speculators", None),
+    "EAGLE-1": Case(eagle1, method="eagle"),
+    "Medusa, vLLM's layout": Case(medusa, method="medusa"),
+    "Medusa, reference layout": Case(medusa, "medusa", "medusa"),
+}
+
+
+def heldout_prompts() -> Path:
+    path = WORK / "eagle1/prompts/heldout.jsonl"
+    if not path.is_file():
+        command = [sys.executable, "-m", "data_pipelines.prompts", "recipes/tiny_eagle1.yaml"]
+        subprocess.run([*command, f"run_dir={WORK / 'eagle1'}", *TRAIN_BRIEFLY], check=True)
+    return path
+
+
+def export_recipe(source: Path, case: Case) -> Recipe:
+    folder = WORK / "exports" / f"{source.parent.name}_{source.name}_{case.format}"
+    overrides = {"format": case.format, "head": source, "folder": folder, "overwrite": "true"}
+    given = [f"export.{key}={value}" for key, value in overrides.items()]
+    return load_recipe(ROOT / "recipes/tiny_full.yaml", [*given, f"decode.depth={DRAFT_TOKENS}"])

@@ -1,0 +1,141 @@
+"""Law: a head in its authors' layout, written by the names that they document, drafts here as it did before.
+
+Heads of the bundled target, so that drafts are accepted: the bundled EAGLE-3 head without the norms of 3.1, an EAGLE-1
+head that hands the feature on as it is, and Medusa heads as they start.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from heads.base import DraftHead
+from heads.build import load_head
+from heads.convert import convert
+from heads.eagle1 import Eagle1Head, Eagle1Shape
+from heads.eagle3 import Eagle3Head
+from heads.frozen import FrozenTarget
+from heads.medusa import MedusaHead, MedusaShape
+from heads.vocab import DraftVocab
+from inference.decode import DecodeStats, generate
+from inference.drafters.growth import Dynamic
+from inference.drafters.head import HeadDrafter
+from inference.target import TargetModel
+from inference.tokenizer import load_tokenizer
+from recipes.jsonl import read_jsonl
+from recipes.schema import TargetSection
+
+ASSETS = Path(__file__).parents[1] / "assets"
+TARGET, HEAD = ASSETS / "demo_target", ASSETS / "demo_head"
+ATTENTION_AND_MLP = [
+    *(f"self_attn.{name}_proj.weight" for name in "qkvo"),
+    *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+    "post_attention_layernorm.weight",
+]
+EAGLE3_NAMES = [
+    "fc.weight",
+    "midlayer.input_layernorm.weight",
+    "midlayer.hidden_norm.weight",
+    *(f"midlayer.{name}" for name in ATTENTION_AND_MLP),
+    "norm.weight",
+    "lm_head.weight",
+]
+Published = tuple[DraftHead, dict[str, Any], str, dict[str, Tensor]]  # head, config.json, weights' file, its tensors
+
+
+def eagle3(frozen: FrozenTarget) -> Published:
+    """Of two thirds of the vocabulary, in half the names' order that our own files have."""
+    old = load_head(HEAD, frozen)
+    assert isinstance(old, Eagle3Head)
+    ids = torch.tensor([token for token in range(frozen.config.vocab_size) if token % 3])
+    vocab = DraftVocab(ids, frozen.config.vocab_size)
+    shape = dataclasses.replace(old.shape, fc_norm=False, norm_output=False)
+    head = Eagle3Head(shape, frozen.config, vocab, frozen.embedding).requires_grad_(False)
+    state = {**old.state_dict(), "fc.weight": old.fc.weight / 16, "lm_head.weight": old.lm_head.weight[ids]}
+    tensors = {name: state[name] for name in EAGLE3_NAMES}
+    head.load_state_dict(tensors)
+    t2d = torch.tensor([token % 3 != 0 for token in range(frozen.config.vocab_size)])
+    d2t = ids - torch.arange(len(ids))
+    config = llama(frozen) | {"draft_vocab_size": len(ids)}
+    return head, config, "pytorch_model.bin", {**tensors, "d2t": d2t, "t2d": t2d}
+
+
+def eagle1(frozen: FrozenTarget) -> Published:
+    config = frozen.config
+    sizes = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
+    shape = Eagle1Shape(hidden_size=config.hidden_size, intermediate_size=config.intermediate_size, **sizes)
+    head = Eagle1Head(shape, frozen).requires_grad_(False)
+    generator = torch.Generator().manual_seed(0)
+    state = {name: 0.02 * torch.randn(each.shape, generator=generator) for name, each in head.state_dict().items()}
+    state["layers.0.post_attention_layernorm.weight"] += 1
+    state["fc.weight"][:, config.hidden_size :] += torch.eye(config.hidden_size)
+    head.load_state_dict(state)
+    tensors = {name: state[name] for name in ("fc.weight", *(f"layers.0.{name}" for name in ATTENTION_AND_MLP))}
+    tensors["embed_tokens.weight"] = frozen.embedding.half()
+    return head, llama(frozen) | {"bias": False}, "pytorch_model.bin", tensors
+
+
+def medusa(frozen: FrozenTarget) -> Published:
+    shape = MedusaShape(frozen.config.hidden_size, num_heads=3, num_layers=1)
+    head = MedusaHead(shape, frozen, DraftVocab.full(frozen.config.vocab_size)).requires_grad_(False)
+    tensors: dict[str, Tensor] = {}
+    for number in range(3):
+        generator = torch.Generator().manual_seed(number)
+        weight = 0.02 * torch.randn(shape.hidden_size, shape.hidden_size, generator=generator)
+        bias = 0.02 * torch.randn(shape.hidden_size, generator=generator)
+        ours = {f"blocks.{number}.layers.0.weight": weight, f"blocks.{number}.layers.0.bias": bias}
+        head.load_state_dict({**head.state_dict(), **ours, f"lm_heads.{number}.weight": frozen.lm_head})
+        tensors |= {f"{number}.0.linear.weight": weight, f"{number}.0.linear.bias": bias}
+        tensors[f"{number}.1.weight"] = frozen.lm_head
+    return head, {"medusa_num_heads": 3, "medusa_num_layers": 1}, "medusa_lm_head.pt", tensors
+
+
+def llama(frozen: FrozenTarget) -> dict[str, Any]:
+    """config.json as the authors of EAGLE write it."""
+    target = frozen.config
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "hidden_size": target.hidden_size,
+        "intermediate_size": target.intermediate_size,
+        "num_attention_heads": target.num_heads,
+        "num_key_value_heads": target.num_kv_heads,
+        "vocab_size": target.vocab_size,
+        "rms_norm_eps": target.norm_eps,
+        "rope_theta": target.rope.theta,
+        "max_position_embeddings": target.max_positions,
+    }
+
+
+def decode(target: TargetModel, head: DraftHead, prompts: list[list[int]]) -> tuple[list[list[int]], DecodeStats]:
+    drafter, stats, texts = HeadDrafter(head, Dynamic.chain(3)), DecodeStats(), []
+    for prompt in prompts:
+        found = generate(target, prompt, 32, drafter=drafter)
+        stats.add(found.stats)
+        texts.append(found.tokens)
+    return texts, stats
+
+
+@pytest.mark.parametrize("publish", [eagle3, eagle1, medusa])
+def test_a_published_head_has_the_same_tau_before_and_after(
+    publish: Callable[[FrozenTarget], Published], tmp_path: Path
+) -> None:
+    head, config, file, tensors = publish(FrozenTarget.from_folder(TARGET, torch.float32))
+    (tmp_path / "published").mkdir()
+    (tmp_path / "published/config.json").write_text(json.dumps(config))
+    torch.save(tensors, tmp_path / "published" / file)
+    convert(tmp_path / "published", tmp_path / "back", str(TARGET))
+    target = TargetModel.load(TargetSection(path=str(TARGET), dtype="float32"), head.taps)
+    after = load_head(tmp_path / "back", target.frozen)
+    tokenizer = load_tokenizer(TARGET)
+    prompts = [tokenizer.encode(row["prompt"]) for row in read_jsonl(TARGET / "heldout_prompts.jsonl")][:3]
+    (texts, before), (texts_after, stats) = decode(target, head, prompts), decode(target, after, prompts)
+    assert texts_after == texts
+    assert stats.accepted_at_depth == before.accepted_at_depth
+    assert stats.tau == before.tau > 1.05
