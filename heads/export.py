@@ -79,8 +79,11 @@ def served_target(recipe: Recipe, target_folder: Path) -> ServedTarget:
 
 
 def judge(name: str, files: HeadFiles, frozen: FrozenTarget) -> dict[str, list[Finding]]:
-    """What each engine has against such files; the authors' own code reads those of its own format alone."""
-    engines = [engine for engine in RULES[layout_of(files)] if (engine in AUTHORS) == (name in AUTHORS)]
+    """What each engine has against such files; the authors' own code reads those of its own format alone, and of theirs
+    vLLM reads Medusa's."""
+    layout = layout_of(files)
+    both = layout == "medusa_reference"
+    engines = [engine for engine in RULES[layout] if both or (engine in AUTHORS) == (name in AUTHORS)]
     return {engine: findings(files, frozen, [engine]) for engine in engines}
 
 

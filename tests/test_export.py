@@ -159,7 +159,8 @@ def test_the_medusa_authors_code_gets_its_own_names_and_keys(
     assert named == {"base_model_name_or_path": str(target_folder), "medusa_num_heads": 3, "medusa_num_layers": 1}
     assert [*tensors][:2] == ["0.0.linear.weight", "0.0.linear.bias"]
     assert {"0.1.weight", "1.1.weight", "2.1.weight"} < tensors.keys()
-    assert "MedusaModel.from_pretrained" in (folder / "README.md").read_text()
+    for command in ("MedusaModel.from_pretrained", "vllm serve", "heads.convert"):
+        assert command in (folder / "README.md").read_text()
     assert lint(folder, str(target_folder), ["vllm"]) == []
 
 

@@ -1,7 +1,7 @@
 """Law: a head in its authors' layout, written by the names that they document, drafts here as it did before.
 
-Heads of the bundled target, so that drafts are accepted: the bundled EAGLE-3 head without the norms of 3.1, an EAGLE-1
-head that hands the feature on as it is, and Medusa heads as they start.
+For the bundled target: its EAGLE-3 head without the norms of 3.1, and untrained EAGLE-1 and Medusa heads, of which the
+logits say more than what is accepted.
 """
 
 import dataclasses
@@ -22,12 +22,11 @@ from heads.eagle3 import Eagle3Head
 from heads.frozen import FrozenTarget
 from heads.medusa import MedusaHead, MedusaShape
 from heads.vocab import DraftVocab
-from inference.decode import DecodeStats, generate
+from inference.decode import generate
 from inference.drafters.growth import Dynamic
 from inference.drafters.head import HeadDrafter
 from inference.target import TargetModel
 from inference.tokenizer import load_tokenizer
-from recipes.jsonl import read_jsonl
 from recipes.schema import TargetSection
 
 ASSETS = Path(__file__).parents[1] / "assets"
@@ -73,7 +72,6 @@ def eagle1(frozen: FrozenTarget) -> Published:
     generator = torch.Generator().manual_seed(0)
     state = {name: 0.02 * torch.randn(each.shape, generator=generator) for name, each in head.state_dict().items()}
     state["layers.0.post_attention_layernorm.weight"] += 1
-    state["fc.weight"][:, config.hidden_size :] += torch.eye(config.hidden_size)
     head.load_state_dict(state)
     tensors = {name: state[name] for name in ("fc.weight", *(f"layers.0.{name}" for name in ATTENTION_AND_MLP))}
     tensors["embed_tokens.weight"] = frozen.embedding.half()
@@ -113,18 +111,16 @@ def llama(frozen: FrozenTarget) -> dict[str, Any]:
     }
 
 
-def decode(target: TargetModel, head: DraftHead, prompts: list[list[int]]) -> tuple[list[list[int]], DecodeStats]:
-    drafter, stats, texts = HeadDrafter(head, Dynamic.chain(3)), DecodeStats(), []
-    for prompt in prompts:
-        found = generate(target, prompt, 32, drafter=drafter)
-        stats.add(found.stats)
-        texts.append(found.tokens)
-    return texts, stats
+def logits(head: DraftHead) -> Tensor:
+    generator = torch.Generator().manual_seed(7)
+    taps = torch.randn(1, 6, len(head.taps) * head.target.hidden_size, generator=generator)
+    tokens = torch.randint(head.target.vocab_size, (1, 6), generator=generator)
+    return head.logits(head(head.project(taps), tokens, torch.arange(6)))
 
 
-@pytest.mark.parametrize("publish", [eagle3, eagle1, medusa])
+@pytest.mark.parametrize(("publish", "least"), [(eagle3, 1.2), (eagle1, 1.0), (medusa, 1.0)])
 def test_a_published_head_has_the_same_tau_before_and_after(
-    publish: Callable[[FrozenTarget], Published], tmp_path: Path
+    publish: Callable[[FrozenTarget], Published], least: float, tmp_path: Path
 ) -> None:
     head, config, file, tensors = publish(FrozenTarget.from_folder(TARGET, torch.float32))
     (tmp_path / "published").mkdir()
@@ -132,10 +128,11 @@ def test_a_published_head_has_the_same_tau_before_and_after(
     torch.save(tensors, tmp_path / "published" / file)
     convert(tmp_path / "published", tmp_path / "back", str(TARGET))
     target = TargetModel.load(TargetSection(path=str(TARGET), dtype="float32"), head.taps)
-    after = load_head(tmp_path / "back", target.frozen)
-    tokenizer = load_tokenizer(TARGET)
-    prompts = [tokenizer.encode(row["prompt"]) for row in read_jsonl(TARGET / "heldout_prompts.jsonl")][:3]
-    (texts, before), (texts_after, stats) = decode(target, head, prompts), decode(target, after, prompts)
-    assert texts_after == texts
-    assert stats.accepted_at_depth == before.accepted_at_depth
-    assert stats.tau == before.tau > 1.05
+    back = load_head(tmp_path / "back", target.frozen)
+    assert torch.equal(logits(back), logits(head))
+    prompt = load_tokenizer(TARGET).encode("def read(self, path):\n")
+    drafters = [HeadDrafter(each, Dynamic.chain(3)) for each in (head, back)]
+    before, after = (generate(target, prompt, 24, drafter=drafter) for drafter in drafters)
+    assert after.tokens == before.tokens
+    assert after.stats.accepted_at_depth == before.stats.accepted_at_depth
+    assert after.stats.tau == before.stats.tau >= least

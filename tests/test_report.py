@@ -9,6 +9,7 @@ from tiny_run import build_run, tiny_recipe
 
 from data_pipelines.harvest import harvest
 from heads.export import export
+from inference.compare import Outcome
 from inference.report import report
 from recipes import Recipe
 from trainers.run import run
@@ -23,8 +24,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     return recipe
 
 
-def test_every_way_writes_the_same_text_and_the_files_say_so(trained: Recipe) -> None:
-    outcomes = report(trained)
+@pytest.fixture(scope="module")
+def outcomes(trained: Recipe) -> list[Outcome]:
+    return report(trained)
+
+
+def test_every_way_writes_the_same_text_and_the_files_say_so(trained: Recipe, outcomes: list[Outcome]) -> None:
     assert {o.way for o in outcomes} == {"generate", "plain", "untrained", "chain", "tree"}
     assert all(o.identical == o.prompts == 2 for o in outcomes if o.way != "generate" or o.temperature == 0)
     written = json.loads((trained.report_dir / "report.json").read_text())
@@ -33,9 +38,9 @@ def test_every_way_writes_the_same_text_and_the_files_say_so(trained: Recipe) ->
     assert (trained.report_dir / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_card_of_an_export_shows_what_was_measured_of_its_head_and_of_no_other(trained: Recipe) -> None:
-    outcomes = report(trained)
-
+def test_the_card_of_an_export_shows_what_was_measured_of_its_head_and_of_no_other(
+    trained: Recipe, outcomes: list[Outcome]
+) -> None:
     def measured(**fields: object) -> str:
         section = trained.export.model_copy(update={"format": "native", "overwrite": True, **fields})
         readme = export(trained.model_copy(update={"export": section})) / "README.md"

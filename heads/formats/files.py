@@ -12,6 +12,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from heads.formats.keys import check_types
+
 MODEL = "model.safetensors"
 SAFETENSORS = (MODEL, "medusa_lm_head.safetensors")
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
@@ -29,7 +31,8 @@ class HeadFiles:
     def read(cls, folder: Path) -> "HeadFiles":
         """Single-file and sharded safetensors, or pickles that hold tensors alone.
 
-        Raises ValueError for a folder without config.json or weights, and for a pickle that holds anything else.
+        Raises ValueError for a folder without config.json or weights, for keys whose values are of another type than
+        any engine reads, and for a pickle that holds anything else.
         """
         path = folder / "config.json"
         if not path.is_file():
@@ -40,6 +43,7 @@ class HeadFiles:
             raise ValueError(f"{path} is not JSON ({error}); copy or download the head again") from error
         if not isinstance(config, dict):
             raise ValueError(f"{path} holds {type(config).__name__}, a JSON object is allowed")
+        check_types(path, config)
         return cls(folder, config, read_tensors(folder))
 
 

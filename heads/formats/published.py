@@ -21,7 +21,11 @@ from heads.layers import rotary_table
 from heads.target_config import Rope
 from heads.vocab import DraftVocab
 
+ENGINES_EPSILON = 1e-6  # of a Llama's config.json that names none
 NOT_SERVED = ("verifier_lm_head.weight", "verifier_norm.weight")  # speculators keeps them beside the head for training
+
+
+NORMS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")  # that later heads than the first have
 
 
 @dataclass
@@ -108,11 +112,24 @@ def infer_rope(subject: Subject, found: Import) -> None:
     if not {"rope_parameters", "rope_theta", "rope_scaling"} & own.keys():
         found.inferred.append("rope: no key for it, so base 10000, as every engine takes it")
     if "rms_norm_eps" not in own:
-        found.inferred.append(f"rms_norm_eps: {subject.frozen.config.norm_eps:g}, the target's")
+        found.config["rms_norm_eps"] = ENGINES_EPSILON
+        found.inferred.append(f"rms_norm_eps: no key for it, so {ENGINES_EPSILON:g}, as every engine takes it")
     try:
         rotary_table(Rope.from_config(own), 2, 1)
     except (ValueError, KeyError) as error:
         found.refused.append(f"rope: {error}")
+
+
+def infer_attention(subject: Subject, found: Import) -> None:
+    """What a Llama's config.json may leave open, and the layers take as every engine does."""
+    config = subject.config
+    if subject.missing_sizes:
+        return
+    heads = config["num_attention_heads"]
+    if config.get("num_key_value_heads") is None:
+        found.inferred.append(f"num_key_value_heads: nothing found, so {heads}, as many as num_attention_heads")
+    if config.get("head_dim") is None:
+        found.inferred.append(f"head_dim: nothing found, so {config['hidden_size'] // heads}, hidden_size by heads")
 
 
 def infer_taps(subject: Subject, found: Import) -> None:
@@ -172,6 +189,8 @@ def flatten_norms(subject: Subject, found: Import) -> None:
     if subject.eagle_config.get("norm_before_fc"):
         found.config["norm_before_fc"] = True
         found.inferred.append("norm_before_fc: from eagle_config")
+    if absent := [key for key in NORMS if key not in found.config]:
+        found.inferred.append(f"{', '.join(absent)}: nothing found, so false")
     if subject.layout == "speculators" and "norm_before_residual" not in subject.config:
         found.refused.append(
             "norm_before_residual: nothing found; vLLM takes it for true, speculators for false: add it"
@@ -231,19 +250,13 @@ def sort_token_map(subject: Subject, found: Import) -> None:
         found.inferred.append("token_map: sorted, and the rows of lm_heads with it")
 
 
+LAYER_STEPS = (refuse_other_layers, infer_rope, infer_attention)
+EAGLE3_STEPS = (infer_taps, infer_vocabulary, flatten_norms)
 MEDUSA_STEPS = (refuse_other_medusa, infer_medusa_sizes, sort_token_map)
 STEPS: dict[str, tuple[Callable[[Subject, Import], None], ...]] = {
-    "eagle1": (refuse_other_layers, infer_rope, share_embedding),
-    "eagle3": (refuse_other_layers, infer_rope, infer_taps, infer_vocabulary, flatten_norms, share_embedding),
-    "speculators": (
-        refuse_other_layers,
-        infer_rope,
-        infer_taps,
-        infer_vocabulary,
-        flatten_norms,
-        leave_out_training,
-        share_embedding,
-    ),
+    "eagle1": (*LAYER_STEPS, share_embedding),
+    "eagle3": (*LAYER_STEPS, *EAGLE3_STEPS, share_embedding),
+    "speculators": (*LAYER_STEPS, *EAGLE3_STEPS, leave_out_training, share_embedding),
     "medusa": MEDUSA_STEPS,
     "medusa_reference": MEDUSA_STEPS,
 }

@@ -1,0 +1,109 @@
+"""The types of what is read from anyone's config.json; whether the values are right is for the contracts to say."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+Size = Annotated[int, Field(gt=0)]
+Number = Annotated[float, Field(gt=0)]
+Layers = list[Annotated[int, Field(ge=0)]]
+
+
+class Keys(BaseModel):
+    """A section; keys that are not named here may be anything, and null is as good as nothing."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+class RopeKeys(Keys):
+    rope_type: str = "default"
+    type: str = "default"
+    rope_theta: Number = 1e4
+    factor: Number | None = None
+    low_freq_factor: Number | None = None
+    high_freq_factor: Number | None = None
+    original_max_position_embeddings: Size | None = None
+
+
+class LayerKeys(Keys):
+    """What all layouts have at the top, and speculators in `transformer_layer_config`."""
+
+    model_type: str | None = None
+    hidden_act: str | None = None
+    hidden_size: Size | None = None
+    intermediate_size: Size | None = None
+    num_hidden_layers: Size | None = None
+    num_attention_heads: Size | None = None
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    vocab_size: Size | None = None
+    max_position_embeddings: Size | None = None
+    rms_norm_eps: Number = 1e-6
+    rope_theta: Number = 1e4
+    rope_parameters: RopeKeys | None = None
+    rope_scaling: RopeKeys | None = None
+    layer_types: list[str] | None = None
+    num_aux_hidden_states: Size | None = None
+
+
+class EagleKeys(Keys):
+    eagle_aux_hidden_state_layer_ids: list[int] | None = None  # -1 is what enters the first layer
+    norm_before_fc: bool | None = None
+
+
+class OwnKeys(Keys):
+    """What heads.build writes for ourselves."""
+
+    kind: str = "eagle3"
+    taps: Annotated[Layers, Field(min_length=1)] = [0]
+    engines: list[str] | None = None
+    target_num_layers: Size = 1
+    target_rope: dict[str, Any] = {}
+    calibration: "CalibrationKeys | None" = None
+
+
+class CalibrationKeys(Keys):
+    greedy: list[float]
+    sampled: list[float]
+
+
+class ProposalKeys(Keys):
+    speculative_tokens: int | None = None
+
+
+class VerifierKeys(Keys):
+    name_or_path: str | None = None
+
+
+class SpeculatorsKeys(Keys):
+    proposal_methods: list[ProposalKeys] | None = None
+    verifier: VerifierKeys | None = None
+
+
+class HeadKeys(LayerKeys):
+    """A whole config.json of any layout."""
+
+    architectures: list[str] | None = None
+    target_hidden_size: Size | None = None
+    draft_vocab_size: Size | None = None
+    fc_norm: bool | None = None
+    norm_output: bool | None = None
+    norm_before_fc: bool | None = None
+    norm_before_residual: bool | None = None
+    eagle_aux_hidden_state_layer_ids: Layers | None = None
+    eagle_config: EagleKeys | None = None
+    speculators_model_type: str | None = None
+    transformer_layer_config: LayerKeys = LayerKeys()
+    speculators_config: SpeculatorsKeys | None = None
+    headstart: OwnKeys = OwnKeys()
+
+
+def check_types(path: Path, config: dict[str, Any]) -> None:
+    """Raises ValueError naming every key of the file whose value nobody can read."""
+    try:
+        HeadKeys.model_validate(config)
+    except ValidationError as failed:
+        places = [(".".join(map(str, each["loc"])), each["input"], each["msg"]) for each in failed.errors()]
+        wrong = "; ".join(f"{place}: {given!r} given, {allowed}" for place, given, allowed in places)
+        raise ValueError(f"{path}: {wrong}; correct the file") from failed
