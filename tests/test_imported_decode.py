@@ -66,8 +66,13 @@ def eagle3(frozen: FrozenTarget) -> Published:
 
 def eagle1(frozen: FrozenTarget) -> Published:
     config = frozen.config
-    sizes = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
-    shape = Eagle1Shape(hidden_size=config.hidden_size, intermediate_size=config.intermediate_size, **sizes)
+    shape = Eagle1Shape(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+    )
     head = Eagle1Head(shape, frozen).requires_grad_(False)
     generator = torch.Generator().manual_seed(0)
     state = {name: 0.02 * torch.randn(each.shape, generator=generator) for name, each in head.state_dict().items()}
