@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
-from safetensors.torch import load_file, save_file
 from train_step import peer_python
 
 from data_pipelines.harvest import harvest
@@ -29,6 +28,7 @@ from data_pipelines.order import SampleOrder
 from data_pipelines.shards import FeatureStore
 from heads.base import DraftHead
 from heads.build import load_head
+from heads.convert import convert
 from heads.target_config import TargetConfig, locate_target
 from inference.decode import DecodeStats, generate
 from inference.drafters.cost_aware import growth_from_recipe
@@ -98,7 +98,8 @@ def train_theirs(python: str, recipe: Recipe, target: Path, rate: float, steps: 
     (folder / "job.json").write_text(json.dumps(job))
     script = ROOT / "benchmarks" / "peers" / "speculators_train.py"
     call([python, str(script), str(folder / "job.json")], folder)
-    return as_ours(folder / "saved", target, folder / "head")
+    convert(folder / "saved", folder / "head", str(target))
+    return folder / "head"
 
 
 def call(command: list[str], folder: Path) -> None:
@@ -108,30 +109,6 @@ def call(command: list[str], folder: Path) -> None:
         code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, check=False).returncode
     if code:
         raise ValueError(f"{' '.join(command[:3])} ended with {code}:\n{log.read_text()[-2000:]}")
-
-
-def as_ours(saved: Path, target: Path, folder: Path) -> Path:
-    """A head that speculators saved, in the layout that our loader reads."""
-    theirs = json.loads((saved / "config.json").read_text())
-    own = json.loads((target / "config.json").read_text())  # the layer's sizes are the target's
-    config = {
-        **own,
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "num_hidden_layers": 1,
-        "draft_vocab_size": theirs["draft_vocab_size"],
-        "eagle_aux_hidden_state_layer_ids": theirs["eagle_aux_hidden_state_layer_ids"],
-        "fc_norm": theirs["fc_norm"],
-        "norm_output": theirs["norm_output"],
-    }
-    tensors = {
-        name.replace("layers.0.", "midlayer."): tensor
-        for name, tensor in load_file(saved / "model.safetensors").items()
-        if name != "embed_tokens.weight"  # the target's, untouched
-    }
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def tau(

@@ -18,9 +18,11 @@ from inference.sampling import BatchSampling, Sampling
 from inference.static import StaticStep, size_bucket
 from inference.target import TargetModel
 from inference.tree import Tree
+from inference.verify import accept
 
 NODES = (1, 2, 4, 8, 16, 24, 32, 48, 64)  # trees that are timed, the root included; between them costs are interpolated
 LEVELS = 3  # drafted to time one of them
+KEPT = 4  # nodes of the path that is kept
 REPEATS = 7
 
 
@@ -28,7 +30,7 @@ REPEATS = 7
 class StepCosts:
     """Seconds at one context length and batch size."""
 
-    target: tuple[float, ...]  # of a target step of NODES nodes, and of choosing a token at each
+    target: tuple[float, ...]  # of a target step of NODES nodes, of choosing a token at each and of keeping a path
     first_level: float  # of drafting one: the head's pass over newly verified positions
     level: float  # of each further level
 
@@ -81,11 +83,14 @@ class CostTable:
         batch, device = len(sampling.samplings), self.target.device
         tokens = torch.zeros(batch, nodes, dtype=torch.long, device=device)
         tree = Tree(tokens, torch.arange(-1, nodes - 1, device=device).repeat(batch, 1))
-        if step is not None:
-            step.replay(step.verify, sampling, tree.tokens, tree.parents)
-            return
-        output = self.target.verify(tree, cache)
-        sampling.scores(output.logits, tree.depths).argmax(-1)
+        held = cache.target.lengths
+        if step is None:
+            choices = sampling.choose(self.target.verify(tree, cache).logits, tree.depths)
+        else:
+            choices = step.replay(step.verify, sampling, tree.tokens, tree.parents)[2]
+        accept(tree, choices)
+        cache.target.keep([[0, *range(2, min(nodes, KEPT + 1))]] * batch)  # as if a sibling had been refused
+        cache.target.set_lengths(held)
 
     def draft_seconds(self, levels: int, context: int, cache: KVCache, sampling: BatchSampling) -> float:
         """Of drafting so many levels behind two newly verified positions."""

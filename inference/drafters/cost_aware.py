@@ -1,7 +1,10 @@
 """Growth that minds the clock: as deep and as large a tree as the expected tokens per second pay for."""
 
+from collections.abc import Iterable
+from itertools import accumulate, chain
+from statistics import fmean
+
 import numpy
-from numpy.typing import NDArray
 from torch import Tensor
 
 from heads.base import DraftHead
@@ -13,7 +16,6 @@ from inference.target import TargetModel
 from inference.tree import Tree
 from recipes.schema import DecodeSection
 
-Floats = NDArray[numpy.float64]
 TINY = 1e-300  # in place of no chance at all: that of a row without room for what its neighbours draft
 
 
@@ -28,11 +30,12 @@ class CostAware:
 
     def __init__(self, depth: int, width: int, nodes: int, costs: CostTable) -> None:
         self.depth, self.width, self.nodes, self.costs = depth, width, nodes, costs
-        self.levels_done: list[Floats] = []  # chances of each level's nodes, [batch, nodes]
+        # Plain numbers: these are few, and the policy's own time counts on every level.
+        self.levels_done: list[list[list[float]]] = []  # of each level, each row's chances of its nodes
 
     def levels(self, verified: Verified) -> int:
         self.now = self.costs.now(verified, self.nodes)
-        self.verify_costs = self.now.verify(self.nodes)
+        self.verify_costs = self.now.verify(self.nodes).tolist()
         self.levels_done = []
         return min(self.depth, max(verified.rooms))
 
@@ -42,44 +45,56 @@ class CostAware:
     def goes_on(self, pool: Pool) -> bool:
         """Would the best tree with another level beat the best one without?"""
         self.look_at(pool)
-        expected, cost = self.expected(), self.cost()
-        level = self.levels_done[-1]
-        # The share of the chance that a level's children keep of their parents'; the next one is taken to be alike.
-        above = 1.0 if len(self.levels_done) == 1 else largest(self.levels_done[-2], self.width).sum(axis=1)
-        share = level.sum(axis=1) / numpy.maximum(above, TINY)
-        gain = (largest(level, self.width).sum(axis=1) * share).mean()
-        sizes = numpy.arange(1, len(expected) + 1)
-        added = self.verify_costs[numpy.minimum(sizes + self.width, self.nodes) - 1] - self.verify_costs[sizes - 1]
-        deeper = (expected + gain) / (cost + added + self.now.level)
-        return bool(deeper.max() > (expected / cost).max())
+        expected, verify, spent, gain = self.expected(), self.verify_costs, self.spent(), self.gain()
+        now = max(tokens / (spent + cost) for tokens, cost in zip(expected, verify, strict=False))
+        # A tree of any size gets as many more nodes as the next level expands, as far as it may grow.
+        larger, spent = verify[self.width :] + verify[-1:] * self.width, spent + self.now.level
+        return now < max((tokens + gain) / (spent + cost) for tokens, cost in zip(expected, larger, strict=False))
 
     def frontier(self, level: int, totals: Tensor) -> Tensor | None:
         return likeliest(totals, self.width)
 
     def prune(self, pool: Pool, roots: Tensor) -> Tree:
         self.look_at(pool)
-        return pool.best(roots, int((self.expected() / self.cost()).argmax()) + 1)
+        spent = self.spent()
+        rates = [tokens / (spent + cost) for tokens, cost in zip(self.expected(), self.verify_costs, strict=False)]
+        return pool.best(roots, rates.index(max(rates)) + 1)
 
     def look_at(self, pool: Pool) -> None:
         """Bring over what the pool has more; on a GPU the host waits for it."""
         for scores in pool.scores[len(self.levels_done) :]:
-            self.levels_done.append(numpy.exp(scores.double().cpu().numpy()))
+            self.levels_done.append(scores.exp().tolist())
 
-    def expected(self) -> Floats:
+    def expected(self) -> list[float]:
         """Tokens that a step yields with the best 1, 2, ... nodes, the bonus included, on the mean of the rows."""
-        best: Floats = 1 + largest(numpy.concatenate(self.levels_done, axis=1), self.nodes).cumsum(axis=1).mean(axis=0)
-        return best
+        by_row = [
+            accumulate(largest(chain.from_iterable(levels), self.nodes), initial=1.0)
+            for levels in zip(*self.levels_done, strict=True)
+        ]
+        return [fmean(tokens) for tokens in zip(*by_row, strict=True)][1:]
 
-    def cost(self) -> Floats:
-        """Seconds of a step that verifies the best 1, 2, ... nodes of what has been drafted."""
-        drafted = sum(level.shape[1] for level in self.levels_done)
-        spent = self.now.first_level + (len(self.levels_done) - 1) * self.now.level
-        return self.verify_costs[: min(drafted, self.nodes)] + spent
+    def gain(self) -> float:
+        """What the best nodes of the next level may be expected to add, on the mean of the rows.
+
+        The share of the chance that a level's children keep of their parents' is taken to be alike there.
+        """
+        last = self.levels_done[-1]
+        above = [1.0] * len(last)
+        if len(self.levels_done) > 1:
+            above = [sum(largest(row, self.width)) for row in self.levels_done[-2]]
+        return fmean(
+            sum(largest(row, self.width)) * sum(row) / max(parents, TINY)
+            for row, parents in zip(last, above, strict=True)
+        )
+
+    def spent(self) -> float:
+        """Seconds of drafting all the levels so far."""
+        return self.now.first_level + (len(self.levels_done) - 1) * self.now.level
 
 
-def largest(chances: Floats, count: int) -> Floats:
-    """The `count` largest of each row, in descending order."""
-    return -numpy.sort(-chances, axis=1)[:, :count]
+def largest(chances: Iterable[float], count: int) -> list[float]:
+    """The `count` largest in descending order."""
+    return sorted(chances, reverse=True)[:count]
 
 
 class Adaptive:
