@@ -73,6 +73,15 @@ def test_one_directory_serves_three_engines_and_loads_here(
     assert same_bits(load_head(folder, frozen).state_dict(), head.state_dict())
 
 
+def test_one_directory_of_eagle_1_serves_vllm_and_sglang(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path
+) -> None:
+    folder = exported(make_head("eagle1"), tmp_path, target_folder, "vllm")
+    assert read_config(folder)["headstart"]["engines"] == ["vllm", "sglang"]
+    assert lint(folder, str(target_folder), ["vllm", "sglang"]) == []
+    assert not read_tensors(folder)["fc.bias"].any()
+
+
 def test_what_one_engine_alone_serves_is_written_for_it_alone(
     make_head: MakeHead, target_folder: Path, tmp_path: Path
 ) -> None:

@@ -24,15 +24,16 @@ CLIP_NORM = 1.0  # in speculators a constant of the training loop
 WARMUP_SHARE = 100  # its default: one hundredth of the steps
 
 
-def read_samples(shards: list[str]) -> list[dict[str, Tensor]]:
-    """Our shards as samples of its data set."""
+def read_samples(shards: list[str], taps: list[int]) -> list[dict[str, Tensor]]:
+    """Our shards, of a float format, as samples of its data set."""
     samples = []
     for shard in shards:
         tensors = load_file(shard)
+        states = torch.cat([tensors[f"tap.{tap}"] for tap in taps], dim=-1)
         for start, end in tensors["offsets"].unfold(0, 2, 1).tolist():
             samples.append(
                 {
-                    "hidden_states": tensors["taps"][start:end],
+                    "hidden_states": states[start:end],
                     "input_ids": tensors["tokens"][start:end].long(),
                     "verifier_last_hidden_states": tensors["last_hidden"][start:end],
                     "loss_mask": tensors["loss_mask"][start:end].bool(),
@@ -60,7 +61,7 @@ def new_model(job: dict[str, Any]) -> Eagle3DraftModel:
 
 
 def train(model: Eagle3DraftModel, job: dict[str, Any]) -> None:
-    samples, rate, steps = read_samples(job["shards"]), job["learning_rate"], len(job["batches"])
+    samples, rate, steps = read_samples(job["shards"], job["taps"]), job["learning_rate"], len(job["batches"])
     config = TrainerConfig(lr=rate, muon_lr=rate, optimizer="muon", num_epochs=1, save_path=job["head"])
     optimizers = build_optimizers(model, config)
     schedules = [get_linear_schedule_with_warmup(each, steps // WARMUP_SHARE, steps) for each in optimizers]
