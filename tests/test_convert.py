@@ -90,17 +90,20 @@ def test_half_precision_survives(make_head: MakeHead, target_folder: Path, tmp_p
 def test_a_reference_head_of_another_rotary_base_keeps_it(
     make_head: MakeHead, make_model: Callable[..., Any], frozen: FrozenTarget, tmp_path: Path
 ) -> None:
-    """The reference trains with base 10000 whatever the target has, and such a file names no base at all."""
+    """The reference trains with base 10000 whatever the target has, and such a file names neither base nor epsilon."""
     head, target = make_head(), tmp_path / "target"
     make_model(rope_parameters={"rope_type": "default", "rope_theta": 5e5}, rms_norm_eps=1e-5).save_pretrained(target)
     published = tmp_path / "published"
     published.mkdir()
     keys = {"hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes = {**keys, "num_hidden_layers": 1, "vocab_size": 97, "draft_vocab_size": 97, "rms_norm_eps": 1e-6}
+    sizes = {**keys, "num_hidden_layers": 1, "vocab_size": 97, "draft_vocab_size": 97}
     (published / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **sizes}))
     torch.save(head.state_dict(), published / "pytorch_model.bin")
     inferred = convert(published, tmp_path / "back", str(target))
     assert "rope: no key for it, so base 10000, as every engine takes it" in inferred
+    assert "rms_norm_eps: no key for it, so 1e-06, as every engine takes it" in inferred
+    assert "head_dim: nothing found, so 8, hidden_size by heads" in inferred
+    assert "fc_norm, norm_output, norm_before_fc, norm_before_residual: nothing found, so false" in inferred
     loaded = load_head(tmp_path / "back", FrozenTarget.from_folder(target, torch.float32))
     assert torch.equal(logits(loaded), logits(head))
     folder = exported(loaded, tmp_path / "again", target, "vllm")
