@@ -72,7 +72,7 @@ class Outcome:
     distinct: float = 0.0  # mean over prompts of (different tokens / tokens): a looping text has few
     first_token: float = 0.0  # seconds, median
     per_token: tuple[float, float] = (0.0, 0.0)  # seconds behind the first token, median and 95th percentile
-    speedup: Interval | None = None  # over plain decoding
+    speedups: dict[str, Interval] = field(default_factory=dict)  # over plain decoding and transformers' ways, by name
     tau_by_category: dict[str, float] = field(default_factory=dict)
     divergences: list[Divergence] = field(default_factory=list)
 
@@ -180,10 +180,20 @@ def compare(
         for turn in range(len(ways)):
             i = (number + turn) % len(ways)
             runs[i].append(run_together(ways[i], target, tokens, max_new_tokens, sampling))
-    return [
+    outcomes = [
         summarise(way, own, runs[reference], prompts, target, sampling, batch)
         for way, own in zip(ways, runs, strict=True)
     ]
+    baselines = {way.name: own for way, own in zip(ways, runs, strict=True) if way.drafter is None}
+    for outcome, own in zip(outcomes, runs, strict=True):
+        outcome.speedups = {name: speedup_over(base, own, sampling.seed) for name, base in baselines.items()}
+    return outcomes
+
+
+def speedup_over(base: list[Run], runs: list[Run], seed: int) -> Interval:
+    """From both ways' runs on the same prompts."""
+    own = [run.seconds for run in runs], [run.tokens for run in runs]
+    return speedup(*own, [run.seconds for run in base], [run.tokens for run in base], seed)
 
 
 def summarise(
@@ -209,8 +219,6 @@ def summarise(
     outcome.first_token = quantile([first for run in runs for first in run.first], 0.5)
     gaps = [gap for run in runs for gap in run.gaps]
     outcome.per_token = quantile(gaps, 0.5), quantile(gaps, 0.95)
-    times = [run.seconds for run in runs], [run.tokens for run in runs]
-    outcome.speedup = speedup(*times, [run.seconds for run in plain], [run.tokens for run in plain], sampling.seed)
     outcome.tau_by_category = {category: stats.tau for category, stats in by_category.items()}
     if same_noise(outcome, way):
         outcome.divergences = [

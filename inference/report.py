@@ -12,6 +12,7 @@ tree.png.
 
 import json
 import platform
+from collections.abc import Mapping
 from functools import partial
 from importlib.metadata import version
 from itertools import islice, product
@@ -21,26 +22,24 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from heads.build import load_head, new_head
+from heads.base import DraftHead
+from heads.build import load_head
 from heads.frozen import FrozenTarget
 from heads.target_config import locate_target
 from inference.compare import Outcome, Way, compare
 from inference.decode import check_length
-from inference.drafters.build import build_drafter, load_draft_model
-from inference.drafters.cost_aware import growth_from_recipe, searched_tree
-from inference.drafters.growth import Growth
-from inference.drafters.head import HeadDrafter
+from inference.drafters.cost_aware import searched_tree
 from inference.page import on_terminal, page
 from inference.question_sets import Prompt, read_questions
-from inference.report_tables import COLUMNS, as_markdown, as_tables, cells, draw, heading, speedups
+from inference.report_tables import as_markdown, as_tables, draw
 from inference.sampling import sampling_from_recipe
 from inference.target import TargetModel, pick_device
 from inference.tokenizer import Tokenizer, load_tokenizer, text_of
 from inference.trace import Trace, trace
 from inference.tree_picture import draw_tree
+from inference.ways import OF_HEADS, OWN, build_ways
 from recipes import Recipe, run_command
 from recipes.jsonl import read_jsonl
-from recipes.schema import Baseline
 
 FILES = ("report.json", "report.md", "report.png", "report.html")
 
@@ -60,10 +59,30 @@ def report(recipe: Recipe) -> list[Outcome]:
     target = TargetModel.load(recipe.target, taps)
     for prompt in prompts:
         check_length(target, prompt.tokens, recipe.decode.max_new_tokens)
-    ways = build_ways(recipe, target)
+    heads = load_heads(recipe, target) if needs_head(recipe) else {}
+    ways = build_ways(recipe, target, heads)
 
-    console, outcomes = Console(), []
+    console = Console()
+    outcomes = measure(recipe, ways, target, prompts, console)
+    tokenizer = load_tokenizer(target_folder, recipe.target.trust_remote_code)
+    traces = trace_ways(recipe, ways, target, prompts[0].tokens)
+    for one in traces:
+        console.rule(f"{one.way}: drafted tokens on green, the deeper the darker; bonus tokens underlined")
+        console.print(on_terminal(one, partial(text_of, tokenizer)))
+    write_report(recipe, outcomes, traces, tokenizer)
+    written = [*FILES, *draw_searched_trees(recipe, heads)]
+    console.print(f"written to {recipe.report_dir}: {', '.join(written)}", highlight=False)
+    return outcomes
+
+
+def measure(
+    recipe: Recipe, ways: list[Way], target: TargetModel, prompts: list[Prompt], console: Console
+) -> list[Outcome]:
+    """Every way at every temperature and batch size, the tables printed as they come."""
+    outcomes: list[Outcome] = []
     for temperature, batch in product(recipe.report.temperatures, recipe.report.batches):
+        if batch > 1 and (alone := [way.name for way in ways if way.assisted]):
+            console.print(f"not in batches of {batch}, as transformers drafts for one prompt: {', '.join(alone)}")
         with console.status(f"decoding {len(prompts)} prompts in {len(ways)} ways at temperature {temperature}"):
             sampling = sampling_from_recipe(recipe.decode, temperature)
             new_tokens, warmup = recipe.decode.max_new_tokens, recipe.report.warmup_prompts
@@ -71,18 +90,6 @@ def report(recipe: Recipe) -> list[Outcome]:
         for table in as_tables(found):
             console.print(table)
         outcomes += found
-    tokenizer = load_tokenizer(target_folder, recipe.target.trust_remote_code)
-    traces = trace_ways(recipe, ways, target, prompts[0].tokens)
-    for one in traces:
-        console.rule(f"{one.way}: drafted tokens on green, the deeper the darker; bonus tokens underlined")
-        console.print(on_terminal(one, partial(text_of, tokenizer)))
-    write_report(recipe, outcomes, traces, tokenizer)
-    written = list(FILES)
-    if needs_head(recipe) and recipe.decode.growth.startswith("searched"):
-        tree = searched_tree(load_head(head_folder(recipe), target.frozen))
-        draw_tree(tree, recipe.decode.nodes).savefig(recipe.report_dir / "tree.png", dpi=150)
-        written.append("tree.png")
-    console.print(f"written to {recipe.report_dir}: {', '.join(written)}", highlight=False)
     return outcomes
 
 
@@ -106,59 +113,36 @@ def held_out_prompts(recipe: Recipe) -> list[list[int]]:
 
 
 def needs_head(recipe: Recipe) -> bool:
-    return not {"chain", "tree", "untrained"}.isdisjoint(recipe.report.baselines)
+    return not set(OF_HEADS).isdisjoint(recipe.report.baselines)
 
 
 def head_folder(recipe: Recipe) -> Path:
     return recipe.head_dir if recipe.report.head is None else recipe.report.head
 
 
+def head_folders(recipe: Recipe) -> dict[str, Path]:
+    """Of every head to be measured, by the name that its rows bear."""
+    return {OWN: head_folder(recipe), **recipe.report.other_heads}
+
+
 def saved_taps(recipe: Recipe, target_folder: Path) -> tuple[int, ...]:
-    """The taps of the head to be measured, which is refused here if it does not fit the target."""
+    """What the heads to be measured read, taken together; one that does not fit the target is refused here."""
     frozen = FrozenTarget.from_folder(target_folder, torch.float32)
-    return load_head(head_folder(recipe), frozen).taps
+    return tuple(sorted({tap for folder in head_folders(recipe).values() for tap in load_head(folder, frozen).taps}))
 
 
-def build_ways(recipe: Recipe, target: TargetModel) -> list[Way]:
-    """The report's rows, plain decoding among them."""
-    named = recipe.report.baselines
-    heads = head_ways(recipe, target) if needs_head(recipe) else {}
-    depth = recipe.decode.depth
-
-    def build(name: Baseline) -> Way:
-        if name in heads:
-            return heads[name]
-        if name == "plain":
-            return Way(name)
-        if name == "generate":
-            return Way(name, transformers=True)
-        if name == "generate_lookup":
-            return Way(name, transformers=True, lookup=depth)
-        if name == "generate_assisted":
-            draft = load_draft_model(recipe.decode, recipe.target)
-            return Way(name, transformers=True, assistant=(draft, depth))
-        section = recipe.decode.model_copy(update={"drafter": name})
-        return Way(name, build_drafter(section, target, recipe.target))
-
-    return [build(name) for name in (named if "plain" in named else ("plain", *named))]
+def load_heads(recipe: Recipe, target: TargetModel) -> dict[str, DraftHead]:
+    """By name, beside the target that they draft for."""
+    return {name: load_head(folder, target.frozen) for name, folder in head_folders(recipe).items()}
 
 
-def head_ways(recipe: Recipe, target: TargetModel) -> dict[str, Way]:
-    """The head as a chain and as the recipe's tree, and one of the same sizes that was never trained."""
-    head = load_head(head_folder(recipe), target.frozen)
-
-    def growth(**changes: str) -> Growth:
-        """One for each way: a growth that adapts would learn from the others."""
-        return growth_from_recipe(recipe.decode.model_copy(update=changes), target, head)
-
-    ways = {
-        "chain": Way("chain", HeadDrafter(head, growth(growth="chain"))),
-        "tree": Way("tree", HeadDrafter(head, growth())),
-    }
-    if "untrained" in recipe.report.baselines:
-        untrained = new_head(recipe.head, target.frozen, head.vocab, recipe.seed).eval().requires_grad_(False)
-        ways["untrained"] = Way("untrained", HeadDrafter(untrained.to(target.device, target.dtype), growth()))
-    return ways
+def draw_searched_trees(recipe: Recipe, heads: Mapping[str, DraftHead]) -> list[str]:
+    """The trees that were fitted to the heads, where the recipe grows those; returns the files' names."""
+    files = []
+    for name, head in heads.items() if recipe.decode.growth.startswith("searched") else ():
+        files.append("tree.png" if name == OWN else f"tree_{name}.png")
+        draw_tree(searched_tree(head), recipe.decode.nodes).savefig(recipe.report_dir / files[-1], dpi=150)
+    return files
 
 
 def machine() -> dict[str, Any]:
@@ -190,20 +174,17 @@ def write_report(recipe: Recipe, outcomes: list[Outcome], traces: list[Trace], t
     content: dict[str, Any] = {
         "machine": machine(),
         "head": str(head_folder(recipe)) if needs_head(recipe) else None,
+        "other_heads": {name: str(folder) for name, folder in recipe.report.other_heads.items()},
         "recipe": recipe.model_dump(mode="json"),
         "outcomes": [outcome.as_json() for outcome in outcomes],
-        "speedups": {f"{t}, batch {b}": speedups(found) for (t, b), found in groups.items()},
     }
     (recipe.report_dir / "report.json").write_text(json.dumps(content, indent=1) + "\n")
     about = ", ".join(f"{name} {value}" for name, value in content["machine"].items())
     tables = "\n".join(as_markdown(found) for found in groups.values())
     head = f"Head `{content['head']}`; " if content["head"] else ""
     (recipe.report_dir / "report.md").write_text(f"{head}{about}.\n\n{tables}")
-    parts = [(heading(found), found, [list(COLUMNS), *cells(found)]) for found in groups.values()]
-    title = f"headstart on {recipe.target.path}"
-    (recipe.report_dir / "report.html").write_text(
-        page(title, parts, traces, partial(text_of, tokenizer)), encoding="utf-8"
-    )
+    whole_page = page(f"headstart on {recipe.target.path}", list(groups.values()), traces, partial(text_of, tokenizer))
+    (recipe.report_dir / "report.html").write_text(whole_page, encoding="utf-8")
     draw(groups).savefig(recipe.report_dir / "report.png", dpi=150)
 
 

@@ -209,17 +209,22 @@ def test_the_card_says_what_was_measured_and_of_which_head(
     assert "held-out figures: none found" in readme.read_text()
     rows = [{"step": step, "heldout/loss_0": 3.0 / step, "heldout/accuracy_0": 0.1 * step} for step in (1, 2)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    gain = {"value": 1.384, "low": 1.2, "high": 1.5}
     report = {
         "head": str(tmp_path / "head"),
         "machine": {"device": "cpu"},
         "recipe": recipe_of(tmp_path, target_folder).model_dump(mode="json"),
-        "outcomes": [{"way": "chain", "temperature": 0.0, "prompts": 16, "tau": 2.512}],
-        "speedups": {"0.0": {"chain": {"plain": 1.384}}},
+        "other_heads": {"b": "elsewhere"},
+        "outcomes": [
+            {"way": way, "batch": batch, "temperature": 0.0, "prompts": 16, "tau": 2.512, "speedups": {"plain": gain}}
+            for way, batch in (("chain", 1), ("chain", 4), ("b chain", 1))
+        ],
     }
     (tmp_path / "report").mkdir()
     (tmp_path / "report/report.json").write_text(json.dumps(report))
     text = (exported(make_head(), tmp_path, target_folder, "vllm", overwrite=True) / "README.md").read_text()
-    assert "| chain | 0 | 16 | 2.51 | 1.38 |" in text
+    assert text.count("| chain | 0 | 16 | 2.51 | 1.38 |") == 1
+    assert "b chain" not in text
     assert "after step 2: loss 1.500, accuracy by depth 0.200" in text
     assert '"num_speculative_tokens": 3' in text
     assert "context: 256 tokens" in text

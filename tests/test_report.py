@@ -1,14 +1,21 @@
 """Laws of the report: what it prints is what was decoded, and what is missing is named before any work."""
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_run import build_run, tiny_recipe
 
 from data_pipelines.harvest import harvest
+from heads.build import new_head, save_head
+from heads.formats.card import measured
+from heads.frozen import FrozenTarget
+from heads.vocab import DraftVocab
 from inference.report import report
 from recipes import Recipe
+from recipes.schema import Eagle3Section, MedusaSection
 from trainers.run import run
 
 
@@ -29,6 +36,39 @@ def test_every_way_writes_the_same_text_and_the_files_say_so(trained: Recipe) ->
     assert [row["tau"] for row in written["outcomes"]] == [o.stats.tau for o in outcomes]
     assert (trained.report_dir / "report.md").read_text().count("| plain |") == len(trained.report.temperatures)
     assert (trained.report_dir / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_several_heads_are_measured_beside_each_other(trained: Recipe, tmp_path: Path) -> None:
+    """Of other taps, of another kind, and with fewer levels than the recipe drafts; the card tells of its own alone."""
+    frozen = FrozenTarget.from_folder(Path(trained.target.path), torch.float32)
+    sections = {
+        "early": Eagle3Section(kind="eagle3", taps=(0, 1)),
+        "medusa": MedusaSection(kind="medusa", medusa_heads=1),
+    }
+    for name, section in sections.items():
+        head = new_head(section, frozen, DraftVocab.full(frozen.config.vocab_size), seed=1)
+        save_head(head, tmp_path / name)
+    folders = ", ".join(f"{name}: {tmp_path / name}" for name in sections)
+    recipe = tiny_recipe(
+        trained.run_dir.parent,
+        "report.num_prompts=2",
+        "report.temperatures=[0.0]",
+        "report.batches=[1, 2]",
+        "report.baselines=[chain, tree, generate_lookup]",
+        f"report.other_heads={{{folders}}}",
+    )
+    found = {(o.way, o.batch): o for o in report(recipe)}
+    heads = {f"{name} {kind}".strip() for name in ("", *sections) for kind in ("chain", "tree")}
+    assert found.keys() == {*product({"plain", *heads}, (1, 2)), ("generate_lookup", 1)}
+    assert all(o.identical == o.prompts == 2 for o in found.values())
+    assert len(found["early tree", 1].stats.accepted_at_depth) <= 2
+    assert found["medusa tree", 1].stats.drafted <= 2 * found["medusa tree", 1].stats.steps
+    assert found["chain", 1].speedups.keys() == {"plain", "generate_lookup"}
+    card = measured(recipe, recipe.head_dir)
+    assert card.count("| tree |") == 1
+    assert "early" not in card
+    with pytest.raises(ValueError, match=r"chain or tree is needed among them, to measure report\.other_heads"):
+        tiny_recipe(trained.run_dir.parent, "report.baselines=[plain]", f"report.other_heads={{{folders}}}")
 
 
 def test_a_report_without_a_head_names_the_folder(tmp_path: Path) -> None:

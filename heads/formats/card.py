@@ -118,7 +118,9 @@ def measured(recipe: Recipe, source: Path) -> str:
         return "Not measured. `python -m inference.report RECIPE` measures it."
     lines = ["| way | temperature | prompts | tau | x plain |", "| --- | ---: | ---: | ---: | ---: |"]
     for outcome in report["outcomes"]:
-        ratio = report["speedups"][str(outcome["temperature"])][outcome["way"]]["plain"]
+        if outcome["batch"] > 1 or outcome["way"].partition(" ")[0] in report["other_heads"]:
+            continue
+        ratio = outcome["speedups"]["plain"]["value"]
         row = [outcome["way"], f"{outcome['temperature']:g}", str(outcome["prompts"]), f"{outcome['tau']:.2f}"]
         lines.append("| " + " | ".join([*row, f"{ratio:.2f}"]) + " |")
     decode, machine = report["recipe"]["decode"], report["machine"]
