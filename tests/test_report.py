@@ -15,7 +15,7 @@ from heads.frozen import FrozenTarget
 from heads.vocab import DraftVocab
 from inference.report import report
 from recipes import Recipe
-from recipes.schema import Eagle3Section, MedusaSection
+from recipes.schema import Eagle3Section, HeadSection, MedusaSection
 from trainers.run import run
 
 
@@ -41,7 +41,7 @@ def test_every_way_writes_the_same_text_and_the_files_say_so(trained: Recipe) ->
 def test_several_heads_are_measured_beside_each_other(trained: Recipe, tmp_path: Path) -> None:
     """Of other taps, of another kind, and with fewer levels than the recipe drafts; the card tells of its own alone."""
     frozen = FrozenTarget.from_folder(Path(trained.target.path), torch.float32)
-    sections = {
+    sections: dict[str, HeadSection] = {
         "early": Eagle3Section(kind="eagle3", taps=(0, 1)),
         "medusa": MedusaSection(kind="medusa", medusa_heads=1),
     }
