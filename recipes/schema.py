@@ -430,7 +430,15 @@ class ReportSection(Section):
         "they draft as the recipe says, no deeper than they have levels.",
     )
     warmup_prompts: int = Field(default=1, ge=0, description="Prompts decoded before the clock starts.")
-    threads: int | None = Field(default=None, gt=0, description="CPU threads of torch; null leaves torch's own choice.")
+    threads: int | None = Field(
+        default=None, gt=0, description="CPU threads of each worker; null is torch's own choice, shared among them."
+    )
+    workers: int = Field(
+        default=1,
+        gt=0,
+        description="Processes that share the prompts, on a CPU: a small target leaves cores idle that one more uses. "
+        "Each prompt is still decoded in all ways by one of them, in turn.",
+    )
     baselines: Baselines = Field(
         default=("generate", "plain", "untrained", "chain", "tree"),
         description="Rows of the table: our plain loop; generate of transformers, alone, with prompt lookup and with "
