@@ -9,7 +9,7 @@ PEERS ?=
 THREADS ?= $(shell nproc 2>/dev/null || sysctl -n hw.physicalcpu)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint bench check-vllm check-speculators clean
+.PHONY: help demo test test-all lint bench check-vllm check-speculators check-page clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "  %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,6 +66,18 @@ check-vllm: $(INSTALLED) .venv-vllm/.installed ## serve every kind of head in vL
 check-speculators: $(INSTALLED) .venv-speculators/.installed ## save a head with speculators itself and bring it back
 	$(BIN)/python tests/interop/check_speculators.py .venv-speculators/bin/python
 
+# A browser comes from the system; playwright only drives it.
+BROWSER ?= chromium
+PAGE ?= runs/tiny/report/report.html
+
+.venv-page/.installed: tests/interop/check_page.py
+	$(PYTHON) -m venv .venv-page
+	.venv-page/bin/python -m pip install playwright
+	touch $@
+
+check-page: .venv-page/.installed ## look at the report's page in a headless browser (BROWSER=chromium PAGE=FILE)
+	.venv-page/bin/python tests/interop/check_page.py $(PAGE) "$$(command -v $(BROWSER))" runs/page
+
 clean: ## remove the environment and caches, never runs/
-	rm -rf $(VENV) .venv-vllm .venv-speculators *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-vllm .venv-speculators .venv-page *.egg-info .mypy_cache .ruff_cache .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
