@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from html import escape
 
 COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e", "#9498a0")
-WIDTH, HEIGHT, LEFT, RIGHT, BOTTOM, TOP = 460, 260, 46, 16, 40, 24
-NAMES, ROW = 150, 20  # of a plot by category: room for its names, and for each of them
+WIDTH, HEIGHT, LEFT, RIGHT, BOTTOM, TOP = 460.0, 260.0, 46.0, 16.0, 40.0, 24.0
+NAMES, ROW = 150.0, 20.0  # of a plot by category: room for its names, and for each of them
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,9 @@ def text(x: float, y: float, words: str, anchor: str = "middle") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
-def framed(title: str, width: int, height: int, parts: Sequence[str]) -> str:
+def framed(title: str, width: float, height: float, parts: Sequence[str]) -> str:
     heading = f'<text x="{LEFT}" y="14" class="title">{escape(title)}</text>'
-    size = f'viewBox="0 0 {width} {height}" style="width:{width}px"'
+    size = f'viewBox="0 0 {width:g} {height:g}" style="width:{width:g}px"'
     return f'<svg class="plot" {size} role="img" aria-label="{escape(title)}">{heading}{"".join(parts)}</svg>'
 
 

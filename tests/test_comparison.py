@@ -189,7 +189,7 @@ def test_a_character_of_several_tokens_comes_with_the_last(
 def test_lines_of_a_plot_are_round_numbers_and_hold_all_values() -> None:
     for most in (0.37, 1.0, 5.0, 8.0, 64.0, 117.3):
         scale = Scale.over([most / 3, most], 100.0, 0.0)
-        assert scale.place(0) == 100
+        assert scale.place(0.0) == 100
         assert 0 <= scale.place(most) < 100
         assert scale.lines[-1] == pytest.approx(scale.end)
         assert 3 <= len(scale.lines) <= 6

@@ -13,7 +13,8 @@ from heads.build import new_head, save_head
 from heads.formats.card import measured
 from heads.frozen import FrozenTarget
 from heads.vocab import DraftVocab
-from inference.report import report
+from inference.compare import Run
+from inference.report import in_turn, report
 from recipes import Recipe
 from recipes.schema import Eagle3Section, HeadSection, MedusaSection
 from trainers.run import run
@@ -69,6 +70,30 @@ def test_several_heads_are_measured_beside_each_other(trained: Recipe, tmp_path:
     assert "early" not in card
     with pytest.raises(ValueError, match=r"chain or tree is needed among them, to measure report\.other_heads"):
         tiny_recipe(trained.run_dir.parent, "report.baselines=[plain]", f"report.other_heads={{{folders}}}")
+
+
+@pytest.mark.slow  # a process starts
+def test_workers_measure_what_one_process_does(trained: Recipe) -> None:
+    """Three prompts among two processes, in batches of two as well: the same texts and steps, in the same places."""
+    settings = ("report.num_prompts=3", "report.temperatures=[0.7]", "report.batches=[1, 2]")
+    outcomes = [
+        report(tiny_recipe(trained.run_dir.parent, *settings, f"report.workers={workers}")) for workers in (1, 2)
+    ]
+    for alone, shared in zip(*outcomes, strict=True):
+        assert (alone.way, alone.batch, alone.new_tokens) == (shared.way, shared.batch, shared.new_tokens)
+        if not alone.way.startswith("generate"):
+            assert alone.identical == shared.identical == 3
+        assert (alone.stats.steps, alone.stats.accepted_at_depth) == (
+            shared.stats.steps,
+            shared.stats.accepted_at_depth,
+        )
+    with pytest.raises(ValueError, match=r"report\.workers: 2 given, 1 is allowed on meta; leave it out"):
+        report(tiny_recipe(trained.run_dir.parent, "report.workers=2", "target.device=meta"))
+
+
+def test_in_turn_puts_shares_back_together() -> None:
+    units = [Run([[number]], [], 0.0, [], []) for number in range(7)]
+    assert in_turn((units[0::3], units[1::3], units[2::3])) == units
 
 
 def test_a_report_without_a_head_names_the_folder(tmp_path: Path) -> None:
