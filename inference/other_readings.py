@@ -26,6 +26,7 @@ class Otherwise:
     right: str
     reading: Reading
     advice: str
+    likely: bool = False  # of readings that do as well this one is meant
 
 
 def other_readings(reading: Reading, frozen: FrozenTarget) -> Iterator[Otherwise]:
@@ -74,7 +75,8 @@ def other_ropes(reading: Reading, frozen: FrozenTarget) -> Iterator[Otherwise]:
         if other != own and other not in ropes[:number]:
             found, right = f"base {own.theta:g} ({own.kind})", f"it guesses best with {other.theta:g} ({other.kind})"
             advice = "write that rope_theta into config.json"
-            yield Otherwise("RoPE base", found, right, reading.with_config(**other.to_config()), advice)
+            likely = other == frozen.config.rope
+            yield Otherwise("RoPE base", found, right, reading.with_config(**other.to_config()), advice, likely)
 
 
 def other_maps(reading: Reading) -> Iterator[Otherwise]:
@@ -97,6 +99,9 @@ def better_readings(reading: Reading, frozen: FrozenTarget, measure: Measure, to
         if not scored:
             return
         best, other = max(scored, key=lambda pair: mean(pair[0]))
+        as_well = [(score, one) for score, one in scored if mean(score) >= mean(best) - chance]
+        alike = [pair for pair in as_well if pair[1].category == other.category and pair[1].likely]
+        best, other = next(iter(alike), (best, other))
         if mean(best) < mean(now) + max(GAIN, RELATIVE_GAIN * mean(now), chance):
             return
         yield Finding(other.category, other.found, other.right, drop(best, now), other.advice)

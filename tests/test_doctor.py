@@ -134,6 +134,13 @@ def test_a_fault_planted_in_a_head_is_named_without_an_export(
     assert category in categories(found), [str(finding) for finding in found.findings]
 
 
+def test_of_bases_that_do_as_well_the_target_s_is_named(tmp_path: Path) -> None:
+    shutil.copytree(HEAD, tmp_path / "head")
+    edit_config(tmp_path / "head", lambda config: config.update(rope(50.0)))
+    [found] = diagnose(tmp_path / "head", str(TARGET), None, OPTIONS).findings
+    assert (found.found, found.right) == ("base 50 (default)", "it guesses best with 10000 (default)")
+
+
 @pytest.mark.parametrize("changed", [False, True])
 def test_another_chat_template_than_the_harvest_s_is_named(
     copied: Callable[[str], Path], tmp_path: Path, changed: bool
@@ -172,7 +179,7 @@ def guess_two_on(tensors: Tensors) -> None:
     """
     copy_the_token(tensors)
     embedding = load_file(TARGET / "model.safetensors")["model.embed_tokens.weight"].float()
-    target = load_target(TARGET, ())
+    target = load_target(TARGET, (16,))
     followed = torch.zeros(len(embedding), len(embedding))
     for replayed in replay(target, held_out(HEAD, TARGET, SHORT), SHORT.new_tokens):
         text = replayed.text[0, replayed.prompt - 2 :]
