@@ -12,13 +12,15 @@ from inference.trace import Step, Trace
 
 Detokenize = Callable[[list[int]], str]
 
-# By depth of the draft: the deeper, the darker; a bonus token is plain.
-SHADES = ("#d9f0d3", "#b8e2b0", "#93d08c", "#6abb6b", "#43a24f", "#258a3b", "#0f6f2b")
+# By depth of the draft: the deeper, the stronger; a bonus token is plain.
+SHADES = ("#d9f0d3", "#b8e2b0", "#93d08c", "#6abb6b", "#43a24f", "#1f7d34", "#0f6126")
 LIGHT_INK = 6  # from this depth on letters are white
+ON_DARK = ("#1c3322", "#1f4227", "#22522c", "#256331", "#277034", "#4fae58", "#8fd694")
+DARK_INK = 6  # from this depth on letters are black, on a dark page
 LOOKBEHIND = 8  # tokens of the prompt that are decoded with the text, so that its first token is read behind them
 UNFINISHED = "\ufffd"  # what a decoder puts for a character whose last bytes are yet to come
 STYLE = """
-:root { color-scheme: light dark; --ink: #222; --faint: #767676; --paper: #fff; --panel: #f6f6f6; --line: #ddd;
+:root { color-scheme: light dark; --ink: #222; --faint: #666; --paper: #fff; --panel: #f6f6f6; --line: #ddd;
   --taken: #0f6f2b; --bonus: #c2680b }
 @media (prefers-color-scheme: dark) { :root { --ink: #ddd; --faint: #999; --paper: #181818; --panel: #242424;
   --line: #444; --taken: #6abb6b; --bonus: #f0a04a } }
@@ -27,7 +29,7 @@ body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1000p
 .wide { overflow-x: auto } table { border-collapse: collapse; font-size: 13px; margin: 0 0 1em; white-space: nowrap }
 td, th { padding: 2px 8px; text-align: right } td:first-child, th:first-child { text-align: left }
 tr:nth-child(even) { background: var(--panel) }
-svg { max-width: 100%; height: auto } svg text { font: 11px system-ui, sans-serif; fill: var(--ink) }
+svg { max-width: 100%; height: auto } .wide svg { max-width: none } svg text { font: 11px system-ui, sans-serif; fill: var(--ink) }
 svg .title { font-weight: 600; font-size: 13px } .grid { stroke: var(--line) }
 .legend span { margin-right: 1em; white-space: nowrap }
 .legend i { display: inline-block; width: 12px; height: 12px; margin-right: 4px }
@@ -35,15 +37,27 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--panel); 
   border: 1px solid var(--line) }
 .prompt { color: var(--faint) } .step { cursor: default } .step:hover, .step:focus { outline: 1px solid var(--ink) }
 .bonus { border-bottom: 2px solid var(--bonus) }
-.tree { display: none; position: fixed; z-index: 1; bottom: 1rem; left: 1rem; max-width: calc(100vw - 2rem);
+.tree { display: none; position: fixed; z-index: 1; bottom: 1rem; right: 1rem; max-width: calc(100vw - 2rem);
   box-sizing: border-box; pointer-events: none; background: var(--paper); border: 1px solid var(--ink); padding: 6px }
 .step:hover .tree, .step:focus .tree { display: block }
 .tree text { font: 11px monospace; fill: var(--faint); white-space: pre } .tree line { stroke: var(--line) }
 .tree text.taken { font-weight: 700; fill: var(--taken) } .tree line.taken { stroke: var(--taken); stroke-width: 2 }
-""" + "".join(
-    f".d{depth} {{ background: {shade}; color: {'#fff' if depth >= LIGHT_INK else '#111'} }}\n"
-    for depth, shade in enumerate(SHADES, start=1)
-)
+"""
+
+
+def shades(colours: Sequence[str], inks: tuple[str, str], turn: int) -> str:
+    """A class for each depth; letters take the second ink from depth `turn` on."""
+    return "\n".join(
+        f".d{depth} {{ background: {colour}; color: {inks[depth >= turn]} }}"
+        for depth, colour in enumerate(colours, start=1)
+    )
+
+
+def style() -> str:
+    on_dark = shades(ON_DARK, ("#eee", "#111"), DARK_INK)
+    return (
+        f"{STYLE}{shades(SHADES, ('#111', '#fff'), LIGHT_INK)}\n@media (prefers-color-scheme: dark) {{ {on_dark} }}\n"
+    )
 
 
 def shade(depth: int) -> int:
@@ -58,14 +72,14 @@ def page(title: str, groups: Sequence[list[Outcome]], traces: Sequence[Trace], t
         tables = [cells(outcomes), *further_tables(outcomes)]
         body += [f"<h2>{escape(heading(outcomes))}</h2>", *map(html_table, tables), *plots(outcomes)]
     if traces:
-        shades = "".join(f'<span class="d{depth}"> {depth} </span>' for depth in range(1, len(SHADES) + 1))
+        samples = "".join(f'<span class="d{depth}"> {depth} </span>' for depth in range(1, len(SHADES) + 1))
         body.append(
-            f"<h2>How each token came</h2><p>Drafted at depth {shades}, or deeper; the underlined token of each "
+            f"<h2>How each token came</h2><p>Drafted at depth {samples}, or deeper; the underlined token of each "
             "step is the bonus. Point at a step to see its tree, what was taken in bold.</p>"
         )
         body += [f"<h3>{escape(one.way)}</h3>{coloured(one, text)}" for one in traces]
     viewport = '<meta name="viewport" content="width=device-width, initial-scale=1">'
-    head = f'<meta charset="utf-8">{viewport}<title>{escape(title)}</title><style>{STYLE}</style>'
+    head = f'<meta charset="utf-8">{viewport}<title>{escape(title)}</title><style>{style()}</style>'
     return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>{"".join(body)}</body></html>\n'
 
 
@@ -83,8 +97,9 @@ def plots(outcomes: list[Outcome]) -> list[str]:
     found.append(line_plot("tokens per second by drafted nodes per step", "nodes", sizes))
     categories = list(outcomes[0].tau_by_category)
     if len(categories) > 1:
-        taus = [Series(o.way, [(o.tau_by_category[c], float(i)) for i, c in enumerate(categories)]) for o in outcomes]
-        found.append(category_plot("tokens per target step (tau) by category", categories, taus))
+        taus = [Series(o.way, [(o.tau_by_category[c], i + 0.5) for i, c in enumerate(categories)]) for o in outcomes]
+        plot = category_plot("tokens per target step (tau) by category", categories, taus)
+        found.append(f'<div class="wide">{plot}</div>')
     return found
 
 

@@ -54,8 +54,9 @@ def further_tables(outcomes: list[Outcome]) -> list[list[list[str]]]:
         tables.append([["tokens/s (95 %)", *(f"x {name}" for name in baselines)], *rows])
     categories = list(outcomes[0].tau_by_category)
     if len(categories) > 1:
-        rows = [[name, *(f"{o.tau_by_category[name]:.2f}" for o in outcomes)] for name in categories]
-        tables.append([["tau", *(o.way for o in outcomes)], *rows])
+        ahead = [o for o in outcomes if o.stats.tokens > o.stats.steps]  # the others yield one token a step everywhere
+        rows = [[name, *(f"{o.tau_by_category[name]:.2f}" for o in ahead)] for name in categories]
+        tables.append([["tau", *(o.way for o in ahead)], *rows])
     return tables
 
 
@@ -110,7 +111,7 @@ def as_tables(outcomes: list[Outcome]) -> list[Table]:
 def rich_table(title: str, rows: list[list[str]]) -> Table:
     table = Table(title=title)
     for number, column in enumerate(rows[0]):
-        table.add_column(column, justify="right" if number else "left")
+        table.add_column(column, justify="right" if number else "left", overflow="fold")
     for row in rows[1:]:
         table.add_row(*row)
     return table

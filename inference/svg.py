@@ -63,7 +63,7 @@ def line_plot(title: str, x_label: str, series: Sequence[Series]) -> str:
 
 
 def category_plot(title: str, categories: Sequence[str], series: Sequence[Series]) -> str:
-    """A row for each category, with a dot of each series; of a point, x is its value and y its category's number."""
+    """A row for each category, with a dot of each series; of a point, x is its value and y the middle of its row."""
     width, height = 2 * WIDTH, TOP + ROW * len(categories) + BOTTOM
     across = Scale.over([x for one in series for x, _ in one.points], NAMES, width - RIGHT)
     parts = []
@@ -77,7 +77,7 @@ def category_plot(title: str, categories: Sequence[str], series: Sequence[Series
     for number, one in enumerate(series):
         for x, y in one.points:
             about = f"{one.name}, {categories[int(y)]}: {x:.3g}"
-            parts.append(dot((across.place(x), TOP + ROW * (y + 0.5)), number, about))
+            parts.append(dot((across.place(x), TOP + ROW * y), number, about))
     return framed(title, width, height, parts)
 
 
