@@ -29,7 +29,8 @@ body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1000p
 .wide { overflow-x: auto } table { border-collapse: collapse; font-size: 13px; margin: 0 0 1em; white-space: nowrap }
 td, th { padding: 2px 8px; text-align: right } td:first-child, th:first-child { text-align: left }
 tr:nth-child(even) { background: var(--panel) }
-svg { max-width: 100%; height: auto } .wide svg { max-width: none } svg text { font: 11px system-ui, sans-serif; fill: var(--ink) }
+svg { max-width: 100%; height: auto } .wide svg { max-width: none }
+svg text { font: 11px system-ui, sans-serif; fill: var(--ink) }
 svg .title { font-weight: 600; font-size: 13px } .grid { stroke: var(--line) }
 .legend span { margin-right: 1em; white-space: nowrap }
 .legend i { display: inline-block; width: 12px; height: 12px; margin-right: 4px }
