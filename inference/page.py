@@ -56,9 +56,8 @@ def shades(colours: Sequence[str], inks: tuple[str, str], turn: int) -> str:
 
 def style() -> str:
     on_dark = shades(ON_DARK, ("#eee", "#111"), DARK_INK)
-    return (
-        f"{STYLE}{shades(SHADES, ('#111', '#fff'), LIGHT_INK)}\n@media (prefers-color-scheme: dark) {{ {on_dark} }}\n"
-    )
+    on_light = shades(SHADES, ("#111", "#fff"), LIGHT_INK)
+    return f"{STYLE}{on_light}\n@media (prefers-color-scheme: dark) {{ {on_dark} }}\n"
 
 
 def shade(depth: int) -> int:
