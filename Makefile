@@ -9,7 +9,7 @@ PEERS ?=
 THREADS ?= $(shell nproc 2>/dev/null || sysctl -n hw.physicalcpu)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint bench check-vllm check-speculators check-page clean
+.PHONY: help demo drafters test test-all lint bench check-vllm check-speculators check-page clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "  %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,6 +27,15 @@ demo: $(INSTALLED) ## train a head for the bundled target and report what it is 
 	$(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 		--num_cpu_threads_per_process $(THREADS) trainers/eagle.py $(RECIPE)
 	$(BIN)/python -m inference.report $(RECIPE)
+
+# The corpus of the suffix automaton is the prompts that the bundled head was trained on.
+drafters: $(INSTALLED) ## six drafters on the bundled target: 50 prompts x 128 tokens, greedy, by source file (minutes)
+	$(BIN)/python -m data_pipelines.prompts recipes/tiny_full.yaml
+	$(BIN)/python -m inference.report recipes/tiny_full.yaml run_dir=runs/drafters report.head=assets/demo_head \
+		'report.baselines=[plain, tree, draft_model, early_exit, prompt_lookup, suffix, lookahead]' \
+		decode.draft_model=assets/demo_draft decode.exit_layers=4 decode.corpus=runs/tiny_full/prompts/train.jsonl \
+		report.prompts=assets/demo_target/heldout_prompts.jsonl report.num_prompts=50 'report.temperatures=[0.0]' \
+		report.workers=2 report.threads=1
 
 test: $(INSTALLED) ## run the fast tests, on all cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
