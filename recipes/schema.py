@@ -429,7 +429,7 @@ class ReportSection(Section):
         description="Further heads of this target to measure beside it, {name: folder}: their rows bear the name, and "
         "they draft as the recipe says, no deeper than they have levels.",
     )
-    warmup_prompts: int = Field(default=1, ge=0, description="Prompts decoded before the clock starts.")
+    warmup_prompts: int = Field(default=3, ge=0, description="Prompts decoded before the clock starts.")
     threads: int | None = Field(
         default=None, gt=0, description="CPU threads of each worker; null is torch's own choice, shared among them."
     )
