@@ -7,6 +7,7 @@ from heads.build import new_head
 from inference.compare import Way
 from inference.drafters.build import build_drafter, load_draft_model
 from inference.drafters.cost_aware import growth_from_recipe
+from inference.drafters.growth import Growth
 from inference.drafters.head import HeadDrafter
 from inference.target import TargetModel
 from recipes import Recipe
@@ -26,10 +27,11 @@ def build_ways(recipe: Recipe, target: TargetModel, heads: Mapping[str, DraftHea
 def ways_of(kind: Baseline, recipe: Recipe, target: TargetModel, heads: Mapping[str, DraftHead]) -> Iterator[Way]:
     if kind == "untrained":
         head = new_head(recipe.head, target.frozen, heads[OWN].vocab, recipe.seed).eval().requires_grad_(False)
-        yield Way(kind, head_drafter(kind, recipe, target, head.to(target.device, target.dtype)))
+        growth = growth_of(kind, OWN, recipe, target, heads[OWN])  # of the same sizes as the trained one's
+        yield Way(kind, HeadDrafter(head.to(target.device, target.dtype), growth))
     elif kind in OF_HEADS:
         for name, head in heads.items():
-            yield Way(f"{name} {kind}".strip(), head_drafter(kind, recipe, target, head, own=name == OWN))
+            yield Way(f"{name} {kind}".strip(), HeadDrafter(head, growth_of(kind, name, recipe, target, head)))
     elif kind.startswith("generate"):
         yield transformers_way(kind, recipe)
     elif kind == "plain":
@@ -49,11 +51,11 @@ def transformers_way(kind: Baseline, recipe: Recipe) -> Way:
     return Way(kind, transformers=True)
 
 
-def head_drafter(kind: Baseline, recipe: Recipe, target: TargetModel, head: DraftHead, own: bool = True) -> HeadDrafter:
-    """A head as a chain or in the recipe's growth; each has its own, as one that adapts would learn from the others."""
+def growth_of(kind: Baseline, name: str, recipe: Recipe, target: TargetModel, head: DraftHead) -> Growth:
+    """A chain, or as the recipe says; each way has its own, as one that adapts would learn from the others."""
     section = recipe.decode
-    if not own and head.max_levels is not None:
+    if name != OWN and head.max_levels is not None:
         section = section.model_copy(update={"depth": min(section.depth, head.max_levels)})
     if kind == "chain":
         section = section.model_copy(update={"growth": "chain"})
-    return HeadDrafter(head, growth_from_recipe(section, target, head))
+    return growth_from_recipe(section, target, head)
