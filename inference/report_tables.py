@@ -35,7 +35,7 @@ def cells(outcomes: list[Outcome]) -> list[list[str]]:
                 f"{outcome.stats.tau:.2f}",
                 f"{outcome.tokens_per_second:.1f}",
                 f"{plain.value:.2f}",
-                "" if outcome.way == "plain" else f"{plain.low:.2f}-{plain.high:.2f}",
+                "" if outcome.way == "plain" else spread(plain),
                 f"{ratios['generate'].value:.2f}" if "generate" in ratios else "",
                 same_text(outcome),
                 f"{outcome.distinct:.2f}",
@@ -50,7 +50,7 @@ def further_tables(outcomes: list[Outcome]) -> list[list[list[str]]]:
     tables = []
     baselines = [name for name in outcomes[0].speedups if name.startswith("generate")]
     if baselines not in ([], ["generate"]):
-        rows = [[o.way, *(f"{i.value:.2f} ({i.low:.2f}-{i.high:.2f})" for i in over(o, baselines))] for o in outcomes]
+        rows = [[o.way, *(f"{one.value:.2f} ({spread(one)})" for one in over(o, baselines))] for o in outcomes]
         tables.append([["tokens/s (95 %)", *(f"x {name}" for name in baselines)], *rows])
     categories = list(outcomes[0].tau_by_category)
     if len(categories) > 1:
@@ -58,6 +58,10 @@ def further_tables(outcomes: list[Outcome]) -> list[list[list[str]]]:
         rows = [[name, *(f"{o.tau_by_category[name]:.2f}" for o in ahead)] for name in categories]
         tables.append([["tau", *(o.way for o in ahead)], *rows])
     return tables
+
+
+def spread(interval: Interval) -> str:
+    return "?" if math.isnan(interval.low) else f"{interval.low:.2f}-{interval.high:.2f}"
 
 
 def over(outcome: Outcome, baselines: list[str]) -> list[Interval]:

@@ -14,6 +14,7 @@ from inference.compare import Way, compare, divergence, run_together
 from inference.decode import generate
 from inference.page import coloured, on_terminal, page, pieces
 from inference.question_sets import Prompt, read_questions
+from inference.report_tables import spread
 from inference.sampling import Sampling
 from inference.statistics import speedup
 from inference.svg import Scale, tree_drawing
@@ -46,6 +47,14 @@ def test_intervals_hold_the_true_speedup(units: int) -> None:
 def test_a_way_beside_itself_is_as_fast_as_itself() -> None:
     found = speedup([1.0, 2.0, 4.0], [10, 20, 30], [1.0, 2.0, 4.0], [10, 20, 30], 0)
     assert (found.low, found.value, found.high) == (1.0, 1.0, 1.0)
+
+
+def test_of_one_unit_of_work_no_interval_is_known() -> None:
+    found = speedup([2.0], [30], [1.0], [10], 0)
+    assert found.value == pytest.approx(1.5)
+    assert math.isnan(found.low)
+    assert math.isnan(found.high)
+    assert spread(found) == "?"
 
 
 @pytest.mark.parametrize("batch", [1, 2])
