@@ -38,9 +38,21 @@ def speedup(
     if units == 1:
         return Interval(float(numpy.exp(value)), float("nan"), float("nan"))
     # A bootstrap draws from the units it has, whose spread is too small by sqrt((n - 1) / n); few units have fat tails.
-    wider = (units / (units - 1)) ** 0.5 * (1 + 1.2 / units)
+    wider = (units / (units - 1)) ** 0.5 * student_over_normal(units - 1)
     low, high = numpy.quantile(log_ratio(sums) - value, (0.025, 0.975)) * wider
     return Interval(*(float(numpy.exp(found)) for found in (value, value - high, value - low)))
+
+
+def student_over_normal(freedom: int) -> float:
+    """The 97.5 % quantile of Student's t over the normal one, by its expansion in 1 / degrees of freedom (Fisher)."""
+    z = 1.96
+    terms = (
+        z,
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return sum(term / freedom**power for power, term in enumerate(terms)) / z
 
 
 def log_ratio(sums: NDArray[numpy.float64]) -> NDArray[numpy.float64]:

@@ -24,7 +24,7 @@ from inference.trace import Step, Trace, trace
 PROMPTS = [Prompt([5, 6, 7, 11], "one"), Prompt([3], "two"), Prompt([*range(20)], "one")]
 
 
-@pytest.mark.parametrize("units", [12, 50])
+@pytest.mark.parametrize("units", [4, 6, 12, 50])
 def test_intervals_hold_the_true_speedup(units: int) -> None:
     """Prompts that are slow for both ways, noise of each, and a gain that differs by prompt: 1.7 on the whole.
 
