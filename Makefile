@@ -9,7 +9,7 @@ PEERS ?=
 THREADS ?= $(shell nproc 2>/dev/null || sysctl -n hw.physicalcpu)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint bench check-vllm check-speculators clean
+.PHONY: help demo drafters test test-all lint bench check-vllm check-speculators check-page clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "  %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,6 +28,15 @@ demo: $(INSTALLED) ## train a head for the bundled target and report what it is 
 		--num_cpu_threads_per_process $(THREADS) trainers/eagle.py $(RECIPE)
 	$(BIN)/python -m inference.report $(RECIPE)
 
+# The corpus of the suffix automaton is the prompts that the bundled head was trained on.
+drafters: $(INSTALLED) ## six drafters on the bundled target: 50 prompts x 128 tokens, greedy, by source file (minutes)
+	$(BIN)/python -m data_pipelines.prompts recipes/tiny_full.yaml
+	$(BIN)/python -m inference.report recipes/tiny_full.yaml run_dir=runs/drafters report.head=assets/demo_head \
+		'report.baselines=[plain, tree, draft_model, early_exit, prompt_lookup, suffix, lookahead]' \
+		decode.draft_model=assets/demo_draft decode.exit_layers=4 decode.corpus=runs/tiny_full/prompts/train.jsonl \
+		report.prompts=assets/demo_target/heldout_prompts.jsonl report.num_prompts=50 'report.temperatures=[0.0]' \
+		report.workers=2 report.threads=1
+
 test: $(INSTALLED) ## run the fast tests, on all cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
@@ -42,7 +51,7 @@ lint: $(INSTALLED) ## check style, format and types
 
 bench: $(INSTALLED) ## run every benchmark (PEERS="--peer specforge=VENV --peer speculators=VENV" measures beside them)
 	$(BIN)/python -m data_pipelines.prompts recipes/tiny_full.yaml
-	@set -e; for script in decode gpu lossless; do echo "== benchmarks/$$script.py"; \
+	@set -e; for script in decode drafters gpu lossless; do echo "== benchmarks/$$script.py"; \
 		$(BIN)/python benchmarks/$$script.py recipes/tiny_full.yaml report.head=assets/demo_head; done
 	$(BIN)/python benchmarks/train_step.py $(PEERS)
 	$(BIN)/python benchmarks/train_quality.py recipes/tiny.yaml report.threads=1 $(PEERS)
@@ -66,6 +75,18 @@ check-vllm: $(INSTALLED) .venv-vllm/.installed ## serve every kind of head in vL
 check-speculators: $(INSTALLED) .venv-speculators/.installed ## save a head with speculators itself and bring it back
 	$(BIN)/python tests/interop/check_speculators.py .venv-speculators/bin/python
 
+# A browser comes from the system; playwright only drives it.
+BROWSER ?= chromium
+PAGE ?= runs/tiny/report/report.html
+
+.venv-page/.installed: tests/interop/check_page.py
+	$(PYTHON) -m venv .venv-page
+	.venv-page/bin/python -m pip install playwright
+	touch $@
+
+check-page: .venv-page/.installed ## look at the report's page in a headless browser (BROWSER=chromium PAGE=FILE)
+	.venv-page/bin/python tests/interop/check_page.py $(PAGE) "$$(command -v $(BROWSER))" runs/page
+
 clean: ## remove the environment and caches, never runs/
-	rm -rf $(VENV) .venv-vllm .venv-speculators *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-vllm .venv-speculators .venv-page *.egg-info .mypy_cache .ruff_cache .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

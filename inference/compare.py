@@ -72,7 +72,7 @@ class Outcome:
     distinct: float = 0.0  # mean over prompts of (different tokens / tokens): a looping text has few
     first_token: float = 0.0  # seconds, median
     per_token: tuple[float, float] = (0.0, 0.0)  # seconds behind the first token, median and 95th percentile
-    speedup: Interval | None = None  # over plain decoding
+    speedups: dict[str, Interval] = field(default_factory=dict)  # over plain decoding and transformers' ways, by name
     tau_by_category: dict[str, float] = field(default_factory=dict)
     divergences: list[Divergence] = field(default_factory=list)
 
@@ -162,14 +162,30 @@ def compare(
     warmup: int,
     batch: int = 1,
 ) -> list[Outcome]:
-    """Every way on every few prompts, taking turns so that a machine's moods hit all alike.
+    """Every way on the same prompts, `batch` of them at a time; the ways must hold plain decoding.
 
-    The reference text is plain decoding's, so the ways must hold one without drafter. Beyond one prompt at a time, ways
-    that cannot do so are left out.
+    Ways that cannot decode several together are left out.
     """
-    ways = [way for way in ways if batch == 1 or not way.assisted]
-    reference = next(i for i, way in enumerate(ways) if way.drafter is None and not way.transformers)
+    ways = in_batches(ways, batch)
     units = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
+    runs = run_all(ways, target, units, max_new_tokens, sampling, warmup)
+    return summarise_all(ways, runs, target, prompts, sampling, batch)
+
+
+def in_batches(ways: list[Way], batch: int) -> list[Way]:
+    """Those that decode so many prompts together."""
+    return [way for way in ways if batch == 1 or not way.assisted]
+
+
+def run_all(
+    ways: list[Way],
+    target: TargetModel,
+    units: list[list[Prompt]],
+    max_new_tokens: int,
+    sampling: Sampling,
+    warmup: int,
+) -> list[list[Run]]:
+    """Every way on every few prompts, taking turns so that a machine's moods hit all alike; by way, then by unit."""
     longest = sorted(units, key=lambda unit: max(len(prompt.tokens) for prompt in unit), reverse=True)
     for way in ways:
         for unit in longest[:warmup]:  # what is set up by size is set up by then
@@ -180,10 +196,27 @@ def compare(
         for turn in range(len(ways)):
             i = (number + turn) % len(ways)
             runs[i].append(run_together(ways[i], target, tokens, max_new_tokens, sampling))
-    return [
-        summarise(way, own, runs[reference], prompts, target, sampling, batch)
-        for way, own in zip(ways, runs, strict=True)
+    return runs
+
+
+def summarise_all(
+    ways: list[Way], runs: list[list[Run]], target: TargetModel, prompts: list[Prompt], sampling: Sampling, batch: int
+) -> list[Outcome]:
+    """What the runs of each way come to; the reference text is plain decoding's."""
+    plain = next(own for way, own in zip(ways, runs, strict=True) if way.drafter is None and not way.transformers)
+    outcomes = [
+        summarise(way, own, plain, prompts, target, sampling, batch) for way, own in zip(ways, runs, strict=True)
     ]
+    baselines = {way.name: own for way, own in zip(ways, runs, strict=True) if way.drafter is None}
+    for outcome, own in zip(outcomes, runs, strict=True):
+        outcome.speedups = {name: speedup_over(base, own, sampling.seed) for name, base in baselines.items()}
+    return outcomes
+
+
+def speedup_over(base: list[Run], runs: list[Run], seed: int) -> Interval:
+    """From both ways' runs on the same prompts."""
+    own = [run.seconds for run in runs], [run.tokens for run in runs]
+    return speedup(*own, [run.seconds for run in base], [run.tokens for run in base], seed)
 
 
 def summarise(
@@ -209,8 +242,6 @@ def summarise(
     outcome.first_token = quantile([first for run in runs for first in run.first], 0.5)
     gaps = [gap for run in runs for gap in run.gaps]
     outcome.per_token = quantile(gaps, 0.5), quantile(gaps, 0.95)
-    times = [run.seconds for run in runs], [run.tokens for run in runs]
-    outcome.speedup = speedup(*times, [run.seconds for run in plain], [run.tokens for run in plain], sampling.seed)
     outcome.tau_by_category = {category: stats.tau for category, stats in by_category.items()}
     if same_noise(outcome, way):
         outcome.divergences = [

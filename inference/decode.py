@@ -193,8 +193,7 @@ class DecodeLoop:
         self.target, self.drafter = target, drafter or PLAIN
         for request in requests:
             check_length(target, request.prompt, request.max_new_tokens)
-        if self.drafter.taps not in ((), target.taps):
-            raise ValueError(f"the drafter reads taps {list(self.drafter.taps)}, the target gives {list(target.taps)}")
+        self.tap_columns = target.tap_columns(self.drafter.taps)
         if len({request.sampling.rule for request in requests}) > 1:
             raise ValueError("the requests of a batch must agree on decode.acceptance; decode them in separate calls")
         if max_batch < 1:
@@ -242,14 +241,15 @@ class DecodeLoop:
         row_cache = self.cache.row(len(self.rows))
         tokens = torch.tensor([request.prompt], device=device)
         output = self.target.forward(tokens, cache=row_cache, last_only=True)
+        taps = self.read_by_drafter(output.taps)
         sampling = BatchSampling([request.sampling], device)
         history = start_history([request], [[]], self.target)
         choice = sampling.choose(output.logits, torch.tensor([[count]], device=device), history)
-        self.drafter.begin(output.taps, torch.cat([tokens, choice], dim=1), row_cache)
+        self.drafter.begin(taps, torch.cat([tokens, choice], dim=1), row_cache)
 
         generation = self.generations[number]
         ends = tuple(self.target.end_tokens) if request.end_tokens is None else request.end_tokens
-        row = Row(number, request, generation, started, list(request.prompt), count - 1, output.taps[0, -1:], ends)
+        row = Row(number, request, generation, started, list(request.prompt), count - 1, taps[0, -1:], ends)
         logprobs = log_probabilities(output.logits[0], choice[0]) if request.logprobs else None
         row.take_in(choice[0].tolist(), logprobs)
         generation.stats.seconds = time.perf_counter() - started
@@ -280,7 +280,7 @@ class DecodeLoop:
         longest = max(len(found.path) for found in accepted)
         paths = torch.tensor([found.path + [0] * (longest - len(found.path)) for found in accepted])
         paths = paths.to(self.target.device, non_blocking=True)
-        path_taps = taps.gather(1, paths.unsqueeze(-1).expand(-1, -1, taps.shape[-1]))
+        path_taps = self.read_by_drafter(taps.gather(1, paths.unsqueeze(-1).expand(-1, -1, taps.shape[-1])))
 
         blocks = []
         for index, (row, found) in enumerate(zip(self.rows, accepted, strict=True)):
@@ -314,6 +314,10 @@ class DecodeLoop:
         if last is not row:
             self.rows[index] = last
         self._rows_changed()
+
+    def read_by_drafter(self, taps: Float[Tensor, "batch count given"]) -> Float[Tensor, "batch count tapped"]:
+        """The drafter's share of what the target gives, which may serve several heads."""
+        return taps if self.tap_columns is None else taps.index_select(-1, self.tap_columns)
 
     def verified(self) -> Verified:
         """What the last step of each row made certain, side by side."""

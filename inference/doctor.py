@@ -26,20 +26,11 @@ from heads.formats.files import HeadFiles
 from heads.frozen import FrozenTarget
 from heads.target_config import locate_target
 from inference.decode import Request, check_length, generate_batch
-from inference.reading import Reading, Replay, accuracies
+from inference.export_parts import compare_parts
+from inference.other_readings import better_readings, number_format
+from inference.reading import Measure, Reading, Replay, accuracies
 from inference.report_tables import rich_table
-from inference.symptoms import (
-    Finding,
-    Measure,
-    better_readings,
-    beyond,
-    compare_parts,
-    export_breaches,
-    head_breaches,
-    named_once,
-    number_format,
-    other_template,
-)
+from inference.symptoms import Finding, beyond, export_breaches, head_breaches, named_once, other_template
 from inference.target import TargetModel, pick_device
 from inference.tokenizer import load_tokenizer
 from recipes.jsonl import read_jsonl

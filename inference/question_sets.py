@@ -34,7 +34,7 @@ def read_questions(path: Path, tokenizer: Tokenizer, longest: int, count: int) -
     templated = tokenizer.chat_template is not None
     prompts = []
     for category, text in chosen:
-        tokens = list(tokenizer(text, add_special_tokens=not templated)["input_ids"])
+        tokens = list(tokenizer(text, add_special_tokens=not templated, verbose=False)["input_ids"])
         prompts.append(Prompt(tokens[-longest:], category))
     return prompts
 

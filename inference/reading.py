@@ -1,6 +1,6 @@
 """A head's files taken apart, so that each part can be exchanged alone: taps, norms, vocabulary, rope, weights."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,12 @@ from heads.formats.published import gather
 from heads.formats.subject import Subject, layout_of
 from heads.formats.tap_rules import captured
 from heads.frozen import FrozenTarget
+from heads.target_config import Rope
 from inference.calibrate import score_taps
 from inference.sampling import Sampling
 
 MAPS = ("d2t", "t2d", "token_map")
+NORM_FLAGS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,20 @@ class Reading:
 
     def with_config(self, **keys: Any) -> "Reading":
         return replace(self, config={**self.config, **keys})
+
+    @property
+    def rope(self) -> Rope:
+        return Rope.from_config(self.config)
+
+    @property
+    def stored_dtype(self) -> torch.dtype | None:
+        """The number format that an engine takes from config.json; None where it says nothing."""
+        name = self.config.get("torch_dtype") or self.config.get("dtype")
+        known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+        return known.get(str(name))
+
+
+Measure = Callable[[Reading], list[float]]  # accuracy per depth; ValueError where a reading cannot be computed
 
 
 @torch.inference_mode()

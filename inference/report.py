@@ -5,44 +5,73 @@
     python -m inference.report recipes/tiny_full.yaml report.head=assets/demo_head \\
         'report.baselines=[plain, generate, generate_lookup, chain, tree, prompt_lookup, lookahead, early_exit]' \\
         report.prompts=question.jsonl 'report.batches=[1, 4]' 'report.temperatures=[0, 1]'
+    python -m inference.report recipes/tiny_full.yaml report.head=assets/demo_head \\
+        'report.other_heads={medusa: runs/medusa/head}' decode.depth=4
 
 Prints tables and writes report.json, report.md, report.png and report.html to RUN_DIR/report, and a searched tree as
 tree.png.
 """
 
-import json
 import platform
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from itertools import islice, product
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from heads.build import load_head, new_head
+from heads.base import DraftHead
+from heads.build import load_head
 from heads.frozen import FrozenTarget
 from heads.target_config import locate_target
-from inference.compare import Outcome, Way, compare
+from inference.compare import Outcome, Run, Way, in_batches, run_all, summarise_all
 from inference.decode import check_length
-from inference.drafters.build import build_drafter, load_draft_model
-from inference.drafters.cost_aware import growth_from_recipe, searched_tree
-from inference.drafters.growth import Growth
-from inference.drafters.head import HeadDrafter
-from inference.page import on_terminal, page
+from inference.page import on_terminal
 from inference.question_sets import Prompt, read_questions
-from inference.report_tables import COLUMNS, as_markdown, as_tables, cells, draw, heading, speedups
+from inference.report_files import draw_searched_trees, write_report
+from inference.report_tables import as_tables
 from inference.sampling import sampling_from_recipe
 from inference.target import TargetModel, pick_device
-from inference.tokenizer import Tokenizer, load_tokenizer, text_of
+from inference.tokenizer import load_tokenizer, text_of
 from inference.trace import Trace, trace
-from inference.tree_picture import draw_tree
+from inference.ways import OF_HEADS, OWN, build_ways
 from recipes import Recipe, run_command
 from recipes.jsonl import read_jsonl
-from recipes.schema import Baseline
 
-FILES = ("report.json", "report.md", "report.png", "report.html")
+Runs = list[list[Run]]  # of each way, on each few prompts that are decoded together
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Everything that takes part: prompts, target, heads by name, and the ways to decode."""
+
+    prompts: list[Prompt]
+    target: TargetModel
+    heads: dict[str, DraftHead]
+    ways: list[Way]
+
+    @classmethod
+    def load(cls, recipe: Recipe) -> "Contest":
+        """Raises ValueError for a head that does not fit or prompts that are missing."""
+        section, prompts = recipe.report, report_prompts(recipe)
+        folder = locate_target(recipe.target.path, recipe.target.revision)
+        torch.set_num_threads(section.threads or max(torch.get_num_threads() // section.workers, 1))
+        # Cheap checks come before the target is loaded.
+        taps = saved_taps(recipe, folder) if needs_head(recipe) else ()
+        if section.workers > 1 and (device := pick_device(recipe.target.device)).type != "cpu":
+            raise ValueError(f"report.workers: {section.workers} given, 1 is allowed on {device}; leave it out")
+        target = TargetModel.load(recipe.target, taps)
+        for prompt in prompts:
+            check_length(target, prompt.tokens, recipe.decode.max_new_tokens)
+        folders = head_folders(recipe) if needs_head(recipe) else {}
+        heads = {name: load_head(folder, target.frozen) for name, folder in folders.items()}
+        return cls(prompts, target, heads, build_ways(recipe, target, heads))
 
 
 def main() -> None:
@@ -51,39 +80,76 @@ def main() -> None:
 
 def report(recipe: Recipe) -> list[Outcome]:
     """Measure, print and write; raises ValueError for a head that does not fit or prompts that are missing."""
-    if recipe.report.threads is not None:
-        torch.set_num_threads(recipe.report.threads)
-    prompts = report_prompts(recipe)
-    target_folder = locate_target(recipe.target.path, recipe.target.revision)
-    # Cheap checks come before the target is loaded.
-    taps = saved_taps(recipe, target_folder) if needs_head(recipe) else ()
-    target = TargetModel.load(recipe.target, taps)
-    for prompt in prompts:
-        check_length(target, prompt.tokens, recipe.decode.max_new_tokens)
-    ways = build_ways(recipe, target)
+    contest, console = Contest.load(recipe), Console()
+    outcomes = measure(recipe, contest, console)
+    folder = locate_target(recipe.target.path, recipe.target.revision)
+    text = partial(text_of, load_tokenizer(folder, recipe.target.trust_remote_code))
+    traces = trace_ways(recipe, contest)
+    for one in traces:
+        console.rule(f"{one.way}: drafted tokens on green, the deeper the darker; bonus tokens underlined")
+        console.print(on_terminal(one, text))
+    about = {**machine(), "processes": recipe.report.workers} if recipe.report.workers > 1 else machine()
+    folders = head_folders(recipe) if needs_head(recipe) else {}
+    written = write_report(recipe, about, folders, outcomes, traces, text)
+    written += draw_searched_trees(recipe, contest.heads)
+    console.print(f"written to {recipe.report_dir}: {', '.join(written)}", highlight=False)
+    return outcomes
 
-    console, outcomes = Console(), []
-    for temperature, batch in product(recipe.report.temperatures, recipe.report.batches):
-        with console.status(f"decoding {len(prompts)} prompts in {len(ways)} ways at temperature {temperature}"):
-            sampling = sampling_from_recipe(recipe.decode, temperature)
-            new_tokens, warmup = recipe.decode.max_new_tokens, recipe.report.warmup_prompts
-            found = compare(ways, target, prompts, new_tokens, sampling, warmup, batch)
+
+def measure(recipe: Recipe, contest: Contest, console: Console) -> list[Outcome]:
+    """Every way at every temperature and batch size, the tables printed as they come."""
+    outcomes: list[Outcome] = []
+    for (temperature, batch), runs in zip(settings(recipe), all_runs(recipe, contest, console), strict=True):
+        ways = in_batches(contest.ways, batch)
+        if left_out := [way.name for way in contest.ways if way not in ways]:
+            console.print(f"not in batches of {batch}, as transformers drafts for one prompt: {', '.join(left_out)}")
+        sampling = sampling_from_recipe(recipe.decode, temperature)
+        found = summarise_all(ways, runs, contest.target, contest.prompts, sampling, batch)
         for table in as_tables(found):
             console.print(table)
         outcomes += found
-    tokenizer = load_tokenizer(target_folder, recipe.target.trust_remote_code)
-    traces = trace_ways(recipe, ways, target, prompts[0].tokens)
-    for one in traces:
-        console.rule(f"{one.way}: drafted tokens on green, the deeper the darker; bonus tokens underlined")
-        console.print(on_terminal(one, partial(text_of, tokenizer)))
-    write_report(recipe, outcomes, traces, tokenizer)
-    written = list(FILES)
-    if needs_head(recipe) and recipe.decode.growth.startswith("searched"):
-        tree = searched_tree(load_head(head_folder(recipe), target.frozen))
-        draw_tree(tree, recipe.decode.nodes).savefig(recipe.report_dir / "tree.png", dpi=150)
-        written.append("tree.png")
-    console.print(f"written to {recipe.report_dir}: {', '.join(written)}", highlight=False)
     return outcomes
+
+
+def settings(recipe: Recipe) -> list[tuple[float, int]]:
+    """Temperatures and batch sizes."""
+    return list(product(recipe.report.temperatures, recipe.report.batches))
+
+
+def all_runs(recipe: Recipe, contest: Contest, console: Console) -> Iterator[Runs]:
+    """Setting by setting; with several workers the others' shares are waited for, and put in their places."""
+    count = recipe.report.workers
+    own = (runs_of_share(recipe, contest, setting, 0, console) for setting in settings(recipe))
+    if count == 1:
+        yield from own
+        return
+    with ProcessPoolExecutor(count - 1, get_context("spawn")) as pool:
+        others = [pool.submit(runs_of_worker, recipe, number) for number in range(1, count)]
+        shares = [list(own), *(other.result() for other in others)]
+    for at_setting in zip(*shares, strict=True):
+        yield [in_turn(of_way) for of_way in zip(*at_setting, strict=True)]
+
+
+def in_turn(shares: tuple[list[Run], ...]) -> list[Run]:
+    """The first of each share, then the second of each, ..."""
+    return [share[place] for place in range(len(shares[0])) for share in shares if place < len(share)]
+
+
+def runs_of_worker(recipe: Recipe, number: int) -> list[Runs]:
+    """What a further process does: its share at every setting, with a target and drafters of its own."""
+    contest = Contest.load(recipe)
+    return [runs_of_share(recipe, contest, setting, number, Console(quiet=True)) for setting in settings(recipe)]
+
+
+def runs_of_share(recipe: Recipe, contest: Contest, setting: tuple[float, int], number: int, console: Console) -> Runs:
+    """Each way on a worker's share of the prompts."""
+    (temperature, batch), section = setting, recipe.report
+    ways, sampling = in_batches(contest.ways, batch), sampling_from_recipe(recipe.decode, temperature)
+    units = [contest.prompts[start : start + batch] for start in range(0, len(contest.prompts), batch)]
+    about = f"decoding {len(contest.prompts)} prompts in {len(ways)} ways at temperature {temperature}"
+    with console.status(about):
+        own = units[number :: section.workers]
+        return run_all(ways, contest.target, own, recipe.decode.max_new_tokens, sampling, section.warmup_prompts)
 
 
 def report_prompts(recipe: Recipe) -> list[Prompt]:
@@ -106,59 +172,22 @@ def held_out_prompts(recipe: Recipe) -> list[list[int]]:
 
 
 def needs_head(recipe: Recipe) -> bool:
-    return not {"chain", "tree", "untrained"}.isdisjoint(recipe.report.baselines)
+    return not set(OF_HEADS).isdisjoint(recipe.report.baselines)
 
 
 def head_folder(recipe: Recipe) -> Path:
     return recipe.head_dir if recipe.report.head is None else recipe.report.head
 
 
+def head_folders(recipe: Recipe) -> dict[str, Path]:
+    """Of every head to be measured, by the name that its rows bear."""
+    return {OWN: head_folder(recipe), **recipe.report.other_heads}
+
+
 def saved_taps(recipe: Recipe, target_folder: Path) -> tuple[int, ...]:
-    """The taps of the head to be measured, which is refused here if it does not fit the target."""
+    """What the heads to be measured read, taken together; one that does not fit the target is refused here."""
     frozen = FrozenTarget.from_folder(target_folder, torch.float32)
-    return load_head(head_folder(recipe), frozen).taps
-
-
-def build_ways(recipe: Recipe, target: TargetModel) -> list[Way]:
-    """The report's rows, plain decoding among them."""
-    named = recipe.report.baselines
-    heads = head_ways(recipe, target) if needs_head(recipe) else {}
-    depth = recipe.decode.depth
-
-    def build(name: Baseline) -> Way:
-        if name in heads:
-            return heads[name]
-        if name == "plain":
-            return Way(name)
-        if name == "generate":
-            return Way(name, transformers=True)
-        if name == "generate_lookup":
-            return Way(name, transformers=True, lookup=depth)
-        if name == "generate_assisted":
-            draft = load_draft_model(recipe.decode, recipe.target)
-            return Way(name, transformers=True, assistant=(draft, depth))
-        section = recipe.decode.model_copy(update={"drafter": name})
-        return Way(name, build_drafter(section, target, recipe.target))
-
-    return [build(name) for name in (named if "plain" in named else ("plain", *named))]
-
-
-def head_ways(recipe: Recipe, target: TargetModel) -> dict[str, Way]:
-    """The head as a chain and as the recipe's tree, and one of the same sizes that was never trained."""
-    head = load_head(head_folder(recipe), target.frozen)
-
-    def growth(**changes: str) -> Growth:
-        """One for each way: a growth that adapts would learn from the others."""
-        return growth_from_recipe(recipe.decode.model_copy(update=changes), target, head)
-
-    ways = {
-        "chain": Way("chain", HeadDrafter(head, growth(growth="chain"))),
-        "tree": Way("tree", HeadDrafter(head, growth())),
-    }
-    if "untrained" in recipe.report.baselines:
-        untrained = new_head(recipe.head, target.frozen, head.vocab, recipe.seed).eval().requires_grad_(False)
-        ways["untrained"] = Way("untrained", HeadDrafter(untrained.to(target.device, target.dtype), growth()))
-    return ways
+    return tuple(sorted({tap for folder in head_folders(recipe).values() for tap in load_head(folder, frozen).taps}))
 
 
 def machine() -> dict[str, Any]:
@@ -173,38 +202,15 @@ def machine() -> dict[str, Any]:
     }
 
 
-def trace_ways(recipe: Recipe, ways: list[Way], target: TargetModel, prompt: list[int]) -> list[Trace]:
+def trace_ways(recipe: Recipe, contest: Contest) -> list[Trace]:
     """How each way that drafts came by its text on one prompt, at the first temperature."""
     sampling = sampling_from_recipe(recipe.decode, recipe.report.temperatures[0])
+    prompt, new_tokens = contest.prompts[0].tokens, recipe.decode.max_new_tokens
     return [
-        trace(way.name, way.drafter, target, prompt, recipe.decode.max_new_tokens, sampling)
-        for way in ways
+        trace(way.name, way.drafter, contest.target, prompt, new_tokens, sampling)
+        for way in contest.ways
         if way.drafter is not None
     ]
-
-
-def write_report(recipe: Recipe, outcomes: list[Outcome], traces: list[Trace], tokenizer: Tokenizer) -> None:
-    recipe.report_dir.mkdir(parents=True, exist_ok=True)
-    settings = list(product(recipe.report.temperatures, recipe.report.batches))
-    groups = {(t, b): [o for o in outcomes if (o.temperature, o.batch) == (t, b)] for t, b in settings}
-    content: dict[str, Any] = {
-        "machine": machine(),
-        "head": str(head_folder(recipe)) if needs_head(recipe) else None,
-        "recipe": recipe.model_dump(mode="json"),
-        "outcomes": [outcome.as_json() for outcome in outcomes],
-        "speedups": {f"{t}, batch {b}": speedups(found) for (t, b), found in groups.items()},
-    }
-    (recipe.report_dir / "report.json").write_text(json.dumps(content, indent=1) + "\n")
-    about = ", ".join(f"{name} {value}" for name, value in content["machine"].items())
-    tables = "\n".join(as_markdown(found) for found in groups.values())
-    head = f"Head `{content['head']}`; " if content["head"] else ""
-    (recipe.report_dir / "report.md").write_text(f"{head}{about}.\n\n{tables}")
-    parts = [(heading(found), found, [list(COLUMNS), *cells(found)]) for found in groups.values()]
-    title = f"headstart on {recipe.target.path}"
-    (recipe.report_dir / "report.html").write_text(
-        page(title, parts, traces, partial(text_of, tokenizer)), encoding="utf-8"
-    )
-    draw(groups).savefig(recipe.report_dir / "report.png", dpi=150)
 
 
 if __name__ == "__main__":

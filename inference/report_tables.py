@@ -6,14 +6,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from inference.compare import Outcome
-
-
-def speedups(outcomes: list[Outcome]) -> dict[str, dict[str, float]]:
-    """Tokens per second of each way over those of `plain` and of `generate`."""
-    rates = {outcome.way: outcome.tokens_per_second for outcome in outcomes}
-    bases = [base for base in ("plain", "generate") if base in rates]
-    return {way: {base: rate / rates[base] for base in bases} for way, rate in rates.items()}
-
+from inference.statistics import Interval
 
 COLUMNS = (
     "way",
@@ -32,19 +25,18 @@ ON_TERMINAL = 7  # of these columns fit 80 characters; the others make a table o
 
 
 def cells(outcomes: list[Outcome]) -> list[list[str]]:
-    """The table's rows, one for each way; times in ms."""
-    ratios, rows = speedups(outcomes), []
+    """The first table's rows, one for each way, the heading first; times in ms."""
+    rows = [list(COLUMNS)]
     for outcome in outcomes:
-        ratio, range_ = ratios[outcome.way], outcome.speedup
-        assert range_ is not None
+        ratios, plain = outcome.speedups, outcome.speedups["plain"]
         rows.append(
             [
                 outcome.way,
                 f"{outcome.stats.tau:.2f}",
                 f"{outcome.tokens_per_second:.1f}",
-                f"{ratio['plain']:.2f}",
-                "" if outcome.way == "plain" else f"{range_.low:.2f}-{range_.high:.2f}",
-                f"{ratio['generate']:.2f}" if "generate" in ratio else "",
+                f"{plain.value:.2f}",
+                "" if outcome.way == "plain" else spread(plain),
+                f"{ratios['generate'].value:.2f}" if "generate" in ratios else "",
                 same_text(outcome),
                 f"{outcome.distinct:.2f}",
                 *(milliseconds(seconds) for seconds in (outcome.first_token, *outcome.per_token)),
@@ -53,15 +45,31 @@ def cells(outcomes: list[Outcome]) -> list[list[str]]:
     return rows
 
 
+def further_tables(outcomes: list[Outcome]) -> list[list[list[str]]]:
+    """What the first table has no room for: speed beside transformers' drafting, and tau by category."""
+    tables = []
+    baselines = [name for name in outcomes[0].speedups if name.startswith("generate")]
+    if baselines not in ([], ["generate"]):
+        rows = [[o.way, *(f"{one.value:.2f} ({spread(one)})" for one in over(o, baselines))] for o in outcomes]
+        tables.append([["tokens/s (95 %)", *(f"x {name}" for name in baselines)], *rows])
+    categories = list(outcomes[0].tau_by_category)
+    if len(categories) > 1:
+        ahead = [o for o in outcomes if o.stats.tokens > o.stats.steps]  # the others yield one token a step everywhere
+        rows = [[name, *(f"{o.tau_by_category[name]:.2f}" for o in ahead)] for name in categories]
+        tables.append([["tau", *(o.way for o in ahead)], *rows])
+    return tables
+
+
+def spread(interval: Interval) -> str:
+    return "?" if math.isnan(interval.low) else f"{interval.low:.2f}-{interval.high:.2f}"
+
+
+def over(outcome: Outcome, baselines: list[str]) -> list[Interval]:
+    return [outcome.speedups[name] for name in baselines]
+
+
 def milliseconds(seconds: float) -> str:
     return "" if math.isnan(seconds) else f"{1000 * seconds:.1f}"
-
-
-def category_cells(outcomes: list[Outcome]) -> list[list[str]]:
-    """tau of each way by category, the heading first."""
-    categories = list(outcomes[0].tau_by_category)
-    rows = [[o.way, *(f"{o.tau_by_category[category]:.2f}" for category in categories)] for o in outcomes]
-    return [["tau", *categories], *rows]
 
 
 def same_text(outcome: Outcome) -> str:
@@ -96,11 +104,10 @@ def heading(outcomes: list[Outcome]) -> str:
 
 def as_tables(outcomes: list[Outcome]) -> list[Table]:
     caption = "\n".join([acceptance_by_depth(outcomes), *divergence_lines(outcomes)])
-    rows = [list(COLUMNS), *cells(outcomes)]
+    rows = cells(outcomes)
     tables = [rich_table(heading(outcomes), [row[:ON_TERMINAL] for row in rows])]
     tables.append(rich_table("", [[row[0], *row[ON_TERMINAL:]] for row in rows]))
-    if len(outcomes[0].tau_by_category) > 1:
-        tables.append(rich_table("", category_cells(outcomes)))
+    tables += [rich_table("", table) for table in further_tables(outcomes)]
     tables[-1].caption, tables[-1].caption_justify = caption, "left"
     return tables
 
@@ -108,18 +115,16 @@ def as_tables(outcomes: list[Outcome]) -> list[Table]:
 def rich_table(title: str, rows: list[list[str]]) -> Table:
     table = Table(title=title)
     for number, column in enumerate(rows[0]):
-        table.add_column(column, justify="right" if number else "left")
+        table.add_column(column, justify="right" if number else "left", overflow="fold")
     for row in rows[1:]:
         table.add_row(*row)
     return table
 
 
 def as_markdown(outcomes: list[Outcome]) -> str:
-    blocks = [f"{heading(outcomes)}:", markdown_table([list(COLUMNS), *cells(outcomes)])]
-    if len(outcomes[0].tau_by_category) > 1:
-        blocks.append(markdown_table(category_cells(outcomes)))
+    tables = map(markdown_table, [cells(outcomes), *further_tables(outcomes)])
     lines = [*acceptance_by_depth(outcomes).split("\n"), *divergence_lines(outcomes)]
-    return "\n\n".join([*blocks, "; ".join(line for line in lines if line) + "."]) + "\n"
+    return "\n\n".join([f"{heading(outcomes)}:", *tables, "; ".join(line for line in lines if line) + "."]) + "\n"
 
 
 def markdown_table(rows: list[list[str]]) -> str:

@@ -1,11 +1,13 @@
-"""Plots as inline SVG: lines, points and bars, without any library or script."""
+"""Plots as inline SVG: lines, points and trees, without any library or script; the page's style gives their colours."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
 COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e", "#9498a0")
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 460, 260, 46, 40, 24
+WIDTH, HEIGHT, LEFT, RIGHT, BOTTOM, TOP = 460.0, 260.0, 46.0, 16.0, 40.0, 24.0
+NAMES, ROW = 150.0, 20.0  # of a plot by category: room for its names, and for each of them
 
 
 @dataclass(frozen=True)
@@ -14,73 +16,93 @@ class Series:
     points: Sequence[tuple[float, float]]
 
 
-def axes(title: str, x_label: str, most_x: float, most_y: float) -> list[str]:
-    """A frame from 0 to the largest values, with five lines across."""
-    parts = [f'<text x="{LEFT}" y="14" class="title">{escape(title)}</text>']
-    for i in range(6):
-        value, y = most_y * i / 5, place_y(most_y * i / 5, most_y)
-        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - 8}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
-        parts.append(f'<text x="{LEFT - 5}" y="{y + 4:.1f}" text-anchor="end">{value:.3g}</text>')
-    if most_x:
-        for i in range(6):
-            x = place_x(most_x * i / 5, most_x)
-            parts.append(
-                f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 14}" text-anchor="middle">{most_x * i / 5:.3g}</text>'
-            )
-    parts.append(f'<text x="{(LEFT + WIDTH) / 2}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>')
-    return parts
+@dataclass(frozen=True)
+class Scale:
+    """From values to places of the drawing, 0 to the first round number that all values lie below."""
 
+    first: float  # where 0 lies
+    last: float  # where the end lies
+    step: float  # between lines
+    end: float
 
-def place_x(value: float, most: float) -> float:
-    return LEFT + 8 + (WIDTH - LEFT - 24) * value / most
+    @classmethod
+    def over(cls, values: Sequence[float], first: float, last: float) -> "Scale":
+        most = max(values, default=1.0) or 1.0
+        power = 10.0 ** math.floor(math.log10(most / 5))
+        step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= most / 5)
+        return cls(first, last, step, step * math.ceil(most / step - 1e-9))
 
+    @property
+    def lines(self) -> list[float]:
+        return [self.step * number for number in range(round(self.end / self.step) + 1)]
 
-def place_y(value: float, most: float) -> float:
-    return HEIGHT - BOTTOM - (HEIGHT - BOTTOM - TOP) * value / most
-
-
-def framed(parts: Sequence[str]) -> str:
-    return f'<svg class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(parts)}</svg>'
+    def place(self, value: float) -> float:
+        return self.first + (self.last - self.first) * value / self.end
 
 
 def line_plot(title: str, x_label: str, series: Sequence[Series]) -> str:
     """Points of each series, joined; hover names them."""
     points = [point for one in series for point in one.points]
-    most_x, most_y = (max((point[i] for point in points), default=1.0) or 1.0 for i in (0, 1))
-    parts = axes(title, x_label, most_x, most_y)
+    across = Scale.over([x for x, _ in points], LEFT + 8, WIDTH - RIGHT)
+    up = Scale.over([y for _, y in points], HEIGHT - BOTTOM, TOP)
+    parts = []
+    for value in up.lines:
+        y = up.place(value)
+        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - 8}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
+        parts.append(text(LEFT - 5, y + 4, f"{value:.4g}", "end"))
+    parts += [text(across.place(value), HEIGHT - BOTTOM + 14, f"{value:.4g}") for value in across.lines]
+    parts.append(text((LEFT + WIDTH) / 2, HEIGHT - 6, x_label))
     for number, one in enumerate(series):
-        colour = COLOURS[number % len(COLOURS)]
-        places = [(place_x(x, most_x), place_y(y, most_y)) for x, y in one.points]
-        joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        parts.append(f'<polyline points="{joined}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        for (x, y), (value_x, value_y) in zip(places, one.points, strict=True):
-            about = f"<title>{escape(one.name)}: {value_x:.3g}, {value_y:.3g}</title>"
-            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}">{about}</circle>')
-    return framed(parts)
+        places = [(across.place(x), up.place(y)) for x, y in one.points]
+        if len(places) > 1:
+            joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+            parts.append(f'<polyline points="{joined}" fill="none" stroke="{colour(number)}" stroke-width="2"/>')
+        for place, (x, y) in zip(places, one.points, strict=True):
+            parts.append(dot(place, number, f"{one.name}: {x:.3g}, {y:.3g}"))
+    return framed(title, WIDTH, HEIGHT, parts)
 
 
-def bar_plot(title: str, groups: Sequence[str], series: Sequence[Series]) -> str:
-    """A group of bars for each name; x of a point is its group's number."""
-    most = max((y for one in series for _, y in one.points), default=1.0) or 1.0
-    parts, room = axes(title, "", 0.0, most), (WIDTH - LEFT - 16) / max(len(groups), 1)
-    width = 0.8 * room / max(len(series), 1)
+def category_plot(title: str, categories: Sequence[str], series: Sequence[Series]) -> str:
+    """A row for each category, with a dot of each series; of a point, x is its value and y the middle of its row."""
+    width, height = 2 * WIDTH, TOP + ROW * len(categories) + BOTTOM
+    across = Scale.over([x for one in series for x, _ in one.points], NAMES, width - RIGHT)
+    parts = []
+    for value in across.lines:
+        x = across.place(value)
+        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{height - BOTTOM}" class="grid"/>')
+        parts.append(text(x, height - BOTTOM + 14, f"{value:.4g}"))
+    for number, name in enumerate(categories):
+        short = name if len(name) <= 22 else "…" + name[-21:]
+        parts.append(text(NAMES - 8, TOP + ROW * (number + 0.5) + 4, short, "end"))
     for number, one in enumerate(series):
-        for group, value in one.points:
-            x, y = LEFT + 8 + group * room + number * width, place_y(value, most)
-            about = f"<title>{escape(one.name)}, {escape(groups[int(group)])}: {value:.3g}</title>"
-            size = f'width="{width:.1f}" height="{HEIGHT - BOTTOM - y:.1f}"'
-            parts.append(f'<rect x="{x:.1f}" y="{y:.1f}" {size} fill="{COLOURS[number % len(COLOURS)]}">{about}</rect>')
-    for number, name in enumerate(groups):
-        x = LEFT + 8 + (number + 0.4) * room
-        short = escape(name if len(name) <= 14 else name[:13] + "…")
-        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 14}" text-anchor="middle" class="small">{short}</text>')
-    return framed(parts)
+        for x, y in one.points:
+            about = f"{one.name}, {categories[int(y)]}: {x:.3g}"
+            parts.append(dot((across.place(x), TOP + ROW * y), number, about))
+    return framed(title, width, height, parts)
+
+
+def colour(number: int) -> str:
+    return COLOURS[number % len(COLOURS)]
+
+
+def dot(place: tuple[float, float], number: int, about: str) -> str:
+    x, y = place
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour(number)}"><title>{escape(about)}</title></circle>'
+
+
+def text(x: float, y: float, words: str, anchor: str = "middle") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
+
+
+def framed(title: str, width: float, height: float, parts: Sequence[str]) -> str:
+    heading = f'<text x="{LEFT}" y="14" class="title">{escape(title)}</text>'
+    size = f'viewBox="0 0 {width:g} {height:g}" style="width:{width:g}px"'
+    return f'<svg class="plot" {size} role="img" aria-label="{escape(title)}">{heading}{"".join(parts)}</svg>'
 
 
 def legend(names: Sequence[str]) -> str:
     items = [
-        f'<span><i style="background:{COLOURS[i % len(COLOURS)]}"></i>{escape(name)}</span>'
-        for i, name in enumerate(names)
+        f'<span><i style="background:{colour(number)}"></i>{escape(name)}</span>' for number, name in enumerate(names)
     ]
     return f'<p class="legend">{"".join(items)}</p>'
 
@@ -111,7 +133,8 @@ def tree_drawing(labels: Sequence[str], parents: Sequence[int], path: Sequence[i
                 f'<line x1="{from_x + 44}" y1="{from_y - 4:.0f}" x2="{x - 3}" y2="{y - 4:.0f}" class="{style}"/>'
             )
         parts.append(f'<text x="{x}" y="{y:.0f}" class="{style}">{escape(labels[node][:8])}</text>')
-    return f'<svg width="{width}" height="{height:.0f}">{"".join(parts)}</svg>'
+    size = f'viewBox="0 0 {width} {height:.0f}" style="width:{width}px"'
+    return f'<svg {size} role="img" aria-label="the tree of this step">{"".join(parts)}</svg>'
 
 
 def depth_first(children: dict[int, list[int]]) -> list[int]:

@@ -129,6 +129,18 @@ class TargetModel:
         tapped = torch.cat(taps, dim=-1) if taps else last_hidden[..., :0]
         return TargetOutput(output.logits, tapped, last_hidden)
 
+    def tap_columns(self, taps: tuple[int, ...]) -> Int[Tensor, " tapped"] | None:
+        """Where a drafter's taps stand in `TargetOutput.taps`; None where it reads all of them as they are, or none.
+
+        Raises ValueError for one that the target does not give.
+        """
+        if taps in ((), self.taps):
+            return None
+        if not set(taps) <= set(self.taps):
+            raise ValueError(f"the drafter reads taps {list(taps)}, the target gives {list(self.taps)}")
+        starts = torch.tensor([self.taps.index(tap) for tap in taps]) * self.config.hidden_size
+        return (starts[:, None] + torch.arange(self.config.hidden_size)).flatten().to(self.device)
+
     def last_hidden(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq hidden"]:
         """The last hidden state before the final norm, of a causal pass that keeps its gradient."""
         self.model(input_ids=tokens, use_cache=False, logits_to_keep=1)

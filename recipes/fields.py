@@ -88,6 +88,8 @@ def allowed_values(schema: dict[str, Any]) -> str:
         return "one of " + ", ".join(schema["enum"])
     if "prefixItems" in schema:
         return f"a list of {len(schema['prefixItems'])}, each {allowed_values(schema['prefixItems'][0])}"
+    if "additionalProperties" in schema:
+        return f"names, each with {allowed_values(schema['additionalProperties'])}"
     if "items" in schema:
         return f"a list of one or more, each {allowed_values(schema['items'])}"
     if schema["type"] == "string":

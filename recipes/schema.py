@@ -21,6 +21,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 NodePath = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, min_length=1)]
 Batches = Annotated[tuple[Annotated[int, Field(gt=0)], ...], Field(strict=False, min_length=1)]
 Paths = Annotated[tuple[NodePath, ...], Field(strict=False, min_length=1)]
+Folders = Annotated[dict[str, HomePath], Field(strict=False)]
 Weights = Annotated[tuple[Annotated[float, Field(ge=0)], ...], Field(strict=False, min_length=1)]
 Objective = Literal["soft_cross_entropy", "reverse_kl", "total_variation", "log_acceptance", "blended_acceptance"]
 DrafterKind = Literal["head", "draft_model", "early_exit", "prompt_lookup", "suffix", "lookahead"]
@@ -423,13 +424,33 @@ class ReportSection(Section):
     head: Annotated[HomePath | None, Field(strict=False)] = Field(
         default=None, description="Folder of the head to measure; null is the one that this run trained."
     )
+    other_heads: Folders = Field(
+        default={},
+        description="Further heads of this target to measure beside it, {name: folder}: their rows bear the name, and "
+        "they draft as the recipe says, no deeper than they have levels.",
+    )
     warmup_prompts: int = Field(default=3, ge=0, description="Prompts decoded before the clock starts.")
-    threads: int | None = Field(default=None, gt=0, description="CPU threads of torch; null leaves torch's own choice.")
+    threads: int | None = Field(
+        default=None, gt=0, description="CPU threads of each worker; null is torch's own choice, shared among them."
+    )
+    workers: int = Field(
+        default=1,
+        gt=0,
+        description="Processes that share the prompts, on a CPU: a small target leaves cores idle that one more uses. "
+        "Each prompt is still decoded in all ways by one of them, in turn.",
+    )
     baselines: Baselines = Field(
         default=("generate", "plain", "untrained", "chain", "tree"),
         description="Rows of the table: our plain loop; generate of transformers, alone, with prompt lookup and with "
-        "the draft model; the head as a chain and as a tree, an untrained one; and the drafters that need no training.",
+        "the draft model; each head as a chain and as a tree, an untrained one; the drafters that need no training.",
     )
+
+    @field_validator("baselines")
+    @classmethod
+    def other_heads_have_rows(cls, baselines: tuple[str, ...], section: ValidationInfo) -> tuple[str, ...]:
+        if section.data.get("other_heads") and {"chain", "tree"}.isdisjoint(baselines):
+            raise ValueError("chain or tree is needed among them, to measure report.other_heads; add one")
+        return baselines
 
 
 class ExportSection(Section):

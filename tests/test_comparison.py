@@ -12,18 +12,19 @@ from tiny_run import build_tokenizer
 
 from inference.compare import Way, compare, divergence, run_together
 from inference.decode import generate
-from inference.page import coloured, on_terminal, page
+from inference.page import coloured, on_terminal, page, pieces
 from inference.question_sets import Prompt, read_questions
+from inference.report_tables import spread
 from inference.sampling import Sampling
 from inference.statistics import speedup
-from inference.svg import tree_drawing
+from inference.svg import Scale, tree_drawing
 from inference.target import TargetModel
-from inference.trace import trace
+from inference.trace import Step, Trace, trace
 
 PROMPTS = [Prompt([5, 6, 7, 11], "one"), Prompt([3], "two"), Prompt([*range(20)], "one")]
 
 
-@pytest.mark.parametrize("units", [12, 50])
+@pytest.mark.parametrize("units", [4, 6, 12, 50])
 def test_intervals_hold_the_true_speedup(units: int) -> None:
     """Prompts that are slow for both ways, noise of each, and a gain that differs by prompt: 1.7 on the whole.
 
@@ -46,6 +47,14 @@ def test_intervals_hold_the_true_speedup(units: int) -> None:
 def test_a_way_beside_itself_is_as_fast_as_itself() -> None:
     found = speedup([1.0, 2.0, 4.0], [10, 20, 30], [1.0, 2.0, 4.0], [10, 20, 30], 0)
     assert (found.low, found.value, found.high) == (1.0, 1.0, 1.0)
+
+
+def test_of_one_unit_of_work_no_interval_is_known() -> None:
+    found = speedup([2.0], [30], [1.0], [10], 0)
+    assert found.value == pytest.approx(1.5)
+    assert math.isnan(found.low)
+    assert math.isnan(found.high)
+    assert spread(found) == "?"
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -153,13 +162,47 @@ def test_a_page_is_whole_and_tells_every_token(target: TargetModel) -> None:
     outcomes = compare([Way("plain"), Way("<hidden>", hidden)], target, [Prompt(prompt, "a & b")], 14, Sampling(), 0)
     outcomes[1].tau_by_category = outcomes[0].tau_by_category = {"a & b": 1.5, "<c>": 2.0}
     parsed = Balanced()
-    parsed.feed(page("a <title>", [("T = 0", outcomes, [["way", "tau"], ["<hidden>", "2"]])], [found], letters))
+    parsed.feed(page("a <title>", [outcomes], [found], letters))
     assert parsed.open == []
     assert parsed.counts["svg"] == 3 + len(found.steps)
+    assert parsed.counts["table"] == 2
     alone = Balanced()
     alone.feed(coloured(found, letters))
     assert alone.text == letters(prompt + tokens) == on_terminal(found, letters).plain
     assert alone.counts["span"] >= len(tokens)
+
+
+def bytes_of(tokens: list[int]) -> str:
+    """A byte a token, of which a character may need several."""
+    return bytes(tokens).decode(errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "steps", "wanted"),
+    [
+        ("né", ["è", "à!"], ("", [["è"], ["", "à", "!"]])),
+        ("x", ["€a", "b"], ("", [["", "€", "a"], ["b"]])),
+        ("x", ["ab"], ("a", [["b"]])),
+        (" ", [" €"], (" ", [["", "", "€"]])),
+    ],
+)
+def test_a_character_of_several_tokens_comes_with_the_last(
+    prompt: str, steps: list[str], wanted: tuple[str, list[list[str]]]
+) -> None:
+    first, *rest = [list(words.encode()) for words in steps]
+    taken = [first[1:], *rest] if first[1:] else rest
+    found = Trace("way", list(prompt.encode()), first[0], [Step([0], [-1], [0], tokens) for tokens in taken])
+    assert pieces(found, bytes_of) == wanted
+
+
+def test_lines_of_a_plot_are_round_numbers_and_hold_all_values() -> None:
+    for most in (0.37, 1.0, 5.0, 8.0, 64.0, 117.3):
+        scale = Scale.over([most / 3, most], 100.0, 0.0)
+        assert scale.place(0.0) == 100
+        assert 0 <= scale.place(most) < 100
+        assert scale.lines[-1] == pytest.approx(scale.end)
+        assert 3 <= len(scale.lines) <= 6
+        assert f"{scale.step:e}"[0] in "125"
 
 
 def test_a_drawn_tree_has_every_node_and_its_path() -> None:

@@ -412,6 +412,23 @@ def test_impossible_requests_are_refused_before_any_forward(target: TargetModel,
     assert forwards == []
 
 
+@pytest.mark.parametrize("static", [False, True])
+def test_each_drafter_is_told_its_own_taps_of_those_that_the_target_gives(target: TargetModel, static: bool) -> None:
+    """Two rows, the second one in the place of the first when that has ended."""
+    shared = TargetModel(target.model, (1, 2, 3, 5, 7))
+    requests = [Request(PROMPT, 3), Request([3], 9), Request([*range(9)], 5)]
+    texts = [request.prompt + generate(target, request.prompt, request.max_new_tokens).tokens for request in requests]
+    for taps in ((1, 5, 7), (5, 1), (1, 2, 3, 5, 7)):
+        told = []
+        for model in (shared, TargetModel(target.model, taps)):
+            listener = Listener(*texts)
+            listener.taps = taps
+            generate_batch(model, requests, listener, 2, static)
+            told.append([listener.first_taps, *(verified.taps for verified in listener.told)])
+        assert told[0][0].shape[-1] == len(taps) * target.config.hidden_size
+        assert all(torch.equal(one, other) for one, other in zip(*told, strict=True))
+
+
 def test_a_drafter_of_other_taps_is_refused_with_both(
     target: TargetModel, make_head: MakeHead, forwards: list[int]
 ) -> None:

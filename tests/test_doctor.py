@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
-from inference.doctor import Diagnosis, Options, diagnose, main
+from inference.doctor import Diagnosis, Options, diagnose, held_out, load_target, main, replay
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 TARGET, HEAD = ASSETS / "demo_target", ASSETS / "demo_head"
@@ -117,6 +117,7 @@ ALONE: list[tuple[str, str, Callable[[Config], object] | None, Callable[[Tensors
     ("d2t of ids", "vocabulary map", None, write_ids),
     ("flag dropped", "norm", lambda config: config.update(norm_output=False), None),
     ("norm missing", "norm", None, lambda tensors: tensors.pop("fc_norm.1.weight")),
+    ("another rope", "RoPE base", lambda config: config.update(rope(2.0)), None),
     ("infinite weight", "dtype", None, lambda tensors: tensors["norm.weight"][:1].fill_(float("inf"))),
     ("short context", "context length", lambda config: config.update(max_position_embeddings=32), None),
 ]
@@ -131,6 +132,13 @@ def test_a_fault_planted_in_a_head_is_named_without_an_export(
     edit_tensors(head, tensors or (lambda tensors: None))
     found = diagnose(head, str(TARGET), None, OPTIONS)
     assert category in categories(found), [str(finding) for finding in found.findings]
+
+
+def test_of_bases_that_do_as_well_the_target_s_is_named(tmp_path: Path) -> None:
+    shutil.copytree(HEAD, tmp_path / "head")
+    edit_config(tmp_path / "head", lambda config: config.update(rope(50.0)))
+    [found] = diagnose(tmp_path / "head", str(TARGET), None, OPTIONS).findings
+    assert (found.found, found.right) == ("base 50 (default)", "it guesses best with 10000 (default)")
 
 
 @pytest.mark.parametrize("changed", [False, True])
@@ -164,15 +172,40 @@ def copy_the_token(tensors: Tensors) -> None:
         tensors[name] = torch.zeros_like(tensors[name])
 
 
-def test_a_head_that_saw_the_token_it_should_guess_is_named(tmp_path: Path) -> None:
+def guess_two_on(tensors: Tensors) -> None:
+    """Where training on tokens one place too far behind ends: each index says what came two behind the token it saw.
+
+    It knows by heart what the target writes, so that nothing but the shift is wrong with it.
+    """
+    copy_the_token(tensors)
+    embedding = load_file(TARGET / "model.safetensors")["model.embed_tokens.weight"].float()
+    target = load_target(TARGET, (16,))
+    followed = torch.zeros(len(embedding), len(embedding))
+    for replayed in replay(target, held_out(HEAD, TARGET, SHORT), SHORT.new_tokens):
+        text = replayed.text[0, replayed.prompt - 2 :]
+        followed[text[:-2], text[2:]] += 1
+    seen = followed.any(dim=1)
+    direction = functional.normalize(embedding, dim=1)
+    tensors["lm_head.weight"] = (torch.linalg.pinv(direction[seen]) @ followed[seen]).T.contiguous()
+
+
+SHORT = Options(count=3, new_tokens=32, depth=1)
+
+
+@pytest.mark.parametrize(
+    ("plant", "beside", "least"), [(copy_the_token, "token t+2", 0.99), (guess_two_on, "token t", 0.5)]
+)
+def test_a_head_that_saw_another_token_is_named(
+    tmp_path: Path, plant: Callable[[Tensors], None], beside: str, least: float
+) -> None:
     shutil.copytree(HEAD, tmp_path / "head")
-    edit_tensors(tmp_path / "head", copy_the_token)
-    findings = diagnose(tmp_path / "head", str(TARGET), None, Options(count=3, new_tokens=32, depth=1)).findings
+    edit_tensors(tmp_path / "head", plant)
+    findings = diagnose(tmp_path / "head", str(TARGET), None, SHORT).findings
     found = findings[0]
     assert len(findings) == 1, [str(finding) for finding in findings]
     assert found.category == "token shift"
-    assert found.right == "it guesses best with token t+2 beside feature t"
-    assert "1.00 -> 0." in found.cost
+    assert found.right == f"it guesses best with {beside} beside feature t"
+    assert float(found.cost.split()[4]) >= least
 
 
 @pytest.mark.parametrize(

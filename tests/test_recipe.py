@@ -155,6 +155,7 @@ def test_a_mistake_names_its_line_or_its_override(tmp_path: Path, good: dict[str
         ("train.steps=", "train.steps: null given"),
         ("train.betas=[0.9", "train.betas: '[0.9' given"),
         ("train.steps=2024-99-99", "train.steps: '2024-99-99' given"),
+        ("decode.drafter=suffix", "drafter suffix needs corpus; give decode.corpus"),
     ],
 )
 def test_a_wrong_override_is_reported(tmp_path: Path, good: dict[str, Any], override: str, contains: str) -> None:

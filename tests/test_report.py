@@ -2,16 +2,23 @@
 
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_run import build_run, tiny_recipe
 
 from data_pipelines.harvest import harvest
+from heads.build import new_head, save_head
 from heads.export import export
-from inference.compare import Outcome
-from inference.report import report
+from heads.formats.card import measured
+from heads.frozen import FrozenTarget
+from heads.vocab import DraftVocab
+from inference.compare import Outcome, Run
+from inference.report import in_turn, report
 from recipes import Recipe
+from recipes.schema import Eagle3Section, HeadSection, MedusaSection
 from trainers.run import run
 
 
@@ -56,6 +63,63 @@ def test_the_card_of_an_export_shows_what_was_measured_of_its_head_and_of_no_oth
     assert measured(head=trained.run_dir / "copy").startswith("Not measured.")
     (trained.head_dir / "model.safetensors").touch()  # trained anew since
     assert measured().startswith("Not measured.")
+
+
+def test_several_heads_are_measured_beside_each_other(trained: Recipe, tmp_path: Path) -> None:
+    """Of other taps, of another kind, and with fewer levels than the recipe drafts; the card tells of its own alone."""
+    frozen = FrozenTarget.from_folder(Path(trained.target.path), torch.float32)
+    sections: dict[str, HeadSection] = {
+        "early": Eagle3Section(kind="eagle3", taps=(0, 1)),
+        "medusa": MedusaSection(kind="medusa", medusa_heads=1),
+    }
+    for name, section in sections.items():
+        head = new_head(section, frozen, DraftVocab.full(frozen.config.vocab_size), seed=1)
+        save_head(head, tmp_path / name)
+    folders = ", ".join(f"{name}: {tmp_path / name}" for name in sections)
+    recipe = tiny_recipe(
+        trained.run_dir.parent,
+        "report.num_prompts=2",
+        "report.temperatures=[0.0]",
+        "report.batches=[1, 2]",
+        "report.baselines=[chain, tree, generate_lookup]",
+        f"report.other_heads={{{folders}}}",
+    )
+    found = {(o.way, o.batch): o for o in report(recipe)}
+    heads = {f"{name} {kind}".strip() for name in ("", *sections) for kind in ("chain", "tree")}
+    assert found.keys() == {*product({"plain", *heads}, (1, 2)), ("generate_lookup", 1)}
+    assert all(o.identical == o.prompts == 2 for o in found.values())
+    assert len(found["early tree", 1].stats.accepted_at_depth) <= 2
+    assert found["medusa tree", 1].stats.drafted <= 2 * found["medusa tree", 1].stats.steps
+    assert found["chain", 1].speedups.keys() == {"plain", "generate_lookup"}
+    card = measured(recipe, recipe.head_dir)
+    assert card.count("| tree |") == 2  # a row for each batch size
+    assert "early" not in card
+    with pytest.raises(ValueError, match=r"chain or tree is needed among them, to measure report\.other_heads"):
+        tiny_recipe(trained.run_dir.parent, "report.baselines=[plain]", f"report.other_heads={{{folders}}}")
+
+
+@pytest.mark.slow  # a process starts
+def test_workers_measure_what_one_process_does(trained: Recipe) -> None:
+    """Three prompts among two processes, in batches of two as well: the same texts and steps, in the same places."""
+    settings = ("report.num_prompts=3", "report.temperatures=[0.7]", "report.batches=[1, 2]")
+    outcomes = [
+        report(tiny_recipe(trained.run_dir.parent, *settings, f"report.workers={workers}")) for workers in (1, 2)
+    ]
+    for alone, shared in zip(*outcomes, strict=True):
+        assert (alone.way, alone.batch, alone.new_tokens) == (shared.way, shared.batch, shared.new_tokens)
+        if not alone.way.startswith("generate"):
+            assert alone.identical == shared.identical == 3
+        assert (alone.stats.steps, alone.stats.accepted_at_depth) == (
+            shared.stats.steps,
+            shared.stats.accepted_at_depth,
+        )
+    with pytest.raises(ValueError, match=r"report\.workers: 2 given, 1 is allowed on meta; leave it out"):
+        report(tiny_recipe(trained.run_dir.parent, "report.workers=2", "target.device=meta"))
+
+
+def test_in_turn_puts_shares_back_together() -> None:
+    units = [Run([[number]], [], 0.0, [], []) for number in range(7)]
+    assert in_turn((units[0::3], units[1::3], units[2::3])) == units
 
 
 def test_a_report_without_a_head_names_the_folder(tmp_path: Path) -> None:

@@ -143,6 +143,8 @@ def measured(recipe: Recipe, source: Path) -> str:
     outcomes = report["outcomes"]
     plain = {(one["temperature"], one["batch"]): one["tokens_per_second"] for one in outcomes if one["way"] == "plain"}
     for one in outcomes:
+        if one["way"].partition(" ")[0] in report["other_heads"]:
+            continue
         ratio = one["tokens_per_second"] / plain[one["temperature"], one["batch"]]
         row = [one["way"], f"{one['temperature']:g}", str(one["batch"]), str(one["prompts"]), f"{one['tau']:.2f}"]
         lines.append("| " + " | ".join([*row, f"{ratio:.2f}"]) + " |")
