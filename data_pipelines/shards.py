@@ -42,26 +42,58 @@ def shard_name(split: str, index: int) -> str:
     return f"{split}-{index:05d}.safetensors"
 
 
-def write_shard(path: Path, samples: list[Sample], taps: tuple[int, ...], made_from: str, storage: str) -> None:
-    """Write then rename, so a reader sees a whole shard or none and a killed harvest can simply resume.
+class ShardBuffer:
+    """Room for the samples of a shard, which come in any order and are written at once.
 
-    Each tap is a tensor of its own, so that a head reads its taps alone. `storage` is a data.dtype; `made_from`
-    identifies the run's inputs, a shard of other inputs is refused later.
+    Each tap is a tensor of its own, so that a head reads its taps alone.
     """
-    last_hidden = torch.cat([sample.last_hidden for sample in samples])
-    states = torch.cat([sample.taps for sample in samples]).unflatten(-1, (len(taps), last_hidden.shape[-1]))
-    lengths = torch.tensor([0] + [len(sample.tokens) for sample in samples])
-    tensors = {
-        "tokens": torch.cat([sample.tokens.to(torch.int32) for sample in samples]),
-        "loss_mask": torch.cat([sample.loss_mask.to(torch.uint8) for sample in samples]),
-        **encode("last_hidden", last_hidden, storage),
-        "offsets": lengths.cumsum(0),
-    }
-    for number, tap in enumerate(taps):
-        tensors |= encode(f"tap.{tap}", states[:, number], storage)
-    partial = path.with_name(path.name + ".partial")
-    save_file(tensors, partial, metadata={"made_from": made_from})
-    partial.replace(path)
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        """`lengths` are the tokens of each sample."""
+        self.offsets = torch.tensor([0, *lengths]).cumsum(0)
+        self.tensors: dict[str, Tensor] = {}
+
+    def put(self, numbers: Sequence[int], tensors: dict[str, Tensor]) -> None:
+        """What belongs to the tokens of these samples, one sample behind the other: [tokens, ...] each."""
+        for name, tensor in tensors.items():
+            if name not in self.tensors:
+                self.tensors[name] = torch.empty(int(self.offsets[-1]), *tensor.shape[1:], dtype=tensor.dtype)
+            at = 0
+            for number in numbers:
+                start, end = self.offsets[number : number + 2].tolist()
+                self.tensors[name][start:end] = tensor[at : at + end - start]
+                at += end - start
+
+    def write(self, path: Path, made_from: str) -> None:
+        """Write then rename, so a reader sees a whole shard or none and a killed harvest can simply resume.
+
+        `made_from` identifies the run's inputs, a shard of other inputs is refused later.
+        """
+        partial = path.with_name(path.name + ".partial")
+        save_file({**self.tensors, "offsets": self.offsets}, partial, metadata={"made_from": made_from})
+        partial.replace(path)
+
+
+def stored_tokens(tokens: Tensor, loss_mask: Tensor) -> dict[str, Tensor]:
+    """The tensors of a shard that say what a text is. Both [tokens]."""
+    return {"tokens": tokens.to(torch.int32), "loss_mask": loss_mask.to(torch.uint8)}
+
+
+def stored_states(taps: tuple[int, ...], tapped: Tensor, last_hidden: Tensor, storage: str) -> dict[str, Tensor]:
+    """The tensors of a shard that hold hidden states, wherever these are; [tokens, taps * hidden], [tokens, hidden]."""
+    stored = encode("last_hidden", last_hidden, storage)
+    for tap, states in zip(taps, tapped.split(last_hidden.shape[-1], dim=-1), strict=True):
+        stored |= encode(f"tap.{tap}", states, storage)
+    return stored
+
+
+def write_shard(path: Path, samples: list[Sample], taps: tuple[int, ...], made_from: str, storage: str) -> None:
+    """Samples that are all there as a shard; `storage` is a data.dtype."""
+    buffer = ShardBuffer([len(sample.tokens) for sample in samples])
+    for number, sample in enumerate(samples):
+        states = stored_states(taps, sample.taps, sample.last_hidden, storage)
+        buffer.put([number], {**stored_tokens(sample.tokens, sample.loss_mask), **states})
+    buffer.write(path, made_from)
 
 
 def shard_is_whole(path: Path, made_from: str) -> bool:
@@ -170,6 +202,10 @@ class FeatureStore:
         """How large each tap is, over the first shard."""
         samples = (self[number] for number, (shard, _) in enumerate(self.places) if shard == 0)
         return median_tap_sizes(samples, taps, num_layers)
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._opened.clear()
 
     def _shard(self, shard: int) -> Any:
         """A shard, opened and checked the first time."""

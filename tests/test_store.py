@@ -193,6 +193,28 @@ def test_reading_ahead_gives_the_same_samples_from_a_thread_of_its_own(harvested
     assert readers == {"read-ahead_0"}
 
 
+def test_closing_ends_the_reader_and_drops_what_was_not_begun(harvested: Path) -> None:
+    """At the end of a run, and where one is stopped: nothing is read on, and no thread is left."""
+    gate, begun, read = threading.Event(), threading.Event(), list[int]()
+
+    class Slow(FeatureStore):
+        def __getitem__(self, index: int) -> Sample:
+            begun.set()
+            gate.wait()
+            read.append(index)
+            return super().__getitem__(index)
+
+    ahead = ReadAhead(Slow(harvested / "run" / "features", "train"))
+    ahead.expect(range(10))
+    begun.wait()
+    threading.Timer(0.02, gate.set).start()
+    ahead.close()
+    assert read == [0]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("read-ahead")]
+    with pytest.raises(RuntimeError):
+        ahead[1]
+
+
 # The draft vocabulary
 
 

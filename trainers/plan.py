@@ -52,12 +52,14 @@ class DataSizes:
     @classmethod
     def of(cls, recipe: Recipe, target: TargetConfig) -> "DataSizes":
         data, longest = recipe.data, recipe.data.prompt_tokens + recipe.data.response_tokens
-        if (recipe.features_dir / MANIFEST).is_file():
-            stores = [FeatureStore(recipe.features_dir, split) for split in ("train", "heldout")]
+        folder = data.store or recipe.features_dir
+        if data.mode == "offline" and (folder / MANIFEST).is_file():
+            stores = [FeatureStore(folder, split) for split in ("train", "heldout")]
             stored = sum(shard["bytes"] for store in stores for shard in store.shards)
             return cls(True, len(stores[0]), stores[0].num_tokens, longest, stored)
         taps = stored_taps(head_taps(recipe.head, target), target.num_layers)
-        per_token = bytes_per_token(target.hidden_size, len(taps), data.dtype)
+        stored = data.mode == "offline"
+        per_token = bytes_per_token(target.hidden_size, len(taps), data.dtype) if stored else 0
         tokens = data.num_prompts * longest
         return cls(False, data.num_prompts, tokens, longest, per_token * (tokens + data.heldout_samples * longest))
 
