@@ -88,7 +88,8 @@ class ZeroSlices(Ranks):
         self.engine = engine  # its hooks gather the weights; it takes them away when it goes
         self.model: nn.Module = engine.module
         self.is_working = False
-        self.model.register_forward_pre_hook(self._announce)
+        # Before DeepSpeed's own hook, which begins to gather.
+        self.model.register_forward_pre_hook(self._announce, prepend=True)
 
     def carry_out(self, ask: Callable[Asked, Found], work: Callable[[Callable[Asked, Found]], None]) -> None:
         self.is_working = True

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_run import build_run, modified, tiny_recipe
+from tiny_run import assert_same_sample, build_run, modified, tiny_recipe
 from torch.testing import assert_close
 
 from data_pipelines.features import States, tap
@@ -20,7 +20,7 @@ from recipes.jsonl import read_jsonl
 from trainers.eagle import run
 
 TAPS = (2, 3, 4)
-ELSEWHERE = "data.online_devices=[cpu]"
+WHERE = [(), pytest.param(("data.online_devices=[cpu]",), marks=pytest.mark.slow)]  # a process takes seconds to start
 
 
 @pytest.fixture(scope="module")
@@ -56,13 +56,12 @@ def counted(folder: Path) -> tuple[Counted, OnlineStore]:
 
 def assert_same_samples(made: SampleStore, stored: FeatureStore, numbers: range | list[int]) -> None:
     for number in numbers:
-        for name, tensor in vars(stored[number]).items():
-            assert_close(vars(made[number])[name], tensor, rtol=1e-5, atol=1e-5)
+        assert_same_sample(made[number], stored[number])
 
 
-@pytest.mark.parametrize("where", [(), (ELSEWHERE,)])
+@pytest.mark.parametrize("where", WHERE)
 def test_online_samples_are_those_that_a_harvest_stores(folder: Path, where: tuple[str, ...]) -> None:
-    """To 1e-5, with the target in this process and in one of its own."""
+    """With the target in this process and in one of its own."""
     recipe = online(folder, *where)
     before = modified(folder)
     with open_stores(recipe, harvest(recipe), TAPS) as made:
@@ -103,7 +102,7 @@ def test_no_more_than_two_steps_are_in_memory(counted: tuple[Counted, OnlineStor
     assert len(target.asked) == 4  # 0 and 1 were forgotten, and read again
 
 
-@pytest.mark.parametrize("where", [(), (ELSEWHERE,)])
+@pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_training_online_has_the_losses_of_training_from_a_store(
     folder: Path, tmp_path: Path, where: tuple[str, ...], accumulate: int
@@ -140,6 +139,7 @@ def test_a_cache_keeps_what_fits_and_no_more(folder: Path) -> None:
 # A target in a process of its own
 
 
+@pytest.mark.slow
 def test_a_targets_process_that_is_gone_is_named(folder: Path) -> None:
     process = TargetProcess(online(folder).target, TAPS, "cpu")
     process._process.kill()
@@ -148,6 +148,7 @@ def test_a_targets_process_that_is_gone_is_named(folder: Path) -> None:
     process.close()
 
 
+@pytest.mark.slow
 def test_a_closed_target_process_ends(folder: Path) -> None:
     process = TargetProcess(online(folder).target, TAPS, "cpu")
     assert process.ask([[1, 2, 3]]).last_hidden.shape == (3, 32)

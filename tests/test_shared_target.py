@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from launches import finish, launch, launch_module
-from tiny_run import build_run, tiny_recipe
-from torch.testing import assert_close
+from tiny_run import assert_same_sample, build_run, tiny_recipe
 from transformers import GPT2Config, LlamaConfig
 
 from data_pipelines.harvest import harvest
@@ -40,7 +39,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def assert_same_harvest(found: Path, expected: Path) -> None:
     """The same texts, and their states to the rounding of float32."""
     names = sorted(path.name for path in (expected / "responses").glob("*.jsonl"))
-    assert sorted(path.name for path in (found / "responses").iterdir()) == [*names, "stage.json"]
+    assert {path.name for path in (found / "responses").iterdir()} == {*names, "stage.json"}
     for name in names:
         assert (found / "responses" / name).read_text() == (expected / "responses" / name).read_text()
     assert verify(found / "features") == []
@@ -48,8 +47,7 @@ def assert_same_harvest(found: Path, expected: Path) -> None:
         mine, its = (FeatureStore(folder / "features", split) for folder in (found, expected))
         assert len(mine) == len(its)
         for number in range(len(its)):
-            for name, tensor in vars(its[number]).items():
-                assert_close(vars(mine[number])[name], tensor, rtol=1e-5, atol=1e-5)
+            assert_same_sample(mine[number], its[number])
 
 
 @pytest.mark.slow
@@ -90,13 +88,13 @@ def test_a_head_drafts_for_them_and_the_text_is_the_same(alone: Path, tmp_path: 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_each_rank_holds_its_part_and_ranks_may_differ_in_work(alone: Path, tmp_path: Path, way: str) -> None:
-    """Of 7 layers; embedding, norms and (in tensor parallel) nothing else are whole on both."""
+    """About half of all weights (norms are small, and whole in tensor parallel), before and behind their passes."""
     result = tmp_path / "held.json"
     finish(launch("ddp", 2, "tests/held_by_rank.py", alone / "recipe.yaml", result, way))
-    sizes = 300 * 32, 7 * (32 * (32 + 16 + 16 + 32) + 3 * 32 * 64), 7 * 2 * 32 + 32
-    ends, layers, norms = sizes
-    split = ends + ends // 2 + layers // 2 + norms if "tp_plan" in way else (2 * ends + layers + norms) // 2
-    assert json.loads(result.read_text()) == [[split, split]] * 2
+    everything = 2 * 300 * 32 + 7 * (32 * (32 + 16 + 16 + 32) + 3 * 32 * 64) + 15 * 32
+    held = json.loads(result.read_text())
+    assert held == [[held[0][0]] * 2] * 2
+    assert everything / 2 <= held[0][0] < everything * 0.51
 
 
 @pytest.mark.slow
@@ -119,7 +117,7 @@ def test_one_process_loads_such_a_target_whole(alone: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("heads", "kv_heads", "ranks"), [(4, 2, 4), (4, 4, 3), (6, 3, 2)])
 def test_heads_that_do_not_come_out_even_are_refused(heads: int, kv_heads: int, ranks: int) -> None:
-    config = LlamaConfig(num_attention_heads=heads, num_key_value_heads=kv_heads)
+    config = LlamaConfig(hidden_size=heads * 8, num_attention_heads=heads, num_key_value_heads=kv_heads)
     refuse_split(config, 1)
     with pytest.raises(ValueError, match=rf"target\.tp_plan: auto given, {ranks} ranks cannot share {heads} attention"):
         refuse_split(config, ranks)
