@@ -67,10 +67,12 @@ class ShardBuffer:
     def write(self, path: Path, made_from: str) -> None:
         """Write then rename, so a reader sees a whole shard or none and a killed harvest can simply resume.
 
-        `made_from` identifies the run's inputs, a shard of other inputs is refused later.
+        `made_from` identifies the run's inputs, a shard of other inputs is refused later. What the manifest will say of
+        it is noted beside it, so that no rank has to read all shards at the end.
         """
         partial = path.with_name(path.name + ".partial")
         save_file({**self.tensors, "offsets": self.offsets}, partial, metadata={"made_from": made_from})
+        write_text(note_path(path), json.dumps(shard_entry(partial, path.name)))
         partial.replace(path)
 
 
@@ -109,21 +111,31 @@ def shard_is_whole(path: Path, made_from: str) -> bool:
     return True
 
 
+def note_path(shard: Path) -> Path:
+    """Where a shard's entry waits for the manifest."""
+    return shard.with_name(shard.name + ".note")
+
+
+def shard_entry(path: Path, name: str) -> Json:
+    """What the manifest says of a shard of that name."""
+    offsets = _open(path).get_tensor("offsets")
+    return {
+        "file": name,
+        "samples": len(offsets) - 1,
+        "tokens": int(offsets[-1]),
+        "bytes": path.stat().st_size,
+        "sha256": file_digest(path),
+    }
+
+
 def write_manifest(folder: Path, names: Iterable[str], about: Json) -> None:
     """List the shards of a run with their sizes and checksums; whatever else lies in the folder stays foreign."""
-    shards = []
-    for path in (folder / name for name in sorted(names)):
-        offsets = _open(path).get_tensor("offsets")
-        shards.append(
-            {
-                "file": path.name,
-                "samples": len(offsets) - 1,
-                "tokens": int(offsets[-1]),
-                "bytes": path.stat().st_size,
-                "sha256": file_digest(path),
-            }
-        )
+    paths = [folder / name for name in sorted(names)]
+    noted = {path: json.loads(note_path(path).read_text()) for path in paths if note_path(path).is_file()}
+    shards = [noted[path] if path in noted else shard_entry(path, path.name) for path in paths]
     write_text(folder / MANIFEST, json.dumps({**about, "shards": shards}, indent=1))
+    for path in noted:
+        note_path(path).unlink()
 
 
 class FeatureStore:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from data_pipelines.features import tap
+from data_pipelines.features import Ask, tap
 from data_pipelines.online import OnlineStore
 from data_pipelines.read_ahead import ReadAhead
 from data_pipelines.shards import FeatureStore, Sample
@@ -58,7 +58,7 @@ def open_stores(recipe: Recipe, harvested: Stage, taps: tuple[int, ...]) -> Iter
             yield ends.enter_context(closing(ReadAhead(stored))), heldout
             return
         if data.online_devices is None:
-            ask = partial(tap, TargetModel.load(recipe.target, taps))
+            ask: Ask = partial(tap, TargetModel.load(recipe.target, taps))
         else:
             device = data.online_devices[Ranks().rank % len(data.online_devices)]
             ask = ends.enter_context(closing(TargetProcess(recipe.target, taps, device))).ask

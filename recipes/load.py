@@ -154,11 +154,11 @@ def add_schema_mistake(raw: RawRecipe, details: ErrorDetails) -> None:
     known = recipe_fields().get(path)
     if details["type"] == "extra_forbidden":
         raw.add_mistake(path, unknown_key(path, kind))
+    elif details["type"] == "value_error":
+        raw.add_mistake(path, str(details["ctx"]["error"]))
     elif known is None:
         keys = ", ".join(section_keys(path))
         raw.add_mistake(path, f"a section is allowed, with keys of {keys}; write them below `{path}:`, one per line")
-    elif details["type"] == "value_error":
-        raw.add_mistake(path, str(details["ctx"]["error"]))
     else:
         advice = "add it" if raw.given(path) == "nothing" else "write such a value"
         given = details.get("ctx", {}).get("tag", details["input"])
