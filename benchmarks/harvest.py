@@ -65,7 +65,7 @@ def benchmark(recipe: Recipe) -> None:
         columns, tau = measured(small)
         exact = exact or tau
         table.add_row(storage, *columns, f"{tau:.2f}", f"{tau / exact - 1:+.1%}")
-    Console().print(table)
+    Console(width=120).print(table)
 
 
 def measured(recipe: Recipe) -> tuple[list[str], float]:
