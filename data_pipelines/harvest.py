@@ -12,7 +12,7 @@ import torch
 from accelerate import PartialState
 
 from data_pipelines.features import Ask, tap, write_features
-from data_pipelines.plan import Plan, first_batch, timed
+from data_pipelines.plan import Plan, first_batch, foreseen, timed
 from data_pipelines.prompts import make_prompts
 from data_pipelines.responses import (
     Text,
@@ -83,6 +83,10 @@ def harvest(recipe: Recipe) -> Stage:
     load = cache(partial(TargetModel.load, recipe.target, taps))  # once, where it is needed at all
     responses = responses_stage(recipe, prompts)
     if not responses.is_complete():
+        if recipe.data.mode == "offline":
+            expected = foreseen(recipe, config, taps, pieces(recipe))
+            if state.is_main_process:
+                print(expected)
         begin(responses, state)
         make_responses(recipe, load, state)
         state.wait_for_everyone()
