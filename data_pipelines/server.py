@@ -30,7 +30,7 @@ class CompletionServer:
             retries,
             pause,
         )
-        # As many connections as requests are in flight: by default those beyond a hundred would time out waiting for one.
+        # One for each request in flight: by default those beyond a hundred would time out waiting for a connection.
         self.client = httpx.Client(timeout=TIMEOUT, limits=httpx.Limits(max_connections=None))
         self.model = str(self._found(self._ask("GET", "/v1/models", None), "data")["id"])
 
@@ -61,8 +61,8 @@ class CompletionServer:
         listed = answer.get(key)
         if not isinstance(listed, list) or not listed or not isinstance(listed[0], dict):
             raise ValueError(
-                f"data.server: {self.url} answers without {key} ({str(answer)[:200]}); an OpenAI-compatible server, such "
-                "as vLLM's or SGLang's, is needed"
+                f"data.server: {self.url} answers without {key} ({str(answer)[:200]}); an OpenAI-compatible server, "
+                "such as vLLM's or SGLang's, is needed"
             )
         found: Json = listed[0]
         return found

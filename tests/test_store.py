@@ -126,6 +126,17 @@ def test_a_merged_store_holds_the_samples_of_all_and_is_trained_on(harvested: Pa
             assert vars(merged[number])[name].equal(tensor)
 
 
+def test_a_shard_comes_once_into_a_merged_store_and_its_origin_is_kept(harvested: Path, tmp_path: Path) -> None:
+    source = harvested / "run" / "features"
+    shutil.copytree(source, tmp_path / "copy")
+    merge(tmp_path / "merged", [source, tmp_path / "copy"])
+    found = stats(tmp_path / "merged")
+    assert (found["train"], found["heldout"]) == (stats(source)["train"], stats(source)["heldout"])
+    assert [(about["mask_rule"], about["written_by"]) for about in found["merged_from"]] == [
+        ("response", "plain decoding")
+    ] * 2
+
+
 def test_stores_of_other_states_are_not_merged(harvested: Path, tmp_path: Path) -> None:
     other = tiny_recipe(harvested, f"run_dir={tmp_path / 'other'}", "head.taps=[1]", "data.dtype=bfloat16")
     with pytest.raises(ValueError, match=r"dtype: 'float32' in .*, 'bfloat16' in(.|\n)*taps: \[2, 3, 4\]"):

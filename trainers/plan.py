@@ -120,6 +120,9 @@ def data_rows(recipe: Recipe, data: DataSizes, sizes: HeadSizes) -> list[Row]:
 
 
 def measuring(recipe: Recipe) -> str:
+    if recipe.data.mode == "online":
+        where = "on every rank" if recipe.data.online_devices is None else "on data.online_devices"
+        return f"{where} while training, and once more on the main one, which decodes train.eval_prompts"
     if not recipe.train.eval_prompts:
         return "only for the harvest, as train.eval_prompts is 0"
     return "on every rank of the harvest, and on the main rank while training"
