@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import FAMILIES
 from launches import finish, launch, launch_module
 from tiny_run import assert_same_sample, build_run, tiny_recipe
 from transformers import GPT2Config, LlamaConfig
@@ -95,6 +96,28 @@ def test_each_rank_holds_its_part_and_ranks_may_differ_in_work(alone: Path, tmp_
     held = json.loads(result.read_text())
     assert held == [[held[0][0]] * 2] * 2
     assert everything / 2 <= held[0][0] < everything * 0.51
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_every_family_has_the_states_and_writes_the_text_that_it_has_alone(tmp_path: Path, way: str) -> None:
+    """Where transformers has a plan for it; the others are refused, and can be sliced."""
+    models = {name: make() for name, make in FAMILIES.items() if name != "int8"}
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / "models" / name)
+    result = tmp_path / "errors.json"
+    kind = way.removeprefix("target.").partition("=")[0]
+    finish(launch("ddp", 2, "tests/families_on_ranks.py", tmp_path / "models", kind, result))
+    planless = {name for name, model in models.items() if model.config.base_model_tp_plan is None}
+    assert len(planless) < len(models) / 2
+    errors = json.loads(result.read_text())
+    assert errors.keys() == models.keys()
+    for name, error in errors.items():
+        if kind == "tp_plan" and name in planless:
+            assert "refused: target.tp_plan: auto given, transformers has no plan" in error
+        else:
+            assert isinstance(error, float), f"{name}: {error}"
+            assert error < 1e-5, name
 
 
 @pytest.mark.slow
