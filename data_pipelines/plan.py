@@ -61,7 +61,7 @@ def foreseen(recipe: Recipe, config: TargetConfig, taps: tuple[int, ...], work: 
     """
     per_token = bytes_per_token(config.hidden_size, len(taps), recipe.data.dtype)
     rows = [row for piece in work for row in piece.rows]
-    least = per_token * sum(len(row.get("text", row["tokens"])) for row in rows)
+    least = per_token * sum(len(row["text"] if "text" in row else row["tokens"]) for row in rows)
     written = recipe.data.response_tokens * len(rows) if recipe.data.responses == "target" else 0
     free = shutil.disk_usage(recipe.data_folder).free
     if least * SAFETY > free:

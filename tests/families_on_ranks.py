@@ -6,6 +6,7 @@ accelerate launch ... tests/families_on_ranks.py FOLDER {tp_plan,zero_stage} RES
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -18,7 +19,7 @@ from recipes.schema import TargetSection
 
 TEXTS = [list(range(3, 43)), [7, 8, 9], [50] * 20]
 REQUESTS = [Request([5, 6, 7], 6), Request([9, 4], 9, Sampling(0.8, seed=1))]
-ASKED = {"tp_plan": {"tp_plan": "auto"}, "zero_stage": {"zero_stage": 3}}
+ASKED: dict[str, dict[str, Any]] = {"tp_plan": {"tp_plan": "auto"}, "zero_stage": {"zero_stage": 3}}
 
 
 def largest_error(folder: Path, way: str) -> float | str:
