@@ -83,10 +83,8 @@ def stored_tokens(tokens: Tensor, loss_mask: Tensor) -> dict[str, Tensor]:
 
 def stored_states(taps: tuple[int, ...], tapped: Tensor, last_hidden: Tensor, storage: str) -> dict[str, Tensor]:
     """The tensors of a shard that hold hidden states, wherever these are; [tokens, taps * hidden], [tokens, hidden]."""
-    stored, states = (
-        encode("last_hidden", last_hidden, storage),
-        tapped.unflatten(-1, (len(taps), last_hidden.shape[-1])),
-    )
+    stored = encode("last_hidden", last_hidden, storage)
+    states = tapped.unflatten(-1, (len(taps), last_hidden.shape[-1]))
     for number, tap in enumerate(taps):
         stored |= encode(f"tap.{tap}", states[:, number], storage)
     return stored
