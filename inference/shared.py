@@ -147,8 +147,10 @@ def refuse_split(config: PreTrainedConfig, count: int) -> None:
 
 
 def load_zero_slices(section: TargetSection, load: Callable[[], PreTrainedModel]) -> tuple[PreTrainedModel, Ranks]:
-    import deepspeed  # an extra that need not be installed
-
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise ValueError("target.zero_stage: 3 given, which needs DeepSpeed; pip install -e .[deepspeed]") from error
     config = {
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
         "bf16": {"enabled": section.dtype == "bfloat16"},

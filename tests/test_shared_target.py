@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,15 +12,16 @@ import torch
 from families import FAMILIES
 from launches import finish, launch, launch_module
 from tiny_run import assert_same_sample, build_run, tiny_recipe
-from transformers import GPT2Config, LlamaConfig
+from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from data_pipelines.harvest import harvest
 from data_pipelines.shards import FeatureStore
 from data_pipelines.store import verify
 from heads.build import draft_vocab, new_head, save_head
 from heads.frozen import FrozenTarget
-from inference.shared import refuse_split
+from inference.shared import load_zero_slices, refuse_split
 from recipes import Recipe, load_recipe
+from recipes.schema import TargetSection
 from trainers.run import refuse_lone_decoding
 
 needs_deepspeed = pytest.mark.skipif(
@@ -144,6 +146,13 @@ def test_heads_that_do_not_come_out_even_are_refused(heads: int, kv_heads: int, 
     refuse_split(config, 1)
     with pytest.raises(ValueError, match=rf"target\.tp_plan: auto given, {ranks} ranks cannot share {heads} attention"):
         refuse_split(config, ranks)
+
+
+def test_zero_without_deepspeed_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    section = TargetSection(path="anywhere", dtype="float32", zero_stage=3)
+    with pytest.raises(ValueError, match=r"target\.zero_stage: 3 given, which needs DeepSpeed; pip install"):
+        load_zero_slices(section, LlamaForCausalLM)
 
 
 def test_a_family_without_a_plan_is_refused() -> None:
