@@ -5,6 +5,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -152,7 +153,7 @@ def test_zero_without_deepspeed_says_what_to_install(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     section = TargetSection(path="anywhere", dtype="float32", zero_stage=3)
     with pytest.raises(ValueError, match=r"target\.zero_stage: 3 given, which needs DeepSpeed; pip install"):
-        load_zero_slices(section, LlamaForCausalLM)
+        load_zero_slices(section, partial(LlamaForCausalLM, LlamaConfig()))
 
 
 def test_a_family_without_a_plan_is_refused() -> None:
