@@ -8,25 +8,30 @@ Works in RUN_DIR/bench_harvest, which it makes anew, with 256 of the recipe's pr
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from accelerate import PartialState
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
-from data_pipelines.batches import Batch
+from data_pipelines.batches import Batch, length_buckets
 from data_pipelines.codec import bytes_per_token
-from data_pipelines.harvest import harvest, write_features
+from data_pipelines.features import tap, write_features
+from data_pipelines.harvest import harvest
 from data_pipelines.responses import Text, responses_path
-from data_pipelines.shards import FeatureStore
-from data_pipelines.work import Piece, pieces
+from data_pipelines.shards import FeatureStore, note_path, shard_name
+from data_pipelines.work import Piece, metered, pieces
 from inference.target import TargetModel
 from recipes import Recipe, run_command
 from recipes.jsonl import read_jsonl
 from trainers.eagle import run
 
 PROMPTS, HELDOUT, STEPS = 256, 32, 200
-REPEATS = 3  # of each timing; the fastest counts
+EVAL_PROMPTS = 16  # decoded for tau; few would drown what a storage costs in noise
+REPEATS = 5  # of each timing; the fastest counts
 STORAGES = ("float32", "bfloat16", "float8", "int8")
 
 
@@ -48,33 +53,42 @@ def benchmark(recipe: Recipe) -> None:
         "read tokens/s",
         "trained",
         "tau",
+        "change",
     )
+    exact = 0.0
     for storage in STORAGES:
         small = smaller(recipe, storage)
         for name in ("prompts", "responses"):  # written once
             if storage != STORAGES[0]:
                 shutil.copytree(folder / STORAGES[0] / name, small.run_dir / name)
         harvest(small)
-        table.add_row(storage, *measured(small))
-    Console().print(table)
+        columns, tau = measured(small)
+        exact = exact or tau
+        table.add_row(storage, *columns, f"{tau:.2f}", f"{tau / exact - 1:+.1%}")
+    Console(width=120).print(table)
 
 
-def measured(recipe: Recipe) -> list[str]:
-    """The columns of the table, of a recipe whose features are there."""
+def measured(recipe: Recipe) -> tuple[list[str], float]:
+    """The columns of the table, of a recipe whose features are there, and the accepted length of its head."""
     store = FeatureStore(recipe.features_dir, "train")
     target = TargetModel.load(recipe.target, tuple(store.taps))
     work = [piece for piece in pieces(recipe) if piece.split == "train"]
-    bare = store.num_tokens / fastest(lambda: forward_only(recipe, target, work))
-    full = store.num_tokens / fastest(lambda: harvest_again(recipe, target, work))
-    read = store.num_tokens / fastest(lambda: read_epoch(recipe))
+    batches = harvested_batches(recipe, work)
+    if recipe.data.dtype == "float32":
+        refuse_other_states(store, target, batches)
+    bare_seconds, full_seconds = in_turns(
+        lambda: forward_only(target, batches), lambda: harvest_again(recipe, target, work)
+    )
+    [read_seconds] = in_turns(lambda: read_epoch(recipe))
     run(recipe)
     lines = list(read_jsonl(recipe.metrics_path))
     trained = max(line["train/tokens_per_second"] for line in lines if "train/tokens_per_second" in line)
     tau = [line["heldout/tau"] for line in lines if "heldout/tau" in line][-1]
     size = sum(path.stat().st_size for path in recipe.features_dir.glob("train-*.safetensors")) / store.num_tokens
     plain = bytes_per_token(target.config.hidden_size, len(target.taps), "bfloat16")
-    speeds = [f"{full:,.0f}", f"{full / bare:.0%}", f"{read:,.0f}", f"{trained:,.0f}"]
-    return [f"{size:,.0f}", f"{size / plain:.2f}", *speeds, f"{tau:.2f}"]
+    full, read = store.num_tokens / full_seconds, store.num_tokens / read_seconds
+    speeds = [f"{full:,.0f}", f"{bare_seconds / full_seconds:.0%}", f"{read:,.0f}", f"{trained:,.0f}"]
+    return [f"{size:,.0f}", f"{size / plain:.2f}", *speeds], tau
 
 
 def smaller(recipe: Recipe, storage: str) -> Recipe:
@@ -84,7 +98,7 @@ def smaller(recipe: Recipe, storage: str) -> Recipe:
         "steps": STEPS,
         "checkpoint_every": STEPS,
         "eval_every": STEPS,
-        "eval_prompts": max(recipe.train.eval_prompts, 4),
+        "eval_prompts": EVAL_PROMPTS,
     }
     return recipe.model_copy(
         update={
@@ -95,28 +109,61 @@ def smaller(recipe: Recipe, storage: str) -> Recipe:
     )
 
 
-def forward_only(recipe: Recipe, target: TargetModel, work: list[Piece]) -> None:
-    """The target over the batches of a harvest, and nothing else."""
+@dataclass(frozen=True)
+class HarvestBatch:
+    """One forward of a harvest: the samples' numbers in the store, and their tokens."""
+
+    numbers: list[int]
+    texts: list[list[int]]
+
+
+def harvested_batches(recipe: Recipe, work: list[Piece]) -> list[HarvestBatch]:
+    """Those of the harvest itself."""
+    found, first = [], 0
     for piece in work:
-        texts = sorted((Text.from_row(row).tokens for row in read_jsonl(responses_path(recipe, piece))), key=len)
-        for start in range(0, len(texts), recipe.data.harvest_batch):
-            batch = texts[start : start + recipe.data.harvest_batch]
-            longest = max(map(len, batch))
-            tokens = torch.tensor([text + [0] * (longest - len(text)) for text in batch], device=target.device)
-            with torch.inference_mode():
-                target.model(input_ids=tokens, use_cache=False, logits_to_keep=1)
+        texts = [Text.from_row(row).tokens for row in read_jsonl(responses_path(recipe, piece))]
+        for numbers in length_buckets([len(text) for text in texts], recipe.data.harvest_batch):
+            found.append(HarvestBatch([first + number for number in numbers], [texts[number] for number in numbers]))
+        first += len(texts)
+    return found
+
+
+def padded(target: TargetModel, texts: list[list[int]]) -> Tensor:
+    longest = max(map(len, texts))
+    return torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=target.device)
+
+
+def refuse_other_states(store: FeatureStore, target: TargetModel, batches: list[HarvestBatch]) -> None:
+    """The bare forward must compute what is stored: transformers' own hidden states, to the rounding of float32."""
+    for batch in batches:
+        with torch.inference_mode():
+            output = target.model(padded(target, batch.texts), use_cache=False, output_hidden_states=True)
+        states = torch.cat([output.hidden_states[tap] for tap in store.taps], dim=-1).float().cpu()
+        for number, row in zip(batch.numbers, states, strict=True):
+            stored = store[number].taps
+            error = float((row[: len(stored)] - stored).abs().max() / stored.abs().max())
+            assert error < 1e-5, f"sample {number} differs from a bare forward by {error:.1e}"
+
+
+def forward_only(target: TargetModel, batches: list[HarvestBatch]) -> None:
+    """The target over the batches of a harvest, and nothing else."""
+    for batch in batches:
+        with torch.inference_mode():
+            target.model(input_ids=padded(target, batch.texts), use_cache=False, logits_to_keep=1)
     if target.device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def harvest_again(recipe: Recipe, target: TargetModel, work: list[Piece]) -> None:
-    """The same with everything that a harvest does."""
-    for path in recipe.features_dir.glob("train-*.safetensors"):
+    """The same with everything that a harvest does, from reading the responses to the checksum of each shard."""
+    paths = [recipe.features_dir / shard_name(piece.split, piece.index) for piece in work]
+    for path in paths:
         path.rename(path.with_suffix(".kept"))
-    for piece in work:
-        write_features(recipe, target, piece, "a benchmark")
-    for path in recipe.features_dir.glob("train-*.kept"):
-        path.replace(path.with_suffix(".safetensors"))
+    with metered(work, PartialState(), "a harvest, for the clock") as meter:
+        write_features(recipe, target.taps, partial(tap, target), work, "a benchmark", meter)
+    for path in paths:
+        path.with_suffix(".kept").replace(path)
+        note_path(path).unlink()
 
 
 def read_epoch(recipe: Recipe) -> None:
@@ -126,14 +173,15 @@ def read_epoch(recipe: Recipe) -> None:
         Batch.collate([store[n] for n in range(start, min(start + size, len(store)))], torch.float32)
 
 
-def fastest(work: Callable[[], None]) -> float:
-    """Seconds of the fastest of a few runs."""
-    times = []
+def in_turns(*works: Callable[[], None]) -> list[float]:
+    """Seconds of the fastest of a few runs of each; they take turns, so that a busy machine hits all alike."""
+    times: list[list[float]] = [[] for _ in works]
     for _ in range(REPEATS):
-        started = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - started)
-    return min(times)
+        for work, seconds in zip(works, times, strict=True):
+            started = time.perf_counter()
+            work()
+            seconds.append(time.perf_counter() - started)
+    return [min(seconds) for seconds in times]
 
 
 if __name__ == "__main__":

@@ -47,6 +47,12 @@ class Batch:
         )
 
 
+def length_buckets(lengths: list[int], size: int) -> list[list[int]]:
+    """All samples by number, at most `size` together, the shortest first, so that little of a batch is padding."""
+    order = sorted(range(len(lengths)), key=lambda number: lengths[number])  # a stable order
+    return [order[start : start + size] for start in range(0, len(order), size)]
+
+
 def pack(lengths: list[int], limit: int | None) -> list[list[int]] | None:
     """Which samples share a row of at most `limit` tokens: the longest first, each into the first row with room for it.
 

@@ -30,7 +30,7 @@ def bytes_per_token(hidden_size: int, num_taps: int, storage: str) -> int:
 def encode(name: str, states: Float[Tensor, "tokens hidden"], storage: str) -> dict[str, Tensor]:
     """The tensors to store under a name, and behind it."""
     if storage not in LARGEST:
-        return {name: states.to(compute_dtype(storage)).contiguous()}
+        return {name: states.to(compute_dtype(storage))}
     largest = LARGEST[storage]
     peaks = states.float().abs().amax(dim=-1, keepdim=True)
     scale = (peaks / largest).clamp(min=torch.finfo(SCALE).tiny).to(SCALE)  # [tokens, 1]

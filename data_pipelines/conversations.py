@@ -100,12 +100,12 @@ def parse_turns(turns: object, row: Json) -> Conversation:
 def parse_turn(turn: Json, number: int) -> Json:
     """A turn of either spelling with the keys that templates look at."""
     name, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
-    if name not in ROLES:
+    if not isinstance(name, str) or name not in ROLES:
         raise BadRow("role", f"turn {number} is by {name!r}; known are {', '.join(ROLES)}")
     message: Json = {"role": ROLES[name], "content": text_of(content, number)}
     calls = parse_call(content, number) if name == "function_call" else turn.get("tool_calls")
     if calls:
-        message["tool_calls"] = [with_arguments(call, number) for call in calls]
+        message["tool_calls"] = [with_arguments(call, number) for call in list_of(dict, calls, "tool_calls")]
         message["content"] = "" if name == "function_call" else message["content"]
     elif not message["content"]:
         raise BadRow("empty", f"turn {number} by {name} is empty")

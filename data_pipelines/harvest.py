@@ -5,15 +5,18 @@
 Both stages write whole shards by sample id, so a killed run resumes and the number of ranks may change in between.
 """
 
-import torch
-from accelerate import Accelerator, PartialState
-from torch import Tensor
+from collections.abc import Callable
+from functools import cache, partial
 
-from data_pipelines.codec import compute_dtype
-from data_pipelines.plan import Plan, first_batch, timed
+import torch
+from accelerate import PartialState
+
+from data_pipelines.features import Ask, tap, write_features
+from data_pipelines.plan import Plan, first_batch, foreseen, timed
 from data_pipelines.prompts import make_prompts
 from data_pipelines.responses import (
     Text,
+    Writer,
     count_written,
     finish_responses,
     responses_path,
@@ -26,21 +29,19 @@ from data_pipelines.responses import (
 )
 from data_pipelines.shards import (
     MANIFEST,
-    Sample,
     read_manifest,
-    shard_is_whole,
     shard_name,
     stored_taps,
     write_manifest,
-    write_shard,
 )
 from data_pipelines.stage import Stage, file_digest, target_identity
 from data_pipelines.store import adopt
 from data_pipelines.token_counts import shards_identity, write_counts
-from data_pipelines.work import Piece, begin, idle_cores, metered, mine, pieces
+from data_pipelines.work import begin, idle_cores, metered, pieces, start_ranks
 from heads.build import head_taps
 from heads.frozen import FrozenTarget
 from heads.target_config import TargetConfig, locate_target
+from inference.shared import Ranks
 from inference.target import TargetModel
 from recipes import Recipe, run_command
 from recipes.jsonl import read_jsonl
@@ -49,17 +50,19 @@ STORE_FORMAT = 2  # of the shards: one tensor per tap
 LOGITS_TOLERANCE = 0.05  # of the largest logit; bfloat16 rounding stays well below
 
 
+def taps_to_store(recipe: Recipe, config: TargetConfig) -> tuple[int, ...]:
+    """Those of the head; or all that a store holds which was made, or begun, for more: it is taken as it is."""
+    taps = stored_taps(head_taps(recipe.head, config), config.num_layers)
+    found = Stage("features", recipe.features_dir, {}).claimed_for()
+    return tuple(found["taps"]) if found is not None and set(taps) <= set(found["taps"]) else taps
+
+
 def features_stage(recipe: Recipe, responses: Stage, taps: tuple[int, ...]) -> Stage:
-    """A store of more taps than the head needs serves it too, and is taken as it is."""
     inputs = {"responses": responses.digest(), "taps": taps, "data.dtype": recipe.data.dtype, "format": STORE_FORMAT}
-    stage = Stage("features", recipe.features_dir, inputs)
-    found = stage.claimed_for()
-    if found is not None and set(taps) <= set(found["taps"]):
-        return Stage("features", recipe.features_dir, {**inputs, "taps": found["taps"]})
-    return stage
+    return Stage("features", recipe.features_dir, inputs)
 
 
-def harvest(recipe: Recipe, target: TargetModel | None = None) -> Stage:
+def harvest(recipe: Recipe) -> Stage:
     """Run whatever is missing of prompts, responses and features, on all ranks together; returns the last stage.
 
     With data.mode online that is the responses, with data.store the features that lie there. Raises ValueError where a
@@ -73,14 +76,19 @@ def harvest(recipe: Recipe, target: TargetModel | None = None) -> Stage:
         prompts = make_prompts(recipe)
     config = TargetConfig.from_folder(locate_target(recipe.target.path, recipe.target.revision))
     check_lengths(recipe, config)
-    taps = stored_taps(head_taps(recipe.head, config), config.num_layers)
-
     if recipe.data.store is not None:
-        return adopt(recipe, recipe.data.store, taps)
+        return adopt(recipe, recipe.data.store, stored_taps(head_taps(recipe.head, config), config.num_layers))
+
+    taps = taps_to_store(recipe, config)
+    load = cache(partial(TargetModel.load, recipe.target, taps))  # once, where it is needed at all
     responses = responses_stage(recipe, prompts)
     if not responses.is_complete():
+        if recipe.data.mode == "offline":
+            expected = foreseen(recipe, config, taps, pieces(recipe))
+            if state.is_main_process:
+                print(expected)
         begin(responses, state)
-        make_responses(recipe, target, taps, state)
+        make_responses(recipe, load, state)
         state.wait_for_everyone()
         if state.is_main_process:
             finish_responses(recipe, responses)
@@ -90,10 +98,8 @@ def harvest(recipe: Recipe, target: TargetModel | None = None) -> Stage:
         return responses
     features = features_stage(recipe, responses, taps)
     if not features.is_complete():
-        taps = tuple(features.inputs["taps"])
-        target = target if target and target.taps == taps else TargetModel.load(recipe.target, taps)
         begin(features, state)
-        make_features(recipe, target, features, state)
+        make_features(recipe, load(), features, state)
         state.wait_for_everyone()
         if state.is_main_process:
             finish_features(recipe, features, prompts, responses)
@@ -101,22 +107,27 @@ def harvest(recipe: Recipe, target: TargetModel | None = None) -> Stage:
     return features
 
 
-def make_responses(recipe: Recipe, target: TargetModel | None, taps: tuple[int, ...], state: PartialState) -> None:
+def make_responses(recipe: Recipe, load: Callable[[], TargetModel], state: PartialState) -> None:
     """This rank's share of the responses, by whatever the recipe has them written."""
-    data, work = recipe.data, mine(pieces(recipe), state)
+    data, ranks = recipe.data, Ranks()
     if data.responses == "given":
-        for piece in work:
+        for piece in ranks.share(pieces(recipe)):
             write_given(recipe, piece)
         return
     if data.server is not None:
         writer = server_writer(recipe, data.server)
     elif data.draft_head is not None:
-        writer = speculative_writer(recipe, data.draft_head)
+        writer, ranks = speculative_writer(recipe, data.draft_head)
     else:
-        writer = target_writer(recipe, target or TargetModel.load(recipe.target, taps))
-    with metered(work, state, "responses of the target") as meter:
-        for piece in work:
-            write_responses(recipe, writer, piece, meter)
+        writer, ranks = target_writer(recipe, load()), load().ranks
+
+    def work(write: Writer) -> None:
+        share = ranks.share(pieces(recipe))
+        with metered(share, state, "responses of the target") as meter:
+            for piece in share:
+                write_responses(recipe, write, piece, meter)
+
+    ranks.carry_out(writer, work)
 
 
 def make_features(recipe: Recipe, target: TargetModel, features: Stage, state: PartialState) -> None:
@@ -125,15 +136,18 @@ def make_features(recipe: Recipe, target: TargetModel, features: Stage, state: P
     everything = pieces(recipe)
     plan = Plan.of(recipe, target.config, target.taps, everything)
     plan.check_disk(features.folder)
-    if state.is_main_process:
-        batch = first_batch(recipe, everything[0])
-        seconds = timed(lambda: tap(target, batch, torch.float32))
-        print(plan.in_words(seconds / sum(map(len, batch)) / state.num_processes))
-    made_from, work = features.identity(), mine(everything, state)
-    with metered(work, state, "features") as meter:
-        for piece in work:
-            write_features(recipe, target, piece, made_from)
-            meter.add(len(piece.rows), plan.tokens[piece.split, piece.index])
+    made_from, share = features.identity(), target.ranks.share(everything)
+
+    def work(ask: Ask) -> None:
+        if state.is_main_process:
+            batch = first_batch(recipe, everything[0])
+            # Looking at a number waits for the device.
+            seconds = timed(lambda: ask(batch).last_hidden.sum().item()) / sum(map(len, batch))
+            print(plan.in_words(seconds / target.ranks.num_workers))
+        with metered(share, state, "features") as meter:
+            write_features(recipe, target.taps, ask, share, made_from, meter)
+
+    target.ranks.carry_out(partial(tap, target), work)
 
 
 def finish_features(recipe: Recipe, features: Stage, prompts: Stage, responses: Stage) -> None:
@@ -172,22 +186,6 @@ def check_lengths(recipe: Recipe, config: TargetConfig) -> None:
         )
 
 
-def write_features(recipe: Recipe, target: TargetModel, piece: Piece, made_from: str) -> None:
-    """Tap the hidden states of every sample of a shard."""
-    path = recipe.features_dir / shard_name(piece.split, piece.index)
-    if shard_is_whole(path, made_from):
-        return
-    rows = {row["id"]: Text.from_row(row) for row in read_jsonl(responses_path(recipe, piece))}
-    by_length = sorted(rows, key=lambda number: len(rows[number].tokens))
-    samples: dict[int, Sample] = {}
-    for start in range(0, len(by_length), recipe.data.harvest_batch):
-        numbers = by_length[start : start + recipe.data.harvest_batch]
-        tapped = tap(target, [rows[number].tokens for number in numbers], compute_dtype(recipe.data.dtype))
-        for number, (tokens, taps, last_hidden) in zip(numbers, tapped, strict=True):
-            samples[number] = Sample(tokens, torch.tensor(rows[number].loss_mask), taps, last_hidden)
-    write_shard(path, [samples[number] for number in rows], target.taps, made_from, recipe.data.dtype)
-
-
 def check_teacher(recipe: Recipe, target: TargetModel) -> None:
     """Training reads the teacher's logits off the stored last hidden state; refuse a target where that is not so."""
     prompt = next(read_jsonl(recipe.prompts_dir / "train.jsonl"))["tokens"]
@@ -203,20 +201,8 @@ def check_teacher(recipe: Recipe, target: TargetModel) -> None:
         )
 
 
-def tap(target: TargetModel, texts: list[list[int]], dtype: torch.dtype) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Tokens, tapped and last hidden states of each text, from one causal pass padded on the right."""
-    longest = max(map(len, texts))
-    tokens = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=target.device)
-    output = target.forward(tokens, last_only=True)
-    taps, last_hidden = output.taps.to("cpu", dtype), output.last_hidden.to("cpu", dtype)
-    return [
-        (torch.tensor(text), taps[i, : len(text)].clone(), last_hidden[i, : len(text)].clone())
-        for i, text in enumerate(texts)
-    ]
-
-
 def main() -> None:
-    Accelerator()  # sets up the ranks as `accelerate launch` asked for them
+    start_ranks()
     run_command(__doc__, lambda recipe: print(recipe.features_dir, harvest(recipe).facts()))
 
 

@@ -43,10 +43,7 @@ class Plan:
         there = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         needed, free = self.bytes * SAFETY - there, shutil.disk_usage(folder).free
         if needed > free:
-            raise ValueError(
-                f"the features need {gigabytes(needed)} more in {folder} and its disk has {gigabytes(free)} left; "
-                f"choose another data.folder, data.dtype int8 or float8, fewer data.num_prompts, or data.mode online"
-            )
+            raise ValueError(no_room(needed, folder, free))
 
     def in_words(self, seconds_per_token: float) -> str:
         tokens = sum(self.tokens.values())
@@ -55,6 +52,29 @@ class Plan:
             f"features of {tokens:,} tokens: {gigabytes(self.bytes)} on disk, {self.token_bytes:,} bytes per token; "
             f"about {minutes:.1f} minutes"
         )
+
+
+def foreseen(recipe: Recipe, config: TargetConfig, taps: tuple[int, ...], work: list[Piece]) -> str:
+    """What the features will take on disk, before a response is written; how long those get is not known then.
+
+    Raises ValueError where there is not even room for the features of the prompts.
+    """
+    per_token = bytes_per_token(config.hidden_size, len(taps), recipe.data.dtype)
+    rows = [row for piece in work for row in piece.rows]
+    least = per_token * sum(len(row["text"] if "text" in row else row["tokens"]) for row in rows)
+    written = recipe.data.response_tokens * len(rows) if recipe.data.responses == "target" else 0
+    free = shutil.disk_usage(recipe.data_folder).free
+    if least * SAFETY > free:
+        raise ValueError(no_room(least, recipe.data_folder, free))
+    most = least + per_token * written
+    return f"features will take {gigabytes(least)} to {gigabytes(most)} on disk, where {gigabytes(free)} are free"
+
+
+def no_room(needed: float, folder: Path, free: int) -> str:
+    return (
+        f"the features need {gigabytes(needed)} more in {folder} and its disk has {gigabytes(free)} left; choose "
+        "another data.folder, data.dtype int8 or float8, fewer data.num_prompts, or data.mode online"
+    )
 
 
 def first_batch(recipe: Recipe, piece: Piece) -> list[list[int]]:

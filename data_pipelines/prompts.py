@@ -134,7 +134,7 @@ def encode_prompt(tokenizer: Tokenizer, row: Json) -> list[int]:
 
     Raises BadRow for a row with no prompt in it.
     """
-    parsed = parse_row(row)
+    parsed = parse_known(tokenizer, row)
     if isinstance(parsed, Conversation):
         return ChatTemplate(tokenizer).prompt(parsed)
     if isinstance(parsed, TokenRow):
@@ -145,7 +145,7 @@ def encode_prompt(tokenizer: Tokenizer, row: Json) -> list[int]:
 
 def given_samples(tokenizer: Tokenizer, row: Json, data: DataSection) -> list[MaskedTokens]:
     """A row's own text, with the ranges of it to train on; of a plain text that is all behind its first token."""
-    parsed = parse_row(row)
+    parsed = parse_known(tokenizer, row)
     if isinstance(parsed, Conversation):
         return ChatTemplate(tokenizer).masked(parsed, data.turns)
     tokens = parsed.tokens if isinstance(parsed, TokenRow) else list(tokenizer(parsed)["input_ids"])
@@ -154,6 +154,16 @@ def given_samples(tokenizer: Tokenizer, row: Json, data: DataSection) -> list[Ma
     if not spans:
         raise BadRow("mask", "no token to train on; give loss_mask ones, or more text")
     return [MaskedTokens(tokens, spans if data.turns == "all" else spans[-1:])]
+
+
+def parse_known(tokenizer: Tokenizer, row: Json) -> Conversation | TokenRow | str:
+    """`parse_row`, for tokens that the target has."""
+    parsed = parse_row(row)
+    if isinstance(parsed, TokenRow):
+        unknown = [token for token in parsed.tokens if not 0 <= token < len(tokenizer)]
+        if unknown:
+            raise BadRow("unknown token", f"token {unknown[0]}; those of the target are 0 to {len(tokenizer) - 1}")
+    return parsed
 
 
 def main() -> None:

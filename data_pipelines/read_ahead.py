@@ -5,6 +5,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from torch import Tensor
 
+from data_pipelines.online import OnlineStore
 from data_pipelines.shards import FeatureStore, Sample
 
 
@@ -12,10 +13,10 @@ class ReadAhead:
     """The same samples as the store's; one background thread reads those that `expect` named, in that order.
 
     An error of reading is raised where the sample is asked for. Samples that are expected and never asked for stay in
-    memory until `close`.
+    memory until `close`, behind which nothing can be asked for.
     """
 
-    def __init__(self, store: FeatureStore) -> None:
+    def __init__(self, store: FeatureStore | OnlineStore) -> None:
         self.store = store
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
         self._coming: dict[int, Future[Sample]] = {}
@@ -33,14 +34,15 @@ class ReadAhead:
 
     def expect(self, numbers: Sequence[int]) -> None:
         """Begin to read these samples."""
+        self._thread.submit(self.store.expect, numbers)
         for number in numbers:
             if number not in self._coming:
                 self._coming[number] = self._thread.submit(self.store.__getitem__, number)
 
     def __getitem__(self, index: int) -> Sample:
-        if index not in self._coming:
-            self.expect([index])  # through the thread as well: stores are read from one thread
-        return self._coming.pop(index).result()
+        # Also a surprise goes through the thread: stores are read from one thread.
+        coming = self._coming.pop(index, None) or self._thread.submit(self.store.__getitem__, index)
+        return coming.result()
 
     def place_of(self, index: int) -> str:
         return self.store.place_of(index)
@@ -55,3 +57,4 @@ class ReadAhead:
         """End the thread; what is being read is finished, the rest is dropped."""
         self._thread.shutdown(cancel_futures=True)
         self._coming.clear()
+        self.store.close()

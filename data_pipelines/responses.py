@@ -19,6 +19,7 @@ from inference.drafters import Drafter
 from inference.drafters.cost_aware import growth_from_recipe
 from inference.drafters.head import HeadDrafter
 from inference.sampling import Sampling
+from inference.shared import Ranks
 from inference.target import TargetModel
 from inference.tokenizer import load_tokenizer
 from recipes import Recipe
@@ -101,7 +102,7 @@ def write_responses(recipe: Recipe, writer: Writer, piece: Piece, meter: Meter) 
     """
     path = responses_path(recipe, piece)
     if path.exists():
-        meter.add(len(piece.rows), 0)
+        meter.skip(len(piece.rows))
         return
     journal = path.with_name(path.name + ".journal")
     done = {row["id"]: row for row in journal_rows(journal)}
@@ -171,12 +172,13 @@ def target_writer(recipe: Recipe, target: TargetModel, drafter: Drafter | None =
     return write
 
 
-def speculative_writer(recipe: Recipe, folder: Path) -> Writer:
+def speculative_writer(recipe: Recipe, folder: Path) -> tuple[Writer, Ranks]:
     """The same with a head of this target."""
-    frozen_target = TargetModel.load(recipe.target, ())
-    head = load_head(folder, frozen_target.frozen)
-    target = TargetModel(frozen_target.model, head.taps)
-    return target_writer(recipe, target, HeadDrafter(head, growth_from_recipe(recipe.decode, target, head)))
+    untapped = TargetModel.load(recipe.target, ())
+    head = load_head(folder, untapped.frozen)
+    target = TargetModel(untapped.model, head.taps, untapped.ranks)
+    writer = target_writer(recipe, target, HeadDrafter(head, growth_from_recipe(recipe.decode, target, head)))
+    return writer, target.ranks
 
 
 def server_writer(recipe: Recipe, url: str) -> Writer:

@@ -71,7 +71,11 @@ def jsonl_rows(path: Path) -> Iterator[Row]:
 def json_object(line: bytes) -> Json | BadRow:
     try:
         row = json.loads(line.decode("utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        if rb"\u" in line:
+            json.dumps(row, ensure_ascii=False).encode(
+                "utf-8"
+            )  # half of a surrogate pair can be escaped, but is no text
+    except (json.JSONDecodeError, UnicodeError, RecursionError) as error:
         return BadRow("broken", f"not JSON ({error})")
     return row if isinstance(row, dict) else BadRow("broken", f"{type(row).__name__}, a JSON object is needed")
 

@@ -30,8 +30,9 @@ class CompletionServer:
             retries,
             pause,
         )
-        self.client = httpx.Client(timeout=TIMEOUT)
-        self.model = str(self._ask("GET", "/v1/models", None)["data"][0]["id"])
+        # One for each request in flight: by default those beyond a hundred would time out waiting for a connection.
+        self.client = httpx.Client(timeout=TIMEOUT, limits=httpx.Limits(max_connections=None))
+        self.model = str(self._found(self._ask("GET", "/v1/models", None), "data")["id"])
 
     def complete(self, prompts: list[list[int]], samplings: list[Sampling], max_new_tokens: int) -> list[list[int]]:
         """One request for each prompt, all in flight together."""
@@ -50,10 +51,21 @@ class CompletionServer:
                     "skip_special_tokens": False,
                 },
             )
-            return self._tokens(answer["choices"][0])
+            return self._tokens(self._found(answer, "choices"))
 
         with ThreadPoolExecutor(max_workers=len(prompts)) as pool:
             return list(pool.map(one, prompts, samplings))
+
+    def _found(self, answer: Json, key: str) -> Json:
+        """The first of the things that an answer lists."""
+        listed = answer.get(key)
+        if not isinstance(listed, list) or not listed or not isinstance(listed[0], dict):
+            raise ValueError(
+                f"data.server: {self.url} answers without {key} ({str(answer)[:200]}); an OpenAI-compatible server, "
+                "such as vLLM's or SGLang's, is needed"
+            )
+        found: Json = listed[0]
+        return found
 
     def _tokens(self, choice: Json) -> list[int]:
         if choice.get("token_ids") is not None:
@@ -73,8 +85,7 @@ class CompletionServer:
                 why = f"{type(error).__name__}: {error}"
                 continue
             if response.status_code == 200:
-                answer: Json = response.json()
-                return answer
+                return json_object(response)
             why = f"status {response.status_code}: {response.text[:200]}"
             if response.status_code not in PASSING:
                 break
@@ -82,3 +93,12 @@ class CompletionServer:
             f"data.server: {self.url}{path} gave no answer ({why}); see to the server and run the command again: what "
             "is done is kept"
         )
+
+
+def json_object(response: httpx.Response) -> Json:
+    """What was answered; an empty one for anything but a JSON object."""
+    try:
+        answer = response.json()
+    except ValueError:
+        return {}
+    return answer if isinstance(answer, dict) else {}

@@ -42,26 +42,61 @@ def shard_name(split: str, index: int) -> str:
     return f"{split}-{index:05d}.safetensors"
 
 
-def write_shard(path: Path, samples: list[Sample], taps: tuple[int, ...], made_from: str, storage: str) -> None:
-    """Write then rename, so a reader sees a whole shard or none and a killed harvest can simply resume.
+class ShardBuffer:
+    """Room for the samples of a shard, which come in any order and are written at once.
 
-    Each tap is a tensor of its own, so that a head reads its taps alone. `storage` is a data.dtype; `made_from`
-    identifies the run's inputs, a shard of other inputs is refused later.
+    Each tap is a tensor of its own, so that a head reads its taps alone.
     """
-    last_hidden = torch.cat([sample.last_hidden for sample in samples])
-    states = torch.cat([sample.taps for sample in samples]).unflatten(-1, (len(taps), last_hidden.shape[-1]))
-    lengths = torch.tensor([0] + [len(sample.tokens) for sample in samples])
-    tensors = {
-        "tokens": torch.cat([sample.tokens.to(torch.int32) for sample in samples]),
-        "loss_mask": torch.cat([sample.loss_mask.to(torch.uint8) for sample in samples]),
-        **encode("last_hidden", last_hidden, storage),
-        "offsets": lengths.cumsum(0),
-    }
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        """`lengths` are the tokens of each sample."""
+        self.offsets = torch.tensor([0, *lengths]).cumsum(0)
+        self.tensors: dict[str, Tensor] = {}
+
+    def put(self, numbers: Sequence[int], tensors: dict[str, Tensor]) -> None:
+        """What belongs to the tokens of these samples, one sample behind the other: [tokens, ...] each."""
+        for name, tensor in tensors.items():
+            if name not in self.tensors:
+                self.tensors[name] = torch.empty(int(self.offsets[-1]), *tensor.shape[1:], dtype=tensor.dtype)
+            at = 0
+            for number in numbers:
+                start, end = self.offsets[number : number + 2].tolist()
+                self.tensors[name][start:end] = tensor[at : at + end - start]
+                at += end - start
+
+    def write(self, path: Path, made_from: str) -> None:
+        """Write then rename, so a reader sees a whole shard or none and a killed harvest can simply resume.
+
+        `made_from` identifies the run's inputs, a shard of other inputs is refused later. What the manifest will say of
+        it is noted beside it, so that no rank has to read all shards at the end.
+        """
+        partial = path.with_name(path.name + ".partial")
+        save_file({**self.tensors, "offsets": self.offsets}, partial, metadata={"made_from": made_from})
+        write_text(note_path(path), json.dumps(shard_entry(partial, path.name)))
+        partial.replace(path)
+
+
+def stored_tokens(tokens: Tensor, loss_mask: Tensor) -> dict[str, Tensor]:
+    """The tensors of a shard that say what a text is. Both [tokens]."""
+    return {"tokens": tokens.to(torch.int32), "loss_mask": loss_mask.to(torch.uint8)}
+
+
+def stored_states(taps: tuple[int, ...], tapped: Tensor, last_hidden: Tensor, storage: str) -> dict[str, Tensor]:
+    """The tensors of a shard that hold hidden states, wherever these are; [tokens, taps * hidden], [tokens, hidden]."""
+    stored = encode("last_hidden", last_hidden, storage)
+    states = tapped.unflatten(-1, (len(taps), last_hidden.shape[-1]))
     for number, tap in enumerate(taps):
-        tensors |= encode(f"tap.{tap}", states[:, number], storage)
-    partial = path.with_name(path.name + ".partial")
-    save_file(tensors, partial, metadata={"made_from": made_from})
-    partial.replace(path)
+        stored |= encode(f"tap.{tap}", states[:, number], storage)
+    return stored
+
+
+def write_shard(path: Path, samples: list[Sample], taps: tuple[int, ...], made_from: str, storage: str) -> None:
+    """Samples that are all there as a shard; `storage` is a data.dtype."""
+    buffer = ShardBuffer([len(sample.tokens) for sample in samples])
+    for number, sample in enumerate(samples):
+        states = stored_states(taps, sample.taps, sample.last_hidden, storage)
+        buffer.put([number], {**stored_tokens(sample.tokens, sample.loss_mask), **states})
+    buffer.write(path, made_from)
 
 
 def shard_is_whole(path: Path, made_from: str) -> bool:
@@ -77,21 +112,31 @@ def shard_is_whole(path: Path, made_from: str) -> bool:
     return True
 
 
+def note_path(shard: Path) -> Path:
+    """Where a shard's entry waits for the manifest."""
+    return shard.with_name(shard.name + ".note")
+
+
+def shard_entry(path: Path, name: str) -> Json:
+    """What the manifest says of a shard of that name."""
+    offsets = _open(path).get_tensor("offsets")
+    return {
+        "file": name,
+        "samples": len(offsets) - 1,
+        "tokens": int(offsets[-1]),
+        "bytes": path.stat().st_size,
+        "sha256": file_digest(path),
+    }
+
+
 def write_manifest(folder: Path, names: Iterable[str], about: Json) -> None:
     """List the shards of a run with their sizes and checksums; whatever else lies in the folder stays foreign."""
-    shards = []
-    for path in (folder / name for name in sorted(names)):
-        offsets = _open(path).get_tensor("offsets")
-        shards.append(
-            {
-                "file": path.name,
-                "samples": len(offsets) - 1,
-                "tokens": int(offsets[-1]),
-                "bytes": path.stat().st_size,
-                "sha256": file_digest(path),
-            }
-        )
+    paths = [folder / name for name in sorted(names)]
+    noted = {path: json.loads(note_path(path).read_text()) for path in paths if note_path(path).is_file()}
+    shards = [noted[path] if path in noted else shard_entry(path, path.name) for path in paths]
     write_text(folder / MANIFEST, json.dumps({**about, "shards": shards}, indent=1))
+    for path in noted:
+        note_path(path).unlink()
 
 
 class FeatureStore:
@@ -170,6 +215,10 @@ class FeatureStore:
         """How large each tap is, over the first shard."""
         samples = (self[number] for number, (shard, _) in enumerate(self.places) if shard == 0)
         return median_tap_sizes(samples, taps, num_layers)
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._opened.clear()
 
     def _shard(self, shard: int) -> Any:
         """A shard, opened and checked the first time."""

@@ -34,7 +34,7 @@ def verify(folder: Path) -> list[str]:
 def stats(folder: Path) -> Json:
     """The sizes of a store, and what it was made from."""
     about = read_manifest(folder)
-    found: Json = {key: value for key, value in about.items() if key != "shards"}
+    found = origin(about)
     for split in SPLITS:
         store = FeatureStore(folder, split)
         num_bytes = sum(shard["bytes"] for shard in store.shards)
@@ -50,6 +50,8 @@ def stats(folder: Path) -> Json:
 
 def merge(into: Path, sources: list[Path]) -> Stage:
     """Copy the shards of several stores into one, in their order; whole or not at all.
+
+    A shard that several of them hold comes once.
 
     Raises ValueError where they hold other states, or one is damaged.
     """
@@ -68,17 +70,23 @@ def merge(into: Path, sources: list[Path]) -> Stage:
     shards: list[Json] = []
     for split in SPLITS:
         pairs = [(source, shard) for source, about in zip(sources, abouts, strict=True) for shard in about["shards"]]
-        for index, (source, shard) in enumerate(pair for pair in pairs if pair[1]["file"].startswith(f"{split}-")):
+        own = {shard["sha256"]: (source, shard) for source, shard in pairs if shard["file"].startswith(f"{split}-")}
+        for index, (source, shard) in enumerate(own.values()):
             shutil.copy(source / shard["file"], partial / shard_name(split, index))
             shards.append({**shard, "file": shard_name(split, index)})
     merged_from = [file_digest(source / MANIFEST) for source in sources]
-    about = {**{key: abouts[0].get(key) for key in SAME}, "merged_from": [found.get("made_from") for found in abouts]}
+    about = {**{key: abouts[0].get(key) for key in SAME}, "merged_from": [origin(found) for found in abouts]}
     write_text(partial / MANIFEST, json.dumps({**about, "shards": shards}, indent=1))
     stage = Stage("features", partial, {"taps": abouts[0]["taps"], "merged_from": merged_from})
     stage.begin()
     stage.finish({"manifest": file_digest(partial / MANIFEST)})
     partial.rename(into)
     return Stage("features", into, stage.inputs)
+
+
+def origin(about: Json) -> Json:
+    """What a manifest says besides its shards."""
+    return {key: value for key, value in about.items() if key != "shards"}
 
 
 def adopt(recipe: Recipe, folder: Path, taps: tuple[int, ...]) -> Stage:

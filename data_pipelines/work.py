@@ -2,9 +2,10 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 from accelerate import PartialState
@@ -15,6 +16,8 @@ from data_pipelines.stage import Json, Stage
 from recipes import Recipe
 from recipes.jsonl import read_jsonl
 
+PATIENCE = timedelta(hours=6)  # a rank waits so long for the others, whose texts may be much longer
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -23,6 +26,11 @@ class Piece:
     split: str
     index: int
     rows: list[Json]
+
+
+def start_ranks() -> PartialState:
+    """The ranks as `accelerate launch` asked for them; without a GPU they are processes on the CPU."""
+    return PartialState(cpu=not torch.accelerator.is_available(), timeout=PATIENCE)
 
 
 def pieces(recipe: Recipe) -> list[Piece]:
@@ -52,17 +60,16 @@ def begin(stage: Stage, state: PartialState) -> None:
     state.wait_for_everyone()
 
 
-def mine(work: list[Piece], state: PartialState) -> list[Piece]:
-    """This rank's share of the pieces."""
-    return work[state.process_index :: state.num_processes]
-
-
 class Meter:
     """A progress bar of samples that also tells the tokens per second of this rank."""
 
     def __init__(self, progress: Progress, task: TaskID) -> None:
         self.progress, self.task = progress, task
         self.started, self.tokens = time.perf_counter(), 0
+
+    def skip(self, samples: int) -> None:
+        """Samples that an earlier run has done."""
+        self.progress.update(self.task, advance=samples)
 
     def add(self, samples: int, tokens: int) -> None:
         self.tokens += tokens
@@ -71,7 +78,7 @@ class Meter:
 
 
 @contextmanager
-def metered(work: list[Piece], state: PartialState, what: str) -> Iterator[Meter]:
+def metered(work: Sequence[Piece], state: PartialState, what: str) -> Iterator[Meter]:
     """A meter over the samples of this rank's share, shown on the main rank."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}")
     with Progress(*columns, TimeElapsedColumn(), TimeLeft(), disable=not state.is_main_process) as progress:

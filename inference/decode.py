@@ -132,7 +132,8 @@ def generate_batch(
 ) -> list[Generation]:
     """Continue many prompts, at most `max_batch` at a time; each gets the text that it would get alone.
 
-    `static` keeps all shapes those of the capacity, as a CUDA graph needs them; None is so on CUDA alone.
+    `static` keeps all shapes those of the capacity, as a CUDA graph needs them; None is so on CUDA alone, for a target
+    that is all on one device.
     """
     loop = DecodeLoop(target, requests, drafter, max_batch, static)
     for _ in loop.run():
@@ -202,7 +203,7 @@ class DecodeLoop:
         self.generations = [Generation() for _ in requests]
         self.rows: list[Row] = []
         self.max_batch = min(max_batch, len(requests))
-        self.is_static = target.device.type == "cuda" if static is None else static
+        self.is_static = target.device.type == "cuda" and target.ranks.may_capture if static is None else static
         self.nodes = size_bucket(self.drafter.max_nodes) if self.is_static else self.drafter.max_nodes
         self.limit = max((len(r.prompt) + r.max_new_tokens for r in requests), default=0) + self.nodes
         self.static: StaticStep | None = None

@@ -1,7 +1,7 @@
 """Any Hugging Face causal LM as a target, unpatched: taps, tree masks, positions and our cache by public means."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from inference.architecture import (
 from inference.cache import KVCache, Shape
 from inference.masks import Block, block_mask
 from inference.sampling import Sampling
+from inference.shared import Ranks, load_over_ranks
 from inference.stopping import cut_at_end
 from inference.tree import Tree
 from recipes.schema import TargetSection
@@ -48,8 +49,9 @@ def pick_device(name: str) -> torch.device:
 class TargetModel:
     """The big model. `taps` are indices into Hugging Face's hidden_states: i is the stream that enters layer i."""
 
-    def __init__(self, model: PreTrainedModel, taps: tuple[int, ...]) -> None:
+    def __init__(self, model: PreTrainedModel, taps: tuple[int, ...], ranks: Ranks | None = None) -> None:
         refuse_unknown_state(model)
+        self.ranks = ranks or Ranks()
         self.model = model.eval().requires_grad_(False)
         self.device, self.dtype = model.device, model.dtype  # asking the model each time costs a step 1 %
         self.config = TargetConfig.from_dict(model.config.to_dict())
@@ -65,26 +67,35 @@ class TargetModel:
         self._seen: dict[int, Tensor] = {}
         layers = decoder_layers(model)
         for tap in {*taps} - {self.config.num_layers}:
-            layers[tap].register_forward_pre_hook(self._keep_input(tap), with_kwargs=True)
-        layers[-1].register_forward_hook(self._keep_output)
+            layers[tap].register_forward_pre_hook(keep_input(self._seen, tap), with_kwargs=True)
+        layers[-1].register_forward_hook(keep_output(self._seen, self.config.num_layers))
 
     @classmethod
     def load(cls, section: TargetSection, taps: tuple[int, ...]) -> "TargetModel":
-        """Load from a local folder or the hub; only safetensors, and no code of the model's own unless asked."""
+        """Load from a local folder or the hub; only safetensors, and no code of the model's own unless asked.
+
+        With target.tp_plan or zero_stage all ranks of a launch must load it.
+        """
         folder: Path = locate_target(section.path, section.revision)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
-        model = AutoModelForCausalLM.from_pretrained(
+        load = partial(
+            AutoModelForCausalLM.from_pretrained,
             folder,
             dtype=getattr(torch, section.dtype),
             attn_implementation=attention_code(config) if section.attention == "auto" else section.attention,
             trust_remote_code=section.trust_remote_code,
             use_safetensors=True,
-            device_map=section.device_map,
         )
+        if section.spans_ranks and Ranks().count > 1:
+            model, ranks = load_over_ranks(section, config, load)
+            target = cls(model, taps, ranks)
+            # No rank has all of the weights.
+            target.frozen = FrozenTarget.from_folder(folder, target.dtype, target.device)
+            return target
         if section.device_map is not None:
-            return cls(model, taps)
+            return cls(load(device_map=section.device_map), taps)
         device: Any = pick_device(section.device)  # transformers' own `to` is mistyped
-        return cls(model.to(device), taps)
+        return cls(load().to(device), taps)
 
     @property
     def max_positions(self) -> int:
@@ -201,20 +212,28 @@ class TargetModel:
         self._seen.clear()
         return [cut_at_end(row[longest:], self.end_tokens) for row in written.tolist()]
 
-    def _keep_input(self, tap: int) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._seen[tap] = args[0] if args else kwargs["hidden_states"]
-
-        return hook
-
-    def _keep_output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._seen[self.config.num_layers] = output if isinstance(output, Tensor) else output[0]
-
     def _refuse_unknown_taps(self) -> None:
         if self.taps and (max(self.taps) > self.config.num_layers or min(self.taps) < 0):
             raise ValueError(
                 f"head.taps: {list(self.taps)} given, the target has hidden_states 0 to {self.config.num_layers}"
             )
+
+
+# Hooks know of the tensors alone: one that knew of its target would keep it in memory when nothing else does.
+
+
+def keep_input(seen: dict[int, Tensor], tap: int) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen[tap] = args[0] if args else kwargs["hidden_states"]
+
+    return hook
+
+
+def keep_output(seen: dict[int, Tensor], tap: int) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        seen[tap] = output if isinstance(output, Tensor) else output[0]
+
+    return hook
 
 
 def end_tokens(model: PreTrainedModel) -> list[int]:

@@ -12,6 +12,7 @@ from typing import Any
 from recipes.schema import HUB_PREFIX, PYTHON_STDLIB, DecodeSection, MedusaSection, TrainSection
 
 Finding = tuple[str, str]  # section.key, and "WHAT IS ALLOWED; what to do"
+CLOCKED = ("adaptive", "cost_aware", "searched_cost_aware")  # growths that go by measured times
 FROM_HERE = "paths start from the current directory"
 
 
@@ -34,6 +35,7 @@ def check_against_disk(values: dict[str, Any]) -> Iterator[Finding]:
         yield from check_levels(head, train, dict_or_empty(values.get("decode")))
     if dict_or_empty(values.get("joint")).get("mode") is not None:
         yield from check_joint(head, train, target)
+    yield from check_spread(target, data, dict_or_empty(values.get("decode")))
     if isinstance(path, str) and path and is_local(path):
         yield from check_target(Path(os.path.expanduser(path)), head)
 
@@ -59,11 +61,27 @@ def check_joint(head: dict[str, Any], train: dict[str, Any], target: dict[str, A
         ("train", "pack_tokens"),
         ("train", "ema_decay"),
         ("target", "device_map"),
+        ("target", "tp_plan"),
+        ("target", "zero_stage"),
     ):
         if places[section].get(field) is not None:
             yield f"{section}.{field}", f"null is allowed together with joint.mode; leave {field} out"
     if train.get("export", "newest") != "newest":
         yield "train.export", "newest is allowed together with joint.mode; choose it"
+
+
+def check_spread(target: dict[str, Any], data: dict[str, Any], decode: dict[str, Any]) -> Iterator[Finding]:
+    """What does not go together with a target on several ranks or devices."""
+    online = data.get("mode") == "online"
+    if online:  # each rank of a training asks for other samples than the rest, and not all of them at a time
+        for field in ("tp_plan", "zero_stage"):
+            if target.get(field) is not None:
+                yield f"target.{field}", f"null is allowed with data.mode online; leave {field} out"
+    if online and data.get("online_devices") is not None and target.get("device_map") is not None:
+        yield "target.device_map", "null is allowed with data.online_devices, which are the target's; leave one out"
+    if target.get("tp_plan") is not None and data.get("draft_head") is not None and decode.get("growth") in CLOCKED:
+        allowed = "another growth is allowed with target.tp_plan and data.draft_head"
+        yield "decode.growth", f"{allowed}, as its ranks must draft alike and their clocks differ; choose dynamic"
 
 
 def is_local(path: str) -> bool:

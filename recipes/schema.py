@@ -20,6 +20,7 @@ Taps = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, mi
 Dtype = Literal["float32", "bfloat16", "float16"]
 NodePath = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, min_length=1)]
 Batches = Annotated[tuple[Annotated[int, Field(gt=0)], ...], Field(strict=False, min_length=1)]
+Devices = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False, min_length=1)]
 Paths = Annotated[tuple[NodePath, ...], Field(strict=False, min_length=1)]
 Folders = Annotated[dict[str, HomePath], Field(strict=False)]
 Weights = Annotated[tuple[Annotated[float, Field(ge=0)], ...], Field(strict=False, min_length=1)]
@@ -61,10 +62,33 @@ class TargetSection(Section):
         default=None,
         description="auto spreads the layers over all devices of the process, for targets larger than one.",
     )
+    tp_plan: Literal["auto"] | None = Field(
+        default=None,
+        description="auto splits every layer over all ranks of the launch, which compute each batch together (tensor "
+        "parallel, by transformers' plan for the model).",
+    )
+    zero_stage: Literal[3] | None = Field(
+        default=None,
+        description="3 shares the weights out among all ranks of the launch, each with batches of its own; a layer is "
+        "gathered when it computes (DeepSpeed's ZeRO).",
+    )
     trust_remote_code: bool = Field(default=False, description="Run the model code that a hub repository ships.")
     attention: Literal["auto", "sdpa", "eager"] = Field(
         default="auto", description="The target's attention code; auto is the fastest that computes it exactly."
     )
+
+    @model_validator(mode="after")
+    def spread_in_one_way(self) -> "TargetSection":
+        ways = {"device_map": self.device_map, "tp_plan": self.tp_plan, "zero_stage": self.zero_stage}
+        given = [way for way, value in ways.items() if value is not None]
+        if len(given) > 1:
+            raise ValueError(f"one of {', '.join(ways)} is allowed; remove {given[0]}")
+        return self
+
+    @property
+    def spans_ranks(self) -> bool:
+        """Whether the ranks of a launch hold one target together."""
+        return self.tp_plan is not None or self.zero_stage is not None
 
 
 class DataSection(Section):
@@ -122,6 +146,11 @@ class DataSection(Section):
         ge=0,
         description="Features that data.mode online keeps in memory, per rank and split, in 10^9 bytes.",
     )
+    online_devices: Devices | None = Field(
+        default=None,
+        description="Devices of processes that run the target of data.mode online while the head trains, one for each "
+        "rank in turn, such as [cuda:4, cuda:5]; null runs it in the training process.",
+    )
     server: str | None = Field(
         default=None, description="URL of an OpenAI-compatible server of the target that writes the responses."
     )
@@ -140,6 +169,8 @@ class DataSection(Section):
             raise ValueError(f"one of server, draft_head and responses given is allowed; remove {writers[0]}")
         if self.mode == "online" and self.store is not None:
             raise ValueError("mode online makes its features itself; remove store, or choose mode offline")
+        if self.mode != "online" and self.online_devices is not None:
+            raise ValueError("online_devices are for mode online; remove them, or choose it")
         return self
 
 

@@ -94,6 +94,8 @@ def test_a_tool_call_means_the_same_as_json_text_and_as_a_mapping() -> None:
         ({"tokens": [1, 2], "loss_mask": [1]}, "unknown form", "of one length"),
         ({"tokens": [1, "2"]}, "unknown form", "no list of int"),
         ({"messages": turns("a"), "tools": "{"}, "broken", "tools are not JSON"),
+        ({"messages": [{"role": ["user"], "content": "a"}]}, "role", r"turn 1 is by \['user'\]"),
+        ({"messages": [*turns("a"), {"role": "assistant", "tool_calls": 3}]}, "unknown form", "tool_calls is no list"),
     ],
 )
 def test_a_row_that_is_no_sample_says_why(row: dict[str, Any], kind: str, why: str) -> None:
@@ -142,17 +144,18 @@ def test_pickles_and_unknown_files_are_refused(tmp_path: Path, name: str) -> Non
 def test_bad_rows_are_counted_and_listed_with_their_lines(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     good = json.dumps({"prompt": "good"})
-    path.write_text("\n".join([good, "{", "", json.dumps({"messages": []}), good, "7", good]) + "\n")
+    bad = ["{", "", json.dumps({"messages": []}), good, "7", json.dumps({"tokens": [1, 300]}), '{"prompt": "\\ud800"}']
+    path.write_text("\n".join([good, *bad, "[" * 9999, good]) + "\n")
     intake = Intake(str(path))
     rows = read_prompts(build_tokenizer(), section(), None, intake)
     assert [row["id"] for row in rows] == [0, 1, 2]
     report = intake.report()
-    assert report["rows"] == 6
-    assert report["bad"] == {"broken": 2, "empty": 1}
-    assert [row["line"] for row in report["bad_rows"]] == [2, 4, 6]
-    intake.check(0.5)
-    with pytest.raises(ValueError, match=r"3 of 6 rows are bad.*49\.00%(.|\n)*line 2: not JSON(.|\n)*line 4: no turn"):
-        intake.check(0.49)
+    assert report["rows"] == 9
+    assert report["bad"] == {"broken": 4, "empty": 1, "unknown token": 1}
+    assert [row["line"] for row in report["bad_rows"]] == [2, 4, 6, 7, 8, 9]
+    intake.check(0.67)
+    with pytest.raises(ValueError, match=r"6 of 9 rows are bad.*66\.00%(.|\n)*line 2: not JSON(.|\n)*line 4: no turn"):
+        intake.check(0.66)
 
 
 def test_a_stage_with_too_many_bad_rows_stops_and_leaves_its_report(tmp_path: Path) -> None:

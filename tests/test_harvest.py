@@ -23,6 +23,7 @@ from torch.testing import assert_close
 
 from data_pipelines.codec import bytes_per_token
 from data_pipelines.harvest import harvest
+from data_pipelines.prompts import make_prompts
 from data_pipelines.responses import append_lines, journal_rows, sampling_of
 from data_pipelines.server import CompletionServer
 from data_pipelines.shards import FeatureStore
@@ -62,6 +63,27 @@ def test_a_harvest_that_the_disk_cannot_hold_is_refused_before_it_starts(
     harvest(recipe)
 
 
+def test_a_disk_without_room_for_the_prompts_is_refused_before_a_response_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build_run(tmp_path)
+    recipe, usage = tiny_recipe(tmp_path), shutil.disk_usage(tmp_path)
+    make_prompts(recipe)
+    rows = [row for name in ("train", "heldout") for row in list(read_jsonl(recipe.prompts_dir / f"{name}.jsonl"))]
+    tokens = sum(len(row["tokens"]) for row in rows[:16])
+    per_token = bytes_per_token(32, 3, "float32")
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=tokens * per_token - 1))
+    with pytest.raises(ValueError, match=r"the features need .* GB left; choose another data\.folder"):
+        harvest(recipe)
+    assert not recipe.responses_dir.exists()
+    harvest(tiny_recipe(tmp_path, "data.mode=online"))
+    monkeypatch.undo()
+    shutil.rmtree(recipe.responses_dir)
+    harvest(recipe)
+    least, most = tokens * per_token / 1e9, (tokens + 16 * 12) * per_token / 1e9
+    assert f"features will take {least:.3g} GB to {most:.3g} GB on disk" in capsys.readouterr().out
+
+
 def test_a_target_spread_by_device_map_gives_the_same_states(tmp_path: Path) -> None:
     build_run(tmp_path)
     plain, spread = (tiny_recipe(tmp_path, f"target.device_map={word}").target for word in ("null", "auto"))
@@ -80,6 +102,8 @@ class Server(BaseHTTPRequestHandler):
     seen: list[dict[str, Any]]
     says_ids: bool
     failures: Iterator[int]
+    together: threading.Barrier | None
+    odd: object
 
     def do_GET(self) -> None:
         self.answer(200, {"data": [{"id": "tiny"}]})
@@ -88,6 +112,10 @@ class Server(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if status := next(self.failures, 0):
             return self.answer(status, {"error": "busy"})
+        if self.together is not None:
+            self.together.wait(timeout=10)
+        if self.odd is not None:
+            return self.answer(200, self.odd)
         self.seen.append(body)
         tokens = body["prompt"][::-1][: body["max_tokens"]]
         text = build_tokenizer().decode(tokens)
@@ -103,10 +131,16 @@ class Server(BaseHTTPRequestHandler):
         """Quiet."""
 
 
+class Patient(ThreadingHTTPServer):
+    request_queue_size = 200  # connections that may wait to be taken
+
+
 @pytest.fixture
 def server() -> Iterator[tuple[str, type[Server]]]:
-    handler = type("Fresh", (Server,), {"seen": [], "says_ids": True, "failures": iter([])})
-    running = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    handler = type(
+        "Fresh", (Server,), {"seen": [], "says_ids": True, "failures": iter([]), "together": None, "odd": None}
+    )
+    running = Patient(("127.0.0.1", 0), handler)
     threading.Thread(target=running.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{running.server_port}", handler
     running.shutdown()
@@ -159,6 +193,24 @@ def test_waits_between_tries_grow(server: tuple[str, type[Server]]) -> None:
     with pytest.raises(ValueError, match="status 504"):
         asked.complete([[1, 2]], [Sampling()], 4)
     assert waits == [1.0, 2.0, 4.0]
+
+
+def test_all_requests_of_a_batch_are_in_flight_at_once(server: tuple[str, type[Server]]) -> None:
+    """Those beyond a hundred waited for a connection, and timed out."""
+    url, handler = server
+    handler.together = threading.Barrier(120)
+    asked = CompletionServer(url, build_tokenizer(), retries=0)
+    prompts = [[number, 7] for number in range(120)]
+    assert asked.complete(prompts, [Sampling()] * 120, 4) == [prompt[::-1] for prompt in prompts]
+
+
+@pytest.mark.parametrize("odd", [[1], "text", {"choices": []}, {"error": "no such model"}])
+def test_an_answer_of_another_form_is_named(server: tuple[str, type[Server]], odd: object) -> None:
+    url, handler = server
+    handler.odd = odd
+    asked = CompletionServer(url, build_tokenizer(), retries=0)
+    with pytest.raises(ValueError, match=r"data\.server: http.* answers without choices"):
+        asked.complete([[1, 2]], [Sampling()], 4)
 
 
 def test_a_draft_head_writes_the_targets_own_text(tmp_path: Path) -> None:
@@ -272,7 +324,7 @@ def test_a_harvest_killed_20_times_by_ranks_of_changing_number_equals_an_uninter
             for name in ("features", "responses"):
                 shutil.rmtree(cut / "run" / name)
     assert not killed(start(cut, 2), cut / "run", 10_000, 0)
-    assert not [*(cut / "run").rglob("*.journal"), *(cut / "run").rglob("*.partial")]
+    assert not [path for path in (cut / "run").rglob("*") if path.suffix in (".journal", ".partial", ".note")]
     for split in ("train", "heldout"):
         mine, its = (FeatureStore(folder / "run" / "features", split) for folder in (cut, whole))
         assert len(mine) == len(its)

@@ -4,7 +4,6 @@ import importlib.util
 import re
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,10 @@ import psutil
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DeepSpeedPlugin
+from launches import LAUNCHES, finish, launch
 from rank_steps import CLIP_NORM
 from safetensors.torch import load_file
-from tiny_run import build_run, contents, quiet_environment, tiny_recipe
+from tiny_run import build_run, contents, tiny_recipe
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -23,8 +23,6 @@ from data_pipelines.harvest import harvest
 from recipes.schema import TrainSection
 from trainers.ranks import refuse_deepspeed, refuse_for_slices, refuse_half_precision
 
-ROOT = Path(__file__).resolve().parents[1]
-LAUNCHES = ROOT / "recipes/launch"
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is an extra: pip install -e .[deepspeed]"
 )
@@ -38,20 +36,6 @@ WAYS = [
     pytest.param("zero3", 1, marks=needs_deepspeed),
     pytest.param("zero3", 2, marks=needs_deepspeed),
 ]
-
-
-def launch(way: str, ranks: int, script: str, *arguments: object) -> subprocess.Popen[str]:
-    """The documented command, on CPU ranks: where there is no GPU, the same file means processes over gloo."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCHES / f"{way}.yaml")]
-    command += ["--num_processes", str(ranks), "--main_process_port", "0", str(ROOT / script), *map(str, arguments)]
-    environment = {**quiet_environment(ROOT), "DS_ACCELERATOR": "cpu"}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def finish(process: subprocess.Popen[str]) -> str:
-    output, _ = process.communicate(timeout=900)  # the first DeepSpeed of a machine compiles an operator
-    assert process.returncode == 0, output
-    return output
 
 
 @pytest.mark.parametrize(

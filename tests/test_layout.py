@@ -14,6 +14,7 @@ FOLDERS = ["recipes", "heads", "inference", "data_pipelines", "trainers"]  # eac
 ONLY_IN = {
     "transformers": (
         "inference/target.py",
+        "inference/shared.py",  # a target that ranks hold together is loaded by its means
         "inference/tokenizer.py",  # where decoding needs text
         "inference/architecture.py",
         "inference/cache.py",  # the cache is a transformers Cache
@@ -21,7 +22,7 @@ ONLY_IN = {
     ),
     "tokenizers": ("data_pipelines/",),
     "accelerate": ("trainers/", "data_pipelines/harvest.py", "data_pipelines/work.py"),
-    "deepspeed": ("trainers/",),
+    "deepspeed": ("trainers/", "inference/shared.py"),
     "peft": ("trainers/joint.py",),
     "wandb": ("trainers/",),
     "torch": ("heads/", "inference/", "data_pipelines/", "trainers/"),

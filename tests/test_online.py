@@ -1,21 +1,26 @@
 """Laws of training without a store: the same samples, the same losses, and nothing written."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_run import build_run, modified, tiny_recipe
+from tiny_run import assert_same_sample, build_run, modified, tiny_recipe
 from torch.testing import assert_close
 
+from data_pipelines.features import States, tap
 from data_pipelines.harvest import harvest
 from data_pipelines.online import OnlineStore
 from data_pipelines.shards import FeatureStore
-from data_pipelines.sources import open_stores
+from data_pipelines.sources import SampleStore, open_stores
+from data_pipelines.target_process import TargetProcess
+from inference.target import TargetModel
 from recipes import Recipe
 from recipes.jsonl import read_jsonl
 from trainers.eagle import run
 
 TAPS = (2, 3, 4)
+WHERE = [(), pytest.param(("data.online_devices=[cpu]",), marks=pytest.mark.slow)]  # a process takes seconds to start
 
 
 @pytest.fixture(scope="module")
@@ -31,26 +36,81 @@ def online(folder: Path, *overrides: str) -> Recipe:
     return tiny_recipe(folder, "data.mode=online", *overrides)
 
 
-def test_online_samples_are_those_that_a_harvest_stores(folder: Path) -> None:
-    recipe = online(folder)
+class Counted:
+    """A target that remembers the lengths of each batch that it was asked for."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.target, self.asked = TargetModel.load(recipe.target, TAPS), list[list[int]]()
+
+    def __call__(self, texts: list[list[int]]) -> States:
+        self.asked.append([len(text) for text in texts])
+        return tap(self.target, texts)
+
+
+@pytest.fixture
+def counted(folder: Path) -> tuple[Counted, OnlineStore]:
+    recipe = online(folder, "data.harvest_batch=4")
+    target = Counted(recipe)
+    return target, OnlineStore(recipe, "train", target, cache_bytes=0)
+
+
+def assert_same_samples(made: SampleStore, stored: FeatureStore, numbers: range | list[int]) -> None:
+    for number in numbers:
+        assert_same_sample(made[number], stored[number])
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_online_samples_are_those_that_a_harvest_stores(folder: Path, where: tuple[str, ...]) -> None:
+    """With the target in this process and in one of its own."""
+    recipe = online(folder, *where)
     before = modified(folder)
-    made = open_stores(recipe, harvest(recipe), TAPS)
-    for store, split in zip(made, ("train", "heldout"), strict=True):
-        stored = FeatureStore(recipe.features_dir, split)
-        assert (len(store), store.num_tokens) == (len(stored), stored.num_tokens)
-        for number in range(len(stored)):
-            for name, tensor in vars(stored[number]).items():
-                assert_close(vars(store[number])[name], tensor, rtol=1e-4, atol=1e-4)
-        assert store.token_counts(300).equal(stored.token_counts(300))
-        assert_close(store.tap_sizes((2, 3, 4, 7), 7), stored.tap_sizes((2, 3, 4, 7), 7), rtol=1e-5, atol=0)
+    with open_stores(recipe, harvest(recipe), TAPS) as made:
+        for store, split in zip(made, ("train", "heldout"), strict=True):
+            stored = FeatureStore(recipe.features_dir, split)
+            assert (len(store), store.num_tokens) == (len(stored), stored.num_tokens)
+            store.expect(range(len(stored)))
+            assert_same_samples(store, stored, range(len(stored)))
+            assert store.token_counts(300).equal(stored.token_counts(300))
+            assert_close(store.tap_sizes((2, 3, 4, 7), 7), stored.tap_sizes((2, 3, 4, 7), 7), rtol=1e-5, atol=0)
     assert modified(folder) == before
 
 
-def test_training_online_has_the_losses_of_training_from_a_store(folder: Path, tmp_path: Path) -> None:
+def test_what_is_expected_together_is_read_together_in_batches_of_like_length(
+    folder: Path, counted: tuple[Counted, OnlineStore]
+) -> None:
+    """Step 1: 7 samples in 2 passes; step 2: those of them that are new; a sample that nobody expected, by itself."""
+    target, store = counted
+    stored = FeatureStore(online(folder).features_dir, "train")
+    steps = [[0, 5, 2, 9, 4, 7, 1], [3, 6, 8]]
+    for numbers in steps:
+        store.expect(numbers)
+    for numbers in steps:
+        assert_same_samples(store, stored, numbers)
+        assert_same_samples(store, stored, numbers)  # pieces of a step are read a second time
+    lengths = [sorted(len(store.texts[number].tokens) for number in numbers) for numbers in steps]
+    assert target.asked == [lengths[0][:4], lengths[0][4:], lengths[1]]
+    assert_same_samples(store, stored, [11])
+    assert target.asked[3:] == [[len(store.texts[11].tokens)]]
+
+
+def test_no_more_than_two_steps_are_in_memory(counted: tuple[Counted, OnlineStore]) -> None:
+    target, store = counted
+    for numbers in ([0, 1], [2, 3], [4, 5], [0, 1]):
+        store.expect(numbers)
+        for number in numbers:
+            store[number]
+    assert len(target.asked) == 4  # 0 and 1 were forgotten, and read again
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_training_online_has_the_losses_of_training_from_a_store(
+    folder: Path, tmp_path: Path, where: tuple[str, ...], accumulate: int
+) -> None:
     """To 1e-5 in float32, with a cache that holds some of the samples; no features are written."""
-    shared, losses = f"data.folder={folder / 'run'}", []
-    runs = [tiny_recipe(folder, f"run_dir={tmp_path / 'offline'}", shared)]
-    runs += [online(folder, f"run_dir={tmp_path / 'online'}", shared, "data.cache_gigabytes=2e-5")]
+    shared, losses = [f"data.folder={folder / 'run'}", f"train.accumulate={accumulate}"], []
+    runs = [tiny_recipe(folder, f"run_dir={tmp_path / 'offline'}", *shared)]
+    runs += [online(folder, f"run_dir={tmp_path / 'online'}", *shared, "data.cache_gigabytes=2e-5", *where)]
     before = modified(folder)
     for recipe in runs:
         run(recipe)
@@ -63,8 +123,7 @@ def test_training_online_has_the_losses_of_training_from_a_store(folder: Path, t
 
 def test_a_cache_keeps_what_fits_and_no_more(folder: Path) -> None:
     recipe = online(folder)
-    [store, _] = open_stores(recipe, harvest(recipe), TAPS)
-    assert isinstance(store, OnlineStore)
+    store = OnlineStore(recipe, "train", partial(tap, TargetModel.load(recipe.target, TAPS)), 0)
     store.cache_bytes = 4 * 32 * 4 * 60  # 60 tokens of 4 states of 32 numbers of 4 bytes
     for _ in range(2):
         for number in range(len(store)):
@@ -73,3 +132,25 @@ def test_a_cache_keeps_what_fits_and_no_more(folder: Path) -> None:
     assert 0 < len(store.kept) < len(store)
     assert kept <= 60
     assert store[next(iter(store.kept))] is store[next(iter(store.kept))]
+    memory = sum(sample.taps.untyped_storage().nbytes() for sample in store.kept.values())
+    assert memory == sum(sample.taps.nbytes for sample in store.kept.values())  # no sample keeps its batch
+
+
+# A target in a process of its own
+
+
+@pytest.mark.slow
+def test_a_targets_process_that_is_gone_is_named(folder: Path) -> None:
+    process = TargetProcess(online(folder).target, TAPS, "cpu")
+    process._process.kill()
+    with pytest.raises(ValueError, match=r"data\.online_devices: the target's process on cpu has ended"):
+        process.ask([[1, 2]])
+    process.close()
+
+
+@pytest.mark.slow
+def test_a_closed_target_process_ends(folder: Path) -> None:
+    process = TargetProcess(online(folder).target, TAPS, "cpu")
+    assert process.ask([[1, 2, 3]]).last_hidden.shape == (3, 32)
+    process.close()
+    assert process._process.exitcode == 0

@@ -9,9 +9,10 @@ from tiny_run import modified, tiny_recipe
 
 from data_pipelines.shards import FeatureStore
 from heads.frozen import FrozenTarget
+from heads.target_config import TargetConfig
 from recipes import Recipe
 from trainers.memory import head_sizes
-from trainers.plan import refuse_sizes
+from trainers.plan import DataSizes, refuse_sizes
 from trainers.run import run
 
 
@@ -65,6 +66,27 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
     said = " ".join(capsys.readouterr().out.split())
     assert "tokens per epoch at most 432 12 samples, not harvested yet" in said
     assert not (recipe.run_dir / "new").exists()
+
+
+@pytest.mark.parametrize("features", ["run", "nothing"])
+def test_online_training_needs_no_disk_for_features(
+    make_recipe: Callable[..., Recipe], harvested: Path, tmp_path: Path, features: str
+) -> None:
+    """Whether or not an earlier run left some."""
+    config = TargetConfig.from_folder(harvested / "target")
+    make_recipe("run")
+    sizes = DataSizes.of(make_recipe("run", "data.mode=online", f"data.folder={tmp_path / features}"), config)
+    assert (sizes.samples, sizes.feature_bytes) == (12, 0)
+
+
+def test_a_store_that_the_recipe_names_is_what_is_counted(make_recipe: Callable[..., Recipe], harvested: Path) -> None:
+    """It was the run's own folder, which is empty then."""
+    store = harvested / "run" / "features"
+    recipe = tiny_recipe(harvested, "run_dir=/nowhere", f"data.store={store}")
+    sizes = DataSizes.of(recipe, TargetConfig.from_folder(harvested / "target"))
+    assert sizes == DataSizes.of(make_recipe("run"), TargetConfig.from_folder(harvested / "target"))
+    assert sizes.is_measured
+    assert sizes.feature_bytes == sum(path.stat().st_size for path in store.glob("*.safetensors"))
 
 
 @pytest.mark.parametrize("storage", ["int8", "float8"])

@@ -126,6 +126,17 @@ def test_a_merged_store_holds_the_samples_of_all_and_is_trained_on(harvested: Pa
             assert vars(merged[number])[name].equal(tensor)
 
 
+def test_a_shard_comes_once_into_a_merged_store_and_its_origin_is_kept(harvested: Path, tmp_path: Path) -> None:
+    source = harvested / "run" / "features"
+    shutil.copytree(source, tmp_path / "copy")
+    merge(tmp_path / "merged", [source, tmp_path / "copy"])
+    found = stats(tmp_path / "merged")
+    assert (found["train"], found["heldout"]) == (stats(source)["train"], stats(source)["heldout"])
+    assert [(about["mask_rule"], about["written_by"]) for about in found["merged_from"]] == [
+        ("response", "plain decoding")
+    ] * 2
+
+
 def test_stores_of_other_states_are_not_merged(harvested: Path, tmp_path: Path) -> None:
     other = tiny_recipe(harvested, f"run_dir={tmp_path / 'other'}", "head.taps=[1]", "data.dtype=bfloat16")
     with pytest.raises(ValueError, match=r"dtype: 'float32' in .*, 'bfloat16' in(.|\n)*taps: \[2, 3, 4\]"):
@@ -191,6 +202,28 @@ def test_reading_ahead_gives_the_same_samples_from_a_thread_of_its_own(harvested
     assert (len(ahead), ahead.num_tokens) == (len(store), store.num_tokens)
     ahead.close()
     assert readers == {"read-ahead_0"}
+
+
+def test_closing_ends_the_reader_and_drops_what_was_not_begun(harvested: Path) -> None:
+    """At the end of a run, and where one is stopped: nothing is read on, and no thread is left."""
+    gate, begun, read = threading.Event(), threading.Event(), list[int]()
+
+    class Slow(FeatureStore):
+        def __getitem__(self, index: int) -> Sample:
+            begun.set()
+            gate.wait()
+            read.append(index)
+            return super().__getitem__(index)
+
+    ahead = ReadAhead(Slow(harvested / "run" / "features", "train"))
+    ahead.expect(range(10))
+    begun.wait()
+    threading.Timer(0.02, gate.set).start()
+    ahead.close()
+    assert read == [0]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("read-ahead")]
+    with pytest.raises(RuntimeError):
+        ahead[1]
 
 
 # The draft vocabulary

@@ -1,5 +1,7 @@
 """Laws of the target: what it taps, what its baseline writes, and which models it refuses."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,6 +45,19 @@ def test_the_last_logits_alone_are_those_of_all(target: TargetModel) -> None:
     assert last.logits.shape[1] == 1
     torch.testing.assert_close(last.logits[:, 0], every.logits[:, -1], atol=1e-5, rtol=1e-5)
     assert torch.equal(last.taps, every.taps)
+
+
+def test_a_target_that_nobody_uses_is_gone_at_once(make_model: MakeModel) -> None:
+    """It lay in a cycle with its hooks, and a harvest's target beside the one that training loads."""
+    target = TargetModel(make_model(), (2, 7))
+    target.forward(TOKENS)
+    left = weakref.ref(target), weakref.ref(target.model)
+    gc.disable()
+    try:
+        del target
+        assert [each() for each in left] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_the_baseline_writes_for_a_batch_what_it_writes_alone(target: TargetModel) -> None:

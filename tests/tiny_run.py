@@ -11,6 +11,7 @@ from accelerate import PartialState
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from data_pipelines.shards import Sample
 from recipes import Recipe, load_recipe
 
 VOCAB_SIZE = 300
@@ -127,6 +128,15 @@ def tiny_recipe(folder: Path, *overrides: str) -> Recipe:
     """The recipe of a folder that `build_run` filled, for use inside this process."""
     PartialState(cpu=True)  # the first one of a process settles the device
     return load_recipe(folder / "recipe.yaml", overrides)
+
+
+def assert_same_sample(found: Sample, expected: Sample) -> None:
+    """The same text, and states that differ by the rounding of float32 alone: 1e-5 of the largest of them."""
+    assert found.tokens.equal(expected.tokens)
+    assert found.loss_mask.equal(expected.loss_mask)
+    for mine, its in ((found.taps, expected.taps), (found.last_hidden, expected.last_hidden)):
+        assert mine.shape == its.shape
+        assert float((mine - its).abs().max()) < 1e-5 * float(its.abs().max())
 
 
 def contents(folder: Path) -> dict[str, bytes]:

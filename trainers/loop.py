@@ -37,6 +37,7 @@ def train(
         if not measured:  # the process was stopped just before
             measure(training, checkpoints, tracker, done)
         pace = Pace()
+        materials.train.expect(share_of(accelerator, order.of_step(done, section.batch_size)))
         for step in range(done, section.steps):
             factor = training.ranks.set_learning_rates(section, step)
             with pace:

@@ -79,7 +79,9 @@ def held_out_scores(unrolled: UnrolledHead, store: SampleStore, batch_size: int)
     total = torch.zeros(4, unroll)
     outside = 0
     for start in range(0, len(store), batch_size):
-        samples = [store[number] for number in range(start, min(start + batch_size, len(store)))]
+        numbers = range(start, min(start + batch_size, len(store)))
+        store.expect(numbers)
+        samples = [store[number] for number in numbers]
         batch = Batch.collate(samples, embedding.dtype, embedding.device)
         supervision = unrolled.teacher.supervise(batch)
         total += unrolled(batch, supervision, supervision.counts(unroll)).sums().cpu()

@@ -52,12 +52,14 @@ class DataSizes:
     @classmethod
     def of(cls, recipe: Recipe, target: TargetConfig) -> "DataSizes":
         data, longest = recipe.data, recipe.data.prompt_tokens + recipe.data.response_tokens
-        if (recipe.features_dir / MANIFEST).is_file():
-            stores = [FeatureStore(recipe.features_dir, split) for split in ("train", "heldout")]
+        folder = data.store or recipe.features_dir
+        if data.mode == "offline" and (folder / MANIFEST).is_file():
+            stores = [FeatureStore(folder, split) for split in ("train", "heldout")]
             stored = sum(shard["bytes"] for store in stores for shard in store.shards)
             return cls(True, len(stores[0]), stores[0].num_tokens, longest, stored)
         taps = stored_taps(head_taps(recipe.head, target), target.num_layers)
-        per_token = bytes_per_token(target.hidden_size, len(taps), data.dtype)
+        stored = data.mode == "offline"
+        per_token = bytes_per_token(target.hidden_size, len(taps), data.dtype) if stored else 0
         tokens = data.num_prompts * longest
         return cls(False, data.num_prompts, tokens, longest, per_token * (tokens + data.heldout_samples * longest))
 
@@ -118,6 +120,9 @@ def data_rows(recipe: Recipe, data: DataSizes, sizes: HeadSizes) -> list[Row]:
 
 
 def measuring(recipe: Recipe) -> str:
+    if recipe.data.mode == "online":
+        where = "on every rank" if recipe.data.online_devices is None else "on data.online_devices"
+        return f"{where} while training, and once more on the main one, which decodes train.eval_prompts"
     if not recipe.train.eval_prompts:
         return "only for the harvest, as train.eval_prompts is 0"
     return "on every rank of the harvest, and on the main rank while training"

@@ -1,6 +1,7 @@
 """A whole training run: recipe -> prompts -> responses -> features -> head, for every kind of head."""
 
 import torch
+from accelerate import Accelerator
 
 from data_pipelines.harvest import harvest
 from data_pipelines.shards import stored_taps
@@ -51,12 +52,24 @@ def run(recipe: Recipe) -> None:
         if accelerator.is_main_process:
             print_plan(recipe, accelerator.num_processes, accelerator.device)
         return
+    refuse_lone_decoding(recipe, accelerator.num_processes)
     refuse_sizes(recipe, accelerator.num_processes, recipe.data.num_prompts)
     features = harvest(recipe)
     target_folder = locate_target(recipe.target.path, recipe.target.revision)
     frozen = FrozenTarget.from_folder(target_folder, dtype=torch.float32, device=accelerator.device)
     taps = stored_taps(head_taps(recipe.head, frozen.config), frozen.config.num_layers)
-    stores = open_stores(recipe, features, taps)
+    with open_stores(recipe, features, taps) as stores:
+        train_on(recipe, accelerator, features, frozen, stores)
+
+
+def train_on(
+    recipe: Recipe,
+    accelerator: Accelerator,
+    features: Stage,
+    frozen: FrozenTarget,
+    stores: tuple[SampleStore, SampleStore],
+) -> None:
+    """Train the head on what was harvested and write it, unless that is done."""
     refuse_sizes(recipe, accelerator.num_processes, len(stores[0]), len(stores[1]))
 
     vocab = draft_vocab(recipe.head, stores[0].token_counts(frozen.config.vocab_size))
@@ -75,6 +88,16 @@ def run(recipe: Recipe) -> None:
             export(recipe, build_head(recipe, frozen, vocab, stores[0]), checkpoints, decoding, tuned)
         with_target = "" if recipe.joint.mode is None else f" target.path={recipe.tuned_target_dir}"
         print(f"head written to {recipe.head_dir}; next: python -m inference.report RECIPE{with_target}")
+
+
+def refuse_lone_decoding(recipe: Recipe, num_ranks: int) -> None:
+    """Raises ValueError where the main rank is to decode with a target that all ranks hold together."""
+    if recipe.target.spans_ranks and recipe.train.eval_prompts and num_ranks > 1:
+        raise ValueError(
+            f"train.eval_prompts: {recipe.train.eval_prompts} given, 0 is allowed while {num_ranks} ranks hold the "
+            "target together (target.tp_plan or zero_stage), as the main one decodes alone; write 0, or train with "
+            "one process and target.device_map auto"
+        )
 
 
 def build_head(recipe: Recipe, frozen: FrozenTarget, vocab: DraftVocab, store: SampleStore) -> DraftHead:

@@ -1,0 +1,59 @@
+"""Every family of a folder on all ranks together and on each alone, for test_shared_target.py:
+
+accelerate launch ... tests/families_on_ranks.py FOLDER {tp_plan,zero_stage} RESULT
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from data_pipelines.features import tap
+from data_pipelines.work import start_ranks
+from inference.decode import Request, generate_batch
+from inference.sampling import Sampling
+from inference.target import TargetModel
+from recipes.schema import TargetSection
+
+TEXTS = [list(range(3, 43)), [7, 8, 9], [50] * 20]
+REQUESTS = [Request([5, 6, 7], 6), Request([9, 4], 9, Sampling(0.8, seed=1))]
+ASKED: dict[str, dict[str, Any]] = {"tp_plan": {"tp_plan": "auto"}, "zero_stage": {"zero_stage": 3}}
+
+
+def largest_error(folder: Path, way: str) -> float | str:
+    """Of the states of three texts, over the largest state; what is wrong with what it writes; or why it is refused."""
+    alone = TargetModel.load(TargetSection(path=str(folder), dtype="float32", device="cpu"), (1, 2))
+    try:
+        shared = TargetModel.load(TargetSection(path=str(folder), dtype="float32", **ASKED[way]), (1, 2))
+    except ValueError as error:
+        return f"refused: {error}"
+    found = []
+
+    def ask(what):
+        texts = [generation.tokens for generation in generate_batch(shared, REQUESTS)] if what == "text" else []
+        return texts, tap(shared, TEXTS)
+
+    shared.ranks.carry_out(ask, lambda ask: found.extend([ask("text"), ask("states")]))
+    if not found:  # the first rank leads, and tells
+        return "follows"
+    texts, states = found[0]
+    if texts != [generation.tokens for generation in generate_batch(alone, REQUESTS)]:
+        return "other text"
+    expected = tap(alone, TEXTS)
+    return max(
+        float((mine - its).abs().max() / its.abs().max())
+        for mine, its in zip(vars(states).values(), vars(expected).values(), strict=True)
+    )
+
+
+def main(folder: str, way: str, result: str) -> None:
+    start_ranks()
+    errors = {path.name: largest_error(path, way) for path in sorted(Path(folder).iterdir())}
+    if dist.get_rank() == 0:
+        Path(result).write_text(json.dumps(errors, indent=1))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,49 @@
+"""What each rank of a launch holds of a target, for test_shared_target.py:
+
+accelerate launch ... tests/held_by_rank.py RECIPE RESULT section.key=value ...
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from data_pipelines.features import tap
+from data_pipelines.work import start_ranks
+from inference.target import TargetModel
+from recipes import load_recipe
+
+
+def held(parameter: nn.Parameter) -> int:
+    """Numbers of a parameter that are here for good."""
+    if isinstance(parameter, DTensor):
+        return parameter.to_local().numel()
+    return vars(parameter)["ds_tensor"].numel() if "ds_tensor" in vars(parameter) else parameter.numel()
+
+
+def main(recipe_path: str, result: str, *overrides: str) -> None:
+    """Writes the numbers that each rank holds before and behind its passes, one more on each rank than on the last."""
+    start_ranks()
+    target = TargetModel.load(load_recipe(Path(recipe_path), overrides).target, (2, 7))
+    counts = [sum(map(held, target.model.parameters()))]
+
+    def work(ask):
+        for number in range(1, dist.get_rank() + 2):
+            states = ask([[number, 5, 6], [7, 8]])
+            assert states.taps.shape == (5, 2 * target.config.hidden_size)
+            assert torch.isfinite(states.taps).all()
+
+    target.ranks.carry_out(lambda texts: tap(target, texts), work)
+    counts.append(sum(map(held, target.model.parameters())))
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, counts)
+    if dist.get_rank() == 0:
+        Path(result).write_text(json.dumps(gathered))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
