@@ -176,8 +176,9 @@ def machine() -> dict[str, Any]:
 def trace_ways(recipe: Recipe, ways: list[Way], target: TargetModel, prompt: list[int]) -> list[Trace]:
     """How each way that drafts came by its text on one prompt, at the first temperature."""
     sampling = sampling_from_recipe(recipe.decode, recipe.report.temperatures[0])
+    lossy = "" if sampling.lossless else " (typical acceptance, LOSSY)"
     return [
-        trace(way.name, way.drafter, target, prompt, recipe.decode.max_new_tokens, sampling)
+        trace(way.name + lossy, way.drafter, target, prompt, recipe.decode.max_new_tokens, sampling)
         for way in ways
         if way.drafter is not None
     ]
