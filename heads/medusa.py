@@ -144,6 +144,7 @@ class MedusaHead(LastHiddenHead):
                 lm_head.down.weight.normal_(0.0, self.shape.hidden_size**-0.5, generator=generator)
                 lm_head.up.weight.zero_()
             else:
+                assert isinstance(lm_head, nn.Linear)
                 lm_head.weight.copy_(frozen.within(self.vocab).lm_head)
 
     def engine_config(self) -> dict[str, Any]:
@@ -178,8 +179,10 @@ class MedusaHead(LastHiddenHead):
         if self.shared is None:
             return tensors
         others = {name: tensor for name, tensor in tensors.items() if not name.startswith("lm_heads.")}
-        whole = {f"lm_heads.{i}.weight": self.shared + each.weight for i, each in enumerate(self.lm_heads)}
-        return {**others, **whole}
+        for number, lm_head in enumerate(self.lm_heads):
+            assert isinstance(lm_head, LowRank)
+            others[f"lm_heads.{number}.weight"] = self.shared + lm_head.weight
+        return others
 
     @property
     def cache_shape(self) -> None:

@@ -86,7 +86,7 @@ def test_new_heads_of_a_target_with_capped_logits_are_that_target(frozen: Frozen
 def test_low_rank_heads_hold_few_weights_and_all_of_them_learn(frozen: FrozenTarget) -> None:
     section = MedusaSection(kind="medusa", medusa_heads=2, lm_head_rank=4)
     head = new_head(section, frozen, DraftVocab.full(97), seed=0)
-    assert sum(weight.numel() for weight in head.lm_heads.parameters()) == 2 * 4 * (32 + 97)
+    assert sum(weight.numel() for weight in head.logits_parameters) == 2 * 4 * (32 + 97)
     features, tokens = torch.randn(1, 5, 32), torch.zeros(1, 5, dtype=torch.long)
     for _ in range(2):  # up is zero at first, so that nothing reaches down yet
         head.zero_grad()
@@ -94,8 +94,9 @@ def test_low_rank_heads_hold_few_weights_and_all_of_them_learn(frozen: FrozenTar
         torch.stack(logits).log_softmax(-1)[..., 3].sum().backward()
         with torch.no_grad():
             for weight in head.parameters():
-                weight += weight.grad
-    assert all(weight.grad.any() for weight in head.parameters())
+                assert weight.grad is not None
+                weight.add_(weight.grad)
+    assert all(weight.grad is not None and weight.grad.any() for weight in head.parameters())
 
 
 def guesses(head: MedusaHead, feature: Tensor, path: list[int], level: int) -> list[int]:
