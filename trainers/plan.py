@@ -13,7 +13,7 @@ from data_pipelines.shards import MANIFEST, FeatureStore, stored_taps
 from heads.build import head_taps
 from heads.target_config import TargetConfig, locate_target
 from recipes import Recipe
-from trainers.memory import HeadSizes, head_sizes, live_sizes
+from trainers.memory import HeadSizes, LiveSizes, head_sizes, live_sizes
 
 
 def refuse_sizes(recipe: Recipe, num_ranks: int, num_samples: int, num_heldout: int | None = None) -> None:
@@ -71,10 +71,11 @@ def print_plan(recipe: Recipe, num_ranks: int, device: torch.device) -> None:
     rows = math.ceil(math.ceil(recipe.train.batch_size / num_ranks) / recipe.train.accumulate)
     sizes = head_sizes(recipe, target, rows, data.longest, device)
     table = Table("what", "how much", "why", title=f"plan of {recipe.run_dir}, {num_ranks} ranks", box=None)
-    needs = head_needs(recipe, sizes, rows, data)
+    needs, live = head_needs(recipe, sizes, rows, data), None
     if recipe.joint.mode is not None:
-        needs += target_needs(recipe, rows, data, device)
-    for row in [*head_rows(sizes), *memory_rows(needs), *data_rows(recipe, data, sizes)]:
+        live = live_sizes(recipe, rows, data.longest, device)
+        needs += target_needs(recipe, live, rows, data)
+    for row in [*head_rows(sizes), *memory_rows(needs), *data_rows(recipe, data, sizes, live)]:
         table.add_row(*row)
     weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     table.add_row("the target itself", decimal(weights) if weights else "unknown", measuring(recipe))
@@ -103,9 +104,8 @@ def head_needs(recipe: Recipe, sizes: HeadSizes, rows: int, data: DataSizes) -> 
     ]
 
 
-def target_needs(recipe: Recipe, rows: int, data: DataSizes, device: torch.device) -> list[Need]:
+def target_needs(recipe: Recipe, sizes: LiveSizes, rows: int, data: DataSizes) -> list[Need]:
     """Of the target that is trained beside the heads."""
-    sizes = live_sizes(recipe, rows, data.longest, device)
     learning = f"{sizes.learning:,} of {sizes.parameters:,} parameters learn, joint.mode {recipe.joint.mode}"
     return [
         ("weights of the target", sizes.weights, learning),
@@ -122,10 +122,12 @@ def memory_rows(needs: list[Need]) -> list[Row]:
     ]
 
 
-def data_rows(recipe: Recipe, data: DataSizes, sizes: HeadSizes) -> list[Row]:
+def data_rows(recipe: Recipe, data: DataSizes, sizes: HeadSizes, live: LiveSizes | None) -> list[Row]:
     at_most, why = ("", "as harvested") if data.is_measured else ("at most ", "not harvested yet; lengths are unknown")
     epoch = data.samples / recipe.train.batch_size
     files = sizes.weights + sizes.moments + sizes.average
+    if live is not None:
+        files += live.gradients + live.moments  # what learns of the target is as large as its gradients
     checkpoints = recipe.train.keep_checkpoints * files + (sizes.weights if recipe.train.eval_prompts else 0)
     return [
         ("tokens per epoch", f"{at_most}{data.tokens:,}", f"{data.samples:,} samples, {why}"),
