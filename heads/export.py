@@ -24,6 +24,7 @@ from heads.frozen import FrozenTarget
 from heads.medusa import MedusaHead
 from heads.target_config import locate_target
 from recipes import Recipe, run_command
+from recipes.tuned import refuse_original_target
 
 
 def main() -> None:
@@ -37,6 +38,7 @@ def export(recipe: Recipe) -> Path:
     for a folder that is there already.
     """
     section = recipe.export
+    refuse_original_target(recipe, section.head)
     folder = section.folder or recipe.export_dir / section.format
     check_free(folder, section.overwrite)
     target_folder = locate_target(recipe.target.path, recipe.target.revision)

@@ -41,6 +41,7 @@ from inference.tree_picture import draw_tree
 from recipes import Recipe, run_command
 from recipes.jsonl import read_jsonl
 from recipes.schema import Baseline
+from recipes.tuned import refuse_original_target
 
 FILES = ("report.json", "report.md", "report.png", "report.html")
 
@@ -53,6 +54,7 @@ def report(recipe: Recipe) -> list[Outcome]:
     """Measure, print and write; raises ValueError for a head that does not fit or prompts that are missing."""
     if recipe.report.threads is not None:
         torch.set_num_threads(recipe.report.threads)
+    refuse_original_target(recipe, recipe.report.head)
     prompts = report_prompts(recipe)
     target_folder = locate_target(recipe.target.path, recipe.target.revision)
     # Cheap checks come before the target is loaded.

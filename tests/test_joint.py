@@ -16,10 +16,12 @@ from torch.testing import assert_close
 from data_pipelines.batches import Batch
 from data_pipelines.shards import FeatureStore
 from heads.build import draft_vocab, load_head, new_head
+from heads.export import export
 from heads.frozen import FrozenTarget
 from inference.decode import Request, generate_batch
 from inference.drafters.growth import Dynamic
 from inference.drafters.head import HeadDrafter
+from inference.report import report
 from inference.sampling import Sampling
 from inference.target import TargetModel
 from recipes import Recipe
@@ -238,6 +240,18 @@ def test_a_target_that_was_not_written_is_written_by_the_same_command(make_recip
     shutil.rmtree(recipe.tuned_target_dir)
     run(recipe)
     assert contents(recipe.tuned_target_dir) == before
+
+
+def test_the_head_is_reported_and_exported_with_the_tuned_target_alone(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    options = (*MEDUSA, joint("lora"), "report.num_prompts=1", "report.warmup_prompts=0", "report.temperatures=[0.9]")
+    recipe = make_recipe("run", *options)
+    run(recipe)
+    for command in (report, export):
+        with pytest.raises(ValueError, match=r"is for the tuned target; give target.path=.*run/target"):
+            command(recipe)
+    recipe = make_recipe("run", *options, f"target.path={recipe.tuned_target_dir}")
+    assert (export(recipe) / "model.safetensors").is_file()
+    assert all(outcome.identical == 1 for outcome in report(recipe) if outcome.way != "generate")
 
 
 @pytest.mark.parametrize(
