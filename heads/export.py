@@ -27,6 +27,7 @@ from heads.frozen import FrozenTarget
 from heads.medusa import MedusaHead
 from heads.target_config import locate_target
 from recipes import Recipe, run_command
+from recipes.tuned import refuse_original_target
 
 
 def main() -> None:
@@ -40,9 +41,9 @@ def export(recipe: Recipe) -> Path:
     for a folder or a repository's head that is there already.
     """
     section = recipe.export
+    refuse_original_target(recipe, section.head)
     folder = section.folder or recipe.export_dir / section.format
     check_free(folder, section.overwrite)
-    refuse_untuned(recipe)
     if section.push_to is not None:
         check_repository(section.push_to, section.overwrite, HfApi())
     target_folder = locate_target(recipe.target.path, recipe.target.revision)
@@ -85,17 +86,6 @@ def judge(name: str, files: HeadFiles, frozen: FrozenTarget) -> dict[str, list[F
     both = layout == "medusa_reference"
     engines = [engine for engine in RULES[layout] if both or (engine in AUTHORS) == (name in AUTHORS)]
     return {engine: findings(files, frozen, [engine]) for engine in engines}
-
-
-def refuse_untuned(recipe: Recipe) -> None:
-    """Stop at Medusa-2's heads beside the target as it was before it learnt with them: they would draft for another."""
-    tuned = recipe.tuned_target_dir
-    own = recipe.export.head is None or recipe.export.head.resolve() == recipe.head_dir.resolve()
-    if recipe.joint.mode is not None and own and Path(recipe.target.path).resolve() != tuned.resolve():
-        raise ValueError(
-            f"target.path: {recipe.target.path!r} given, but the heads of this run are for the target that learnt with "
-            f"them; target.path={tuned} is allowed"
-        )
 
 
 def refuse_hydra(name: str, head: DraftHead) -> None:

@@ -18,6 +18,8 @@ from heads.medusa_layout import from_any_layout
 from heads.vocab import DraftVocab
 from recipes.schema import HeadSection, MedusaSection
 
+LOW_RANK = "lm_heads.0.down.weight"
+
 
 @dataclass(frozen=True)
 class MedusaShape:
@@ -28,6 +30,7 @@ class MedusaShape:
     num_layers: int
     bias: bool = True
     sequential: bool = False
+    lm_head_rank: int | None = None
 
     def input_size(self, head: int) -> int:
         """Of a head's first layer: the hidden state, and with `sequential` an embedding for each known token."""
@@ -51,11 +54,28 @@ class ResidualBlocks(nn.Module):
         return hidden
 
 
+class LowRank(nn.Module):
+    """A linear layer of few weights: up(down(x))."""
+
+    def __init__(self, input_size: int, output_size: int, rank: int) -> None:
+        super().__init__()
+        self.down = nn.Linear(input_size, rank, bias=False)
+        self.up = nn.Linear(rank, output_size, bias=False)
+
+    def forward(self, inputs: Float[Tensor, "*axes input"]) -> Float[Tensor, "*axes output"]:
+        return self.up(self.down(inputs))
+
+    @property
+    def weight(self) -> Float[Tensor, "output input"]:
+        return self.up.weight @ self.down.weight
+
+
 class MedusaHead(LastHiddenHead):
     """Head i at index t reads the target's feature of position t and guesses the token of position t + 2 + i.
 
     Each is a level of the drafts: the next level takes the same feature, and with `sequential` the embeddings of the
-    tokens in between behind it. Parameter names are vLLM's.
+    tokens in between behind it. Parameter names are vLLM's. With `lm_head_rank` all heads share the target's lm_head,
+    and each adds a linear layer of that rank to it.
     """
 
     kind = "medusa"
@@ -68,7 +88,10 @@ class MedusaHead(LastHiddenHead):
         self.shape, self.max_levels = shape, shape.num_heads
         numbers = range(shape.num_heads)
         self.blocks = nn.ModuleList([ResidualBlocks(shape.input_size(head), shape) for head in numbers])
-        self.lm_heads = nn.ModuleList([nn.Linear(shape.hidden_size, len(vocab.ids), bias=False) for _ in numbers])
+        self.lm_heads = nn.ModuleList([self.new_lm_head() for _ in numbers])
+        self.shared: Tensor | None
+        lm_head = None if shape.lm_head_rank is None else frozen.within(vocab).lm_head
+        self.register_buffer("shared", lm_head, persistent=False)  # [draft_vocab, hidden]
         self.input_scale: Tensor | None
         self.register_buffer("input_scale", None, persistent=False)  # [of the last head's inputs]
 
@@ -76,8 +99,15 @@ class MedusaHead(LastHiddenHead):
     def from_section(cls, section: HeadSection, frozen: FrozenTarget, vocab: DraftVocab) -> "MedusaHead":
         assert isinstance(section, MedusaSection)
         hidden = frozen.config.hidden_size
-        shape = MedusaShape(hidden, section.medusa_heads, section.medusa_layers, sequential=section.sequential)
+        rank = section.lm_head_rank
+        shape = MedusaShape(
+            hidden, section.medusa_heads, section.medusa_layers, sequential=section.sequential, lm_head_rank=rank
+        )
         return cls(shape, frozen, vocab)
+
+    def new_lm_head(self) -> nn.Module:
+        hidden, size, rank = self.shape.hidden_size, len(self.vocab.ids), self.shape.lm_head_rank
+        return nn.Linear(hidden, size, bias=False) if rank is None else LowRank(hidden, size, rank)
 
     @classmethod
     def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], frozen: FrozenTarget) -> "MedusaHead":
@@ -91,24 +121,31 @@ class MedusaHead(LastHiddenHead):
             raise ValueError("no residual block among the tensors; Medusa heads have blocks.0.layers.0.weight")
         shape = MedusaShape(
             hidden_size=target.hidden_size,
-            num_heads=sum(name.startswith("lm_heads.") for name in tensors),
+            num_heads=len({name.split(".")[1] for name in tensors if name.startswith("lm_heads.")}),
             num_layers=len(first),
             bias="blocks.0.layers.0.bias" in tensors,
             sequential=tensors["blocks.0.layers.0.weight"].shape[-1] == 2 * target.hidden_size,
+            lm_head_rank=len(tensors[LOW_RANK]) if LOW_RANK in tensors else None,
         )
         return cls(shape, frozen, vocab)
 
     @torch.no_grad()
     def initialise(self, frozen: FrozenTarget, generator: torch.Generator) -> None:
-        """Start as the target itself: blocks that are the identity, and its lm_head. Nothing is drawn."""
+        """Start as the target itself: blocks that are the identity, and its lm_head. What is drawn counts for nothing
+        before the first step."""
         embedding, feature = input_scales(frozen)
         last = self.shape.num_heads - 1
         known = self.shape.input_size(last) // self.shape.hidden_size - 1
         self.input_scale = torch.cat([feature, *[embedding] * known]).to(self.embedding)
         for parameter in self.blocks.parameters():
             parameter.zero_()
-        for weight in self.lm_heads.parameters():
-            weight.copy_(frozen.within(self.vocab).lm_head)
+        for lm_head in self.lm_heads:
+            if isinstance(lm_head, LowRank):
+                lm_head.down.weight.normal_(0.0, self.shape.hidden_size**-0.5, generator=generator)
+                lm_head.up.weight.zero_()
+            else:
+                assert isinstance(lm_head, nn.Linear)
+                lm_head.weight.copy_(frozen.within(self.vocab).lm_head)
 
     def engine_config(self) -> dict[str, Any]:
         """vLLM's keys, and those that the reference names otherwise; no engine knows sequential heads."""
@@ -134,6 +171,18 @@ class MedusaHead(LastHiddenHead):
                 if name.startswith("blocks.") and name.endswith(".weight"):
                     tensors[name] = tensor * self.input_scale[: tensor.shape[-1]]
         return tensors if self.vocab.is_full else {**tensors, "token_map": self.vocab.ids}
+
+    @torch.no_grad()
+    def whole_tensors(self) -> dict[str, Tensor]:
+        """The same with every head's lm_head in full, which is all that the engines know."""
+        tensors = self.engine_tensors()
+        if self.shared is None:
+            return tensors
+        others = {name: tensor for name, tensor in tensors.items() if not name.startswith("lm_heads.")}
+        for number, lm_head in enumerate(self.lm_heads):
+            assert isinstance(lm_head, LowRank)
+            others[f"lm_heads.{number}.weight"] = self.shared + lm_head.weight
+        return others
 
     @property
     def cache_shape(self) -> None:
@@ -161,7 +210,11 @@ class MedusaHead(LastHiddenHead):
         return torch.cat([features, self.embedding[tokens]], dim=-1) if self.shape.sequential else features
 
     def logits(self, hidden: Float[Tensor, "*axes hidden"], level: int = 0) -> Float[Tensor, "*axes draft_vocab"]:
-        return self.lm_heads[level](hidden)
+        logits = self.lm_heads[level](hidden)
+        if self.shared is not None:
+            logits = logits + functional.linear(hidden, self.shared)
+        cap = self.target.final_logit_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def feedback(
         self,

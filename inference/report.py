@@ -43,6 +43,7 @@ from inference.trace import Trace, trace
 from inference.ways import OF_HEADS, OWN, build_ways
 from recipes import Recipe, run_command
 from recipes.jsonl import read_jsonl
+from recipes.tuned import refuse_original_target
 
 Runs = list[list[Run]]  # of each way, on each few prompts that are decoded together
 
@@ -80,6 +81,7 @@ def main() -> None:
 
 def report(recipe: Recipe) -> list[Outcome]:
     """Measure, print and write; raises ValueError for a head that does not fit or prompts that are missing."""
+    refuse_original_target(recipe, recipe.report.head)
     contest, console = Contest.load(recipe), Console()
     outcomes = measure(recipe, contest, console)
     folder = locate_target(recipe.target.path, recipe.target.revision)
@@ -206,8 +208,9 @@ def trace_ways(recipe: Recipe, contest: Contest) -> list[Trace]:
     """How each way that drafts came by its text on one prompt, at the first temperature."""
     sampling = sampling_from_recipe(recipe.decode, recipe.report.temperatures[0])
     prompt, new_tokens = contest.prompts[0].tokens, recipe.decode.max_new_tokens
+    lossy = "" if sampling.lossless else " (typical acceptance, LOSSY)"
     return [
-        trace(way.name, way.drafter, contest.target, prompt, new_tokens, sampling)
+        trace(way.name + lossy, way.drafter, contest.target, prompt, new_tokens, sampling)
         for way in contest.ways
         if way.drafter is not None
     ]

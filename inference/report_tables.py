@@ -74,13 +74,18 @@ def milliseconds(seconds: float) -> str:
 
 def same_text(outcome: Outcome) -> str:
     """How many texts are plain decoding's, where that is to be expected."""
-    if outcome.rule == "typical" and outcome.stats.drafted:
+    if is_lossy(outcome):
         return "lossy"
     # transformers draws its own random numbers, and rejection sampling other ones: another text, equally likely.
     other_noise = outcome.way.startswith("generate") or (outcome.rule == "rejection" and outcome.stats.drafted > 0)
     if other_noise and outcome.temperature > 0:
         return "own noise"
     return f"{outcome.identical}/{outcome.prompts}"
+
+
+def is_lossy(outcome: Outcome) -> bool:
+    """Is the text another than the target's, by a rule that takes what is likely enough?"""
+    return outcome.rule == "typical" and outcome.stats.drafted > 0
 
 
 def divergence_lines(outcomes: list[Outcome]) -> list[str]:
@@ -99,7 +104,8 @@ def heading(outcomes: list[Outcome]) -> str:
     per_way = sum(outcome.new_tokens for outcome in outcomes) // len(outcomes)
     first = outcomes[0]
     together = "" if first.batch == 1 else f" in batches of {first.batch}"
-    return f"temperature {first.temperature:g}, {first.prompts} prompts{together}, {per_way} tokens each way"
+    lossy = "; typical acceptance, LOSSY" if any(map(is_lossy, outcomes)) else ""
+    return f"temperature {first.temperature:g}, {first.prompts} prompts{together}, {per_way} tokens each way{lossy}"
 
 
 def as_tables(outcomes: list[Outcome]) -> list[Table]:
@@ -147,7 +153,8 @@ def draw(groups: dict[tuple[float, int], list[Outcome]]) -> Figure:
     figure = Figure(figsize=(13, 3.6 * len(groups)), layout="constrained")
     panels = figure.subplots(len(groups), 3, squeeze=False)
     for (speed, length, depth), ((temperature, batch), outcomes) in zip(panels, groups.items(), strict=True):
-        names, colours = [o.way for o in outcomes], [f"C{i}" for i in range(len(outcomes))]
+        names = [f"{o.way}\n(lossy)" if is_lossy(o) else o.way for o in outcomes]
+        colours = [f"C{i}" for i in range(len(outcomes))]
         for panel, values, title in (
             (speed, [o.tokens_per_second for o in outcomes], "tokens per second"),
             (length, [o.stats.tau for o in outcomes], "tokens per target step (tau)"),

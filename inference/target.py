@@ -97,6 +97,20 @@ class TargetModel:
         device: Any = pick_device(section.device)  # transformers' own `to` is mistyped
         return cls(load().to(device), taps)
 
+    @classmethod
+    def without_weights(cls, section: TargetSection) -> "TargetModel":
+        """Its shapes alone, on the meta device; nothing but config.json is read."""
+        folder = locate_target(section.path, section.revision, ["config.json"])
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config,
+                dtype=getattr(torch, section.dtype),
+                attn_implementation=attention_code(config) if section.attention == "auto" else section.attention,
+                trust_remote_code=section.trust_remote_code,
+            )
+        return cls(model, ())
+
     @property
     def max_positions(self) -> int:
         """As many as it knows, and as can be rotated to without changing earlier ones."""

@@ -231,6 +231,12 @@ class MedusaSection(Section):
     sequential: bool = Field(
         default=False, description="Each head also reads the tokens that were drafted before its own (Hydra)."
     )
+    lm_head_rank: int | None = Field(
+        default=None,
+        gt=0,
+        description="All heads share the target's lm_head, and each adds a linear layer of this rank; null is an "
+        "lm_head of its own for each.",
+    )
     draft_vocab_size: int | None = Field(
         default=None, gt=0, description="Most frequent tokens that the head may draft; null is the whole vocabulary."
     )

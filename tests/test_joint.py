@@ -16,15 +16,18 @@ from torch.testing import assert_close
 from data_pipelines.batches import Batch
 from data_pipelines.shards import FeatureStore
 from heads.build import draft_vocab, load_head, new_head
+from heads.export import export
 from heads.frozen import FrozenTarget
 from inference.decode import Request, generate_batch
 from inference.drafters.growth import Dynamic
 from inference.drafters.head import HeadDrafter
+from inference.report import report
 from inference.sampling import Sampling
 from inference.target import TargetModel
 from recipes import Recipe
 from trainers import loop
 from trainers.joint import JointHead, LiveTarget
+from trainers.memory import Saved, live_sizes, storage_of
 from trainers.objective import Objective, Teacher, UnrolledHead
 from trainers.run import run
 
@@ -163,6 +166,46 @@ def test_the_heads_loss_and_the_divergence_both_reach_the_target(make_recipe: Ma
         assert_close(found[name], parameter.grad, atol=1e-5, rtol=1e-3)
 
 
+@modes
+def test_the_divergence_from_the_original_is_logged(make_recipe: MakeRecipe, harvested: Path, mode: str) -> None:
+    """Per token, over the held-out samples, and the same by decoding them with both targets."""
+    recipe = make_recipe("run", *MEDUSA, joint(mode), "train.eval_every=8")
+    run(recipe)
+    lines = [json.loads(line) for line in recipe.metrics_path.read_text().splitlines()]
+    trained = [line.get("train/divergence") for line in lines if "train/loss_0" in line]
+    assert trained[:2] == [None, None]  # the warm-up
+    assert trained[2] == pytest.approx(0, abs=1e-6)  # the target has not moved yet
+    assert all(value > 1e-6 for value in trained[3:])
+    (found,) = [line["heldout/divergence"] for line in lines if "heldout/divergence" in line]
+    section = recipe.target.model_copy(update={"path": str(recipe.tuned_target_dir)})
+    tuned, total, count = TargetModel.load(section, ()), 0.0, 0
+    for sample in map(FeatureStore(recipe.features_dir, "heldout", ()).__getitem__, range(4)):
+        log_q = tuned.forward(sample.tokens[None]).logits[0].log_softmax(-1)
+        log_p = tuned.frozen.logits(sample.last_hidden).log_softmax(-1)
+        scored = sample.loss_mask[1:].nonzero().flatten()
+        scored = scored[scored > 0]
+        total += float((log_p.exp() * (log_p - log_q)).sum(-1)[scored].sum())
+        count += len(scored)
+    assert found == pytest.approx(total / count, rel=1e-3)
+
+
+@modes
+def test_a_dry_run_counts_the_target(make_recipe: MakeRecipe, capsys: pytest.CaptureFixture[str], mode: str) -> None:
+    recipe = make_recipe("run", *MEDUSA, joint(mode), "train.dry_run=true")
+    run(recipe)
+    said = " ".join(capsys.readouterr().out.split())
+    target = TargetModel.load(recipe.target, ())
+    live = LiveTarget(target, recipe)
+    learning = sum(weight.numel() for weight in live.trained.values())
+    parameters = sum(weight.numel() for weight in live.model.parameters())
+    assert f"{learning:,} of {parameters:,} parameters learn, joint.mode {mode}" in said
+    sizes = live_sizes(recipe, 3, 36, torch.device("cpu"))
+    assert (sizes.weights, sizes.gradients, sizes.moments) == (4 * parameters, 4 * learning, 8 * learning)
+    with Saved({storage_of(tensor) for tensor in target.model.state_dict(keep_vars=True).values()}) as kept:
+        live(torch.zeros(3, 36, dtype=torch.long))
+    assert 0.8 * kept.num_bytes < sizes.activations < 1.25 * kept.num_bytes
+
+
 def test_during_the_warm_up_the_heads_alone_are_trained(make_recipe: MakeRecipe, harvested: Path) -> None:
     recipe = make_recipe("run", *MEDUSA, joint("lora", warmup_steps=8))
     run(recipe)
@@ -197,6 +240,18 @@ def test_a_target_that_was_not_written_is_written_by_the_same_command(make_recip
     shutil.rmtree(recipe.tuned_target_dir)
     run(recipe)
     assert contents(recipe.tuned_target_dir) == before
+
+
+def test_the_head_is_reported_and_exported_with_the_tuned_target_alone(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    options = (*MEDUSA, joint("lora"), "report.num_prompts=1", "report.warmup_prompts=0", "report.temperatures=[0.9]")
+    recipe = make_recipe("run", *options)
+    run(recipe)
+    for command in (report, export):
+        with pytest.raises(ValueError, match=r"is for the tuned target; give target.path=.*run/target"):
+            command(recipe)
+    recipe = make_recipe("run", *options, f"target.path={recipe.tuned_target_dir}")
+    assert (export(recipe) / "model.safetensors").is_file()
+    assert all(outcome.identical == 1 for outcome in report(recipe) if outcome.way != "generate")
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from data_pipelines.harvest import harvest
 from heads.base import DraftHead
-from heads.build import load_head, new_head, save_head
+from heads.build import head_from_files, load_head, new_head, save_head
 from heads.calibration import Calibration
+from heads.formats.layouts import FORMATS, ServedTarget
 from heads.frozen import FrozenTarget
 from heads.medusa import MedusaHead
 from heads.medusa_layout import from_any_layout, to_reference_layout
@@ -55,13 +56,14 @@ def lossless_samplings() -> list[Sampling]:
 
 
 @kinds
+@pytest.mark.parametrize("rank", [None, 4])
 @pytest.mark.parametrize("size", [None, 30])
 def test_new_heads_are_the_target_itself(
-    frozen: FrozenTarget, reader: TargetModel, sequential: bool, size: int | None
+    frozen: FrozenTarget, reader: TargetModel, sequential: bool, size: int | None, rank: int | None
 ) -> None:
     """Blocks of zeros are the identity, so each head reads off the last hidden state what the target would say next."""
     vocab = DraftVocab.full(97) if size is None else DraftVocab(torch.arange(size) * 3, 97)
-    section = MedusaSection(kind="medusa", medusa_heads=3, medusa_layers=2, sequential=sequential)
+    section = MedusaSection(kind="medusa", medusa_heads=3, medusa_layers=2, sequential=sequential, lm_head_rank=rank)
     head, tokens = new_head(section, frozen, vocab, seed=0), torch.randint(97, (2, 9))
     output, features = reader.forward(tokens), head.project(reader.forward(tokens).taps)
     for level in range(3):
@@ -70,6 +72,31 @@ def test_new_heads_are_the_target_itself(
             head.logits(hidden, level), output.logits[..., vocab.ids], atol=1e-4, rtol=1e-4, check_dtype=False
         )
         features = head.feedback(hidden, features, tokens)
+
+
+def test_new_heads_of_a_target_with_capped_logits_are_that_target(frozen: FrozenTarget, make_head: MakeHead) -> None:
+    """Gemma 2's; only the likeliest token was the same."""
+    capped = replace(frozen, config=replace(frozen.config, final_logit_softcap=5.0))
+    head = new_head(MedusaSection(kind="medusa", medusa_heads=1), capped, DraftVocab.full(97), seed=0)
+    last_hidden = torch.randn(1, 4, 32)
+    hidden = head(head.project(last_hidden), torch.zeros(1, 4, dtype=torch.long), torch.arange(4))
+    torch.testing.assert_close(head.logits(hidden), capped.logits(last_hidden))
+
+
+def test_low_rank_heads_hold_few_weights_and_all_of_them_learn(frozen: FrozenTarget) -> None:
+    section = MedusaSection(kind="medusa", medusa_heads=2, lm_head_rank=4)
+    head = new_head(section, frozen, DraftVocab.full(97), seed=0)
+    assert sum(weight.numel() for weight in head.logits_parameters) == 2 * 4 * (32 + 97)
+    features, tokens = torch.randn(1, 5, 32), torch.zeros(1, 5, dtype=torch.long)
+    for _ in range(2):  # up is zero at first, so that nothing reaches down yet
+        head.zero_grad()
+        logits = [head.logits(head(features, tokens, torch.arange(5), level=level), level) for level in range(2)]
+        torch.stack(logits).log_softmax(-1)[..., 3].sum().backward()
+        with torch.no_grad():
+            for weight in head.parameters():
+                assert weight.grad is not None
+                weight.add_(weight.grad)
+    assert all(weight.grad is not None and weight.grad.any() for weight in head.parameters())
 
 
 def guesses(head: MedusaHead, feature: Tensor, path: list[int], level: int) -> list[int]:
@@ -234,7 +261,14 @@ def test_a_recipe_asks_for_the_tree_that_was_fitted(
 # Files
 
 
-SHAPES: list[dict[str, Any]] = [{}, {"num_layers": 2, "bias": False}, {"sequential": True}, {"vocab": LIMITED}]
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"num_layers": 2, "bias": False},
+    {"sequential": True},
+    {"vocab": LIMITED},
+    {"lm_head_rank": 4},
+    {"lm_head_rank": 4, "vocab": LIMITED},
+]
 
 
 def read(head: DraftHead, tokens: Tensor, features: Tensor) -> list[Tensor]:
@@ -283,6 +317,17 @@ def test_the_layouts_of_the_reference_and_of_vllm_are_the_same_heads(
         assert torch.equal(mine, its)
 
 
+@pytest.mark.parametrize("name", ["vllm", "medusa"])
+def test_engines_get_the_whole_lm_heads_of_low_rank_heads(make_head: MakeHead, frozen: FrozenTarget, name: str) -> None:
+    head = make_head("medusa", lm_head_rank=4)
+    config, tensors = FORMATS[name].files(head, ServedTarget("target", [], 3))
+    whole = head_from_files(Path(name), config, tensors, frozen)
+    assert whole.shape == replace(head.shape, lm_head_rank=None)
+    tokens, features = torch.randint(97, (1, 4)), torch.randn(1, 4, 32)
+    for mine, its in zip(read(head, tokens, features), read(whole, tokens, features), strict=True):
+        torch.testing.assert_close(mine, its, atol=1e-4, rtol=1e-4)
+
+
 def test_what_the_reference_cannot_hold_is_refused(make_head: MakeHead) -> None:
     with pytest.raises(ValueError, match="token_map: the reference layout"):
         to_reference_layout(make_head("medusa", vocab=LIMITED).engine_tensors())
@@ -325,7 +370,10 @@ def test_a_run_on_anothers_harvest_ends_in_a_better_head_and_a_drawn_tree(tmp_pa
     if not sequential:
         lossy = recipe.model_copy(update={"decode": recipe.decode.model_copy(update={"acceptance": "typical"})})
         report(lossy)
-        assert (recipe.report_dir / "report.md").read_text().count("| lossy |") == 3  # the ways that draft
+        written = (recipe.report_dir / "report.md").read_text()
+        assert written.count("| lossy |") == 3  # the ways that draft
+        assert "typical acceptance, LOSSY" in written.splitlines()[2]
+        assert "tree (typical acceptance, LOSSY)" in (recipe.report_dir / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from heads.target_config import SAFE_FILES, locate_target
 from inference.architecture import decoder_layers
 from inference.target import TargetModel
 from recipes import Recipe
-from recipes.schema import TrainSection
+from recipes.schema import TargetSection, TrainSection
 from trainers.checkpoint import Tensors
 from trainers.chunks import score_in_chunks
 from trainers.objective import Objective, Supervision, Teacher, UnrolledHead, UnrollScores, positions_at_once
@@ -53,9 +53,7 @@ class LiveTarget(nn.Module):
 
         Raises ValueError where LoRA is asked for and peft is missing, or knows no layer of the target.
         """
-        dtype = "float32" if recipe.joint.mode == "full" else recipe.target.dtype
-        section = recipe.target.model_copy(update={"dtype": dtype, "device": str(device)})
-        return cls(TargetModel.load(section, ()), recipe)
+        return cls(TargetModel.load(trained_target(recipe, device), ()), recipe)
 
     def forward(self, tokens: Int[Tensor, "batch seq"]) -> Tensor:
         """Its last hidden state before the final norm, [batch, seq, hidden], with a gradient."""
@@ -100,6 +98,12 @@ class LiveTarget(nn.Module):
         if folder.exists():
             shutil.rmtree(folder)
         partial_folder.replace(folder)
+
+
+def trained_target(recipe: Recipe, device: torch.device) -> TargetSection:
+    """The recipe's target in the number format that it is trained in."""
+    dtype = "float32" if recipe.joint.mode == "full" else recipe.target.dtype
+    return recipe.target.model_copy(update={"dtype": dtype, "device": str(device)})
 
 
 def add_adapters(model: nn.Module, layers: nn.ModuleList, rank: int, seed: int) -> None:
@@ -149,18 +153,22 @@ class JointHead(UnrolledHead):
     def forward(
         self, batch: Batch, supervision: Supervision, counts: Tensor, noise: Tensor | None = None
     ) -> UnrollScores:
-        """As `UnrolledHead.forward` on live features; while the target learns, the loss holds it to the original."""
+        """As `UnrolledHead.forward` on live features; while the target learns, the loss holds it to the original.
+
+        How far it has come from there is in the scores, but not in the warm-up, where it is the original.
+        """
         with torch.set_grad_enabled(self.tunes and torch.is_grad_enabled()):
             last_hidden = self.live(batch.tokens).to(batch.last_hidden)  # [batch, seq, hidden]
         tuned = last_hidden[supervision.rows, supervision.columns]  # [positions, hidden]
         read = replace(supervision, last_hidden=tuned.detach())
         scores = super().forward(replace(batch, last_hidden=last_hidden), read, counts, noise)
-        if not tuned.requires_grad:
+        if torch.is_grad_enabled() and not self.tunes:
             return scores
-        distance = self.distance(tuned, supervision) / counts[0].clamp(min=1)
-        return scores._replace(loss=scores.loss + self.live.section.distill_weight * distance)
+        divergence = self.divergence(tuned, supervision)
+        loss = scores.loss + self.live.section.distill_weight * divergence / counts[0].clamp(min=1)
+        return scores._replace(loss=loss, divergence=divergence.detach())
 
-    def distance(self, tuned: Tensor, supervision: Supervision) -> Tensor:
+    def divergence(self, tuned: Tensor, supervision: Supervision) -> Tensor:
         """KL(original || tuned) of the next token, summed over the positions that the first head can predict."""
         score = partial(self.diverge, supervision)
         chunk = positions_at_once(len(self.teacher.frozen.lm_head), tuned.device)

@@ -84,7 +84,11 @@ def measure(training: Training, checkpoints: Checkpoints, tracker: Tracker, step
                     f"{metrics[f'heldout/{name}']:.2f} at temperature {temperature:g}"
                     for name, temperature in TEMPERATURES.items()
                 )
+                if recipe.decode.acceptance == "typical":
+                    said += " (typical acceptance, LOSSY)"
                 checkpoints.offer_best(step, weights, metrics["heldout/score"], decoding.conditions())
+            if "heldout/divergence" in metrics:
+                said += f", KL(original || tuned target) {metrics['heldout/divergence']:.4f} nats a token"
             tracker.log(step, metrics, f"measured behind step {step}")
             tracker.chart_acceptance(step, metrics)
             tracker.say(said)
@@ -97,6 +101,8 @@ def step_metrics(
     metrics = {**depth_metrics("train", result.sums), "train/learning_rate": learning_rate}
     if math.isfinite(result.gradient_norm):
         metrics["train/gradient_norm"] = result.gradient_norm
+    if result.divergence is not None:
+        metrics["train/divergence"] = result.divergence
     return {**metrics, **training.loss_scale.metrics(), "train/tokens_per_second": tokens_per_second}
 
 

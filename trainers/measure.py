@@ -74,19 +74,26 @@ class Decoding:
 
 @torch.no_grad()
 def held_out_scores(unrolled: UnrolledHead, store: SampleStore, batch_size: int) -> dict[str, float]:
-    """Loss, top-1 accuracy and expected acceptance at each depth over the held-out samples."""
+    """Loss, top-1 accuracy and expected acceptance at each depth over the held-out samples; of a target under training
+    also its divergence from the original, in nats a token."""
     embedding, unroll = unrolled.head.embedding, unrolled.objective.unroll
     total = torch.zeros(4, unroll)
-    outside = 0
+    outside, divergences = 0, []
     for start in range(0, len(store), batch_size):
         numbers = range(start, min(start + batch_size, len(store)))
         store.expect(numbers)
         samples = [store[number] for number in numbers]
         batch = Batch.collate(samples, embedding.dtype, embedding.device)
         supervision = unrolled.teacher.supervise(batch)
-        total += unrolled(batch, supervision, supervision.counts(unroll)).sums().cpu()
+        scores = unrolled(batch, supervision, supervision.counts(unroll))
+        total += scores.sums().cpu()
         outside += supervision.outside
-    return {**depth_metrics("heldout", total), "heldout/outside_vocab": outside / max(outside + float(total[0, 0]), 1)}
+        if scores.divergence is not None:
+            divergences.append(float(scores.divergence))
+    metrics = {"heldout/outside_vocab": outside / max(outside + float(total[0, 0]), 1)}
+    if divergences:
+        metrics["heldout/divergence"] = sum(divergences) / max(float(total[0, 0]), 1)
+    return {**depth_metrics("heldout", total), **metrics}
 
 
 def depth_metrics(prefix: str, sums: torch.Tensor) -> dict[str, float]:

@@ -13,7 +13,9 @@ from heads.base import DraftHead
 from heads.build import KINDS, draft_vocab
 from heads.frozen import FrozenTarget
 from heads.target_config import TargetConfig
+from inference.target import TargetModel
 from recipes import Recipe
+from trainers.joint import LiveTarget, trained_target
 from trainers.objective import Objective, Supervision, Teacher, UnrolledHead, positions_at_once
 from trainers.optimizers import build_optimizers
 from trainers.precision import autocast
@@ -54,6 +56,43 @@ def head_sizes(recipe: Recipe, target: TargetConfig, rows: int, longest: int, de
             average=0 if recipe.train.ema_decay is None else weights,
             frozen=2 * frozen.embedding.nbytes + drafted,
             activations=activations,
+        )
+
+
+@dataclass(frozen=True)
+class LiveSizes:
+    """Of a target under training, in bytes but for the counts of parameters."""
+
+    learning: int
+    parameters: int
+    weights: int
+    gradients: int
+    moments: int
+    activations: int
+
+
+def live_sizes(recipe: Recipe, rows: int, longest: int, device: torch.device) -> LiveSizes:
+    """Of the target that joint.mode trains, on `rows` samples of `longest` tokens at once; nothing is allocated.
+
+    Raises ValueError where LoRA is asked for and peft is missing.
+    """
+    target = TargetModel.without_weights(trained_target(recipe, device))
+    live = LiveTarget(target, recipe)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.device(device):
+        target.model.to_empty(device=device)
+        weights = list(target.model.parameters())
+        learning = [weight for weight in weights if weight.requires_grad]
+        own = {storage_of(tensor) for tensor in [*weights, *target.model.buffers()]}
+        with Saved(own) as kept:
+            hidden = live(torch.zeros(rows, longest, dtype=torch.long))
+        gradients = sum(weight.nbytes for weight in learning)
+        return LiveSizes(
+            learning=sum(weight.numel() for weight in learning),
+            parameters=sum(weight.numel() for weight in weights),
+            weights=sum(weight.nbytes for weight in weights),
+            gradients=gradients,
+            moments=2 * gradients,
+            activations=kept.num_bytes + hidden.nbytes,
         )
 
 

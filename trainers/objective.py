@@ -120,6 +120,7 @@ class UnrollScores(NamedTuple):
     losses: Tensor
     hits: Tensor  # the head's first guess is the target's
     accepted: Tensor  # sum of min(p, q) within the draft vocabulary
+    divergence: Tensor | None = None  # Medusa-2: KL(original || tuned), summed over the first step's positions; scalar
 
     def sums(self) -> Tensor:
         """[4, unroll] for reduction over ranks and logging."""

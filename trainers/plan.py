@@ -13,7 +13,7 @@ from data_pipelines.shards import MANIFEST, FeatureStore, stored_taps
 from heads.build import head_taps
 from heads.target_config import TargetConfig, locate_target
 from recipes import Recipe
-from trainers.memory import HeadSizes, head_sizes
+from trainers.memory import HeadSizes, LiveSizes, head_sizes, live_sizes
 
 
 def refuse_sizes(recipe: Recipe, num_ranks: int, num_samples: int, num_heldout: int | None = None) -> None:
@@ -73,7 +73,11 @@ def print_plan(recipe: Recipe, num_ranks: int, device: torch.device) -> None:
     rows = math.ceil(math.ceil(recipe.train.batch_size / num_ranks) / recipe.train.accumulate)
     sizes = head_sizes(recipe, target, rows, data.longest, device)
     table = Table("what", "how much", "why", title=f"plan of {recipe.run_dir}, {num_ranks} ranks", box=None)
-    for row in [*head_rows(sizes), *memory_rows(recipe, sizes, rows, data), *data_rows(recipe, data, sizes)]:
+    needs, live = head_needs(recipe, sizes, rows, data), None
+    if recipe.joint.mode is not None:
+        live = live_sizes(recipe, rows, data.longest, device)
+        needs += target_needs(recipe, live, rows, data)
+    for row in [*head_rows(sizes), *memory_rows(needs), *data_rows(recipe, data, sizes, live)]:
         table.add_row(*row)
     weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     table.add_row("the target itself", decimal(weights) if weights else "unknown", measuring(recipe))
@@ -82,6 +86,7 @@ def print_plan(recipe: Recipe, num_ranks: int, device: torch.device) -> None:
 
 
 Row = tuple[str, str, str]
+Need = tuple[str, int, str]  # of memory, in bytes
 
 
 def head_rows(sizes: HeadSizes) -> list[Row]:
@@ -89,9 +94,9 @@ def head_rows(sizes: HeadSizes) -> list[Row]:
     return [("parameters of the head", f"{sum(sizes.parts.values()):,}", parts)]
 
 
-def memory_rows(recipe: Recipe, sizes: HeadSizes, rows: int, data: DataSizes) -> list[Row]:
+def head_needs(recipe: Recipe, sizes: HeadSizes, rows: int, data: DataSizes) -> list[Need]:
     piece = f"{rows} samples of {data.longest} tokens, train.unroll {recipe.train.unroll}"
-    found = [
+    return [
         ("weights, per rank", sizes.weights, "float32"),
         ("gradients, per rank", sizes.weights, "float32"),
         ("optimizer, per rank", sizes.moments, recipe.train.optimizer),
@@ -99,16 +104,32 @@ def memory_rows(recipe: Recipe, sizes: HeadSizes, rows: int, data: DataSizes) ->
         ("the target's two ends, per rank", sizes.frozen, "embedding, norm and lm_head in float32"),
         ("activations, per rank, about", sizes.activations, f"{piece}, {recipe.train.precision}"),
     ]
-    total = sum(size for _, size, _ in found)
-    return [(name, decimal(size), why) for name, size, why in found if size] + [
+
+
+def target_needs(recipe: Recipe, sizes: LiveSizes, rows: int, data: DataSizes) -> list[Need]:
+    """Of the target that is trained beside the heads."""
+    learning = f"{sizes.learning:,} of {sizes.parameters:,} parameters learn, joint.mode {recipe.joint.mode}"
+    return [
+        ("weights of the target", sizes.weights, learning),
+        ("gradients of the target", sizes.gradients, "float32"),
+        ("optimizer of the target", sizes.moments, "adamw"),
+        ("activations of the target, about", sizes.activations, f"{rows} samples of {data.longest} tokens"),
+    ]
+
+
+def memory_rows(needs: list[Need]) -> list[Row]:
+    total = sum(size for _, size, _ in needs)
+    return [(name, decimal(size), why) for name, size, why in needs if size] + [
         ("all of these, per rank, about", decimal(total), "as data parallel; shares of FSDP and ZeRO are smaller")
     ]
 
 
-def data_rows(recipe: Recipe, data: DataSizes, sizes: HeadSizes) -> list[Row]:
+def data_rows(recipe: Recipe, data: DataSizes, sizes: HeadSizes, live: LiveSizes | None) -> list[Row]:
     at_most, why = ("", "as harvested") if data.is_measured else ("at most ", "not harvested yet; lengths are unknown")
     epoch = data.samples / recipe.train.batch_size
     files = sizes.weights + sizes.moments + sizes.average
+    if live is not None:
+        files += live.gradients + live.moments  # what learns of the target is as large as its gradients
     checkpoints = recipe.train.keep_checkpoints * files + (sizes.weights if recipe.train.eval_prompts else 0)
     return [
         ("tokens per epoch", f"{at_most}{data.tokens:,}", f"{data.samples:,} samples, {why}"),

@@ -23,6 +23,7 @@ class StepResult:
     num_tokens: int  # read, without padding
     gradient_norm: float  # before clipping; not finite if float16 overflowed and the step was skipped
     interrupted: bool  # whether a rank was told to stop
+    divergence: float | None  # Medusa-2: KL(original || tuned) of a token, in nats; None in its warm-up and elsewhere
 
 
 def train_step(training: Training, step: int, numbers: list[int], interrupted: bool = False) -> StepResult:
@@ -35,13 +36,15 @@ def train_step(training: Training, step: int, numbers: list[int], interrupted: b
     share = Share(training, step, share_of(accelerator, numbers))
     with training.autocast():
         counts = accelerator.reduce(share.count(), "sum")
-    sums = torch.zeros(4, training.objective.unroll, device=accelerator.device)
+    sums, divergences = torch.zeros(4, training.objective.unroll, device=accelerator.device), []
     for batch, supervision, noise, last in share.pieces():
         with ranks.part(last):
             with training.autocast():
                 scores = ranks.forward(batch, supervision, counts, noise)
             ranks.backward(scores.loss * training.loss_scale.factor)
         sums += scores.sums()
+        if scores.divergence is not None:  # on one process alone
+            divergences.append(float(scores.divergence))
     more = torch.tensor([share.num_tokens, interrupted], device=accelerator.device, dtype=sums.dtype)
     *flat, num_tokens, stops = accelerator.reduce(torch.cat([sums.flatten(), more]), "sum").tolist()
     refuse_non_finite(training, "loss", sum(flat), step, numbers)
@@ -52,7 +55,8 @@ def train_step(training: Training, step: int, numbers: list[int], interrupted: b
     training.loss_scale.update(step, finite)
     if finite and training.average is not None:
         training.average.update(step)
-    return StepResult(torch.tensor(flat).view(sums.shape), int(num_tokens), gradient_norm, stops > 0)
+    divergence = sum(divergences) / max(flat[0], 1) if divergences else None  # first of the sums is the first count
+    return StepResult(torch.tensor(flat).view(sums.shape), int(num_tokens), gradient_norm, stops > 0, divergence)
 
 
 def share_of(accelerator: Accelerator, numbers: list[int]) -> list[int]:

@@ -39,8 +39,14 @@ class Format:
 
 
 def native_files(head: DraftHead, target: ServedTarget) -> Files:
-    """Our own, which vLLM, SGLang and TensorRT-LLM read as it stands."""
+    """Our own, as training saves it."""
     return head_config(head), head.engine_tensors()
+
+
+def engine_files(head: DraftHead, target: ServedTarget) -> Files:
+    """What vLLM, SGLang and TensorRT-LLM read."""
+    tensors = head.whole_tensors() if isinstance(head, MedusaHead) else head.engine_tensors()
+    return head_config(head), tensors
 
 
 def reference_files(head: DraftHead, target: ServedTarget) -> Files:
@@ -127,7 +133,7 @@ def medusa_files(head: DraftHead, target: ServedTarget) -> Files:
     if not isinstance(head, MedusaHead):
         raise ValueError(f"export.format: 'medusa' given for a head of kind {head.kind}; it holds Medusa heads alone")
     try:
-        tensors = to_reference_layout(head.engine_tensors())
+        tensors = to_reference_layout(head.whole_tensors())
     except ValueError as error:
         raise ValueError(f"export.format: 'medusa' given, but {error}") from error
     ours = head_config(head)
@@ -164,9 +170,9 @@ def installed_version(package: str, otherwise: str) -> str:
 
 FORMATS = {
     "native": Format(native_files, None),
-    "vllm": Format(native_files, "vllm"),
-    "sglang": Format(native_files, "sglang"),
-    "tensorrt_llm": Format(native_files, "tensorrt_llm"),
+    "vllm": Format(engine_files, "vllm"),
+    "sglang": Format(engine_files, "sglang"),
+    "tensorrt_llm": Format(engine_files, "tensorrt_llm"),
     "eagle": Format(reference_files, "eagle"),
     "speculators": Format(speculators_files, "speculators"),
     "medusa": Format(medusa_files, "medusa", "medusa_lm_head.pt"),
