@@ -321,6 +321,7 @@ def test_a_signal_in_a_step_that_is_measured_loses_nothing(
 ) -> None:
     """Told so in step 4, behind which a measurement is due: it saves first, and measures when it is resumed."""
     whole, stopped, train_step, steps = make_recipe("whole"), make_recipe("stopped"), loop.train_step, iter(range(1, 9))
+    before = signal.getsignal(signal.SIGINT)
     run(whole)
 
     def told(training: Training, step: int, numbers: list[int], interrupted: bool) -> Any:
@@ -335,7 +336,7 @@ def test_a_signal_in_a_step_that_is_measured_loses_nothing(
             run(stopped)
     assert ended.value.code == code
     assert [path.name for path in stopped.checkpoints_dir.glob("step-*")] == ["step-4"]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
     run(stopped)
     assert contents(stopped.checkpoints_dir) == contents(whole.checkpoints_dir)
     assert contents(stopped.head_dir) == contents(whole.head_dir)

@@ -9,7 +9,7 @@ from typing import Any
 from heads.base import DraftHead
 from heads.formats.commands import here, serving
 from heads.formats.files import MODEL
-from heads.formats.layouts import FORMATS, ServedTarget, native_files
+from heads.formats.layouts import FORMATS, ServedTarget, engine_files, native_files
 from heads.formats.subject import Finding
 from recipes.schema import Recipe
 
@@ -42,7 +42,7 @@ def card(
         "## Serving",
         *serving(head, target, folder, verdicts),
         "### headstart",
-        here(target, folder, FORMATS[recipe.export.format].files is native_files),
+        here(target, folder, FORMATS[recipe.export.format].files in (native_files, engine_files)),
         "## Limits",
         "\n".join(limits(recipe, head, own)),
     ]
