@@ -33,7 +33,7 @@ drafters: $(INSTALLED) ## six drafters on the bundled target: 50 prompts x 128 t
 	$(BIN)/python -m data_pipelines.prompts recipes/tiny_full.yaml
 	$(BIN)/python -m inference.report recipes/tiny_full.yaml run_dir=runs/drafters report.head=assets/demo_head \
 		'report.baselines=[plain, tree, draft_model, early_exit, prompt_lookup, suffix, lookahead]' \
-		decode.draft_model=assets/demo_draft decode.exit_layers=4 decode.corpus=runs/tiny_full/prompts/train.jsonl \
+		decode.draft_model=assets/demo_draft decode.exit_layers=1 decode.corpus=runs/tiny_full/prompts/train.jsonl \
 		report.prompts=assets/demo_target/heldout_prompts.jsonl report.num_prompts=50 'report.temperatures=[0.0]' \
 		report.workers=2 report.threads=1
 
