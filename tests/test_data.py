@@ -30,15 +30,6 @@ from recipes.jsonl import read_jsonl
 TAPS = (2, 3, 4)  # where every engine looks in a target of 7 layers
 
 
-@pytest.fixture(scope="module")
-def harvested(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder whose run went as far as the features; tests that change it work on a copy."""
-    folder = tmp_path_factory.mktemp("harvested")
-    build_run(folder)
-    harvest(tiny_recipe(folder))
-    return folder
-
-
 @pytest.fixture
 def copied(harvested: Path, tmp_path: Path) -> Recipe:
     """The same run in another folder."""

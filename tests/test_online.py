@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_run import assert_same_sample, build_run, modified, tiny_recipe
+from tiny_run import assert_same_sample, modified, tiny_recipe
 from torch.testing import assert_close
 
 from data_pipelines.features import States, tap
@@ -21,15 +21,6 @@ from trainers.eagle import run
 
 TAPS = (2, 3, 4)
 WHERE = [(), pytest.param(("data.online_devices=[cpu]",), marks=pytest.mark.slow)]  # a process takes seconds to start
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder whose run went as far as the features."""
-    folder = tmp_path_factory.mktemp("online")
-    build_run(folder)
-    harvest(tiny_recipe(folder))
-    return folder
 
 
 def online(folder: Path, *overrides: str) -> Recipe:
@@ -48,8 +39,8 @@ class Counted:
 
 
 @pytest.fixture
-def counted(folder: Path) -> tuple[Counted, OnlineStore]:
-    recipe = online(folder, "data.harvest_batch=4")
+def counted(harvested: Path) -> tuple[Counted, OnlineStore]:
+    recipe = online(harvested, "data.harvest_batch=4")
     target = Counted(recipe)
     return target, OnlineStore(recipe, "train", target, cache_bytes=0)
 
@@ -60,10 +51,10 @@ def assert_same_samples(made: SampleStore, stored: FeatureStore, numbers: range 
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_online_samples_are_those_that_a_harvest_stores(folder: Path, where: tuple[str, ...]) -> None:
+def test_online_samples_are_those_that_a_harvest_stores(harvested: Path, where: tuple[str, ...]) -> None:
     """With the target in this process and in one of its own."""
-    recipe = online(folder, *where)
-    before = modified(folder)
+    recipe = online(harvested, *where)
+    before = modified(harvested)
     with open_stores(recipe, harvest(recipe), TAPS) as made:
         for store, split in zip(made, ("train", "heldout"), strict=True):
             stored = FeatureStore(recipe.features_dir, split)
@@ -72,15 +63,15 @@ def test_online_samples_are_those_that_a_harvest_stores(folder: Path, where: tup
             assert_same_samples(store, stored, range(len(stored)))
             assert store.token_counts(300).equal(stored.token_counts(300))
             assert_close(store.tap_sizes((2, 3, 4, 7), 7), stored.tap_sizes((2, 3, 4, 7), 7), rtol=1e-5, atol=0)
-    assert modified(folder) == before
+    assert modified(harvested) == before
 
 
 def test_what_is_expected_together_is_read_together_in_batches_of_like_length(
-    folder: Path, counted: tuple[Counted, OnlineStore]
+    harvested: Path, counted: tuple[Counted, OnlineStore]
 ) -> None:
     """Step 1: 7 samples in 2 passes; step 2: those of them that are new; a sample that nobody expected, by itself."""
     target, store = counted
-    stored = FeatureStore(online(folder).features_dir, "train")
+    stored = FeatureStore(online(harvested).features_dir, "train")
     steps = [[0, 5, 2, 9, 4, 7, 1], [3, 6, 8]]
     for numbers in steps:
         store.expect(numbers)
@@ -105,24 +96,24 @@ def test_no_more_than_two_steps_are_in_memory(counted: tuple[Counted, OnlineStor
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_training_online_has_the_losses_of_training_from_a_store(
-    folder: Path, tmp_path: Path, where: tuple[str, ...], accumulate: int
+    harvested: Path, tmp_path: Path, where: tuple[str, ...], accumulate: int
 ) -> None:
     """To 1e-5 in float32, with a cache that holds some of the samples; no features are written."""
-    shared, losses = [f"data.folder={folder / 'run'}", f"train.accumulate={accumulate}"], []
-    runs = [tiny_recipe(folder, f"run_dir={tmp_path / 'offline'}", *shared)]
-    runs += [online(folder, f"run_dir={tmp_path / 'online'}", *shared, "data.cache_gigabytes=2e-5", *where)]
-    before = modified(folder)
+    shared, losses = [f"data.folder={harvested / 'run'}", f"train.accumulate={accumulate}"], []
+    runs = [tiny_recipe(harvested, f"run_dir={tmp_path / 'offline'}", *shared)]
+    runs += [online(harvested, f"run_dir={tmp_path / 'online'}", *shared, "data.cache_gigabytes=2e-5", *where)]
+    before = modified(harvested)
     for recipe in runs:
         run(recipe)
         lines = list(read_jsonl(recipe.metrics_path))
         losses.append([line[key] for line in lines for key in sorted(line) if "loss" in key])
     assert len(losses[0]) > 20
     assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=1e-5, atol=1e-5)
-    assert modified(folder) == before
+    assert modified(harvested) == before
 
 
-def test_a_cache_keeps_what_fits_and_no_more(folder: Path) -> None:
-    recipe = online(folder)
+def test_a_cache_keeps_what_fits_and_no_more(harvested: Path) -> None:
+    recipe = online(harvested)
     store = OnlineStore(recipe, "train", partial(tap, TargetModel.load(recipe.target, TAPS)), 0)
     store.cache_bytes = 4 * 32 * 4 * 60  # 60 tokens of 4 states of 32 numbers of 4 bytes
     for _ in range(2):
@@ -140,8 +131,8 @@ def test_a_cache_keeps_what_fits_and_no_more(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_targets_process_that_is_gone_is_named(folder: Path) -> None:
-    process = TargetProcess(online(folder).target, TAPS, "cpu")
+def test_a_targets_process_that_is_gone_is_named(harvested: Path) -> None:
+    process = TargetProcess(online(harvested).target, TAPS, "cpu")
     process._process.kill()
     with pytest.raises(ValueError, match=r"data\.online_devices: the target's process on cpu has ended"):
         process.ask([[1, 2]])
@@ -149,8 +140,8 @@ def test_a_targets_process_that_is_gone_is_named(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_closed_target_process_ends(folder: Path) -> None:
-    process = TargetProcess(online(folder).target, TAPS, "cpu")
+def test_a_closed_target_process_ends(harvested: Path) -> None:
+    process = TargetProcess(online(harvested).target, TAPS, "cpu")
     assert process.ask([[1, 2, 3]]).last_hidden.shape == (3, 32)
     process.close()
     assert process._process.exitcode == 0

@@ -12,7 +12,7 @@ import pytest
 import torch
 from families import FAMILIES
 from launches import finish, launch, launch_module
-from tiny_run import assert_same_sample, build_run, tiny_recipe
+from tiny_run import assert_same_sample, tiny_recipe
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from data_pipelines.harvest import harvest
@@ -31,15 +31,6 @@ needs_deepspeed = pytest.mark.skipif(
 WAYS = ["target.tp_plan=auto", pytest.param("target.zero_stage=3", marks=needs_deepspeed)]
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder whose run went as far as the features, in one process."""
-    folder = tmp_path_factory.mktemp("alone")
-    build_run(folder)
-    harvest(tiny_recipe(folder))
-    return folder
-
-
 def assert_same_harvest(found: Path, expected: Path) -> None:
     """The same texts, and their states to the rounding of float32."""
     names = sorted(path.name for path in (expected / "responses").glob("*.jsonl"))
@@ -56,45 +47,49 @@ def assert_same_harvest(found: Path, expected: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_ranks_that_hold_a_target_together_harvest_what_one_process_does(alone: Path, tmp_path: Path, way: str) -> None:
+def test_ranks_that_hold_a_target_together_harvest_what_one_process_does(
+    harvested: Path, tmp_path: Path, way: str
+) -> None:
     """Its responses too, whose numbers of steps differ from rank to rank."""
-    finish(launch_module("ddp", 2, "data_pipelines.harvest", alone / "recipe.yaml", way, f"run_dir={tmp_path}"))
-    assert_same_harvest(tmp_path, alone / "run")
+    finish(launch_module("ddp", 2, "data_pipelines.harvest", harvested / "recipe.yaml", way, f"run_dir={tmp_path}"))
+    assert_same_harvest(tmp_path, harvested / "run")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_they_take_up_what_one_process_left(alone: Path, tmp_path: Path, way: str) -> None:
+def test_they_take_up_what_one_process_left(harvested: Path, tmp_path: Path, way: str) -> None:
     run = tmp_path / "run"
-    shutil.copytree(alone / "run", run)
+    shutil.copytree(harvested / "run", run)
     for folder, gone in (("responses", "train-00001.jsonl"), ("features", "train-00000.safetensors")):
         stage = json.loads((run / folder / "stage.json").read_text())
         (run / folder / "stage.json").write_text(json.dumps({"inputs": stage["inputs"], "complete": False}))
         (run / folder / gone).unlink()
-    written = (alone / "run" / "responses" / "train-00001.jsonl").read_text()
+    written = (harvested / "run" / "responses" / "train-00001.jsonl").read_text()
     (run / "responses" / "train-00001.jsonl.journal").write_text(written[: len(written) // 2])
-    finish(launch_module("ddp", 2, "data_pipelines.harvest", alone / "recipe.yaml", way, f"run_dir={run}"))
-    assert_same_harvest(run, alone / "run")
+    finish(launch_module("ddp", 2, "data_pipelines.harvest", harvested / "recipe.yaml", way, f"run_dir={run}"))
+    assert_same_harvest(run, harvested / "run")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_a_head_drafts_for_them_and_the_text_is_the_same(alone: Path, tmp_path: Path, way: str) -> None:
-    recipe = tiny_recipe(alone)
-    frozen = FrozenTarget.from_folder(alone / "target", torch.float32)
+def test_a_head_drafts_for_them_and_the_text_is_the_same(harvested: Path, tmp_path: Path, way: str) -> None:
+    recipe = tiny_recipe(harvested)
+    frozen = FrozenTarget.from_folder(harvested / "target", torch.float32)
     vocab = draft_vocab(recipe.head, FeatureStore(recipe.features_dir, "train").token_counts(300))
     save_head(new_head(recipe.head, frozen, vocab, 0), tmp_path / "head")
     draft = f"data.draft_head={tmp_path / 'head'}"
-    finish(launch_module("ddp", 2, "data_pipelines.harvest", alone / "recipe.yaml", way, draft, f"run_dir={tmp_path}"))
-    assert_same_harvest(tmp_path, alone / "run")
+    finish(
+        launch_module("ddp", 2, "data_pipelines.harvest", harvested / "recipe.yaml", way, draft, f"run_dir={tmp_path}")
+    )
+    assert_same_harvest(tmp_path, harvested / "run")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_each_rank_holds_its_part_and_ranks_may_differ_in_work(alone: Path, tmp_path: Path, way: str) -> None:
+def test_each_rank_holds_its_part_and_ranks_may_differ_in_work(harvested: Path, tmp_path: Path, way: str) -> None:
     """About half of all weights (norms are small, and whole in tensor parallel), before and behind their passes."""
     result = tmp_path / "held.json"
-    finish(launch("ddp", 2, "tests/held_by_rank.py", alone / "recipe.yaml", result, way))
+    finish(launch("ddp", 2, "tests/held_by_rank.py", harvested / "recipe.yaml", result, way))
     everything = 2 * 300 * 32 + 7 * (32 * (32 + 16 + 16 + 32) + 3 * 32 * 64) + 15 * 32
     held = json.loads(result.read_text())
     assert held == [[held[0][0]] * 2] * 2
@@ -125,17 +120,17 @@ def test_every_family_has_the_states_and_writes_the_text_that_it_has_alone(tmp_p
 
 @pytest.mark.slow
 @needs_deepspeed
-def test_a_sliced_target_is_harvested_and_then_a_sliced_head_trained(alone: Path, tmp_path: Path) -> None:
+def test_a_sliced_target_is_harvested_and_then_a_sliced_head_trained(harvested: Path, tmp_path: Path) -> None:
     way = "target.zero_stage=3"
-    finish(launch("zero3", 2, "trainers/eagle.py", alone / "recipe.yaml", way, f"run_dir={tmp_path}"))
-    assert_same_harvest(tmp_path, alone / "run")
+    finish(launch("zero3", 2, "trainers/eagle.py", harvested / "recipe.yaml", way, f"run_dir={tmp_path}"))
+    assert_same_harvest(tmp_path, harvested / "run")
     assert (tmp_path / "head" / "model.safetensors").is_file()
 
 
-def test_one_process_loads_such_a_target_whole(alone: Path, tmp_path: Path) -> None:
+def test_one_process_loads_such_a_target_whole(harvested: Path, tmp_path: Path) -> None:
     """As the report does, with the recipe of the harvest."""
-    harvest(tiny_recipe(alone, "target.tp_plan=auto", f"run_dir={tmp_path}"))
-    assert_same_harvest(tmp_path, alone / "run")
+    harvest(tiny_recipe(harvested, "target.tp_plan=auto", f"run_dir={tmp_path}"))
+    assert_same_harvest(tmp_path, harvested / "run")
 
 
 # What cannot be
@@ -175,9 +170,11 @@ def test_a_family_without_a_plan_is_refused() -> None:
         (["data.mode=online", "data.online_devices=[cpu]", "target.device_map=auto"], r"target\.device_map: .* null"),
     ],
 )
-def test_what_does_not_go_with_a_target_on_many_ranks_is_refused(alone: Path, overrides: list[str], why: str) -> None:
+def test_what_does_not_go_with_a_target_on_many_ranks_is_refused(
+    harvested: Path, overrides: list[str], why: str
+) -> None:
     with pytest.raises(ValueError, match=why):
-        load_recipe(alone / "recipe.yaml", overrides)
+        load_recipe(harvested / "recipe.yaml", overrides)
 
 
 def test_decoding_on_the_main_rank_alone_is_refused(make_recipe: Callable[..., Recipe]) -> None:
