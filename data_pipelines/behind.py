@@ -9,8 +9,8 @@ from types import TracebackType
 class Behind:
     """A thread that does one piece of work after the other; a context manager that ends when all are done.
 
-    At most `ahead` pieces are unfinished: `add` waits until there is room, so what they hold in memory is bounded. The
-    error of a piece is raised at the next `add` or at the end.
+    At most `ahead` pieces are unfinished: `add` waits until there is room, so what they hold in memory is bounded; with
+    0 it does the work itself. The error of a piece is raised at the next `add` or at the end.
     """
 
     def __init__(self, ahead: int) -> None:
@@ -19,6 +19,9 @@ class Behind:
         self._unfinished: deque[Future[None]] = deque()
 
     def add(self, work: Callable[[], None]) -> None:
+        if self.ahead == 0:
+            work()
+            return
         while len(self._unfinished) >= self.ahead:
             self._unfinished.popleft().result()
         self._unfinished.append(self._thread.submit(work))

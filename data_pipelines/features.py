@@ -43,13 +43,14 @@ def tap(target: TargetModel, texts: list[list[int]]) -> States:
 
 
 def write_features(
-    recipe: Recipe, taps: tuple[int, ...], ask: Ask, work: Sequence[Piece], made_from: str, meter: Meter
+    recipe: Recipe, taps: tuple[int, ...], ask: Ask, work: Sequence[Piece], made_from: str, meter: Meter, behind: bool
 ) -> None:
     """Tap the hidden states of every sample of these shards.
 
-    The target goes on at once: the states of a batch are copied, and those of a whole shard written, behind its back.
+    With `behind` the target goes on at once: the states of a batch are copied, and those of a whole shard written, by
+    threads of their own. That is for a GPU; on a CPU they would take the target's cores.
     """
-    with Behind(ahead=1) as writing, Behind(ahead=2) as placing:
+    with Behind(ahead=1 if behind else 0) as writing, Behind(ahead=2 if behind else 0) as placing:
         for piece in work:
             path = recipe.features_dir / shard_name(piece.split, piece.index)
             if shard_is_whole(path, made_from):

@@ -9,6 +9,13 @@ import pytest
 from data_pipelines.behind import Behind
 
 
+def test_with_nothing_ahead_the_caller_does_the_work() -> None:
+    threads: list[int] = []
+    with Behind(ahead=0) as behind:
+        behind.add(lambda: threads.append(threading.get_ident()))
+        assert threads == [threading.get_ident()]
+
+
 def test_everything_is_done_in_order_when_the_block_ends() -> None:
     done: list[int] = []
 
