@@ -133,7 +133,13 @@ class Slots:
         longest = max(map(len, paths))
         # Nodes that already lie where they belong stay.
         first = min((i for path in paths for i, node in enumerate(path) if node != i), default=longest)
-        if first < longest:
+        if first < longest and len(paths) == 1:  # where rows do not differ, indices are far cheaper
+            start, row = self.lengths[0], self.storage[:, :, 0]
+            source = torch.tensor([start + node for node in paths[0][first:]]).to(row.device, non_blocking=True)
+            moved = row.index_select(3, source)  # [layers, 2, kv_heads, moved, head_dim]
+            row[..., start + first : start + longest, :] = moved
+            self.bytes_moved += moved.nbytes
+        elif first < longest:
             padded = torch.tensor([[*path, *range(len(path), longest)] for path in paths])[:, first:]
             source = self.starts[:, None] + padded.to(self.starts.device, non_blocking=True)
             goal = self.starts[:, None] + torch.arange(first, longest, device=self.starts.device)

@@ -31,8 +31,8 @@ def block_mask(
 
 def additive(allowed: Bool[Tensor, "rows block keys"], dtype: torch.dtype) -> Float[Tensor, "rows 1 block keys"]:
     """0 where allowed, the lowest finite number elsewhere."""
-    mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
-    return mask.masked_fill_(~allowed, torch.finfo(dtype).min).unsqueeze(1)
+    # (1 or 0, less 1) times the largest: in place, as this is asked for on every level.
+    return allowed.to(dtype).sub_(1).mul_(torch.finfo(dtype).max).unsqueeze(1)
 
 
 def even_window(slots: Slots, block: Block, window: int) -> Bool[Tensor, "rows block keys"]:

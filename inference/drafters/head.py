@@ -36,15 +36,21 @@ class Frontier:
         return cls(roots, torch.zeros_like(roots), torch.zeros(roots.shape, device=roots.device), None, history)
 
     def below(
-        self, level: int, parents: Int[Tensor, "batch next"], tokens: Tensor, numbers: Tensor, totals: Tensor
+        self,
+        level: int,
+        parents: Int[Tensor, "batch next"],
+        tokens: Tensor,
+        numbers: Tensor,
+        totals: Tensor,
+        themselves: Bool[Tensor, "next next"],
     ) -> "Frontier":
-        """Nodes of the level after this one, given the frontier's node that each hangs from."""
+        """Nodes of the level after this one, given the frontier's node that each hangs from, and an identity matrix."""
         history = None if self.history is None else self.history.extend(parents, tokens)
         if self.visible is None and tokens.shape[1] == 1:
             return Frontier(tokens, numbers, totals, None, history)
-        themselves = torch.eye(tokens.shape[1], dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
         above = take(self.seen(level), parents)
-        return Frontier(tokens, numbers, totals, torch.cat([above, themselves], -1), history)
+        visible = torch.cat([above, themselves.expand(len(tokens), -1, -1)], -1)
+        return Frontier(tokens, numbers, totals, visible, history)
 
     def seen(self, pending: int) -> Bool[Tensor, "batch frontier pending"]:
         """`visible` in full."""
@@ -87,6 +93,7 @@ class HeadDrafter:
         self.head, self.growth = head, growth
         self.ids = head.vocab.ids.to(head.embedding.device)
         self.columns = None if head.vocab.is_full else self.ids  # the target's tokens that the head scores
+        self.identity = torch.eye(growth.width, dtype=torch.bool, device=self.ids.device)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -151,7 +158,9 @@ class HeadDrafter:
                 tokens, totals = tokens.gather(1, chosen), totals.gather(1, chosen)
             parents = chosen // count
             features = features if features.shape[1] == chosen.shape[1] == 1 else take(features, parents)
-            frontier = frontier.below(level, parents, tokens, first + chosen, totals)
+            width = chosen.shape[1]
+            themselves = self.identity[:width, :width]
+            frontier = frontier.below(level, parents, tokens, first + chosen, totals, themselves)
         tree = self.growth.prune(pool, verified.roots)
         return tree if samples is None else samples.label(tree, verified.rooms)
 
