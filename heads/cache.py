@@ -103,16 +103,18 @@ class Slots:
 
     def set_lengths(self, lengths: list[int]) -> None:
         """Say which rows are in use and how many tokens each holds; everything behind is forgotten."""
-        if len(lengths) == 1 and self.storage.device.type == "cpu":
-            self._starts[0] = lengths[0]
-        elif lengths != self.lengths or self.static:  # `shift` may have moved on what the device knows
-            self._starts[: len(lengths)].copy_(torch.tensor(lengths, dtype=torch.long), non_blocking=True)
+        if lengths != self.lengths or self.static:  # `shift` may have moved on what the device knows
+            if len(lengths) == len(self.starts) == 1 and not self.static:
+                self.starts.fill_(lengths[0])
+            else:
+                self._starts[: len(lengths)].copy_(torch.tensor(lengths, dtype=torch.long), non_blocking=True)
         self.lengths = list(lengths)
         self.reset()
 
     def reset(self) -> None:
         """Forget what is pending."""
-        self.starts = self._starts[: len(self.lengths)]
+        if self.static or len(self.starts) != len(self.lengths):
+            self.starts = self._starts[: len(self.lengths)]
         self.pending, self._index = 0, None
 
     def advance(self, counts: list[int]) -> None:

@@ -20,6 +20,7 @@ from inference.sampling import BatchSampling, History, Sampling
 from inference.static import StaticStep, size_bucket
 from inference.stopping import StopStrings, cut_at_end
 from inference.target import TargetModel
+from inference.tree import take
 from inference.verify import accept, judge
 
 
@@ -281,7 +282,7 @@ class DecodeLoop:
         longest = max(len(found.path) for found in accepted)
         paths = torch.tensor([found.path + [0] * (longest - len(found.path)) for found in accepted])
         paths = paths.to(self.target.device, non_blocking=True)
-        path_taps = self.read_by_drafter(taps.gather(1, paths.unsqueeze(-1).expand(-1, -1, taps.shape[-1])))
+        path_taps = self.read_by_drafter(take(taps, paths))
 
         blocks = []
         for index, (row, found) in enumerate(zip(self.rows, accepted, strict=True)):
@@ -328,10 +329,15 @@ class DecodeLoop:
         # The newly verified positions' next tokens end with the root.
         tokens = [row.text[row.start + 1 :] + [0] * (longest - len(row.taps)) for row in rows]
         taps = [row.taps if len(row.taps) == longest else fill_up(row.taps, longest) for row in rows]
+        next_tokens = torch.tensor(tokens).to(device, non_blocking=True)
+        if len(rows) == 1:
+            roots = next_tokens[:, -1:]
+        else:
+            roots = torch.tensor([[row.text[-1]] for row in rows]).to(device, non_blocking=True)
         return Verified(
             taps=taps[0].unsqueeze(0) if len(rows) == 1 else torch.stack(taps),
-            next_tokens=torch.tensor(tokens).to(device, non_blocking=True),
-            roots=torch.tensor([[row.text[-1]] for row in rows]).to(device, non_blocking=True),
+            next_tokens=next_tokens,
+            roots=roots,
             starts=[row.start for row in rows],
             counts=counts,
             drafted=[row.drafted for row in rows],

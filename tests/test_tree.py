@@ -83,13 +83,13 @@ def random_pool(levels: int, width: int, score_step: float, rows: int = 3) -> Po
 
     pool, first = Pool.empty(), 1  # the number of the level's first node
     numbers = torch.arange(1, 1 + width + levels * width**2).expand(rows, -1)
-    pool.add(-fall(rows, width), numbers[:, :width], torch.zeros(rows, width, dtype=torch.long))
+    pool.add(-fall(rows, width), numbers[:, :width], torch.zeros(rows, 1, dtype=torch.long))
     frontier = numbers[:, :width]
     for _ in range(levels - 1):
         above = pool.scores[-1].gather(1, frontier - first)
         first = len(pool) + 1
         scores = (above.unsqueeze(2) - fall(rows, width, width)).flatten(1)
-        pool.add(scores, numbers[:, first - 1 :][:, : width**2], frontier.repeat_interleave(width, dim=1))
+        pool.add(scores, numbers[:, first - 1 :][:, : width**2], frontier)
         frontier = first + scores.topk(width, dim=1).indices
     return pool
 
@@ -100,7 +100,7 @@ def test_the_best_nodes_are_closed_under_parents_even_with_ties(width: int, scor
     roots = torch.zeros(3, 1, dtype=torch.long)
     for levels in (1, 2, 5):
         pool = random_pool(levels, width, score_step)
-        all_scores, all_parents = torch.cat(pool.scores, 1), torch.cat(pool.parents, 1)
+        all_scores, all_parents = torch.cat(pool.scores, 1), pool.parents
         for count in range(1, len(pool) + 3, 1 if len(pool) < 20 else 5):
             tree = pool.best(roots, count)
             nodes = 1 + min(count, len(pool))
@@ -122,7 +122,7 @@ def test_nodes_that_may_not_be_hang_nowhere() -> None:
     pool = Pool(
         [torch.tensor([[-1.0, -2.0]] * 2), torch.tensor([[-1.5, -3.0], [none, none]])],
         [torch.tensor([[1, 2]] * 2), torch.tensor([[3, 4]] * 2)],
-        [torch.tensor([[0, 0]] * 2), torch.tensor([[1, 1]] * 2)],
+        [torch.tensor([[0]] * 2), torch.tensor([[1]] * 2)],
     )
     tree = pool.best(torch.tensor([[0], [0]]), 3)
     assert tree.tokens[0].tolist() == [0, 1, 2, 3]
@@ -135,8 +135,8 @@ def test_a_fixed_tree_is_its_paths_whatever_the_scores() -> None:
     """
     fixed = Fixed(((0,), (1,), (0, 0), (1, 0), (1, 1), (0, 0, 0)))
     pool = Pool.empty()
-    pool.add(torch.tensor([[-9.0, -1.0]] * 2), torch.tensor([[10, 11]] * 2), torch.tensor([[0, 0]] * 2))
-    pool.add(torch.full((2, 4), -2.0), torch.tensor([[20, 21, 22, 23]] * 2), torch.tensor([[1, 1, 2, 2]] * 2))
+    pool.add(torch.tensor([[-9.0, -1.0]] * 2), torch.tensor([[10, 11]] * 2), torch.tensor([[0]] * 2))
+    pool.add(torch.full((2, 4), -2.0), torch.tensor([[20, 21, 22, 23]] * 2), torch.tensor([[1, 2]] * 2))
     pool.add(torch.tensor([[-5.0], [-torch.inf]]).expand(2, 1), torch.tensor([[30]] * 2), torch.tensor([[3]] * 2))
     tree = fixed.prune(pool, torch.tensor([[7], [8]]))
     assert tree.tokens[0].tolist() == [7, 10, 11, 20, 22, 23, 30]

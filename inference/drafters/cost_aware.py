@@ -51,7 +51,7 @@ class CostAware:
         larger, spent = verify[self.width :] + verify[-1:] * self.width, spent + self.now.level
         return now < max((tokens + gain) / (spent + cost) for tokens, cost in zip(expected, larger, strict=False))
 
-    def frontier(self, level: int, totals: Tensor) -> Tensor | None:
+    def frontier(self, level: int, totals: Tensor) -> tuple[Tensor, Tensor] | None:
         return likeliest(totals, self.width)
 
     def prune(self, pool: Pool, roots: Tensor) -> Tree:
@@ -161,7 +161,7 @@ class CostAwareFixed:
     def goes_on(self, pool: Pool) -> bool:
         return True
 
-    def frontier(self, level: int, totals: Tensor) -> Tensor | None:
+    def frontier(self, level: int, totals: Tensor) -> tuple[Tensor, Tensor] | None:
         return self.chosen.frontier(level, totals)
 
     def prune(self, pool: Pool, roots: Tensor) -> Tree:

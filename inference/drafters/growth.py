@@ -18,7 +18,7 @@ class Pool:
 
     scores: list[Float[Tensor, "batch level"]]  # log of the estimated chance that the node is accepted
     tokens: list[Int[Tensor, "batch level"]]
-    parents: list[Int[Tensor, "batch level"]]  # numbers of nodes, the pool's first being 1
+    expanded: list[Int[Tensor, "batch frontier"]]  # numbers of the nodes that a level hangs from; the pool's first is 1
 
     @classmethod
     def empty(cls) -> "Pool":
@@ -27,10 +27,19 @@ class Pool:
     def __len__(self) -> int:
         return sum(level.shape[1] for level in self.tokens)
 
-    def add(self, scores: Tensor, tokens: Tensor, parents: Tensor) -> None:
+    @property
+    def parents(self) -> Int[Tensor, "batch nodes"]:
+        """The number of each node's parent."""
+        counts = [level.shape[1] // above.shape[1] for level, above in zip(self.tokens, self.expanded, strict=True)]
+        if len(set(counts)) == 1:  # one repetition for all levels
+            return repeated(torch.cat(self.expanded, dim=1), counts[0])
+        return torch.cat([repeated(above, count) for above, count in zip(self.expanded, counts, strict=True)], dim=1)
+
+    def add(self, scores: Tensor, tokens: Tensor, expanded: Tensor) -> None:
+        """A level: as many children of each of the expanded nodes, one's behind the other's."""
         self.scores.append(scores)
         self.tokens.append(tokens)
-        self.parents.append(parents)
+        self.expanded.append(expanded)
 
     def best(self, roots: Int[Tensor, "batch 1"], count: int) -> Tree:
         """The `count` nodes of the highest score below each root; those that may not be (-inf) hang nowhere."""
@@ -39,26 +48,29 @@ class Pool:
         scores = torch.cat(self.scores, dim=1)
         # A child never scores above its parent, and a stable sort settles ties in the parent's favour.
         best = torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :count]
-        return self.tree(roots, best.sort(dim=1).values)
+        return self.tree(roots, best.sort(dim=1).values, scores)
 
     def whole(self, roots: Int[Tensor, "batch 1"]) -> Tree:
         """All of its nodes, whose numbers are theirs in the tree already; those that may not be hang nowhere."""
-        above = torch.cat(self.parents, dim=1).masked_fill(torch.cat(self.scores, dim=1) == -torch.inf, -1)
+        above = self.parents.masked_fill(torch.cat(self.scores, dim=1) == -torch.inf, -1)
         tokens, parents = [roots, *self.tokens], [torch.full_like(roots, -1), above]
         return Tree(torch.cat(tokens, dim=1), torch.cat(parents, dim=1), deepest=len(self.tokens))
 
-    def tree(self, roots: Int[Tensor, "batch 1"], chosen: Int[Tensor, "batch chosen"]) -> Tree:
+    def tree(
+        self, roots: Int[Tensor, "batch 1"], chosen: Int[Tensor, "batch chosen"], scores: Float[Tensor, "batch nodes"]
+    ) -> Tree:
         """Nodes by their place in the pool, ascending, each with its parent; those that may not be hang nowhere."""
-        scores, tokens, parents = (torch.cat(part, dim=1) for part in (self.scores, self.tokens, self.parents))
-        number = torch.zeros(len(scores), scores.shape[1] + 1, dtype=torch.long, device=scores.device)
-        number.scatter_(1, chosen + 1, torch.arange(1, chosen.shape[1] + 1, device=scores.device).expand_as(chosen))
-        above = number.gather(1, parents.gather(1, chosen))
-        above = above.masked_fill(scores.gather(1, chosen) == -torch.inf, -1)
-        tokens, above = (
-            torch.cat([roots, tokens.gather(1, chosen)], 1),
-            torch.cat([torch.full_like(roots, -1), above], 1),
-        )
-        return Tree(tokens, above, deepest=len(self.tokens))
+        tokens, none = torch.cat(self.tokens, dim=1).gather(1, chosen), torch.full_like(roots, -1)
+        # Numbers ascend and a node's parent is chosen with it: where it stands among the chosen is its new number.
+        numbers = torch.cat([none, chosen], dim=1).add_(1)
+        above = torch.searchsorted(numbers, self.parents.gather(1, chosen))
+        above = above.masked_fill_(scores.gather(1, chosen) == -torch.inf, -1)
+        return Tree(torch.cat([roots, tokens], dim=1), torch.cat([none, above], dim=1), deepest=len(self.tokens))
+
+
+def repeated(numbers: Int[Tensor, "batch frontier"], count: int) -> Int[Tensor, "batch children"]:
+    """Each number `count` times."""
+    return numbers.unsqueeze(-1).expand(-1, -1, count).flatten(1)
 
 
 @runtime_checkable  # the shape checks of the tests look at instances
@@ -90,8 +102,11 @@ class Growth(Protocol):
     def goes_on(self, pool: Pool) -> bool:
         """Is another level worth its while?"""
 
-    def frontier(self, level: int, totals: Float[Tensor, "batch children"]) -> Int[Tensor, "batch frontier"] | None:
-        """Which of a level's children are expanded on the next; None is all of them."""
+    def frontier(self, level: int, totals: Float[Tensor, "batch children"]) -> tuple[Tensor, Tensor] | None:
+        """Which of a level's children are expanded on the next, and their totals; None is all of them.
+
+        [batch, frontier] each.
+        """
 
     def prune(self, pool: Pool, roots: Int[Tensor, "batch 1"]) -> Tree:
         """The tree that is verified."""
@@ -119,16 +134,19 @@ class Dynamic:
     def goes_on(self, pool: Pool) -> bool:
         return True
 
-    def frontier(self, level: int, totals: Tensor) -> Tensor | None:
+    def frontier(self, level: int, totals: Tensor) -> tuple[Tensor, Tensor] | None:
         return likeliest(totals, self.width)
 
     def prune(self, pool: Pool, roots: Tensor) -> Tree:
         return pool.best(roots, self.nodes)
 
 
-def likeliest(totals: Float[Tensor, "batch children"], width: int) -> Int[Tensor, "batch width"] | None:
-    """Places of the `width` largest; None if that is all."""
-    return None if totals.shape[1] <= width else totals.topk(width, dim=1).indices
+def likeliest(totals: Float[Tensor, "batch children"], width: int) -> tuple[Tensor, Tensor] | None:
+    """Places and totals of the `width` largest; None if that is all."""
+    if totals.shape[1] <= width:
+        return None
+    values, places = totals.topk(width, dim=1)
+    return places, values
 
 
 @dataclass(frozen=True)
@@ -200,9 +218,10 @@ class Fixed:
     def _index(self, places: tuple[int, ...], device: torch.device) -> Int[Tensor, " places"]:
         return torch.tensor(places, device=device)
 
-    def frontier(self, level: int, totals: Tensor) -> Tensor:
+    def frontier(self, level: int, totals: Tensor) -> tuple[Tensor, Tensor]:
         places = self.places(level, self.expanded[level + 1])
-        return self._index(tuple(places), totals.device).expand(len(totals), -1)
+        index = self._index(tuple(places), totals.device).expand(len(totals), -1)
+        return index, totals.gather(1, index)
 
     def prune(self, pool: Pool, roots: Tensor) -> Tree:
         """Children that are not in the tree fall away, whatever their scores; the others stay in the paths' order."""
@@ -211,4 +230,4 @@ class Fixed:
             places += [offset + place for place in self.places(level, self.by_level[level])]
             offset += tokens.shape[1]
         index = self._index(tuple(places), roots.device)
-        return pool.tree(roots, index.expand(len(roots), -1))
+        return pool.tree(roots, index.expand(len(roots), -1), torch.cat(pool.scores, dim=1))

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from heads.calibration import Calibration
@@ -13,9 +13,9 @@ from inference.cache import KVCache
 from inference.drafters import Verified
 from inference.drafters.growth import Growth, Pool
 from inference.drafters.proposals import SampledChildren
-from inference.masks import Block, block_mask
+from inference.masks import Block, additive, block_mask
 from inference.sampling import BatchSampling, History
-from inference.tree import Tree
+from inference.tree import Tree, take
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Frontier:
     tokens: Int[Tensor, "batch frontier"]
     numbers: Int[Tensor, "batch frontier"]  # of the nodes in the pool, the root being 0
     totals: Float[Tensor, "batch frontier"]  # log of the estimated chance that the target gets there
-    visible: Bool[Tensor, "batch frontier pending"] | None  # drafted nodes that each attends to; None: all, a chain
+    mask: Float[Tensor, "batch frontier keys"] | None  # additive, see `Sight`; None: each sees all, a chain
     history: History | None  # where penalties ask for it: what came before, the node included
 
     @classmethod
@@ -35,28 +35,29 @@ class Frontier:
             history = history.extend(torch.zeros_like(roots), roots)
         return cls(roots, torch.zeros_like(roots), torch.zeros(roots.shape, device=roots.device), None, history)
 
-    def below(
-        self,
-        level: int,
-        parents: Int[Tensor, "batch next"],
-        tokens: Tensor,
-        numbers: Tensor,
-        totals: Tensor,
-        themselves: Bool[Tensor, "next next"],
-    ) -> "Frontier":
-        """Nodes of the level after this one, given the frontier's node that each hangs from, and an identity matrix."""
-        history = None if self.history is None else self.history.extend(parents, tokens)
-        if self.visible is None and tokens.shape[1] == 1:
-            return Frontier(tokens, numbers, totals, None, history)
-        above = take(self.seen(level), parents)
-        visible = torch.cat([above, themselves.expand(len(tokens), -1, -1)], -1)
-        return Frontier(tokens, numbers, totals, visible, history)
 
-    def seen(self, pending: int) -> Bool[Tensor, "batch frontier pending"]:
-        """`visible` in full."""
-        if self.visible is not None:
-            return self.visible
-        return torch.ones(*self.tokens.shape, pending, dtype=torch.bool, device=self.tokens.device)
+@dataclass(frozen=True)
+class Sight:
+    """What the nodes of a level see, as additive masks that grow with the tree: making them anew would cost a step more
+    than anything else that is neither the target nor the head."""
+
+    held: int  # keys in front of the drafted nodes, which all see
+    others: Float[Tensor, "1 width width"]  # of nodes of one level each sees itself alone
+
+    def over(self, frontier: Frontier, pending: int) -> Float[Tensor, "batch frontier keys"]:
+        """The mask of a level in full, over what is held and over the drafted nodes."""
+        if frontier.mask is not None:
+            return frontier.mask
+        return self.others.new_zeros(*frontier.tokens.shape, self.held + pending)
+
+    def below(self, frontier: Frontier, level: int, parents: Int[Tensor, "batch next"]) -> Tensor | None:
+        """The next level's, given the frontier's node that each of its nodes hangs from. [batch, next, keys]"""
+        rows, width = parents.shape
+        if frontier.mask is None and width == 1:
+            return None
+        others = self.others if width == self.others.shape[-1] else self.others[:, :width, :width]
+        above = take(self.over(frontier, level), parents)
+        return torch.cat([above, others if rows == 1 else others.expand(rows, -1, -1)], dim=-1)
 
 
 @runtime_checkable  # the shape checks of the tests look at instances
@@ -93,7 +94,9 @@ class HeadDrafter:
         self.head, self.growth = head, growth
         self.ids = head.vocab.ids.to(head.embedding.device)
         self.columns = None if head.vocab.is_full else self.ids  # the target's tokens that the head scores
-        self.identity = torch.eye(growth.width, dtype=torch.bool, device=self.ids.device)
+        self.places = torch.arange(growth.width, device=self.ids.device)
+        identity = self.places == self.places[:, None]
+        self.others = additive(identity.unsqueeze(0), head.embedding.dtype).squeeze(1)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -129,11 +132,11 @@ class HeadDrafter:
         features, hidden = self.read(verified, cache)  # [batch, 1, feature] and [batch, 1, hidden]
         if levels < 1:
             return Tree.root_only(verified.roots)
-        frontier, pool = Frontier.at_root(verified), Pool.empty()
+        frontier, sight, pool = Frontier.at_root(verified), self.sight(cache), Pool.empty()
         samples = SampledChildren(self.growth, self.head.vocab) if verified.sampling.rule == "rejection" else None
         for level in range(levels):
             if level:
-                hidden = self.expand(features, frontier, level, cache)
+                hidden = self.expand(features, frontier, sight, level, cache)
             logits, count = self.head.logits(hidden, level), self.growth.children(level)
             if samples is not None:
                 positions = behind(cache.roots, level + 1, frontier)
@@ -147,20 +150,20 @@ class HeadDrafter:
                 totals = totals.masked_fill(late.unsqueeze(1), -torch.inf)
             first = len(pool) + 1
             tokens = (columns if self.columns is None else self.ids[columns]).flatten(1)
-            pool.add(totals, tokens, frontier.numbers.unsqueeze(-1).expand(-1, -1, count).flatten(1))
+            pool.add(totals, tokens, frontier.numbers)
             if level + 1 == levels or not self.growth.goes_on(pool):
                 break
             features = self.head.feedback(hidden, features, frontier.tokens)
-            chosen = self.growth.frontier(level, totals)  # [batch, frontier]
-            if chosen is None:
-                chosen = torch.arange(totals.shape[1], device=totals.device).expand_as(totals)
+            expanded = self.growth.frontier(level, totals)
+            if expanded is None:
+                chosen = self.places[: totals.shape[1]].expand_as(totals)  # [batch, frontier]
             else:
-                tokens, totals = tokens.gather(1, chosen), totals.gather(1, chosen)
-            parents = chosen // count
+                chosen, totals = expanded
+                tokens = tokens.gather(1, chosen)
+            parents = chosen if count == 1 else chosen // count
             features = features if features.shape[1] == chosen.shape[1] == 1 else take(features, parents)
-            width = chosen.shape[1]
-            themselves = self.identity[:width, :width]
-            frontier = frontier.below(level, parents, tokens, first + chosen, totals, themselves)
+            history = None if frontier.history is None else frontier.history.extend(parents, tokens)
+            frontier = Frontier(tokens, first + chosen, totals, sight.below(frontier, level, parents), history)
         tree = self.growth.prune(pool, verified.roots)
         return tree if samples is None else samples.label(tree, verified.rooms)
 
@@ -202,16 +205,23 @@ class HeadDrafter:
             return None
         return torch.tensor([room <= level for room in verified.rooms], device=self.ids.device)
 
+    def sight(self, cache: KVCache) -> Sight:
+        """Masks start with what is held where that is a plain number, the same for all rows."""
+        slots = cache.head
+        return Sight(slots.lengths[0] if slots is not None and slots.even else 0, self.others)
+
     def expand(
-        self, features: Tensor, frontier: Frontier, level: int, cache: KVCache
+        self, features: Tensor, frontier: Frontier, sight: Sight, level: int, cache: KVCache
     ) -> Float[Tensor, "batch frontier hidden"]:
         """One level through the head; each node sees the verified tokens, its ancestors and itself."""
         slots, positions = cache.head, behind(cache.roots, level - 1, frontier)
         if slots is None:
             return self.head(features, frontier.tokens, positions, level=level)
         mask = None
-        if frontier.visible is not None or not slots.even:
-            mask = block_mask(slots, Block(frontier.seen(level)), features.dtype)
+        if frontier.mask is not None and slots.even:
+            mask = frontier.mask.unsqueeze(1)
+        elif not slots.even:
+            mask = block_mask(slots, Block(sight.over(frontier, level) == 0), features.dtype)
         hidden = self.head(features, frontier.tokens, positions, mask, slots, level)
         slots.hold(frontier.tokens.shape[1])
         return hidden
@@ -234,9 +244,5 @@ class HeadDrafter:
 
 def behind(roots: Int[Tensor, " batch"], distance: int, frontier: Frontier) -> Int[Tensor, "batch frontier"]:
     """Positions so far behind each row's root, one for every node."""
-    return (roots + distance).unsqueeze(1).expand_as(frontier.tokens)
-
-
-def take(states: Shaped[Tensor, "batch nodes size"], index: Int[Tensor, "batch chosen"]) -> Tensor:
-    """Some nodes of each row."""
-    return states.gather(1, index.unsqueeze(-1).expand(-1, -1, states.shape[-1]))
+    positions = (roots + distance).unsqueeze(1)
+    return positions if frontier.tokens.shape[1] == 1 else positions.expand_as(frontier.tokens)

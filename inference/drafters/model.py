@@ -13,10 +13,10 @@ from inference.architecture import first_layers
 from inference.cache import KVCache
 from inference.drafters import Verified
 from inference.drafters.growth import Growth
-from inference.drafters.head import Frontier, HeadDrafter, take
+from inference.drafters.head import Frontier, HeadDrafter, Sight
 from inference.masks import Block
 from inference.target import Masks, TargetModel
-from inference.tree import Tree
+from inference.tree import Tree, take
 
 
 class ModelAsGuesser:
@@ -120,14 +120,18 @@ class ModelDrafter(HeadDrafter):
         self.depths: Int[Tensor, "1 pending"] = torch.zeros(1, 1, dtype=torch.long, device=slots.starts.device)
         return logits[..., :0], logits
 
+    def sight(self, cache: KVCache) -> Sight:
+        """Of the drafted nodes alone: the model's layers may see the text through windows."""
+        return Sight(0, self.others)
+
     def expand(
-        self, features: Tensor, frontier: Frontier, level: int, cache: KVCache
+        self, features: Tensor, frontier: Frontier, sight: Sight, level: int, cache: KVCache
     ) -> Float[Tensor, "batch frontier vocab"]:
         """One level through the model; each node sees the verified tokens, the root, its ancestors and itself."""
         slots, count = self.slots(cache), frontier.tokens.shape[1]
         self.depths = torch.cat([self.depths, torch.full_like(self.depths[:, :1], level).expand(1, count)], dim=1)
         depths = self.depths.expand(len(frontier.tokens), -1)
-        logits = self.run(frontier.tokens, Block(with_root(frontier.seen(level)), depths), slots)
+        logits = self.run(frontier.tokens, Block(with_root(sight.over(frontier, level) == 0), depths), slots)
         slots.hold(count)
         return logits
 
