@@ -219,6 +219,8 @@ class BatchSampling:
         self.all_greedy, self.greedy = all(greedy), torch.tensor(greedy, device=device)
         self.typical_epsilon = torch.tensor([[sampling.typical_epsilon] for sampling in samplings], device=device)
         self.typical_delta = torch.tensor([[sampling.typical_delta] for sampling in samplings], device=device)
+        # Greedy rows without bias or penalties, the case where a step's own time shows most.
+        self.as_they_are = self.all_greedy and not self.needs_history and not any(s.logit_bias for s in samplings)
         members: dict[Sampling, list[int]] = {}
         for row, sampling in enumerate(samplings):
             members.setdefault(replace(sampling, seed=0), []).append(row)
@@ -290,6 +292,8 @@ class BatchSampling:
         self, logits: Tensor, history: History | None, tokens: Tensor | None, positions: Tensor | None
     ) -> Tensor:
         """Each group's scores, brought back to their rows; one group over all rows moves nothing."""
+        if self.as_they_are:
+            return logits
         if len(self.groups) == 1:
             return self.groups[0].scores(logits, history, tokens, positions, self.table)
         whole = torch.empty(logits.shape, device=logits.device)

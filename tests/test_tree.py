@@ -6,7 +6,7 @@ from jaxtyping import TypeCheckError
 from torch import Tensor
 
 from inference.drafters.growth import Fixed, Pool
-from inference.tree import Tree, ancestor_mask
+from inference.tree import Tree, ancestor_mask, squared_mask
 from inference.verify import Accepted, accept, accept_allowed
 
 
@@ -41,14 +41,16 @@ SHAPES = {
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_mask_of_an_extreme_tree_is_the_naive_one(name: str) -> None:
-    assert torch.equal(ancestor_mask(torch.tensor([SHAPES[name]]))[0], naive_mask(SHAPES[name]))
+    for mask in (ancestor_mask, squared_mask):
+        assert torch.equal(mask(torch.tensor([SHAPES[name]]))[0], naive_mask(SHAPES[name]))
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 5, 8, 17, 60])
 def test_the_masks_of_any_trees_are_the_naive_ones(nodes: int) -> None:
     """Each row its own, the nodes that hang nowhere included: they see themselves alone, and no one sees them."""
     rows = [random_parents(nodes) for _ in range(10)] + [[-1] * nodes]
-    assert torch.equal(ancestor_mask(torch.tensor(rows)), torch.stack([naive_mask(row) for row in rows]))
+    for mask in (ancestor_mask, squared_mask):
+        assert torch.equal(mask(torch.tensor(rows)), torch.stack([naive_mask(row) for row in rows]))
 
 
 def test_depths_count_the_edges_to_the_root() -> None:
@@ -119,11 +121,9 @@ def test_the_best_nodes_are_closed_under_parents_even_with_ties(width: int, scor
 def test_nodes_that_may_not_be_hang_nowhere() -> None:
     """1 and 2 below the root, 3 and 4 below 1; in the second row there is no room for a second level."""
     none = -torch.inf
-    pool = Pool(
-        [torch.tensor([[-1.0, -2.0]] * 2), torch.tensor([[-1.5, -3.0], [none, none]])],
-        [torch.tensor([[1, 2]] * 2), torch.tensor([[3, 4]] * 2)],
-        [torch.tensor([[0]] * 2), torch.tensor([[1]] * 2)],
-    )
+    pool = Pool.empty()
+    pool.add(torch.tensor([[-1.0, -2.0]] * 2), torch.tensor([[1, 2]] * 2), torch.tensor([[0]] * 2))
+    pool.add(torch.tensor([[-1.5, -3.0], [none, none]]), torch.tensor([[3, 4]] * 2), torch.tensor([[1]] * 2))
     tree = pool.best(torch.tensor([[0], [0]]), 3)
     assert tree.tokens[0].tolist() == [0, 1, 2, 3]
     assert tree.parents.tolist() == [[-1, 0, 0, 1], [-1, 0, 0, -1]]

@@ -18,14 +18,15 @@ class Pool:
 
     scores: list[Float[Tensor, "batch level"]]  # log of the estimated chance that the node is accepted
     tokens: list[Int[Tensor, "batch level"]]
-    expanded: list[Int[Tensor, "batch frontier"]]  # numbers of the nodes that a level hangs from; the pool's first is 1
+    expanded: list[Int[Tensor, "batch frontier"]]  # numbers of the nodes that a level hangs from
+    next_number: int = 1  # of the node that comes next
 
     @classmethod
     def empty(cls) -> "Pool":
         return cls([], [], [])
 
     def __len__(self) -> int:
-        return sum(level.shape[1] for level in self.tokens)
+        return self.next_number - 1
 
     @property
     def parents(self) -> Int[Tensor, "batch nodes"]:
@@ -35,11 +36,13 @@ class Pool:
             return repeated(torch.cat(self.expanded, dim=1), counts[0])
         return torch.cat([repeated(above, count) for above, count in zip(self.expanded, counts, strict=True)], dim=1)
 
-    def add(self, scores: Tensor, tokens: Tensor, expanded: Tensor) -> None:
-        """A level: as many children of each of the expanded nodes, one's behind the other's."""
+    def add(self, scores: Tensor, tokens: Tensor, expanded: Tensor) -> int:
+        """A level: as many children of each of the expanded nodes, one behind the other; returns its first number."""
         self.scores.append(scores)
         self.tokens.append(tokens)
         self.expanded.append(expanded)
+        first, self.next_number = self.next_number, self.next_number + tokens.shape[1]
+        return first
 
     def best(self, roots: Int[Tensor, "batch 1"], count: int) -> Tree:
         """The `count` nodes of the highest score below each root; those that may not be (-inf) hang nowhere."""

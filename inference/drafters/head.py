@@ -6,6 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn import functional
 
 from heads.calibration import Calibration
 from heads.vocab import DraftVocab
@@ -94,9 +95,13 @@ class HeadDrafter:
         self.head, self.growth = head, growth
         self.ids = head.vocab.ids.to(head.embedding.device)
         self.columns = None if head.vocab.is_full else self.ids  # the target's tokens that the head scores
-        self.places = torch.arange(growth.width, device=self.ids.device)
-        identity = self.places == self.places[:, None]
-        self.others = additive(identity.unsqueeze(0), head.embedding.dtype).squeeze(1)
+        # Whatever is alike in all steps.
+        self.places = torch.arange(max(growth.width, growth.depth + 1), device=self.ids.device)
+        rows, columns = self.places.unsqueeze(1), self.places.unsqueeze(0)
+        itself, earlier = (rows == columns).unsqueeze(0), (rows >= columns).unsqueeze(0)
+        self.others = additive(itself, head.embedding.dtype).squeeze(1)[:, : growth.width, : growth.width]
+        self.causal = additive(earlier, head.embedding.dtype).squeeze(1)
+        self._parents: dict[int, Tensor] = {}
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -148,9 +153,8 @@ class HeadDrafter:
             late = self.late(verified, level)
             if late is not None:
                 totals = totals.masked_fill(late.unsqueeze(1), -torch.inf)
-            first = len(pool) + 1
             tokens = (columns if self.columns is None else self.ids[columns]).flatten(1)
-            pool.add(totals, tokens, frontier.numbers)
+            first = pool.add(totals, tokens, frontier.numbers)
             if level + 1 == levels or not self.growth.goes_on(pool):
                 break
             features = self.head.feedback(hidden, features, frontier.tokens)
@@ -160,12 +164,18 @@ class HeadDrafter:
             else:
                 chosen, totals = expanded
                 tokens = tokens.gather(1, chosen)
-            parents = chosen if count == 1 else chosen // count
+            parents = self.parents_of(count).take(chosen)
             features = features if features.shape[1] == chosen.shape[1] == 1 else take(features, parents)
             history = None if frontier.history is None else frontier.history.extend(parents, tokens)
             frontier = Frontier(tokens, first + chosen, totals, sight.below(frontier, level, parents), history)
         tree = self.growth.prune(pool, verified.roots)
         return tree if samples is None else samples.label(tree, verified.rooms)
+
+    def parents_of(self, count: int) -> Int[Tensor, " children"]:
+        """Which of a level's nodes each of the children hangs from, `count` of every node."""
+        if count not in self._parents:
+            self._parents[count] = torch.arange(self.growth.width * count, device=self.ids.device) // count
+        return self._parents[count]
 
     def read(self, verified: Verified, cache: KVCache) -> tuple[Tensor, Tensor]:
         """Take in the verified positions, in place of what was drafted there; returns the features of each row's last
@@ -176,11 +186,13 @@ class HeadDrafter:
             return features, self.head(features, roots, torch.zeros_like(roots))
         if verified.on_device is None:
             slots.set_lengths(verified.starts)
-        offsets = torch.arange(verified.next_tokens.shape[1], device=self.ids.device)
-        mask = None
-        if len(offsets) > 1 or not slots.even:
-            mask = block_mask(slots, Block((offsets <= offsets[:, None]).unsqueeze(0)), verified.taps.dtype)
-        positions = slots.starts[:, None] + offsets
+        count = verified.next_tokens.shape[1]
+        causal, mask = self.causal[:, :count, :count], None
+        if not slots.even:
+            mask = block_mask(slots, Block(causal == 0), verified.taps.dtype)
+        elif count > 1:
+            mask = functional.pad(causal, (slots.lengths[0], 0)).unsqueeze(1)
+        positions = slots.starts[:, None] + self.places[:count]
         features = self.head.project(verified.taps)
         hidden = self.head(features, verified.next_tokens, positions, mask, slots)
         if verified.on_device is not None:
