@@ -95,12 +95,11 @@ class HeadDrafter:
         self.head, self.growth = head, growth
         self.ids = head.vocab.ids.to(head.embedding.device)
         self.columns = None if head.vocab.is_full else self.ids  # the target's tokens that the head scores
-        # Whatever is alike in all steps.
-        self.places = torch.arange(max(growth.width, growth.depth + 1), device=self.ids.device)
-        rows, columns = self.places.unsqueeze(1), self.places.unsqueeze(0)
-        itself, earlier = (rows == columns).unsqueeze(0), (rows >= columns).unsqueeze(0)
-        self.others = additive(itself, head.embedding.dtype).squeeze(1)[:, : growth.width, : growth.width]
-        self.causal = additive(earlier, head.embedding.dtype).squeeze(1)
+        # Whatever is alike in all steps: additive masks [1, size, size] of a level's nodes, and of a verified path.
+        self.places, path = (torch.arange(size, device=self.ids.device) for size in (growth.width, growth.depth + 1))
+        dtype = head.embedding.dtype
+        self.others = additive((self.places == self.places[:, None]).unsqueeze(0), dtype).squeeze(1)
+        self.causal = additive((path <= path[:, None]).unsqueeze(0), dtype).squeeze(1)
         self._parents: dict[int, Tensor] = {}
 
     @property
@@ -186,13 +185,13 @@ class HeadDrafter:
             return features, self.head(features, roots, torch.zeros_like(roots))
         if verified.on_device is None:
             slots.set_lengths(verified.starts)
-        count = verified.next_tokens.shape[1]
-        causal, mask = self.causal[:, :count, :count], None
-        if not slots.even:
-            mask = block_mask(slots, Block(causal == 0), verified.taps.dtype)
+        count, mask = verified.next_tokens.shape[1], None
+        offsets = torch.arange(count, device=self.ids.device)
+        if not slots.even or count > self.causal.shape[-1]:
+            mask = block_mask(slots, Block((offsets <= offsets[:, None]).unsqueeze(0)), verified.taps.dtype)
         elif count > 1:
-            mask = functional.pad(causal, (slots.lengths[0], 0)).unsqueeze(1)
-        positions = slots.starts[:, None] + self.places[:count]
+            mask = functional.pad(self.causal[:, :count, :count], (slots.lengths[0], 0)).unsqueeze(1)
+        positions = slots.starts[:, None] + offsets
         features = self.head.project(verified.taps)
         hidden = self.head(features, verified.next_tokens, positions, mask, slots)
         if verified.on_device is not None:
