@@ -1,9 +1,10 @@
 """What a step costs on this machine: measured once per context length and batch size."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median
 
 import numpy
 import torch
@@ -72,10 +73,10 @@ class CostTable:
         cache.set_lengths([context] * batch)
         step = StaticStep(self.target, PLAIN, cache) if static and rows.rule == "seeded" else None
         levels = min(LEVELS, self.head.max_levels or LEVELS)
-        one, several = (self.draft_seconds(count, context, cache, rows) for count in (1, levels))
-        cache.set_lengths([context] * batch)
-        target = tuple(self.seconds(partial(self.verify, nodes, rows, cache, step)) for nodes in NODES)
-        return StepCosts(target, one, max(several - one, 0) / max(levels - 1, 1))
+        drafts = [self.drafting(count, context, cache, rows) for count in (1, levels)]
+        verifies = [partial(self.verify, nodes, rows, cache, step) for nodes in NODES]
+        one, several, *target = self.seconds([*drafts, *verifies])
+        return StepCosts(tuple(target), one, max(several - one, 0) / max(levels - 1, 1))
 
     def verify(self, nodes: int, sampling: BatchSampling, cache: KVCache, step: StaticStep | None) -> None:
         """As decoding does it: captured, and then of a size that is a power of two, or not."""
@@ -92,8 +93,8 @@ class CostTable:
         cache.target.keep([[0, *range(2, min(nodes, KEPT + 1))]] * batch)  # as if a sibling had been refused
         cache.target.set_lengths(held)
 
-    def draft_seconds(self, levels: int, context: int, cache: KVCache, sampling: BatchSampling) -> float:
-        """Of drafting so many levels behind two newly verified positions."""
+    def drafting(self, levels: int, context: int, cache: KVCache, sampling: BatchSampling) -> Callable[[], object]:
+        """Drafts so many levels behind two newly verified positions."""
         batch, device = len(sampling.samplings), self.target.device
         drafter = HeadDrafter(self.head, Dynamic(levels, self.width, self.width * levels))
         tapped = self.target.config.hidden_size * len(self.head.taps)
@@ -109,15 +110,19 @@ class CostTable:
             history=None,
             texts=[[]] * batch,
         )
-        return self.seconds(lambda: drafter.draft(asked, cache))
+        return partial(drafter.draft, asked, cache)
 
-    def seconds(self, work: Callable[[], object]) -> float:
-        """The fastest of a few runs: what others on the machine take is not this work's cost."""
-        times = []
-        for _ in range(REPEATS + 1):
-            started = time.perf_counter()
-            work()
-            if self.target.device.type == "cuda":
-                torch.cuda.synchronize(self.target.device)
-            times.append(time.perf_counter() - started)
-        return min(times[1:])
+    def seconds(self, works: Sequence[Callable[[], object]]) -> list[float]:
+        """Of each work. They take turns, so that a slow moment of the machine hits all alike, and each finds the caches
+        as a decode step does; the first round warms up."""
+        rounds: list[list[float]] = []
+        for _ in range(1 + REPEATS):
+            times = []
+            for work in works:
+                started = time.perf_counter()
+                work()
+                if self.target.device.type == "cuda":
+                    torch.cuda.synchronize(self.target.device)
+                times.append(time.perf_counter() - started)
+            rounds.append(times)
+        return [median(times) for times in zip(*rounds[1:], strict=True)]
