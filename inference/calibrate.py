@@ -29,6 +29,7 @@ from recipes import Recipe, run_command
 
 CANDIDATES = torch.logspace(-0.6, 0.7, 53)  # multipliers tried: 0.25 to 5
 TEMPERATURES = (0.7, 1.0)  # what `sampled` is fitted on
+CHILDREN = 4  # as many as trees usually have of a node: scores count where drafting would get to, easier text than all
 RANKS = 16  # of a level's guesses that a tree may hold
 NODES = 64  # of the tree that is stored; smaller ones are the first of its nodes
 
@@ -135,9 +136,11 @@ def score_taps(
 def add_text(tally: Tally, levels: Iterator[LevelScores]) -> None:
     """Count a text in."""
     inside: Tensor | None = None  # indexes all of whose choices so far were among the ranked guesses
+    drafted: Tensor | None = None  # those all of whose choices so far a tree is likely to hold
     for level, found in enumerate(levels):
         known = found.columns >= 0
-        counted = found.written & known  # what the head cannot draft says nothing about its scores
+        drafted = found.written if drafted is None else drafted[: len(known)]
+        counted = drafted & known  # what the head cannot draft says nothing about its scores
         scores, columns = found.scores[counted], found.columns[counted]
         for number, multiplier in enumerate(CANDIDATES.tolist()):
             loss = torch.nn.functional.cross_entropy(scores * multiplier, columns, reduction="sum")
@@ -148,7 +151,7 @@ def add_text(tally: Tally, levels: Iterator[LevelScores]) -> None:
         hits = torch.bincount(ranks[inside], minlength=tally.hits.shape[1])[: tally.hits.shape[1]]
         tally.hits[level] += hits.cpu()
         tally.tried[level] += int(inside.sum())
-        inside = inside & (ranks < tally.hits.shape[1])
+        inside, drafted = inside & (ranks < tally.hits.shape[1]), drafted & (ranks < CHILDREN)
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM
 from heads.calibration import Calibration
 from heads.eagle3 import Eagle3Head
 from inference import decode
-from inference.calibrate import fit_calibration
+from inference.calibrate import LevelScores, Tally, add_text, fit_calibration
 from inference.decode import DecodeLoop, Generation, Request, generate, generate_batch
 from inference.drafters.growth import Dynamic, Fixed
 from inference.drafters.head import HeadDrafter
@@ -124,6 +124,26 @@ def test_greedy_rejection_in_half_precision_does_not_crash(make_model: MakeModel
 def test_a_depth_that_was_never_scored_keeps_its_multiplier(target: TargetModel, make_head: MakeHead) -> None:
     fitted = fit_calibration(target, make_head(), [[5, 6, 7]], depth=4, new_tokens=2)
     assert fitted.greedy[-1] == fitted.sampled[-1] == 1.0
+
+
+def test_scores_count_only_where_a_tree_would_get_to() -> None:
+    """Text whose first token no tree holds is harder than what is ever drafted; scores there would make the head look
+    surer of itself, or less sure, than it is."""
+
+    def fitted(seen: list[float], unseen: list[float]) -> float:
+        """The second level's multiplier, from scores of the choice 0 where a tree gets to and where it does not."""
+        count, vocab = len(seen) + len(unseen), 10
+        first, second = torch.zeros(count, vocab), torch.zeros(count, vocab)
+        first[:, 1:] = -1.0  # the choice comes first ...
+        first[len(seen) :, 1:] = 1.0  # ... or last
+        second[:, 0] = torch.tensor([*seen, *unseen])
+        columns, written = torch.zeros(count, dtype=torch.long), torch.ones(count, dtype=torch.bool)
+        tally = Tally.empty(2, 10)
+        add_text(tally, iter([LevelScores(first, columns, written), LevelScores(second, columns, written)]))
+        return tally.multipliers()[1]
+
+    sure, unsure = [2.0] * 9 + [-2.0], [-2.0] * 9 + [2.0]
+    assert fitted(sure, sure) == fitted(sure, unsure) == fitted(sure, []) > fitted(unsure, sure)
 
 
 def test_calibrated_scores_estimate_the_chance_of_acceptance(target: TargetModel, make_head: MakeHead) -> None:
