@@ -2,8 +2,8 @@
 
     python benchmarks/decode.py recipes/tiny_full.yaml report.head=assets/demo_head report.threads=1
 
-Three tables: the overhead of a step (its wall time less the forwards of target and head), accepted length at
-temperature 1 with and without the target's noise in the drafts, and growth policies against a sweep of trees. Ways take
+Three tables: the overhead of a step (its wall time less the forwards of target and head), accepted length by
+temperature with and without the target's noise in the drafts, and growth policies against a sweep of trees. Ways take
 turns prompt by prompt, so compare rows within a table. For a CPU: a captured step on a GPU has no functions to time,
 and benchmarks/gpu.py measures it as a whole.
 """
@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor
+from torch.distributions import Categorical
 
 from heads.base import DraftHead
 from heads.build import load_head
@@ -45,6 +46,7 @@ SWEEP = [
 ]
 
 
+TEMPERATURES = (0.3, 0.6, 1.0)  # of the table of noise
 HEAD_FUNCTIONS = ("project", "forward", "logits", "feedback")
 
 
@@ -158,13 +160,35 @@ def overhead_table(rows: list[Row]) -> Table:
     return table
 
 
-def noise_table(rows: list[Row]) -> Table:
+def noise_table(rows: list[Row], entropies: list[float]) -> Table:
+    """Greedy first, then two rows for each temperature: with the noise and without."""
     table = Table(title="what the target's noise in the drafts gains")
-    for column in ("drafts", "tau", "of tau at T = 0"):
-        table.add_column(column, justify="left" if column == "drafts" else "right")
-    for row in rows:
-        table.add_row(row.name, f"{row.stats.tau:.2f}", f"{row.stats.tau / rows[0].stats.tau:.2f}")
+    for column in (
+        "temperature",
+        "target's entropy, nats/token",
+        "log q + noise",
+        "of T = 0",
+        "top-k of q",
+        "of T = 0",
+    ):
+        table.add_column(column, justify="right")
+    greedy, *others = (row.stats.tau for row in rows)
+    table.add_row("0", "", f"{greedy:.2f}", "1.00", f"{greedy:.2f}", "1.00")
+    for temperature, entropy, noise, top in zip(TEMPERATURES, entropies, others[::2], others[1::2], strict=True):
+        shares = (f"{tau:.2f}" for tau in (noise, noise / greedy, top, top / greedy))
+        table.add_row(f"{temperature:g}", f"{entropy:.2f}", *shares)
     return table
+
+
+def entropy(target: TargetModel, prompts: list[list[int]], new_tokens: int, sampling: Sampling) -> float:
+    """Of what the target chooses from, over the texts that it writes at this temperature, nats per token."""
+    total, count = 0.0, 0
+    for prompt in prompts:
+        written = generate(target, prompt, new_tokens, sampling).tokens
+        logits = target.forward(torch.tensor([prompt + written], device=target.device)).logits[0, len(prompt) - 1 : -1]
+        total += Categorical(logits=logits.float() / sampling.temperature).entropy().sum().item()
+        count += len(written)
+    return total / count
 
 
 def growth_table(rows: list[Row], title: str) -> Table:
@@ -214,13 +238,13 @@ def run(recipe: Recipe) -> None:
     measure(rows, prompts, target, head, "overhead")
     console.print(overhead_table(rows))
 
-    rows = [
-        Row("tree, T = 0", with_head(recipes_growth())),
-        Row("tree, T = 1, ranked by log q + noise", with_head(recipes_growth(), warm)),
-        Row("tree, T = 1, ranked by q (top-k)", with_head(recipes_growth(), warm, WithoutNoise)),
-    ]
+    warmer = [Sampling(temperature, seed=recipe.decode.seed) for temperature in TEMPERATURES]
+    rows = [Row("tree, T = 0", with_head(recipes_growth()))]
+    for sampling in warmer:
+        rows.append(Row("ranked by log q + noise", with_head(recipes_growth(), sampling)))
+        rows.append(Row("ranked by q (top-k)", with_head(recipes_growth(), sampling, WithoutNoise)))
     measure(rows, prompts, target, head, "noise")
-    console.print(noise_table(rows))
+    console.print(noise_table(rows, [entropy(target, prompts, new_tokens, sampling) for sampling in warmer]))
 
     for sampling in (greedy, warm):
         rows = [Row(name_of(growth), with_head(growth, sampling)) for growth in SWEEP]
