@@ -46,7 +46,7 @@ from inference.target import TargetModel
 from recipes import Recipe, run_command
 from recipes.jsonl import read_jsonl
 
-STORE_FORMAT = 2  # of the shards: one tensor per tap
+STORE_FORMAT = 3  # of the shards and what the manifest says of them
 LOGITS_TOLERANCE = 0.05  # of the largest logit; bfloat16 rounding stays well below
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from data_pipelines.codec import decode, encode
-from data_pipelines.stage import Json, file_digest, write_text
+from data_pipelines.stage import CHECKSUM, Json, checksum, write_text
 from data_pipelines.token_counts import read_counts
 
 MANIFEST = "manifest.json"
@@ -125,7 +125,7 @@ def shard_entry(path: Path, name: str) -> Json:
         "samples": len(offsets) - 1,
         "tokens": int(offsets[-1]),
         "bytes": path.stat().st_size,
-        "sha256": file_digest(path),
+        CHECKSUM: checksum(path),
     }
 
 
@@ -251,7 +251,7 @@ def damage(folder: Path, shard: Json) -> str | None:
     path = folder / shard["file"]
     if not path.is_file():
         return f"{path} is in the manifest and missing on disk"
-    if path.stat().st_size != shard["bytes"] or file_digest(path) != shard["sha256"]:
+    if path.stat().st_size != shard["bytes"] or checksum(path) != shard[CHECKSUM]:
         return f"{path} is not what the harvest wrote (its checksum differs from the manifest's)"
     return None
 
@@ -268,6 +268,8 @@ def read_manifest(folder: Path) -> Json:
             f"{path} cannot be read ({error}); remove it together with {path.with_name('stage.json')} and harvest "
             "again: whole shards are reused"
         ) from error
+    if not all(CHECKSUM in shard for shard in about["shards"]):
+        raise ValueError(f"{path} lists shards without {CHECKSUM}: another version wrote it; harvest again")
     return about
 
 

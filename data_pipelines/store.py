@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 
 from data_pipelines.shards import MANIFEST, FeatureStore, damage, read_manifest, shard_name
-from data_pipelines.stage import Json, Stage, differences, file_digest, target_identity, write_text
+from data_pipelines.stage import CHECKSUM, Json, Stage, differences, file_digest, target_identity, write_text
 from heads.target_config import locate_target
 from recipes import Recipe
 
@@ -70,7 +70,7 @@ def merge(into: Path, sources: list[Path]) -> Stage:
     shards: list[Json] = []
     for split in SPLITS:
         pairs = [(source, shard) for source, about in zip(sources, abouts, strict=True) for shard in about["shards"]]
-        own = {shard["sha256"]: (source, shard) for source, shard in pairs if shard["file"].startswith(f"{split}-")}
+        own = {shard[CHECKSUM]: (source, shard) for source, shard in pairs if shard["file"].startswith(f"{split}-")}
         for index, (source, shard) in enumerate(own.values()):
             shutil.copy(source / shard["file"], partial / shard_name(split, index))
             shards.append({**shard, "file": shard_name(split, index)})

@@ -7,14 +7,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from data_pipelines.stage import Json, write_text
+from data_pipelines.stage import CHECKSUM, Json, write_text
 
 COUNTS = "token_counts.json"
 
 
 def shards_identity(shards: list[Json]) -> str:
     """Of the content of the shards that a manifest lists."""
-    return hashlib.sha256("".join(shard["sha256"] for shard in shards).encode()).hexdigest()
+    return hashlib.sha256("".join(shard[CHECKSUM] for shard in shards).encode()).hexdigest()
 
 
 def write_counts(folder: Path, counted: dict[str, Tensor]) -> None:

@@ -237,6 +237,6 @@ def test_kept_token_counts_are_those_of_the_shards_and_go_unused_for_others(harv
         shard.unlink()  # what is kept needs no shard
     store = FeatureStore(tmp_path / "features", "train")
     assert store.token_counts(300).equal(counted)
-    store.shards[0] = {**store.shards[0], "sha256": "of other content"}
+    store.shards[0] = {**store.shards[0], "xxh3_128": "of other content"}
     with pytest.raises(ValueError, match="missing on disk"):
         store.token_counts(300)
