@@ -46,6 +46,7 @@ SWEEP = [
 ]
 
 
+FINALISTS, AGAIN = 3, 2  # trees of the sweep that run again, and how often
 TEMPERATURES = (0.3, 0.6, 1.0)  # of the table of noise
 HEAD_FUNCTIONS = ("project", "forward", "logits", "feedback")
 
@@ -191,11 +192,11 @@ def entropy(target: TargetModel, prompts: list[list[int]], new_tokens: int, samp
     return total / count
 
 
-def growth_table(rows: list[Row], title: str) -> Table:
+def growth_table(rows: list[Row], best: float, title: str) -> Table:
+    """`best` is the rate of the fastest tree of a sweep."""
     table = Table(title=title)
     for column in ("growth", "tau", "nodes/step", "tokens/s", "of the sweep's best"):
         table.add_column(column, justify="left" if column == "growth" else "right")
-    best = max(row.rate for row in rows[: len(SWEEP)])
     for row in rows:
         nodes = row.stats.drafted / row.stats.steps
         table.add_row(row.name, f"{row.stats.tau:.2f}", f"{nodes:.1f}", f"{row.rate:.1f}", f"{row.rate / best:.2f}")
@@ -247,13 +248,18 @@ def run(recipe: Recipe) -> None:
     console.print(noise_table(rows, [entropy(target, prompts, new_tokens, sampling) for sampling in warmer]))
 
     for sampling in (greedy, warm):
-        rows = [Row(name_of(growth), with_head(growth, sampling)) for growth in SWEEP]
-        rows += [
-            Row("adaptive chain", with_head(Adaptive(8, CostTable(target, head, 1)), sampling)),
-            Row("cost-aware", with_head(CostAware(8, 4, 32, CostTable(target, head, 4)), sampling)),
-        ]
-        measure(rows, prompts, target, head, f"growth, T = {sampling.temperature:g}")
-        console.print(growth_table(rows, f"growth policies, temperature {sampling.temperature:g}"))
+        title = f"growth policies, temperature {sampling.temperature:g}"
+        sweep = [Row(name_of(growth), with_head(growth, sampling)) for growth in SWEEP]
+        adaptive = Row("adaptive chain", with_head(Adaptive(8, CostTable(target, head, 1)), sampling))
+        cost_aware = Row("cost-aware", with_head(CostAware(8, 4, 32, CostTable(target, head, 4)), sampling))
+        rows = [*sweep, adaptive, cost_aware]
+        measure(rows, prompts, target, head, title)
+        console.print(growth_table(rows, max(row.rate for row in sweep), title))
+        # The largest of so many noisy rates flatters its tree: what counts is how it does when it runs again.
+        best = sorted(sweep, key=lambda row: row.rate)[-FINALISTS:]
+        rows = [Row(row.name, row.run) for row in (*best, cost_aware)]
+        measure(rows, prompts * AGAIN, target, head, f"{title}, the best again")
+        console.print(growth_table(rows, max(row.rate for row in rows[:FINALISTS]), f"{title}, the best again"))
 
 
 if __name__ == "__main__":
