@@ -1,6 +1,7 @@
 """Growth that minds the clock: as deep and as large a tree as the expected tokens per second pay for."""
 
 from collections.abc import Iterable
+from functools import lru_cache
 from itertools import accumulate, chain
 from statistics import fmean
 
@@ -35,7 +36,7 @@ class CostAware:
 
     def levels(self, verified: Verified) -> int:
         self.now = self.costs.now(verified, self.nodes)
-        self.verify_costs = self.now.verify(self.nodes).tolist()
+        self.verify_costs = verify_costs(self.now, self.nodes)
         self.levels_done = []
         return min(self.depth, max(verified.rooms))
 
@@ -71,6 +72,8 @@ class CostAware:
             accumulate(largest(chain.from_iterable(levels), self.nodes), initial=1.0)
             for levels in zip(*self.levels_done, strict=True)
         ]
+        if len(by_row) == 1:
+            return list(by_row[0])[1:]
         return [fmean(tokens) for tokens in zip(*by_row, strict=True)][1:]
 
     def gain(self) -> float:
@@ -90,6 +93,13 @@ class CostAware:
     def spent(self) -> float:
         """Seconds of drafting all the levels so far."""
         return self.now.first_level + (len(self.levels_done) - 1) * self.now.level
+
+
+@lru_cache(maxsize=64)  # a run meets few context lengths, and each of its steps asks
+def verify_costs(now: StepCosts, nodes: int) -> list[float]:
+    """Of a target step with 1, 2, ... `nodes` nodes beside the root."""
+    found: list[float] = now.verify(nodes).tolist()
+    return found
 
 
 def largest(chances: Iterable[float], count: int) -> list[float]:
