@@ -43,7 +43,7 @@ from recipes.schema import Eagle3Section
 ROOT = Path(__file__).resolve().parents[1]
 PEER = "speculators"
 OUR_RATES = (0.5, 1.0, 2.0)  # times the recipe's
-THEIR_RATES = (1e-3, 3e-3, 1e-2, 3e-2)  # the first is their default, of Muon and AdamW alike
+THEIR_RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)  # the first is their default, of Muon and AdamW alike
 SWEEP_SHARE = 4  # a run of the sweep has a quarter of the steps
 SWEEP_PROMPTS = 6
 TEMPERATURES = (0.0, 1.0)
