@@ -151,8 +151,8 @@ def test_calibrated_scores_estimate_the_chance_of_acceptance(target: TargetModel
     log chance of the target's choices is at least that of the head as it was."""
     head = make_head()
     prompts = [[5, 6, 7], [9, 2], [33, 34, 35]]
-    fitted = fit_calibration(target, head, prompts, depth=3, new_tokens=30)
+    fitted = fit_calibration(target, head, prompts, depth=3, new_tokens=15)
     assert all(0.25 <= value <= 5.02 for value in (*fitted.greedy, *fitted.sampled))
     assert fitted.greedy != (1.0, 1.0, 1.0)  # random scores are not calibrated by chance
-    assert fit_calibration(target, head, prompts, depth=3, new_tokens=30) == fitted
+    assert fit_calibration(target, head, prompts, depth=3, new_tokens=15) == fitted
     torch.testing.assert_close(Calibration.from_config(fitted.to_config()).greedy, fitted.greedy, atol=1e-4, rtol=1e-4)
