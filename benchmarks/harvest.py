@@ -161,9 +161,7 @@ def harvest_again(recipe: Recipe, target: TargetModel, work: list[Piece]) -> Non
     for path in paths:
         path.rename(path.with_suffix(".kept"))
     with metered(work, PartialState(), "a harvest, for the clock") as meter:
-        write_features(
-            recipe, target.taps, partial(tap, target), work, "a benchmark", meter, target.device.type != "cpu"
-        )
+        write_features(recipe, target.taps, partial(tap, target), target.device, work, "a benchmark", meter)
     for path in paths:
         path.with_suffix(".kept").replace(path)
         note_path(path).unlink()

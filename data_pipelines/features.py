@@ -43,13 +43,20 @@ def tap(target: TargetModel, texts: list[list[int]]) -> States:
 
 
 def write_features(
-    recipe: Recipe, taps: tuple[int, ...], ask: Ask, work: Sequence[Piece], made_from: str, meter: Meter, behind: bool
+    recipe: Recipe,
+    taps: tuple[int, ...],
+    ask: Ask,
+    device: torch.device,
+    work: Sequence[Piece],
+    made_from: str,
+    meter: Meter,
 ) -> None:
-    """Tap the hidden states of every sample of these shards.
+    """Tap the hidden states of every sample of these shards; `device` is the target's.
 
-    With `behind` the target goes on at once: the states of a batch are copied, and those of a whole shard written, by
-    threads of their own. That is for a GPU; on a CPU they would take the target's cores.
+    A GPU goes on at once: threads copy the states of a batch and write those of a whole shard behind its back.
+    On a CPU they would take the target's cores.
     """
+    behind = device.type != "cpu"
     with Behind(ahead=1 if behind else 0) as writing, Behind(ahead=2 if behind else 0) as placing:
         for piece in work:
             path = recipe.features_dir / shard_name(piece.split, piece.index)

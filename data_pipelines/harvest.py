@@ -145,8 +145,7 @@ def make_features(recipe: Recipe, target: TargetModel, features: Stage, state: P
             seconds = timed(lambda: ask(batch).last_hidden.sum().item()) / sum(map(len, batch))
             print(plan.in_words(seconds / target.ranks.num_workers))
         with metered(share, state, "features") as meter:
-            behind = target.device.type != "cpu"
-            write_features(recipe, target.taps, ask, share, made_from, meter, behind)
+            write_features(recipe, target.taps, ask, target.device, share, made_from, meter)
 
     target.ranks.carry_out(partial(tap, target), work)
 

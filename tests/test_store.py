@@ -1,5 +1,6 @@
 """Laws of the feature store: small, checked, mergeable, and read in an order that is a function of seed and step."""
 
+import json
 import shutil
 import threading
 from pathlib import Path
@@ -224,6 +225,19 @@ def test_closing_ends_the_reader_and_drops_what_was_not_begun(harvested: Path) -
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("read-ahead")]
     with pytest.raises(RuntimeError):
         ahead[1]
+
+
+def test_a_store_with_checksums_of_another_version_is_refused_and_says_what_to_do(
+    harvested: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(harvested / "run" / "features", tmp_path / "features")
+    path = tmp_path / "features" / "manifest.json"
+    about = json.loads(path.read_text())
+    about["shards"][0]["sha256"] = about["shards"][0].pop("xxh3_128")
+    path.write_text(json.dumps(about))
+    for read in (lambda: FeatureStore(path.parent, "train"), lambda: verify(path.parent)):
+        with pytest.raises(ValueError, match=r"manifest\.json lists shards without xxh3_128.*harvest again"):
+            read()
 
 
 # The draft vocabulary
