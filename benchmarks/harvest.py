@@ -31,8 +31,9 @@ from recipes.jsonl import read_jsonl
 from trainers.eagle import run
 
 PROMPTS, HELDOUT, STEPS = 256, 32, 200
+SHARD = 64  # samples of a shard
 EVAL_PROMPTS = 16  # decoded for tau; few would drown what a storage costs in noise
-REPEATS = 5  # of each timing
+REPEATS = 6  # of each timing
 STORAGES = ("float32", "bfloat16", "float8", "int8")
 
 
@@ -77,9 +78,15 @@ def measured(recipe: Recipe) -> tuple[list[str], float]:
     batches = harvested_batches(recipe, work)
     if recipe.data.dtype == "float32":
         refuse_other_states(store, target, batches)
-    bare, full = in_turns(lambda: forward_only(target, batches), lambda: harvest_again(recipe, target, work))
-    # Of neighbours in time: a machine that changes its speed would let one of them have the fast moment.
-    share = median(mine / its for mine, its in zip(bare, full, strict=True))
+    # Shard by shard, a second or so each: a machine that changes its speed within minutes is the same for neighbours.
+    turns = [
+        in_turns(
+            partial(forward_only, target, harvested_batches(recipe, [piece])),
+            partial(harvest_again, recipe, target, piece),
+        )
+        for piece in work
+    ]
+    share = median(its / mine for bare, full in turns for its, mine in zip(bare, full, strict=True))
     [read_seconds] = map(min, in_turns(lambda: read_epoch(recipe)))
     run(recipe)
     lines = list(read_jsonl(recipe.metrics_path))
@@ -87,14 +94,20 @@ def measured(recipe: Recipe) -> tuple[list[str], float]:
     tau = [line["heldout/tau"] for line in lines if "heldout/tau" in line][-1]
     size = sum(path.stat().st_size for path in recipe.features_dir.glob("train-*.safetensors")) / store.num_tokens
     plain = bytes_per_token(target.config.hidden_size, len(target.taps), "bfloat16")
-    harvested, read = store.num_tokens / min(full), store.num_tokens / read_seconds
+    harvested, read = store.num_tokens / sum(min(full) for _, full in turns), store.num_tokens / read_seconds
     speeds = [f"{harvested:,.0f}", f"{share:.0%}", f"{read:,.0f}", f"{trained:,.0f}"]
     return [f"{size:,.0f}", f"{size / plain:.2f}", *speeds], tau
 
 
 def smaller(recipe: Recipe, storage: str) -> Recipe:
     """The recipe with little data and few steps, in a folder of its own."""
-    data = {"num_prompts": PROMPTS, "heldout_samples": HELDOUT, "dtype": storage, "folder": None}
+    data = {
+        "num_prompts": PROMPTS,
+        "heldout_samples": HELDOUT,
+        "shard_samples": SHARD,
+        "dtype": storage,
+        "folder": None,
+    }
     train = {
         "steps": STEPS,
         "checkpoint_every": STEPS,
@@ -155,16 +168,14 @@ def forward_only(target: TargetModel, batches: list[HarvestBatch]) -> None:
         torch.cuda.synchronize()
 
 
-def harvest_again(recipe: Recipe, target: TargetModel, work: list[Piece]) -> None:
-    """The same with everything that a harvest does, from reading the responses to the checksum of each shard."""
-    paths = [recipe.features_dir / shard_name(piece.split, piece.index) for piece in work]
-    for path in paths:
-        path.rename(path.with_suffix(".kept"))
-    with metered(work, PartialState(), "a harvest, for the clock") as meter:
-        write_features(recipe, target.taps, partial(tap, target), target.device, work, "a benchmark", meter)
-    for path in paths:
-        path.with_suffix(".kept").replace(path)
-        note_path(path).unlink()
+def harvest_again(recipe: Recipe, target: TargetModel, piece: Piece) -> None:
+    """The same with everything that a harvest does, from reading the responses to the checksum of the shard."""
+    path = recipe.features_dir / shard_name(piece.split, piece.index)
+    path.rename(path.with_suffix(".kept"))
+    with metered([piece], PartialState(), "a harvest, for the clock") as meter:
+        write_features(recipe, target.taps, partial(tap, target), target.device, [piece], "a benchmark", meter)
+    path.with_suffix(".kept").replace(path)
+    note_path(path).unlink()
 
 
 def read_epoch(recipe: Recipe) -> None:
@@ -175,13 +186,15 @@ def read_epoch(recipe: Recipe) -> None:
 
 
 def in_turns(*works: Callable[[], None]) -> list[list[float]]:
-    """Seconds of a few runs of each; they take turns, so that a busy machine hits all alike."""
+    """Seconds of a few runs of each; they take turns at going first, so that a busy machine hits all alike."""
     times: list[list[float]] = [[] for _ in works]
+    order = list(zip(works, times, strict=True))
     for _ in range(REPEATS):
-        for work, seconds in zip(works, times, strict=True):
+        for work, seconds in order:
             started = time.perf_counter()
             work()
             seconds.append(time.perf_counter() - started)
+        order.reverse()
     return times
 
 

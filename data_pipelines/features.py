@@ -33,13 +33,22 @@ def tap(target: TargetModel, texts: list[list[int]]) -> States:
     """The states of each text alone, from one causal pass padded on the right."""
     lengths = [len(text) for text in texts]
     tokens = torch.tensor([text + [0] * (max(lengths) - len(text)) for text in texts], device=target.device)
-    output = target.forward(tokens, last_only=True)
+    taps, last_hidden = target.states(tokens)
+    return States(without_padding(taps, lengths, last_hidden), without_padding([last_hidden], lengths, last_hidden))
 
-    taps, last_hidden = (
-        torch.cat([row[:length] for row, length in zip(states, lengths, strict=True)])
-        for states in (output.taps, output.last_hidden)
-    )
-    return States(taps, last_hidden)
+
+def without_padding(
+    parts: list[Float[Tensor, "batch seq part"]], lengths: list[int], like: Tensor
+) -> Float[Tensor, "tokens parts"]:
+    """The parts side by side and the rows one behind the other, in one copy; of the type of `like`."""
+    joined = like.new_empty(sum(lengths), sum(part.shape[-1] for part in parts))
+    rows = joined.split(lengths)
+    column = 0
+    for part in parts:
+        for number, row in enumerate(rows):
+            row[:, column : column + part.shape[-1]] = part[number, : lengths[number]]
+        column += part.shape[-1]
+    return joined
 
 
 def write_features(

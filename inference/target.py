@@ -148,11 +148,23 @@ class TargetModel:
             use_cache=cache is not None,
             **extra,
         )
+        taps, last_hidden = self._take_seen()
+        tapped = torch.cat(taps, dim=-1) if taps else last_hidden[..., :0]
+        return TargetOutput(output.logits, tapped, last_hidden)
+
+    @torch.inference_mode()
+    def states(
+        self, tokens: Int[Tensor, "batch seq"]
+    ) -> tuple[list[Float[Tensor, "batch seq hidden"]], Float[Tensor, "batch seq hidden"]]:
+        """Each tap, and the last hidden state, of a causal pass whose logits are not wanted."""
+        self.model(input_ids=tokens, use_cache=False, logits_to_keep=1)
+        return self._take_seen()
+
+    def _take_seen(self) -> tuple[list[Tensor], Tensor]:
         last_hidden = self._seen[self.config.num_layers]
         taps = [self._seen[tap].to(last_hidden.device) for tap in self.taps]  # a device_map spreads the layers
         self._seen.clear()
-        tapped = torch.cat(taps, dim=-1) if taps else last_hidden[..., :0]
-        return TargetOutput(output.logits, tapped, last_hidden)
+        return taps, last_hidden
 
     def tap_columns(self, taps: tuple[int, ...]) -> Int[Tensor, " tapped"] | None:
         """Where a drafter's taps stand in `TargetOutput.taps`; None where it reads all of them as they are, or none.
@@ -169,9 +181,7 @@ class TargetModel:
     def last_hidden(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq hidden"]:
         """The last hidden state before the final norm, of a causal pass that keeps its gradient."""
         self.model(input_ids=tokens, use_cache=False, logits_to_keep=1)
-        last_hidden = self._seen[self.config.num_layers]
-        self._seen.clear()
-        return last_hidden
+        return self._take_seen()[1]
 
     def verify(self, tree: Tree, cache: KVCache) -> TargetOutput:
         """All nodes of each row's tree in one pass, behind the verified tokens of that row."""

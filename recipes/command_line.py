@@ -11,6 +11,7 @@ from rich.table import Table
 
 from recipes.fields import recipe_fields
 from recipes.load import RecipeError, load_recipe
+from recipes.memory import keep_freed_memory
 from recipes.schema import Recipe
 
 
@@ -44,6 +45,7 @@ def recipe_from_command_line(doc: str | None, argv: Sequence[str] | None = None)
 def run_command(doc: str | None, run: Callable[[Recipe], object]) -> None:
     """The whole of a command's `main`: what a user got wrong ends it with one message, never with a traceback."""
     recipe = recipe_from_command_line(doc)
+    keep_freed_memory()
     try:
         run(recipe)
     except ValueError as error:

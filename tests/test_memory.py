@@ -1,0 +1,36 @@
+"""The process keeps the memory that it frees."""
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+PAGES = 62_000  # of all blocks
+COUNT = """
+import resource, sys
+import torch
+from recipes.memory import keep_freed_memory
+
+if sys.argv[1] == "kept":
+    assert keep_freed_memory()
+sizes = [2**20 * number for number in range(8, 24)]  # bytes; 62 thousand pages of 4 KiB
+def use():
+    blocks = [torch.ones(size, dtype=torch.uint8) for size in sizes]
+use()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    use()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def fresh_pages(mode: str) -> int:
+    done = subprocess.run([sys.executable, "-c", COUNT, mode], capture_output=True, text=True, check=True)
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc alone is asked")
+def test_freed_memory_is_used_again_and_not_given_back() -> None:
+    """Ten times the same blocks: by default their pages come from the system each time."""
+    assert fresh_pages("kept") < PAGES / 2 < 5 * PAGES < fresh_pages("default")
