@@ -4,14 +4,16 @@
 
 For a Llama-3-8B-shaped target of random weights in bfloat16: plain decoding against transformers' `generate` and
 against the bandwidth limit (bytes of the weights over the measured speed of a copy), a verify step by its nodes, an
-EAGLE-3 cycle and the speed-ups that follow. For the demo target: tau and speed as they are. Needs no network. Without
-CUDA it says so; `BENCHMARK_SHAPE=tiny` then runs the same on the CPU at a toy size, to try the script.
+EAGLE-3 cycle and the speed-ups that follow, each with the layers as they are and compiled. For the demo target: tau and
+speed as they are. Needs no network. Without CUDA it says so; `BENCHMARK_SHAPE=tiny` then runs the same on the CPU at a
+toy size, to try the script.
 """
 
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from rich.console import Console
@@ -38,6 +40,7 @@ from recipes.schema import Eagle3Section
 
 NODES = (1, 2, 4, 8, 16, 32, 64, 128)
 DEPTH = 6
+Result = TypeVar("Result")
 REPEATS = 30
 LLAMA3_8B = LlamaConfig(
     vocab_size=128256,
@@ -104,6 +107,17 @@ def seconds(work: Callable[[], object], device: torch.device, repeats: int = REP
 def synchronise(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def as_is_and_compiled(setting: Setting, name: str, measure: Callable[[], Result]) -> dict[str, Result]:
+    """What is measured with the layers as they are, and with target.compile."""
+    found = {name: measure()}
+    setting.target.spare_steps.clear()
+    setting.target.compiles = True
+    found[f"{name}, compiled"] = measure()
+    setting.target.spare_steps.clear()
+    setting.target.compiles = False
+    return found
 
 
 def copy_bandwidth(device: torch.device) -> float:
@@ -194,28 +208,33 @@ def eight_billion(console: Console, device: torch.device, config: LlamaConfig, p
     rates = {
         "generate": generate_rate(setting),
         "ours, changing shapes": decode_rate(setting, None, static=False),
-        "ours, captured": decode_rate(setting, None, static=True),
+        **as_is_and_compiled(setting, "ours, captured", lambda: decode_rate(setting, None, static=True)),
     }
     for way, rate in rates.items():
         table.add_row(way, f"{rate:.1f}", f"{rate / limit:.0%}")
     console.print(table)
 
     table = Table(title="a captured target step")
-    for column in ("nodes", "ms", "x 1 node"):
-        table.add_column(column, justify="right")
-    costs = {nodes: verify_seconds(setting, nodes) for nodes in NODES}
-    for nodes, cost in costs.items():
-        table.add_row(str(nodes), f"{1000 * cost:.2f}", f"{cost / costs[1]:.2f}")
+    for column in ("way", "nodes", "ms", "x 1 node"):
+        table.add_column(column, justify="left" if column == "way" else "right")
+    steps = as_is_and_compiled(setting, "layers", lambda: {nodes: verify_seconds(setting, nodes) for nodes in NODES})
+    for way, costs in steps.items():
+        for nodes, cost in costs.items():
+            table.add_row(way, str(nodes), f"{1000 * cost:.2f}", f"{cost / costs[1]:.2f}")
     console.print(table)
 
     table = Table(title=f"an EAGLE-3 cycle of depth {DEPTH}, and the speed-up over plain decoding that follows")
-    for column in ("drafts", "ms", "x 1 node", "tau 3", "tau 4", "tau 5"):
-        table.add_column(column, justify="left" if column == "drafts" else "right")
+    for column in ("way", "drafts", "ms", "x 1 node", "tau 3", "tau 4", "tau 5"):
+        table.add_column(column, justify="left" if column in ("way", "drafts") else "right")
     shapes = {"chain": Dynamic.chain(DEPTH), "tree of 31": Dynamic(DEPTH, 8, 31), "tree of 63": Dynamic(DEPTH, 10, 63)}
-    for name, growth in shapes.items():
-        cost = cycle_seconds(setting, growth)
-        gains = [f"{tau * costs[1] / cost:.2f} x" for tau in (3, 4, 5)]
-        table.add_row(name, f"{1000 * cost:.2f}", f"{cost / costs[1]:.2f}", *gains)
+    cycles = as_is_and_compiled(
+        setting, "layers", lambda: {name: cycle_seconds(setting, growth) for name, growth in shapes.items()}
+    )
+    for way, found in cycles.items():
+        for name, cost in found.items():
+            one = steps[way][1]
+            gains = [f"{tau * one / cost:.2f} x" for tau in (3, 4, 5)]
+            table.add_row(way, name, f"{1000 * cost:.2f}", f"{cost / one:.2f}", *gains)
     console.print(table)
 
 

@@ -1,7 +1,7 @@
 """What every draft head is: one forward, used alike to train, to draft and to export."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -66,6 +66,11 @@ class DraftHead(nn.Module, ABC):
     @abstractmethod
     def engine_tensors(self) -> dict[str, Tensor]:
         """model.safetensors as the engines read it."""
+
+    @property
+    def decoder_layers(self) -> Sequence[nn.Module]:
+        """What a decode step may compile."""
+        return ()
 
     @property
     @abstractmethod

@@ -3,6 +3,7 @@
 The feature is the target's last hidden state behind its final norm, so the target's lm_head reads the guess as it is.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,6 +107,10 @@ class Eagle1Head(LastHiddenHead):
         if self.input_scale is not None:
             tensors["fc.weight"] = tensors["fc.weight"] * self.input_scale
         return tensors
+
+    @property
+    def decoder_layers(self) -> Sequence[nn.Module]:
+        return [*self.layers]
 
     @property
     def cache_shape(self) -> tuple[int, int, int]:

@@ -1,5 +1,6 @@
 """EAGLE-3 (arXiv 2503.01840) and 3.1 (2605.09992): one decoder layer over tapped features and the token embedding."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -187,6 +188,10 @@ class Eagle3Head(DraftHead):
         if self.tap_scale is not None:
             tensors["fc.weight"] = tensors["fc.weight"] * self.tap_scale
         return tensors
+
+    @property
+    def decoder_layers(self) -> Sequence[nn.Module]:
+        return [self.midlayer]
 
     @property
     def cache_shape(self) -> tuple[int, int, int]:

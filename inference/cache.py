@@ -69,6 +69,12 @@ class KVCache(Cache):
         slots = [Slots(part, batch, static) for part in parts]
         return cls(slots[0], slots[1] if head_shape else None)
 
+    @torch.compiler.disable  # a compiled layer would be compiled anew for every length
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        return self.target.append(layer_idx, key_states, value_states)
+
     @property
     def slots(self) -> list[Slots]:
         return [self.target] if self.head is None else [self.target, self.head]

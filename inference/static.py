@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from inference.cache import PAGE, KVCache
+from inference.compiled import CompiledLayers
 from inference.drafters import Drafter, OnDevice, Verified
+from inference.drafters.head import HeadDrafter
 from inference.sampling import BatchSampling
 from inference.target import TargetModel
 from inference.tree import Tree
@@ -49,6 +51,8 @@ class StaticStep:
         self.target, self.drafter, self.cache = target, drafter, cache
         self.batch = cache.target.storage.shape[2]
         self.captured: dict[object, tuple[BatchSampling, Graphed]] = {}
+        own = drafter.head.decoder_layers if isinstance(drafter, HeadDrafter) else ()
+        self.compiled = CompiledLayers([*target.layers, *own] if target.compiles else [])
 
     @classmethod
     def borrow(cls, target: TargetModel, drafter: Drafter, batch: int, capacity: int) -> "StaticStep":
@@ -108,7 +112,7 @@ class StaticStep:
             if len(self.captured) == CAPTURES:
                 self.captured.pop(next(iter(self.captured)))  # the oldest
             own = BatchSampling(sampling.samplings, self.target.device)
-            self.captured[key] = own, Graphed(partial(function, own))
+            self.captured[key] = own, Graphed(self.compiled.within(partial(function, own)))
         own, graphed = self.captured[key]
         own.seeds.copy_(sampling.seeds)
         return graphed(*inputs)

@@ -65,10 +65,11 @@ class TargetModel:
         self.spare_steps: list[Any] = []  # captured decode steps that no run uses now; see inference/static.py
         self.step_costs: dict[Any, Any] = {}  # measured on this machine; see inference/costs.py
         self._seen: dict[int, Tensor] = {}
-        layers = decoder_layers(model)
+        self.layers = [*decoder_layers(model)]
+        self.compiles = False  # its layers and those of its head, in steps of fixed shapes
         for tap in {*taps} - {self.config.num_layers}:
-            layers[tap].register_forward_pre_hook(keep_input(self._seen, tap), with_kwargs=True)
-        layers[-1].register_forward_hook(keep_output(self._seen, self.config.num_layers))
+            self.layers[tap].register_forward_pre_hook(keep_input(self._seen, tap), with_kwargs=True)
+        self.layers[-1].register_forward_hook(keep_output(self._seen, self.config.num_layers))
 
     @classmethod
     def load(cls, section: TargetSection, taps: tuple[int, ...]) -> "TargetModel":
@@ -91,11 +92,13 @@ class TargetModel:
             target = cls(model, taps, ranks)
             # No rank has all of the weights.
             target.frozen = FrozenTarget.from_folder(folder, target.dtype, target.device)
-            return target
-        if section.device_map is not None:
-            return cls(load(device_map=section.device_map), taps)
-        device: Any = pick_device(section.device)  # transformers' own `to` is mistyped
-        return cls(load().to(device), taps)
+        elif section.device_map is not None:
+            target = cls(load(device_map=section.device_map), taps)
+        else:
+            device: Any = pick_device(section.device)  # transformers' own `to` is mistyped
+            target = cls(load().to(device), taps)
+        target.compiles = section.compile
+        return target
 
     @classmethod
     def without_weights(cls, section: TargetSection) -> "TargetModel":

@@ -76,6 +76,11 @@ class TargetSection(Section):
     attention: Literal["auto", "sdpa", "eager"] = Field(
         default="auto", description="The target's attention code; auto is the fastest that computes it exactly."
     )
+    compile: bool = Field(
+        default=False,
+        description="Compile the layers of target and head (torch.compile) for decode steps of fixed shapes, as CUDA "
+        "graphs replay them; the first texts wait for it.",
+    )
 
     @model_validator(mode="after")
     def spread_in_one_way(self) -> "TargetSection":

@@ -1,11 +1,12 @@
 """Drafting with a trained head: trees grown level by level, for all rows of a batch at once."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from heads.calibration import Calibration
@@ -70,6 +71,9 @@ class Guesser(Protocol):
     calibration: Calibration
     embedding: Tensor
     max_levels: int | None
+
+    @property
+    def decoder_layers(self) -> Sequence[nn.Module]: ...
 
     @property
     def cache_shape(self) -> tuple[int, int, int] | None: ...

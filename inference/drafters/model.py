@@ -1,10 +1,11 @@
 """Drafting with a language model of its own: any causal LM with the target's tokenizer, in the place of a head."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from heads.cache import Slots
 from heads.calibration import Calibration
@@ -32,6 +33,10 @@ class ModelAsGuesser:
         self.columns = min(model.config.vocab_size, target.config.vocab_size)
         self.vocab = DraftVocab(torch.arange(self.columns), target.config.vocab_size)
         self.embedding: Tensor = model.model.get_input_embeddings().weight
+
+    @property
+    def decoder_layers(self) -> Sequence[nn.Module]:
+        return self.model.layers
 
     @property
     def cache_shape(self) -> tuple[int, int, int] | None:
