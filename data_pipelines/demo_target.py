@@ -2,8 +2,8 @@
 
     python -m data_pipelines.demo_target assets/demo_target
 
-The result is committed, so users never run this; it is here so that anyone can check, change or better it. An
-interrupted run continues from its last checkpoint.
+The result is committed, so users never run this; it is here so that anyone can check, change or better it. It trains on
+a GPU if there is one. An interrupted run continues from its last checkpoint.
 
 A model this small falls into loops when it decodes greedily. `--repeated_share` mixes in windows in which a piece of
 text repeats itself, and teaches that each time makes the next one less likely (DITTO, Xu et al., arXiv 2206.02369).
@@ -16,6 +16,7 @@ import random
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from data_pipelines.python_stdlib import SourceFile, source_files
+from inference.target import pick_device
 
 END_OF_TEXT = "<|endoftext|>"
 QUICK_LOOK = 40_000  # held-out tokens scored now and then during training; all of them at the end
@@ -127,6 +129,9 @@ class Repetitions:
     repeated: Tensor  # [windows, length + 1], true from the piece's second time on
     earlier: Tensor  # [windows, length + 1], where the piece before has the same token
 
+    def to(self, device: torch.device) -> "Repetitions":
+        return Repetitions(self.tokens.to(device), self.repeated.to(device), self.earlier.to(device))
+
 
 def sample_repetitions(stream: Tensor, step: int, windows: int, length: int, settings: Settings) -> Repetitions:
     """Leads of up to 64 tokens, then a piece of 4 to 48 over and over, drawn from (seed, step) alone."""
@@ -167,7 +172,8 @@ def held_out_loss(model: nn.Module, stream: Tensor, length: int) -> float:
     """Nats per token over the whole held-out stream, in windows of `length`."""
     usable = (len(stream) - 1) // length * length
     windows = stream[: usable + 1].unfold(0, length + 1, length)  # [windows, length + 1]
-    losses = [next_token_loss(model, batch) * len(batch) for batch in windows.split(8)]
+    device = next(model.parameters()).device
+    losses = [next_token_loss(model, batch.to(device)) * len(batch) for batch in windows.split(8)]
     return float(torch.stack(losses).sum() / len(windows))
 
 
@@ -180,7 +186,7 @@ def train(model: LlamaForCausalLM, stream: Tensor, held_out: Tensor, settings: S
     ]
     first = 0
     if checkpoint.exists():
-        saved = torch.load(checkpoint, weights_only=True)
+        saved = torch.load(checkpoint, map_location=model.device, weights_only=True)
         model.load_state_dict(saved["model"])
         for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(state)
@@ -196,8 +202,8 @@ def train(model: LlamaForCausalLM, stream: Tensor, held_out: Tensor, settings: S
             length = window_length(step, settings)
             windows = settings.batch_tokens // length
             repeating = round(windows * settings.repeated_share)
-            texts = sample_batch(stream, step, windows - repeating, length, settings)
-            repetitions = sample_repetitions(stream, step, repeating, length, settings)
+            texts = sample_batch(stream, step, windows - repeating, length, settings).to(model.device)
+            repetitions = sample_repetitions(stream, step, repeating, length, settings).to(model.device)
             loss = compiled(model, texts, repetitions, settings.repetition_decay)
             loss.backward()
             nn.utils.clip_grad_norm_(rest, 1.0)
@@ -285,10 +291,12 @@ def main() -> None:
     model = build_model(settings)
     if start_from is not None:
         model.load_state_dict(load_file(start_from / "model.safetensors"))
+    device: Any = pick_device("auto")  # transformers' own `to` is mistyped
+    model.to(device)  # the windows are the same everywhere
     checkpoint = folder / "training.ckpt"
     train(model, stream, held_out, settings, checkpoint)
 
-    model.bfloat16().save_pretrained(folder)
+    model.cpu().bfloat16().save_pretrained(folder)
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,

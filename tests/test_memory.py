@@ -6,17 +6,17 @@ import sys
 
 import pytest
 
+from recipes import memory
+
 PAGES = 62_000  # of all blocks
 COUNT = """
-import resource, sys
-import torch
-from recipes.memory import keep_freed_memory
+import resource, runpy, sys
 
-if sys.argv[1] == "kept":
-    assert keep_freed_memory()
+if sys.argv[2] == "kept":
+    assert runpy.run_path(sys.argv[1])["keep_freed_memory"]()
 sizes = [2**20 * number for number in range(8, 24)]  # bytes; 62 thousand pages of 4 KiB
 def use():
-    blocks = [torch.ones(size, dtype=torch.uint8) for size in sizes]
+    blocks = [bytearray(b"1") * size for size in sizes]
 use()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(10):
@@ -26,7 +26,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def fresh_pages(mode: str) -> int:
-    done = subprocess.run([sys.executable, "-c", COUNT, mode], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", COUNT, memory.__file__, mode]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     return int(done.stdout)
 
 
