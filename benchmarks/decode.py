@@ -2,8 +2,9 @@
 
     python benchmarks/decode.py recipes/tiny_full.yaml report.head=assets/demo_head report.threads=1
 
-Three tables: the overhead of a step (its wall time less the forwards of target and head), accepted length by
-temperature with and without the target's noise in the drafts, and growth policies against a sweep of trees. Ways take
+Four kinds of tables: the overhead of a step (its wall time less the forwards of target and head), accepted length by
+temperature with and without the target's noise in the drafts, the same by size of the tree, and growth policies against
+a sweep of trees. Ways take
 turns prompt by prompt, so compare rows within a table. For a CPU: a captured step on a GPU has no functions to time,
 and benchmarks/gpu.py measures it as a whole.
 """
@@ -46,6 +47,7 @@ SWEEP = [
 ]
 
 
+LARGER = [Dynamic(depth, *size) for depth in (3, 5) for size in ((4, 16), (8, 64), (32, 256))]
 FINALISTS, AGAIN = 3, 2  # trees of the sweep that run again, and how often
 TEMPERATURES = (0.3, 0.6, 1.0)  # of the table of noise
 HEAD_FUNCTIONS = ("project", "forward", "logits", "feedback")
@@ -181,6 +183,17 @@ def noise_table(rows: list[Row], entropies: list[float]) -> Table:
     return table
 
 
+def size_table(rows: list[Row], names: list[str]) -> Table:
+    """Three rows for each tree: greedy, sampled with the noise, sampled without."""
+    table = Table(title="the same at temperature 1 for larger trees")
+    for column in ("tree", "T = 0", "log q + noise", "of T = 0", "top-k of q", "of T = 0"):
+        table.add_column(column, justify="left" if column == "tree" else "right")
+    for number, name in enumerate(names):
+        greedy, noise, top = (row.stats.tau for row in rows[3 * number : 3 * number + 3])
+        table.add_row(name, *(f"{value:.2f}" for value in (greedy, noise, noise / greedy, top, top / greedy)))
+    return table
+
+
 def entropy(target: TargetModel, prompts: list[list[int]], new_tokens: int, sampling: Sampling) -> float:
     """Of what the target chooses from, over the texts that it writes at this temperature, nats per token."""
     total, count = 0.0, 0
@@ -246,6 +259,14 @@ def run(recipe: Recipe) -> None:
         rows.append(Row("ranked by q (top-k)", with_head(recipes_growth(), sampling, WithoutNoise)))
     measure(rows, prompts, target, head, "noise")
     console.print(noise_table(rows, [entropy(target, prompts, new_tokens, sampling) for sampling in warmer]))
+
+    rows = []
+    for growth in LARGER:
+        rows.append(Row("greedy", with_head(growth)))
+        rows.append(Row("ranked by log q + noise", with_head(growth, warm)))
+        rows.append(Row("ranked by q (top-k)", with_head(growth, warm, WithoutNoise)))
+    measure(rows, prompts, target, head, "larger trees")
+    console.print(size_table(rows, [name_of(growth) for growth in LARGER]))
 
     for sampling in (greedy, warm):
         title = f"growth policies, temperature {sampling.temperature:g}"

@@ -11,7 +11,9 @@ class Calibration:
     """By depth, what scores are multiplied with before the softmax, so that it estimates the chance of acceptance.
 
     A head learns the target's whole distribution; what counts is which token the target takes. Greedily that is the
-    likeliest, which the head then underrates; with shared noise the scores already contain the noise.
+    likeliest, which the head then underrates. With shared noise the scores already contain the noise, and what is left
+    unknown is the head's own error, which a temperature divides along with the logits: `sampled` are for temperature 1
+    and multiplied by others.
     """
 
     greedy: tuple[float, ...] = (1.0,)

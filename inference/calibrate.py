@@ -87,7 +87,8 @@ def tally_texts(
         requests = [Request(prompt, new_tokens, sampling) for prompt in prompts]
         for request, generation in zip(requests, generate_batch(target, requests, drafter), strict=True):
             text = torch.tensor([request.prompt + generation.tokens], device=target.device)
-            add_text(tally, score_text(target, head, text, len(request.prompt), sampling, depth))
+            unit = sampling.temperature or 1.0
+            add_text(tally, score_text(target, head, text, len(request.prompt), sampling, depth), unit)
     return tally
 
 
@@ -133,8 +134,8 @@ def score_taps(
         features = head.feedback(hidden, features, tokens)
 
 
-def add_text(tally: Tally, levels: Iterator[LevelScores]) -> None:
-    """Count a text in."""
+def add_text(tally: Tally, levels: Iterator[LevelScores], unit: float = 1.0) -> None:
+    """Count a text in, whose scores are multiplied with `unit` in any case: its temperature, see `Calibration`."""
     inside: Tensor | None = None  # indexes all of whose choices so far were among the ranked guesses
     drafted: Tensor | None = None  # those all of whose choices so far a tree is likely to hold
     for level, found in enumerate(levels):
@@ -143,7 +144,7 @@ def add_text(tally: Tally, levels: Iterator[LevelScores]) -> None:
         counted = drafted & known  # what the head cannot draft says nothing about its scores
         scores, columns = found.scores[counted], found.columns[counted]
         for number, multiplier in enumerate(CANDIDATES.tolist()):
-            loss = torch.nn.functional.cross_entropy(scores * multiplier, columns, reduction="sum")
+            loss = torch.nn.functional.cross_entropy(scores * unit * multiplier, columns, reduction="sum")
             tally.losses[level, number] += loss.cpu()
         chosen = found.scores.gather(1, found.columns.clamp(min=0).unsqueeze(1))
         ranks = torch.where(known, (found.scores > chosen).sum(1), len(found.scores[0]))

@@ -217,6 +217,7 @@ class BatchSampling:
         self.seeds = torch.tensor([sampling.seed for sampling in samplings], device=device)
         greedy = [sampling.temperature == 0 for sampling in samplings]
         self.all_greedy, self.greedy = all(greedy), torch.tensor(greedy, device=device)
+        self.temperatures = torch.tensor([sampling.temperature for sampling in samplings], device=device)
         self.typical_epsilon = torch.tensor([[sampling.typical_epsilon] for sampling in samplings], device=device)
         self.typical_delta = torch.tensor([[sampling.typical_delta] for sampling in samplings], device=device)
         # Greedy rows without bias or penalties, the case where a step's own time shows most.

@@ -3,7 +3,8 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
+from inference import doctor
 from inference.doctor import Diagnosis, Options, diagnose, held_out, load_target, main, replay
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
@@ -22,6 +24,23 @@ OPTIONS = Options(count=3, new_tokens=32, depth=2)
 
 Tensors = dict[str, Tensor]
 Config = dict[str, Any]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def texts_are_written_once() -> Iterator[None]:
+    """By the demo target, however many heads are judged on them."""
+    load, written = cache(doctor.load_target), cache(doctor.replay)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(doctor, "load_target", load)
+        patch.setattr(doctor, "replay", lambda target, prompts, count: written(target, Prompts(prompts), count))
+        yield
+
+
+class Prompts(list[list[int]]):
+    """A list that a cache can look up."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(str(self))
 
 
 @pytest.fixture

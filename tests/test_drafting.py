@@ -55,7 +55,7 @@ class Naive:
         history.counts[0, 0] = torch.tensor([*self.text[2:], *path]).bincount(minlength=97)
         position, ids = torch.tensor([[len(self.text) + len(path)]]), self.head.vocab.ids
         noisy = BatchSampling([self.sampling], "cpu").scores(self.head.logits(hidden), position, history, ids)
-        return noisy.log_softmax(-1)[0, 0]
+        return (noisy * (self.sampling.temperature or 1)).log_softmax(-1)[0, 0]
 
     def children(self, path: tuple[int, ...], count: int) -> dict[tuple[int, ...], float]:
         """The likeliest ones, with log chances, those that cannot be left out."""

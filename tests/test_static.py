@@ -12,8 +12,8 @@ from inference import decode
 from inference.calibrate import LevelScores, Tally, add_text, fit_calibration
 from inference.decode import DecodeLoop, Generation, Request, generate, generate_batch
 from inference.drafters.growth import Dynamic, Fixed
-from inference.drafters.head import HeadDrafter
-from inference.sampling import Sampling
+from inference.drafters.head import Frontier, HeadDrafter
+from inference.sampling import BatchSampling, Sampling
 from inference.target import TargetModel
 from inference.tree import Tree
 from inference.verify import Accepted, accept, judge
@@ -144,6 +144,20 @@ def test_scores_count_only_where_a_tree_would_get_to() -> None:
 
     sure, unsure = [2.0] * 9 + [-2.0], [-2.0] * 9 + [2.0]
     assert fitted(sure, sure) == fitted(sure, unsure) == fitted(sure, []) > fitted(unsure, sure)
+
+
+def test_estimates_near_temperature_zero_are_those_of_greedy_decoding(make_head: MakeHead) -> None:
+    """A temperature divides the head's error as well; scores that were not multiplied by it claimed to be sure."""
+    head = make_head()
+    head.calibration = Calibration((1.7,), (1.7,))
+    drafter, root = HeadDrafter(head, Dynamic(3, 3, 8)), torch.tensor([[7]])
+    frontier = Frontier(root, root, torch.zeros(1, 1), None, None)
+    logits = torch.randn(1, 1, len(head.vocab.ids), generator=torch.Generator().manual_seed(0))
+    greedy, cold = (
+        drafter.chances(0, logits, root[0], BatchSampling([sampling], root.device), frontier)
+        for sampling in (Sampling(), Sampling(1e-4, seed=5))
+    )
+    torch.testing.assert_close(cold, greedy, atol=5e-3, rtol=0)
 
 
 def test_calibrated_scores_estimate_the_chance_of_acceptance(target: TargetModel, make_head: MakeHead) -> None:

@@ -252,8 +252,8 @@ class HeadDrafter:
             # All nodes of a level stand at one position.
             positions = (roots + level + 1).unsqueeze(1)
             scores = sampling.scores(logits, positions, frontier.history, self.columns).float()
-            # Between two tensors: a captured step may not bring numbers from the host.
-            scores = torch.where(sampling.greedy[:, None, None], scores * greedy, scores * sampled)
+            multipliers = sampling.greedy * greedy + sampling.temperatures * sampled  # the latter are 0 for greedy rows
+            scores = scores * multipliers[:, None, None]
         return torch.log_softmax(scores, dim=-1)
 
 
