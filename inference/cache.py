@@ -28,6 +28,7 @@ class SlotLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the slots were allocated with the cache."""
 
+    @torch.compiler.disable  # a compiled layer would be compiled anew for every length
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return self.cache.target.append(self.layer, key_states, value_states)
 
@@ -68,12 +69,6 @@ class KVCache(Cache):
         parts = allocate([(layers, 2, batch, heads, capacity, dim) for layers, heads, dim in shapes], dtype, device)
         slots = [Slots(part, batch, static) for part in parts]
         return cls(slots[0], slots[1] if head_shape else None)
-
-    @torch.compiler.disable  # a compiled layer would be compiled anew for every length
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        return self.target.append(layer_idx, key_states, value_states)
 
     @property
     def slots(self) -> list[Slots]:

@@ -18,7 +18,7 @@ class CompiledLayers:
     """Layers, maybe none, that run compiled `within` some function, and as they are elsewhere."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self.layers = list(layers)
+        self.layers = list(dict.fromkeys(layers))  # an early exit's are its target's own
         self.forwards = [torch.compile(layer.forward, dynamic=False) for layer in self.layers]
         # 8 by default, where a layer's number, its only difference from the others, counts as a shape.
         config: Any = torch._dynamo.config
