@@ -3,6 +3,7 @@
 import ast
 import importlib.metadata
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -73,8 +74,13 @@ def violations(file: str, source: str) -> list[str]:
 
 def is_shadowing(name: str) -> bool:
     """Would a script called NAME.py, whose folder comes first on sys.path, hide a library or one of our packages?"""
-    libraries = importlib.metadata.packages_distributions().keys()
-    return name in {*FOLDERS, *sys.stdlib_module_names, *libraries, *OPTIONAL_LIBRARIES}
+    return name in {*FOLDERS, *sys.stdlib_module_names, *installed(), *OPTIONAL_LIBRARIES}
+
+
+@cache
+def installed() -> frozenset[str]:
+    """Top-level names of all libraries that are here."""
+    return frozenset(importlib.metadata.packages_distributions())
 
 
 def test_imports_follow_the_data_flow() -> None:
