@@ -4,9 +4,8 @@
 
 Four kinds of tables: the overhead of a step (its wall time less the forwards of target and head), accepted length by
 temperature with and without the target's noise in the drafts, the same by size of the tree, and growth policies against
-a sweep of trees. Ways take
-turns prompt by prompt, so compare rows within a table. For a CPU: a captured step on a GPU has no functions to time,
-and benchmarks/gpu.py measures it as a whole.
+a sweep of trees. Ways take turns prompt by prompt, so compare rows within a table. For a CPU: a captured step on a GPU
+has no functions to time, and benchmarks/gpu.py measures it as a whole.
 """
 
 import time

@@ -40,7 +40,6 @@ from recipes.schema import Eagle3Section
 
 NODES = (1, 2, 4, 8, 16, 32, 64, 128)
 DEPTH = 6
-Result = TypeVar("Result")
 REPEATS = 30
 LLAMA3_8B = LlamaConfig(
     vocab_size=128256,
@@ -65,6 +64,8 @@ TOY = LlamaConfig(
     bos_token_id=None,
     eos_token_id=None,
 )
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)

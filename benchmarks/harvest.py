@@ -75,9 +75,8 @@ def measured(recipe: Recipe) -> tuple[list[str], float]:
     store = FeatureStore(recipe.features_dir, "train")
     target = TargetModel.load(recipe.target, tuple(store.taps))
     work = [piece for piece in pieces(recipe) if piece.split == "train"]
-    batches = harvested_batches(recipe, work)
     if recipe.data.dtype == "float32":
-        refuse_other_states(store, target, batches)
+        refuse_other_states(store, target, harvested_batches(recipe, work))
     # Shard by shard, a second or so each: a machine that changes its speed within minutes is the same for neighbours.
     turns = [
         in_turns(

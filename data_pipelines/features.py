@@ -33,7 +33,8 @@ def tap(target: TargetModel, texts: list[list[int]]) -> States:
     """The states of each text alone, from one causal pass padded on the right."""
     lengths = [len(text) for text in texts]
     tokens = torch.tensor([text + [0] * (max(lengths) - len(text)) for text in texts], device=target.device)
-    taps, last_hidden = target.states(tokens)
+    with torch.inference_mode():
+        taps, last_hidden = target.states(tokens)
     return States(without_padding(taps, lengths, last_hidden), without_padding([last_hidden], lengths, last_hidden))
 
 

@@ -69,7 +69,6 @@ class Slots:
         """Keys that a block of so many tokens is scored against."""
         return self.capacity if self.static else max(self.lengths) + self.pending + block
 
-    @torch.compiler.disable  # a compiled layer would be compiled anew for every length
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Write a block [batch, kv_heads, nodes, head_dim]; returns all keys and values up to its end."""
         block = key.shape[2]

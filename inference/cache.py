@@ -14,6 +14,12 @@ PAGE = 256  # tokens; a cache that must grow does so by whole pages
 Shape = tuple[int, int, int]  # layers, kv_heads, head_dim
 
 
+class OpaqueSlots(Slots):
+    """Slots that a compiled layer does not look into, as it would be compiled anew for every length."""
+
+    append = torch.compiler.disable(Slots.append)
+
+
 class SlotLayer(CacheLayerMixin):
     """A target layer's view of the slots, in the shape that transformers asks for."""
 
@@ -28,7 +34,7 @@ class SlotLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the slots were allocated with the cache."""
 
-    @torch.compiler.disable  # a compiled layer would be compiled anew for every length
+    @torch.compiler.disable  # as `OpaqueSlots`
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return self.cache.target.append(self.layer, key_states, value_states)
 
@@ -67,7 +73,7 @@ class KVCache(Cache):
         """Room for `batch` rows of `capacity` tokens each, the nodes of a pending tree included; all rows in use."""
         shapes = [target_shape] if head_shape is None else [target_shape, head_shape]
         parts = allocate([(layers, 2, batch, heads, capacity, dim) for layers, heads, dim in shapes], dtype, device)
-        slots = [Slots(part, batch, static) for part in parts]
+        slots = [OpaqueSlots(part, batch, static) for part in parts]
         return cls(slots[0], slots[1] if head_shape else None)
 
     @property

@@ -155,11 +155,11 @@ class TargetModel:
         tapped = torch.cat(taps, dim=-1) if taps else last_hidden[..., :0]
         return TargetOutput(output.logits, tapped, last_hidden)
 
-    @torch.inference_mode()
     def states(
         self, tokens: Int[Tensor, "batch seq"]
     ) -> tuple[list[Float[Tensor, "batch seq hidden"]], Float[Tensor, "batch seq hidden"]]:
-        """Each tap, and the last hidden state, of a causal pass whose logits are not wanted."""
+        """Each tap, and the last hidden state before the final norm, of a causal pass; where gradients are recorded it
+        keeps them."""
         self.model(input_ids=tokens, use_cache=False, logits_to_keep=1)
         return self._take_seen()
 
@@ -180,11 +180,6 @@ class TargetModel:
             raise ValueError(f"the drafter reads taps {list(taps)}, the target gives {list(self.taps)}")
         starts = torch.tensor([self.taps.index(tap) for tap in taps]) * self.config.hidden_size
         return (starts[:, None] + torch.arange(self.config.hidden_size)).flatten().to(self.device)
-
-    def last_hidden(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq hidden"]:
-        """The last hidden state before the final norm, of a causal pass that keeps its gradient."""
-        self.model(input_ids=tokens, use_cache=False, logits_to_keep=1)
-        return self._take_seen()[1]
 
     def verify(self, tree: Tree, cache: KVCache) -> TargetOutput:
         """All nodes of each row's tree in one pass, behind the verified tokens of that row."""

@@ -57,7 +57,7 @@ class LiveTarget(nn.Module):
 
     def forward(self, tokens: Int[Tensor, "batch seq"]) -> Tensor:
         """Its last hidden state before the final norm, [batch, seq, hidden], with a gradient."""
-        return self.target.last_hidden(tokens)
+        return self.target.states(tokens)[1]
 
     def state(self) -> Tensors:
         """The weights that learn and their optimizer's state, as NAME and NAME.exp_avg."""
