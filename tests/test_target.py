@@ -1,6 +1,8 @@
 """Laws of the target: what it taps, what its baseline writes, and which models it refuses."""
 
 import gc
+import json
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,7 @@ from transformers import (
     Qwen3NextForCausalLM,
     RwkvConfig,
     RwkvForCausalLM,
+    dynamic_module_utils,
 )
 
 from inference.sampling import Sampling
@@ -154,3 +157,27 @@ RECURRENT: dict[str, Callable[[], PreTrainedModel]] = {
 def test_a_model_with_a_recurrent_state_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"'{name}' model keeps a recurrent state .* cannot be rolled back"):
         TargetModel(RECURRENT[name](), ())
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_code_of_a_target_runs_only_where_the_recipe_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trusted: bool
+) -> None:
+    """A folder whose configuration names code of its own, which leaves a file behind when it runs."""
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))  # not the user's own
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    folder, ran = tmp_path / "target", tmp_path / "ran"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}))
+    (folder / "own.py").write_text(
+        f"""from pathlib import Path
+from transformers import LlamaConfig
+Path({str(ran)!r}).touch()
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+"""
+    )
+    section = TargetSection(path=str(folder), dtype="float32", trust_remote_code=trusted)
+    with pytest.raises(ValueError, match="Unrecognized configuration class" if trusted else "trust_remote_code"):
+        TargetModel.load(section, ())  # there is no model for it in either case
+    assert ran.exists() == trusted
