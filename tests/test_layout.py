@@ -20,6 +20,7 @@ ONLY_IN = {
         "inference/architecture.py",
         "inference/cache.py",  # the cache is a transformers Cache
         "data_pipelines/demo_target.py",
+        "data_pipelines/demo_post_train.py",
     ),
     "tokenizers": ("data_pipelines/",),
     "accelerate": ("trainers/", "data_pipelines/harvest.py", "data_pipelines/work.py"),
