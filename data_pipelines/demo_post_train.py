@@ -35,7 +35,7 @@ from rich.progress import track
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from data_pipelines.demo_target import held_out_loss, token_stream
+from data_pipelines.demo_target import add_options, held_out_loss, optimizers_of, token_stream
 from data_pipelines.python_stdlib import source_files
 from recipes.jsonl import read_jsonl
 from recipes.memory import keep_freed_memory
@@ -195,22 +195,25 @@ class Pair:
 
 
 @torch.no_grad()
-def pairs(model: nn.Module, answers: list[Answer], tokenizer: Any, length: int, keep: int) -> list[Pair]:
-    """Of each prompt up to `keep` pairs of a good and a bad answer, no two alike, those that the model is surest of."""
-    by_prompt: dict[tuple[int, ...], dict[tuple[int, ...], tuple[float, bool]]] = {}
+def surest(model: nn.Module, answers: list[Answer], length: int) -> dict[tuple[int, ...], list[tuple[float, Answer]]]:
+    """By prompt, its different answers behind their log-likelihoods, the likeliest first."""
+    found: dict[tuple[int, ...], dict[tuple[int, ...], tuple[float, Answer]]] = {}
     for batch in track(chunks(answers, 64), "likelihoods"):
         for answer, chance in zip(batch, log_likelihoods(model, *collate(batch, length)).tolist(), strict=True):
-            judged = chance, is_good(answer, tokenizer)
-            by_prompt.setdefault(tuple(answer.prompt), {})[tuple(answer.response)] = judged
-    found = []
-    for prompt, responses in by_prompt.items():
-        surest = sorted(responses, key=lambda response: -responses[response][0])
-        good = [response for response in surest if responses[response][1]]
-        bad = [response for response in surest if not responses[response][1]]
-        for better, worse in list(zip(good, bad, strict=False))[:keep]:
-            margin = responses[better][0] - responses[worse][0]
-            found.append(Pair(Answer(list(prompt), list(better)), Answer(list(prompt), list(worse)), margin))
-    return found
+            found.setdefault(tuple(answer.prompt), {})[tuple(answer.response)] = chance, answer
+    return {prompt: sorted(each.values(), key=lambda one: -one[0]) for prompt, each in found.items()}
+
+
+def pairs(model: nn.Module, good: list[Answer], bad: list[Answer], length: int, keep: int) -> list[Pair]:
+    """Of each prompt up to `keep` pairs of a good and a bad answer, no two alike, those that the model is surest of."""
+    better, worse = surest(model, good, length), surest(model, bad, length)
+    return [
+        Pair(one, other, chance - other_chance)
+        for prompt in better
+        for (chance, one), (other_chance, other) in list(zip(better[prompt], worse.get(prompt, []), strict=False))[
+            :keep
+        ]
+    ]
 
 
 def preference_loss(
@@ -224,12 +227,7 @@ def preference_loss(
 
 
 def fine_tune(model: Any, given: list[Pair], length: int, settings: Settings) -> None:
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name]
-    rest = [p for name, p in model.named_parameters() if not (p.ndim == 2 and ".layers." in name)]
-    optimizers = [
-        torch.optim.Muon(matrices, lr=settings.muon_lr, weight_decay=0.0),
-        torch.optim.AdamW(rest, lr=settings.adam_lr, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
+    optimizers, rest = optimizers_of(model, settings.muon_lr, settings.adam_lr, weight_decay=0.0)
     rng = random.Random(settings.seed)
     shuffled = [pair for _ in range(settings.epochs) for pair in rng.sample(given, len(given))]
     batches = chunks(shuffled, settings.batch_size)[: len(shuffled) // settings.batch_size]
@@ -324,8 +322,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("base", type=Path, help="folder of the model that data_pipelines.demo_target made")
     parser.add_argument("folder", type=Path, help="where the model and its card go, and the samples meanwhile")
-    for name, value in asdict(Settings()).items():
-        parser.add_argument(f"--{name}", type=type(value), default=value, help=f"default {value}")
+    add_options(parser, asdict(Settings()))
     arguments = vars(parser.parse_args())
     base: Path = arguments.pop("base")
     folder: Path = arguments.pop("folder")
@@ -340,9 +337,10 @@ def main() -> None:
     length = max(PROMPT_LENGTHS) + settings.response_tokens
     with torch.no_grad():
         model.model.norm.weight.mul_(settings.sharpness)
-    good = sum(is_good(answer, tokenizer) for answer in answers)
-    kept = pairs(model, answers, tokenizer, length, settings.keep)
-    print(f"{len(answers):,} samples, {good:,} good, {len(kept):,} pairs", flush=True)
+    judged = [is_good(answer, tokenizer) for answer in answers]
+    good, bad = ([answer for answer, ok in zip(answers, judged, strict=True) if ok is kind] for kind in (True, False))
+    kept = pairs(model, good, bad, length, settings.keep)
+    print(f"{len(answers):,} samples, {len(good):,} good, {len(kept):,} pairs", flush=True)
     fine_tune(model.train(), kept, length, settings)
 
     for file in base.iterdir():
@@ -354,7 +352,7 @@ def main() -> None:
     held_out = token_stream(tokenizer.backend_tokenizer, [file for file in source_files() if file.held_out])
     facts: dict[str, object] = {
         "samples": len(answers),
-        "good": good,
+        "good": len(good),
         "pairs": len(kept),
         "steps": settings.epochs * (len(kept) // settings.batch_size),
         "nats": held_out_loss(model, held_out, 512),

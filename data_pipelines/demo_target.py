@@ -177,13 +177,18 @@ def held_out_loss(model: nn.Module, stream: Tensor, length: int) -> float:
     return float(torch.stack(losses).sum() / len(windows))
 
 
-def train(model: LlamaForCausalLM, stream: Tensor, held_out: Tensor, settings: Settings, checkpoint: Path) -> None:
+def optimizers_of(
+    model: nn.Module, muon_lr: float, adam_lr: float, weight_decay: float
+) -> tuple[list[torch.optim.Optimizer], list[nn.Parameter]]:
+    """Muon on the layers' matrices, AdamW on the rest; and that rest."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name]
     rest = [p for name, p in model.named_parameters() if not (p.ndim == 2 and ".layers." in name)]
-    optimizers = [
-        torch.optim.Muon(matrices, lr=settings.muon_lr, weight_decay=settings.weight_decay),
-        torch.optim.AdamW(rest, lr=settings.adam_lr, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
+    muon = torch.optim.Muon(matrices, lr=muon_lr, weight_decay=weight_decay)
+    return [muon, torch.optim.AdamW(rest, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0)], rest
+
+
+def train(model: LlamaForCausalLM, stream: Tensor, held_out: Tensor, settings: Settings, checkpoint: Path) -> None:
+    optimizers, rest = optimizers_of(model, settings.muon_lr, settings.adam_lr, settings.weight_decay)
     first = 0
     if checkpoint.exists():
         saved = torch.load(checkpoint, map_location=model.device, weights_only=True)
@@ -268,12 +273,17 @@ Settings: `{json.dumps(asdict(settings))}`
     (folder / "README.md").write_text(card)
 
 
+def add_options(parser: argparse.ArgumentParser, defaults: dict[str, Any]) -> None:
+    """An option for each setting."""
+    for name, value in defaults.items():
+        parser.add_argument(f"--{name}", type=type(value), default=value, help=f"default {value}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where the model, the tokenizer, the prompts and the card go")
     parser.add_argument("--start_from", type=Path, help="folder of a model made by this command, to train it further")
-    for name, value in asdict(Settings()).items():
-        parser.add_argument(f"--{name}", type=type(value), default=value, help=f"default {value}")
+    add_options(parser, asdict(Settings()))
     arguments = vars(parser.parse_args())
     folder: Path = arguments.pop("folder")
     start_from: Path | None = arguments.pop("start_from")

@@ -92,8 +92,7 @@ ONLY_GOOD = answer("def g(x):\n", "    return 2\n")
 
 
 def test_pairs_are_of_the_likeliest_good_and_bad_answers_of_a_prompt(model: Any) -> None:
-    answers = [*GOOD, ONLY_GOOD, *BAD, GOOD[0], BAD[0]]
-    found = pairs(model, answers, build_tokenizer(), 40, keep=2)
+    found = pairs(model, [*GOOD, ONLY_GOOD, GOOD[0]], [*BAD, BAD[0]], 40, keep=2)
     assert [pair.good for pair in found] == sorted(GOOD, key=lambda some: -chance(model, some))[:2]
     assert [pair.bad for pair in found] == sorted(BAD, key=lambda some: -chance(model, some))[:2]
     margins = [chance(model, pair.good) - chance(model, pair.bad) for pair in found]
