@@ -4,8 +4,9 @@
 
 Four kinds of tables: the overhead of a step (its wall time less the forwards of target and head), accepted length by
 temperature with and without the target's noise in the drafts, the same by size of the tree, and growth policies against
-a sweep of trees. Ways take turns prompt by prompt, so compare rows within a table. For a CPU: a captured step on a GPU
-has no functions to time, and benchmarks/gpu.py measures it as a whole.
+a sweep of trees. Ways take turns prompt by prompt, so compare rows within a table. Accepted lengths alone need no quiet
+machine and more prompts than a clock has patience for: theirs are the first 100, whatever report.num_prompts says. For
+a CPU: a captured step on a GPU has no functions to time, and benchmarks/gpu.py measures it as a whole.
 """
 
 import time
@@ -25,13 +26,14 @@ from heads.base import DraftHead
 from heads.build import load_head
 from heads.target_config import locate_target
 from inference.costs import CostTable
-from inference.decode import DecodeStats, generate
+from inference.decode import DecodeStats, Generation, Request, generate, generate_batch
 from inference.drafters import Drafter
 from inference.drafters.cost_aware import Adaptive, CostAware, growth_from_recipe
 from inference.drafters.growth import Dynamic, Growth
 from inference.drafters.head import Frontier, HeadDrafter
 from inference.report import head_folder, held_out_prompts, saved_taps
 from inference.sampling import BatchSampling, Sampling
+from inference.statistics import Interval, speedup
 from inference.target import TargetModel
 from recipes import Recipe, run_command
 
@@ -49,6 +51,8 @@ SWEEP = [
 LARGER = [Dynamic(depth, *size) for depth in (3, 5) for size in ((4, 16), (8, 64), (32, 256))]
 FINALISTS, AGAIN = 3, 2  # trees of the sweep that run again, and how often
 TEMPERATURES = (0.3, 0.6, 1.0)  # of the table of noise
+LENGTH_PROMPTS, SIZE_PROMPTS = 100, 24  # of the table of noise, and of the one of larger trees
+MAX_BATCH = 16
 HEAD_FUNCTIONS = ("project", "forward", "logits", "feedback")
 
 
@@ -162,45 +166,67 @@ def overhead_table(rows: list[Row]) -> Table:
     return table
 
 
-def noise_table(rows: list[Row], entropies: list[float]) -> Table:
-    """Greedy first, then two rows for each temperature: with the noise and without."""
-    table = Table(title="what the target's noise in the drafts gains")
+def noise_table(greedy: list[Generation], warmer: list[tuple[float, list[Generation], list[Generation]]]) -> Table:
+    """For each temperature the entropy, and the texts drafted with the noise and without."""
+    table = Table(title=f"what the target's noise in the drafts gains, {len(greedy)} prompts")
     for column in (
         "temperature",
         "target's entropy, nats/token",
         "log q + noise",
         "of T = 0",
+        "95 %",
         "top-k of q",
         "of T = 0",
     ):
         table.add_column(column, justify="right")
-    greedy, *others = (row.stats.tau for row in rows)
-    table.add_row("0", "", f"{greedy:.2f}", "1.00", f"{greedy:.2f}", "1.00")
-    for temperature, entropy, noise, top in zip(TEMPERATURES, entropies, others[::2], others[1::2], strict=True):
-        shares = (f"{tau:.2f}" for tau in (noise, noise / greedy, top, top / greedy))
-        table.add_row(f"{temperature:g}", f"{entropy:.2f}", *shares)
+    base = f"{tau_of(greedy):.2f}"
+    table.add_row("0", "", base, "1.00", "", base, "1.00")
+    for temperature, (nats, noise, top) in zip(TEMPERATURES, warmer, strict=True):
+        share = of_greedy(noise, greedy)
+        table.add_row(
+            f"{temperature:g}",
+            f"{nats:.2f}",
+            f"{tau_of(noise):.2f}",
+            f"{share.value:.2f}",
+            f"{share.low:.2f}-{share.high:.2f}",
+            f"{tau_of(top):.2f}",
+            f"{of_greedy(top, greedy).value:.2f}",
+        )
     return table
 
 
-def size_table(rows: list[Row], names: list[str]) -> Table:
-    """Three rows for each tree: greedy, sampled with the noise, sampled without."""
-    table = Table(title="the same at temperature 1 for larger trees")
+def size_table(rows: list[tuple[str, list[Generation], list[Generation], list[Generation]]]) -> Table:
+    """For each tree its name, and the texts greedy, sampled with the noise, sampled without."""
+    table = Table(title=f"the same at temperature 1 for larger trees, {len(rows[0][1])} prompts")
     for column in ("tree", "T = 0", "log q + noise", "of T = 0", "top-k of q", "of T = 0"):
         table.add_column(column, justify="left" if column == "tree" else "right")
-    for number, name in enumerate(names):
-        greedy, noise, top = (row.stats.tau for row in rows[3 * number : 3 * number + 3])
+    for name, *found in rows:
+        greedy, noise, top = map(tau_of, found)
         table.add_row(name, *(f"{value:.2f}" for value in (greedy, noise, noise / greedy, top, top / greedy)))
     return table
 
 
-def entropy(target: TargetModel, prompts: list[list[int]], new_tokens: int, sampling: Sampling) -> float:
-    """Of what the target chooses from, over the texts that it writes at this temperature, nats per token."""
+def tau_of(texts: list[Generation]) -> float:
+    total = DecodeStats()
+    for text in texts:
+        total.add(text.stats)
+    return total.tau
+
+
+def of_greedy(texts: list[Generation], greedy: list[Generation]) -> Interval:
+    """tau over tau at temperature 0; tokens per step compare as tokens per second do."""
+    parts = [([t.stats.steps for t in each], [t.stats.tokens for t in each]) for each in (texts, greedy)]
+    return speedup(*parts[0], *parts[1], seed=0)
+
+
+def entropy(target: TargetModel, prompts: list[list[int]], texts: list[Generation], temperature: float) -> float:
+    """Of what the target chose from, over the texts that it wrote at this temperature, nats per token."""
     total, count = 0.0, 0
-    for prompt in prompts:
-        written = generate(target, prompt, new_tokens, sampling).tokens
-        logits = target.forward(torch.tensor([prompt + written], device=target.device)).logits[0, len(prompt) - 1 : -1]
-        total += Categorical(logits=logits.float() / sampling.temperature).entropy().sum().item()
-        count += len(written)
+    for prompt, text in zip(prompts, texts, strict=True):
+        tokens = torch.tensor([prompt + text.tokens], device=target.device)
+        logits = target.forward(tokens).logits[0, len(prompt) - 1 : -1]
+        total += Categorical(logits=logits.float() / temperature).entropy().sum().item()
+        count += len(text.tokens)
     return total / count
 
 
@@ -219,6 +245,10 @@ def name_of(growth: Dynamic) -> str:
     if growth.width == 1:
         return f"chain of {growth.depth}"
     return f"tree {growth.depth} x {growth.width}, {growth.nodes} nodes"
+
+
+def with_prompts(recipe: Recipe, count: int) -> Recipe:
+    return recipe.model_copy(update={"report": recipe.report.model_copy(update={"num_prompts": count})})
 
 
 def main() -> None:
@@ -251,21 +281,34 @@ def run(recipe: Recipe) -> None:
     measure(rows, prompts, target, head, "overhead")
     console.print(overhead_table(rows))
 
-    warmer = [Sampling(temperature, seed=recipe.decode.seed) for temperature in TEMPERATURES]
-    rows = [Row("tree, T = 0", with_head(recipes_growth()))]
-    for sampling in warmer:
-        rows.append(Row("ranked by log q + noise", with_head(recipes_growth(), sampling)))
-        rows.append(Row("ranked by q (top-k)", with_head(recipes_growth(), sampling, WithoutNoise)))
-    measure(rows, prompts, target, head, "noise")
-    console.print(noise_table(rows, [entropy(target, prompts, new_tokens, sampling) for sampling in warmer]))
+    def texts(
+        few: list[list[int]], growth: Growth, temperature: float, drafter: type[HeadDrafter] = HeadDrafter
+    ) -> list[Generation]:
+        seed = recipe.decode.seed
+        requests = [Request(p, new_tokens, Sampling(temperature, seed=seed + i)) for i, p in enumerate(few)]
+        return generate_batch(target, requests, drafter(head, growth), MAX_BATCH)
 
-    rows = []
-    for growth in LARGER:
-        rows.append(Row("greedy", with_head(growth)))
-        rows.append(Row("ranked by log q + noise", with_head(growth, warm)))
-        rows.append(Row("ranked by q (top-k)", with_head(growth, warm, WithoutNoise)))
-    measure(rows, prompts, target, head, "larger trees")
-    console.print(size_table(rows, [name_of(growth) for growth in LARGER]))
+    many = held_out_prompts(with_prompts(recipe, LENGTH_PROMPTS))
+    warmer = []
+    for temperature in track(TEMPERATURES, description="noise", transient=True):
+        noise, top = (texts(many, recipes_growth(), temperature, way) for way in (HeadDrafter, WithoutNoise))
+        warmer.append((entropy(target, many, noise, temperature), noise, top))
+    console.print(noise_table(texts(many, recipes_growth(), 0.0), warmer))
+
+    few = many[:SIZE_PROMPTS]
+    console.print(
+        size_table(
+            [
+                (
+                    name_of(growth),
+                    texts(few, growth, 0.0),
+                    texts(few, growth, 1.0),
+                    texts(few, growth, 1.0, WithoutNoise),
+                )
+                for growth in track(LARGER, description="larger trees", transient=True)
+            ]
+        )
+    )
 
     for sampling in (greedy, warm):
         title = f"growth policies, temperature {sampling.temperature:g}"

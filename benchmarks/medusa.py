@@ -143,9 +143,10 @@ def ranked(target: TargetModel, head: DraftHead, request: Request, depth: int) -
     (written,) = generate_batch(target, [request], HeadDrafter(head, Dynamic.chain(depth)))
     text, prompt = torch.tensor([request.prompt + written.tokens]), len(request.prompt)
     found: list[list[int]] = [[] for _ in written.tokens]
-    for level in score_text(target, head, text, prompt, request.sampling, depth):
-        chosen = level.scores.gather(1, level.columns.unsqueeze(1))
-        for t, rank in enumerate((level.scores > chosen).sum(1).tolist()[prompt - 1 :]):
+    for number, level in enumerate(score_text(target, head, text, prompt, request.sampling, depth)):
+        scores = level.scores(head.calibration.at(number)[2])
+        chosen = scores.gather(1, level.columns.unsqueeze(1))
+        for t, rank in enumerate((scores > chosen).sum(1).tolist()[prompt - 1 :]):
             found[t].append(rank)
     return found
 

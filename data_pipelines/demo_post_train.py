@@ -1,11 +1,11 @@
 """Post-train the demo target on its own text: sure of what it writes, as large models are, and with fewer loops.
 
-    python -m data_pipelines.demo_post_train assets/demo_target post_trained
+    python -m data_pipelines.demo_post_train base post_trained
 
-The base is what data_pipelines.demo_target made; the committed target is such a base. Large chat models are far surer
-of their text than a small model of source code is, and a draft head's figures at temperature 1 follow that; and a small
-model that decodes greedily falls into loops, which are easy to draft. Both are changed as they are in large models, in
-small:
+The base is what data_pipelines.demo_target made; the committed target is two such rounds behind one, as its card
+says. Large chat models are far surer of their text than a small model of source code is, and a draft head's figures at
+temperature 1 follow that; and a small model that decodes greedily falls into loops, which are easy to draft. Both are
+changed as they are in large models, in small:
 
 1. Rejection sampling: the base writes several continuations of prompts from its training files. Those that loop are
    rejected, and those in which valid Python becomes invalid. The others are good, most of all the ones that the base is

@@ -1,9 +1,10 @@
 """Train the embedded demo target: a small Llama that writes Python, learned from the standard library's source.
 
-    python -m data_pipelines.demo_target assets/demo_target
+    python -m data_pipelines.demo_target base
 
-The result is committed, so users never run this; it is here so that anyone can check, change or better it. It trains on
-a GPU if there is one. An interrupted run continues from its last checkpoint.
+The committed target is made of two such runs and data_pipelines.demo_post_train behind them; its card has the commands.
+So users never run this; it is here so that anyone can check, change or better it. It trains on a GPU if there is one.
+An interrupted run continues from its last checkpoint.
 
 A model this small falls into loops when it decodes greedily. `--repeated_share` mixes in windows in which a piece of
 text repeats itself, and teaches that each time makes the next one less likely (DITTO, Xu et al., arXiv 2206.02369).

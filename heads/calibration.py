@@ -14,10 +14,15 @@ class Calibration:
     likeliest, which the head then underrates. With shared noise the scores already contain the noise, and what is left
     unknown is the head's own error, which a temperature divides along with the logits: `sampled` are for temperature 1
     and multiplied by others.
+
+    The noise counts in full where the head knows the target's distribution. Where the target is sure of its next token
+    and the head is not, noise hardly moves the target's choice but would reorder the head's guesses: `noise` is what it
+    is multiplied with beside log q.
     """
 
     greedy: tuple[float, ...] = (1.0,)
     sampled: tuple[float, ...] = (1.0,)
+    noise: tuple[float, ...] = (1.0,)
     tree: StaticTree | None = None  # the best one of fixed shape, for greedy and for sampled text together
 
     @classmethod
@@ -25,13 +30,17 @@ class Calibration:
         if found is None:
             return cls()
         tree = StaticTree.from_config(found["tree"]) if "tree" in found else None
-        return cls(tuple(found["greedy"]), tuple(found["sampled"]), tree)
+        return cls(tuple(found["greedy"]), tuple(found["sampled"]), tuple(found.get("noise", (1.0,))), tree)
 
     def to_config(self) -> dict[str, Any]:
-        multipliers = {"greedy": self.greedy, "sampled": self.sampled}
+        multipliers = {"greedy": self.greedy, "sampled": self.sampled, "noise": self.noise}
         rounded = {kind: [round(value, 4) for value in values] for kind, values in multipliers.items()}
         return rounded if self.tree is None else {**rounded, "tree": self.tree.to_config()}
 
-    def at(self, level: int) -> tuple[float, float]:
-        """For greedy and for sampled rows; beyond what was fitted the deepest one holds."""
-        return self.greedy[min(level, len(self.greedy) - 1)], self.sampled[min(level, len(self.sampled) - 1)]
+    def at(self, level: int) -> tuple[float, float, float]:
+        """For greedy rows, for sampled ones and for their noise; beyond what was fitted the deepest one holds."""
+        return deepest(self.greedy, level), deepest(self.sampled, level), deepest(self.noise, level)
+
+
+def deepest(values: tuple[float, ...], level: int) -> float:
+    return values[min(level, len(values) - 1)]

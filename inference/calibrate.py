@@ -1,5 +1,5 @@
-"""Fit a head's calibration on texts that the target writes itself: how sure its scores are, depth by depth, and which
-tree of fixed shape suits it best.
+"""Fit a head's calibration on texts that the target writes itself: how sure its scores are, depth by depth, how much
+the target's noise says beside them, and which tree of fixed shape suits it best.
 
     python -m inference.calibrate recipes/tiny_full.yaml report.head=assets/demo_head
 
@@ -7,7 +7,7 @@ Training does this at its end; this command does it for any head, and writes the
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -28,6 +28,7 @@ from inference.target import TargetModel
 from recipes import Recipe, run_command
 
 CANDIDATES = torch.logspace(-0.6, 0.7, 53)  # multipliers tried: 0.25 to 5
+WEIGHTS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0)  # of the noise, tried with every fourth of these
 TEMPERATURES = (0.7, 1.0)  # what `sampled` is fitted on
 CHILDREN = 4  # as many as trees usually have of a node: scores count where drafting would get to, easier text than all
 RANKS = 16  # of a level's guesses that a tree may hold
@@ -38,67 +39,97 @@ NODES = 64  # of the tree that is stored; smaller ones are the first of its node
 class Tally:
     """What the target's own choices say of a head's scores, level by level."""
 
-    losses: Float[Tensor, "levels candidates"]  # sums of -log of the chance given to the choice, for each multiplier
+    weights: Float[Tensor, "levels weights"]  # of the noise, that were tried; the last one ranks the guesses
+    multipliers: Float[Tensor, " multipliers"]  # that were tried
+    losses: Float[Tensor, "levels weights multipliers"]  # sums of -log of the chance given to the choice, for each
     hits: Float[Tensor, "levels ranks"]  # how often the choice was the guess of each rank, the ones before it in a tree
     tried: Float[Tensor, " levels"]  # how often the ones before it were in a tree
 
     @classmethod
-    def empty(cls, levels: int, ranks: int) -> "Tally":
-        losses = torch.zeros(levels, len(CANDIDATES), dtype=torch.float64)
-        return cls(losses, losses.new_zeros(levels, ranks), losses.new_zeros(levels))
+    def empty(cls, weights: Float[Tensor, "levels weights"], ranks: int, every: int = 1) -> "Tally":
+        """To try every multiplier, or every second, third, ... of them."""
+        multipliers, levels = CANDIDATES[::every], len(weights)
+        losses = torch.zeros(*weights.shape, len(multipliers), dtype=torch.float64)
+        return cls(weights, multipliers, losses, losses.new_zeros(levels, ranks), losses.new_zeros(levels))
 
-    def multipliers(self) -> tuple[float, ...]:
-        """Those under which the choices are likeliest; a level that was never scored stays as it is."""
-        best = CANDIDATES[self.losses.argmin(dim=1)]
-        return tuple(torch.where(self.losses.sum(dim=1) > 0, best, 1.0).tolist())
+    def best(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Multipliers and weights of the noise, level by level, under which the choices are likeliest; a level that was
+        never scored keeps 1 and its last weight."""
+        flat = self.losses.flatten(1)
+        found, scored = flat.argmin(dim=1), flat.sum(dim=1) > 0
+        multipliers = self.multipliers[found % len(self.multipliers)]
+        weights = self.weights.gather(1, (found // len(self.multipliers)).unsqueeze(1)).squeeze(1)
+        return (
+            tuple(torch.where(scored, multipliers, 1.0).tolist()),
+            tuple(torch.where(scored, weights, self.weights[:, -1]).tolist()),
+        )
 
     def accuracies(self) -> Float[Tensor, "levels ranks"]:
         """Chance of each rank; what was never seen has half a case."""
         return (self.hits + 0.5) / (self.tried.unsqueeze(1) + 0.5 * (self.hits.shape[1] + 1))
 
     def __add__(self, other: "Tally") -> "Tally":
-        return Tally(self.losses + other.losses, self.hits + other.hits, self.tried + other.tried)
+        """Ranks alone; what was tried may differ."""
+        return replace(self, hits=self.hits + other.hits, tried=self.tried + other.tried)
 
 
 @torch.inference_mode()
 def fit_calibration(
     target: TargetModel, head: DraftHead, prompts: Sequence[list[int]], depth: int, new_tokens: int
 ) -> Calibration:
-    """The multipliers under which the target's own choices are likeliest, given that it chose the tokens before; and
-    the tree that holds most of them."""
-    greedy = tally_texts(target, head, prompts, depth, new_tokens, [Sampling()])
+    """The multipliers and weights of the noise under which the target's own choices are likeliest, given that it chose
+    the tokens before; and the tree that holds most of them."""
+    ranks, ones = min(RANKS, len(head.vocab.ids)), torch.ones(depth, 1)
+    greedy = Tally.empty(ones, ranks)
+    tally_texts(greedy, target, head, written(target, head, prompts, depth, new_tokens, [Sampling()]))
     warm = [Sampling(temperature, seed=1) for temperature in TEMPERATURES]
-    sampled = tally_texts(target, head, prompts, depth, new_tokens, warm)
+    texts = written(target, head, prompts, depth, new_tokens, warm)
+    coarse = Tally.empty(torch.tensor(WEIGHTS).repeat(depth, 1), ranks, every=4)
+    tally_texts(coarse, target, head, texts)
+    sampled = Tally.empty(torch.tensor(coarse.best()[1]).unsqueeze(1), ranks)
+    tally_texts(sampled, target, head, texts)
     tree = search_tree((greedy + sampled).accuracies(), NODES)
-    return Calibration(greedy.multipliers(), sampled.multipliers(), tree)
+    return Calibration(greedy.best()[0], *sampled.best(), tree)
 
 
-def tally_texts(
+def written(
     target: TargetModel,
     head: DraftHead,
     prompts: Sequence[list[int]],
     depth: int,
     new_tokens: int,
     samplings: Sequence[Sampling],
-) -> Tally:
-    tally = Tally.empty(depth, min(RANKS, len(head.vocab.ids)))
+) -> list[tuple[Request, list[int]]]:
+    """What the target answers to the prompts."""
     drafter = HeadDrafter(head, Dynamic.chain(depth))  # it only saves time: the text is the target's
+    found = []
     for sampling in samplings:
         requests = [Request(prompt, new_tokens, sampling) for prompt in prompts]
-        for request, generation in zip(requests, generate_batch(target, requests, drafter), strict=True):
-            text = torch.tensor([request.prompt + generation.tokens], device=target.device)
-            unit = sampling.temperature or 1.0
-            add_text(tally, score_text(target, head, text, len(request.prompt), sampling, depth), unit)
-    return tally
+        generations = generate_batch(target, requests, drafter)
+        found += [(request, each.tokens) for request, each in zip(requests, generations, strict=True)]
+    return found
+
+
+def tally_texts(tally: Tally, target: TargetModel, head: DraftHead, texts: Sequence[tuple[Request, list[int]]]) -> None:
+    """Count in what the target wrote, as deep as the tally goes."""
+    for request, tokens in texts:
+        text = torch.tensor([request.prompt + tokens], device=target.device)
+        levels = score_text(target, head, text, len(request.prompt), request.sampling, len(tally.weights))
+        add_text(tally, levels, request.sampling.temperature or 1.0)
 
 
 @dataclass(frozen=True)
 class LevelScores:
     """How a level scores each token of a text, and which columns the target chose; the first ones go unread."""
 
-    scores: Float[Tensor, "choices draft_vocab"]
+    quiet: Float[Tensor, "choices draft_vocab"]  # scores without noise
+    noise: Float[Tensor, "choices draft_vocab"]  # the target's
     columns: Int[Tensor, " choices"]  # -1 where the head cannot draft the choice
     written: Bool[Tensor, " choices"]  # by the target
+
+    def scores(self, weight: float) -> Float[Tensor, "choices draft_vocab"]:
+        """With so much of the noise."""
+        return torch.add(self.quiet, self.noise, alpha=weight)
 
 
 def score_text(
@@ -129,8 +160,8 @@ def score_taps(
         tokens = text[:, 1:].roll(-level - shift, dims=1)
         hidden = head(features, tokens, positions + level, cache=cache, level=level)
         at = positions[: len(positions) - 1 - level] + level + 2
-        scores = batch.scores(head.logits(hidden[:, : len(at)], level), at.unsqueeze(0), None, ids)[0].float()
-        yield LevelScores(scores, column[text[0, at]], at >= prompt)
+        quiet = batch.warp(head.logits(hidden[:, : len(at)], level), None, ids)[0].float()
+        yield LevelScores(quiet, batch.noise(at.unsqueeze(0), ids)[0], column[text[0, at]], at >= prompt)
         features = head.feedback(hidden, features, tokens)
 
 
@@ -142,12 +173,15 @@ def add_text(tally: Tally, levels: Iterator[LevelScores], unit: float = 1.0) -> 
         known = found.columns >= 0
         drafted = found.written if drafted is None else drafted[: len(known)]
         counted = drafted & known  # what the head cannot draft says nothing about its scores
-        scores, columns = found.scores[counted], found.columns[counted]
-        for number, multiplier in enumerate(CANDIDATES.tolist()):
-            loss = torch.nn.functional.cross_entropy(scores * unit * multiplier, columns, reduction="sum")
-            tally.losses[level, number] += loss.cpu()
-        chosen = found.scores.gather(1, found.columns.clamp(min=0).unsqueeze(1))
-        ranks = torch.where(known, (found.scores > chosen).sum(1), len(found.scores[0]))
+        columns = found.columns[counted]
+        for tried, weight in enumerate(tally.weights[level].tolist()):
+            scores = found.scores(weight)
+            for number, multiplier in enumerate(tally.multipliers.tolist()):
+                given = scores[counted] * unit * multiplier
+                loss = torch.nn.functional.cross_entropy(given, columns, reduction="sum")
+                tally.losses[level, tried, number] += loss.cpu()
+        chosen = scores.gather(1, found.columns.clamp(min=0).unsqueeze(1))
+        ranks = torch.where(known, (scores > chosen).sum(1), len(scores[0]))
         inside = found.written if inside is None else inside[: len(ranks)]
         hits = torch.bincount(ranks[inside], minlength=tally.hits.shape[1])[: tally.hits.shape[1]]
         tally.hits[level] += hits.cpu()
@@ -160,7 +194,7 @@ def main() -> None:
 
 
 def calibrate(recipe: Recipe) -> None:
-    """Fit the multipliers of the report's head on the report's prompts, and save them with it."""
+    """Fit the calibration of the report's head on the report's prompts, and save it with the head."""
     folder = head_folder(recipe)
     taps = saved_taps(recipe, locate_target(recipe.target.path, recipe.target.revision))
     target = TargetModel.load(recipe.target, taps)

@@ -140,8 +140,8 @@ def accuracies(reading: Reading, replays: Sequence[Replay], frozen: FrozenTarget
         taps = torch.cat([replay.states[tap] for tap in reading.taps], dim=-1).to(dtype)
         scored = score_taps(head, taps, replay.text, replay.prompt, Sampling(), levels, reading.shift)
         for level, found in enumerate(scored):
-            right = ids[found.scores.argmax(dim=1)] == replay.text[0, level + 2 :]
-            finite = found.scores.isfinite().all(dim=1)
+            right = ids[found.quiet.argmax(dim=1)] == replay.text[0, level + 2 :]
+            finite = found.quiet.isfinite().all(dim=1)
             hits[level] += int((right & finite & found.written).sum())
             tried[level] += int(found.written.sum())
     return [hit / max(count, 1) for hit, count in zip(hits, tried, strict=True)]

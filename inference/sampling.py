@@ -169,16 +169,17 @@ class Group:
         tokens: Tensor | None,
         positions: Tensor | None,
         table: "NoiseTable | None",
+        noise_weight: float,
     ) -> Tensor:
         """The same, with noise where positions are given and the rows are not greedy."""
         warped = self.warp(logits, history, tokens)
         if positions is None or self.sampling.temperature == 0:
             return warped
         if table is not None:
-            return warped + table.at(positions, self.rows, tokens)
+            return torch.add(warped, table.at(positions, self.rows, tokens), alpha=noise_weight)
         if tokens is None:
             tokens = torch.arange(logits.shape[-1], device=logits.device)
-        return warped + gumbel_noise(self.seeds, positions, tokens)
+        return torch.add(warped, gumbel_noise(self.seeds, positions, tokens), alpha=noise_weight)
 
 
 @dataclass(frozen=True)
@@ -261,9 +262,13 @@ class BatchSampling:
         positions: Int[Tensor, "batch places"],
         history: History | None = None,
         tokens: Int[Tensor, " vocab"] | None = None,
+        noise_weight: float = 1.0,
     ) -> Float[Tensor, "batch nodes vocab"]:
-        """Scores whose argmax is the token chosen for each absolute position."""
-        return self._grouped(logits, history, tokens, positions)
+        """Scores whose argmax is the token chosen for each absolute position.
+
+        With another weight of the noise they choose nothing, but a drafter may rank by them.
+        """
+        return self._grouped(logits, history, tokens, positions, noise_weight)
 
     def choose(
         self,
@@ -290,20 +295,26 @@ class BatchSampling:
         return uniform_noise(self.seeds, positions, positions.new_zeros(1), stream).squeeze(-1)
 
     def _grouped(
-        self, logits: Tensor, history: History | None, tokens: Tensor | None, positions: Tensor | None
+        self,
+        logits: Tensor,
+        history: History | None,
+        tokens: Tensor | None,
+        positions: Tensor | None,
+        noise_weight: float = 1.0,
     ) -> Tensor:
         """Each group's scores, brought back to their rows; one group over all rows moves nothing."""
         if self.as_they_are:
             return logits
         if len(self.groups) == 1:
-            return self.groups[0].scores(logits, history, tokens, positions, self.table)
+            return self.groups[0].scores(logits, history, tokens, positions, self.table, noise_weight)
         whole = torch.empty(logits.shape, device=logits.device)
         for group in self.groups:
             rows = group.rows
             assert rows is not None
             own_history = history.select(rows) if history is not None and group.sampling.needs_history else None
             own_positions = None if positions is None else positions[rows]
-            whole[rows] = group.scores(logits[rows], own_history, tokens, own_positions, self.table).float()
+            found = group.scores(logits[rows], own_history, tokens, own_positions, self.table, noise_weight)
+            whole[rows] = found.float()
         return whole
 
 

@@ -147,7 +147,7 @@ def test_config_says_what_the_engines_read(make_head: MakeHead, tmp_path: Path) 
             "kind": "eagle3",
             "taps": [2, 3, 4],
             "target_num_layers": 7,
-            "calibration": {"greedy": [1.0], "sampled": [1.0]},
+            "calibration": {"greedy": [1.0], "sampled": [1.0], "noise": [1.0]},
         },
     }
 
@@ -394,7 +394,7 @@ def test_config_of_eagle_1_says_what_the_engines_read(make_head: MakeHead, tmp_p
             "kind": "eagle1",
             "taps": [7],
             "target_num_layers": 7,
-            "calibration": {"greedy": [1.0], "sampled": [1.0]},
+            "calibration": {"greedy": [1.0], "sampled": [1.0], "noise": [1.0]},
         },
     }
 

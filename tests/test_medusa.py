@@ -24,7 +24,7 @@ from heads.medusa_layout import from_any_layout, to_reference_layout
 from heads.static_tree import StaticTree, search_tree
 from heads.vocab import DraftVocab
 from inference.cache import KVCache
-from inference.calibrate import RANKS, fit_calibration, tally_texts
+from inference.calibrate import RANKS, Tally, fit_calibration, tally_texts, written
 from inference.decode import Request, generate, generate_batch
 from inference.drafters import Verified
 from inference.drafters.cost_aware import CostAwareFixed, growth_from_recipe
@@ -220,7 +220,8 @@ def test_dear_nodes_make_a_small_tree() -> None:
 @kinds
 def test_ranks_are_counted_as_the_target_chose(reader: TargetModel, make_head: MakeHead, sequential: bool) -> None:
     head = make_head("medusa", vocab=LIMITED, sequential=sequential)
-    tally = tally_texts(reader, head, [PROMPT], 3, 20, [Sampling()])
+    tally = Tally.empty(torch.ones(3, 1), RANKS)
+    tally_texts(tally, reader, head, written(reader, head, [PROMPT], 3, 20, [Sampling()]))
     hits, tried = torch.zeros(3, RANKS), torch.zeros(3)
     text = PROMPT + generate(reader, PROMPT, 20).tokens
     features = head.project(reader.forward(torch.tensor([text])).taps)[0]
@@ -392,4 +393,4 @@ def test_levels_that_do_not_exist_are_refused_at_once(tmp_path: Path, override: 
 def test_a_multiplier_keeps_the_tree() -> None:
     tree = search_tree([[0.5]], 1)
     both = Calibration.from_config(replace(Calibration(), greedy=(2.0,), tree=tree).to_config())
-    assert both == Calibration((2.0,), (1.0,), tree)
+    assert both == Calibration((2.0,), (1.0,), (1.0,), tree)

@@ -4,12 +4,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from heads.calibration import Calibration
 from heads.eagle3 import Eagle3Head
 from inference import decode
-from inference.calibrate import LevelScores, Tally, add_text, fit_calibration
+from inference.calibrate import WEIGHTS, LevelScores, Tally, add_text, fit_calibration
 from inference.decode import DecodeLoop, Generation, Request, generate, generate_batch
 from inference.drafters.growth import Dynamic, Fixed
 from inference.drafters.head import Frontier, HeadDrafter
@@ -73,17 +74,21 @@ def test_a_row_that_moved_drafts_as_before(
 
 def test_a_calibrated_head_drafts_alike_in_both(target: TargetModel, make_head: MakeHead) -> None:
     head = make_head()
-    head.calibration = Calibration((2.0, 1.5), (1.1, 0.8))
+    head.calibration = Calibration((2.0, 1.5), (1.1, 0.8), (0.5, 0.0, 0.3))
     drafter = HeadDrafter(head, Dynamic(4, 4, 12))
     fixed, changing = (run(target, drafter, MIXED, static) for static in (True, False))
     assert [g.tokens for g in fixed] == [g.tokens for g in changing]
     assert [g.stats.accepted_at_depth for g in fixed] == [g.stats.accepted_at_depth for g in changing]
 
 
-def test_a_multiplier_changes_no_text(target: TargetModel, make_head: MakeHead) -> None:
+def test_a_calibration_changes_no_text(target: TargetModel, make_head: MakeHead) -> None:
     head = make_head()
     wanted = generate(target, [5, 6, 7], 20, Sampling(1.0, seed=4)).tokens
-    for calibration in (Calibration(), Calibration((3.0,), (0.3,)), Calibration((0.4, 2.0), (2.0, 1.0, 0.5))):
+    for calibration in (
+        Calibration(),
+        Calibration((3.0,), (0.3,)),
+        Calibration((0.4, 2.0), (2.0, 1.0, 0.5), (0.0, 0.7)),
+    ):
         head.calibration = calibration
         assert (
             generate(target, [5, 6, 7], 20, Sampling(1.0, seed=4), HeadDrafter(head, Dynamic(4, 3, 9))).tokens == wanted
@@ -138,12 +143,33 @@ def test_scores_count_only_where_a_tree_would_get_to() -> None:
         first[len(seen) :, 1:] = 1.0  # ... or last
         second[:, 0] = torch.tensor([*seen, *unseen])
         columns, written = torch.zeros(count, dtype=torch.long), torch.ones(count, dtype=torch.bool)
-        tally = Tally.empty(2, 10)
-        add_text(tally, iter([LevelScores(first, columns, written), LevelScores(second, columns, written)]))
-        return tally.multipliers()[1]
+        tally, none = Tally.empty(torch.ones(2, 1), 10), torch.zeros(count, vocab)
+        levels = [LevelScores(quiet, none, columns, written) for quiet in (first, second)]
+        add_text(tally, iter(levels))
+        return tally.best()[0][1]
 
     sure, unsure = [2.0] * 9 + [-2.0], [-2.0] * 9 + [2.0]
     assert fitted(sure, sure) == fitted(sure, unsure) == fitted(sure, []) > fitted(unsure, sure)
+
+
+def test_noise_counts_as_much_as_the_target_follows_it() -> None:
+    """A target that the head knows chooses by the noise; one that is sure where the head is not does so in spite of it,
+    and with its full noise sampled text was drafted worse than by the head's first guesses."""
+    generator = torch.Generator().manual_seed(0)
+    count, vocab = 4000, 6
+    log_q = torch.randn(count, vocab, generator=generator).log_softmax(-1)
+    noise = -torch.rand(count, vocab, generator=generator).log().neg().log()
+    followed = (log_q + noise).argmax(-1)
+    unmoved = torch.multinomial(log_q.exp(), 1, generator=generator).squeeze(1)
+    mixed = torch.where(torch.rand(count, generator=generator) < 0.5, followed, unmoved)
+
+    def fitted(choices: Tensor) -> float:
+        tally = Tally.empty(torch.tensor([WEIGHTS]), 4, every=4)
+        add_text(tally, iter([LevelScores(log_q, noise, choices, torch.ones(count, dtype=torch.bool))]))
+        return tally.best()[1][0]
+
+    assert (fitted(unmoved), fitted(followed)) == (0.0, 1.0)
+    assert 0.0 < fitted(mixed) < 1.0
 
 
 def test_estimates_near_temperature_zero_are_those_of_greedy_decoding(make_head: MakeHead) -> None:

@@ -66,6 +66,7 @@ class OwnKeys(Keys):
 class CalibrationKeys(Keys):
     greedy: list[float]
     sampled: list[float]
+    noise: list[float] = [1.0]
 
 
 class ProposalKeys(Keys):

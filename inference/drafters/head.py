@@ -245,13 +245,13 @@ class HeadDrafter:
         self, level: int, logits: Tensor, roots: Tensor, sampling: BatchSampling, frontier: Frontier
     ) -> Float[Tensor, "batch frontier draft_vocab"]:
         """Log of the estimated chance that the target chooses each token, given its noise at that position."""
-        greedy, sampled = self.head.calibration.at(level)
+        greedy, sampled, noise_weight = self.head.calibration.at(level)
         if sampling.all_greedy:
             scores = sampling.warp(logits, frontier.history, self.columns).float() * greedy
         else:
             # All nodes of a level stand at one position.
             positions = (roots + level + 1).unsqueeze(1)
-            scores = sampling.scores(logits, positions, frontier.history, self.columns).float()
+            scores = sampling.scores(logits, positions, frontier.history, self.columns, noise_weight).float()
             multipliers = sampling.greedy * greedy + sampling.temperatures * sampled  # the latter are 0 for greedy rows
             scores = scores * multipliers[:, None, None]
         return torch.log_softmax(scores, dim=-1)
