@@ -51,7 +51,7 @@ SWEEP = [
 LARGER = [Dynamic(depth, *size) for depth in (3, 5) for size in ((4, 16), (8, 64), (32, 256))]
 FINALISTS, AGAIN = 3, 2  # trees of the sweep that run again, and how often
 TEMPERATURES = (0.3, 0.6, 1.0)  # of the table of noise
-LENGTH_PROMPTS, SIZE_PROMPTS = 100, 24  # of the table of noise, and of the one of larger trees
+LENGTH_PROMPTS, SIZE_PROMPTS = 100, 8  # of the table of noise, and of the one of larger trees
 MAX_BATCH = 16
 HEAD_FUNCTIONS = ("project", "forward", "logits", "feedback")
 
