@@ -52,7 +52,6 @@ LARGER = [Dynamic(depth, *size) for depth in (3, 5) for size in ((4, 16), (8, 64
 FINALISTS, AGAIN = 3, 2  # trees of the sweep that run again, and how often
 TEMPERATURES = (0.3, 0.6, 1.0)  # of the table of noise
 LENGTH_PROMPTS, SIZE_PROMPTS = 100, 8  # of the table of noise, and of the one of larger trees
-MAX_BATCH = 16
 HEAD_FUNCTIONS = ("project", "forward", "logits", "feedback")
 
 
@@ -286,7 +285,7 @@ def run(recipe: Recipe) -> None:
     ) -> list[Generation]:
         seed = recipe.decode.seed
         requests = [Request(p, new_tokens, Sampling(temperature, seed=seed + i)) for i, p in enumerate(few)]
-        return generate_batch(target, requests, drafter(head, growth), MAX_BATCH)
+        return generate_batch(target, requests, drafter(head, growth))
 
     many = held_out_prompts(with_prompts(recipe, LENGTH_PROMPTS))
     warmer = []

@@ -68,8 +68,7 @@ class Tally:
         """Chance of each rank; what was never seen has half a case."""
         return (self.hits + 0.5) / (self.tried.unsqueeze(1) + 0.5 * (self.hits.shape[1] + 1))
 
-    def __add__(self, other: "Tally") -> "Tally":
-        """Ranks alone; what was tried may differ."""
+    def with_ranks_of(self, other: "Tally") -> "Tally":
         return replace(self, hits=self.hits + other.hits, tried=self.tried + other.tried)
 
 
@@ -88,7 +87,7 @@ def fit_calibration(
     tally_texts(coarse, target, head, texts)
     sampled = Tally.empty(torch.tensor(coarse.best()[1]).unsqueeze(1), ranks)
     tally_texts(sampled, target, head, texts)
-    tree = search_tree((greedy + sampled).accuracies(), NODES)
+    tree = search_tree(sampled.with_ranks_of(greedy).accuracies(), NODES)
     return Calibration(greedy.best()[0], *sampled.best(), tree)
 
 
