@@ -15,6 +15,7 @@ from heads.base import DraftHead
 from heads.calibration import Calibration
 from heads.eagle1 import Eagle1Head
 from heads.eagle3 import Eagle3Head, saved_taps
+from heads.formats.keys import check_types
 from heads.frozen import FrozenTarget
 from heads.medusa import MedusaHead
 from heads.target_config import Rope, TargetConfig
@@ -74,7 +75,8 @@ def head_config(head: DraftHead) -> dict[str, Any]:
 def load_head(folder: Path, frozen: FrozenTarget) -> DraftHead:
     """A saved head for this target, in its embedding's dtype and on its device.
 
-    Raises ValueError naming everything that does not fit: sizes, vocabulary, taps, missing or misshapen tensors.
+    Raises ValueError naming everything that does not fit: config.json's types, sizes, vocabulary, taps, missing or
+    misshapen tensors.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -82,6 +84,7 @@ def load_head(folder: Path, frozen: FrozenTarget) -> DraftHead:
             f"{folder} holds no head (no config.json); train one with trainers/eagle.py or name its folder"
         )
     config = json.loads(path.read_text())
+    check_types(path, config)
     try:
         tensors = load_file(folder / "model.safetensors")
     except (OSError, SafetensorError) as error:

@@ -440,6 +440,14 @@ def test_a_head_without_its_own_embedding_where_it_needs_one_is_refused(
     [
         ({"headstart": {"kind": "mlp"}}, "a head of kind 'mlp'; only eagle1, eagle3, medusa"),
         ({"intermediate_size": None}, "config.json lacks intermediate_size"),
+        (
+            {"headstart": {"kind": "eagle1", "calibration": {"greedy": [0.0], "sampled": [1.0], "noise": []}}},
+            "calibration.greedy.0: 0.0 given",
+        ),
+        (
+            {"headstart": {"kind": "eagle1", "calibration": {"greedy": [1.0], "sampled": [1.0], "noise": []}}},
+            "calibration.noise: [] given",
+        ),
     ],
 )
 def test_a_config_of_no_known_head_is_refused(

@@ -64,9 +64,9 @@ class OwnKeys(Keys):
 
 
 class CalibrationKeys(Keys):
-    greedy: list[float]
-    sampled: list[float]
-    noise: list[float] = [1.0]
+    greedy: Annotated[list[Number], Field(min_length=1)]
+    sampled: Annotated[list[Number], Field(min_length=1)]
+    noise: Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=1)] = [1.0]
 
 
 class ProposalKeys(Keys):
