@@ -51,7 +51,7 @@ lint: $(INSTALLED) ## check style, format and types
 
 bench: $(INSTALLED) ## run every benchmark (PEERS="--peer specforge=VENV --peer speculators=VENV" measures beside them)
 	$(BIN)/python -m data_pipelines.prompts recipes/tiny_full.yaml
-	@set -e; for script in decode drafters gpu lossless; do echo "== benchmarks/$$script.py"; \
+	@set -e; for script in decode drafters gpu lossless noise; do echo "== benchmarks/$$script.py"; \
 		$(BIN)/python benchmarks/$$script.py recipes/tiny_full.yaml report.head=assets/demo_head; done
 	$(BIN)/python benchmarks/train_step.py $(PEERS)
 	$(BIN)/python benchmarks/train_quality.py recipes/tiny.yaml report.threads=1 $(PEERS)

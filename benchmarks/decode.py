@@ -1,12 +1,10 @@
-"""Where the time of decoding goes, what shared noise gains, and which tree is fastest, on one target and head.
+"""Where the time of decoding goes and which tree is fastest, on one target and head.
 
     python benchmarks/decode.py recipes/tiny_full.yaml report.head=assets/demo_head report.threads=1
 
-Four kinds of tables: the overhead of a step (its wall time less the forwards of target and head), accepted length by
-temperature with and without the target's noise in the drafts, the same by size of the tree, and growth policies against
-a sweep of trees. Ways take turns prompt by prompt, so compare rows within a table. Accepted lengths alone need no quiet
-machine and more prompts than a clock has patience for: theirs are the first 100, whatever report.num_prompts says. For
-a CPU: a captured step on a GPU has no functions to time, and benchmarks/gpu.py measures it as a whole.
+Two kinds of tables: the overhead of a step (its wall time less the forwards of target and head), and growth policies
+against a sweep of trees. Ways take turns prompt by prompt, so compare rows within a table. For a CPU: a captured step
+on a GPU has no functions to time, and benchmarks/gpu.py measures it as a whole.
 """
 
 import time
@@ -19,21 +17,18 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from torch import Tensor
-from torch.distributions import Categorical
 
 from heads.base import DraftHead
 from heads.build import load_head
 from heads.target_config import locate_target
 from inference.costs import CostTable
-from inference.decode import DecodeStats, Generation, Request, generate, generate_batch
+from inference.decode import DecodeStats, generate
 from inference.drafters import Drafter
 from inference.drafters.cost_aware import Adaptive, CostAware, growth_from_recipe
 from inference.drafters.growth import Dynamic, Growth
-from inference.drafters.head import Frontier, HeadDrafter
+from inference.drafters.head import HeadDrafter
 from inference.report import head_folder, held_out_prompts, saved_taps
-from inference.sampling import BatchSampling, Sampling
-from inference.statistics import Interval, speedup
+from inference.sampling import Sampling
 from inference.target import TargetModel
 from recipes import Recipe, run_command
 
@@ -46,20 +41,8 @@ SWEEP = [
     ),
     Dynamic(5, 8, 32),
 ]
-
-
-LARGER = [Dynamic(depth, *size) for depth in (3, 5) for size in ((4, 16), (8, 64), (32, 256))]
 FINALISTS, AGAIN = 3, 2  # trees of the sweep that run again, and how often
-TEMPERATURES = (0.3, 0.6, 1.0)  # of the table of noise
-LENGTH_PROMPTS, SIZE_PROMPTS = 100, 8  # of the table of noise, and of the one of larger trees
 HEAD_FUNCTIONS = ("project", "forward", "logits", "feedback")
-
-
-class WithoutNoise(HeadDrafter):
-    """Children by the head's own probability, as in EAGLE-2 and 3: the drafter does not look at the noise."""
-
-    def chances(self, level: int, logits: Tensor, roots: Tensor, sampling: BatchSampling, frontier: Frontier) -> Tensor:
-        return sampling.warp(logits, frontier.history, self.ids)
 
 
 @dataclass
@@ -165,70 +148,6 @@ def overhead_table(rows: list[Row]) -> Table:
     return table
 
 
-def noise_table(greedy: list[Generation], warmer: list[tuple[float, list[Generation], list[Generation]]]) -> Table:
-    """For each temperature the entropy, and the texts drafted with the noise and without."""
-    table = Table(title=f"what the target's noise in the drafts gains, {len(greedy)} prompts")
-    for column in (
-        "temperature",
-        "target's entropy, nats/token",
-        "log q + noise",
-        "of T = 0",
-        "95 %",
-        "top-k of q",
-        "of T = 0",
-    ):
-        table.add_column(column, justify="right")
-    base = f"{tau_of(greedy):.2f}"
-    table.add_row("0", "", base, "1.00", "", base, "1.00")
-    for temperature, (nats, noise, top) in zip(TEMPERATURES, warmer, strict=True):
-        share = of_greedy(noise, greedy)
-        table.add_row(
-            f"{temperature:g}",
-            f"{nats:.2f}",
-            f"{tau_of(noise):.2f}",
-            f"{share.value:.2f}",
-            f"{share.low:.2f}-{share.high:.2f}",
-            f"{tau_of(top):.2f}",
-            f"{of_greedy(top, greedy).value:.2f}",
-        )
-    return table
-
-
-def size_table(rows: list[tuple[str, list[Generation], list[Generation], list[Generation]]]) -> Table:
-    """For each tree its name, and the texts greedy, sampled with the noise, sampled without."""
-    table = Table(title=f"the same at temperature 1 for larger trees, {len(rows[0][1])} prompts")
-    for column in ("tree", "T = 0", "log q + noise", "of T = 0", "top-k of q", "of T = 0"):
-        table.add_column(column, justify="left" if column == "tree" else "right")
-    for name, *found in rows:
-        greedy, noise, top = map(tau_of, found)
-        table.add_row(name, *(f"{value:.2f}" for value in (greedy, noise, noise / greedy, top, top / greedy)))
-    return table
-
-
-def tau_of(texts: list[Generation]) -> float:
-    total = DecodeStats()
-    for text in texts:
-        total.add(text.stats)
-    return total.tau
-
-
-def of_greedy(texts: list[Generation], greedy: list[Generation]) -> Interval:
-    """tau over tau at temperature 0; tokens per step compare as tokens per second do."""
-    parts = [([t.stats.steps for t in each], [t.stats.tokens for t in each]) for each in (texts, greedy)]
-    return speedup(*parts[0], *parts[1], seed=0)
-
-
-def entropy(target: TargetModel, prompts: list[list[int]], texts: list[Generation], temperature: float) -> float:
-    """Of what the target chose from, over the texts that it wrote at this temperature, nats per token."""
-    total, count = 0.0, 0
-    for prompt, text in zip(prompts, texts, strict=True):
-        tokens = torch.tensor([prompt + text.tokens], device=target.device)
-        logits = target.forward(tokens).logits[0, len(prompt) - 1 : -1]
-        total += Categorical(logits=logits.float() / temperature).entropy().sum().item()
-        count += len(text.tokens)
-    return total / count
-
-
 def growth_table(rows: list[Row], best: float, title: str) -> Table:
     """`best` is the rate of the fastest tree of a sweep."""
     table = Table(title=title)
@@ -246,10 +165,6 @@ def name_of(growth: Dynamic) -> str:
     return f"tree {growth.depth} x {growth.width}, {growth.nodes} nodes"
 
 
-def with_prompts(recipe: Recipe, count: int) -> Recipe:
-    return recipe.model_copy(update={"report": recipe.report.model_copy(update={"num_prompts": count})})
-
-
 def main() -> None:
     run_command(__doc__, run)
 
@@ -264,50 +179,18 @@ def run(recipe: Recipe) -> None:
     new_tokens, console = recipe.decode.max_new_tokens, Console()
     greedy, warm = Sampling(), Sampling(1.0, seed=recipe.decode.seed)
 
-    def with_head(growth: Any, sampling: Sampling = greedy, drafter: type[HeadDrafter] = HeadDrafter) -> Any:
-        return ours(target, drafter(head, growth), new_tokens, sampling)
-
-    def recipes_growth() -> Growth:
-        return growth_from_recipe(recipe.decode, target, head)
+    def with_head(growth: Growth, sampling: Sampling = greedy) -> Any:
+        return ours(target, HeadDrafter(head, growth), new_tokens, sampling)
 
     rows = [
         Row("plain", ours(target, None, new_tokens, greedy)),
         Row("generate", transformers_own(target, new_tokens)),
         Row("generate, prompt lookup of 5", transformers_own(target, new_tokens, lookup=5)),
         Row("chain", with_head(Dynamic.chain(recipe.decode.depth))),
-        Row("tree", with_head(recipes_growth())),
+        Row("tree", with_head(growth_from_recipe(recipe.decode, target, head))),
     ]
     measure(rows, prompts, target, head, "overhead")
     console.print(overhead_table(rows))
-
-    def texts(
-        few: list[list[int]], growth: Growth, temperature: float, drafter: type[HeadDrafter] = HeadDrafter
-    ) -> list[Generation]:
-        seed = recipe.decode.seed
-        requests = [Request(p, new_tokens, Sampling(temperature, seed=seed + i)) for i, p in enumerate(few)]
-        return generate_batch(target, requests, drafter(head, growth))
-
-    many = held_out_prompts(with_prompts(recipe, LENGTH_PROMPTS))
-    warmer = []
-    for temperature in track(TEMPERATURES, description="noise", transient=True):
-        noise, top = (texts(many, recipes_growth(), temperature, way) for way in (HeadDrafter, WithoutNoise))
-        warmer.append((entropy(target, many, noise, temperature), noise, top))
-    console.print(noise_table(texts(many, recipes_growth(), 0.0), warmer))
-
-    few = many[:SIZE_PROMPTS]
-    console.print(
-        size_table(
-            [
-                (
-                    name_of(growth),
-                    texts(few, growth, 0.0),
-                    texts(few, growth, 1.0),
-                    texts(few, growth, 1.0, WithoutNoise),
-                )
-                for growth in track(LARGER, description="larger trees", transient=True)
-            ]
-        )
-    )
 
     for sampling in (greedy, warm):
         title = f"growth policies, temperature {sampling.temperature:g}"

@@ -1,0 +1,122 @@
+"""What the target's own noise in the drafts gains: accepted length by temperature and by size of the tree.
+
+    python benchmarks/noise.py recipes/tiny_full.yaml report.head=assets/demo_head report.num_prompts=169
+
+Beside it, as *top-k*, the same tree with EAGLE's children, which are the head's likeliest tokens and do not look at the
+noise. Trees are the recipe's and wider ones of its depth; *nats* is the target's entropy per token. Nothing here is
+timed, so other work on the machine does no harm. (169 of the demo's prompts: the last 31 served to calibrate its head.)
+"""
+
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+from torch.distributions import Categorical
+
+from heads.base import DraftHead
+from heads.build import load_head
+from heads.target_config import locate_target
+from inference.decode import DecodeStats, Generation, Request, generate_batch
+from inference.drafters.growth import Dynamic
+from inference.drafters.head import Frontier, HeadDrafter
+from inference.report import head_folder, held_out_prompts, saved_taps
+from inference.sampling import BatchSampling, Sampling
+from inference.statistics import Interval, speedup
+from inference.target import TargetModel
+from recipes import Recipe, run_command
+
+WIDER = ((2, 2), (2, 4))  # times the width and the nodes of the recipe's tree
+CASES = ((0, 0.3), (0, 0.6), (0, 1.0), (1, 1.0), (2, 1.0))  # which tree at which temperature
+COLUMNS = ("tree", "nodes", "T", "nats", "T = 0", "noise", "of T = 0", "95 %", "top-k", "of T = 0")
+
+
+class WithoutNoise(HeadDrafter):
+    """Children by the head's own probability, as in EAGLE-2 and 3: the drafter does not look at the noise."""
+
+    def chances(self, level: int, logits: Tensor, roots: Tensor, sampling: BatchSampling, frontier: Frontier) -> Tensor:
+        return sampling.warp(logits, frontier.history, self.ids)
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Lets the target write behind the same prompts, each with a seed of its own."""
+
+    target: TargetModel
+    head: DraftHead
+    prompts: list[list[int]]
+    new_tokens: int
+    seed: int
+
+    def texts(self, tree: Dynamic, temperature: float, drafter: type[HeadDrafter] = HeadDrafter) -> list[Generation]:
+        requests = [
+            Request(prompt, self.new_tokens, Sampling(temperature, seed=self.seed + number))
+            for number, prompt in enumerate(self.prompts)
+        ]
+        return generate_batch(self.target, requests, drafter(self.head, tree))
+
+    def entropy(self, texts: list[Generation], temperature: float) -> float:
+        """Of what the target chose from, over the texts that it wrote at this temperature, nats per token."""
+        total, count = 0.0, 0
+        for prompt, text in zip(self.prompts, texts, strict=True):
+            tokens = torch.tensor([prompt + text.tokens], device=self.target.device)
+            logits = self.target.forward(tokens).logits[0, len(prompt) - 1 : -1]
+            total += Categorical(logits=logits.float() / temperature).entropy().sum().item()
+            count += len(text.tokens)
+        return total / count
+
+
+def main() -> None:
+    run_command(__doc__, run)
+
+
+def run(recipe: Recipe) -> None:
+    torch.set_num_threads(recipe.report.threads or torch.get_num_threads())
+    prompts, folder, decode = held_out_prompts(recipe), head_folder(recipe), recipe.decode
+    target = TargetModel.load(
+        recipe.target, saved_taps(recipe, locate_target(recipe.target.path, recipe.target.revision))
+    )
+    head = load_head(folder, target.frozen)
+    writer = Writer(target, head, prompts, decode.max_new_tokens, decode.seed)
+    trees = [Dynamic(decode.depth, decode.width * wide, decode.nodes * nodes) for wide, nodes in ((1, 1), *WIDER)]
+
+    greedy = [writer.texts(tree, 0.0) for tree in track(trees, description="greedy", transient=True)]
+    table = Table(title=f"what the target's noise in the drafts gains, {len(prompts)} prompts")
+    for column in COLUMNS:
+        table.add_column(column, justify="left" if column == "tree" else "right")
+    for number, temperature in track(CASES, description="sampled", transient=True):
+        base, tree = greedy[number], trees[number]
+        noise, top = (writer.texts(tree, temperature, way) for way in (HeadDrafter, WithoutNoise))
+        share = of_greedy(noise, base)
+        table.add_row(
+            f"{tree.depth} x {tree.width}",
+            f"{tree.nodes}",
+            f"{temperature:g}",
+            f"{writer.entropy(noise, temperature):.2f}",
+            f"{tau_of(base):.2f}",
+            f"{tau_of(noise):.2f}",
+            f"{share.value:.3f}",
+            f"{share.low:.2f}-{share.high:.2f}",
+            f"{tau_of(top):.2f}",
+            f"{of_greedy(top, base).value:.3f}",
+        )
+    Console().print(table)
+
+
+def tau_of(texts: list[Generation]) -> float:
+    total = DecodeStats()
+    for text in texts:
+        total.add(text.stats)
+    return total.tau
+
+
+def of_greedy(texts: list[Generation], greedy: list[Generation]) -> Interval:
+    """tau over tau at temperature 0; tokens per step compare as tokens per second do."""
+    parts = [([t.stats.steps for t in each], [t.stats.tokens for t in each]) for each in (texts, greedy)]
+    return speedup(*parts[0], *parts[1], seed=0)
+
+
+if __name__ == "__main__":
+    main()
