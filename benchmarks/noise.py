@@ -3,8 +3,9 @@
     python benchmarks/noise.py recipes/tiny_full.yaml report.head=assets/demo_head report.num_prompts=169
 
 Beside it, as *top-k*, the same tree with EAGLE's children, which are the head's likeliest tokens and do not look at the
-noise. Trees are the recipe's and wider ones of its depth; *nats* is the target's entropy per token. Nothing here is
-timed, so other work on the machine does no harm. (169 of the demo's prompts: the last 31 served to calibrate its head.)
+noise. Trees are the recipe's and wider ones of its depth, *share* is tau over the one at temperature 0, *nats* the
+target's entropy per token. Nothing here is timed, so other work on the machine does no harm. (169 of the
+demo's prompts: the last 31 served to calibrate its head.)
 """
 
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from recipes import Recipe, run_command
 
 WIDER = ((2, 2), (2, 4))  # times the width and the nodes of the recipe's tree
 CASES = ((0, 0.3), (0, 0.6), (0, 1.0), (1, 1.0), (2, 1.0))  # which tree at which temperature
-COLUMNS = ("tree", "nodes", "T", "nats", "T = 0", "noise", "of T = 0", "95 %", "top-k", "of T = 0")
+COLUMNS = ("tree", "nodes", "T", "nats", "T = 0", "noise", "share", "95 %", "top-k", "share")
 
 
 class WithoutNoise(HeadDrafter):
@@ -83,7 +84,7 @@ def run(recipe: Recipe) -> None:
     trees = [Dynamic(decode.depth, decode.width * wide, decode.nodes * nodes) for wide, nodes in ((1, 1), *WIDER)]
 
     greedy = [writer.texts(tree, 0.0) for tree in track(trees, description="greedy", transient=True)]
-    table = Table(title=f"what the target's noise in the drafts gains, {len(prompts)} prompts")
+    table = Table(title=f"what the target's noise in the drafts gains, {len(prompts)} prompts", pad_edge=False)
     for column in COLUMNS:
         table.add_column(column, justify="left" if column == "tree" else "right")
     for number, temperature in track(CASES, description="sampled", transient=True):
