@@ -4,8 +4,8 @@
 
 Beside it, as *top-k*, the same tree with EAGLE's children, which are the head's likeliest tokens and do not look at the
 noise. Trees are the recipe's and wider ones of its depth, *share* is tau over the one at temperature 0, *nats* the
-target's entropy per token. Nothing here is timed, so other work on the machine does no harm. (169 of the
-demo's prompts: the last 31 served to calibrate its head.)
+target's entropy per token. Nothing here is timed, so other work on the machine does no harm. (169 of the demo's
+prompts: the last 31 served to calibrate its head.)
 """
 
 from dataclasses import dataclass
