@@ -15,7 +15,7 @@ from heads.base import DraftHead
 from heads.calibration import Calibration
 from heads.eagle1 import Eagle1Head
 from heads.eagle3 import Eagle3Head, saved_taps
-from heads.formats.keys import check_types
+from heads.formats.keys import read_config
 from heads.frozen import FrozenTarget
 from heads.medusa import MedusaHead
 from heads.target_config import Rope, TargetConfig
@@ -83,8 +83,7 @@ def load_head(folder: Path, frozen: FrozenTarget) -> DraftHead:
         raise ValueError(
             f"{folder} holds no head (no config.json); train one with trainers/eagle.py or name its folder"
         )
-    config = json.loads(path.read_text())
-    check_types(path, config)
+    config = read_config(path)
     try:
         tensors = load_file(folder / "model.safetensors")
     except (OSError, SafetensorError) as error:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from heads.formats.keys import check_types
+from heads.formats.keys import read_config
 
 MODEL = "model.safetensors"
 SAFETENSORS = (MODEL, "medusa_lm_head.safetensors")
@@ -37,14 +37,7 @@ class HeadFiles:
         path = folder / "config.json"
         if not path.is_file():
             raise ValueError(f"{folder} holds no head (no config.json); give the folder that a head was saved to")
-        try:
-            config = json.loads(path.read_text())
-        except ValueError as error:
-            raise ValueError(f"{path} is not JSON ({error}); copy or download the head again") from error
-        if not isinstance(config, dict):
-            raise ValueError(f"{path} holds {type(config).__name__}, a JSON object is allowed")
-        check_types(path, config)
-        return cls(folder, config, read_tensors(folder))
+        return cls(folder, read_config(path), read_tensors(folder))
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """The types of what is read from anyone's config.json; whether the values are right is for the contracts to say."""
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -100,11 +101,21 @@ class HeadKeys(LayerKeys):
     headstart: OwnKeys = OwnKeys()
 
 
-def check_types(path: Path, config: dict[str, Any]) -> None:
-    """Raises ValueError naming every key of the file whose value nobody can read."""
+def read_config(path: Path) -> dict[str, Any]:
+    """A head's config.json.
+
+    Raises ValueError for what is no JSON object, and naming every key of it whose value nobody can read.
+    """
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); copy or download the head again") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds {type(config).__name__}, a JSON object is allowed")
     try:
         HeadKeys.model_validate(config)
     except ValidationError as failed:
         places = [(".".join(map(str, each["loc"])), each["input"], each["msg"]) for each in failed.errors()]
         wrong = "; ".join(f"{place}: {given!r} given, {allowed}" for place, given, allowed in places)
         raise ValueError(f"{path}: {wrong}; correct the file") from failed
+    return config
