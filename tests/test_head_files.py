@@ -457,3 +457,12 @@ def test_a_config_of_no_known_head_is_refused(
     config = {**read_config(tmp_path / "head"), **changes}
     (tmp_path / "head" / "config.json").write_text(json.dumps(config))
     assert part in refusal(tmp_path / "head", frozen)
+
+
+@pytest.mark.parametrize(("text", "part"), [("{", "is not JSON"), ("[]", "holds list, a JSON object is allowed")])
+def test_a_config_that_is_no_json_object_is_refused(
+    make_head: MakeHead, frozen: FrozenTarget, tmp_path: Path, text: str, part: str
+) -> None:
+    save_head(make_head(), tmp_path / "head")
+    (tmp_path / "head" / "config.json").write_text(text)
+    assert part in refusal(tmp_path / "head", frozen)
