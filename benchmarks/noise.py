@@ -3,12 +3,14 @@
     python benchmarks/noise.py recipes/tiny_full.yaml report.head=assets/demo_head report.num_prompts=169
 
 Beside it, as *top-k*, the same tree with EAGLE's children, which are the head's likeliest tokens and do not look at the
-noise. Trees are the recipe's and wider ones of its depth, *share* is tau over the one at temperature 0, *nats* the
-target's entropy per token. Nothing here is timed, so other work on the machine does no harm. (169 of the demo's
-prompts: the last 31 served to calibrate its head.)
+noise. Trees are the recipe's and two that are in use elsewhere, *share* is tau over the one at temperature 0, *nats*
+the target's entropy per token. There is one greedy text behind a prompt, and one sampled text per seed. Nothing here is
+timed, so other work on the machine does no harm. An hour on one core for 169 prompts, which are all of the demo's but
+the 31 that served to calibrate its head.
 """
 
 from dataclasses import dataclass
+from itertools import cycle
 
 import torch
 from rich.console import Console
@@ -29,9 +31,10 @@ from inference.statistics import Interval, speedup
 from inference.target import TargetModel
 from recipes import Recipe, run_command
 
-WIDER = ((2, 2), (2, 4))  # times the width and the nodes of the recipe's tree
-CASES = ((0, 0.3), (0, 0.6), (0, 1.0), (1, 1.0), (2, 1.0))  # which tree at which temperature
-COLUMNS = ("tree", "nodes", "T", "nats", "T = 0", "noise", "share", "95 %", "top-k", "share")
+IN_USE = (Dynamic(5, 8, 31), Dynamic(7, 10, 59))  # SGLang's documentation and the paper on EAGLE-3, less the root
+CASES = ((0, 0.3, 1), (0, 0.6, 1), (0, 1.0, 10), (1, 1.0, 5), (2, 1.0, 5))  # which tree, temperature, seeds per prompt
+SPACING = 1000  # from a prompt's seed to its next one
+COLUMNS = ("tree", "nodes", "T", "seeds", "nats", "T = 0", "noise", "share", "95 %", "top-k", "share")
 
 
 class WithoutNoise(HeadDrafter):
@@ -43,7 +46,7 @@ class WithoutNoise(HeadDrafter):
 
 @dataclass(frozen=True)
 class Writer:
-    """Lets the target write behind the same prompts, each with a seed of its own."""
+    """Lets the target write behind the same prompts, each with seeds of its own."""
 
     target: TargetModel
     head: DraftHead
@@ -51,9 +54,13 @@ class Writer:
     new_tokens: int
     seed: int
 
-    def texts(self, tree: Dynamic, temperature: float, drafter: type[HeadDrafter] = HeadDrafter) -> list[Generation]:
+    def texts(
+        self, tree: Dynamic, temperature: float, seeds: int = 1, drafter: type[HeadDrafter] = HeadDrafter
+    ) -> list[Generation]:
+        """All prompts with their first seed, then all with their second, ..."""
         requests = [
-            Request(prompt, self.new_tokens, Sampling(temperature, seed=self.seed + number))
+            Request(prompt, self.new_tokens, Sampling(temperature, seed=self.seed + SPACING * turn + number))
+            for turn in range(seeds)
             for number, prompt in enumerate(self.prompts)
         ]
         return generate_batch(self.target, requests, drafter(self.head, tree))
@@ -61,7 +68,7 @@ class Writer:
     def entropy(self, texts: list[Generation], temperature: float) -> float:
         """Of what the target chose from, over the texts that it wrote at this temperature, nats per token."""
         total, count = 0.0, 0
-        for prompt, text in zip(self.prompts, texts, strict=True):
+        for prompt, text in zip(cycle(self.prompts), texts, strict=False):
             tokens = torch.tensor([prompt + text.tokens], device=self.target.device)
             logits = self.target.forward(tokens).logits[0, len(prompt) - 1 : -1]
             total += Categorical(logits=logits.float() / temperature).entropy().sum().item()
@@ -81,20 +88,21 @@ def run(recipe: Recipe) -> None:
     )
     head = load_head(folder, target.frozen)
     writer = Writer(target, head, prompts, decode.max_new_tokens, decode.seed)
-    trees = [Dynamic(decode.depth, decode.width * wide, decode.nodes * nodes) for wide, nodes in ((1, 1), *WIDER)]
+    trees = [Dynamic(decode.depth, decode.width, decode.nodes), *IN_USE]
 
     greedy = [writer.texts(tree, 0.0) for tree in track(trees, description="greedy", transient=True)]
     table = Table(title=f"what the target's noise in the drafts gains, {len(prompts)} prompts", pad_edge=False)
     for column in COLUMNS:
         table.add_column(column, justify="left" if column == "tree" else "right")
-    for number, temperature in track(CASES, description="sampled", transient=True):
+    for number, temperature, seeds in track(CASES, description="sampled", transient=True):
         base, tree = greedy[number], trees[number]
-        noise, top = (writer.texts(tree, temperature, way) for way in (HeadDrafter, WithoutNoise))
+        noise, top = (writer.texts(tree, temperature, seeds, way) for way in (HeadDrafter, WithoutNoise))
         share = of_greedy(noise, base)
         table.add_row(
             f"{tree.depth} x {tree.width}",
             f"{tree.nodes}",
             f"{temperature:g}",
+            f"{seeds}",
             f"{writer.entropy(noise, temperature):.2f}",
             f"{tau_of(base):.2f}",
             f"{tau_of(noise):.2f}",
@@ -114,9 +122,13 @@ def tau_of(texts: list[Generation]) -> float:
 
 
 def of_greedy(texts: list[Generation], greedy: list[Generation]) -> Interval:
-    """tau over tau at temperature 0; tokens per step compare as tokens per second do."""
-    parts = [([t.stats.steps for t in each], [t.stats.tokens for t in each]) for each in (texts, greedy)]
-    return speedup(*parts[0], *parts[1], seed=0)
+    """tau over tau at temperature 0, the prompts being what varies; tokens per step compare as per second."""
+    tokens, steps, greedy_tokens, greedy_steps = (
+        [sum(each[number :: len(greedy)]) for number in range(len(greedy))]
+        for way in (texts, greedy)
+        for each in ([text.stats.tokens for text in way], [text.stats.steps for text in way])
+    )
+    return speedup(steps, tokens, greedy_steps, greedy_tokens, seed=0)
 
 
 if __name__ == "__main__":
