@@ -156,17 +156,18 @@ class Slots:
         return Slots(self.storage[:, :, number : number + 1])
 
     def end_row(self, number: int) -> None:
-        """Take a row out of use; the last one moves into its place."""
+        """Take a row out of use; the last one moves into its place, with the slot behind its length."""
         lengths = list(self.lengths)
         last = lengths.pop()
         if number < len(lengths):
-            self.storage[:, :, number, :, :last] = self.storage[:, :, len(lengths), :, :last]
+            held = slice(last + 1)  # a draft model's root has been written there, and is read from on the next step
+            self.storage[:, :, number, :, held] = self.storage[:, :, len(lengths), :, held]
             lengths[number] = last
         self.set_lengths(lengths)
 
     def grown(self, storage: Tensor) -> "Slots":
-        """The same content in a larger storage."""
-        held = max(self.lengths, default=0)
+        """The same content in a larger storage, with the slot behind each row's length, as in `end_row`."""
+        held = min(max(self.lengths, default=0) + 1, self.storage.shape[4])
         storage[:, :, : len(self.lengths), :, :held] = self.storage[:, :, : len(self.lengths), :, :held]
         slots = Slots(storage, len(self.lengths), self.static)
         slots.set_lengths(self.lengths)

@@ -103,6 +103,14 @@ def check_length(target: TargetModel, prompt: list[int], max_new_tokens: int) ->
         )
 
 
+def check_bias(target: TargetModel, sampling: Sampling) -> None:
+    """Refuse, before any work, a bias for a token that the target does not have."""
+    vocab = target.config.vocab_size
+    beyond = [token for token, _ in sampling.logit_bias if token >= vocab]
+    if beyond:
+        raise ValueError(f"logit_bias: token {beyond[0]} given, 0 to {vocab - 1} is allowed")
+
+
 def generate(
     target: TargetModel,
     prompt: list[int],
@@ -195,6 +203,7 @@ class DecodeLoop:
         self.target, self.drafter = target, drafter or PLAIN
         for request in requests:
             check_length(target, request.prompt, request.max_new_tokens)
+            check_bias(target, request.sampling)
         self.tap_columns = target.tap_columns(self.drafter.taps)
         if len({request.sampling.rule for request in requests}) > 1:
             raise ValueError("the requests of a batch must agree on decode.acceptance; decode them in separate calls")

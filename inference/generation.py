@@ -26,9 +26,11 @@ from inference.settings import (
     Settings,
     forbids_end,
     new_tokens,
+    read_ends,
     read_seeds,
     read_settings,
     read_stop,
+    whole,
     with_config,
 )
 from inference.target import TargetModel
@@ -168,11 +170,7 @@ class SpeculativeModel:
     def settings(self, config: Config | None, overrides: Settings) -> dict[str, Any]:
         """What a call means, by field; end tokens as a tuple, and a pad token if there is any."""
         settings = read_settings(config, overrides)
-        given = settings.get("eos_token_id", self.target.end_tokens)  # an explicit None: no token ends a text
-        ends = () if given is None else (given,) if isinstance(given, int) else tuple(int(token) for token in given)
-        vocab = self.target.config.vocab_size
-        if not all(0 <= token < vocab for token in ends):
-            raise ValueError(f"eos_token_id: {given} given, 0 to {vocab - 1} is allowed, and None for no end token")
+        ends = read_ends(settings, self.target.end_tokens, self.target.config.vocab_size)
         candidates = (settings["pad_token_id"], self.target.pad_token, *ends)
         pad = next((token for token in candidates if token is not None), None)
         return {**settings, "eos_token_id": ends, "pad_token_id": pad}
@@ -181,16 +179,23 @@ class SpeculativeModel:
         """One for each row of the output."""
         if input_ids is None:
             raise ValueError("input_ids: missing; prompts are token ids of shape [batch, seq], inputs_embeds are not")
+        if input_ids.ndim != 2 or not len(input_ids):
+            raise ValueError(
+                f"input_ids: shape {list(input_ids.shape)} given, [batch, seq] with a row or more is allowed"
+            )
         ends, width = settings["eos_token_id"], input_ids.shape[1]
         prompts = read_prompts(input_ids, attention_mask, settings["pad_token_id"], ends)
         seeds = read_seeds(settings.get("seed"), self.sampling.seed, len(prompts))
-        sampling, copies = with_config(self.sampling, settings), settings["num_return_sequences"] or 1
+        sampling, asked = with_config(self.sampling, settings), settings["num_return_sequences"]
+        copies = 1 if asked is None else whole("num_return_sequences", asked)
+        if copies < 1:
+            raise ValueError(f"num_return_sequences: {copies} given, 1 or more is allowed")
         if copies > 1 and sampling.temperature == 0:
             raise ValueError(f"num_return_sequences: {copies} given, 1 is allowed without do_sample=True")
         limit = new_tokens(settings, width, self.target.max_positions)
         if forbids_end(settings, width, limit):
             sampling = replace(sampling, logit_bias=(*sampling.logit_bias, *((token, -torch.inf) for token in ends)))
-        stop = read_stop(settings, settings.get("tokenizer") or self.tokenizer)
+        stop = read_stop(settings, settings.get("tokenizer") or self.tokenizer, self.target.config.vocab_size)
         if stop is not None and len(prompts) * copies > 1 and settings["pad_token_id"] is None:
             raise ValueError("pad_token_id: missing; texts of a batch that stop at strings end at different lengths")
         logprobs = bool(settings["output_scores"] or settings["output_logits"])

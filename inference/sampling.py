@@ -319,14 +319,11 @@ class BatchSampling:
 
 
 def biased(logits: Float[Tensor, "batch nodes vocab"], bias: Tensor, tokens: Tensor | None) -> Tensor:
-    """Logits plus what `bias` holds for the token of each column; ValueError for a bias beyond the vocabulary."""
+    """Logits plus what `bias` holds for the token of each column."""
     if tokens is not None:
         padded = torch.nn.functional.pad(bias, (0, 1))  # the last entry serves all tokens without a bias
         return logits + padded[tokens.clamp(max=len(bias))]
-    vocab = logits.shape[-1]
-    if len(bias) > vocab:
-        raise ValueError(f"logit_bias: token {len(bias) - 1} given, 0 to {vocab - 1} is allowed")
-    return logits + torch.nn.functional.pad(bias, (0, vocab - len(bias)))
+    return logits + torch.nn.functional.pad(bias, (0, logits.shape[-1] - len(bias)))
 
 
 def bias_by_token(sampling: Sampling, device: torch.device | str) -> Tensor | None:

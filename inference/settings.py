@@ -1,13 +1,14 @@
 """The fields of transformers' GenerationConfig, and what they mean here; those that we do not implement are refused."""
 
+import operator
 import reprlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 from inference.sampling import Sampling
-from inference.stopping import StopStrings
+from inference.stopping import Detokenize, StopStrings
 
 Settings = Mapping[str, Any]
 
@@ -111,16 +112,18 @@ def with_config(base: Sampling, settings: Settings) -> Sampling:
     def number(name: str, off: float) -> float:
         return off if settings.get(name) is None else float(settings[name])
 
-    greedy = not settings["do_sample"]
+    greedy, top_k = not settings["do_sample"], settings["top_k"]
     return replace(
         base,
         temperature=0.0 if greedy else number("temperature", 1.0),
-        top_k=None if greedy else settings["top_k"] or None,  # 0 is off, too
+        top_k=None if greedy or top_k is None else whole("top_k", top_k) or None,  # 0 is off, too
         top_p=1.0 if greedy else number("top_p", 1.0),
         min_p=0.0 if greedy else number("min_p", 0.0),
         repetition_penalty=number("repetition_penalty", 1.0),
-        presence_penalty=number("presence_penalty", base.presence_penalty),
-        frequency_penalty=number("frequency_penalty", base.frequency_penalty),
+        presence_penalty=number("presence_penalty", 0.0) if "presence_penalty" in settings else base.presence_penalty,
+        frequency_penalty=number("frequency_penalty", 0.0)
+        if "frequency_penalty" in settings
+        else base.frequency_penalty,
         logit_bias=read_bias(settings),
     )
 
@@ -134,19 +137,50 @@ def read_bias(settings: Settings) -> tuple[tuple[int, float], ...]:
         raise ValueError(f"sequence_bias: {long} given, sequences of 1 token are allowed")
     single = [(int(sequence[0]), float(bias)) for sequence, bias in pairs]
     own = settings.get("logit_bias") or {}
+    if not isinstance(own, Mapping):
+        raise ValueError(f"logit_bias: {reprlib.repr(own)} given, a mapping of tokens to what is added is allowed")
     return (*single, *((int(token), float(bias)) for token, bias in own.items()))
 
 
-def read_seeds(given: int | list[int] | None, default: int, count: int) -> list[int]:
+def whole(name: str, given: Any) -> int:
+    """A whole number of Python, numpy or torch; ValueError for anything else."""
+    try:
+        return operator.index(given)
+    except TypeError:
+        raise ValueError(f"{name}: {given!r} given, a whole number is allowed") from None
+
+
+def one_or_more(name: str, given: Any) -> int | list[int]:
+    """One whole number, or a list, tuple, array or tensor of them."""
+    plain = given.tolist() if hasattr(given, "tolist") else given
+    if isinstance(plain, list | tuple | set | frozenset):
+        return [whole(name, each) for each in plain]
+    return whole(name, plain)
+
+
+def read_seeds(given: Any, default: int, count: int) -> list[int]:
     """One for each prompt."""
-    if given is None or isinstance(given, int):
-        return [default if given is None else given] * count
-    if len(given) != count:
-        raise ValueError(f"seed: {len(given)} given for {count} prompts, one for all or one for each is allowed")
-    return list(given)
+    seeds = one_or_more("seed", default if given is None else given)
+    if isinstance(seeds, int):
+        return [seeds] * count
+    if len(seeds) != count:
+        raise ValueError(f"seed: {len(seeds)} given for {count} prompts, one for all or one for each is allowed")
+    return seeds
 
 
-def read_stop(settings: Settings, tokenizer: Any) -> StopStrings | None:
+def read_ends(settings: Settings, own: Sequence[int] | None, vocab_size: int) -> tuple[int, ...]:
+    """What ends a text: the call's eos_token_id (None: nothing), or the target's own, without those it cannot write."""
+    if "eos_token_id" not in settings:
+        return tuple(token for token in own or () if token < vocab_size)
+    given = settings["eos_token_id"]
+    found = [] if given is None else one_or_more("eos_token_id", given)
+    ends = (found,) if isinstance(found, int) else tuple(found)
+    if not all(0 <= token < vocab_size for token in ends):
+        raise ValueError(f"eos_token_id: {given} given, 0 to {vocab_size - 1} is allowed, and None for no end token")
+    return ends
+
+
+def read_stop(settings: Settings, tokenizer: Any, vocab_size: int) -> StopStrings | None:
     """Special tokens count as text, as in transformers; unlike there, a string that begins in the prompt does not."""
     given = settings["stop_strings"]
     if given is None:
@@ -154,7 +188,25 @@ def read_stop(settings: Settings, tokenizer: Any) -> StopStrings | None:
     if tokenizer is None:
         raise ValueError("stop_strings: given without a tokenizer; pass one to SpeculativeModel or to the call")
     strings = (given,) if isinstance(given, str) else tuple(given)
-    return StopStrings(strings, lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False))
+    return StopStrings(strings, behind_a_word(tokenizer, vocab_size))
+
+
+def behind_a_word(tokenizer: Any, vocab_size: int) -> Detokenize:
+    """A tokenizer's decode, of tokens in the midst of a text: many tokenizers take a text's first space away."""
+
+    def decode(tokens: list[int]) -> str:
+        return str(tokenizer.decode(tokens, skip_special_tokens=False))
+
+    def is_word(token: int) -> bool:
+        text = decode([token])  # of more than a byte, which could be the beginning of a character
+        return len(text) > 1 and text.isascii() and text.isalnum()
+
+    middle = vocab_size // 2  # where special tokens and bytes seldom are
+    word = next((token for token in (*range(middle, vocab_size), *range(middle)) if is_word(token)), None)
+    if word is None:
+        return decode
+    start = len(decode([word]))
+    return lambda tokens: decode([word, *tokens])[start:]
 
 
 def new_tokens(settings: Settings, width: int, max_positions: int) -> int:
@@ -163,11 +215,11 @@ def new_tokens(settings: Settings, width: int, max_positions: int) -> int:
     if most is not None:
         if total is not None:
             warnings.warn(f"max_new_tokens ({most}) and max_length ({total}) are given; the former holds", stacklevel=4)
-        return int(most)
+        return whole("max_new_tokens", most)
     if total is not None:
-        if total <= width:
+        if whole("max_length", total) <= width:
             raise ValueError(f"max_length: {total} given, more than the {width} columns of input_ids is allowed")
-        return int(total) - width
+        return whole("max_length", total) - width
     warnings.warn(f"neither max_new_tokens nor max_length given: {DEFAULT_NEW_TOKENS} new tokens", stacklevel=4)
     return min(DEFAULT_NEW_TOKENS, max(max_positions - width, 1))
 

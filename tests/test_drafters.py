@@ -202,13 +202,31 @@ def test_a_draft_model_that_does_not_fit_is_refused(target: TargetModel, make_mo
         ModelDrafter(TargetModel(make_model().double(), ()), Dynamic.chain(2), target)
 
 
-def test_vocabularies_padded_to_different_sizes_are_one(target: TargetModel, make_model: MakeModel) -> None:
-    wanted = generate(target, [5, 6, 7], 12).tokens
-    for size in (64, 120):
-        drafter = ModelDrafter(TargetModel(make_model(vocab_size=size), ()), Dynamic(3, 3, 9), target)
-        assert len(drafter.ids) == min(size, 97)
-        if size > 97:  # a smaller one could not read all of the target's tokens
-            assert generate(target, [5, 6, 7], 12, drafter=drafter).tokens == wanted
+def test_vocabularies_of_different_sizes_are_one(target: TargetModel, make_model: MakeModel) -> None:
+    """Padded ones, and those to which tokens were added that the smaller model cannot read."""
+    prompt, added = [5, 96, 6, 7], Sampling(logit_bias=((90, 99.0),))
+    for sampling in (Sampling(), added):
+        wanted = generate(target, prompt, 12, sampling).tokens
+        for size in (64, 120):
+            drafter = ModelDrafter(TargetModel(make_model(vocab_size=size), ()), Dynamic(3, 3, 9), target)
+            assert len(drafter.ids) == min(size, 97)
+            assert generate(target, prompt, 12, sampling, drafter).tokens == wanted
+
+
+def test_a_draft_model_reads_its_root_where_the_cache_has_moved_it(
+    target: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row of a batch that had moved, and a cache that had grown, lost the key that was pending: all the text was
+    drafted behind a hole, and only acceptance showed it. A draft model that is the target's copy is always right."""
+    drafter = ModelDrafter(noisy_copy(target, 0.0), Dynamic.chain(4), target)
+    short, long = Request([3], 7, Sampling(1.0, seed=2)), Request([5, 6, 7], 61, Sampling(1.0, seed=1))
+    always = [12] * 4  # of 12 steps that follow the prompt's token
+    for page in (256, 16):
+        for module in ("inference.decode", "inference.cache"):
+            monkeypatch.setattr(f"{module}.PAGE", page)
+        for requests, static in (([long], False), ([short, long], False), ([short, long], True)):
+            stats = generate_batch(target, requests, drafter, 2, static)[-1].stats
+            assert (stats.steps, stats.accepted_at_depth[:4]) == (12, always), (page, static)
 
 
 def grown(drafter: PromptLookup | CorpusLookup, text: list[int], room: int = 99) -> set[tuple[int, ...]]:
@@ -413,9 +431,18 @@ def test_a_recipe_names_its_drafter(target_folder: Path, tmp_path: Path) -> None
     drafter = build(drafter="draft_model", draft_model=str(tmp_path), growth="dynamic", depth=3, nodes=20)
     assert isinstance(drafter, OtherTokenizerDrafter)
     assert drafter.max_nodes == 1 + 3  # a chain, whatever the growth
-    corpus.write_text('{"text": "no tokens"}\n')
-    with pytest.raises(ValueError, match=r"decode\.corpus: row 1 of .* has fields \['text'\]; tokens are allowed"):
-        build(drafter="suffix", corpus=corpus)
+    bad = {
+        '{"text": "no tokens"}': r"has fields \['text'\]; tokens are allowed",
+        '{"tokens": "abc"}': "tokens is 'abc', a list of the target's tokens is allowed",
+        '{"prompt": [1], "response": "b"}': "response is 'b', a list",
+        '{"tokens": [1, 500]}': "tokens holds 500, the target's tokens 0 to 96 are allowed; was it made with another",
+        '{"prompt": [-1], "response": [2]}': "prompt holds -1, the target's",
+        '{"tokens": [1.5]}': "tokens holds 1.5, the target's",
+    }
+    for row, message in bad.items():
+        corpus.write_text('{"tokens": [1]}\n' + row)
+        with pytest.raises(ValueError, match=rf"decode\.corpus: row 2 of .*corpus\.jsonl:? {message}"):
+            build(drafter="suffix", corpus=corpus)
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,25 @@
 """The law of `generate`: what transformers' own would return, where it is greedy; else a ValueError or the same law."""
 
 from collections.abc import Callable
+from copy import copy
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from scripted import Moody
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
 from torch import Tensor
-from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM, TextIteratorStreamer
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    TextIteratorStreamer,
+)
 
 from heads.build import save_head
 from heads.eagle3 import Eagle3Head
@@ -22,6 +32,7 @@ from inference.settings import DEFAULTS, IRRELEVANT, SUPPORTED, read_settings, w
 from inference.target import TargetModel
 
 INF, PAD, NEW = float("inf"), 96, 10
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PROMPTS = [[5, 6, 7, 11], [23, 9], [40, 41, 42, 43, 44, 5, 17]]
 DEMO = Path(__file__).parents[1] / "assets" / "demo_target"
 MakeModel = Callable[..., LlamaForCausalLM]
@@ -172,6 +183,47 @@ def test_a_special_token_may_be_a_stop_string(target: TargetModel, theirs: Any, 
     assert wanted[0, -1] == 0
     assert wanted.shape[1] < len(PROMPTS[0]) + NEW
     assert torch.equal(written_by(SpeculativeModel(target, tokenizer=tokenizer), **ALONE, **fields), wanted)
+
+
+def test_a_stop_string_may_begin_with_the_space_of_the_first_new_token(target: TargetModel, theirs: Any) -> None:
+    """A tokenizer of the Llama 2 kind takes the first space of what it decodes away."""
+    words = ["abcdef", *(f"{first}{second}" for first in "wxyz" for second in LETTERS)][
+        :97
+    ]  # transformers reads abcdef
+    whole_words = Tokenizer(WordLevel({f"\u2581{word}": i for i, word in enumerate(words)}, unk_token="\u2581wa"))
+    whole_words.pre_tokenizer, whole_words.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=whole_words, clean_up_tokenization_spaces=False)
+    first = theirs.generate(**ALONE, max_new_tokens=1)[0, -1]
+    string = " " + tokenizer.decode([first])
+    assert tokenizer.decode([first, first]).count(string) == 1
+    fields: dict[str, Any] = {"max_new_tokens": NEW, "stop_strings": string}
+    wanted = theirs.generate(**ALONE, **fields, tokenizer=tokenizer)
+    assert wanted.shape[1] == len(PROMPTS[0]) + 1
+    assert torch.equal(written_by(SpeculativeModel(target, tokenizer=tokenizer), **ALONE, **fields), wanted)
+
+
+def test_numbers_may_be_those_of_numpy_and_torch(target: TargetModel) -> None:
+    model, fields = SpeculativeModel(target), {**BATCH, "max_new_tokens": NEW, "do_sample": True}
+    wanted = written_by(model, **fields, seed=3, eos_token_id=5)
+    for seed in (numpy.int64(3), torch.tensor(3), [3, numpy.int64(3), 3], torch.tensor([3, 3, 3])):
+        for end in (numpy.int64(5), torch.tensor(5), torch.tensor([5]), numpy.array([5])):
+            assert torch.equal(written_by(model, **fields, seed=seed, eos_token_id=end), wanted)
+
+
+def test_an_end_token_that_the_target_cannot_write_blocks_no_call(target: TargetModel) -> None:
+    odd = copy(target)
+    odd.end_tokens = [5, 2000]
+    fields: dict[str, Any] = {**BATCH, "max_new_tokens": NEW}
+    found = written_by(SpeculativeModel(odd), **fields)
+    assert torch.equal(found, written_by(SpeculativeModel(target), **fields, eos_token_id=5))
+
+
+def test_none_switches_a_penalty_of_the_model_s_own_off(target: TargetModel) -> None:
+    model = SpeculativeModel(target, sampling=Sampling(presence_penalty=2.0, frequency_penalty=2.0))
+    fields: dict[str, Any] = {**BATCH, "max_new_tokens": NEW}
+    plain, off = written_by(SpeculativeModel(target), **fields), {"presence_penalty": None, "frequency_penalty": None}
+    assert not torch.equal(written_by(model, **fields), plain)
+    assert torch.equal(written_by(model, **fields, **off), plain)
 
 
 # Defaults are transformers' own: top_k is 50 as soon as one samples.
@@ -367,6 +419,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stop_strings": "x"}, "stop_strings: given without a tokenizer"),
     ({"sequence_bias": {(1, 2): 3.0}}, r"sequence_bias: \[\[1, 2\]\] given, sequences of 1 token"),
     ({"seed": [1, 2]}, "seed: 2 given for 3 prompts"),
+    ({"seed": 1.5}, "seed: 1.5 given, a whole number is allowed"),
+    ({"seed": [1, 2, 1.5]}, "seed: 1.5 given, a whole number is allowed"),
+    ({"num_return_sequences": -1}, "num_return_sequences: -1 given, 1 or more is allowed"),
+    ({"do_sample": True, "top_k": 5.0}, "top_k: 5.0 given, a whole number is allowed"),
+    ({"max_new_tokens": 2.5}, "max_new_tokens: 2.5 given, a whole number is allowed"),
+    ({"input_ids": torch.zeros(0, 3, dtype=torch.long)}, r"input_ids: shape \[0, 3\] given, \[batch, seq\]"),
+    ({"logit_bias": [(3, 1.0)]}, r"logit_bias: \[\(3, 1.0\)\] given, a mapping of tokens"),
+    ({"logit_bias": {97: 1.0}}, "logit_bias: token 97 given, 0 to 96 is allowed"),
+    ({"logit_bias": {10**12: 1.0}}, "logit_bias: token 1000000000000 given, 0 to 96 is allowed"),
     ({"streamer": Recorder()}, "streamer: given for 3 texts, 1 is allowed"),
     ({"input_ids": None}, "input_ids: missing"),
     ({"attention_mask": torch.ones(3, 6)}, r"attention_mask: shape \[3, 6\] given, \[3, 7\] is allowed"),

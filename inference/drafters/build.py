@@ -1,5 +1,6 @@
 """The drafter that a recipe names, made from what it names: a folder, a number of layers, a corpus, or nothing."""
 
+import reprlib
 from pathlib import Path
 
 from heads.base import DraftHead
@@ -35,7 +36,8 @@ def build_drafter(
     if section.drafter == "suffix":
         if section.corpus is None:
             raise ValueError("decode.corpus: missing; give a JSONL file of texts, or leave out the drafter suffix")
-        return CorpusLookup(lookup_shape(section), section.ngram, SuffixAutomaton(read_corpus(section.corpus)))
+        texts = read_corpus(section.corpus, target.config.vocab_size)
+        return CorpusLookup(lookup_shape(section), section.ngram, SuffixAutomaton(texts))
     if section.drafter == "lookahead":
         return Lookahead(section.width, section.depth)
     if section.drafter == "early_exit":
@@ -80,17 +82,29 @@ def lookup_shape(section: DecodeSection) -> Shape:
     return Shape(section.depth, section.width, section.nodes)
 
 
-def read_corpus(path: Path) -> list[list[int]]:
-    """The texts of a JSONL file, as the prompts and the responses of a run are written."""
+def read_corpus(path: Path, vocab_size: int) -> list[list[int]]:
+    """The texts of a JSONL file, as the prompts and the responses of a run are written.
+
+    Raises ValueError, naming the row, for what is no text of the target's tokens.
+    """
     texts: list[list[int]] = []
     for number, row in enumerate(read_jsonl(path), start=1):
-        if "tokens" in row:
-            texts.append(row["tokens"])
-        elif {"prompt", "response"} <= row.keys():
-            texts.append(row["prompt"] + row["response"])
-        else:
+        place = f"decode.corpus: row {number} of {path}"
+        if not {"tokens"} <= row.keys() and not {"prompt", "response"} <= row.keys():
             raise ValueError(
-                f"decode.corpus: row {number} of {path} has fields {sorted(row)}; tokens are allowed, or "
-                f"prompt and response, as a run writes them"
+                f"{place} has fields {sorted(row)}; tokens are allowed, or prompt and response, as a run writes them"
             )
+        text: list[int] = []
+        for name in ("tokens",) if "tokens" in row else ("prompt", "response"):
+            tokens = row[name]
+            if not isinstance(tokens, list):
+                raise ValueError(f"{place}: {name} is {reprlib.repr(tokens)}, a list of the target's tokens is allowed")
+            for token in tokens:
+                if type(token) is not int or not 0 <= token < vocab_size:
+                    raise ValueError(
+                        f"{place}: {name} holds {token!r}, the target's tokens 0 to {vocab_size - 1} are allowed; was "
+                        f"it made with another tokenizer?"
+                    )
+            text += tokens
+        texts.append(text)
     return texts

@@ -28,7 +28,7 @@ class ModelAsGuesser:
     max_levels: int | None = None
 
     def __init__(self, model: TargetModel, target: TargetModel) -> None:
-        """Vocabularies may be padded to different sizes; only tokens that both have are drafted."""
+        """Vocabularies may differ by padding or added tokens; only tokens that both have are drafted."""
         self.model = model
         self.columns = min(model.config.vocab_size, target.config.vocab_size)
         self.vocab = DraftVocab(torch.arange(self.columns), target.config.vocab_size)
@@ -45,9 +45,10 @@ class ModelAsGuesser:
     def project(self, taps: Tensor) -> Tensor:
         return taps
 
-    def __call__(self, *args: Any, **options: Any) -> Tensor:
-        """(tokens, positions, masks, cache) to logits."""
-        logits: Tensor = self.model.forward(*args, **options).logits
+    def __call__(self, tokens: Int[Tensor, "batch block"], *args: Any, **options: Any) -> Tensor:
+        """(tokens, positions, masks, cache) to logits; it reads its last token where it does not know the target's."""
+        known = tokens.clamp(max=self.model.config.vocab_size - 1)
+        logits: Tensor = self.model.forward(known, *args, **options).logits
         return logits
 
     def logits(self, hidden: Float[Tensor, "*axes vocab"], level: int = 0) -> Float[Tensor, "*axes draft_vocab"]:
@@ -90,7 +91,7 @@ class ModelDrafter(HeadDrafter):
 
     @torch.inference_mode()
     def begin(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
-        self.head.model.forward(text[:, :-1], cache=KVCache(self.slots(row), None), last_only=True)
+        self.head(text[:, :-1], cache=KVCache(self.slots(row), None), last_only=True)
 
     def slots(self, cache: KVCache) -> Slots:
         """Where the model keeps keys and values."""
