@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -72,7 +73,8 @@ class KVCache(Cache):
     ) -> KVCache:
         """Room for `batch` rows of `capacity` tokens each, the nodes of a pending tree included; all rows in use."""
         shapes = [target_shape] if head_shape is None else [target_shape, head_shape]
-        parts = allocate([(layers, 2, batch, heads, capacity, dim) for layers, heads, dim in shapes], dtype, device)
+        sizes = [(layers, 2, batch, heads, capacity, dim) for layers, heads, dim in shapes]
+        parts = allocate(sizes, dtype, device, static)
         slots = [OpaqueSlots(part, batch, static) for part in parts]
         return cls(slots[0], slots[1] if head_shape else None)
 
@@ -113,14 +115,18 @@ class KVCache(Cache):
         wanted = max(capacity, min(2 * self.target.capacity, limit))
         wanted = min(-(-wanted // PAGE) * PAGE, max(limit, capacity))
         shapes = [(*s.storage.shape[:4], wanted, s.storage.shape[5]) for s in self.slots]
-        parts = allocate(shapes, self.target.storage.dtype, self.target.storage.device)
+        parts = allocate(shapes, self.target.storage.dtype, self.target.storage.device, self.target.static)
         grown = [slots.grown(part) for slots, part in zip(self.slots, parts, strict=True)]
         self.target, self.head = grown[0], grown[1] if self.head is not None else None
 
 
-def allocate(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device | str) -> list[Tensor]:
+def allocate(
+    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device | str, static: bool
+) -> list[Tensor]:
     """Tensors side by side in one allocation."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
-    # Zeros, not empty: a fused kernel may multiply a masked slot by weight 0, and 0 x NaN is NaN.
-    storage = torch.zeros(sum(sizes), dtype=dtype, device=device)
+    # A row alone reads no slot that it has not written. Elsewhere masks cover some, and a fused kernel may multiply a
+    # masked slot by weight 0, where 0 x NaN is NaN: then it must be zeros.
+    alone = shapes[0][2] == 1 and not static
+    storage = (torch.empty if alone else torch.zeros)((sum(sizes),), dtype=dtype, device=device)
     return [part.view(shape) for part, shape in zip(storage.split(sizes), shapes, strict=True)]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -398,14 +399,14 @@ def test_target_and_head_share_one_allocation_and_no_slot(target: TargetModel, h
         assert cache.head.storage.untyped_storage().data_ptr() == storage.data_ptr()
         assert cache.num_bytes == storage.nbytes() == batch * 16 * (896 + math.prod(head.cache_shape) * 2 * 4)
         cache.target.storage.fill_(3)
-        assert (cache.head.storage == 0).all()
         cache.head.storage.fill_(4)
         assert (cache.target.storage == 3).all()
 
 
-def test_padding_slots_hold_no_nan(target: TargetModel) -> None:
+@pytest.mark.parametrize(("batch", "static"), [(2, False), (1, True), (2, True)])
+def test_padding_slots_hold_no_nan(target: TargetModel, batch: int, static: bool) -> None:
     """A fused kernel may multiply a masked slot by weight 0, and 0 x NaN is NaN."""
-    cache = target.new_cache(1000, (1, 2, 8))
+    cache = target.new_cache(1000, (1, 2, 8), batch, static)
     cache.make_room(3000, 3000)
     assert all((slots.storage == 0).all() for slots in cache.slots)
 
@@ -418,3 +419,26 @@ def test_generations_beyond_a_page_are_batched_too(target: TargetModel, page: Ca
     wanted = [generate(target, prompt, 12).tokens for prompt in prompts]
     page(2)
     assert [generation.tokens for generation in generate_batch(target, requests, max_batch=2)] == wanted
+
+
+@pytest.mark.parametrize("name", list(DRAFTERS))
+def test_a_row_alone_reads_no_slot_that_it_has_not_written(
+    target: TargetModel,
+    make_head: Callable[..., Eagle3Head],
+    page: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    """Its cache is not cleared: whatever was in that memory, were it NaN, must not reach the text or the drafts."""
+    text = PROMPT + generate(target, PROMPT, 40).tokens
+
+    def stats(filler: float) -> tuple[list[int], list[int]]:
+        with monkeypatch.context() as patched:
+            patched.setattr(torch, "empty", partial(torch.full, fill_value=filler))
+            found = generate(target, PROMPT, 40, drafter=DRAFTERS[name](Texts(target, [text], make_head)))
+        return found.tokens, found.stats.accepted_at_depth
+
+    page(8)
+    clean, dirty = stats(0.0), stats(math.nan)
+    assert clean[0] == text[len(PROMPT) :]
+    assert dirty == clean

@@ -96,6 +96,13 @@ def random_pool(levels: int, width: int, score_step: float, rows: int = 3) -> Po
     return pool
 
 
+@pytest.fixture(params=[0, 10**6], ids=["all at once", "one by one"])
+def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few nodes are chosen on the host, many by tensors."""
+    monkeypatch.setattr("inference.drafters.growth.FEW", request.param)
+
+
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("score_step", [0.0, 1.0, 0.125], ids=["all tied", "many ties", "ties"])
 @pytest.mark.parametrize("width", [1, 2, 4])
 def test_the_best_nodes_are_closed_under_parents_even_with_ties(width: int, score_step: float) -> None:
@@ -118,6 +125,7 @@ def test_the_best_nodes_are_closed_under_parents_even_with_ties(width: int, scor
                 assert torch.equal(scores[numbers - 1].sort(descending=True).values, best)
 
 
+@pytest.mark.usefixtures("either_way")
 def test_nodes_that_may_not_be_hang_nowhere() -> None:
     """1 and 2 below the root, 3 and 4 below 1; in the second row there is no room for a second level."""
     none = -torch.inf

@@ -1,5 +1,6 @@
 """How a tree grows: which nodes are expanded on each level, and which of all the drafted ones are verified."""
 
+import math
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Protocol, runtime_checkable
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from inference.drafters import Verified
 from inference.tree import Tree
+
+FEW = 256  # nodes of all rows
 
 
 @dataclass
@@ -46,12 +49,37 @@ class Pool:
 
     def best(self, roots: Int[Tensor, "batch 1"], count: int) -> Tree:
         """The `count` nodes of the highest score below each root; those that may not be (-inf) hang nowhere."""
+        if roots.device.type == "cpu" and len(self) * len(roots) <= FEW:
+            return self.best_one_by_one(roots, count)
         if count >= len(self):
             return self.whole(roots)
         scores = torch.cat(self.scores, dim=1)
         # A child never scores above its parent, and a stable sort settles ties in the parent's favour.
         best = torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :count]
         return self.tree(roots, best.sort(dim=1).values, scores)
+
+    def best_one_by_one(self, roots: Int[Tensor, "batch 1"], count: int) -> Tree:
+        """The same on the host: of few nodes that takes two thirds of the time."""
+        scores, tokens, expanded = (
+            [level.tolist() for level in levels] for levels in (self.scores, self.tokens, self.expanded)
+        )
+        children = [level.shape[1] // above.shape[1] for level, above in zip(self.tokens, self.expanded, strict=True)]
+        all_tokens, all_parents = [], []
+        for row, root in enumerate(roots[:, 0].tolist()):
+            score = [each for level in scores for each in level[row]]
+            token = [each for level in tokens for each in level[row]]
+            above = [
+                each
+                for level, times in zip(expanded, children, strict=True)
+                for each in level[row]
+                for _ in range(times)
+            ]
+            order = sorted(range(len(score)), key=score.__getitem__, reverse=True)  # stable
+            chosen = sorted(order[:count])
+            place = {node + 1: new for new, node in enumerate([-1, *chosen])}
+            all_tokens.append([root, *(token[node] for node in chosen)])
+            all_parents.append([-1, *(-1 if score[node] == -math.inf else place[above[node]] for node in chosen)])
+        return Tree(torch.tensor(all_tokens), torch.tensor(all_parents), deepest=len(self.tokens))
 
     def whole(self, roots: Int[Tensor, "batch 1"]) -> Tree:
         """All of its nodes, whose numbers are theirs in the tree already; those that may not be hang nowhere."""

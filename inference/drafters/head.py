@@ -247,7 +247,8 @@ class HeadDrafter:
         """Log of the estimated chance that the target chooses each token, given its noise at that position."""
         greedy, sampled, noise_weight = self.head.calibration.at(level)
         if sampling.all_greedy:
-            scores = sampling.warp(logits, frontier.history, self.columns).float() * greedy
+            scores = sampling.warp(logits, frontier.history, self.columns).float()
+            scores = scores if greedy == 1 else scores * greedy
         else:
             # All nodes of a level stand at one position.
             positions = (roots + level + 1).unsqueeze(1)
