@@ -123,10 +123,10 @@ def tau_of(texts: list[Generation]) -> float:
 
 def of_greedy(texts: list[Generation], greedy: list[Generation]) -> Interval:
     """tau over tau at temperature 0, the prompts being what varies; tokens per step compare as per second."""
-    tokens, steps, greedy_tokens, greedy_steps = (
-        [sum(each[number :: len(greedy)]) for number in range(len(greedy))]
+    steps, tokens, greedy_steps, greedy_tokens = (
+        [sum(getattr(text.stats, name) for text in way[number :: len(greedy)]) for number in range(len(greedy))]
         for way in (texts, greedy)
-        for each in ([text.stats.tokens for text in way], [text.stats.steps for text in way])
+        for name in ("steps", "tokens")
     )
     return speedup(steps, tokens, greedy_steps, greedy_tokens, seed=0)
 

@@ -167,7 +167,7 @@ class Slots:
 
     def grown(self, storage: Tensor) -> "Slots":
         """The same content in a larger storage, with the slot behind each row's length, as in `end_row`."""
-        held = min(max(self.lengths, default=0) + 1, self.storage.shape[4])
+        held = min(max(self.lengths, default=0) + 1, self.capacity)
         storage[:, :, : len(self.lengths), :, :held] = self.storage[:, :, : len(self.lengths), :, :held]
         slots = Slots(storage, len(self.lengths), self.static)
         slots.set_lengths(self.lengths)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from inference.cache import PAGE
 from inference.drafters import PLAIN, Drafter, Verified
-from inference.sampling import BatchSampling, History, Sampling
+from inference.sampling import BatchSampling, History, Sampling, check_bias
 from inference.static import StaticStep, size_bucket
 from inference.stopping import StopStrings, cut_at_end
 from inference.target import TargetModel
@@ -101,14 +101,6 @@ def check_length(target: TargetModel, prompt: list[int], max_new_tokens: int) ->
             f"a prompt of {len(prompt)} tokens and max_new_tokens {max_new_tokens} exceed the target's {limit} "
             f"positions; shorten the prompt to {max(limit - max_new_tokens, 0)} tokens or lower decode.max_new_tokens"
         )
-
-
-def check_bias(target: TargetModel, sampling: Sampling) -> None:
-    """Refuse, before any work, a bias for a token that the target does not have."""
-    vocab = target.config.vocab_size
-    beyond = [token for token, _ in sampling.logit_bias if token >= vocab]
-    if beyond:
-        raise ValueError(f"logit_bias: token {beyond[0]} given, 0 to {vocab - 1} is allowed")
 
 
 def generate(
@@ -203,7 +195,8 @@ class DecodeLoop:
         self.target, self.drafter = target, drafter or PLAIN
         for request in requests:
             check_length(target, request.prompt, request.max_new_tokens)
-            check_bias(target, request.sampling)
+            highest = max((token for token, _ in request.sampling.logit_bias), default=0)
+            check_bias(highest, target.config.vocab_size)
         self.tap_columns = target.tap_columns(self.drafter.taps)
         if len({request.sampling.rule for request in requests}) > 1:
             raise ValueError("the requests of a batch must agree on decode.acceptance; decode them in separate calls")

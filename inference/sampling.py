@@ -318,12 +318,20 @@ class BatchSampling:
         return whole
 
 
+def check_bias(highest: int, vocab_size: int) -> None:
+    """Refuse a bias for a token that the target does not have."""
+    if highest >= vocab_size:
+        raise ValueError(f"logit_bias: token {highest} given, 0 to {vocab_size - 1} is allowed")
+
+
 def biased(logits: Float[Tensor, "batch nodes vocab"], bias: Tensor, tokens: Tensor | None) -> Tensor:
-    """Logits plus what `bias` holds for the token of each column."""
+    """Logits plus what `bias` holds for the token of each column; ValueError for a bias beyond the vocabulary."""
     if tokens is not None:
         padded = torch.nn.functional.pad(bias, (0, 1))  # the last entry serves all tokens without a bias
         return logits + padded[tokens.clamp(max=len(bias))]
-    return logits + torch.nn.functional.pad(bias, (0, logits.shape[-1] - len(bias)))
+    vocab = logits.shape[-1]
+    check_bias(len(bias) - 1, vocab)
+    return logits + torch.nn.functional.pad(bias, (0, vocab - len(bias)))
 
 
 def bias_by_token(sampling: Sampling, device: torch.device | str) -> Tensor | None:

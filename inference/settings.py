@@ -3,8 +3,9 @@
 import operator
 import reprlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
 from inference.sampling import Sampling
@@ -109,8 +110,9 @@ def has_no_effect(name: str, value: Any) -> bool:
 def with_config(base: Sampling, settings: Settings) -> Sampling:
     """The Sampling that transformers' fields and ours mean together; ValueError for a value that is not allowed."""
 
-    def number(name: str, off: float) -> float:
-        return off if settings.get(name) is None else float(settings[name])
+    def number(name: str, off: float, absent: float | None = None) -> float:
+        found = settings.get(name, absent)
+        return off if found is None else float(found)
 
     greedy, top_k = not settings["do_sample"], settings["top_k"]
     return replace(
@@ -120,10 +122,8 @@ def with_config(base: Sampling, settings: Settings) -> Sampling:
         top_p=1.0 if greedy else number("top_p", 1.0),
         min_p=0.0 if greedy else number("min_p", 0.0),
         repetition_penalty=number("repetition_penalty", 1.0),
-        presence_penalty=number("presence_penalty", 0.0) if "presence_penalty" in settings else base.presence_penalty,
-        frequency_penalty=number("frequency_penalty", 0.0)
-        if "frequency_penalty" in settings
-        else base.frequency_penalty,
+        presence_penalty=number("presence_penalty", 0.0, base.presence_penalty),
+        frequency_penalty=number("frequency_penalty", 0.0, base.frequency_penalty),
         logit_bias=read_bias(settings),
     )
 
@@ -151,9 +151,9 @@ def whole(name: str, given: Any) -> int:
 
 
 def one_or_more(name: str, given: Any) -> int | list[int]:
-    """One whole number, or a list, tuple, array or tensor of them."""
+    """One whole number, or several: a list, an array, a tensor, ..."""
     plain = given.tolist() if hasattr(given, "tolist") else given
-    if isinstance(plain, list | tuple | set | frozenset):
+    if isinstance(plain, Iterable) and not isinstance(plain, str):
         return [whole(name, each) for each in plain]
     return whole(name, plain)
 
@@ -202,7 +202,7 @@ def behind_a_word(tokenizer: Any, vocab_size: int) -> Detokenize:
         return len(text) > 1 and text.isascii() and text.isalnum()
 
     middle = vocab_size // 2  # where special tokens and bytes seldom are
-    word = next((token for token in (*range(middle, vocab_size), *range(middle)) if is_word(token)), None)
+    word = next(filter(is_word, chain(range(middle, vocab_size), range(middle))), None)
     if word is None:
         return decode
     start = len(decode([word]))
@@ -217,9 +217,10 @@ def new_tokens(settings: Settings, width: int, max_positions: int) -> int:
             warnings.warn(f"max_new_tokens ({most}) and max_length ({total}) are given; the former holds", stacklevel=4)
         return whole("max_new_tokens", most)
     if total is not None:
-        if whole("max_length", total) <= width:
-            raise ValueError(f"max_length: {total} given, more than the {width} columns of input_ids is allowed")
-        return whole("max_length", total) - width
+        longest = whole("max_length", total)
+        if longest <= width:
+            raise ValueError(f"max_length: {longest} given, more than the {width} columns of input_ids is allowed")
+        return longest - width
     warnings.warn(f"neither max_new_tokens nor max_length given: {DEFAULT_NEW_TOKENS} new tokens", stacklevel=4)
     return min(DEFAULT_NEW_TOKENS, max(max_positions - width, 1))
 

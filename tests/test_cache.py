@@ -398,7 +398,9 @@ def test_target_and_head_share_one_allocation_and_no_slot(target: TargetModel, h
         storage = cache.target.storage.untyped_storage()
         assert cache.head.storage.untyped_storage().data_ptr() == storage.data_ptr()
         assert cache.num_bytes == storage.nbytes() == batch * 16 * (896 + math.prod(head.cache_shape) * 2 * 4)
+        cache.head.storage.fill_(0)
         cache.target.storage.fill_(3)
+        assert (cache.head.storage == 0).all()
         cache.head.storage.fill_(4)
         assert (cache.target.storage == 3).all()
 

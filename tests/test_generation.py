@@ -187,9 +187,8 @@ def test_a_special_token_may_be_a_stop_string(target: TargetModel, theirs: Any, 
 
 def test_a_stop_string_may_begin_with_the_space_of_the_first_new_token(target: TargetModel, theirs: Any) -> None:
     """A tokenizer of the Llama 2 kind takes the first space of what it decodes away."""
-    words = ["abcdef", *(f"{first}{second}" for first in "wxyz" for second in LETTERS)][
-        :97
-    ]  # transformers reads abcdef
+    pairs = [first + second for first in "wxyz" for second in LETTERS]
+    words = ["abcdef", *pairs][:97]  # transformers looks at words behind abcdef
     whole_words = Tokenizer(WordLevel({f"\u2581{word}": i for i, word in enumerate(words)}, unk_token="\u2581wa"))
     whole_words.pre_tokenizer, whole_words.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=whole_words, clean_up_tokenization_spaces=False)

@@ -151,6 +151,11 @@ def test_an_unknown_rule_is_refused() -> None:
         sampling.__post_init__()
 
 
+def test_a_bias_beyond_the_vocabulary_is_refused() -> None:
+    with pytest.raises(ValueError, match="logit_bias: token 97 given, 0 to 96 is allowed"):
+        alone(Sampling(logit_bias=((97, 1.0),))).warp(torch.zeros(1, 1, 97))
+
+
 def test_a_batch_has_one_rule() -> None:
     with pytest.raises(ValueError, match="rule: rejection, seeded given in one batch, one"):
         BatchSampling([Sampling(), Sampling(rule="rejection")], "cpu")

@@ -90,12 +90,13 @@ def read_corpus(path: Path, vocab_size: int) -> list[list[int]]:
     texts: list[list[int]] = []
     for number, row in enumerate(read_jsonl(path), start=1):
         place = f"decode.corpus: row {number} of {path}"
-        if not {"tokens"} <= row.keys() and not {"prompt", "response"} <= row.keys():
+        names = ("tokens",) if "tokens" in row else ("prompt", "response")
+        if not row.keys() >= set(names):
             raise ValueError(
                 f"{place} has fields {sorted(row)}; tokens are allowed, or prompt and response, as a run writes them"
             )
         text: list[int] = []
-        for name in ("tokens",) if "tokens" in row else ("prompt", "response"):
+        for name in names:
             tokens = row[name]
             if not isinstance(tokens, list):
                 raise ValueError(f"{place}: {name} is {reprlib.repr(tokens)}, a list of the target's tokens is allowed")
