@@ -19,17 +19,16 @@ from rich.progress import track
 from rich.table import Table
 
 from heads.base import DraftHead
-from heads.build import load_head
-from heads.target_config import locate_target
-from inference.costs import CostTable
+from heads.checkpoint import load_head
 from inference.decode import DecodeStats, generate
-from inference.drafters import Drafter
+from inference.drafter import Drafter
 from inference.drafters.cost_aware import Adaptive, CostAware, growth_from_recipe
+from inference.drafters.costs import CostTable
 from inference.drafters.growth import Dynamic, Growth
 from inference.drafters.head import HeadDrafter
-from inference.report import head_folder, held_out_prompts, saved_taps
+from inference.inputs import head_folder, held_out_prompts, taps_to_read
 from inference.sampling import Sampling
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from recipes import Recipe, run_command
 
 SWEEP = [
@@ -172,9 +171,7 @@ def main() -> None:
 def run(recipe: Recipe) -> None:
     torch.set_num_threads(recipe.report.threads or torch.get_num_threads())
     prompts, folder = held_out_prompts(recipe), head_folder(recipe)
-    target = TargetModel.load(
-        recipe.target, saved_taps(recipe, locate_target(recipe.target.path, recipe.target.revision))
-    )
+    target = TargetModel.load(recipe.target, taps_to_read(recipe))
     head = load_head(folder, target.frozen)
     new_tokens, console = recipe.decode.max_new_tokens, Console()
     greedy, warm = Sampling(), Sampling(1.0, seed=recipe.decode.seed)

@@ -22,16 +22,16 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from inference.compare import Watch
 from inference.decode import generate
-from inference.drafters import Drafter
+from inference.drafter import Drafter
 from inference.drafters.growth import Dynamic
 from inference.drafters.lookahead import Lookahead
 from inference.drafters.lookup import Lookup, PromptLookup
 from inference.drafters.model import EarlyExit, ModelDrafter
 from inference.drafters.trie import Noise, Shape, Trie
-from inference.report import held_out_prompts
-from inference.target import TargetModel
+from inference.inputs import held_out_prompts
+from inference.report.compare import Watch
+from inference.target.model import TargetModel
 from recipes import Recipe, run_command
 
 TRANSFORMERS_NGRAM = 2  # its max_matching_ngram_size, by default

@@ -22,19 +22,19 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from data_pipelines.prompts import make_prompts
 from heads.base import DraftHead
-from heads.build import load_head, new_head
-from heads.target_config import locate_target
+from heads.checkpoint import load_head, new_head
 from heads.vocab import DraftVocab
-from inference.compare import Way, compare
+from inference.cuda_graph import StaticStep
 from inference.decode import DecodeLoop, Request
-from inference.drafters import PLAIN, Drafter, Verified
+from inference.drafter import PLAIN, Drafter, Verified
 from inference.drafters.growth import Dynamic
 from inference.drafters.head import HeadDrafter
-from inference.report import head_folder, machine, report_prompts, saved_taps
-from inference.report_tables import as_tables
+from inference.inputs import head_folder, taps_to_read
+from inference.report.command import machine, report_prompts
+from inference.report.compare import Way, compare
+from inference.report.tables import as_tables
 from inference.sampling import BatchSampling, Sampling
-from inference.static import StaticStep
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from recipes import Recipe, run_command
 from recipes.schema import Eagle3Section
 
@@ -242,8 +242,7 @@ def eight_billion(console: Console, device: torch.device, config: LlamaConfig, p
 def demo(console: Console, recipe: Recipe) -> None:
     """The real head on the real small target, whose steps are so short that the host's share shows."""
     make_prompts(recipe)
-    folder = locate_target(recipe.target.path, recipe.target.revision)
-    target = TargetModel.load(recipe.target, saved_taps(recipe, folder))
+    target = TargetModel.load(recipe.target, taps_to_read(recipe))
     head = load_head(head_folder(recipe), target.frozen)
     depth = recipe.decode.depth
     ways = [

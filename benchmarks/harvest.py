@@ -19,13 +19,13 @@ from rich.table import Table
 from torch import Tensor
 
 from data_pipelines.batches import Batch, length_buckets
-from data_pipelines.codec import bytes_per_token
 from data_pipelines.features import tap, write_features
 from data_pipelines.harvest import harvest
 from data_pipelines.responses import Text, responses_path
+from data_pipelines.shard_work import Piece, metered, pieces
 from data_pipelines.shards import FeatureStore, note_path, shard_name
-from data_pipelines.work import Piece, metered, pieces
-from inference.target import TargetModel
+from data_pipelines.state_encoding import bytes_per_token
+from inference.target.model import TargetModel
 from recipes import Recipe, run_command
 from recipes.jsonl import read_jsonl
 from trainers.eagle import run

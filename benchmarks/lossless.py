@@ -14,15 +14,14 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from heads.build import load_head
-from heads.target_config import locate_target
-from inference.compare import Way, run_way
+from heads.checkpoint import load_head
 from inference.drafters.cost_aware import growth_from_recipe
 from inference.drafters.growth import Dynamic
 from inference.drafters.head import HeadDrafter
-from inference.report import head_folder, held_out_prompts, saved_taps
+from inference.inputs import head_folder, held_out_prompts, taps_to_read
+from inference.report.compare import Way, run_way
 from inference.sampling import sampling_from_recipe
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from recipes import Recipe, run_command
 
 
@@ -33,7 +32,7 @@ def main() -> None:
 def check(recipe: Recipe) -> None:
     torch.set_num_threads(recipe.report.threads or torch.get_num_threads())
     prompts, folder = held_out_prompts(recipe), head_folder(recipe)
-    taps = saved_taps(recipe, locate_target(recipe.target.path, recipe.target.revision))
+    taps = taps_to_read(recipe)
     target = TargetModel.load(recipe.target, taps)
     head, random_head = (load_head(folder, target.frozen) for _ in range(2))
     generator = torch.Generator().manual_seed(recipe.seed)

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from data_pipelines.harvest import harvest
 from heads.base import DraftHead
-from heads.build import load_head, new_head
+from heads.checkpoint import load_head, new_head
 from heads.frozen import FrozenTarget
 from heads.target_config import locate_target
 from inference.calibrate import fit_calibration, score_text
@@ -27,9 +27,9 @@ from inference.decode import DecodeStats, Request, generate_batch
 from inference.drafters.cost_aware import searched_tree
 from inference.drafters.growth import Dynamic, Fixed, Growth
 from inference.drafters.head import HeadDrafter
-from inference.report import held_out_prompts
+from inference.inputs import held_out_prompts
 from inference.sampling import sampling_from_recipe
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from recipes import Recipe, load_recipe, run_command
 from trainers.run import run
 

@@ -21,15 +21,14 @@ from torch import Tensor
 from torch.distributions import Categorical
 
 from heads.base import DraftHead
-from heads.build import load_head
-from heads.target_config import locate_target
+from heads.checkpoint import load_head
 from inference.decode import DecodeStats, Generation, Request, generate_batch
 from inference.drafters.growth import Dynamic
 from inference.drafters.head import Frontier, HeadDrafter
-from inference.report import head_folder, held_out_prompts, saved_taps
+from inference.inputs import head_folder, held_out_prompts, taps_to_read
+from inference.report.statistics import Interval, speedup
 from inference.sampling import BatchSampling, Sampling
-from inference.statistics import Interval, speedup
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from recipes import Recipe, run_command
 
 IN_USE = (Dynamic(5, 8, 31), Dynamic(7, 10, 59))  # SGLang's documentation and the paper on EAGLE-3, less the root
@@ -84,9 +83,7 @@ def main() -> None:
 def run(recipe: Recipe) -> None:
     torch.set_num_threads(recipe.report.threads or torch.get_num_threads())
     prompts, folder, decode = held_out_prompts(recipe), head_folder(recipe), recipe.decode
-    target = TargetModel.load(
-        recipe.target, saved_taps(recipe, locate_target(recipe.target.path, recipe.target.revision))
-    )
+    target = TargetModel.load(recipe.target, taps_to_read(recipe))
     head = load_head(folder, target.frozen)
     writer = Writer(target, head, prompts, decode.max_new_tokens, decode.seed)
     trees = [Dynamic(decode.depth, decode.width, decode.nodes), *IN_USE]

@@ -24,18 +24,19 @@ from rich.table import Table
 from train_step import peer_python
 
 from data_pipelines.harvest import harvest
-from data_pipelines.order import SampleOrder
+from data_pipelines.sample_order import SampleOrder
 from data_pipelines.shards import FeatureStore
 from heads.base import DraftHead
-from heads.build import load_head
+from heads.checkpoint import load_head
 from heads.convert import convert
 from heads.target_config import TargetConfig, locate_target
 from inference.decode import DecodeStats, generate
 from inference.drafters.cost_aware import growth_from_recipe
 from inference.drafters.head import HeadDrafter
-from inference.report import held_out_prompts, machine
+from inference.inputs import held_out_prompts
+from inference.report.command import machine
 from inference.sampling import Sampling
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from recipes import Recipe
 from recipes.command_line import recipe_from_command_line
 from recipes.schema import Eagle3Section

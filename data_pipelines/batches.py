@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from data_pipelines.shards import Sample
-from heads.documents import Documents
+from heads.packing import Documents
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from jinja2 import TemplateError
 from data_pipelines.conversations import Conversation
 from data_pipelines.rows import BadRow
 from data_pipelines.stage import Json
-from inference.tokenizer import Tokenizer
+from inference.target.tokenizer import Tokenizer
 
 Turns = Literal["all", "last"]
 Span = tuple[int, int]

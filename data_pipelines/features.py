@@ -8,12 +8,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from data_pipelines.background import Behind
 from data_pipelines.batches import length_buckets
-from data_pipelines.behind import Behind
 from data_pipelines.responses import Text, responses_path
+from data_pipelines.shard_work import Meter, Piece
 from data_pipelines.shards import ShardBuffer, shard_is_whole, shard_name, stored_states, stored_tokens
-from data_pipelines.work import Meter, Piece
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from recipes import Recipe
 from recipes.jsonl import read_jsonl
 

@@ -11,8 +11,8 @@ from functools import cache, partial
 import torch
 from accelerate import PartialState
 
+from data_pipelines.cost_estimate import Plan, first_batch, foreseen, timed
 from data_pipelines.features import Ask, tap, write_features
-from data_pipelines.plan import Plan, first_batch, foreseen, timed
 from data_pipelines.prompts import make_prompts
 from data_pipelines.responses import (
     Text,
@@ -27,6 +27,7 @@ from data_pipelines.responses import (
     write_given,
     write_responses,
 )
+from data_pipelines.shard_work import begin, idle_cores, metered, pieces, start_processes
 from data_pipelines.shards import (
     MANIFEST,
     read_manifest,
@@ -37,12 +38,11 @@ from data_pipelines.shards import (
 from data_pipelines.stage import Stage, file_digest, target_identity
 from data_pipelines.store import adopt
 from data_pipelines.token_counts import shards_identity, write_counts
-from data_pipelines.work import begin, idle_cores, metered, pieces, start_ranks
-from heads.build import head_taps
+from heads.checkpoint import head_taps
 from heads.frozen import FrozenTarget
 from heads.target_config import TargetConfig, locate_target
-from inference.shared import Ranks
-from inference.target import TargetModel
+from inference.target.model import TargetModel
+from inference.target.ranks import Ranks
 from recipes import Recipe, run_command
 from recipes.jsonl import read_jsonl
 
@@ -202,7 +202,7 @@ def check_teacher(recipe: Recipe, target: TargetModel) -> None:
 
 
 def main() -> None:
-    start_ranks()
+    start_processes()
     run_command(__doc__, lambda recipe: print(recipe.features_dir, harvest(recipe).facts()))
 
 

@@ -17,7 +17,7 @@ from data_pipelines.prompts import INTAKE_REPORT, make_prompts
 from data_pipelines.responses import Text
 from data_pipelines.stage import Json, Stage
 from heads.target_config import locate_target
-from inference.tokenizer import Tokenizer, load_tokenizer
+from inference.target.tokenizer import Tokenizer, load_tokenizer
 from recipes import Recipe, run_command
 from recipes.jsonl import read_jsonl
 

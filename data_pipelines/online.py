@@ -9,8 +9,8 @@ from torch import Tensor
 from data_pipelines.batches import length_buckets
 from data_pipelines.features import Ask, on_host
 from data_pipelines.responses import Text, count_written, responses_path
+from data_pipelines.shard_work import pieces
 from data_pipelines.shards import Sample, median_tap_sizes
-from data_pipelines.work import pieces
 from recipes import Recipe
 from recipes.jsonl import read_jsonl
 

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 from data_pipelines.chat_masks import ChatTemplate, MaskedTokens, runs
 from data_pipelines.conversations import Conversation, TokenRow, parse_row
-from data_pipelines.intake import Intake
-from data_pipelines.python_stdlib import source_files
+from data_pipelines.demo.python_stdlib import source_files
+from data_pipelines.row_report import Intake
 from data_pipelines.rows import BadRow, read_rows, source_digest
 from data_pipelines.stage import Json, Stage, file_digest, write_jsonl, write_text
 from heads.target_config import locate_target
-from inference.tokenizer import Tokenizer, load_tokenizer
+from inference.target.tokenizer import Tokenizer, load_tokenizer
 from recipes import Recipe, run_command
 from recipes.schema import PYTHON_STDLIB, DataSection
 

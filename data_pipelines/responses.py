@@ -9,19 +9,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from data_pipelines.server import CompletionServer
+from data_pipelines.completion_client import CompletionServer
+from data_pipelines.shard_work import Meter, Piece, pieces
 from data_pipelines.stage import Json, Stage, file_digest, target_identity, write_jsonl, write_text
-from data_pipelines.work import Meter, Piece, pieces
-from heads.build import load_head
+from heads.checkpoint import load_head
 from heads.target_config import locate_target
 from inference.decode import Request, generate_batch
-from inference.drafters import Drafter
+from inference.drafter import Drafter
 from inference.drafters.cost_aware import growth_from_recipe
 from inference.drafters.head import HeadDrafter
 from inference.sampling import Sampling
-from inference.shared import Ranks
-from inference.target import TargetModel
-from inference.tokenizer import load_tokenizer
+from inference.target.model import TargetModel
+from inference.target.ranks import Ranks
+from inference.target.tokenizer import load_tokenizer
 from recipes import Recipe
 from recipes.jsonl import read_jsonl
 

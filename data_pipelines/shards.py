@@ -11,8 +11,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from data_pipelines.codec import decode, encode
 from data_pipelines.stage import CHECKSUM, Json, checksum, write_text
+from data_pipelines.state_encoding import decode, encode
 from data_pipelines.token_counts import read_counts
 
 MANIFEST = "manifest.json"

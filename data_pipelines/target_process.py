@@ -8,7 +8,7 @@ from threading import Lock
 from safetensors.torch import load, save
 
 from data_pipelines.features import States, tap
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from recipes.schema import TargetSection
 
 

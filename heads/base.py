@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from heads.cache import AttentionCache
 from heads.calibration import Calibration
 from heads.frozen import FrozenTarget
+from heads.layers import AttentionCache
 from heads.target_config import TargetConfig
 from heads.vocab import DraftVocab
 from recipes.schema import HeadSection
@@ -41,6 +41,11 @@ class DraftHead(nn.Module, ABC):
     @abstractmethod
     def section_taps(cls, section: HeadSection, target: TargetConfig) -> tuple[int, ...]:
         """The `taps` of a head that a recipe names."""
+
+    @classmethod
+    @abstractmethod
+    def config_taps(cls, config: dict[str, Any], target: TargetConfig) -> tuple[int, ...]:
+        """The `taps` of a head that a config.json describes."""
 
     @classmethod
     @abstractmethod

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from heads.documents import Documents
 from heads.frozen import at_least_float32
+from heads.packing import Documents
 
 QUERY_BLOCK = 128  # queries that the portable kernel scores at once
 Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]

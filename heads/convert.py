@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from heads.build import save_head
+from heads.checkpoint import save_head
 from heads.formats.files import HeadFiles, check_free
 from heads.formats.published import import_head, widest_dtype
 from heads.frozen import FrozenTarget

@@ -12,10 +12,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from heads.base import UNROLL_MARGIN
-from heads.cache import AttentionCache
 from heads.frozen import FrozenTarget
 from heads.last_hidden import LastHiddenHead, input_scales
-from heads.layers import MLP, Attention, LayerShape, RMSNorm, rotary_table
+from heads.layers import MLP, Attention, AttentionCache, LayerShape, RMSNorm, rotary_table
 from heads.vocab import DraftVocab
 from recipes.schema import Eagle1Section, HeadSection
 

@@ -9,9 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from heads.base import UNROLL_MARGIN, DraftHead
-from heads.cache import AttentionCache
 from heads.frozen import FrozenTarget
-from heads.layers import MLP, Attention, LayerShape, RMSNorm, rotary_table, scales_of
+from heads.layers import MLP, Attention, AttentionCache, LayerShape, RMSNorm, rotary_table, scales_of
 from heads.target_config import TargetConfig
 from heads.vocab import DraftVocab
 from recipes.schema import Eagle3Section, HeadSection
@@ -95,6 +94,12 @@ class Eagle3Head(DraftHead):
         return target.default_taps() if section.taps is None else section.taps
 
     @classmethod
+    def config_taps(cls, config: dict[str, Any], target: TargetConfig) -> tuple[int, ...]:
+        """What config.json names, or the places where every engine looks by default."""
+        named = config.get("headstart", {}).get("taps") or config.get("eagle_aux_hidden_state_layer_ids")
+        return tuple(named or target.default_taps())
+
+    @classmethod
     def from_section(cls, section: HeadSection, frozen: FrozenTarget, vocab: DraftVocab) -> "Eagle3Head":
         assert isinstance(section, Eagle3Section)
         target = frozen.config
@@ -122,7 +127,7 @@ class Eagle3Head(DraftHead):
         shape = Eagle3Shape.from_config(
             config,
             target,
-            taps=saved_taps(config, target),
+            taps=cls.config_taps(config, target),
             fc_norm=config.get("fc_norm", False),
             norm_output=config.get("norm_output", False),
             own_embedding="embed_tokens.weight" in tensors or config.get("hidden_size") != target.hidden_size,
@@ -234,9 +239,3 @@ class Eagle3Head(DraftHead):
         tokens: Int[Tensor, "batch seq"],
     ) -> Float[Tensor, "batch seq next_feature"]:
         return self.norm(hidden) if self.shape.norm_output else hidden
-
-
-def saved_taps(config: dict[str, Any], target: TargetConfig) -> tuple[int, ...]:
-    """The taps that a head's config.json names, or the places where every engine looks by default."""
-    named = config.get("headstart", {}).get("taps") or config.get("eagle_aux_hidden_state_layer_ids")
-    return tuple(named or target.default_taps())

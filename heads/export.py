@@ -17,7 +17,7 @@ from httpx import HTTPError
 from huggingface_hub import HfApi
 
 from heads.base import DraftHead
-from heads.build import load_head
+from heads.checkpoint import load_head
 from heads.formats.card import card
 from heads.formats.contracts import AUTHORS, RULES, findings
 from heads.formats.files import HeadFiles, check_free, write_folder

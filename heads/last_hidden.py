@@ -1,5 +1,7 @@
 """What the heads share whose feature is the target's last hidden state behind its final norm: EAGLE-1 and Medusa."""
 
+from typing import Any
+
 from jaxtyping import Float
 from torch import Tensor
 
@@ -27,6 +29,10 @@ class LastHiddenHead(DraftHead):
 
     @classmethod
     def section_taps(cls, section: HeadSection, target: TargetConfig) -> tuple[int, ...]:
+        return (target.num_layers,)
+
+    @classmethod
+    def config_taps(cls, config: dict[str, Any], target: TargetConfig) -> tuple[int, ...]:
         return (target.num_layers,)
 
     @property

@@ -2,14 +2,13 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heads.cache import AttentionCache, attention
 from heads.target_config import Rope, TargetConfig
 from recipes.schema import LayerSection
 
@@ -139,6 +138,30 @@ def rotate(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     first, second = states.chunk(2, dim=-1)
     turned = states * cosines + torch.cat([-second, first], dim=-1) * sines
     return turned.to(states.dtype)  # under autocast the table has more digits than the states
+
+
+@runtime_checkable  # the shape checks of the tests look at instances
+class AttentionCache(Protocol):
+    """Attention over what came before and the block at hand, which it remembers."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor: ...
+
+
+def attention(
+    query: Float[Tensor, "batch heads queries head_dim"],
+    key: Float[Tensor, "batch kv_heads keys head_dim"],
+    value: Float[Tensor, "batch kv_heads keys head_dim"],
+    mask: Float[Tensor, "*axes queries keys"] | None = None,
+) -> Float[Tensor, "batch heads queries head_dim"]:
+    """Softmax attention under an additive mask; without one every query sees every key, a square block causally."""
+    return functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None and query.shape[2] > 1 and query.shape[2] == key.shape[2],
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
 
 
 class Attention(nn.Module):

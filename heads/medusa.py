@@ -11,10 +11,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heads.cache import AttentionCache
+from heads.formats.medusa_layout import from_any_layout
 from heads.frozen import FrozenTarget
 from heads.last_hidden import LastHiddenHead, input_scales
-from heads.medusa_layout import from_any_layout
+from heads.layers import AttentionCache
 from heads.vocab import DraftVocab
 from recipes.schema import HeadSection, MedusaSection
 

@@ -1,5 +1,6 @@
 """Attention of one unroll step: a causal block over the step-0 keys and one key of each later step."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from heads.causal_kernels import kernel_for
-from heads.documents import Documents
+from heads.packing import Documents
 
 
 def unroll_attention(
@@ -83,3 +84,25 @@ def over_groups(tensor: Tensor) -> Tensor:
 def dot(first: Tensor, second: Tensor, dtype: torch.dtype) -> Tensor:
     """Scalar products over the last axis, added up in `dtype`."""
     return (first * second).sum(-1, dtype=dtype)
+
+
+class UnrollCache:
+    """The keys of a training-time-test unroll of one layer (EAGLE-3, section 3.2).
+
+    Step 0 is ordinary causal attention. At step k a position sees the step-0 keys up to itself and exactly its own
+    index of each step 1..k: just what drafting will see k tokens behind the last verified one. In packed rows, all of
+    that within its document.
+    """
+
+    def __init__(
+        self, keys: Sequence[Tensor] = (), values: Sequence[Tensor] = (), documents: Documents | None = None
+    ) -> None:
+        """`keys` and `values` of the steps so far, [batch, kv_heads, seq, head_dim] each."""
+        self.keys, self.values, self.documents = list(keys), list(values), documents
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        assert layer == 0
+        assert mask is None
+        self.keys.append(key)
+        self.values.append(value)
+        return unroll_attention(query, self.keys, self.values, self.documents)

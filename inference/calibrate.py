@@ -14,17 +14,16 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from heads.base import DraftHead
-from heads.build import load_head, save_head
-from heads.cache import UnrollCache
 from heads.calibration import Calibration
+from heads.checkpoint import load_head, save_head
 from heads.static_tree import search_tree
-from heads.target_config import locate_target
+from heads.unroll_attention import UnrollCache
 from inference.decode import Request, generate_batch
 from inference.drafters.growth import Dynamic
 from inference.drafters.head import HeadDrafter
-from inference.report import head_folder, held_out_prompts, saved_taps
+from inference.inputs import head_folder, held_out_prompts, taps_to_read
 from inference.sampling import BatchSampling, Sampling
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from recipes import Recipe, run_command
 
 CANDIDATES = torch.logspace(-0.6, 0.7, 53)  # multipliers tried: 0.25 to 5
@@ -195,7 +194,7 @@ def main() -> None:
 def calibrate(recipe: Recipe) -> None:
     """Fit the calibration of the report's head on the report's prompts, and save it with the head."""
     folder = head_folder(recipe)
-    taps = saved_taps(recipe, locate_target(recipe.target.path, recipe.target.revision))
+    taps = taps_to_read(recipe)
     target = TargetModel.load(recipe.target, taps)
     head = load_head(folder, target.frozen)
     prompts = held_out_prompts(recipe)

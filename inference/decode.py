@@ -15,11 +15,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from inference.cache import PAGE
-from inference.drafters import PLAIN, Drafter, Verified
+from inference.cuda_graph import StaticStep, size_bucket
+from inference.drafter import PLAIN, Drafter, Verified
 from inference.sampling import BatchSampling, History, Sampling, check_bias
-from inference.static import StaticStep, size_bucket
 from inference.stopping import StopStrings, cut_at_end
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from inference.tree import take
 from inference.verify import accept, judge
 

@@ -13,14 +13,13 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from heads.build import load_head
+from heads.checkpoint import load_head
 from heads.frozen import FrozenTarget
 from heads.target_config import locate_target
 from inference.decode import DecodeLoop, DecodeStats, Generation, Request
-from inference.drafters import Drafter
+from inference.drafter import Drafter
 from inference.drafters.build import build_drafter
-from inference.sampling import Sampling, sampling_from_recipe
-from inference.settings import (
+from inference.generation_config import (
     DEFAULTS,
     Config,
     Settings,
@@ -33,7 +32,8 @@ from inference.settings import (
     whole,
     with_config,
 )
-from inference.target import TargetModel
+from inference.sampling import Sampling, sampling_from_recipe
+from inference.target.model import TargetModel
 from recipes.schema import DecodeSection, TargetSection
 
 

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from heads.cache import Slots
+from inference.cache import Slots
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from inference.noise import gumbel_noise, uniform_noise
+from inference.gumbel import gumbel_noise, uniform_noise
 from recipes.schema import DecodeSection
 
 Rule = Literal["seeded", "rejection", "typical"]

@@ -11,13 +11,13 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from heads.build import new_head
+from heads.checkpoint import new_head
 from heads.vocab import DraftVocab
 from inference.decode import generate
 from inference.drafters.growth import Dynamic
 from inference.drafters.head import HeadDrafter
 from inference.sampling import Sampling
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from recipes.schema import Eagle3Section
 
 CONFIG = LlamaConfig(

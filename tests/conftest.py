@@ -17,7 +17,7 @@ from heads.eagle3 import Eagle3Head, Eagle3Shape
 from heads.frozen import FrozenTarget
 from heads.medusa import MedusaHead, MedusaShape
 from heads.vocab import DraftVocab
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from recipes import Recipe
 
 torch.set_num_threads(1)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from heads.base import DraftHead
-from heads.build import save_head
+from heads.checkpoint import save_head
 from heads.export import export
 from heads.vocab import DraftVocab
 from recipes import Recipe

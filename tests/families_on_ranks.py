@@ -11,10 +11,10 @@ from typing import Any
 import torch.distributed as dist
 
 from data_pipelines.features import tap
-from data_pipelines.work import start_ranks
+from data_pipelines.shard_work import start_processes
 from inference.decode import Request, generate_batch
 from inference.sampling import Sampling
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from recipes.schema import TargetSection
 
 TEXTS = [list(range(3, 43)), [7, 8, 9], [50] * 20]
@@ -49,7 +49,7 @@ def largest_error(folder: Path, way: str) -> float | str:
 
 
 def main(folder: str, way: str, result: str) -> None:
-    start_ranks()
+    start_processes()
     errors = {path.name: largest_error(path, way) for path in sorted(Path(folder).iterdir())}
     if dist.get_rank() == 0:
         Path(result).write_text(json.dumps(errors, indent=1))

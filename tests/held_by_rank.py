@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from data_pipelines.features import tap
-from data_pipelines.work import start_ranks
-from inference.target import TargetModel
+from data_pipelines.shard_work import start_processes
+from inference.target.model import TargetModel
 from recipes import load_recipe
 
 
@@ -27,7 +27,7 @@ def held(parameter: nn.Parameter) -> int:
 
 def main(recipe_path: str, result: str, *overrides: str) -> None:
     """Writes the numbers that each rank holds before and behind its passes, one more on each rank than on the last."""
-    start_ranks()
+    start_processes()
     target = TargetModel.load(load_recipe(Path(recipe_path), overrides).target, (2, 7))
     counts = [sum(map(held, target.model.parameters()))]
 

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from data_pipelines.batches import Batch
 from data_pipelines.shards import FeatureStore, Sample
-from heads.build import draft_vocab, new_head
+from heads.checkpoint import draft_vocab, new_head
 from heads.frozen import FrozenTarget
 from recipes import load_recipe
 from trainers.objective import Objective, Teacher, UnrolledHead
 from trainers.optimizers import set_learning_rates
-from trainers.ranks import HeadOnRanks, gathered, share_out, start_ranks
+from trainers.ranks.head_on_ranks import HeadOnRanks, gathered
+from trainers.ranks.launch import share_out, start_accelerator
 
 STEPS, HALF, BATCH = 4, 2, 8
 CLIP_NORM = 3.3  # longer than some of the steps' gradients and shorter than others'
@@ -30,7 +31,7 @@ def main(folder: Path, result: Path, begun: Path | None = None) -> None:
     Every other step takes its batch in two parts; a last one has no finite gradient and must change nothing.
     """
     recipe = load_recipe(folder / "recipe.yaml", [f"train.clip_norm={CLIP_NORM}"])
-    accelerator = start_ranks(recipe.train)
+    accelerator = start_accelerator(recipe.train)
     frozen = FrozenTarget.from_folder(folder / "target", torch.float32, accelerator.device)
     store = FeatureStore(recipe.features_dir, "train")
     vocab = draft_vocab(recipe.head, store.token_counts(frozen.config.vocab_size))

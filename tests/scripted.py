@@ -10,13 +10,13 @@ from torch import Tensor
 from heads.eagle3 import Eagle3Head, Eagle3Shape
 from heads.vocab import DraftVocab
 from inference.cache import KVCache
-from inference.costs import NODES, CostTable, StepCosts
-from inference.drafters import Drafter, Verified
+from inference.drafter import Drafter, Verified
 from inference.drafters.cost_aware import Adaptive, CostAware
+from inference.drafters.costs import NODES, CostTable, StepCosts
 from inference.drafters.growth import Dynamic, Fixed
 from inference.drafters.head import HeadDrafter
 from inference.sampling import History
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from inference.tree import Tree
 
 VOCAB = 97

@@ -16,7 +16,7 @@ from inference.decode import DecodeLoop, DecodeStats, Request, generate, generat
 from inference.drafters.growth import Dynamic, Fixed, Growth
 from inference.drafters.head import HeadDrafter
 from inference.sampling import BatchSampling, Sampling
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 
 MakeHead = Callable[..., Eagle3Head]
 MakeModel = Callable[..., Any]

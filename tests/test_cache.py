@@ -11,12 +11,11 @@ from torch import Tensor
 
 import inference.cache
 import inference.decode
-from heads.cache import Slots
 from heads.eagle3 import Eagle3Head
-from inference.cache import KVCache
+from inference.cache import KVCache, Slots
 from inference.decode import DecodeLoop, Request, generate, generate_batch
 from inference.sampling import Sampling
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from inference.tree import Tree
 
 PROMPTS = [[5, 6, 7, 11, 3], [9, 9, 1], [*range(20, 31)]]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from recipes.schema import TrainSection
 from trainers.checkpoint import Checkpoints, Snapshot
 from trainers.optimizers import build_optimizers
-from trainers.ranks import named_state, put_state
-from trainers.training import refuse_misfit
+from trainers.ranks.head_on_ranks import named_state, put_state
+from trainers.run_state import refuse_misfit
 
 
 def snapshot(step: int, average: dict[str, Tensor] | None = None) -> Snapshot:

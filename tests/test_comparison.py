@@ -10,16 +10,16 @@ import pytest
 from scripted import Hidden, Oracle
 from tiny_run import build_tokenizer
 
-from inference.compare import Way, compare, divergence, run_together
 from inference.decode import generate
-from inference.page import coloured, on_terminal, page, pieces
-from inference.question_sets import Prompt, read_questions
-from inference.report_tables import spread
+from inference.report.compare import Way, compare, divergence, run_together
+from inference.report.page import coloured, on_terminal, page, pieces
+from inference.report.questions import Prompt, read_questions
+from inference.report.statistics import speedup
+from inference.report.svg import Scale, tree_drawing
+from inference.report.tables import spread
+from inference.report.trace import Step, Trace, trace
 from inference.sampling import Sampling
-from inference.statistics import speedup
-from inference.svg import Scale, tree_drawing
-from inference.target import TargetModel
-from inference.trace import Step, Trace, trace
+from inference.target.model import TargetModel
 
 PROMPTS = [Prompt([5, 6, 7, 11], "one"), Prompt([3], "two"), Prompt([*range(20)], "one")]
 

@@ -13,8 +13,8 @@ from tiny_run import build_run, build_target, build_tokenizer, tiny_recipe
 from data_pipelines.conversations import Conversation, parse_row
 from data_pipelines.harvest import harvest
 from data_pipelines.inspect import inspect
-from data_pipelines.intake import Intake
 from data_pipelines.prompts import INTAKE_REPORT, encode_prompt, make_prompts, read_prompts
+from data_pipelines.row_report import Intake
 from data_pipelines.rows import BadRow, read_rows
 from data_pipelines.shards import FeatureStore
 from recipes import Recipe

@@ -21,11 +21,11 @@ from exported import (
 )
 from safetensors.torch import save_file
 
-from heads.build import load_head
+from heads.checkpoint import load_head
 from heads.convert import convert
 from heads.formats.layouts import FORMATS
+from heads.formats.medusa_layout import to_reference_layout
 from heads.frozen import FrozenTarget
-from heads.medusa_layout import to_reference_layout
 
 MakeHead = Callable[..., Any]
 

@@ -14,16 +14,16 @@ from transformers import AutoModelForCausalLM
 
 from data_pipelines import prompts as prompts_module
 from data_pipelines.batches import Batch
+from data_pipelines.demo.python_stdlib import SourceFile, source_files
 from data_pipelines.harvest import check_teacher, harvest
-from data_pipelines.order import SampleOrder
 from data_pipelines.prompts import make_prompts, stdlib_prompts
-from data_pipelines.python_stdlib import SourceFile, source_files
+from data_pipelines.sample_order import SampleOrder
 from data_pipelines.shards import FeatureStore, Sample, stored_taps
 from data_pipelines.stage import Stage
-from heads.build import head_taps
+from heads.checkpoint import head_taps
 from heads.frozen import FrozenTarget
 from heads.target_config import TargetConfig
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from recipes import Recipe
 from recipes.jsonl import read_jsonl
 

@@ -14,12 +14,12 @@ from heads.eagle3 import Eagle3Head, Eagle3Shape
 from heads.target_config import Rope
 from heads.vocab import DraftVocab
 from inference.decode import DecodeLoop, DecodeStats, Generation, Request, generate, generate_batch, stream
-from inference.drafters import Drafter, NoDrafter
+from inference.drafter import Drafter, NoDrafter
 from inference.drafters.cost_aware import growth_from_recipe
 from inference.drafters.growth import Dynamic
 from inference.drafters.head import HeadDrafter
 from inference.sampling import BatchSampling, History, Sampling
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from recipes.schema import DecodeSection
 
 PROMPT, NEW_TOKENS = [5, 6, 7, 11], 20

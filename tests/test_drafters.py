@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM
 
 from inference.cache import KVCache
 from inference.decode import DecodeStats, Request, generate, generate_batch
-from inference.drafters import Drafter, Verified
+from inference.drafter import Drafter, Verified
 from inference.drafters.build import build_drafter
 from inference.drafters.growth import Dynamic, Fixed
 from inference.drafters.lookahead import Lookahead, NGrams
@@ -27,7 +27,7 @@ from inference.drafters.other_tokenizer import OtherTokenizerDrafter
 from inference.drafters.suffix_automaton import SuffixAutomaton
 from inference.drafters.trie import Shape, Trie
 from inference.sampling import BatchSampling, Sampling
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from recipes.schema import DecodeSection, TargetSection
 
 MakeModel = Callable[..., LlamaForCausalLM]

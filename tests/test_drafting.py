@@ -15,12 +15,12 @@ from heads.eagle3 import Eagle3Head
 from heads.vocab import DraftVocab
 from inference.cache import KVCache
 from inference.decode import Request, start_history
-from inference.drafters import Verified
+from inference.drafter import Verified
 from inference.drafters.cost_aware import growth_from_recipe
 from inference.drafters.growth import Dynamic, Fixed, Growth
 from inference.drafters.head import HeadDrafter
 from inference.sampling import BatchSampling, History, Sampling
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from recipes.schema import DecodeSection
 
 TEXT = [5, 6, 7, 11, 3, 80, 41, 2, 9, 60, 33, 14]  # the last one is the root

@@ -12,7 +12,7 @@ from exported import EVERY_HEAD, LIMITED, exported, read_config, read_tensors, r
 from huggingface_hub import HfApi
 from transformers import LlamaForCausalLM
 
-from heads.build import load_head, save_head
+from heads.checkpoint import load_head, save_head
 from heads.export import export
 from heads.formats import files
 from heads.formats.layouts import FORMATS

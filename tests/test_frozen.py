@@ -27,7 +27,7 @@ from transformers import (
 
 from heads.frozen import FrozenTarget
 from heads.target_config import TargetConfig, locate_target
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 
 TOKENS = torch.tensor([[5, 6, 7, 11, 3, 30], [1, 1, 2, 3, 5, 8]])
 INDEX = "model.safetensors.index.json"

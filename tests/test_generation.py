@@ -21,15 +21,15 @@ from transformers import (
     TextIteratorStreamer,
 )
 
-from heads.build import save_head
+from heads.checkpoint import save_head
 from heads.eagle3 import Eagle3Head
 from inference.decode import Generation, generate
 from inference.drafters.growth import Dynamic
 from inference.drafters.head import HeadDrafter
 from inference.generation import SpeculativeModel, SpeculativeOutput
+from inference.generation_config import DEFAULTS, IRRELEVANT, SUPPORTED, read_settings, with_config
 from inference.sampling import BatchSampling, History, Sampling
-from inference.settings import DEFAULTS, IRRELEVANT, SUPPORTED, read_settings, with_config
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 
 INF, PAD, NEW = float("inf"), 96, 10
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

@@ -21,18 +21,18 @@ from accelerate import Accelerator, PartialState
 from tiny_run import build_run, build_tokenizer, tiny_recipe
 from torch.testing import assert_close
 
-from data_pipelines.codec import bytes_per_token
+from data_pipelines.completion_client import CompletionServer
 from data_pipelines.harvest import harvest
 from data_pipelines.prompts import make_prompts
 from data_pipelines.responses import append_lines, journal_rows, sampling_of
-from data_pipelines.server import CompletionServer
+from data_pipelines.shard_work import idle_cores
 from data_pipelines.shards import FeatureStore
-from data_pipelines.work import idle_cores
-from heads.build import draft_vocab, new_head, save_head
+from data_pipelines.state_encoding import bytes_per_token
+from heads.checkpoint import draft_vocab, new_head, save_head
 from heads.frozen import FrozenTarget
 from inference.decode import generate
 from inference.sampling import Sampling
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from recipes import Recipe, load_recipe
 from recipes.jsonl import read_jsonl
 

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from heads import build
-from heads.build import load_head, save_head
+from heads import checkpoint
+from heads.checkpoint import load_head, save_head
 from heads.eagle1 import Eagle1Head
 from heads.eagle3 import Eagle3Head
 from heads.frozen import FrozenTarget
@@ -324,7 +324,7 @@ def test_a_killed_save_leaves_the_head_before_it(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(build, "save_file", killed)
+        patch.setattr(checkpoint, "save_file", killed)
         with pytest.raises(KeyboardInterrupt):
             save_head(second, tmp_path / "head")
     assert torch.equal(logits(load_head(tmp_path / "head", frozen)), logits(first))

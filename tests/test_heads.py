@@ -12,15 +12,16 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from heads.base import DraftHead
-from heads.build import new_head
-from heads.cache import Slots, UnrollCache
+from heads.checkpoint import new_head
 from heads.eagle1 import Eagle1Head
 from heads.eagle3 import Eagle3Head
 from heads.frozen import FrozenTarget
 from heads.layers import rotary_table
 from heads.target_config import Rope
+from heads.unroll_attention import UnrollCache
 from heads.vocab import DraftVocab
-from inference.target import TargetModel
+from inference.cache import Slots
+from inference.target.model import TargetModel
 from recipes.schema import Eagle1Section, Eagle3Section
 
 BATCH, SEQ = 2, 11

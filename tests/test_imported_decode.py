@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from heads.base import DraftHead
-from heads.build import load_head
+from heads.checkpoint import load_head
 from heads.convert import convert
 from heads.eagle1 import Eagle1Head, Eagle1Shape
 from heads.eagle3 import Eagle3Head
@@ -25,8 +25,8 @@ from heads.vocab import DraftVocab
 from inference.decode import generate
 from inference.drafters.growth import Dynamic
 from inference.drafters.head import HeadDrafter
-from inference.target import TargetModel
-from inference.tokenizer import load_tokenizer
+from inference.target.model import TargetModel
+from inference.target.tokenizer import load_tokenizer
 from recipes.schema import TargetSection
 
 ASSETS = Path(__file__).parents[1] / "assets"

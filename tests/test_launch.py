@@ -21,7 +21,7 @@ from torch.testing import assert_close
 
 from data_pipelines.harvest import harvest
 from recipes.schema import TrainSection
-from trainers.ranks import refuse_deepspeed, refuse_for_slices, refuse_half_precision
+from trainers.ranks.launch import refuse_deepspeed, refuse_for_slices, refuse_half_precision
 
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is an extra: pip install -e .[deepspeed]"

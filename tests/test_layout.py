@@ -2,6 +2,8 @@
 
 import ast
 import importlib.metadata
+import re
+import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -14,21 +16,21 @@ FOLDERS = ["recipes", "heads", "inference", "data_pipelines", "trainers"]  # eac
 # Library -> the only folders and files that may import it.
 ONLY_IN = {
     "transformers": (
-        "inference/target.py",
-        "inference/shared.py",  # a target that ranks hold together is loaded by its means
-        "inference/tokenizer.py",  # where decoding needs text
-        "inference/architecture.py",
+        "inference/target/",
         "inference/cache.py",  # the cache is a transformers Cache
-        "data_pipelines/demo_target.py",
-        "data_pipelines/demo_post_train.py",
+        "data_pipelines/demo/",
     ),
     "tokenizers": ("data_pipelines/",),
-    "accelerate": ("trainers/", "data_pipelines/harvest.py", "data_pipelines/work.py"),
-    "deepspeed": ("trainers/", "inference/shared.py"),
-    "peft": ("trainers/joint.py",),
+    "accelerate": ("trainers/", "data_pipelines/harvest.py", "data_pipelines/shard_work.py"),
+    "deepspeed": ("trainers/", "inference/target/ranks.py"),
+    "peft": ("trainers/medusa2.py",),
+    "matplotlib": ("inference/report/",),
     "wandb": ("trainers/",),
     "torch": ("heads/", "inference/", "data_pipelines/", "trainers/"),
 }
+
+# The rest of inference/ is the decode core, which must not know of these.
+OUTSIDE_THE_CORE = ["inference/report/", "inference/doctor/"]
 
 # Perhaps not installed, but imported by torch, transformers or accelerate on machines that have them.
 OPTIONAL_LIBRARIES = {
@@ -73,6 +75,41 @@ def violations(file: str, source: str) -> list[str]:
     return against_the_flow + out_of_place
 
 
+def imported_files(file: Path) -> set[Path]:
+    """Files of ours that a file imports, those of imports inside functions included."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            modules = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        found |= {path for module in modules if (path := ROOT / f"{module.replace('.', '/')}.py").is_file()}
+    return found
+
+
+def circle_in(imports: dict[Path, set[Path]]) -> list[Path]:
+    """Files that import each other in a circle, the first one also at the end; empty if there is none."""
+    done: set[Path] = set()
+
+    def visit(file: Path, path: list[Path]) -> list[Path]:
+        if file in path:
+            return [*path[path.index(file) :], file]
+        if file not in done:
+            for other in sorted(imports[file]):
+                if found := visit(other, [*path, file]):
+                    return found
+        done.add(file)
+        return []
+
+    return next(filter(None, (visit(file, []) for file in sorted(imports))), [])
+
+
+def our_files() -> list[Path]:
+    return sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+
+
 def is_shadowing(name: str) -> bool:
     """Would a script called NAME.py, whose folder comes first on sys.path, hide a library or one of our packages?"""
     return name in {*FOLDERS, *sys.stdlib_module_names, *installed(), *OPTIONAL_LIBRARIES}
@@ -85,10 +122,51 @@ def installed() -> frozenset[str]:
 
 
 def test_imports_follow_the_data_flow() -> None:
-    files = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+    files = our_files()
     assert len(files) > len(FOLDERS)
     found = [line for path in files for line in violations(path.relative_to(ROOT).as_posix(), path.read_text())]
     assert not found, "\n".join(found)
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    imports = {file: imported_files(file) for file in our_files()}
+    assert sum(map(len, imports.values())) > len(imports)
+    assert not circle_in(imports), " -> ".join(str(file.relative_to(ROOT)) for file in circle_in(imports))
+
+
+def test_a_circle_of_imports_is_found() -> None:
+    a, b, c, d = map(Path, "abcd")
+    assert circle_in({a: {b}, b: {c}, c: {b}, d: set()}) == [b, c, b]
+    assert circle_in({a: {b, c}, b: {c}, c: set(), d: {a}}) == []
+
+
+def test_the_decode_core_imports_neither_report_nor_doctor() -> None:
+    outside = [ROOT / folder for folder in OUTSIDE_THE_CORE]
+    core = [file for file in (ROOT / "inference").rglob("*.py") if not any(map(file.is_relative_to, outside))]
+    assert len(core) > 10
+    wrong = [
+        (file, other) for file in core for other in imported_files(file) if any(map(other.is_relative_to, outside))
+    ]
+    assert not wrong
+
+
+def test_training_loads_neither_report_nor_doctor_nor_matplotlib() -> None:
+    program = "import trainers.run, sys; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    modules = loaded.stdout.split()
+    assert "inference.decode" in modules
+    assert not [name for name in modules if name.startswith(("matplotlib", "inference.report", "inference.doctor"))]
+
+
+def test_documents_link_to_files_that_exist() -> None:
+    documents = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "assets").rglob("*.md")]
+    links = [(document, link) for document in documents for link in re.findall(r"\]\(([^)#]+)", document.read_text())]
+    assert len(links) > 20
+    assert not [
+        f"{document.name}: {link}"
+        for document, link in links
+        if not link.startswith("http") and not (document.parent / link).exists()
+    ]
 
 
 @pytest.mark.parametrize("folder", ["trainers", "benchmarks"])

@@ -17,9 +17,9 @@ from tiny_run import contents, modified
 from torch.testing import assert_close
 
 from data_pipelines.batches import Batch
-from data_pipelines.order import SampleOrder
+from data_pipelines.sample_order import SampleOrder
 from data_pipelines.shards import FeatureStore, Sample, shard_name, write_manifest, write_shard
-from heads.build import load_head, save_head
+from heads.checkpoint import load_head, save_head
 from heads.eagle1 import Eagle1Head
 from heads.eagle3 import Eagle3Head
 from heads.frozen import FrozenTarget
@@ -27,8 +27,8 @@ from recipes import Recipe
 from trainers import loop
 from trainers.precision import LossScale
 from trainers.run import run
+from trainers.run_state import Training
 from trainers.tracking import Tracker
-from trainers.training import Training
 
 
 @pytest.fixture(scope="module")

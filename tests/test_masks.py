@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.cache import Slots
+from inference.cache import Slots
 from inference.masks import Block, additive, block_mask, ragged_keys
 
 CAPACITY = 14

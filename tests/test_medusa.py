@@ -15,26 +15,26 @@ from torch import Tensor
 
 from data_pipelines.harvest import harvest
 from heads.base import DraftHead
-from heads.build import head_from_files, load_head, new_head, save_head
 from heads.calibration import Calibration
+from heads.checkpoint import head_from_files, load_head, new_head, save_head
 from heads.formats.layouts import FORMATS, ServedTarget
+from heads.formats.medusa_layout import from_any_layout, to_reference_layout
 from heads.frozen import FrozenTarget
 from heads.medusa import MedusaHead
-from heads.medusa_layout import from_any_layout, to_reference_layout
 from heads.static_tree import StaticTree, search_tree
 from heads.vocab import DraftVocab
 from inference.cache import KVCache
 from inference.calibrate import RANKS, Tally, fit_calibration, tally_texts, written
 from inference.decode import Request, generate, generate_batch
-from inference.drafters import Verified
+from inference.drafter import Verified
 from inference.drafters.cost_aware import CostAwareFixed, growth_from_recipe
 from inference.drafters.growth import Dynamic, Fixed, Growth
 from inference.drafters.head import HeadDrafter
-from inference.report import report
+from inference.report.command import report
+from inference.report.tree_picture import draw_tree, rows
 from inference.sampling import Sampling
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from inference.tree import Tree
-from inference.tree_picture import draw_tree, rows
 from recipes.schema import DecodeSection, MedusaSection
 from trainers.medusa import run
 

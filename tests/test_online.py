@@ -11,10 +11,10 @@ from torch.testing import assert_close
 from data_pipelines.features import States, tap
 from data_pipelines.harvest import harvest
 from data_pipelines.online import OnlineStore
+from data_pipelines.sample_stores import SampleStore, open_stores
 from data_pipelines.shards import FeatureStore
-from data_pipelines.sources import SampleStore, open_stores
 from data_pipelines.target_process import TargetProcess
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from recipes import Recipe
 from recipes.jsonl import read_jsonl
 from trainers.eagle import run

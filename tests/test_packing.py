@@ -12,8 +12,8 @@ from torch.testing import assert_close
 from data_pipelines.batches import Batch, in_rows, pack
 from data_pipelines.shards import Sample
 from heads.base import DraftHead
-from heads.documents import Documents
 from heads.frozen import FrozenTarget
+from heads.packing import Documents
 from heads.vocab import DraftVocab
 from trainers.objective import Objective, Teacher, UnrolledHead, input_noise
 

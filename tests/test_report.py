@@ -10,13 +10,13 @@ import torch
 from tiny_run import build_run, tiny_recipe
 
 from data_pipelines.harvest import harvest
-from heads.build import new_head, save_head
+from heads.checkpoint import new_head, save_head
 from heads.export import export
 from heads.formats.card import measured
 from heads.frozen import FrozenTarget
 from heads.vocab import DraftVocab
-from inference.compare import Outcome, Run
-from inference.report import in_turn, report
+from inference.report.command import in_turn, report
+from inference.report.compare import Outcome, Run
 from recipes import Recipe
 from recipes.schema import Eagle3Section, HeadSection, MedusaSection
 from trainers.run import run

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from inference import sampling as module
-from inference.noise import gumbel_noise
+from inference.gumbel import gumbel_noise
 from inference.sampling import BatchSampling, History, Sampling
 from inference.tree import ancestor_mask
 

@@ -13,19 +13,20 @@ from torch.testing import assert_close
 
 from data_pipelines.batches import Batch
 from data_pipelines.harvest import harvest
-from data_pipelines.order import SampleOrder
+from data_pipelines.sample_order import SampleOrder
 from data_pipelines.shards import FeatureStore
-from heads.build import draft_vocab
+from heads.checkpoint import draft_vocab
 from heads.frozen import FrozenTarget
 from heads.target_config import locate_target
 from recipes import Recipe
 from recipes.schema import TrainSection
 from trainers.optimizers import build_optimizers, set_learning_rates
 from trainers.precision import LossScale
-from trainers.ranks import ReplicatedHead, start_ranks
+from trainers.ranks.head_on_ranks import ReplicatedHead
+from trainers.ranks.launch import start_accelerator
 from trainers.run import build_head, run
+from trainers.run_state import Materials, Training
 from trainers.step import Share, StepResult, train_step
-from trainers.training import Materials, Training
 
 
 def one_step(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> tuple[StepResult, dict[str, Tensor]]:
@@ -53,7 +54,9 @@ def start_training(recipe: Recipe) -> Training:
     with torch.no_grad():
         for parameter in head.parameters():  # no path through it is silent
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    return Training.start(recipe, head, Materials(frozen, stores[0], stores[1], None), start_ranks(recipe.train), None)
+    return Training.start(
+        recipe, head, Materials(frozen, stores[0], stores[1], None), start_accelerator(recipe.train), None
+    )
 
 
 @pytest.mark.parametrize("head", ["{kind: eagle3, draft_vocab_size: 80}", "{kind: eagle1}"])

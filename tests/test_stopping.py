@@ -9,10 +9,10 @@ from scripted import DRAFTERS, Hidden, Oracle, Texts
 
 from heads.eagle3 import Eagle3Head
 from inference.decode import Generation, Request, generate, generate_batch, stream
-from inference.drafters import Drafter
+from inference.drafter import Drafter
 from inference.sampling import Sampling
 from inference.stopping import StopStrings, cut_at_end
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 
 PROMPT, NEW_TOKENS = [5, 6, 7, 11], 24
 # 97 tokens of one to three bytes: letters, pairs across words, and the bytes of characters that take two to four.

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from inference.sampling import Sampling
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from recipes.schema import TargetSection
 
 TOKENS = torch.tensor([[5, 6, 7, 11, 3, 80], [1, 1, 2, 3, 5, 8]])

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from data_pipelines.batches import Batch
 from data_pipelines.shards import FeatureStore, Sample, write_manifest, write_shard
 from heads.base import DraftHead
-from heads.build import new_head
+from heads.checkpoint import new_head
 from heads.eagle1 import Eagle1Head, Eagle1Layer
 from heads.eagle3 import Eagle3Head
 from heads.frozen import FrozenTarget

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from heads.causal_kernels import CPU_FUSED, CUDA_FUSED, PORTABLE, CausalKernel, kernel_for
-from heads.documents import Documents
+from heads.packing import Documents
 from heads.unroll_attention import MergedAttention, unroll_attention
 
 Blocks = tuple[Tensor, list[Tensor], list[Tensor]]

@@ -5,15 +5,15 @@ import time
 
 from accelerate import Accelerator
 
-from data_pipelines.order import SampleOrder
+from data_pipelines.sample_order import SampleOrder
 from heads.base import DraftHead
 from recipes import Recipe
 from trainers.checkpoint import Checkpoints
+from trainers.evaluation import TEMPERATURES, decoded_scores, depth_metrics, held_out_scores
 from trainers.interrupt import Interrupts
-from trainers.measure import TEMPERATURES, decoded_scores, depth_metrics, held_out_scores
+from trainers.run_state import Materials, Training, copied
 from trainers.step import StepResult, share_of, train_step
 from trainers.tracking import Tracker
-from trainers.training import Materials, Training, copied
 
 
 def train(

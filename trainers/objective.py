@@ -12,12 +12,12 @@ from torch.utils.checkpoint import checkpoint
 from data_pipelines.batches import Batch, in_rows
 from data_pipelines.shards import tapped
 from heads.base import DraftHead
-from heads.cache import UnrollCache
 from heads.frozen import FrozenTarget, at_least_float32
 from heads.losses import OBJECTIVES, acceptance, feature_distance
+from heads.unroll_attention import UnrollCache
 from heads.vocab import DraftVocab
 from recipes import Recipe
-from trainers.chunks import score_in_chunks
+from trainers.chunked_loss import score_in_chunks
 
 CHUNK_LOGITS = 2**25  # scored at once: 128 MiB in float32, and a few times as much in what is computed from them
 CACHED_LOGITS = 2**19  # the same on a CPU, where what stays in its cache takes two thirds of the time

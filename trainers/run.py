@@ -4,25 +4,25 @@ import torch
 from accelerate import Accelerator
 
 from data_pipelines.harvest import harvest
+from data_pipelines.sample_stores import SampleStore, open_stores
 from data_pipelines.shards import stored_taps
-from data_pipelines.sources import SampleStore, open_stores
 from data_pipelines.stage import Json, Stage
 from heads.base import DraftHead
-from heads.build import draft_vocab, head_taps, new_head, save_head
+from heads.checkpoint import draft_vocab, head_taps, new_head, save_head
 from heads.eagle3 import Eagle3Head
 from heads.frozen import FrozenTarget
 from heads.target_config import locate_target
 from heads.vocab import DraftVocab
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from recipes import Recipe
 from trainers.checkpoint import Checkpoints, Tensors
-from trainers.joint import LiveTarget
+from trainers.dry_run import print_plan, refuse_sizes
+from trainers.evaluation import Decoding
 from trainers.loop import train
-from trainers.measure import Decoding
-from trainers.plan import print_plan, refuse_sizes
+from trainers.medusa2 import LiveTarget
 from trainers.precision import refuse_contradiction
-from trainers.ranks import refuse_many_for_joint, start_ranks
-from trainers.training import Materials
+from trainers.ranks.launch import refuse_many_for_joint, start_accelerator
+from trainers.run_state import Materials
 
 # Fields of the train section that change nothing about the weights, so that a run may resume with others. Pieces of a
 # batch add up in another order, as ranks do.
@@ -45,7 +45,7 @@ def run(recipe: Recipe) -> None:
     Raises ValueError for what a user got wrong, as early as it can be known.
     """
     refuse_contradiction(recipe.train)
-    accelerator = start_ranks(recipe.train)
+    accelerator = start_accelerator(recipe.train)
     if recipe.joint.mode is not None:
         refuse_many_for_joint(accelerator)
     if recipe.train.dry_run:

@@ -9,10 +9,10 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from data_pipelines.batches import Batch, pack
+from data_pipelines.sample_stores import SampleStore
 from data_pipelines.shards import Sample
-from data_pipelines.sources import SampleStore
 from trainers.objective import Supervision, input_noise
-from trainers.training import Training
+from trainers.run_state import Training
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from data_pipelines.batches import Batch
 from data_pipelines.shards import Sample
-from heads.build import new_head
+from heads.checkpoint import new_head
 from heads.frozen import FrozenTarget
 from heads.target_config import TargetConfig
 from heads.vocab import DraftVocab

@@ -54,7 +54,7 @@ class EagleKeys(Keys):
 
 
 class OwnKeys(Keys):
-    """What heads.build writes for ourselves."""
+    """What heads.checkpoint writes for ourselves."""
 
     kind: str = "eagle3"
     taps: Annotated[Layers, Field(min_length=1)] = [0]

@@ -11,11 +11,11 @@ from typing import Any
 from torch import Tensor
 
 from heads.base import DraftHead
-from heads.build import head_config
+from heads.checkpoint import head_config
 from heads.eagle3 import Eagle3Head
 from heads.formats.files import MODEL
+from heads.formats.medusa_layout import to_reference_layout
 from heads.medusa import MedusaHead
-from heads.medusa_layout import to_reference_layout
 
 Files = tuple[dict[str, Any], dict[str, Tensor]]
 SPECULATORS_VERSION = "0.9.0"  # whose layout is written, where the library itself is not installed

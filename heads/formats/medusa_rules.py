@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import torch
 
+from heads.formats.medusa_layout import PREFIX
 from heads.formats.subject import Finding, Subject
-from heads.medusa_layout import PREFIX
 
 ARCHITECTURE = "MedusaModel"
 

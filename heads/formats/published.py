@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from heads.base import DraftHead
-from heads.build import head_from_files
+from heads.checkpoint import head_from_files
 from heads.formats import medusa_rules, tensor_rules
 from heads.formats.files import HeadFiles
 from heads.formats.medusa_rules import num_heads

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from heads.formats.files import HeadFiles
+from heads.formats.medusa_layout import BLOCK, REFERENCE_BLOCK, from_any_layout
 from heads.frozen import FrozenTarget
-from heads.medusa_layout import BLOCK, REFERENCE_BLOCK, from_any_layout
 
 MEDUSA = ("medusa", "medusa_reference")
 LAYER_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
@@ -105,7 +105,7 @@ class Subject:
 
     @property
     def kind(self) -> str:
-        """Of the head: a name of `heads.build.KINDS`."""
+        """Of the head: a name of `heads.checkpoint.KINDS`."""
         if self.layout in MEDUSA:
             return "medusa"
         return "eagle1" if self.layout == "eagle1" else "eagle3"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from heads.base import DraftHead
 from heads.target_config import locate_target
-from inference.drafters import Drafter
+from inference.drafter import Drafter
 from inference.drafters.cost_aware import growth_from_recipe
 from inference.drafters.growth import Dynamic, Fixed, Growth
 from inference.drafters.head import HeadDrafter
@@ -15,8 +15,8 @@ from inference.drafters.model import EarlyExit, ModelDrafter
 from inference.drafters.other_tokenizer import OtherTokenizerDrafter
 from inference.drafters.suffix_automaton import SuffixAutomaton
 from inference.drafters.trie import Shape
-from inference.target import TargetModel
-from inference.tokenizer import load_tokenizer, same_tokenizer
+from inference.target.model import TargetModel
+from inference.target.tokenizer import load_tokenizer, same_tokenizer
 from recipes.jsonl import read_jsonl
 from recipes.schema import DecodeSection, TargetSection
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from heads.base import DraftHead
 from heads.static_tree import StaticTree
-from inference.costs import CostTable, StepCosts
-from inference.drafters import Verified
+from inference.drafter import Verified
+from inference.drafters.costs import CostTable, StepCosts
 from inference.drafters.growth import Dynamic, Fixed, Growth, Pool, likeliest
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from inference.tree import Tree
 from recipes.schema import DecodeSection
 

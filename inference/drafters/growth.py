@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from inference.drafters import Verified
+from inference.drafter import Verified
 from inference.tree import Tree
 
 FEW = 256  # nodes of all rows

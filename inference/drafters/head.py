@@ -12,7 +12,7 @@ from torch.nn import functional
 from heads.calibration import Calibration
 from heads.vocab import DraftVocab
 from inference.cache import KVCache
-from inference.drafters import Verified
+from inference.drafter import Verified
 from inference.drafters.growth import Growth, Pool
 from inference.drafters.proposals import SampledChildren
 from inference.masks import Block, additive, block_mask

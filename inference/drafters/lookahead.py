@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from inference.cache import KVCache
-from inference.drafters import Verified
+from inference.drafter import Verified
 from inference.drafters.trie import Trie, side_by_side
 from inference.tree import Tree
 

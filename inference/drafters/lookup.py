@@ -6,7 +6,7 @@ import numpy
 from torch import Tensor
 
 from inference.cache import KVCache
-from inference.drafters import Verified
+from inference.drafter import Verified
 from inference.drafters.suffix_automaton import SuffixAutomaton
 from inference.drafters.trie import Child, Noise, Shape, Trie, grow, side_by_side
 from inference.tree import Tree

@@ -7,16 +7,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from heads.cache import Slots
 from heads.calibration import Calibration
 from heads.vocab import DraftVocab
-from inference.architecture import first_layers
-from inference.cache import KVCache
-from inference.drafters import Verified
+from inference.cache import KVCache, Slots
+from inference.drafter import Verified
 from inference.drafters.growth import Growth
 from inference.drafters.head import Frontier, HeadDrafter, Sight
 from inference.masks import Block
-from inference.target import Masks, TargetModel
+from inference.target.architecture import first_layers
+from inference.target.model import Masks, TargetModel
 from inference.tree import Tree, take
 
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from inference.cache import PAGE, KVCache
-from inference.drafters import Verified
+from inference.drafter import Verified
 from inference.drafters.trie import Trie, side_by_side
 from inference.masks import Block
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from inference.tree import Tree
 
 LOOKBEHIND = 8  # tokens of the target's text that are encoded again with what was drafted behind them

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from inference.drafters import Verified
+from inference.drafter import Verified
 from inference.tree import Tree
 
 State = TypeVar("State")

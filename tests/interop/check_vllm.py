@@ -24,14 +24,14 @@ from typing import Any
 import torch
 from served_heads import CASES, DRAFT_TOKENS, TARGET, WORK, export_recipe, heldout_prompts
 
-from heads.build import load_head
+from heads.checkpoint import load_head
 from heads.convert import convert
 from heads.export import export
 from heads.frozen import FrozenTarget
 from inference.decode import Request, generate, stream
 from inference.drafters.growth import Dynamic
 from inference.drafters.head import HeadDrafter
-from inference.target import TargetModel
+from inference.target.model import TargetModel
 from recipes.jsonl import read_jsonl
 from recipes.schema import TargetSection
 

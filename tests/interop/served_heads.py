@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from heads.build import load_head, save_head
+from heads.checkpoint import load_head, save_head
 from heads.eagle3 import Eagle3Head
 from heads.frozen import FrozenTarget
 from heads.vocab import DraftVocab

@@ -1,0 +1,104 @@
+"""Responses from a server of the target that speaks OpenAI's completions, such as vLLM or SGLang."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+
+from data_pipelines.stage import Json
+from inference.sampling import Sampling
+from inference.target.tokenizer import Tokenizer
+
+TIMEOUT = httpx.Timeout(10.0, read=600.0)  # seconds; a long answer is one read
+PASSING = {408, 409, 429, 500, 502, 503, 504}  # statuses that another try may not meet
+
+
+class CompletionServer:
+    """Prompts as token ids to what the server writes after each, as token ids; all of a batch are asked for at once.
+
+    The server says the ids itself where it can (vLLM's return_token_ids), else its text is encoded again. A request
+    that fails for a passing reason is tried again after 1, 2, 4, ... `pause` seconds. Raises ValueError at its last.
+    """
+
+    def __init__(
+        self, url: str, tokenizer: Tokenizer, retries: int, pause: Callable[[float], None] = time.sleep
+    ) -> None:
+        self.url, self.tokenizer, self.retries, self.pause = (
+            url.rstrip("/").removesuffix("/v1"),
+            tokenizer,
+            retries,
+            pause,
+        )
+        # One for each request in flight: by default those beyond a hundred would time out waiting for a connection.
+        self.client = httpx.Client(timeout=TIMEOUT, limits=httpx.Limits(max_connections=None))
+        self.model = str(self._found(self._ask("GET", "/v1/models", None), "data")["id"])
+
+    def complete(self, prompts: list[list[int]], samplings: list[Sampling], max_new_tokens: int) -> list[list[int]]:
+        """One request for each prompt, all in flight together."""
+
+        def one(prompt: list[int], sampling: Sampling) -> list[int]:
+            answer = self._ask(
+                "POST",
+                "/v1/completions",
+                {
+                    "model": self.model,
+                    "prompt": prompt,
+                    "max_tokens": max_new_tokens,
+                    "temperature": sampling.temperature,
+                    "seed": sampling.seed,
+                    "return_token_ids": True,
+                    "skip_special_tokens": False,
+                },
+            )
+            return self._tokens(self._found(answer, "choices"))
+
+        with ThreadPoolExecutor(max_workers=len(prompts)) as pool:
+            return list(pool.map(one, prompts, samplings))
+
+    def _found(self, answer: Json, key: str) -> Json:
+        """The first of the things that an answer lists."""
+        listed = answer.get(key)
+        if not isinstance(listed, list) or not listed or not isinstance(listed[0], dict):
+            raise ValueError(
+                f"data.server: {self.url} answers without {key} ({str(answer)[:200]}); an OpenAI-compatible server, "
+                "such as vLLM's or SGLang's, is needed"
+            )
+        found: Json = listed[0]
+        return found
+
+    def _tokens(self, choice: Json) -> list[int]:
+        if choice.get("token_ids") is not None:
+            return list(choice["token_ids"])
+        tokens = list(self.tokenizer(choice["text"], add_special_tokens=False)["input_ids"])
+        end = self.tokenizer.eos_token_id
+        ended = choice.get("finish_reason") == "stop" and end is not None and tokens[-1:] != [end]
+        return [*tokens, end] if ended else tokens
+
+    def _ask(self, method: str, path: str, body: Json | None) -> Json:
+        for attempt in range(self.retries + 1):
+            if attempt:
+                self.pause(2.0 ** (attempt - 1))
+            try:
+                response = self.client.request(method, self.url + path, json=body)
+            except httpx.TransportError as error:
+                why = f"{type(error).__name__}: {error}"
+                continue
+            if response.status_code == 200:
+                return json_object(response)
+            why = f"status {response.status_code}: {response.text[:200]}"
+            if response.status_code not in PASSING:
+                break
+        raise ValueError(
+            f"data.server: {self.url}{path} gave no answer ({why}); see to the server and run the command again: what "
+            "is done is kept"
+        )
+
+
+def json_object(response: httpx.Response) -> Json:
+    """What was answered; an empty one for anything but a JSON object."""
+    try:
+        answer = response.json()
+    except ValueError:
+        return {}
+    return answer if isinstance(answer, dict) else {}

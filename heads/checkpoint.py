@@ -1,0 +1,169 @@
+"""From a recipe's head section to a head, and from a folder to a head and back."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from heads.base import DraftHead
+from heads.calibration import Calibration
+from heads.eagle1 import Eagle1Head
+from heads.eagle3 import Eagle3Head
+from heads.formats.keys import read_config
+from heads.frozen import FrozenTarget
+from heads.medusa import MedusaHead
+from heads.target_config import Rope, TargetConfig
+from heads.vocab import DraftVocab
+from recipes.schema import Eagle1Section, HeadSection
+
+KINDS: dict[str, type[DraftHead]] = {"eagle1": Eagle1Head, "eagle3": Eagle3Head, "medusa": MedusaHead}
+
+
+def head_taps(section: HeadSection, target: TargetConfig) -> tuple[int, ...]:
+    """Which hidden states of the target the recipe's head reads."""
+    return KINDS[section.kind].section_taps(section, target)
+
+
+def draft_vocab(section: HeadSection, counts: Int[Tensor, " vocab"]) -> DraftVocab:
+    """The tokens that the recipe's head may draft, given how often the target wrote each."""
+    if isinstance(section, Eagle1Section) or section.draft_vocab_size is None:
+        return DraftVocab.full(len(counts))
+    return DraftVocab.most_frequent(counts, section.draft_vocab_size)
+
+
+def new_head(section: HeadSection, frozen: FrozenTarget, vocab: DraftVocab, seed: int) -> DraftHead:
+    """A head at the start of its training."""
+    head = KINDS[section.kind].from_section(section, frozen, vocab)
+    head.initialise(frozen, torch.Generator().manual_seed(seed))
+    return head
+
+
+def save_head(head: DraftHead, folder: Path) -> None:
+    """Write config.json and model.safetensors, into a temporary folder first so that no half head is ever seen."""
+    partial = folder.with_name(folder.name + ".partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.engine_tensors().items()}
+    save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+    (partial / "config.json").write_text(json.dumps(head_config(head), indent=2) + "\n")
+    folder.mkdir(exist_ok=True)
+    for file in ("model.safetensors", "config.json"):
+        (partial / file).replace(folder / file)
+    partial.rmdir()
+
+
+def head_config(head: DraftHead) -> dict[str, Any]:
+    """config.json of a saved head: what the engines read, and under `headstart` what only we do."""
+    config = head.engine_config()
+    own = {
+        "kind": head.kind,
+        "taps": list(head.taps),
+        "target_num_layers": head.target.num_layers,
+        "calibration": head.calibration.to_config(),
+    }
+    if head.has_rope and Rope.from_config(config) != head.target.rope:
+        own["target_rope"] = asdict(head.target.rope)  # the head's own one stands above
+    dtype = str(next(head.parameters()).dtype).removeprefix("torch.")
+    return {**config, "torch_dtype": dtype, "headstart": own}
+
+
+def load_head(folder: Path, frozen: FrozenTarget) -> DraftHead:
+    """A saved head for this target, in its embedding's dtype and on its device.
+
+    Raises ValueError naming everything that does not fit: config.json's types, sizes, vocabulary, taps, missing or
+    misshapen tensors.
+    """
+    config = read_head_config(folder)
+    try:
+        tensors = load_file(folder / "model.safetensors")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{folder}/model.safetensors cannot be read ({error}); export the head again") from error
+    return head_from_files(folder, config, tensors, frozen)
+
+
+def load_taps(folder: Path, target: TargetConfig) -> tuple[int, ...]:
+    """The taps of a saved head, from its config.json alone; raises ValueError for one that does not fit the target."""
+    config = read_head_config(folder)
+    kind = kind_of(folder, config)
+    check_fit(folder, kind, config, target)
+    return kind.config_taps(config, target)
+
+
+def read_head_config(folder: Path) -> dict[str, Any]:
+    """Raises ValueError for a folder without a config.json, and for one whose keys have wrong types."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(
+            f"{folder} holds no head (no config.json); train one with trainers/eagle.py or name its folder"
+        )
+    return read_config(path)
+
+
+def head_from_files(
+    folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], frozen: FrozenTarget
+) -> DraftHead:
+    """The head that a config.json and tensors describe, which were read from `folder`.
+
+    Raises ValueError as `load_head` does.
+    """
+    kind = kind_of(folder, config)
+    check_fit(folder, kind, config, frozen.config)
+    try:
+        head = kind.from_engine(config, tensors, frozen)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+    check_tensors(folder, head, tensors)
+    head.load_state_dict(tensors)
+    head.calibration = Calibration.from_config(config.get("headstart", {}).get("calibration"))
+    return head.to(frozen.embedding.device, frozen.embedding.dtype).eval().requires_grad_(False)
+
+
+def kind_of(folder: Path, config: dict[str, Any]) -> type[DraftHead]:
+    """What a config.json describes, ours or a published one; raises ValueError for what is no known head."""
+    architectures = config.get("architectures") or []
+    is_eagle3 = "draft_vocab_size" in config or any("Eagle3" in name for name in architectures)
+    is_medusa = "medusa_num_heads" in config or config.get("model_type") == "medusa"
+    guess = "medusa" if is_medusa else "eagle3" if is_eagle3 else "eagle1"
+    kind = config.get("headstart", {}).get("kind", guess)
+    if kind not in KINDS:
+        raise ValueError(f"{folder}/config.json: a head of kind {kind!r}; only {', '.join(KINDS)} can be loaded")
+    return KINDS[kind]
+
+
+def check_fit(folder: Path, kind: type[DraftHead], config: dict[str, Any], target: TargetConfig) -> None:
+    """Every mismatch between a head's config.json and its target, at once and with both values."""
+    own, rope, taps = config.get("headstart", {}), Rope.from_config(config), kind.config_taps(config, target)
+    facts = {
+        "hidden_size": (config.get("target_hidden_size", config.get("hidden_size")), target.hidden_size),
+        "vocab_size": (config.get("vocab_size"), target.vocab_size),
+        "num_hidden_layers": (own.get("target_num_layers", target.num_layers), target.num_layers),
+        "rope": (own.get("target_rope", asdict(rope)) if kind.has_rope else asdict(target.rope), asdict(target.rope)),
+    }
+    wrong = [f"{name}: head {mine}, target {its}" for name, (mine, its) in facts.items() if mine != its]
+    if max(taps) > target.num_layers:
+        wrong.append(f"taps: head {list(taps)}, target has hidden_states 0 to {target.num_layers}")
+    if wrong:
+        raise ValueError(
+            f"the head in {folder} does not fit the target: "
+            + "; ".join(wrong)
+            + "; train one for it, or bring one from elsewhere in with heads.convert"
+        )
+
+
+def check_tensors(folder: Path, head: DraftHead, tensors: dict[str, Tensor]) -> None:
+    expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    wrong = [f"{name} is missing" for name in expected.keys() - found.keys()]
+    wrong += [f"{name} is unknown" for name in found.keys() - expected.keys()]
+    wrong += [
+        f"{name} is {list(found[name])} and should be {list(expected[name])}"
+        for name in expected.keys() & found.keys()
+        if expected[name] != found[name]
+    ]
+    if wrong:
+        raise ValueError(f"{folder}/model.safetensors: " + "; ".join(sorted(wrong)))

@@ -1,0 +1,157 @@
+"""A head's files taken apart, so that each part can be exchanged alone: taps, norms, vocabulary, rope, weights."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from heads.base import DraftHead
+from heads.checkpoint import head_from_files
+from heads.formats.files import HeadFiles
+from heads.formats.published import gather
+from heads.formats.subject import Subject, layout_of
+from heads.formats.tap_rules import captured
+from heads.frozen import FrozenTarget
+from heads.target_config import Rope
+from inference.calibrate import score_taps
+from inference.sampling import Sampling
+
+MAPS = ("d2t", "t2d", "token_map")
+NORM_FLAGS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A text of the target's own and all hidden states that any reading of the head may ask for."""
+
+    text: Int[Tensor, "1 seq"]
+    prompt: int  # tokens of it that the target did not write
+    states: dict[int, Float[Tensor, "1 before hidden"]]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One way to understand a head's files."""
+
+    folder: Path
+    kind: str
+    config: dict[str, Any]  # flat, as our own layout has it
+    tensors: dict[str, Tensor]  # without the maps of the vocabulary
+    taps: tuple[int, ...]  # in the order in which the head gets them
+    ids: Int[Tensor, " draft_vocab"]  # what is drafted for each column; any numbers, as an engine would add them up
+    shift: int = 0  # of the tokens against the features
+    dtype: torch.dtype | None = None  # that it computes in; None is the target's
+
+    @classmethod
+    def trained(cls, files: HeadFiles, frozen: FrozenTarget) -> "Reading":
+        """By our own note, where the head has one; raises ValueError for no known layout."""
+        subject, found = gather(files, frozen)
+        tensors, size = dict(found.tensors), frozen.config.vocab_size
+        offsets, ids = tensors.get("d2t"), tensors.get("token_map")
+        if ids is None:
+            ids = torch.arange(size) if offsets is None else torch.arange(len(offsets)) + offsets.long()
+        bias = tensors.get("fc.bias")
+        if bias is not None and not bool(bias.any()):
+            del tensors["fc.bias"]  # the same as none
+        kept = {name: tensor for name, tensor in tensors.items() if name not in MAPS}
+        taps = subject.taps if subject.kind == "eagle3" else (frozen.config.num_layers,)
+        return cls(files.folder, subject.kind, found.config, kept, taps, ids.long())
+
+    @classmethod
+    def served(cls, files: HeadFiles, frozen: FrozenTarget, engine: str) -> "Reading":
+        """As an engine reads it, to whom our own note says nothing."""
+        subject = Subject(files, layout_of(files), frozen)
+        note = {"headstart": {"kind": subject.kind}}
+        bare = HeadFiles(files.folder, {**files.config, **note}, files.tensors)
+        found = cls.trained(bare, frozen)
+        if subject.kind != "eagle3":
+            return found
+        return replace(found, taps=tuple(captured(Subject(bare, subject.layout, frozen), engine)))
+
+    def head(self, frozen: FrozenTarget) -> DraftHead:
+        """Raises ValueError for tensors that do not fit. As in the engines, a norm without weights has ones, and
+        weights of a norm that config.json does not ask for go unread."""
+        config, tensors = dict(self.config), {**self.norms(frozen), **self.tensors}
+        for flag, prefix in (("fc_norm", "fc_norm."), ("norm_before_fc", "input_norm.")):
+            if not config.get(flag):
+                tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(prefix)}
+        if len(self.ids) != frozen.config.vocab_size:  # columns alone matter here: `ids` stands beside
+            stand_in = {"eagle3": "d2t", "medusa": "token_map", "eagle1": "d2t"}[self.kind]
+            columns = torch.arange(len(self.ids))
+            tensors[stand_in] = torch.zeros_like(columns) if stand_in == "d2t" else columns
+        config["headstart"] = {
+            "kind": self.kind,
+            "taps": list(self.taps),
+            "target_num_layers": frozen.config.num_layers,
+            "target_rope": asdict(frozen.config.rope),
+        }
+        return head_from_files(self.folder, config, tensors, frozen)
+
+    def norms(self, frozen: FrozenTarget) -> dict[str, Tensor]:
+        """Ones for each norm that the head has."""
+        target, hidden = frozen.config.hidden_size, self.config.get("hidden_size", frozen.config.hidden_size)
+        if self.kind == "medusa":
+            return {}
+        if self.kind == "eagle1":
+            return {"layers.0.post_attention_layernorm.weight": torch.ones(hidden)}
+        layer = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+        return {
+            **{f"midlayer.{name}.weight": torch.ones(hidden) for name in layer},
+            "norm.weight": torch.ones(hidden),
+            "input_norm.weight": torch.ones(target * len(self.taps)),
+            **{f"fc_norm.{number}.weight": torch.ones(target) for number in range(len(self.taps))},
+        }
+
+    def with_config(self, **keys: Any) -> "Reading":
+        return replace(self, config={**self.config, **keys})
+
+    @property
+    def rope(self) -> Rope:
+        return Rope.from_config(self.config)
+
+    @property
+    def stored_dtype(self) -> torch.dtype | None:
+        """The number format that an engine takes from config.json; None where it says nothing."""
+        name = self.config.get("torch_dtype") or self.config.get("dtype")
+        known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+        return known.get(str(name))
+
+
+Measure = Callable[[Reading], list[float]]  # accuracy per depth; ValueError where a reading cannot be computed
+
+
+@torch.inference_mode()
+def accuracies(reading: Reading, replays: Sequence[Replay], frozen: FrozenTarget, depth: int) -> list[float]:
+    """How often the head's likeliest guess is the target's choice, level by level, given the true tokens before it.
+
+    Raises ValueError for a reading that cannot be computed.
+    """
+    dtype = reading.dtype or frozen.embedding.dtype
+    head = reading.head(in_dtype(frozen, dtype))
+    if missing := sorted(set(reading.taps) - replays[0].states.keys()):
+        raise ValueError(f"{reading.folder}: hidden_states {missing} asked for, 0 to {frozen.config.num_layers} exist")
+    levels = min(depth, head.max_levels or depth)
+    hits, tried, ids = [0] * levels, [0] * levels, reading.ids.to(frozen.embedding.device)
+    for replay in replays:
+        taps = torch.cat([replay.states[tap] for tap in reading.taps], dim=-1).to(dtype)
+        scored = score_taps(head, taps, replay.text, replay.prompt, Sampling(), levels, reading.shift)
+        for level, found in enumerate(scored):
+            right = ids[found.quiet.argmax(dim=1)] == replay.text[0, level + 2 :]
+            finite = found.quiet.isfinite().all(dim=1)
+            hits[level] += int((right & finite & found.written).sum())
+            tried[level] += int(found.written.sum())
+    return [hit / max(count, 1) for hit, count in zip(hits, tried, strict=True)]
+
+
+def in_dtype(frozen: FrozenTarget, dtype: torch.dtype) -> FrozenTarget:
+    return replace(
+        frozen,
+        embedding=frozen.embedding.to(dtype),
+        norm_weight=frozen.norm_weight.to(dtype),
+        norm_bias=None if frozen.norm_bias is None else frozen.norm_bias.to(dtype),
+        lm_head=frozen.lm_head.to(dtype),
+    )

@@ -1,0 +1,33 @@
+"""What the commands read, as a recipe names it: the heads to measure, their taps, and held-out prompts."""
+
+from itertools import islice
+from pathlib import Path
+
+from heads.checkpoint import load_taps
+from heads.target_config import TargetConfig, locate_target
+from recipes import Recipe
+from recipes.jsonl import read_jsonl
+
+OWN = ""  # the name of the recipe's own head, whose rows in a table have no prefix
+
+
+def held_out_prompts(recipe: Recipe) -> list[list[int]]:
+    path = recipe.prompts_dir / "heldout.jsonl"
+    if not path.is_file():
+        raise ValueError(f"{path} is missing; make it with: python -m data_pipelines.prompts RECIPE")
+    return [row["tokens"] for row in islice(read_jsonl(path), recipe.report.num_prompts)]
+
+
+def head_folder(recipe: Recipe) -> Path:
+    return recipe.head_dir if recipe.report.head is None else recipe.report.head
+
+
+def head_folders(recipe: Recipe) -> dict[str, Path]:
+    """Of every head to be measured, by the name that its rows bear."""
+    return {OWN: head_folder(recipe), **recipe.report.other_heads}
+
+
+def taps_to_read(recipe: Recipe) -> tuple[int, ...]:
+    """The union of the taps of all heads to measure; raises ValueError for a head that does not fit the target."""
+    target = TargetConfig.from_folder(locate_target(recipe.target.path, recipe.target.revision))
+    return tuple(sorted({tap for folder in head_folders(recipe).values() for tap in load_taps(folder, target)}))

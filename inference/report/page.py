@@ -1,0 +1,158 @@
+"""The report as one page without scripts: plots, and texts coloured by how each token came; the same on a terminal."""
+
+from collections.abc import Callable, Sequence
+from html import escape
+
+from rich.text import Text
+
+from inference.report.compare import Outcome
+from inference.report.svg import Series, category_plot, legend, line_plot, tree_drawing
+from inference.report.tables import cells, further_tables, heading
+from inference.report.trace import Step, Trace
+
+Detokenize = Callable[[list[int]], str]
+
+# By depth of the draft: the deeper, the stronger; a bonus token is plain.
+SHADES = ("#d9f0d3", "#b8e2b0", "#93d08c", "#6abb6b", "#43a24f", "#1f7d34", "#0f6126")
+LIGHT_INK = 6  # from this depth on letters are white
+ON_DARK = ("#1c3322", "#1f4227", "#22522c", "#256331", "#277034", "#4fae58", "#8fd694")
+DARK_INK = 6  # from this depth on letters are black, on a dark page
+LOOKBEHIND = 8  # tokens of the prompt that are decoded with the text, so that its first token is read behind them
+UNFINISHED = "\ufffd"  # what a decoder puts for a character whose last bytes are yet to come
+STYLE = """
+:root { color-scheme: light dark; --ink: #222; --faint: #666; --paper: #fff; --panel: #f6f6f6; --line: #ddd;
+  --taken: #0f6f2b; --bonus: #c2680b }
+@media (prefers-color-scheme: dark) { :root { --ink: #ddd; --faint: #999; --paper: #181818; --panel: #242424;
+  --line: #444; --taken: #6abb6b; --bonus: #f0a04a } }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1000px; padding: 0 1rem 12rem;
+  color: var(--ink); background: var(--paper) }
+.wide { overflow-x: auto } table { border-collapse: collapse; font-size: 13px; margin: 0 0 1em; white-space: nowrap }
+td, th { padding: 2px 8px; text-align: right } td:first-child, th:first-child { text-align: left }
+tr:nth-child(even) { background: var(--panel) }
+svg { max-width: 100%; height: auto } .wide svg { max-width: none }
+svg text { font: 11px system-ui, sans-serif; fill: var(--ink) }
+svg .title { font-weight: 600; font-size: 13px } .grid { stroke: var(--line) }
+.legend span { margin-right: 1em; white-space: nowrap }
+.legend i { display: inline-block; width: 12px; height: 12px; margin-right: 4px }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--panel); padding: 1em;
+  border: 1px solid var(--line) }
+.prompt { color: var(--faint) } .step { cursor: default } .step:hover, .step:focus { outline: 1px solid var(--ink) }
+.bonus { border-bottom: 2px solid var(--bonus) }
+.tree { display: none; position: fixed; z-index: 1; bottom: 1rem; right: 1rem; max-width: calc(100vw - 2rem);
+  box-sizing: border-box; pointer-events: none; background: var(--paper); border: 1px solid var(--ink); padding: 6px }
+.step:hover .tree, .step:focus .tree { display: block }
+.tree text { font: 11px monospace; fill: var(--faint); white-space: pre } .tree line { stroke: var(--line) }
+.tree text.taken { font-weight: 700; fill: var(--taken) } .tree line.taken { stroke: var(--taken); stroke-width: 2 }
+"""
+
+
+def shades(colours: Sequence[str], inks: tuple[str, str], turn: int) -> str:
+    """A class for each depth; letters take the second ink from depth `turn` on."""
+    return "\n".join(
+        f".d{depth} {{ background: {colour}; color: {inks[depth >= turn]} }}"
+        for depth, colour in enumerate(colours, start=1)
+    )
+
+
+def style() -> str:
+    on_dark = shades(ON_DARK, ("#eee", "#111"), DARK_INK)
+    on_light = shades(SHADES, ("#111", "#fff"), LIGHT_INK)
+    return f"{STYLE}{on_light}\n@media (prefers-color-scheme: dark) {{ {on_dark} }}\n"
+
+
+def shade(depth: int) -> int:
+    """The number of a depth's shade, from 1."""
+    return min(depth, len(SHADES))
+
+
+def page(title: str, groups: Sequence[list[Outcome]], traces: Sequence[Trace], text: Detokenize) -> str:
+    """`groups` are the outcomes that were measured alike."""
+    body = [f"<h1>{escape(title)}</h1>"]
+    for outcomes in groups:
+        tables = [cells(outcomes), *further_tables(outcomes)]
+        body += [f"<h2>{escape(heading(outcomes))}</h2>", *map(html_table, tables), *plots(outcomes)]
+    if traces:
+        samples = "".join(f'<span class="d{depth}"> {depth} </span>' for depth in range(1, len(SHADES) + 1))
+        body.append(
+            f"<h2>How each token came</h2><p>Drafted at depth {samples}, or deeper; the underlined token of each "
+            "step is the bonus. Point at a step to see its tree, what was taken in bold.</p>"
+        )
+        body += [f"<h3>{escape(one.way)}</h3>{coloured(one, text)}" for one in traces]
+    viewport = '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    head = f'<meta charset="utf-8">{viewport}<title>{escape(title)}</title><style>{style()}</style>'
+    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>{"".join(body)}</body></html>\n'
+
+
+def plots(outcomes: list[Outcome]) -> list[str]:
+    """Acceptance by depth, speed against tree size, and tau by category where there are several."""
+    if not any(outcome.stats.drafted for outcome in outcomes):
+        return []
+    # All ways are in each plot, so that each keeps its colour; those that draft nothing have no depths.
+    depths = [
+        Series(o.way, [(float(d), share) for d, share in enumerate(o.stats.acceptance, start=1)]) for o in outcomes
+    ]
+    sizes = [Series(o.way, [(o.stats.drafted / max(o.stats.steps, 1), o.tokens_per_second)]) for o in outcomes]
+    found = [legend([o.way for o in outcomes])]
+    found.append(line_plot("share of steps that accept at least d drafts", "d", depths))
+    found.append(line_plot("tokens per second by drafted nodes per step", "nodes", sizes))
+    categories = list(outcomes[0].tau_by_category)
+    if len(categories) > 1:
+        taus = [Series(o.way, [(o.tau_by_category[c], i + 0.5) for i, c in enumerate(categories)]) for o in outcomes]
+        plot = category_plot("tokens per target step (tau) by category", categories, taus)
+        found.append(f'<div class="wide">{plot}</div>')
+    return found
+
+
+def html_table(rows: list[list[str]]) -> str:
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in rows[0])
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows[1:])
+    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+
+
+def pieces(trace: Trace, text: Detokenize) -> tuple[str, list[list[str]]]:
+    """What the first token adds to the prompt's text, and what each token of each step does.
+
+    A character that several tokens spell comes with the last of them, so all pieces together are the text.
+    """
+    tokens = [trace.first, *(token for step in trace.steps for token in step.taken)]
+    before = trace.prompt[-LOOKBEHIND:]
+    done, found = len(text(before)), []
+    for end in range(1, len(tokens) + 1):
+        whole = text(before + tokens[:end])
+        certain = whole if end == len(tokens) else whole.rstrip(UNFINISHED)
+        found.append(certain[done:])
+        done = max(done, len(certain))
+    ends = iter(found[1:])
+    return found[0], [[next(ends) for _ in step.taken] for step in trace.steps]
+
+
+def coloured(trace: Trace, text: Detokenize) -> str:
+    """A text as spans, a step's tree hidden in each."""
+    first, by_step = pieces(trace, text)
+    parts = [f'<span class="prompt">{escape(text(trace.prompt))}</span>{escape(first)}']
+    for step, words in zip(trace.steps, by_step, strict=True):
+        tokens = "".join(
+            f'<span class="{"bonus" if depth >= len(step.path) else f"d{shade(depth)}"}">{escape(word)}</span>'
+            for depth, word in enumerate(words, start=1)
+        )
+        drawing = tree_drawing(labels(step, text), step.parents, step.path)
+        parts.append(f'<span class="step" tabindex="0">{tokens}<span class="tree">{drawing}</span></span>')
+    return f"<pre>{''.join(parts)}</pre>"
+
+
+def labels(step: Step, text: Detokenize) -> list[str]:
+    """Of a tree's nodes; blanks are dots, so that they show."""
+    return [repr(text([token]))[1:-1].replace(" ", "·") for token in step.tokens]
+
+
+def on_terminal(trace: Trace, text: Detokenize) -> Text:
+    """The same colours with rich; bonus tokens are underlined."""
+    first, by_step = pieces(trace, text)
+    found = Text(text(trace.prompt), style="dim")
+    found.append(first, style="not dim")
+    for step, words in zip(trace.steps, by_step, strict=True):
+        for depth, word in enumerate(words, start=1):
+            ink = "white" if depth >= LIGHT_INK else "black"
+            style = f"{ink} on {SHADES[shade(depth) - 1]}" if depth < len(step.path) else "underline"
+            found.append(word, style=f"not dim {style}")
+    return found

@@ -1,0 +1,284 @@
+"""Any Hugging Face causal LM as a target, unpatched: taps, tree masks, positions and our cache by public means."""
+
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from heads.frozen import FrozenTarget
+from heads.target_config import TargetConfig, locate_target
+from inference.cache import KVCache, Shape, Slots
+from inference.masks import Block, block_mask
+from inference.sampling import Sampling
+from inference.stopping import cut_at_end
+from inference.target.architecture import (
+    attention_code,
+    attention_windows,
+    cached_shape,
+    decoder_layers,
+    refuse_unknown_state,
+    rope_limit,
+)
+from inference.target.ranks import Ranks, load_over_ranks
+from inference.tree import Tree
+from recipes.schema import TargetSection
+
+Masks = Tensor | dict[str, Tensor]  # additive, [rows, 1, seq, keys]; one, or one for each type of layer
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    logits: Float[Tensor, "batch kept vocab"]
+    taps: Float[Tensor, "batch seq tapped"]  # the tapped hidden states, concatenated in ascending order
+    last_hidden: Float[Tensor, "batch seq hidden"]  # before the final norm
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is the first CUDA device if there is one, else the CPU."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
+
+
+class TargetModel:
+    """The big model. `taps` are indices into Hugging Face's hidden_states: i is the stream that enters layer i."""
+
+    def __init__(self, model: PreTrainedModel, taps: tuple[int, ...], ranks: Ranks | None = None) -> None:
+        refuse_unknown_state(model)
+        self.ranks = ranks or Ranks()
+        self.model = model.eval().requires_grad_(False)
+        self.device, self.dtype = model.device, model.dtype  # asking the model each time costs a step 1 %
+        self.config = TargetConfig.from_dict(model.config.to_dict())
+        self.taps = taps
+        self.end_tokens, self.pad_token = end_tokens(model), pad_token(model)
+        # transformers' `generate` takes from here what it is not told: a checkpoint's own top_p or penalty stays out.
+        model.generation_config = GenerationConfig()
+        self.windows, self.rope_limit = attention_windows(model), rope_limit(model)
+        self.cached_shape = cached_shape(model)
+        self._refuse_unknown_taps()
+        self.spare_steps: list[Any] = []  # captured decode steps that no run uses now; see inference/cuda_graph.py
+        self.step_costs: dict[Any, Any] = {}  # measured on this machine; see inference/drafters/costs.py
+        self._seen: dict[int, Tensor] = {}
+        self.layers = [*decoder_layers(model)]
+        self.compiles = False  # its layers and those of its head, in steps of fixed shapes
+        for tap in {*taps} - {self.config.num_layers}:
+            self.layers[tap].register_forward_pre_hook(keep_input(self._seen, tap), with_kwargs=True)
+        self.layers[-1].register_forward_hook(keep_output(self._seen, self.config.num_layers))
+
+    @classmethod
+    def load(cls, section: TargetSection, taps: tuple[int, ...]) -> "TargetModel":
+        """Load from a local folder or the hub; only safetensors, and no code of the model's own unless asked.
+
+        With target.tp_plan or zero_stage all ranks of a launch must load it.
+        """
+        folder: Path = locate_target(section.path, section.revision)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
+        load = partial(
+            AutoModelForCausalLM.from_pretrained,
+            folder,
+            dtype=getattr(torch, section.dtype),
+            attn_implementation=attention_code(config) if section.attention == "auto" else section.attention,
+            trust_remote_code=section.trust_remote_code,
+            use_safetensors=True,
+        )
+        if section.spans_ranks and Ranks().count > 1:
+            model, ranks = load_over_ranks(section, config, load)
+            target = cls(model, taps, ranks)
+            # No rank has all of the weights.
+            target.frozen = FrozenTarget.from_folder(folder, target.dtype, target.device)
+        elif section.device_map is not None:
+            target = cls(load(device_map=section.device_map), taps)
+        else:
+            device: Any = pick_device(section.device)  # transformers' own `to` is mistyped
+            target = cls(load().to(device), taps)
+        target.compiles = section.compile
+        return target
+
+    @classmethod
+    def without_weights(cls, section: TargetSection) -> "TargetModel":
+        """Its shapes alone, on the meta device; nothing but config.json is read."""
+        folder = locate_target(section.path, section.revision, ["config.json"])
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config,
+                dtype=getattr(torch, section.dtype),
+                attn_implementation=attention_code(config) if section.attention == "auto" else section.attention,
+                trust_remote_code=section.trust_remote_code,
+            )
+        return cls(model, ())
+
+    @property
+    def max_positions(self) -> int:
+        """As many as it knows, and as can be rotated to without changing earlier ones."""
+        known = self.config.max_positions
+        return known if self.rope_limit is None else min(known, self.rope_limit)
+
+    @cached_property
+    def frozen(self) -> FrozenTarget:
+        """Its two ends, shared with the heads."""
+        tied = bool(self.model.config.get_text_config().tie_word_embeddings)
+        return FrozenTarget.from_tensors(self.model.state_dict(), self.config, tied)
+
+    def new_cache(
+        self, capacity: int, head_shape: Shape | None = None, batch: int = 1, static: bool = False
+    ) -> KVCache:
+        """Slots for `capacity` tokens a row, those of a pending tree included."""
+        return KVCache.allocate(self.cached_shape, head_shape, capacity, batch, self.dtype, self.device, static)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        tokens: Int[Tensor, "batch seq"],
+        positions: Int[Tensor, "batch seq"] | None = None,
+        mask: Masks | None = None,
+        cache: KVCache | None = None,
+        last_only: bool = False,
+    ) -> TargetOutput:
+        """One pass. Without a mask it is causal; with `last_only` the logits are those of the last position alone."""
+        extra: dict[str, Any] = {"logits_to_keep": 1} if last_only else {}
+        output = self.model(
+            input_ids=tokens,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=cache is not None,
+            **extra,
+        )
+        taps, last_hidden = self._take_seen()
+        tapped = torch.cat(taps, dim=-1) if taps else last_hidden[..., :0]
+        return TargetOutput(output.logits, tapped, last_hidden)
+
+    def states(
+        self, tokens: Int[Tensor, "batch seq"]
+    ) -> tuple[list[Float[Tensor, "batch seq hidden"]], Float[Tensor, "batch seq hidden"]]:
+        """Each tap, and the last hidden state before the final norm, of a causal pass; where gradients are recorded it
+        keeps them."""
+        self.model(input_ids=tokens, use_cache=False, logits_to_keep=1)
+        return self._take_seen()
+
+    def _take_seen(self) -> tuple[list[Tensor], Tensor]:
+        last_hidden = self._seen[self.config.num_layers]
+        taps = [self._seen[tap].to(last_hidden.device) for tap in self.taps]  # a device_map spreads the layers
+        self._seen.clear()
+        return taps, last_hidden
+
+    def tap_columns(self, taps: tuple[int, ...]) -> Int[Tensor, " tapped"] | None:
+        """Where a drafter's taps stand in `TargetOutput.taps`; None where it reads all of them as they are, or none.
+
+        Raises ValueError for one that the target does not give.
+        """
+        if taps in ((), self.taps):
+            return None
+        if not set(taps) <= set(self.taps):
+            raise ValueError(f"the drafter reads taps {list(taps)}, the target gives {list(self.taps)}")
+        starts = torch.tensor([self.taps.index(tap) for tap in taps]) * self.config.hidden_size
+        return (starts[:, None] + torch.arange(self.config.hidden_size)).flatten().to(self.device)
+
+    def verify(self, tree: Tree, cache: KVCache) -> TargetOutput:
+        """All nodes of each row's tree in one pass, behind the verified tokens of that row."""
+        block = Block(tree.ancestors, tree.depths)
+        positions = cache.target.starts.unsqueeze(1) + tree.depths
+        return self.forward(tree.tokens, positions, self.masks(cache.target, block), cache)
+
+    def masks(self, slots: Slots, block: Block) -> Masks:
+        """What the model wants as its attention mask: one for all layers, or one for each type of layer."""
+        made = {kind: block_mask(slots, block, self.dtype, window) for kind, window in self.windows.items()}
+        return made if len(made) > 1 else next(iter(made.values()))
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        prompts: list[list[int]],
+        max_new_tokens: int,
+        sampling: Sampling | None = None,
+        prompt_lookup: int | None = None,
+        assistant: "tuple[TargetModel, int] | None" = None,
+        streamer: Any = None,
+    ) -> list[list[int]]:
+        """What transformers' own `generate` writes after each prompt, cut before the padding; the baseline.
+
+        The prompts are padded on the left. Sampling draws from the seed, for the whole batch at once. With
+        `prompt_lookup` it drafts as many tokens from the prompt, with an `assistant` so many with that model (one
+        prompt at a time, as with a streamer).
+        """
+        longest = max(map(len, prompts))
+        pad = self.end_tokens[0] if self.end_tokens else 0
+        tokens = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=self.device)
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=self.device)
+        sampling = sampling or Sampling()
+        config = GenerationConfig(
+            max_new_tokens=max_new_tokens,
+            pad_token_id=pad,
+            eos_token_id=self.end_tokens or None,
+            prompt_lookup_num_tokens=prompt_lookup,
+            **generation_fields(sampling),
+        )
+        extra: dict[str, Any] = {} if streamer is None else {"streamer": streamer}
+        if assistant is not None:
+            model, count = assistant
+            # Always as many tokens, however sure the assistant is of them.
+            model.model.generation_config = GenerationConfig(
+                num_assistant_tokens=count, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0
+            )
+            extra["assistant_model"] = model.model
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(sampling.seed)
+            written = self.model.generate(tokens, attention_mask=mask, generation_config=config, **extra)
+        self._seen.clear()
+        return [cut_at_end(row[longest:], self.end_tokens) for row in written.tolist()]
+
+    def _refuse_unknown_taps(self) -> None:
+        if self.taps and (max(self.taps) > self.config.num_layers or min(self.taps) < 0):
+            raise ValueError(
+                f"head.taps: {list(self.taps)} given, the target has hidden_states 0 to {self.config.num_layers}"
+            )
+
+
+# Hooks know of the tensors alone: one that knew of its target would keep it in memory when nothing else does.
+
+
+def keep_input(seen: dict[int, Tensor], tap: int) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen[tap] = args[0] if args else kwargs["hidden_states"]
+
+    return hook
+
+
+def keep_output(seen: dict[int, Tensor], tap: int) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        seen[tap] = output if isinstance(output, Tensor) else output[0]
+
+    return hook
+
+
+def end_tokens(model: PreTrainedModel) -> list[int]:
+    """Every token that ends a text, as the model's generation config or config says."""
+    found = model.generation_config.eos_token_id if model.generation_config is not None else None
+    found = model.config.get_text_config().eos_token_id if found is None else found
+    return [] if found is None else [found] if isinstance(found, int) else list(found)
+
+
+def pad_token(model: PreTrainedModel) -> int | None:
+    """What fills up shorter texts, as the model's generation config or config says."""
+    found = model.generation_config.pad_token_id if model.generation_config is not None else None
+    return model.config.get_text_config().to_dict().get("pad_token_id") if found is None else found
+
+
+def generation_fields(sampling: Sampling) -> dict[str, Any]:
+    """The same way of sampling in transformers' fields; ValueError for what it does not have."""
+    if sampling.presence_penalty or sampling.frequency_penalty or sampling.logit_bias:
+        raise ValueError(
+            "decode.presence_penalty, frequency_penalty and logit_bias: given, which transformers' own generate does "
+            "not have; leave them out, or take generate out of report.baselines"
+        )
+    always = {"repetition_penalty": sampling.repetition_penalty}
+    if sampling.temperature == 0:
+        return {**always, "do_sample": False}
+    truncation = {"top_k": sampling.top_k or 0, "top_p": sampling.top_p, "min_p": sampling.min_p or None}
+    return {**always, **truncation, "do_sample": True, "temperature": sampling.temperature}

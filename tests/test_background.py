@@ -1,0 +1,90 @@
+"""Laws of work behind the caller's back: in order, bounded, and no error is lost."""
+
+import threading
+import time
+from functools import partial
+
+import pytest
+
+from data_pipelines.background import Behind
+
+
+def test_with_nothing_ahead_the_caller_does_the_work() -> None:
+    threads: list[int] = []
+    with Behind(ahead=0) as behind:
+        behind.add(lambda: threads.append(threading.get_ident()))
+        assert threads == [threading.get_ident()]
+
+
+def test_everything_is_done_in_order_when_the_block_ends() -> None:
+    done: list[int] = []
+
+    def work(number: int) -> None:
+        time.sleep(0.001)
+        done.append(number)
+
+    with Behind(ahead=3) as behind:
+        for number in range(10):
+            behind.add(partial(work, number))
+    assert done == list(range(10))
+
+
+def test_no_more_than_so_many_pieces_are_unfinished() -> None:
+    gate, begun = threading.Event(), threading.Event()
+    added: list[int] = []
+
+    def wait() -> None:
+        gate.wait()
+
+    def add_three() -> None:
+        with Behind(ahead=2) as behind:
+            for number in range(3):
+                behind.add(wait)
+                added.append(number)
+                begun.set()
+
+    adding = threading.Thread(target=add_three)
+    adding.start()
+    begun.wait()
+    time.sleep(0.05)
+    assert added == [0, 1]  # the third waits for the first
+    gate.set()
+    adding.join()
+    assert added == [0, 1, 2]
+
+
+@pytest.mark.parametrize("more", [0, 1, 5])
+def test_an_error_comes_out_at_the_next_piece_or_at_the_end(more: int) -> None:
+    done: list[int] = []
+
+    def fail() -> None:
+        raise ValueError("the disk is full")
+
+    def add_all() -> None:
+        with Behind(ahead=1) as behind:
+            behind.add(fail)
+            for number in range(more):
+                behind.add(partial(done.append, number))
+
+    with pytest.raises(ValueError, match="the disk is full"):
+        add_all()
+    assert done == []
+
+
+def test_an_error_of_the_caller_drops_what_has_not_begun() -> None:
+    gate, done = threading.Event(), list[str]()
+
+    def first() -> None:
+        gate.wait()
+        done.append("first")
+
+    def add_two() -> None:
+        with Behind(ahead=2) as behind:
+            behind.add(first)
+            behind.add(partial(done.append, "second"))
+            threading.Timer(0.02, gate.set).start()
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        add_two()
+    assert done == ["first"]

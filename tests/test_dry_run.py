@@ -1,0 +1,118 @@
+"""Laws of the plan: what cannot work is refused before the first step, and a dry run spends nothing."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_run import modified, tiny_recipe
+
+from data_pipelines.shards import FeatureStore
+from heads.frozen import FrozenTarget
+from heads.target_config import TargetConfig
+from recipes import Recipe
+from trainers.dry_run import DataSizes, refuse_sizes
+from trainers.memory_estimate import head_sizes
+from trainers.run import run
+
+
+@pytest.fixture(scope="module")
+def frozen(harvested: Path) -> FrozenTarget:
+    return FrozenTarget.from_folder(harvested / "target", torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["train.batch_size=13"], r"train\.batch_size: 13 sequences of 12 to train on"),
+        (["train.accumulate=4"], r"train\.accumulate: 4 pieces of a rank's 3 sequences"),
+    ],
+)
+def test_sizes_that_cannot_work_are_refused_before_anything_is_spent(
+    make_recipe: Callable[..., Recipe], options: list[str], message: str
+) -> None:
+    recipe = make_recipe("run", *options)
+    before = modified(recipe.run_dir)
+    with pytest.raises(ValueError, match=message):
+        run(recipe)
+    assert modified(recipe.run_dir) == before
+
+
+def test_ranks_samples_and_held_out_samples_are_counted(make_recipe: Callable[..., Recipe]) -> None:
+    recipe = make_recipe("run")
+    refuse_sizes(recipe, 3, 12, 4)
+    with pytest.raises(ValueError, match=r"train\.batch_size: 3 sequences for 4 ranks"):
+        refuse_sizes(recipe, 4, 12, 4)
+    with pytest.raises(ValueError, match="no samples to train on"):
+        refuse_sizes(recipe, 1, 0, 4)
+    with pytest.raises(ValueError, match=r"data\.heldout_prompts: .* gave no sample"):
+        refuse_sizes(recipe, 1, 12, 0)
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(
+    make_recipe: Callable[..., Recipe], harvested: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = make_recipe("run", "train.dry_run=true", "train.ema_decay=0.9", "train.accumulate=3")
+    before = modified(recipe.run_dir)
+    run(recipe)
+    said = " ".join(capsys.readouterr().out.split())
+    assert modified(recipe.run_dir) == before
+    assert "parameters of the head 17,024 fc 3,072" in said
+    tokens = FeatureStore(recipe.features_dir, "train").num_tokens
+    assert f"tokens per epoch {tokens} 12 samples, as harvested" in said
+    assert "steps per epoch 4.0 train.batch_size 3" in said
+    assert "1 samples of 36 tokens, train.unroll 3, float32" in said
+    run(tiny_recipe(harvested, f"run_dir={recipe.run_dir / 'new'}", "train.dry_run=true"))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "tokens per epoch at most 432 12 samples, not harvested yet" in said
+    assert not (recipe.run_dir / "new").exists()
+
+
+@pytest.mark.parametrize("features", ["run", "nothing"])
+def test_online_training_needs_no_disk_for_features(
+    make_recipe: Callable[..., Recipe], harvested: Path, tmp_path: Path, features: str
+) -> None:
+    """Whether or not an earlier run left some."""
+    config = TargetConfig.from_folder(harvested / "target")
+    make_recipe("run")
+    sizes = DataSizes.of(make_recipe("run", "data.mode=online", f"data.folder={tmp_path / features}"), config)
+    assert (sizes.samples, sizes.feature_bytes) == (12, 0)
+
+
+def test_a_store_that_the_recipe_names_is_what_is_counted(make_recipe: Callable[..., Recipe], harvested: Path) -> None:
+    """It was the run's own folder, which is empty then."""
+    store = harvested / "run" / "features"
+    recipe = tiny_recipe(harvested, "run_dir=/nowhere", f"data.store={store}")
+    sizes = DataSizes.of(recipe, TargetConfig.from_folder(harvested / "target"))
+    assert sizes == DataSizes.of(make_recipe("run"), TargetConfig.from_folder(harvested / "target"))
+    assert sizes.is_measured
+    assert sizes.feature_bytes == sum(path.stat().st_size for path in store.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("storage", ["int8", "float8"])
+def test_a_dry_run_knows_features_in_8_bits_before_they_are_there(
+    make_recipe: Callable[..., Recipe], capsys: pytest.CaptureFixture[str], tmp_path: Path, storage: str
+) -> None:
+    """It looked for a number format of torch by that name and ended in a traceback."""
+    run(make_recipe("run", "train.dry_run=true", f"data.folder={tmp_path / 'nothing'}", f"data.dtype={storage}"))
+    assert "plan of" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("head", ["{kind: eagle3, draft_vocab_size: 80}", "{kind: eagle1}"])
+def test_planned_activations_are_about_what_a_step_keeps(
+    make_recipe: Callable[..., Recipe], frozen: FrozenTarget, head: str
+) -> None:
+    """More unrolling, longer samples and more of them keep more; checkpointing keeps less."""
+    recipe = make_recipe("run", f"head={head}")
+
+    def planned(rows: int, longest: int, *options: str) -> int:
+        changed = make_recipe("run", f"head={head}", *options)
+        return head_sizes(changed, frozen.config, rows, longest, torch.device("cpu")).activations
+
+    base = planned(2, 32)
+    assert 1.9 * base < planned(4, 32) < 2.1 * base
+    assert 1.9 * base < planned(2, 64) < 2.1 * base
+    assert planned(2, 32, "train.unroll=6") > 1.6 * base
+    assert planned(2, 32, "train.activation_checkpointing=true") < 0.9 * base
+    assert planned(2, 32, "train.precision=bfloat16") < 0.9 * base
+    assert recipe.train.unroll == 3

@@ -1,0 +1,279 @@
+"""Laws of Medusa-2: the target learns with its heads, and without a learning rate it stays what it was, bit for bit."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_run import contents, tiny_recipe
+from torch.testing import assert_close
+
+from data_pipelines.batches import Batch
+from data_pipelines.shards import FeatureStore
+from heads.checkpoint import draft_vocab, load_head, new_head
+from heads.export import export
+from heads.frozen import FrozenTarget
+from inference.decode import Request, generate_batch
+from inference.drafters.growth import Dynamic
+from inference.drafters.head import HeadDrafter
+from inference.report.command import report
+from inference.sampling import Sampling
+from inference.target.model import TargetModel
+from recipes import Recipe
+from trainers import loop
+from trainers.medusa2 import JointHead, LiveTarget
+from trainers.memory_estimate import Saved, live_sizes, storage_of
+from trainers.objective import Objective, Teacher, UnrolledHead
+from trainers.run import run
+
+MakeRecipe = Callable[..., Recipe]
+MEDUSA = ("head={kind: medusa, medusa_heads: 2}", "train.unroll=2", "train.learning_rate=1e-2")
+modes = pytest.mark.parametrize("mode", ["lora", "full"])
+
+
+def joint(mode: str, **fields: float) -> str:
+    own = {"mode": mode, "lora_rank": 4, "learning_rate": 1e-2, "warmup_steps": 2, **fields}
+    return f"joint={json.dumps(own)}"
+
+
+class Killed(BaseException):
+    """What no code of ours may catch."""
+
+
+def killed_in(step: int, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training dies in a step, counted from 1."""
+    left, train_step = iter(range(step - 1)), loop.train_step
+
+    def dying(*arguments: Any) -> Any:
+        if next(left, None) is None:
+            raise Killed
+        return train_step(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "train_step", dying)
+        with pytest.raises(Killed):
+            run(recipe)
+
+
+def joint_head(recipe: Recipe, folder: Path) -> tuple[JointHead, Batch]:
+    """Heads at the start of their training beside the target, and a batch of the harvest."""
+    frozen = FrozenTarget.from_folder(folder / "target", torch.float32)
+    vocab = draft_vocab(recipe.head, torch.zeros(frozen.config.vocab_size, dtype=torch.long))
+    head = new_head(recipe.head, frozen, vocab, seed=0)
+    live, store = LiveTarget.load(recipe, torch.device("cpu")), FeatureStore(recipe.features_dir, "train", ())
+    unrolled = JointHead(head, Teacher(frozen, vocab), Objective.from_recipe(recipe), live, False)
+    return unrolled, Batch.collate([store[number] for number in range(4)], torch.float32)
+
+
+@modes
+def test_the_head_on_the_tuned_target_changes_no_token(make_recipe: MakeRecipe, harvested: Path, mode: str) -> None:
+    recipe = make_recipe("run", *MEDUSA, joint(mode), "train.eval_prompts=1")
+    run(recipe)
+    section = recipe.target.model_copy(update={"path": str(recipe.tuned_target_dir)})
+    tuned = TargetModel.load(section, (7,))
+    original = TargetModel.load(recipe.target, ()).model.state_dict()
+    changed = {name for name, weight in tuned.model.state_dict().items() if not weight.equal(original[name])}
+    assert changed
+    assert all(name.startswith("model.layers.") for name in changed)
+    head = load_head(recipe.head_dir, tuned.frozen)
+    for sampling in (Sampling(), Sampling(0.9, seed=4)):
+        requests = [Request([5, 6, 7], 20, sampling), Request([40, 41], 20, sampling)]
+        plain = generate_batch(tuned, requests)
+        drafted = generate_batch(tuned, requests, HeadDrafter(head, Dynamic(2, 2, 4)))
+        assert [each.tokens for each in drafted] == [each.tokens for each in plain]
+    files = contents(recipe.tuned_target_dir)
+    for name, content in contents(harvested / "target").items():
+        assert files[name] == content or name in ("config.json", "model.safetensors")
+
+
+@modes
+def test_without_a_learning_rate_the_target_stays_bit_identical(
+    make_recipe: MakeRecipe, harvested: Path, mode: str
+) -> None:
+    recipe = make_recipe("run", *MEDUSA, joint(mode, learning_rate=0.0, warmup_steps=0))
+    run(recipe)
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (harvested / "target", recipe.tuned_target_dir)
+    )
+    assert before.keys() == after.keys()
+    assert all(weight.equal(before[name]) for name, weight in after.items())
+
+
+@modes
+def test_the_loss_of_an_unchanged_target_is_medusa_1s_on_its_live_features(
+    make_recipe: MakeRecipe, harvested: Path, mode: str
+) -> None:
+    recipe = make_recipe("run", *MEDUSA, joint(mode))
+    unrolled, batch = joint_head(recipe, harvested)
+    with torch.no_grad():
+        live = replace(batch, last_hidden=unrolled.live(batch.tokens))
+    assert_close(live.last_hidden[batch.loss_mask], batch.last_hidden[batch.loss_mask])
+    alone = UnrolledHead(unrolled.head, unrolled.teacher, unrolled.objective)
+    supervision = alone.teacher.supervise(live)
+    counts = supervision.counts(2)
+    expected = alone(live, supervision, counts)
+    unrolled.tunes = False
+    scores = unrolled(batch, alone.teacher.supervise(batch), counts)
+    assert scores.loss.equal(expected.loss)
+    unrolled.tunes = True  # the divergence from what was harvested is all that comes to it
+    scores = unrolled(batch, alone.teacher.supervise(batch), counts)
+    assert scores.sums().equal(expected.sums())
+    assert_close(scores.loss, expected.loss)
+
+
+def test_the_heads_loss_and_the_divergence_both_reach_the_target(make_recipe: MakeRecipe, harvested: Path) -> None:
+    """The gradient is that of the definition, written out: cross-entropies of the heads, and KL(original || tuned)."""
+    recipe = make_recipe("run", *MEDUSA, joint("full", distill_weight=0.7))
+    unrolled, batch = joint_head(recipe, harvested)
+    frozen, head = unrolled.teacher.frozen, unrolled.head
+    with torch.no_grad():
+        for parameter in [*head.parameters(), *unrolled.live.trained.values()]:
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    supervision = unrolled.teacher.supervise(batch)
+    counts = supervision.counts(2)
+    scores = unrolled(batch, supervision, counts)
+    scores.loss.backward()
+    found = {name: parameter.grad for name, parameter in unrolled.live.trained.items()}
+    unrolled.live.zero_grad()
+
+    last_hidden = unrolled.live(batch.tokens)
+    log_q, log_p = (frozen.logits(each).log_softmax(-1) for each in (last_hidden, batch.last_hidden))
+    features, expected = head.project(last_hidden), torch.zeros(())
+    for row, column in batch.loss_mask.nonzero().tolist():  # the token that is guessed
+        if column >= 2:
+            here = log_p[row, column - 1], log_q[row, column - 1]
+            expected = expected + 0.7 * (here[0].exp() * (here[0] - here[1])).sum() / counts[0]
+        for level in range(2):
+            if column - 2 - level >= 0:
+                hidden = head(
+                    features[row : row + 1],
+                    batch.tokens[row : row + 1],
+                    torch.arange(batch.tokens.shape[1]),
+                    level=level,
+                )
+                guess = head.logits(hidden, level)[0, column - 2 - level].log_softmax(-1)
+                soft = -(log_q[row, column - 1].detach().exp() * guess).sum()
+                expected = expected + 0.8**level * soft / counts[level]
+    assert_close(scores.loss, expected)
+    expected.backward()
+    for name, parameter in unrolled.live.trained.items():
+        assert found[name] is not None
+        assert_close(found[name], parameter.grad, atol=1e-5, rtol=1e-3)
+
+
+@modes
+def test_the_divergence_from_the_original_is_logged(make_recipe: MakeRecipe, harvested: Path, mode: str) -> None:
+    """Per token, over the held-out samples, and the same by decoding them with both targets."""
+    recipe = make_recipe("run", *MEDUSA, joint(mode), "train.eval_every=8")
+    run(recipe)
+    lines = [json.loads(line) for line in recipe.metrics_path.read_text().splitlines()]
+    trained = [line.get("train/divergence") for line in lines if "train/loss_0" in line]
+    assert trained[:2] == [None, None]  # the warm-up
+    assert trained[2] == pytest.approx(0, abs=1e-6)  # the target has not moved yet
+    assert all(value > 1e-6 for value in trained[3:])
+    (found,) = [line["heldout/divergence"] for line in lines if "heldout/divergence" in line]
+    section = recipe.target.model_copy(update={"path": str(recipe.tuned_target_dir)})
+    tuned, total, count = TargetModel.load(section, ()), 0.0, 0
+    for sample in map(FeatureStore(recipe.features_dir, "heldout", ()).__getitem__, range(4)):
+        log_q = tuned.forward(sample.tokens[None]).logits[0].log_softmax(-1)
+        log_p = tuned.frozen.logits(sample.last_hidden).log_softmax(-1)
+        scored = sample.loss_mask[1:].nonzero().flatten()
+        scored = scored[scored > 0]
+        total += float((log_p.exp() * (log_p - log_q)).sum(-1)[scored].sum())
+        count += len(scored)
+    assert found == pytest.approx(total / count, rel=1e-3)
+
+
+@modes
+def test_a_dry_run_counts_the_target(make_recipe: MakeRecipe, capsys: pytest.CaptureFixture[str], mode: str) -> None:
+    recipe = make_recipe("run", *MEDUSA, joint(mode), "train.dry_run=true")
+    run(recipe)
+    said = " ".join(capsys.readouterr().out.split())
+    target = TargetModel.load(recipe.target, ())
+    live = LiveTarget(target, recipe)
+    learning = sum(weight.numel() for weight in live.trained.values())
+    parameters = sum(weight.numel() for weight in live.model.parameters())
+    assert f"{learning:,} of {parameters:,} parameters learn, joint.mode {mode}" in said
+    sizes = live_sizes(recipe, 3, 36, torch.device("cpu"))
+    assert (sizes.weights, sizes.gradients, sizes.moments) == (4 * parameters, 4 * learning, 8 * learning)
+    with Saved({storage_of(tensor) for tensor in target.model.state_dict(keep_vars=True).values()}) as kept:
+        live(torch.zeros(3, 36, dtype=torch.long))
+    assert 0.8 * kept.num_bytes < sizes.activations < 1.25 * kept.num_bytes
+
+
+def test_during_the_warm_up_the_heads_alone_are_trained(make_recipe: MakeRecipe, harvested: Path) -> None:
+    recipe = make_recipe("run", *MEDUSA, joint("lora", warmup_steps=8))
+    run(recipe)
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (harvested / "target", recipe.tuned_target_dir)
+    )
+    assert all(weight.equal(before[name]) for name, weight in after.items())
+    state = load_file(recipe.checkpoints_dir / "step-8/target.safetensors")
+    assert not [name for name in state if name.endswith("exp_avg")]
+
+
+@modes
+@pytest.mark.parametrize("step", [2, 7])
+def test_a_resumed_run_ends_like_an_uninterrupted_one(
+    make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, mode: str, step: int
+) -> None:
+    """killed in 7     1 2 3 4 5 6 x
+    resumed                 5 6 7 8   the same heads, target and moments, bit for bit"""
+    whole, resumed = (make_recipe(name, *MEDUSA, joint(mode)) for name in ("whole", "resumed"))
+    run(whole)
+    killed_in(step, resumed, monkeypatch)
+    run(resumed)
+    for folder in ("checkpoints_dir", "head_dir", "tuned_target_dir"):
+        one, other = (contents(getattr(recipe, folder)) for recipe in (whole, resumed))
+        assert one == other
+
+
+def test_a_target_that_was_not_written_is_written_by_the_same_command(make_recipe: MakeRecipe) -> None:
+    recipe = make_recipe("run", *MEDUSA, joint("lora"))
+    run(recipe)
+    before = contents(recipe.tuned_target_dir)
+    shutil.rmtree(recipe.tuned_target_dir)
+    run(recipe)
+    assert contents(recipe.tuned_target_dir) == before
+
+
+def test_the_head_is_reported_and_exported_with_the_tuned_target_alone(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    options = (*MEDUSA, joint("lora"), "report.num_prompts=1", "report.warmup_prompts=0", "report.temperatures=[0.9]")
+    recipe = make_recipe("run", *options)
+    run(recipe)
+    for command in (report, export):
+        with pytest.raises(ValueError, match=r"is for the tuned target; give target.path=.*run/target"):
+            command(recipe)
+    recipe = make_recipe("run", *options, f"target.path={recipe.tuned_target_dir}")
+    assert (export(recipe) / "model.safetensors").is_file()
+    assert all(outcome.identical == 1 for outcome in report(recipe) if outcome.way != "generate")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("head={kind: eagle1}", "joint.mode: 'lora' given, null is allowed for eagle1; choose head.kind medusa"),
+        ("head={kind: medusa, medusa_heads: 2, draft_vocab_size: 80}", "head.draft_vocab_size: 80 given, null"),
+        ("train.pack_tokens=64", "train.pack_tokens: 64 given, null is allowed together with joint.mode"),
+        ("train.ema_decay=0.9", "train.ema_decay: 0.9 given, null is allowed"),
+        ("joint={mode: half}", "joint.mode: 'half' given, one of lora, full"),
+        ("joint={mode: lora, rank: 4}", "joint.rank: 4 given, but there is no such key"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(harvested: Path, override: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        tiny_recipe(harvested, *MEDUSA, joint("lora"), override)
+
+
+def test_shares_of_a_target_are_refused(make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = make_recipe("run", *MEDUSA, joint("lora"))
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(
+        ValueError, match=r"joint.mode: given in a launch of FSDP2 or DeepSpeed, .* launch with recipes/launch/one.yaml"
+    ):
+        run(recipe)

@@ -1,0 +1,185 @@
+"""Laws of targets that no rank could hold: split or sliced over ranks, they give what one process gives."""
+
+import importlib.util
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from families import FAMILIES
+from launches import finish, launch, launch_module
+from tiny_run import assert_same_sample, tiny_recipe
+from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
+
+from data_pipelines.harvest import harvest
+from data_pipelines.shards import FeatureStore
+from data_pipelines.store import verify
+from heads.checkpoint import draft_vocab, new_head, save_head
+from heads.frozen import FrozenTarget
+from inference.target.ranks import load_zero_slices, refuse_split
+from recipes import Recipe, load_recipe
+from recipes.schema import TargetSection
+from trainers.run import refuse_lone_decoding
+
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is an extra: pip install -e .[deepspeed]"
+)
+WAYS = ["target.tp_plan=auto", pytest.param("target.zero_stage=3", marks=needs_deepspeed)]
+
+
+def assert_same_harvest(found: Path, expected: Path) -> None:
+    """The same texts, and their states to the rounding of float32."""
+    names = sorted(path.name for path in (expected / "responses").glob("*.jsonl"))
+    assert {path.name for path in (found / "responses").iterdir()} == {*names, "stage.json"}
+    for name in names:
+        assert (found / "responses" / name).read_text() == (expected / "responses" / name).read_text()
+    assert verify(found / "features") == []
+    for split in ("train", "heldout"):
+        mine, its = (FeatureStore(folder / "features", split) for folder in (found, expected))
+        assert len(mine) == len(its)
+        for number in range(len(its)):
+            assert_same_sample(mine[number], its[number])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_that_hold_a_target_together_harvest_what_one_process_does(
+    harvested: Path, tmp_path: Path, way: str
+) -> None:
+    """Its responses too, whose numbers of steps differ from rank to rank."""
+    finish(launch_module("ddp", 2, "data_pipelines.harvest", harvested / "recipe.yaml", way, f"run_dir={tmp_path}"))
+    assert_same_harvest(tmp_path, harvested / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_they_take_up_what_one_process_left(harvested: Path, tmp_path: Path, way: str) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(harvested / "run", run)
+    for folder, gone in (("responses", "train-00001.jsonl"), ("features", "train-00000.safetensors")):
+        stage = json.loads((run / folder / "stage.json").read_text())
+        (run / folder / "stage.json").write_text(json.dumps({"inputs": stage["inputs"], "complete": False}))
+        (run / folder / gone).unlink()
+    written = (harvested / "run" / "responses" / "train-00001.jsonl").read_text()
+    (run / "responses" / "train-00001.jsonl.journal").write_text(written[: len(written) // 2])
+    finish(launch_module("ddp", 2, "data_pipelines.harvest", harvested / "recipe.yaml", way, f"run_dir={run}"))
+    assert_same_harvest(run, harvested / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_a_head_drafts_for_them_and_the_text_is_the_same(harvested: Path, tmp_path: Path, way: str) -> None:
+    recipe = tiny_recipe(harvested)
+    frozen = FrozenTarget.from_folder(harvested / "target", torch.float32)
+    vocab = draft_vocab(recipe.head, FeatureStore(recipe.features_dir, "train").token_counts(300))
+    save_head(new_head(recipe.head, frozen, vocab, 0), tmp_path / "head")
+    draft = f"data.draft_head={tmp_path / 'head'}"
+    finish(
+        launch_module("ddp", 2, "data_pipelines.harvest", harvested / "recipe.yaml", way, draft, f"run_dir={tmp_path}")
+    )
+    assert_same_harvest(tmp_path, harvested / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_each_rank_holds_its_part_and_ranks_may_differ_in_work(harvested: Path, tmp_path: Path, way: str) -> None:
+    """About half of all weights (norms are small, and whole in tensor parallel), before and behind their passes."""
+    result = tmp_path / "held.json"
+    finish(launch("ddp", 2, "tests/held_by_rank.py", harvested / "recipe.yaml", result, way))
+    everything = 2 * 300 * 32 + 7 * (32 * (32 + 16 + 16 + 32) + 3 * 32 * 64) + 15 * 32
+    held = json.loads(result.read_text())
+    assert held == [[held[0][0]] * 2] * 2
+    assert everything / 2 <= held[0][0] < everything * 0.51
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_every_family_has_the_states_and_writes_the_text_that_it_has_alone(tmp_path: Path, way: str) -> None:
+    """Where transformers has a plan for it; the others are refused, and can be sliced."""
+    models = {name: make() for name, make in FAMILIES.items() if name != "int8"}
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / "models" / name)
+    result = tmp_path / "errors.json"
+    kind = way.removeprefix("target.").partition("=")[0]
+    finish(launch("ddp", 2, "tests/families_on_ranks.py", tmp_path / "models", kind, result))
+    planless = {name for name, model in models.items() if model.config.base_model_tp_plan is None}
+    assert len(planless) < len(models) / 2
+    errors = json.loads(result.read_text())
+    assert errors.keys() == models.keys()
+    for name, error in errors.items():
+        if kind == "tp_plan" and name in planless:
+            assert "refused: target.tp_plan: auto given, transformers has no plan" in error
+        else:
+            assert isinstance(error, float), f"{name}: {error}"
+            assert error < 1e-5, name
+
+
+@pytest.mark.slow
+@needs_deepspeed
+def test_a_sliced_target_is_harvested_and_then_a_sliced_head_trained(harvested: Path, tmp_path: Path) -> None:
+    way = "target.zero_stage=3"
+    finish(launch("zero3", 2, "trainers/eagle.py", harvested / "recipe.yaml", way, f"run_dir={tmp_path}"))
+    assert_same_harvest(tmp_path, harvested / "run")
+    assert (tmp_path / "head" / "model.safetensors").is_file()
+
+
+def test_one_process_loads_such_a_target_whole(harvested: Path, tmp_path: Path) -> None:
+    """As the report does, with the recipe of the harvest."""
+    harvest(tiny_recipe(harvested, "target.tp_plan=auto", f"run_dir={tmp_path}"))
+    assert_same_harvest(tmp_path, harvested / "run")
+
+
+# What cannot be
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "ranks"), [(4, 2, 4), (4, 4, 3), (6, 3, 2)])
+def test_heads_that_do_not_come_out_even_are_refused(heads: int, kv_heads: int, ranks: int) -> None:
+    config = LlamaConfig(hidden_size=heads * 8, num_attention_heads=heads, num_key_value_heads=kv_heads)
+    refuse_split(config, 1)
+    with pytest.raises(ValueError, match=rf"target\.tp_plan: auto given, {ranks} ranks cannot share {heads} attention"):
+        refuse_split(config, ranks)
+
+
+def test_zero_without_deepspeed_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    section = TargetSection(path="anywhere", dtype="float32", zero_stage=3)
+    with pytest.raises(ValueError, match=r"target\.zero_stage: 3 given, which needs DeepSpeed; pip install"):
+        load_zero_slices(section, partial(LlamaForCausalLM, LlamaConfig()))
+
+
+def test_a_family_without_a_plan_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"no plan for a 'gpt2' model; choose target\.zero_stage 3"):
+        refuse_split(GPT2Config(), 2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (["target.tp_plan=auto", "target.zero_stage=3"], "one of device_map, tp_plan, zero_stage is allowed"),
+        (["target.tp_plan=auto", "data.mode=online"], r"target\.tp_plan: .* null is allowed with data\.mode online"),
+        (["target.zero_stage=3", "data.mode=online"], r"target\.zero_stage: .* null is allowed with data\.mode online"),
+        (
+            ["target.tp_plan=auto", "data.draft_head=head", "decode.growth=cost_aware"],
+            r"decode\.growth: .* as its ranks must draft alike",
+        ),
+        (["data.online_devices=[cpu]"], "online_devices are for mode online"),
+        (["data.mode=online", "data.online_devices=[cpu]", "target.device_map=auto"], r"target\.device_map: .* null"),
+    ],
+)
+def test_what_does_not_go_with_a_target_on_many_ranks_is_refused(
+    harvested: Path, overrides: list[str], why: str
+) -> None:
+    with pytest.raises(ValueError, match=why):
+        load_recipe(harvested / "recipe.yaml", overrides)
+
+
+def test_decoding_on_the_main_rank_alone_is_refused(make_recipe: Callable[..., Recipe]) -> None:
+    recipe = make_recipe("run", "target.tp_plan=auto", "train.eval_prompts=2")
+    refuse_lone_decoding(recipe, 1)
+    refuse_lone_decoding(make_recipe("run", "target.tp_plan=auto"), 2)
+    with pytest.raises(ValueError, match=r"train\.eval_prompts: 2 given, 0 is allowed while 2 ranks hold the target"):
+        refuse_lone_decoding(recipe, 2)
