@@ -137,7 +137,7 @@ def overhead_table(rows: list[Row]) -> Table:
         whole, target, head = (1000 * s / steps for s in (row.stats.seconds, row.target_seconds, row.head_seconds))
         table.add_row(
             row.name,
-            f"{row.stats.tau:.2f}",
+            f"{row.stats.acceptance_length:.2f}",
             f"{row.rate:.1f}",
             f"{row.rate / base:.2f}",
             *(f"{value:.2f}" for value in (whole, target, head)),
@@ -154,7 +154,9 @@ def growth_table(rows: list[Row], best: float, title: str) -> Table:
         table.add_column(column, justify="left" if column == "growth" else "right")
     for row in rows:
         nodes = row.stats.drafted / row.stats.steps
-        table.add_row(row.name, f"{row.stats.tau:.2f}", f"{nodes:.1f}", f"{row.rate:.1f}", f"{row.rate / best:.2f}")
+        table.add_row(
+            row.name, f"{row.stats.acceptance_length:.2f}", f"{nodes:.1f}", f"{row.rate:.1f}", f"{row.rate / best:.2f}"
+        )
     return table
 
 

@@ -50,7 +50,7 @@ class Row:
     seconds: float = 0.0
 
     @property
-    def tau(self) -> float:
+    def acceptance_length(self) -> float:
         return (self.tokens - self.first) / (self.calls - self.prompts)
 
 
@@ -143,13 +143,16 @@ def run(recipe: Recipe) -> None:
     for column in ("drafter", "target calls", "tokens/call", "tau", "same text", "tokens/s"):
         table.add_column(column, justify="left" if column == "drafter" else "right")
     for row in rows:
-        rates = f"{row.tokens / row.calls:.3f}", f"{row.tau:.3f}"
+        rates = f"{row.tokens / row.calls:.3f}", f"{row.acceptance_length:.3f}"
         table.add_row(row.name, str(row.calls), *rates, f"{row.same}/{len(prompts)}", f"{row.tokens / row.seconds:.1f}")
     Console().print(table)
     pairs = [(rows[1], rows[2]), (rows[3], rows[4]), (rows[3], rows[5])]
     for theirs, our in pairs:
-        print(f"{our.name}: tau {our.tau:.3f}, {our.tau / theirs.tau - 1:+.2%} of {theirs.name}, {theirs.tau:.3f}")
-    sys.exit(0 if all(our.tau >= ALLOWED * theirs.tau for theirs, our in pairs) else 1)
+        print(
+            f"{our.name}: tau {our.acceptance_length:.3f}, "
+            f"{our.acceptance_length / theirs.acceptance_length - 1:+.2%} of {theirs.name}, {theirs.acceptance_length:.3f}"
+        )
+    sys.exit(0 if all(our.acceptance_length >= ALLOWED * theirs.acceptance_length for theirs, our in pairs) else 1)
 
 
 if __name__ == "__main__":

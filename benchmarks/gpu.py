@@ -185,7 +185,7 @@ def cycle_seconds(setting: Setting, growth: Dynamic) -> float:
         starts=[setting.prompt - 3],
         counts=[3],
         drafted=[0],
-        rooms=[growth.depth],
+        remaining=[growth.depth],
         sampling=BatchSampling([Sampling()], device),
         history=None,
         texts=[[]],

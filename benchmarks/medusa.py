@@ -173,7 +173,7 @@ def taker(recipe: Recipe, target: TargetModel, temperature: float) -> Tau:
         stats = DecodeStats()
         for generation in generate_batch(target, asked, HeadDrafter(head, growth), decode.max_batch):
             stats.add(generation.stats)
-        return stats.tau
+        return stats.acceptance_length
 
     return tau
 

@@ -115,7 +115,7 @@ def tau_of(texts: list[Generation]) -> float:
     total = DecodeStats()
     for text in texts:
         total.add(text.stats)
-    return total.tau
+    return total.acceptance_length
 
 
 def of_greedy(texts: list[Generation], greedy: list[Generation]) -> Interval:

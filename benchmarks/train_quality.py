@@ -121,7 +121,7 @@ def tau(
     sampling = Sampling(temperature, seed=decode.seed)
     for prompt in prompts:
         stats.add(generate(target, prompt, decode.max_new_tokens, sampling, drafter).stats)
-    return stats.tau
+    return stats.acceptance_length
 
 
 def best_rate(

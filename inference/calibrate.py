@@ -159,7 +159,7 @@ def score_taps(
         hidden = head(features, tokens, positions + level, cache=cache, level=level)
         at = positions[: len(positions) - 1 - level] + level + 2
         quiet = batch.warp(head.logits(hidden[:, : len(at)], level), None, ids)[0].float()
-        yield LevelScores(quiet, batch.noise(at.unsqueeze(0), ids)[0], column[text[0, at]], at >= prompt)
+        yield LevelScores(quiet, batch.gumbel(at.unsqueeze(0), ids)[0], column[text[0, at]], at >= prompt)
         features = head.feedback(hidden, features, tokens)
 
 

@@ -91,7 +91,7 @@ class StaticStep:
                     pad(verified.next_tokens, (0, short)),
                     verified.roots,
                     torch.tensor(verified.counts).to(device, non_blocking=True),
-                    torch.tensor(verified.rooms).to(device, non_blocking=True),
+                    torch.tensor(verified.remaining).to(device, non_blocking=True),
                 )
             )
             if self.cache.head is not None:  # the step's own `shift` moved only what is on the device
@@ -120,20 +120,26 @@ class StaticStep:
     # No list, no synchronisation and no shape in these two depends on what was accepted before.
 
     def draft_and_verify(
-        self, sampling: BatchSampling, taps: Tensor, next_tokens: Tensor, roots: Tensor, counts: Tensor, rooms: Tensor
+        self,
+        sampling: BatchSampling,
+        taps: Tensor,
+        next_tokens: Tensor,
+        roots: Tensor,
+        counts: Tensor,
+        remaining: Tensor,
     ) -> tuple[Tensor, ...]:
         self.cache.reset()
-        sampling = sampling.with_noise(
+        sampling = sampling.with_gumbel(
             self.cache.target.starts + 1, self.drafter.depth + 1, self.target.config.vocab_size
         )
-        verified = Verified(taps, next_tokens, roots, [], [], [], [], sampling, None, [], OnDevice(counts, rooms))
+        verified = Verified(taps, next_tokens, roots, [], [], [], [], sampling, None, [], OnDevice(counts, remaining))
         tree = self.drafter.draft(verified, self.cache)
         return self.verify(sampling, tree.tokens, tree.parents)
 
     def verify(self, sampling: BatchSampling, tokens: Tensor, parents: Tensor) -> tuple[Tensor, ...]:
         self.cache.target.reset()
         tree = Tree(tokens, parents, deepest=self.drafter.depth or None)
-        output = self.target.verify(tree, self.cache)
+        output = self.target.forward_tree(tree, self.cache)
         positions = self.cache.target.starts.unsqueeze(1) + tree.depths + 1
         return tokens, parents, sampling.choose(output.logits, positions), output.taps, output.logits
 

@@ -37,7 +37,7 @@ class DecodeStats:
     accepted_at_depth: list[int] = field(default_factory=list)  # steps whose path went at least this deep, from depth 1
 
     @property
-    def tau(self) -> float:
+    def acceptance_length(self) -> float:
         return self.tokens / max(self.steps, 1)
 
     @property
@@ -218,7 +218,7 @@ class DecodeLoop:
         try:
             while self.waiting or self.rows:
                 while self.waiting and len(self.rows) < self.max_batch:
-                    row = self.begin(*self.waiting.popleft())
+                    row = self.prefill(*self.waiting.popleft())
                     yield row.number, row.text[len(row.request.prompt) :]
                     if row.ended:
                         self.end(row)
@@ -238,7 +238,7 @@ class DecodeLoop:
             self.cache = self.target.new_cache(capacity, self.drafter.cache_shape, self.max_batch)
         self.cache.set_lengths([])
 
-    def begin(self, number: int, request: Request) -> Row:
+    def prefill(self, number: int, request: Request) -> Row:
         """Read a prompt into a row of its own; its last logits give the first token."""
         started, device = time.perf_counter(), self.target.device
         count = len(request.prompt)
@@ -249,7 +249,7 @@ class DecodeLoop:
         sampling = BatchSampling([request.sampling], device)
         history = start_history([request], [[]], self.target)
         choice = sampling.choose(output.logits, torch.tensor([[count]], device=device), history)
-        self.drafter.begin(taps, torch.cat([tokens, choice], dim=1), row_cache)
+        self.drafter.prefill(taps, torch.cat([tokens, choice], dim=1), row_cache)
 
         generation = self.generations[number]
         ends = tuple(self.target.end_tokens) if request.end_tokens is None else request.end_tokens
@@ -273,7 +273,7 @@ class DecodeLoop:
             logits, taps, accepted = done.logits, done.taps, accept(done.tree, done.choices)
         else:
             tree = self.drafter.draft(verified, self.cache)
-            output = self.target.verify(tree, self.cache)
+            output = self.target.forward_tree(tree, self.cache)
             positions = self.cache.target.starts.unsqueeze(1) + tree.depths + 1
             logits, taps = output.logits, output.taps
             accepted = judge(tree, logits, positions, verified.sampling, self.history)
@@ -343,17 +343,17 @@ class DecodeLoop:
             starts=[row.start for row in rows],
             counts=counts,
             drafted=[row.drafted for row in rows],
-            rooms=[row.left - 1 for row in rows],  # the bonus token comes for free
-            sampling=self.sampling if self.static is not None else self.with_noise(),
+            remaining=[row.left - 1 for row in rows],  # the bonus token comes for free
+            sampling=self.sampling if self.static is not None else self.with_gumbel(),
             history=self.history,
             texts=[row.text for row in rows],
             choices=[row.choices for row in rows],
         )
 
-    def with_noise(self) -> BatchSampling:
+    def with_gumbel(self) -> BatchSampling:
         """How rows choose, with the noise of every position that this step may look at."""
         positions, count = self.cache.target.starts + 1, self.drafter.depth + 1
-        return self.sampling.with_noise(positions, count, self.target.config.vocab_size)
+        return self.sampling.with_gumbel(positions, count, self.target.config.vocab_size)
 
     def _rows_changed(self) -> None:
         """What depends on who is in the batch."""

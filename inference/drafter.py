@@ -21,7 +21,7 @@ class Verified:
     starts: list[int]  # the first of these positions
     counts: list[int]  # how many there are
     drafted: list[int]  # nodes that were judged to find them; 0 behind a prompt
-    rooms: list[int]  # how many tokens deep a tree may still be of use
+    remaining: list[int]  # how many tokens deep a tree may still be of use
     sampling: BatchSampling
     history: History | None  # of the tokens before the root, where penalties ask for it
     texts: list[list[int]]  # everything that is certain, the root included; a row's list is one object while it lives
@@ -31,10 +31,10 @@ class Verified:
 
 @dataclass(frozen=True)
 class OnDevice:
-    """`counts` and `rooms` of Verified for a captured step, which cannot look at lists."""
+    """`counts` and `remaining` of Verified for a captured step, which cannot look at lists."""
 
     counts: Int[Tensor, " batch"]
-    rooms: Int[Tensor, " batch"]
+    remaining: Int[Tensor, " batch"]
 
 
 @runtime_checkable  # the shape checks of the tests look at instances
@@ -59,7 +59,7 @@ class Drafter(Protocol):
     def static_shapes(self) -> bool:
         """Can `draft` run on tensors alone, with shapes that are always the same? Then a CUDA graph may hold it."""
 
-    def begin(self, taps: Float[Tensor, "1 count tapped"], text: Int[Tensor, "1 count+1"], row: KVCache) -> None:
+    def prefill(self, taps: Float[Tensor, "1 count tapped"], text: Int[Tensor, "1 count+1"], row: KVCache) -> None:
         """Read a new prompt, into a row of its own; `text` is the prompt and the first new token, the root."""
 
     def draft(self, verified: Verified, cache: KVCache) -> Tree: ...
@@ -74,7 +74,7 @@ class NoDrafter:
     depth = 0
     static_shapes = True
 
-    def begin(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
+    def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
         """Nothing to read."""
 
     def draft(self, verified: Verified, cache: KVCache) -> Tree:

@@ -43,7 +43,7 @@ def propose(
     # Where truncation left nothing beside the likeliest, any q' is exact: here all other tokens alike.
     rest = rest.masked_fill(rest.amax(-1, keepdim=True) == -torch.inf, 0).scatter(-1, likeliest, -torch.inf)
     rest = torch.log_softmax(rest, dim=-1)
-    sampled = (rest + sampling.noise(positions, ids, DRAFT)).argmax(-1, keepdim=True)
+    sampled = (rest + sampling.gumbel(positions, ids, DRAFT)).argmax(-1, keepdim=True)
     return torch.cat([likeliest, sampled], dim=-1), rest
 
 
@@ -67,7 +67,7 @@ def rejection_choices(
     beyond = (log_p.exp() - proposals.log_q.exp()).clamp(min=0)  # what a rejected child leaves, up to a factor
     # It is zero everywhere when p equals q'; then only rounding can have rejected, and p itself will do.
     leaves = sampled & (beyond.amax(-1) > 0)
-    noise = sampling.noise(positions, torch.arange(log_p.shape[-1], device=log_p.device))
+    noise = sampling.gumbel(positions, torch.arange(log_p.shape[-1], device=log_p.device))
     others = (torch.where(leaves.unsqueeze(-1), beyond.log(), log_p) + noise).argmax(-1)
     return torch.where(accepted, child, others)
 

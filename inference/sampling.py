@@ -168,22 +168,22 @@ class Group:
         history: History | None,
         tokens: Tensor | None,
         positions: Tensor | None,
-        table: "NoiseTable | None",
-        noise_weight: float,
+        table: "GumbelTable | None",
+        gumbel_weight: float,
     ) -> Tensor:
         """The same, with noise where positions are given and the rows are not greedy."""
         warped = self.warp(logits, history, tokens)
         if positions is None or self.sampling.temperature == 0:
             return warped
         if table is not None:
-            return torch.add(warped, table.at(positions, self.rows, tokens), alpha=noise_weight)
+            return torch.add(warped, table.at(positions, self.rows, tokens), alpha=gumbel_weight)
         if tokens is None:
             tokens = torch.arange(logits.shape[-1], device=logits.device)
-        return torch.add(warped, gumbel_noise(self.seeds, positions, tokens), alpha=noise_weight)
+        return torch.add(warped, gumbel_noise(self.seeds, positions, tokens), alpha=gumbel_weight)
 
 
 @dataclass(frozen=True)
-class NoiseTable:
+class GumbelTable:
     """The noise of a few consecutive positions, drawn once for a whole step: all nodes of a level share theirs."""
 
     first: Int[Tensor, " batch"]
@@ -226,21 +226,21 @@ class BatchSampling:
         members: dict[Sampling, list[int]] = {}
         for row, sampling in enumerate(samplings):
             members.setdefault(replace(sampling, seed=0), []).append(row)
-        self.table: NoiseTable | None = None
+        self.table: GumbelTable | None = None
         self.groups = []
         for sampling, numbers in members.items():
             rows = torch.tensor(numbers, device=device) if len(members) > 1 else None
             seeds = self.seeds if rows is None else self.seeds[rows]
             self.groups.append(Group(sampling, rows, seeds, bias_by_token(sampling, device)))
 
-    def with_noise(self, first: Int[Tensor, " batch"], count: int, vocab_size: int) -> "BatchSampling":
+    def with_gumbel(self, first: Int[Tensor, " batch"], count: int, vocab_size: int) -> "BatchSampling":
         """The same, with the noise of `count` positions from `first` on at hand; `scores` asks for no others then."""
         if self.all_greedy:
             return self
         prepared = copy(self)
         positions = first.unsqueeze(1) + torch.arange(count, device=first.device)
         tokens = torch.arange(vocab_size, device=first.device)
-        prepared.table = NoiseTable(first, gumbel_noise(self.seeds, positions, tokens))
+        prepared.table = GumbelTable(first, gumbel_noise(self.seeds, positions, tokens))
         return prepared
 
     def warp(
@@ -262,13 +262,13 @@ class BatchSampling:
         positions: Int[Tensor, "batch places"],
         history: History | None = None,
         tokens: Int[Tensor, " vocab"] | None = None,
-        noise_weight: float = 1.0,
+        gumbel_weight: float = 1.0,
     ) -> Float[Tensor, "batch nodes vocab"]:
         """Scores whose argmax is the token chosen for each absolute position.
 
         With another weight of the noise they choose nothing, but a drafter may rank by them.
         """
-        return self._grouped(logits, history, tokens, positions, noise_weight)
+        return self._grouped(logits, history, tokens, positions, gumbel_weight)
 
     def choose(
         self,
@@ -279,7 +279,7 @@ class BatchSampling:
         """The token chosen for each absolute position."""
         return self.scores(logits, positions, history).argmax(-1)
 
-    def noise(
+    def gumbel(
         self, positions: Int[Tensor, "batch nodes"], tokens: Int[Tensor, " vocab"], stream: int = 0
     ) -> Float[Tensor, "batch nodes vocab"]:
         """Gumbel noise of each row's seed, zero for a greedy one.
@@ -300,20 +300,20 @@ class BatchSampling:
         history: History | None,
         tokens: Tensor | None,
         positions: Tensor | None,
-        noise_weight: float = 1.0,
+        gumbel_weight: float = 1.0,
     ) -> Tensor:
         """Each group's scores, brought back to their rows; one group over all rows moves nothing."""
         if self.as_they_are:
             return logits
         if len(self.groups) == 1:
-            return self.groups[0].scores(logits, history, tokens, positions, self.table, noise_weight)
+            return self.groups[0].scores(logits, history, tokens, positions, self.table, gumbel_weight)
         whole = torch.empty(logits.shape, device=logits.device)
         for group in self.groups:
             rows = group.rows
             assert rows is not None
             own_history = history.select(rows) if history is not None and group.sampling.needs_history else None
             own_positions = None if positions is None else positions[rows]
-            found = group.scores(logits[rows], own_history, tokens, own_positions, self.table, noise_weight)
+            found = group.scores(logits[rows], own_history, tokens, own_positions, self.table, gumbel_weight)
             whole[rows] = found.float()
         return whole
 

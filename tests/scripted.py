@@ -60,14 +60,14 @@ class Scripted:
     def __init__(self, *texts: list[int], ahead: int = 5, seed: int = 0) -> None:
         self.texts, self.ahead, self.seed = texts, ahead, seed
 
-    def begin(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
+    def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
         """Nothing to read."""
 
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
         assert verified.roots.flatten().tolist() == [text[-1] for text in verified.texts]
         assert cache.target.lengths == [len(text) - 1 for text in verified.texts]
         rows = []
-        for certain, room in zip(verified.texts, verified.rooms, strict=True):
+        for certain, room in zip(verified.texts, verified.remaining, strict=True):
             self.random = torch.Generator().manual_seed(self.seed + 1000 * len(certain) + certain[-1])
             rows.append(self.tree(certain[-1], self.coming(certain, room)))
         return side_by_side(rows)
@@ -160,7 +160,7 @@ class Listener(Hidden):
         self.told: list[Verified] = []
         self.histories: list[History | None] = []  # as it was then
 
-    def begin(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
+    def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
         self.first_taps, self.first_text = taps, text
 
     def draft(self, verified: Verified, cache: KVCache) -> Tree:

@@ -286,7 +286,7 @@ def test_rejection_in_a_batch_is_rejection_alone(target: TargetModel, texts: Tex
         assert [comparable(g.stats) for g in together] == [comparable(g.stats) for g in alone]
     other = generate_batch(target, by_rule("rejection", seed=99), made)
     assert other[1].tokens != alone[1].tokens
-    assert max(g.stats.tau for g in alone) > 1
+    assert max(g.stats.acceptance_length for g in alone) > 1
 
 
 def test_rejection_without_proposals_is_plain_decoding(target: TargetModel, texts: Texts) -> None:

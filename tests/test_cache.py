@@ -65,7 +65,7 @@ def test_a_kept_path_equals_its_forward_from_scratch_in_every_layer(target: Targ
     tree = Tree(torch.randint(97, (1, 9)), torch.tensor([[-1, 0, 0, 1, 2, 2, 3, 5, 5]]))
     for path in ([0], [0, 1], [0, 2], [0, 1, 3, 6], [0, 2, 4], [0, 2, 5, 8]):
         cache = prompted(target, PROMPT)
-        target.verify(tree, cache)
+        target.forward_tree(tree, cache)
         cache.target.keep([path])
         assert cache.target.lengths == [len(PROMPT) + len(path)]
         scratch = prompted(target, PROMPT + tree.tokens[0, path].tolist())
@@ -79,7 +79,7 @@ def test_many_kept_paths_in_a_row_equal_one_forward_in_every_row(target: TargetM
     for _ in range(6):
         sizes = torch.randint(1, 9, (3,)).tolist()
         tree = random_tree(*sizes)
-        target.verify(tree, cache)
+        target.forward_tree(tree, cache)
         paths = [path_to(tree, int(torch.randint(size, ())), row) for row, size in enumerate(sizes)]
         cache.target.keep(paths)
         for row, path in enumerate(paths):
@@ -101,7 +101,7 @@ def test_every_node_has_the_logits_of_its_own_path(target: TargetModel, sizes: t
     for seed in range(2):
         torch.manual_seed(seed)
         tree = random_tree(*sizes)
-        output = target.verify(tree, prompted(target, *prompts, static=static, storage=1e3))
+        output = target.forward_tree(tree, prompted(target, *prompts, static=static, storage=1e3))
         for row, (prompt, nodes) in enumerate(zip(prompts, sizes, strict=True)):
             for node in range(nodes):
                 text = prompt + tree.tokens[row, path_to(tree, node, row)].tolist()
@@ -248,7 +248,7 @@ def test_overflow_is_an_error_that_says_by_how_much() -> None:
 def test_a_target_overflows_like_its_slots(target: TargetModel) -> None:
     cache = prompted(target, PROMPT, capacity=8)
     with pytest.raises(ValueError, match="9 tokens do not fit the cache's 8 slots"):
-        target.verify(random_tree(4), cache)
+        target.forward_tree(random_tree(4), cache)
 
 
 def test_a_row_by_itself_is_empty_and_writes_where_it_belongs(target: TargetModel, head: Eagle3Head) -> None:

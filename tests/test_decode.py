@@ -216,7 +216,7 @@ def test_a_drafter_is_told_what_a_forward_over_the_text_says(
         assert verified.next_tokens.shape == (1, verified.counts[0])
         assert verified.roots.tolist() == [[text[at]]]
         assert verified.texts == [text[: at + 1]]
-        assert verified.rooms == [len(text) - (at + 1) - 1]  # tokens to come behind the root, one of them the bonus
+        assert verified.remaining == [len(text) - (at + 1) - 1]  # tokens to come behind the root, one of them the bonus
         assert verified.sampling.samplings == (sampling,)
     told = torch.cat([verified.next_tokens for verified in listener.told], dim=1)
     assert told[0].tolist() == text[len(PROMPT) : at + 1]
@@ -248,14 +248,14 @@ def test_an_oracles_tau_is_its_depth_and_the_bonus(
     new_tokens = 1 + 3 * (depth + 1)  # the first one comes out of the prompt's pass
     text = PROMPT + plain(sampling)
     result = generate(target, PROMPT, new_tokens, sampling, Oracle(text, ahead=depth))
-    assert result.stats.tau == depth + 1
+    assert result.stats.acceptance_length == depth + 1
     assert result.stats.steps == 3
     assert result.stats.drafted == 3 * depth
     assert result.stats.accepted_at_depth == [3] * depth
     assert result.stats.acceptance == [1] * depth
     assert result.stats.bytes_moved == 0
     hidden = generate(target, PROMPT, new_tokens, sampling, Hidden(text, ahead=depth)).stats
-    assert hidden.tau == depth + 1
+    assert hidden.acceptance_length == depth + 1
     assert hidden.bytes_moved > 0
 
 
@@ -266,14 +266,14 @@ def test_a_head_that_is_half_right_is_accepted_to_varying_depths(
     for sampling in (Sampling(), Sampling(1.0, seed=2)):
         made = make_drafter("half right head, tree", PROMPT + plain(sampling))
         stats = generate(target, PROMPT, NEW_TOKENS, sampling, made).stats
-        assert 1.3 < stats.tau < 5
+        assert 1.3 < stats.acceptance_length < 5
         assert stats.accepted_at_depth[0] > stats.accepted_at_depth[-1] > 0
 
 
 def test_who_drafts_nothing_right_gets_one_token_a_step(target: TargetModel, plain: Plain) -> None:
     for drafter in (NeverRight(PROMPT + plain(Sampling())), NoDrafter()):
         result = generate(target, PROMPT, NEW_TOKENS, drafter=drafter)
-        assert result.stats.tau == 1
+        assert result.stats.acceptance_length == 1
         assert result.stats.steps == NEW_TOKENS - 1
         assert result.stats.accepted_at_depth == []
         assert result.stats.bytes_moved == 0
@@ -494,7 +494,7 @@ def test_stats_add_up(target: TargetModel, plain: Plain) -> None:
     assert total.drafted == sum(part.stats.drafted for part in parts) > 0
     assert total.bytes_moved == parts[-1].stats.bytes_moved > 0
     assert total.seconds == sum(part.stats.seconds for part in parts) > 0
-    assert DecodeStats().tau == 0
+    assert DecodeStats().acceptance_length == 0
 
 
 def test_acceptance_by_depth_of_many_texts_is_not_counted_twice() -> None:

@@ -77,7 +77,7 @@ def verified_text(text: list[int], room: int, sampling: Sampling | None = None) 
         starts=[len(text) - 2],
         counts=[1],
         drafted=[0],
-        rooms=[room],
+        remaining=[room],
         sampling=BatchSampling([sampling or Sampling()], "cpu"),
         history=None,
         texts=[text],
@@ -131,7 +131,7 @@ def test_every_drafter_writes_what_plain_decoding_writes(
         assert [generation.tokens for generation in found] == plain[:last], (max_batch, static)
         for generation in found:
             stats.add(generation.stats)
-    assert stats.tau > LEAST_TAU.get(name, 1.0)
+    assert stats.acceptance_length > LEAST_TAU.get(name, 1.0)
 
 
 SOME_FAMILIES = ("gemma3", "gpt2")  # windows and a scaled embedding; learned positions
@@ -289,7 +289,7 @@ def test_a_lookup_ranks_siblings_by_the_targets_noise() -> None:
     drafter, first = CorpusLookup(Shape(1, 1, 1), 1, automaton), set()
     for seed in range(8):
         told = verified_text([5, 1], 99, Sampling(1.0, seed=seed))
-        noise = told.sampling.noise(torch.tensor([[2]]), torch.arange(10, 90))[0, 0]
+        noise = told.sampling.gumbel(torch.tensor([[2]]), torch.arange(10, 90))[0, 0]
         assert paths(drafter.draft(told, NO_CACHE))[0] == {(10 + int(noise.argmax()),)}
         first.add(int(noise.argmax()))
     assert len(first) > 4

@@ -99,7 +99,7 @@ def verified(
     sampling: Sampling | list[Sampling],
     *spans: tuple[int, int],
     texts: list[list[int]] | None = None,
-    rooms: list[int] | None = None,
+    remaining: list[int] | None = None,
 ) -> Verified:
     """In row b, positions start..end - 1 of text b have become certain; the token behind them is the next root.
 
@@ -122,7 +122,7 @@ def verified(
         starts=[start for start, _ in spans],
         counts=[end - start for start, end in spans],
         drafted=[0] * len(texts),
-        rooms=rooms or [99] * len(texts),
+        remaining=remaining or [99] * len(texts),
         sampling=BatchSampling(samplings, "cpu"),
         history=start_history(requests, [text[2:-1] for text in certain], target),
         texts=certain,
@@ -170,15 +170,15 @@ def test_a_drafted_tree_is_the_naive_one(
 def test_each_row_of_a_batch_gets_the_tree_that_it_gets_alone(
     target: TargetModel, head: Eagle3Head, growth: Growth, static: bool
 ) -> None:
-    """Rows of different lengths, rooms and samplings: t of them certain, one of them with no room at all."""
+    """Rows of different lengths, remaining and samplings: t of them certain, one of them with no room at all."""
     drafter, texts = HeadDrafter(head, growth), [TEXT, *OTHERS, [7, 8]]
-    samplings, rooms = [Sampling(), PENALTIES, Sampling(1.0, seed=9), Sampling()], [99, 2, 1, 0]
+    samplings, remaining = [Sampling(), PENALTIES, Sampling(1.0, seed=9), Sampling()], [99, 2, 1, 0]
     cache = new_cache(target, drafter, len(texts), static)
     spans = [(0, len(text) - 1) for text in texts]
-    tree = drafter.draft(verified(target, samplings, *spans, texts=texts, rooms=rooms), cache)
+    tree = drafter.draft(verified(target, samplings, *spans, texts=texts, remaining=remaining), cache)
     assert paths(tree) == [
         Naive(head, target, text, sampling).tree(growth, room)
-        for text, sampling, room in zip(texts, samplings, rooms, strict=True)
+        for text, sampling, room in zip(texts, samplings, remaining, strict=True)
     ]
 
 
@@ -207,7 +207,7 @@ def test_no_tree_is_deeper_than_there_is_room(target: TargetModel, head: Eagle3H
     """The verified tokens are read all the same, or the next step would miss them."""
     drafter, sampling = HeadDrafter(head, Dynamic(4, 3, 30)), Sampling()
     cache = new_cache(target, drafter)
-    tree = drafter.draft(verified(target, sampling, (0, 7), rooms=[room]), cache)
+    tree = drafter.draft(verified(target, sampling, (0, 7), remaining=[room]), cache)
     assert int(tree.depths.max()) == max(room, 0)
     after = drafter.draft(verified(target, sampling, (7, 11)), cache)
     assert paths(after) == [Naive(head, target, TEXT, sampling).tree(drafter.growth)]
@@ -218,7 +218,7 @@ def test_a_prompt_is_read_but_for_its_last_position(target: TargetModel, head: E
     drafter, sampling = HeadDrafter(head, Dynamic(3, 4, 8)), Sampling(1.0, seed=3)
     for row in (0, 1):
         cache = new_cache(target, drafter, 2)
-        drafter.begin(read_taps(target, TEXT), torch.tensor([TEXT]), cache.row(row))
+        drafter.prefill(read_taps(target, TEXT), torch.tensor([TEXT]), cache.row(row))
         assert cache.head is not None
         cache.head.set_lengths([11, 11])
         if row == 1:
@@ -228,7 +228,7 @@ def test_a_prompt_is_read_but_for_its_last_position(target: TargetModel, head: E
         last = drafter.draft(verified(target, sampling, (10, 11)), cache)
         assert paths(last) == [Naive(head, target, TEXT, sampling).tree(drafter.growth)]
     begun = new_cache(target, drafter).row(0)
-    drafter.begin(read_taps(target, [1, 2]), torch.tensor([[1, 2]]), begun)  # a prompt of one token: nothing to read
+    drafter.prefill(read_taps(target, [1, 2]), torch.tensor([[1, 2]]), begun)  # a prompt of one token: nothing to read
 
 
 def test_only_tokens_of_the_draft_vocabulary_are_drafted(target: TargetModel, make_head: MakeHead) -> None:

@@ -140,4 +140,4 @@ def test_a_published_head_has_the_same_tau_before_and_after(
     before, after = (generate(target, prompt, 24, drafter=drafter) for drafter in drafters)
     assert after.tokens == before.tokens
     assert after.stats.accepted_at_depth == before.stats.accepted_at_depth
-    assert after.stats.tau == before.stats.tau >= least
+    assert after.stats.acceptance_length == before.stats.acceptance_length >= least

@@ -156,7 +156,7 @@ def from_p_instead(log_p: Tensor, positions: Tensor, proposals: Proposals, sampl
     """Broken: a rejected child is followed by p itself."""
     chosen = rejection_choices(log_p, positions, proposals, sampling)
     accepted = chosen == proposals.tokens
-    return torch.where(accepted, chosen, (log_p + sampling.noise(positions, torch.arange(SYMBOLS))).argmax(-1))
+    return torch.where(accepted, chosen, (log_p + sampling.gumbel(positions, torch.arange(SYMBOLS))).argmax(-1))
 
 
 def of_the_likeliest(

@@ -40,7 +40,7 @@ def test_every_way_writes_the_same_text_and_the_files_say_so(trained: Recipe, ou
     assert {o.way for o in outcomes} == {"generate", "plain", "untrained", "chain", "tree"}
     assert all(o.identical == o.prompts == 2 for o in outcomes if o.way != "generate" or o.temperature == 0)
     written = json.loads((trained.report_dir / "report.json").read_text())
-    assert [row["tau"] for row in written["outcomes"]] == [o.stats.tau for o in outcomes]
+    assert [row["tau"] for row in written["outcomes"]] == [o.stats.acceptance_length for o in outcomes]
     assert (trained.report_dir / "report.md").read_text().count("| plain |") == len(trained.report.temperatures)
     assert (trained.report_dir / "report.png").read_bytes().startswith(b"\x89PNG")
 
@@ -56,7 +56,7 @@ def test_the_card_of_an_export_shows_what_was_measured_of_its_head_and_of_no_oth
     rates = {(o.temperature, o.batch): o.tokens_per_second for o in outcomes if o.way == "plain"}
     for o in outcomes:
         ratio = o.tokens_per_second / rates[o.temperature, o.batch]
-        row = f"| {o.way} | {o.temperature:g} | {o.batch} | 2 | {o.stats.tau:.2f} | {ratio:.2f} |"
+        row = f"| {o.way} | {o.temperature:g} | {o.batch} | 2 | {o.stats.acceptance_length:.2f} | {ratio:.2f} |"
         assert row in measured()
     assert f"on prompts of `{trained.data.heldout_prompts}`, at most 8 new tokens each" in measured()
     shutil.copytree(trained.head_dir, trained.run_dir / "copy")

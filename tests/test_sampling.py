@@ -103,7 +103,7 @@ def test_greedy_adds_nothing() -> None:
     assert alone(Sampling()).scores(logits[:1], torch.arange(6).unsqueeze(0)).data_ptr() == logits.data_ptr()
     mixed = BatchSampling([Sampling(), Sampling(1.0)], "cpu")
     assert torch.equal(mixed.scores(logits, torch.arange(6).expand(2, 6))[0], logits[0])
-    assert not mixed.noise(torch.arange(6).expand(2, 6), torch.arange(97))[0].any()
+    assert not mixed.gumbel(torch.arange(6).expand(2, 6), torch.arange(97))[0].any()
 
 
 def test_a_vanishing_temperature_is_greedy() -> None:

@@ -113,7 +113,7 @@ def decoded_scores(decoding: Decoding) -> dict[str, float]:
         decoding.head.calibration = decoding.calibration()
     for name, temperature in TEMPERATURES.items():
         stats = decoding.stats(temperature)
-        metrics[f"heldout/{name}"] = stats.tau
+        metrics[f"heldout/{name}"] = stats.acceptance_length
         for depth, share in enumerate(stats.acceptance, start=1):
             metrics[f"heldout/{name}_accepts_{depth}"] = share
     metrics["heldout/score"] = sum(metrics[f"heldout/{name}"] for name in TEMPERATURES) / len(TEMPERATURES)

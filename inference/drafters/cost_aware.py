@@ -38,7 +38,7 @@ class CostAware:
         self.now = self.costs.now(verified, self.nodes)
         self.verify_costs = verify_costs(self.now, self.nodes)
         self.levels_done = []
-        return min(self.depth, max(verified.rooms))
+        return min(self.depth, max(verified.remaining))
 
     def children(self, level: int) -> int:
         return self.width
@@ -128,7 +128,7 @@ class Adaptive:
         sizes = numpy.arange(1, self.depth + 1)
         expected = 1 + (chance**sizes).cumsum()
         cost = now.verify(self.depth) + now.first_level + (sizes - 1) * now.level
-        return min(int((expected / cost).argmax()) + 1, max(verified.rooms))
+        return min(int((expected / cost).argmax()) + 1, max(verified.remaining))
 
     def children(self, level: int) -> int:
         return 1

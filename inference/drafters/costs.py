@@ -86,7 +86,7 @@ class CostTable:
         tree = Tree(tokens, torch.arange(-1, nodes - 1, device=device).repeat(batch, 1))
         held = cache.target.lengths
         if step is None:
-            choices = sampling.choose(self.target.verify(tree, cache).logits, tree.depths)
+            choices = sampling.choose(self.target.forward_tree(tree, cache).logits, tree.depths)
         else:
             choices = step.replay(step.verify, sampling, tree.tokens, tree.parents)[2]
         accept(tree, choices)
@@ -105,7 +105,7 @@ class CostTable:
             starts=[context - 2] * batch,
             counts=[2] * batch,
             drafted=[0] * batch,
-            rooms=[levels] * batch,
+            remaining=[levels] * batch,
             sampling=sampling,
             history=None,
             texts=[[]] * batch,

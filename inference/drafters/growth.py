@@ -146,7 +146,7 @@ class Dynamic:
         return cls(depth, 1, depth)
 
     def levels(self, verified: Verified) -> int:
-        return self.depth if verified.on_device is not None else min(self.depth, max(verified.rooms))
+        return self.depth if verified.on_device is not None else min(self.depth, max(verified.remaining))
 
     def children(self, level: int) -> int:
         return self.width
@@ -217,7 +217,7 @@ class Fixed:
         return len(set(self.paths))
 
     def levels(self, verified: Verified) -> int:
-        return self.depth if verified.on_device is not None else min(self.depth, max(verified.rooms))
+        return self.depth if verified.on_device is not None else min(self.depth, max(verified.remaining))
 
     def children(self, level: int) -> int:
         return max(path[-1] for path in self.by_level[level]) + 1

@@ -127,7 +127,7 @@ class HeadDrafter:
         return self.growth.static_shapes
 
     @torch.inference_mode()
-    def begin(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
+    def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
         count = text.shape[1] - 2  # the last position is read with the first draft
         if count and row.head is not None:
             positions = torch.arange(count, device=self.ids.device)
@@ -172,7 +172,7 @@ class HeadDrafter:
             history = None if frontier.history is None else frontier.history.extend(parents, tokens)
             frontier = Frontier(tokens, first + chosen, totals, sight.below(frontier, level, parents), history)
         tree = self.growth.prune(pool, verified.roots)
-        return tree if samples is None else samples.label(tree, verified.rooms)
+        return tree if samples is None else samples.label(tree, verified.remaining)
 
     def parents_of(self, count: int) -> Int[Tensor, " children"]:
         """Which of a level's nodes each of the children hangs from, `count` of every node."""
@@ -215,10 +215,10 @@ class HeadDrafter:
     def late(self, verified: Verified, level: int) -> Bool[Tensor, " batch"] | None:
         """The rows that have no use for children on this level; None if all have."""
         if verified.on_device is not None:
-            return verified.on_device.rooms <= level
-        if min(verified.rooms) > level:
+            return verified.on_device.remaining <= level
+        if min(verified.remaining) > level:
             return None
-        return torch.tensor([room <= level for room in verified.rooms], device=self.ids.device)
+        return torch.tensor([room <= level for room in verified.remaining], device=self.ids.device)
 
     def sight(self, cache: KVCache) -> Sight:
         """Masks start with what is held where that is a plain number, the same for all rows."""
@@ -245,14 +245,14 @@ class HeadDrafter:
         self, level: int, logits: Tensor, roots: Tensor, sampling: BatchSampling, frontier: Frontier
     ) -> Float[Tensor, "batch frontier draft_vocab"]:
         """Log of the estimated chance that the target chooses each token, given its noise at that position."""
-        greedy, sampled, noise_weight = self.head.calibration.at(level)
+        greedy, sampled, gumbel_weight = self.head.calibration.at(level)
         if sampling.all_greedy:
             scores = sampling.warp(logits, frontier.history, self.columns).float()
             scores = scores if greedy == 1 else scores * greedy
         else:
             # All nodes of a level stand at one position.
             positions = (roots + level + 1).unsqueeze(1)
-            scores = sampling.scores(logits, positions, frontier.history, self.columns, noise_weight).float()
+            scores = sampling.scores(logits, positions, frontier.history, self.columns, gumbel_weight).float()
             multipliers = sampling.greedy * greedy + sampling.temperatures * sampled  # the latter are 0 for greedy rows
             scores = scores * multipliers[:, None, None]
         return torch.log_softmax(scores, dim=-1)

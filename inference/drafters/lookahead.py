@@ -109,14 +109,14 @@ class Lookahead:
     def depth(self) -> int:
         return self.columns + self.levels - 1
 
-    def begin(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
+    def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
         """Nothing to read: the texts come with every draft."""
 
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
         texts, choices = verified.texts, verified.choices
         self.rows = {id(text): self.rows.get(id(text)) or self.start(text) for text in texts}
         tries = []
-        for text, said, room in zip(texts, choices, verified.rooms, strict=True):
+        for text, said, room in zip(texts, choices, verified.remaining, strict=True):
             row = self.rows[id(text)]
             row.advance(said)
             tries.append(row.tree(room))

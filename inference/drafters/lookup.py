@@ -70,12 +70,12 @@ class Lookup:
     def depth(self) -> int:
         return self.shape.depth
 
-    def begin(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
+    def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
         """Nothing to read: the texts come with every draft."""
 
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
         tries = []
-        for row, (text, room) in enumerate(zip(verified.texts, verified.rooms, strict=True)):
+        for row, (text, room) in enumerate(zip(verified.texts, verified.remaining, strict=True)):
             trie = Trie(text[-1], room)
             self.look_up(text, trie, Noise(verified, row))
             tries.append(trie)

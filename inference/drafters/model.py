@@ -89,7 +89,7 @@ class ModelDrafter(HeadDrafter):
         return max(self.growth.nodes + 1, self.growth.width * self.growth.depth + 1)
 
     @torch.inference_mode()
-    def begin(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
+    def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
         self.head(text[:, :-1], cache=KVCache(self.slots(row), None), last_only=True)
 
     def slots(self, cache: KVCache) -> Slots:
@@ -170,7 +170,7 @@ class EarlyExit(ModelDrafter):
     def slots(self, cache: KVCache) -> Slots:
         return cache.target
 
-    def begin(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
+    def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
         """The target has read it."""
 
     def draft(self, verified: Verified, cache: KVCache) -> Tree:

@@ -53,13 +53,13 @@ class OtherTokenizerDrafter:
     def max_nodes(self) -> int:
         return self.depth + 1
 
-    def begin(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
+    def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
         """Nothing yet: the texts come with every draft."""
 
     @torch.inference_mode()
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
         before, self.read, tries = self.read, [], []
-        for text, room in zip(verified.texts, verified.rooms, strict=True):
+        for text, room in zip(verified.texts, verified.remaining, strict=True):
             trie = Trie(text[-1], min(room, self.depth))
             if trie.room > 0:
                 trie.add_path(0, self.guess(text, trie.room, before))

@@ -51,7 +51,7 @@ class SampledChildren:
         self.log_q.append(over_target)
         return log_q.gather(-1, columns), columns
 
-    def label(self, tree: Tree, rooms: list[int]) -> Tree:
+    def label(self, tree: Tree, remaining: list[int]) -> Tree:
         """The same tree with what its children were drawn from."""
         batch, nodes = tree.shape
         tokens = torch.full((batch, nodes), -1, device=tree.tokens.device)
@@ -61,7 +61,7 @@ class SampledChildren:
         for level, (drawn, level_log_q) in enumerate(zip(self.tokens, self.log_q, strict=True)):
             index = torch.tensor([number[path] for path in self.growth.expanded[level]], device=tokens.device)
             # A row without room for this level has no children there, whatever was drawn.
-            roomy = torch.tensor([room > level for room in rooms], device=tokens.device)
+            roomy = torch.tensor([room > level for room in remaining], device=tokens.device)
             tokens[:, index] = torch.where(roomy[:, None], drawn, -1)
             log_q[:, index] = level_log_q
         return replace(tree, proposals=Proposals(tokens, log_q))

@@ -122,6 +122,6 @@ class Noise:
             return kept
         position = len(self.verified.texts[row]) + depth
         positions = torch.full((len(sampling.samplings), 1), position, device=sampling.seeds.device)
-        noise = sampling.noise(positions, torch.tensor(tokens, device=positions.device))
+        noise = sampling.gumbel(positions, torch.tensor(tokens, device=positions.device))
         found: list[float] = noise[row, 0].tolist()
         return found

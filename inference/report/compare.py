@@ -82,7 +82,7 @@ class Outcome:
 
     def as_json(self) -> dict[str, Any]:
         derived = {
-            "tau": self.stats.tau,
+            "tau": self.stats.acceptance_length,
             "tokens_per_second": self.tokens_per_second,
             "acceptance_by_depth": self.stats.acceptance,
         }
@@ -242,7 +242,7 @@ def summarise(
     outcome.first_token = quantile([first for run in runs for first in run.first], 0.5)
     gaps = [gap for run in runs for gap in run.gaps]
     outcome.per_token = quantile(gaps, 0.5), quantile(gaps, 0.95)
-    outcome.tau_by_category = {category: stats.tau for category, stats in by_category.items()}
+    outcome.tau_by_category = {category: stats.acceptance_length for category, stats in by_category.items()}
     if same_noise(outcome, way):
         outcome.divergences = [
             divergence(number, prompts[number].tokens, text, other, target, sampling)

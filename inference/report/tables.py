@@ -32,7 +32,7 @@ def cells(outcomes: list[Outcome]) -> list[list[str]]:
         rows.append(
             [
                 outcome.way,
-                f"{outcome.stats.tau:.2f}",
+                f"{outcome.stats.acceptance_length:.2f}",
                 f"{outcome.tokens_per_second:.1f}",
                 f"{plain.value:.2f}",
                 "" if outcome.way == "plain" else spread(plain),
@@ -157,7 +157,7 @@ def draw(groups: dict[tuple[float, int], list[Outcome]]) -> Figure:
         colours = [f"C{i}" for i in range(len(outcomes))]
         for panel, values, title in (
             (speed, [o.tokens_per_second for o in outcomes], "tokens per second"),
-            (length, [o.stats.tau for o in outcomes], "tokens per target step (tau)"),
+            (length, [o.stats.acceptance_length for o in outcomes], "tokens per target step (tau)"),
         ):
             panel.bar_label(panel.bar(names, values, color=colours), fmt="%.2f" if panel is length else "%.0f")
             panel.set_title(f"{title}, temperature {temperature:g}, batch {batch}")

@@ -43,8 +43,8 @@ class Recorder:
         self.max_nodes, self.depth = drafter.max_nodes, drafter.depth
         self.trees: list[tuple[int, Tree]] = []  # with how long the text was
 
-    def begin(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
-        self.drafter.begin(taps, text, row)
+    def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
+        self.drafter.prefill(taps, text, row)
 
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
         tree = self.drafter.draft(verified, cache)

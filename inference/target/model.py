@@ -180,7 +180,7 @@ class TargetModel:
         starts = torch.tensor([self.taps.index(tap) for tap in taps]) * self.config.hidden_size
         return (starts[:, None] + torch.arange(self.config.hidden_size)).flatten().to(self.device)
 
-    def verify(self, tree: Tree, cache: KVCache) -> TargetOutput:
+    def forward_tree(self, tree: Tree, cache: KVCache) -> TargetOutput:
         """All nodes of each row's tree in one pass, behind the verified tokens of that row."""
         block = Block(tree.ancestors, tree.depths)
         positions = cache.target.starts.unsqueeze(1) + tree.depths

@@ -37,8 +37,12 @@ def main() -> None:
     prompts = [row["tokens"] for row in read_jsonl(heldout_prompts())][:NUM_PROMPTS]
     (texts, counts), (texts_back, counts_back) = (decode(head, prompts) for head in (source, back))
     print(f"lint of what speculators saved: {[str(finding) for finding in lint(saved, str(TARGET))] or 'nothing'}")
-    print(f"weights bit for bit: {same_bits}; tau {counts.tau:.4f} before, {counts_back.tau:.4f} after")
-    sys.exit(0 if same_bits and texts == texts_back and counts.tau == counts_back.tau else 1)
+    print(
+        f"weights bit for bit: {same_bits}; tau {counts.acceptance_length:.4f} before, {counts_back.acceptance_length:.4f} after"
+    )
+    sys.exit(
+        0 if same_bits and texts == texts_back and counts.acceptance_length == counts_back.acceptance_length else 1
+    )
 
 
 if __name__ == "__main__":
