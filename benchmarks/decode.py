@@ -20,13 +20,14 @@ from rich.table import Table
 
 from heads.base import DraftHead
 from heads.checkpoint import load_head
-from inference.decode import DecodeStats, generate
+from inference.decode import generate
 from inference.drafter import Drafter
-from inference.drafters.cost_aware import Adaptive, CostAware, growth_from_recipe
+from inference.drafters.cost_aware import CostAware, CostAwareShape, growth_from_recipe
 from inference.drafters.costs import CostTable
 from inference.drafters.growth import Dynamic, Growth
 from inference.drafters.head import HeadDrafter
 from inference.inputs import head_folder, held_out_prompts, taps_to_read
+from inference.request import DecodeStats
 from inference.sampling import Sampling
 from inference.target.model import TargetModel
 from recipes import Recipe, run_command
@@ -194,7 +195,7 @@ def run(recipe: Recipe) -> None:
     for sampling in (greedy, warm):
         title = f"growth policies, temperature {sampling.temperature:g}"
         sweep = [Row(name_of(growth), with_head(growth, sampling)) for growth in SWEEP]
-        adaptive = Row("adaptive chain", with_head(Adaptive(8, CostTable(target, head, 1)), sampling))
+        adaptive = Row("adaptive chain", with_head(CostAwareShape.chain(8, CostTable(target, head, 1)), sampling))
         cost_aware = Row("cost-aware", with_head(CostAware(8, 4, 32, CostTable(target, head, 4)), sampling))
         rows = [*sweep, adaptive, cost_aware]
         measure(rows, prompts, target, head, title)

@@ -150,7 +150,8 @@ def run(recipe: Recipe) -> None:
     for theirs, our in pairs:
         print(
             f"{our.name}: tau {our.acceptance_length:.3f}, "
-            f"{our.acceptance_length / theirs.acceptance_length - 1:+.2%} of {theirs.name}, {theirs.acceptance_length:.3f}"
+            f"{our.acceptance_length / theirs.acceptance_length - 1:+.2%} of {theirs.name}, "
+            f"{theirs.acceptance_length:.3f}"
         )
     sys.exit(0 if all(our.acceptance_length >= ALLOWED * theirs.acceptance_length for theirs, our in pairs) else 1)
 

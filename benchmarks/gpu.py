@@ -24,15 +24,16 @@ from data_pipelines.prompts import make_prompts
 from heads.base import DraftHead
 from heads.checkpoint import load_head, new_head
 from heads.vocab import DraftVocab
-from inference.cuda_graph import StaticStep
-from inference.decode import DecodeLoop, Request
-from inference.drafter import PLAIN, Drafter, Verified
+from inference.cuda_graph import SpareSteps, StaticStep
+from inference.decode import DecodeLoop
+from inference.drafter import PLAIN, Drafter, VerifiedOnHost
 from inference.drafters.growth import Dynamic
 from inference.drafters.head import HeadDrafter
 from inference.inputs import head_folder, taps_to_read
 from inference.report.command import machine, report_prompts
 from inference.report.compare import Way, compare
 from inference.report.tables import as_tables
+from inference.request import Request
 from inference.sampling import BatchSampling, Sampling
 from inference.target.model import TargetModel
 from recipes import Recipe, run_command
@@ -113,10 +114,10 @@ def synchronise(device: torch.device) -> None:
 def as_is_and_compiled(setting: Setting, name: str, measure: Callable[[], Result]) -> dict[str, Result]:
     """What is measured with the layers as they are, and with target.compile."""
     found = {name: measure()}
-    setting.target.spare_steps.clear()
+    setting.target.kept(SpareSteps).clear()
     setting.target.compiles = True
     found[f"{name}, compiled"] = measure()
-    setting.target.spare_steps.clear()
+    setting.target.kept(SpareSteps).clear()
     setting.target.compiles = False
     return found
 
@@ -167,7 +168,7 @@ def verify_seconds(setting: Setting, nodes: int) -> float:
     step, sampling = StaticStep(target, PLAIN, cache), BatchSampling([Sampling()], device)
     tokens = torch.zeros(1, nodes, dtype=torch.long, device=device)
     parents = ((torch.arange(nodes, device=device) + 1) // 2 - 1).unsqueeze(0)  # a binary tree
-    return seconds(lambda: step.replay(step.verify, sampling, tokens, parents), device)
+    return seconds(lambda: step.replay(step.choose, sampling, tokens, parents), device)
 
 
 @torch.inference_mode()
@@ -178,7 +179,7 @@ def cycle_seconds(setting: Setting, growth: Dynamic) -> float:
     cache = target.new_cache(setting.prompt + drafter.max_nodes + 1, drafter.cache_shape, static=True)
     cache.target.set_lengths([setting.prompt])
     step = StaticStep(target, drafter, cache)
-    verified = Verified(
+    verified = VerifiedOnHost(
         taps=torch.zeros(1, 3, 3 * target.config.hidden_size, dtype=target.dtype, device=device),
         next_tokens=torch.zeros(1, 3, dtype=torch.long, device=device),
         roots=torch.zeros(1, 1, dtype=torch.long, device=device),

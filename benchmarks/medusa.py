@@ -23,11 +23,12 @@ from heads.checkpoint import load_head, new_head
 from heads.frozen import FrozenTarget
 from heads.target_config import locate_target
 from inference.calibrate import fit_calibration, score_text
-from inference.decode import DecodeStats, Request, generate_batch
+from inference.decode import generate_batch
 from inference.drafters.cost_aware import searched_tree
 from inference.drafters.growth import Dynamic, Fixed, Growth
 from inference.drafters.head import HeadDrafter
 from inference.inputs import held_out_prompts
+from inference.request import DecodeStats, Request
 from inference.sampling import sampling_from_recipe
 from inference.target.model import TargetModel
 from recipes import Recipe, load_recipe, run_command

@@ -22,11 +22,12 @@ from torch.distributions import Categorical
 
 from heads.base import DraftHead
 from heads.checkpoint import load_head
-from inference.decode import DecodeStats, Generation, Request, generate_batch
+from inference.decode import generate_batch
 from inference.drafters.growth import Dynamic
 from inference.drafters.head import Frontier, HeadDrafter
 from inference.inputs import head_folder, held_out_prompts, taps_to_read
 from inference.report.statistics import Interval, speedup
+from inference.request import DecodeStats, Generation, Request
 from inference.sampling import BatchSampling, Sampling
 from inference.target.model import TargetModel
 from recipes import Recipe, run_command

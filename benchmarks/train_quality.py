@@ -30,11 +30,12 @@ from heads.base import DraftHead
 from heads.checkpoint import load_head
 from heads.convert import convert
 from heads.target_config import TargetConfig, locate_target
-from inference.decode import DecodeStats, generate
+from inference.decode import generate
 from inference.drafters.cost_aware import growth_from_recipe
 from inference.drafters.head import HeadDrafter
 from inference.inputs import held_out_prompts
 from inference.report.command import machine
+from inference.request import DecodeStats
 from inference.sampling import Sampling
 from inference.target.model import TargetModel
 from recipes import Recipe

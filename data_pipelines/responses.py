@@ -14,10 +14,11 @@ from data_pipelines.shard_work import Meter, Piece, pieces
 from data_pipelines.stage import Json, Stage, file_digest, target_identity, write_jsonl, write_text
 from heads.checkpoint import load_head
 from heads.target_config import locate_target
-from inference.decode import Request, generate_batch
+from inference.decode import generate_batch
 from inference.drafter import Drafter
 from inference.drafters.cost_aware import growth_from_recipe
 from inference.drafters.head import HeadDrafter
+from inference.request import Request
 from inference.sampling import Sampling
 from inference.target.model import TargetModel
 from inference.target.ranks import Ranks

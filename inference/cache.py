@@ -1,4 +1,4 @@
-"""One cache for a target and its head: a single allocation, unpatched models write into it as a transformers Cache."""
+"""One KV cache for a target and its head: a single allocation. Unpatched models see it as a transformers Cache."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,29 +10,29 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from heads.layers import attention
 
-PAGE = 256  # tokens; a cache that must grow does so by whole pages
+PAGE = 256  # tokens; a cache grows by whole pages
 Shape = tuple[int, int, int]  # layers, kv_heads, head_dim
 
 
 class Slots:
-    """Key and value slots of a stack of equal layers; row b of the batch holds `lengths[b]` tokens.
+    """Key and value slots of a stack of equal layers. Row b of the batch holds `lengths[b]` tokens.
 
-    A block is written behind the length and the pending blocks before it, and stays pending until `advance` or `keep`
-    takes it in; what is not taken in is overwritten by the next one. With `static` every shape is that of the capacity
-    and every offset is read on the device, so that a CUDA graph can replay a step.
+    A block is written after the held tokens and after earlier pending blocks. It stays pending until `advance` or
+    `keep` takes it in; otherwise the next block overwrites it. With `static`, every shape is that of the capacity and
+    every offset is read on the device, so that a CUDA graph can replay a step.
     """
 
     def __init__(
         self, storage: Float[Tensor, "layers kv batch kv_heads capacity head_dim"], rows: int = 1, static: bool = False
     ) -> None:
         self.storage, self.static = storage, static
-        self.lengths = [0] * rows  # of the rows in use, the first ones of the storage
-        # One buffer for good: a captured graph reads its numbers where they were when it was captured.
+        self.lengths = [0] * rows  # of the rows in use, which are the first ones of the storage
+        # One buffer for the whole lifetime: a captured graph reads it at the address that it was captured with.
         self._starts = torch.zeros(storage.shape[2], dtype=torch.long, device=storage.device)
         self.starts = self._starts[:rows]  # the lengths, on the device
         self.pending = 0
-        self.bytes_moved = 0  # by `keep`, so far
-        self._index: tuple[Tensor, Tensor] | None = None  # where the pending block goes, for all layers alike
+        self.bytes_moved = 0  # by `keep`, in total
+        self._index: tuple[Tensor, Tensor] | None = None  # where the pending block goes, the same for all layers
 
     @property
     def capacity(self) -> int:
@@ -40,15 +40,15 @@ class Slots:
 
     @property
     def even(self) -> bool:
-        """May offsets be plain numbers, the same for all rows?"""
+        """Whether offsets are plain numbers, the same for all rows."""
         return not self.static and (len(self.lengths) == 1 or min(self.lengths) == max(self.lengths))
 
     def num_keys(self, block: int) -> int:
-        """Keys that a block of so many tokens is scored against."""
+        """How many keys a block of so many tokens attends over."""
         return self.capacity if self.static else max(self.lengths) + self.pending + block
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Write a block [batch, kv_heads, nodes, head_dim]; returns all keys and values up to its end."""
+        """Write a block [batch, kv_heads, nodes, head_dim] and return all keys and values up to its end."""
         block = key.shape[2]
         end = max(self.lengths) + self.pending + block
         if end > self.capacity:
@@ -67,7 +67,7 @@ class Slots:
         return slots[0, :, :, :end], slots[1, :, :, :end]
 
     def _places(self, block: int) -> tuple[Tensor, Tensor]:
-        """Row and slot of each token of the pending block, [batch, 1] and [batch, block]."""
+        """Row and slot of each token in the pending block. [batch, 1] and [batch, block]"""
         if self._index is None or self._index[1].shape[1] != block:
             device = self.storage.device
             columns = self.starts[:, None] + self.pending + torch.arange(block, device=device)
@@ -75,13 +75,13 @@ class Slots:
         return self._index
 
     def hold(self, count: int) -> None:
-        """Leave the block just written pending and put the next one behind it."""
+        """Keep the block just written pending, so that the next one goes after it."""
         self.pending += count
         self._index = None
 
     def set_lengths(self, lengths: list[int]) -> None:
-        """Say which rows are in use and how many tokens each holds; everything behind is forgotten."""
-        if lengths != self.lengths or self.static:  # `shift` may have moved on what the device knows
+        """Set which rows are in use and how many tokens each holds. Everything after these is forgotten."""
+        if lengths != self.lengths or self.static:  # `shift` may have changed them on the device alone
             if len(lengths) == len(self.starts) == 1 and not self.static:
                 self.starts.fill_(lengths[0])
             else:
@@ -96,24 +96,25 @@ class Slots:
         self.pending, self._index = 0, None
 
     def advance(self, counts: list[int]) -> None:
-        """Take in the first `counts[b]` pending tokens of each row b."""
+        """Take in the first `counts[b]` pending tokens of row b."""
         self.set_lengths([length + count for length, count in zip(self.lengths, counts, strict=True)])
 
     def shift(self, counts: Int[Tensor, " rows"]) -> None:
-        """`advance` by numbers that only the device knows; until `set_lengths`, `lengths` lags behind."""
+        """`advance` by numbers that only the device knows. `lengths` is out of date until `set_lengths`."""
         assert self.static
         self.starts = self.starts + counts
         self.pending, self._index = 0, None
 
-    def keep(self, paths: list[list[int]]) -> None:
-        """Take in, for each row, the nodes of its path (ascending indices into the pending block), moved together.
+    def keep(self, paths: list[list[int]]) -> int:
+        """Take in the nodes of each row's path (ascending indices into the pending block), moved side by side.
 
-        All layers move in one copy, which is bounded by the paths and not by the context.
+        Returns the bytes moved. All layers move in one copy, whose size depends on the paths and not on the context.
         """
         longest = max(map(len, paths))
-        # Nodes that already lie where they belong stay.
+        # Nodes that are already in place stay.
+        before = self.bytes_moved
         first = min((i for path in paths for i, node in enumerate(path) if node != i), default=longest)
-        if first < longest and len(paths) == 1:  # where rows do not differ, indices are far cheaper
+        if first < longest and len(paths) == 1:  # one row: plain indices are far cheaper
             start, row = self.lengths[0], self.storage[:, :, 0]
             source = torch.tensor([start + node for node in paths[0][first:]]).to(row.device, non_blocking=True)
             moved = row.index_select(3, source)  # [layers, 2, kv_heads, moved, head_dim]
@@ -128,23 +129,24 @@ class Slots:
             self.storage[:, :, rows, :, goal] = moved
             self.bytes_moved += moved.nbytes
         self.advance([len(path) for path in paths])
+        return self.bytes_moved - before
 
     def row(self, number: int) -> "Slots":
-        """One row by itself, empty, in the same storage, whether it is in use or not; its shapes are never static."""
+        """One row by itself, empty, in the same storage, in use or not. Its shapes are never static."""
         return Slots(self.storage[:, :, number : number + 1])
 
     def end_row(self, number: int) -> None:
-        """Take a row out of use; the last one moves into its place, with the slot behind its length."""
+        """Take a row out of use. The last row moves into its place, including the slot after its length."""
         lengths = list(self.lengths)
         last = lengths.pop()
         if number < len(lengths):
-            held = slice(last + 1)  # a draft model's root has been written there, and is read from on the next step
+            held = slice(last + 1)  # a draft model has written its root there, and the next step reads it
             self.storage[:, :, number, :, held] = self.storage[:, :, len(lengths), :, held]
             lengths[number] = last
         self.set_lengths(lengths)
 
     def grown(self, storage: Tensor) -> "Slots":
-        """The same content in a larger storage, with the slot behind each row's length, as in `end_row`."""
+        """The same content in a larger storage, including the slot after each row's length, as in `end_row`."""
         held = min(max(self.lengths, default=0) + 1, self.capacity)
         storage[:, :, : len(self.lengths), :, :held] = self.storage[:, :, : len(self.lengths), :, :held]
         slots = Slots(storage, len(self.lengths), self.static)
@@ -158,15 +160,15 @@ class Slots:
 
 
 class OpaqueSlots(Slots):
-    """Slots that a compiled layer does not look into, as it would be compiled anew for every length."""
+    """Slots that torch.compile does not trace into; otherwise it would recompile for every length."""
 
     append = torch.compiler.disable(Slots.append)
 
 
 class SlotLayer(CacheLayerMixin):
-    """A target layer's view of the slots, in the shape that transformers asks for."""
+    """One target layer's view of the slots, with the interface that transformers expects."""
 
-    is_sliding = False  # every position is kept; a sliding layer's window lives in its mask
+    is_sliding = False  # every position is kept; a sliding window is part of the mask
     is_compileable = False
 
     def __init__(self, cache: "KVCache", layer: int) -> None:
@@ -175,7 +177,7 @@ class SlotLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the slots were allocated with the cache."""
+        """There is nothing to do: the slots were allocated with the cache."""
 
     @torch.compiler.disable  # as `OpaqueSlots`
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -192,10 +194,10 @@ class SlotLayer(CacheLayerMixin):
 
 
 class KVCache(Cache):
-    """The slots of a target's layers and of its head's layers, side by side in one preallocated tensor.
+    """The slots of the target's layers and of the head's layers, side by side in one preallocated tensor.
 
-    The target's slot of position t and the head's slot of index t belong together: after each step both hold as many
-    tokens as have been verified.
+    The target's slot of position t belongs with the head's slot of index t: after each step, both hold every verified
+    token.
     """
 
     def __init__(self, target: Slots, head: Slots | None) -> None:
@@ -213,7 +215,7 @@ class KVCache(Cache):
         device: torch.device | str = "cpu",
         static: bool = False,
     ) -> "KVCache":
-        """Room for `batch` rows of `capacity` tokens each, the nodes of a pending tree included; all rows in use."""
+        """Slots for `batch` rows of `capacity` tokens each, a pending tree included. All rows are in use."""
         shapes = [target_shape] if head_shape is None else [target_shape, head_shape]
         sizes = [(layers, 2, batch, heads, capacity, dim) for layers, heads, dim in shapes]
         parts = allocate(sizes, dtype, device, static)
@@ -226,7 +228,7 @@ class KVCache(Cache):
 
     @property
     def roots(self) -> Tensor:
-        """Each row's position of the token that is certain and not read yet, once its drafter is up to date. [rows]"""
+        """The position of each row's root, once the drafter has read the verified tokens. [rows]"""
         return (self.target if self.head is None else self.head).starts
 
     @property
@@ -234,11 +236,11 @@ class KVCache(Cache):
         return sum(slots.storage.nbytes for slots in self.slots)
 
     def row(self, number: int) -> "KVCache":
-        """One row by itself, empty: a prompt is read there while the other rows wait."""
+        """One row by itself, empty. A prompt is read there while the other rows wait."""
         return KVCache(self.target.row(number), None if self.head is None else self.head.row(number))
 
     def set_lengths(self, lengths: list[int]) -> None:
-        """Say which rows are in use and how many tokens each holds."""
+        """Set which rows are in use and how many tokens each holds."""
         for slots in self.slots:
             slots.set_lengths(lengths)
 
@@ -248,9 +250,10 @@ class KVCache(Cache):
             slots.reset()
 
     def make_room(self, capacity: int, limit: int) -> None:
-        """Grow, if need be, to hold `capacity` tokens a row: by pages and at least to double, but not beyond `limit`.
+        """Make sure that each row can hold `capacity` tokens.
 
-        What is held is copied then, so seldom that each token is copied about once in all.
+        The cache grows by pages, at least to double its size but not beyond `limit`. Growing copies what is held, so
+        rarely that each token is copied about once overall.
         """
         if capacity <= self.target.capacity:
             return
@@ -267,8 +270,8 @@ def allocate(
 ) -> list[Tensor]:
     """Tensors side by side in one allocation."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
-    # A row alone reads no slot that it has not written. Elsewhere masks cover some, and a fused kernel may multiply a
-    # masked slot by weight 0, where 0 x NaN is NaN: then it must be zeros.
+    # A single row never reads a slot that it has not written. Otherwise masks hide unwritten slots, and a fused kernel
+    # may multiply a hidden slot by weight 0. As 0 x NaN is NaN, the slots must then start as zeros.
     alone = shapes[0][2] == 1 and not static
     storage = (torch.empty if alone else torch.zeros)((sum(sizes),), dtype=dtype, device=device)
     return [part.view(shape) for part, shape in zip(storage.split(sizes), shapes, strict=True)]

@@ -18,10 +18,11 @@ from heads.calibration import Calibration
 from heads.checkpoint import load_head, save_head
 from heads.static_tree import search_tree
 from heads.unroll_attention import UnrollCache
-from inference.decode import Request, generate_batch
+from inference.decode import generate_batch
 from inference.drafters.growth import Dynamic
 from inference.drafters.head import HeadDrafter
 from inference.inputs import head_folder, held_out_prompts, taps_to_read
+from inference.request import Request
 from inference.sampling import BatchSampling, Sampling
 from inference.target.model import TargetModel
 from recipes import Recipe, run_command

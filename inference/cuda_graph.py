@@ -1,8 +1,8 @@
-"""A whole decode step as one function of tensors of fixed shapes, and that function as a CUDA graph.
+"""A whole decode step as one function of tensors with fixed shapes, and that function as a CUDA graph.
 
-On a GPU a small step's kernels are over before the next ones are launched; a captured graph launches all of them at
-once, and the host waits once for what was accepted. Elsewhere the same function simply runs, and tests hold it equal
-to the step of changing shapes.
+On a GPU, a small step's kernels finish before the next ones are launched. A captured graph launches all of them at
+once, and the host waits only once, for what was accepted. On other devices the same function runs as it is, and tests
+hold it equal to the step with changing shapes.
 """
 
 import warnings
@@ -17,20 +17,23 @@ from torch.nn.functional import pad
 
 from inference.cache import PAGE, KVCache
 from inference.compiled import CompiledLayers
-from inference.drafter import Drafter, OnDevice, Verified
-from inference.drafters.head import HeadDrafter
+from inference.drafter import Drafter, VerifiedOnDevice, VerifiedOnHost
 from inference.sampling import BatchSampling
 from inference.target.model import TargetModel
 from inference.tree import Tree
 
 SPARE_STEPS = 6  # kept for later runs, each with its cache and graphs
-CAPTURES = 16  # graphs of one step, by shapes and way of sampling
-WARMUP = 3  # runs before a capture, in which libraries allocate and choose their kernels
+CAPTURES = 16  # graphs of one step, by shapes and sampling settings
+WARMUP = 3  # runs before a capture, in which libraries allocate memory and choose their kernels
+
+
+class SpareSteps(list["StaticStep"]):
+    """A target's captured steps that no run uses at the moment."""
 
 
 @dataclass(frozen=True)
-class Step:
-    """What a decode step leaves for the host to read."""
+class StepOutput:
+    """What a captured step leaves for the host to read."""
 
     tree: Tree
     choices: Int[Tensor, "batch nodes"]
@@ -38,54 +41,55 @@ class Step:
     logits: Float[Tensor, "batch nodes vocab"]
 
     @classmethod
-    def of(cls, outputs: tuple[Tensor, ...]) -> "Step":
+    def from_tensors(cls, outputs: tuple[Tensor, ...]) -> "StepOutput":
         tokens, parents, choices, taps, logits = outputs
         return cls(Tree(tokens, parents), choices, taps, logits)
 
 
 class StaticStep:
-    """Draft, verify and choose for a batch that shares one way of sampling, seeds apart."""
+    """Drafts, runs the target and chooses tokens for a batch whose rows sample alike, their seeds apart."""
 
     def __init__(self, target: TargetModel, drafter: Drafter, cache: KVCache) -> None:
         assert cache.target.static
         self.target, self.drafter, self.cache = target, drafter, cache
         self.batch = cache.target.storage.shape[2]
         self.captured: dict[object, tuple[BatchSampling, Graphed]] = {}
-        own = drafter.head.decoder_layers if isinstance(drafter, HeadDrafter) else ()
-        self.compiled = CompiledLayers([*target.layers, *own] if target.compiles else [])
+        layers = [*target.layers, *drafter.compilable_layers]
+        self.compiled = CompiledLayers(layers if target.compiles else [])
 
     @classmethod
     def borrow(cls, target: TargetModel, drafter: Drafter, batch: int, capacity: int) -> "StaticStep":
-        """One that fits, with the graphs that it captured in earlier runs if there is one; `give_back` it."""
+        """A step that fits, with the graphs of earlier runs if there is one. `give_back` it after the run."""
         wanted = -(-capacity // PAGE) * PAGE
-        own = [spare for spare in target.spare_steps if (spare.drafter, spare.batch) == (drafter, batch)]
+        spares = target.kept(SpareSteps)
+        own = [spare for spare in spares if (spare.drafter, spare.batch) == (drafter, batch)]
         # Not one that is far too large: a captured step attends over its whole capacity.
         fits = [spare for spare in own if capacity <= spare.cache.target.capacity <= 2 * wanted]
         if fits:
-            found: StaticStep = min(fits, key=lambda spare: spare.cache.target.capacity)
-            target.spare_steps.remove(found)
+            found = min(fits, key=lambda spare: spare.cache.target.capacity)
+            spares.remove(found)
             return found
         return cls(target, drafter, target.new_cache(wanted, drafter.cache_shape, batch, static=True))
 
     def give_back(self) -> None:
-        """Keep it for the next run, in place of others for the same drafter and batch."""
-        own, spares = (self.drafter, self.batch), self.target.spare_steps
+        """Keep this step for the next run. It replaces others for the same drafter and batch size."""
+        own, spares = (self.drafter, self.batch), self.target.kept(SpareSteps)
         others = [spare for spare in spares if (spare.drafter, spare.batch) != own]
-        self.target.spare_steps = [self, *others][:SPARE_STEPS]
+        spares[:] = [self, *others][:SPARE_STEPS]
 
     def serves(self, sampling: BatchSampling) -> bool:
-        """Penalties, rejection and rows that sample in different ways change shapes; other code does those."""
+        """Whether shapes stay fixed: not with penalties, rejection sampling or rows that sample differently."""
         return sampling.rule == "seeded" and not sampling.needs_history and len(sampling.groups) == 1
 
     @torch.inference_mode()
-    def __call__(self, verified: Verified) -> Step:
+    def __call__(self, verified: VerifiedOnHost) -> StepOutput:
         if self.drafter.static_shapes:
             if self.cache.head is not None:
-                self.cache.head.set_lengths(verified.starts)
+                verified.rewind(self.cache.head)
             device, short = self.target.device, self.drafter.depth + 1 - verified.next_tokens.shape[1]
-            done = Step.of(
+            output = StepOutput.from_tensors(
                 self.replay(
-                    self.draft_and_verify,
+                    self.draft_and_choose,
                     verified.sampling,
                     pad(verified.taps, (0, 0, 0, short)),
                     pad(verified.next_tokens, (0, short)),
@@ -94,19 +98,19 @@ class StaticStep:
                     torch.tensor(verified.remaining).to(device, non_blocking=True),
                 )
             )
-            if self.cache.head is not None:  # the step's own `shift` moved only what is on the device
+            if self.cache.head is not None:  # inside the step, the lengths advanced on the device alone
                 held = [start + count for start, count in zip(verified.starts, verified.counts, strict=True)]
                 self.cache.head.set_lengths(held)
-            return done
+            return output
         tree = self.drafter.draft(verified, self.cache)
         missing = size_bucket(tree.tokens.shape[1]) - tree.tokens.shape[1]
         tokens, parents = pad(tree.tokens, (0, missing)), pad(tree.parents, (0, missing), value=-1)
-        return Step.of(self.replay(self.verify, verified.sampling, tokens, parents))
+        return StepOutput.from_tensors(self.replay(self.choose, verified.sampling, tokens, parents))
 
     def replay(
         self, function: Callable[..., tuple[Tensor, ...]], sampling: BatchSampling, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        """`function(sampling, *inputs)`, captured once for each way of sampling and each shape."""
+        """`function(sampling, *inputs)`, captured once for each set of shapes and each sampling setting."""
         key = tuple(tensor.shape for tensor in inputs), replace(sampling.samplings[0], seed=0)
         if key not in self.captured:
             if len(self.captured) == CAPTURES:
@@ -117,26 +121,22 @@ class StaticStep:
         own.seeds.copy_(sampling.seeds)
         return graphed(*inputs)
 
-    # No list, no synchronisation and no shape in these two depends on what was accepted before.
+    # In the next two, no list, no synchronisation and no shape depends on what was accepted before.
 
-    def draft_and_verify(
-        self,
-        sampling: BatchSampling,
-        taps: Tensor,
-        next_tokens: Tensor,
-        roots: Tensor,
-        counts: Tensor,
-        remaining: Tensor,
+    def draft_and_choose(
+        self, sampling: BatchSampling, taps: Tensor, next_tokens: Tensor, roots: Tensor, counts: Tensor, left: Tensor
     ) -> tuple[Tensor, ...]:
+        """Draft a tree and let the target choose a token at each of its nodes."""
         self.cache.reset()
         sampling = sampling.with_gumbel(
             self.cache.target.starts + 1, self.drafter.depth + 1, self.target.config.vocab_size
         )
-        verified = Verified(taps, next_tokens, roots, [], [], [], [], sampling, None, [], OnDevice(counts, remaining))
+        verified = VerifiedOnDevice(taps, next_tokens, roots, sampling, None, counts, left)
         tree = self.drafter.draft(verified, self.cache)
-        return self.verify(sampling, tree.tokens, tree.parents)
+        return self.choose(sampling, tree.tokens, tree.parents)
 
-    def verify(self, sampling: BatchSampling, tokens: Tensor, parents: Tensor) -> tuple[Tensor, ...]:
+    def choose(self, sampling: BatchSampling, tokens: Tensor, parents: Tensor) -> tuple[Tensor, ...]:
+        """Let the target choose a token at each node of a tree."""
         self.cache.target.reset()
         tree = Tree(tokens, parents, deepest=self.drafter.depth or None)
         output = self.target.forward_tree(tree, self.cache)
@@ -145,12 +145,12 @@ class StaticStep:
 
 
 def size_bucket(nodes: int) -> int:
-    """The next power of two: few sizes of trees, so few graphs."""
+    """The next power of two: few tree sizes, so few graphs."""
     return 1 << (nodes - 1).bit_length()
 
 
 class Graphed:
-    """A function of tensors, captured as a CUDA graph when it is first called there; shapes must not change."""
+    """A function of tensors, captured as a CUDA graph on its first call on CUDA. Its shapes must not change."""
 
     def __init__(self, function: Callable[..., tuple[Tensor, ...]]) -> None:
         self.function = function
@@ -160,7 +160,7 @@ class Graphed:
         self.capturable = True
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """What the function returns; on CUDA it is overwritten by the next call."""
+        """What the function returns. On CUDA the next call overwrites it."""
         if inputs[0].device.type != "cuda" or not self.capturable:
             return self.function(*inputs)
         if self.graph is None and not self.capture(inputs):
@@ -173,7 +173,7 @@ class Graphed:
         return self.outputs
 
     def capture(self, inputs: tuple[Tensor, ...]) -> bool:
-        """Some models decide on the host while they run; those go on without a graph, and are told of once."""
+        """Returns False, after a warning, for a model that needs the host while it runs; it goes on without a graph."""
         self.inputs = tuple(tensor.clone() for tensor in inputs)
         with torch.cuda.device(inputs[0].device):  # the current device's stream is what is recorded
             side = torch.cuda.Stream()
@@ -189,7 +189,7 @@ class Graphed:
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
-                warnings.warn(f"no CUDA graph for this model: {error}; decoding goes on without", stacklevel=2)
+                warnings.warn(f"no CUDA graph for this model ({error}); decoding continues without one", stacklevel=2)
                 self.capturable = False
                 return False
         self.graph = graph

@@ -1,68 +1,142 @@
-"""Drafters: anything that guesses trees of next tokens for the one verifier of `inference.decode`."""
+"""What a drafter is: anything that proposes trees of draft tokens for the one verifier of `inference.decode`."""
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from jaxtyping import Float, Int
-from torch import Tensor
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
 
-from inference.cache import KVCache
+from inference.cache import KVCache, Slots
 from inference.sampling import BatchSampling, History
-from inference.tree import Tree
+from inference.tree import Tree, take
 
 
 @dataclass(frozen=True)
-class Verified:
-    """What the last target step made certain in each row, for a drafter to build on; filled up on the right."""
+class Verified(ABC):
+    """What the last target step made certain in each row. A drafter builds on it.
+
+    Rows differ in how many positions are newly verified, so their tensors are padded on the right. One subclass holds
+    numbers that the host knows; the other serves a captured step, which may not wait for the device to tell them.
+    """
 
     taps: Float[Tensor, "batch count tapped"]  # of the newly verified positions
-    next_tokens: Int[Tensor, "batch count"]  # the token behind each of them
-    roots: Int[Tensor, "batch 1"]  # the last one of each row, where its tree begins
-    starts: list[int]  # the first of these positions
-    counts: list[int]  # how many there are
-    drafted: list[int]  # nodes that were judged to find them; 0 behind a prompt
-    remaining: list[int]  # how many tokens deep a tree may still be of use
+    next_tokens: Int[Tensor, "batch count"]  # the token after each of them
+    roots: Int[Tensor, "batch 1"]  # the last of these in each row: the root of its next tree
     sampling: BatchSampling
-    history: History | None  # of the tokens before the root, where penalties ask for it
-    texts: list[list[int]]  # everything that is certain, the root included; a row's list is one object while it lives
-    on_device: "OnDevice | None" = None  # where shapes are static: what to go by instead of the lists
-    choices: list[list[int]] = field(default_factory=list)  # the target's, at each node of the last tree; none at first
+    history: History | None  # of the tokens before the root, where penalties need it
+
+    @abstractmethod
+    def levels(self, most: int) -> int:
+        """How many levels to draft: at most `most`, fewer when no row can use so many draft tokens."""
+
+    @abstractmethod
+    def rewind(self, slots: Slots, read: int = 0) -> None:
+        """Forget what a drafter's slots hold of the last tree, and keep `read` of the newly verified positions."""
+
+    @abstractmethod
+    def advance(self, slots: Slots, already: int = 0) -> None:
+        """Keep the newly verified positions that were just read into the slots; `already` were there before."""
+
+    @abstractmethod
+    def last(self, states: Float[Tensor, "batch count size"]) -> Float[Tensor, "batch 1 size"]:
+        """The states at each row's last newly verified position."""
+
+    @abstractmethod
+    def finished(self, level: int) -> Bool[Tensor, " batch"] | None:
+        """The rows that can use no draft tokens on this level; None if there are none."""
 
 
 @dataclass(frozen=True)
-class OnDevice:
-    """`counts` and `remaining` of Verified for a captured step, which cannot look at lists."""
+class VerifiedOnHost(Verified):
+    """Everything is known on the host. Drafters without static shapes get this one alone."""
 
-    counts: Int[Tensor, " batch"]
+    starts: list[int]  # the first newly verified position of each row
+    counts: list[int]  # how many positions are newly verified
+    drafted: list[int]  # draft tokens of the last tree; 0 after prefill
+    remaining: list[int]  # draft tokens that a row can still use
+    texts: list[list[int]]  # prompt and output, the root included; a row's list is one object as long as the row lives
+    choices: list[list[int]] = field(default_factory=list)  # the target's, at each node of the last tree
+
+    def levels(self, most: int) -> int:
+        return min(most, max(self.remaining))
+
+    def rewind(self, slots: Slots, read: int = 0) -> None:
+        slots.set_lengths([start + read for start in self.starts])
+
+    def advance(self, slots: Slots, already: int = 0) -> None:
+        slots.advance([count - already for count in self.counts])
+
+    def last(self, states: Float[Tensor, "batch count size"]) -> Float[Tensor, "batch 1 size"]:
+        if len(states) == 1:
+            return states[:, self.counts[0] - 1 : self.counts[0]]
+        return take(states, torch.tensor(self.counts, device=states.device).unsqueeze(1) - 1)
+
+    def finished(self, level: int) -> Bool[Tensor, " batch"] | None:
+        if min(self.remaining) > level:
+            return None
+        return torch.tensor([left <= level for left in self.remaining], device=self.roots.device)
+
+
+@dataclass(frozen=True)
+class VerifiedOnDevice(Verified):
+    """For a captured step, whose shapes never change. The host has rewound the head's slots before the step begins."""
+
+    counts: Int[Tensor, " batch"]  # as in `VerifiedOnHost`
     remaining: Int[Tensor, " batch"]
+
+    def levels(self, most: int) -> int:
+        return most
+
+    def rewind(self, slots: Slots, read: int = 0) -> None:
+        if read:
+            slots.shift(torch.full_like(self.counts, read))
+
+    def advance(self, slots: Slots, already: int = 0) -> None:
+        slots.shift(self.counts - already)
+
+    def last(self, states: Float[Tensor, "batch count size"]) -> Float[Tensor, "batch 1 size"]:
+        return take(states, self.counts.unsqueeze(1) - 1)
+
+    def finished(self, level: int) -> Bool[Tensor, " batch"]:
+        return self.remaining <= level
 
 
 @runtime_checkable  # the shape checks of the tests look at instances
 class Drafter(Protocol):
+    """Proposes a tree of draft tokens per row. It may read the target's hidden states and keep slots in its cache."""
+
     @property
     def taps(self) -> tuple[int, ...]:
-        """The hidden states of the target that it reads; empty for none."""
+        """The target's hidden states that it reads; empty for none."""
 
     @property
     def cache_shape(self) -> tuple[int, int, int] | None:
-        """(layers, kv_heads, head_dim) of the slots that it needs beside the target's."""
+        """(layers, kv_heads, head_dim) of the slots that it needs beside the target's; None for none."""
 
     @property
     def max_nodes(self) -> int:
-        """Upper bound on the slots that a step needs beyond the verified tokens, target's or its own."""
+        """Upper bound on the slots that a step needs after the verified tokens, in the target's cache or its own."""
 
     @property
     def depth(self) -> int:
-        """Upper bound on the depth of its trees, and so on the drafts that one step may accept."""
+        """Upper bound on the depth of its trees, so on the draft tokens that one step may accept."""
 
     @property
     def static_shapes(self) -> bool:
-        """Can `draft` run on tensors alone, with shapes that are always the same? Then a CUDA graph may hold it."""
+        """Whether `draft` works on tensors alone, with the same shapes every time, so that a CUDA graph may hold it."""
+
+    @property
+    def compilable_layers(self) -> Sequence[nn.Module]:
+        """Layers of its own that torch.compile may speed up; empty for none."""
 
     def prefill(self, taps: Float[Tensor, "1 count tapped"], text: Int[Tensor, "1 count+1"], row: KVCache) -> None:
-        """Read a new prompt, into a row of its own; `text` is the prompt and the first new token, the root."""
+        """Read a new prompt into a row of the cache; `text` is the prompt, then the first new token: the root."""
 
-    def draft(self, verified: Verified, cache: KVCache) -> Tree: ...
+    def draft(self, verified: Verified, cache: KVCache) -> Tree:
+        """A tree for each row, its root included. The target verifies it next."""
 
 
 class NoDrafter:
@@ -73,9 +147,10 @@ class NoDrafter:
     max_nodes = 1
     depth = 0
     static_shapes = True
+    compilable_layers: Sequence[nn.Module] = ()
 
     def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
-        """Nothing to read."""
+        """There is nothing to read."""
 
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
         return Tree.root_only(verified.roots)

@@ -16,7 +16,7 @@ from torch import Tensor
 from heads.checkpoint import load_head
 from heads.frozen import FrozenTarget
 from heads.target_config import locate_target
-from inference.decode import DecodeLoop, DecodeStats, Generation, Request
+from inference.decode import DecodeLoop
 from inference.drafter import Drafter
 from inference.drafters.build import build_drafter
 from inference.generation_config import (
@@ -32,6 +32,7 @@ from inference.generation_config import (
     whole,
     with_config,
 )
+from inference.request import DecodeStats, Generation, Request
 from inference.sampling import Sampling, sampling_from_recipe
 from inference.target.model import TargetModel
 from recipes.schema import DecodeSection, TargetSection

@@ -111,6 +111,11 @@ class History:
             row[prompt] = True
         return cls(seen.to(device), torch.zeros(len(prompts), 1, vocab_size, device=device))
 
+    def count(self, row: int, tokens: list[int]) -> None:
+        """Add tokens to a row's output, in place."""
+        read = torch.tensor(tokens, dtype=torch.long, device=self.counts.device)
+        self.counts[row, 0].index_add_(0, read, torch.ones(len(tokens), device=self.counts.device))
+
     def followed_by(
         self, tokens: Int[Tensor, "batch nodes"], ancestors: Bool[Tensor, "batch nodes nodes"]
     ) -> "History":

@@ -1,4 +1,4 @@
-"""From a tree and the target's choice at every node to the accepted path: pure, and the same for every drafter."""
+"""Verification: from a tree and the target's choice at every node to the accepted path. Pure, for every drafter."""
 
 from dataclasses import dataclass, field
 
@@ -13,17 +13,42 @@ from inference.tree import Tree
 
 @dataclass(frozen=True)
 class Accepted:
-    """Of one row: the nodes that are taken, root first, the tokens of the path without the root, then the bonus."""
+    """What the target accepts of one row's tree."""
 
-    path: list[int]
-    tokens: list[int]
-    drafted: int  # nodes that were judged, the root not counted
+    path: list[int]  # the accepted nodes, root first
+    tokens: list[int]  # the path's tokens without the root, then the bonus token
+    drafted: int  # draft tokens that were verified
     choices: list[int] = field(default_factory=list, compare=False)  # the target's, at every node
 
 
+def verify(
+    tree: Tree,
+    logits: Float[Tensor, "batch nodes vocab"],
+    roots: Int[Tensor, " batch"],
+    sampling: BatchSampling,
+    history: History | None,
+) -> list[Accepted]:
+    """Accept a path of each row's tree, by the acceptance rule that the rows share.
+
+    `logits` are the target's at each node, `roots` the positions of the roots, and `history` covers the tokens before
+    them.
+    """
+    positions = roots.unsqueeze(1) + tree.depths + 1  # of the choices
+    if history is not None:
+        history = history.followed_by(tree.tokens, tree.ancestors)
+    if sampling.rule == "rejection" and tree.proposals is not None:
+        log_p = sampling.warp(logits, history)
+        return accept(tree, rejection_choices(log_p, positions, tree.proposals, sampling))
+    choices = sampling.choose(logits, positions, history)
+    if sampling.rule == "typical":
+        allowed = typical_allowed(sampling.warp(logits, history), tree.tokens, tree.parents, sampling)
+        return accept_allowed(tree, choices, allowed)
+    return accept(tree, choices)
+
+
 def accept(tree: Tree, choices: Int[Tensor, "batch nodes"]) -> list[Accepted]:
-    """Follow each row's choices from the root; the first one that was not drafted is the bonus token."""
-    # One transfer for all: the only host synchronisation of a decode step.
+    """Follow each row's choices from the root; the first choice that was not drafted is the bonus token."""
+    # One transfer for everything: the only time that a decode step waits for the device.
     accepted = []
     for tokens, parents, chosen in torch.stack([tree.tokens, tree.parents, choices], dim=1).tolist():
         child = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
@@ -37,9 +62,9 @@ def accept(tree: Tree, choices: Int[Tensor, "batch nodes"]) -> list[Accepted]:
 def accept_allowed(
     tree: Tree, choices: Int[Tensor, "batch nodes"], allowed: Bool[Tensor, "batch nodes"]
 ) -> list[Accepted]:
-    """The deepest path of nodes that are all allowed, the first of equally deep ones; lossy (Medusa, section 2.3.1).
+    """Accept the deepest path on which every node is allowed, the first of equally deep ones.
 
-    The bonus token is the target's choice at its end.
+    The target's choice at its end is the bonus token. Lossy: Medusa's typical acceptance (section 2.3.1).
     """
     accepted = []
     rows = torch.stack([tree.tokens, tree.parents, choices, allowed.long()], dim=1).tolist()
@@ -57,24 +82,5 @@ def accept_allowed(
 
 
 def count_drafted(parents: list[int]) -> int:
+    """Draft tokens in a row: neither the root nor padding has a parent."""
     return sum(parent >= 0 for parent in parents)
-
-
-def judge(
-    tree: Tree,
-    logits: Float[Tensor, "batch nodes vocab"],
-    positions: Int[Tensor, "batch nodes"],
-    sampling: BatchSampling,
-    history: History | None,
-) -> list[Accepted]:
-    """What is accepted of each row's tree, by the rule that the rows agree on; `positions` are the choices' own."""
-    if history is not None:
-        history = history.followed_by(tree.tokens, tree.ancestors)
-    if sampling.rule == "rejection" and tree.proposals is not None:
-        log_p = sampling.warp(logits, history)
-        return accept(tree, rejection_choices(log_p, positions, tree.proposals, sampling))
-    choices = sampling.choose(logits, positions, history)
-    if sampling.rule == "typical":
-        allowed = typical_allowed(sampling.warp(logits, history), tree.tokens, tree.parents, sampling)
-        return accept_allowed(tree, choices, allowed)
-    return accept(tree, choices)

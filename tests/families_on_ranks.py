@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from data_pipelines.features import tap
 from data_pipelines.shard_work import start_processes
-from inference.decode import Request, generate_batch
+from inference.decode import generate_batch
+from inference.request import Request
 from inference.sampling import Sampling
 from inference.target.model import TargetModel
 from recipes.schema import TargetSection

@@ -1,7 +1,7 @@
 """Drafters that know the texts to come, and are as right or as wrong about them as a test wants."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,11 +10,13 @@ from torch import Tensor
 from heads.eagle3 import Eagle3Head, Eagle3Shape
 from heads.vocab import DraftVocab
 from inference.cache import KVCache
-from inference.drafter import Drafter, Verified
-from inference.drafters.cost_aware import Adaptive, CostAware
+from inference.decode import DecodeLoop
+from inference.drafter import Drafter, Verified, VerifiedOnHost
+from inference.drafters.cost_aware import CostAware, CostAwareShape
 from inference.drafters.costs import NODES, CostTable, StepCosts
 from inference.drafters.growth import Dynamic, Fixed
 from inference.drafters.head import HeadDrafter
+from inference.request import Request
 from inference.sampling import History
 from inference.target.model import TargetModel
 from inference.tree import Tree
@@ -47,6 +49,11 @@ def paths(tree: Tree) -> list[set[tuple[int, ...]]]:
     return rows
 
 
+def blocks_of(target: TargetModel, request: Request, drafter: Drafter | None = None) -> Iterator[list[int]]:
+    """The new tokens of one request, a block from prefill and one from each target step."""
+    return (block for _, block in DecodeLoop(target, [request], drafter).run())
+
+
 class Scripted:
     """What it makes of the tokens to come, behind the root, is `tree`. The same in any batch: its random numbers
     depend on the text alone.
@@ -56,6 +63,7 @@ class Scripted:
     cache_shape: tuple[int, int, int] | None = None
     max_nodes = depth = 40
     static_shapes = False
+    compilable_layers = ()
 
     def __init__(self, *texts: list[int], ahead: int = 5, seed: int = 0) -> None:
         self.texts, self.ahead, self.seed = texts, ahead, seed
@@ -64,6 +72,7 @@ class Scripted:
         """Nothing to read."""
 
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
+        assert isinstance(verified, VerifiedOnHost)
         assert verified.roots.flatten().tolist() == [text[-1] for text in verified.texts]
         assert cache.target.lengths == [len(text) - 1 for text in verified.texts]
         rows = []
@@ -157,13 +166,14 @@ class Listener(Hidden):
 
     def __init__(self, *texts: list[int]) -> None:
         super().__init__(*texts)
-        self.told: list[Verified] = []
+        self.told: list[VerifiedOnHost] = []
         self.histories: list[History | None] = []  # as it was then
 
     def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
         self.first_taps, self.first_text = taps, text
 
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
+        assert isinstance(verified, VerifiedOnHost)
         self.told.append(replace(verified, texts=[list(text) for text in verified.texts]))
         self.histories.append(copy.deepcopy(verified.history))
         return super().draft(verified, cache)
@@ -224,7 +234,7 @@ class SetCosts(CostTable):
     def __init__(self, level: float = 0.05, nodes: float = 40) -> None:
         self.costs = StepCosts(tuple(1 + count / nodes for count in NODES), level, level)
 
-    def now(self, verified: Verified, nodes: int) -> StepCosts:
+    def now(self, verified: VerifiedOnHost, nodes: int) -> StepCosts:
         return self.costs
 
 
@@ -248,7 +258,7 @@ DRAFTERS: dict[str, Callable[[Texts], Drafter]] = {
         HalfRightHead(texts.target, *texts.whole), CostAware(5, 4, 20, SetCosts())
     ),
     "half right head, adaptive": lambda texts: HeadDrafter(
-        HalfRightHead(texts.target, *texts.whole), Adaptive(6, SetCosts())
+        HalfRightHead(texts.target, *texts.whole), CostAwareShape.chain(6, SetCosts())
     ),
     "oracle": lambda texts: Oracle(*texts.whole),
     "moody oracle": lambda texts: Moody(*texts.whole),

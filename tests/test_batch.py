@@ -12,9 +12,10 @@ from torch import Tensor
 
 from heads.eagle3 import Eagle3Head, Eagle3Shape
 from heads.vocab import DraftVocab
-from inference.decode import DecodeLoop, DecodeStats, Request, generate, generate_batch
+from inference.decode import DecodeLoop, generate, generate_batch
 from inference.drafters.growth import Dynamic, Fixed, Growth
 from inference.drafters.head import HeadDrafter
+from inference.request import DecodeStats, Request
 from inference.sampling import BatchSampling, Sampling
 from inference.target.model import TargetModel
 
@@ -300,7 +301,7 @@ def test_rejection_without_proposals_is_plain_decoding(target: TargetModel, text
 def test_rejection_refuses_a_tree_that_grows_by_what_was_drawn(
     target: TargetModel, head: Eagle3Head, growth: Growth
 ) -> None:
-    with pytest.raises(ValueError, match=r"decode\.growth: a dynamic tree looks at the tokens that it drew"):
+    with pytest.raises(ValueError, match=r"decode\.growth: a dynamic tree chooses its nodes after it has drawn them"):
         generate_batch(target, by_rule("rejection"), HeadDrafter(head, growth))
 
 

@@ -13,7 +13,8 @@ import inference.cache
 import inference.decode
 from heads.eagle3 import Eagle3Head
 from inference.cache import KVCache, Slots
-from inference.decode import DecodeLoop, Request, generate, generate_batch
+from inference.decode import DecodeLoop, generate, generate_batch
+from inference.request import Request
 from inference.sampling import Sampling
 from inference.target.model import TargetModel
 from inference.tree import Tree

@@ -11,13 +11,15 @@ from heads.calibration import Calibration
 from heads.eagle3 import Eagle3Head
 from inference import decode
 from inference.calibrate import WEIGHTS, LevelScores, Tally, add_text, fit_calibration
-from inference.decode import DecodeLoop, Generation, Request, generate, generate_batch
+from inference.cuda_graph import SpareSteps
+from inference.decode import DecodeLoop, generate, generate_batch
 from inference.drafters.growth import Dynamic, Fixed
 from inference.drafters.head import Frontier, HeadDrafter
+from inference.request import Generation, Request
 from inference.sampling import BatchSampling, Sampling
 from inference.target.model import TargetModel
 from inference.tree import Tree
-from inference.verify import Accepted, accept, judge
+from inference.verify import Accepted, accept, verify
 
 MakeHead = Callable[..., Eagle3Head]
 MakeModel = Callable[..., LlamaForCausalLM]
@@ -46,7 +48,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]]]:
         return record
 
     monkeypatch.setattr(decode, "accept", recorded(accept))
-    monkeypatch.setattr(decode, "judge", recorded(judge))
+    monkeypatch.setattr(decode, "verify", recorded(verify))
     return trees
 
 
@@ -100,23 +102,23 @@ def test_a_step_is_used_again_by_the_next_run_that_it_fits(make_model: MakeModel
     prompt = [*range(20)]
     for _ in range(3):
         generate(target, prompt, 10, static=True)
-    assert len(target.spare_steps) == 1
-    (first,) = target.spare_steps
+    assert len(target.kept(SpareSteps)) == 1
+    (first,) = target.kept(SpareSteps)
     stream = DecodeLoop(target, [Request(prompt, 10)], static=True).run()
     next(stream)
-    assert target.spare_steps == []  # in use
+    assert target.kept(SpareSteps) == []  # in use
     generate(target, prompt, 5, static=True)  # at the same time, in a cache of its own
     stream.close()
-    assert target.spare_steps == [first]
+    assert target.kept(SpareSteps) == [first]
     DecodeLoop(target, [Request(prompt, 10)], static=True)  # one that never runs borrows nothing
-    assert target.spare_steps == [first]
+    assert target.kept(SpareSteps) == [first]
 
 
 def test_growing_prompts_do_not_pile_up_caches(make_model: MakeModel) -> None:
     target = TargetModel(make_model(max_position_embeddings=4096), ())
     for length in (10, 300, 600, 900):
         generate(target, [1] * length, 2, static=True)
-    assert [spare.cache.target.capacity for spare in target.spare_steps] == [1024]
+    assert [spare.cache.target.capacity for spare in target.kept(SpareSteps)] == [1024]
 
 
 def test_greedy_rejection_in_half_precision_does_not_crash(make_model: MakeModel, make_head: MakeHead) -> None:

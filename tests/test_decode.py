@@ -8,16 +8,17 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES, WINDOW, make_family
-from scripted import DRAFTERS, Duplicates, HalfRightHead, Hidden, Listener, NeverRight, Oracle, Texts
+from scripted import DRAFTERS, Duplicates, HalfRightHead, Hidden, Listener, NeverRight, Oracle, Texts, blocks_of
 
 from heads.eagle3 import Eagle3Head, Eagle3Shape
 from heads.target_config import Rope
 from heads.vocab import DraftVocab
-from inference.decode import DecodeLoop, DecodeStats, Generation, Request, generate, generate_batch, stream
+from inference.decode import DecodeLoop, generate, generate_batch
 from inference.drafter import Drafter, NoDrafter
 from inference.drafters.cost_aware import growth_from_recipe
 from inference.drafters.growth import Dynamic
 from inference.drafters.head import HeadDrafter
+from inference.request import DecodeStats, Generation, Request
 from inference.sampling import BatchSampling, History, Sampling
 from inference.target.model import TargetModel
 from recipes.schema import DecodeSection
@@ -445,7 +446,7 @@ def test_a_stream_yields_what_generate_returns(
     """A block for the prompt's pass, then one for each step, none of them empty."""
     sampling = Sampling(1.0, seed=1)
     text = PROMPT + plain(sampling)
-    blocks = list(stream(target, Request(PROMPT, NEW_TOKENS, sampling), make_drafter(drafter, text)))
+    blocks = list(blocks_of(target, Request(PROMPT, NEW_TOKENS, sampling), make_drafter(drafter, text)))
     whole = generate(target, PROMPT, NEW_TOKENS, sampling, make_drafter(drafter, text))
     assert [token for block in blocks for token in block] == whole.tokens
     assert all(blocks)
@@ -466,7 +467,7 @@ def test_what_has_come_so_far_can_be_read_between_two_blocks(target: TargetModel
 
 
 def test_a_stream_left_early_costs_nothing_more(target: TargetModel, forwards: list[int]) -> None:
-    blocks = stream(target, Request(PROMPT, NEW_TOKENS))
+    blocks = blocks_of(target, Request(PROMPT, NEW_TOKENS))
     assert forwards == []
     assert next(blocks) + next(blocks) == generate(target, PROMPT, 2).tokens
     assert isinstance(blocks, Generator)
@@ -502,7 +503,7 @@ def test_acceptance_by_depth_of_many_texts_is_not_counted_twice() -> None:
     for paths in ([3, 1], [1, 2], [4]):
         stats = DecodeStats()
         for length in paths:
-            stats.count(path_length=length, kept=length, drafted=5)
+            stats.count_step(accepted=length - 1, kept=length, drafted=5)
         total.add(stats)
     assert total.steps == 5
     assert total.accepted_at_depth == [3, 2, 1]  # paths of 3, 2 and 4 nodes, the root not counted

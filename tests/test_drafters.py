@@ -16,8 +16,8 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from inference.cache import KVCache
-from inference.decode import DecodeStats, Request, generate, generate_batch
-from inference.drafter import Drafter, Verified
+from inference.decode import generate, generate_batch
+from inference.drafter import Drafter, VerifiedOnHost
 from inference.drafters.build import build_drafter
 from inference.drafters.growth import Dynamic, Fixed
 from inference.drafters.lookahead import Lookahead, NGrams
@@ -26,6 +26,7 @@ from inference.drafters.model import EarlyExit, ModelDrafter
 from inference.drafters.other_tokenizer import OtherTokenizerDrafter
 from inference.drafters.suffix_automaton import SuffixAutomaton
 from inference.drafters.trie import Shape, Trie
+from inference.request import DecodeStats, Request
 from inference.sampling import BatchSampling, Sampling
 from inference.target.model import TargetModel
 from recipes.schema import DecodeSection, TargetSection
@@ -68,9 +69,9 @@ class Letters:
         return "".join(chr(32 + token) * self.size for token in token_ids)
 
 
-def verified_text(text: list[int], room: int, sampling: Sampling | None = None) -> Verified:
+def verified_text(text: list[int], room: int, sampling: Sampling | None = None) -> VerifiedOnHost:
     """What the loop tells a drafter that reads no features."""
-    return Verified(
+    return VerifiedOnHost(
         taps=torch.zeros(1, 1, 0),
         next_tokens=torch.tensor([text[-1:]]),
         roots=torch.tensor([text[-1:]]),

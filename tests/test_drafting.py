@@ -14,11 +14,12 @@ from torch import Tensor
 from heads.eagle3 import Eagle3Head
 from heads.vocab import DraftVocab
 from inference.cache import KVCache
-from inference.decode import Request, start_history
-from inference.drafter import Verified
+from inference.decode import start_history
+from inference.drafter import VerifiedOnHost
 from inference.drafters.cost_aware import growth_from_recipe
 from inference.drafters.growth import Dynamic, Fixed, Growth
 from inference.drafters.head import HeadDrafter
+from inference.request import Request
 from inference.sampling import BatchSampling, History, Sampling
 from inference.target.model import TargetModel
 from recipes.schema import DecodeSection
@@ -100,7 +101,7 @@ def verified(
     *spans: tuple[int, int],
     texts: list[list[int]] | None = None,
     remaining: list[int] | None = None,
-) -> Verified:
+) -> VerifiedOnHost:
     """In row b, positions start..end - 1 of text b have become certain; the token behind them is the next root.
 
     Prompts are two tokens long, for the sake of penalties.
@@ -115,7 +116,7 @@ def verified(
         tokens[row, : end - start] = torch.tensor(text[start + 1 : end + 1])
     certain = [text[: end + 1] for text, (_, end) in zip(texts, spans, strict=True)]
     requests = [Request(text[:2], 5, own) for text, own in zip(texts, samplings, strict=True)]
-    return Verified(
+    return VerifiedOnHost(
         taps=taps,
         next_tokens=tokens,
         roots=torch.tensor([[text[-1]] for text in certain]),

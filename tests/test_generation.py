@@ -23,11 +23,12 @@ from transformers import (
 
 from heads.checkpoint import save_head
 from heads.eagle3 import Eagle3Head
-from inference.decode import Generation, generate
+from inference.decode import generate
 from inference.drafters.growth import Dynamic
 from inference.drafters.head import HeadDrafter
 from inference.generation import SpeculativeModel, SpeculativeOutput
 from inference.generation_config import DEFAULTS, IRRELEVANT, SUPPORTED, read_settings, with_config
+from inference.request import Generation
 from inference.sampling import BatchSampling, History, Sampling
 from inference.target.model import TargetModel
 

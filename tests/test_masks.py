@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from inference.cache import Slots
-from inference.masks import Block, additive, block_mask, ragged_keys
+from inference.tree import Block, additive, block_mask, ragged_keys
 
 CAPACITY = 14
 LOWEST = torch.finfo(torch.float32).min

@@ -25,13 +25,14 @@ from heads.static_tree import StaticTree, search_tree
 from heads.vocab import DraftVocab
 from inference.cache import KVCache
 from inference.calibrate import RANKS, Tally, fit_calibration, tally_texts, written
-from inference.decode import Request, generate, generate_batch
-from inference.drafter import Verified
-from inference.drafters.cost_aware import CostAwareFixed, growth_from_recipe
+from inference.decode import generate, generate_batch
+from inference.drafter import Verified, VerifiedOnHost
+from inference.drafters.cost_aware import CostAwareShape, growth_from_recipe
 from inference.drafters.growth import Dynamic, Fixed, Growth
 from inference.drafters.head import HeadDrafter
 from inference.report.command import report
 from inference.report.tree_picture import draw_tree, rows
+from inference.request import Request
 from inference.sampling import Sampling
 from inference.target.model import TargetModel
 from inference.tree import Tree
@@ -121,6 +122,7 @@ class Recording(HeadDrafter):
         self.seen: list[tuple[list[int], Tree]] = []
 
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
+        assert isinstance(verified, VerifiedOnHost)
         tree = super().draft(verified, cache)
         self.seen.append(([*verified.texts[0]], tree))
         return tree
@@ -152,7 +154,7 @@ GROWTHS: list[Growth] = [
     Dynamic.chain(3),
     Dynamic(3, 3, 7),
     Fixed(search_tree([[0.5, 0.3, 0.1], [0.4, 0.2, 0.1], [0.3, 0.1, 0.05]], 9).paths),
-    CostAwareFixed(search_tree([[0.5, 0.3], [0.4, 0.2], [0.3, 0.1]], 9), 9, SetCosts()),
+    CostAwareShape.searched(search_tree([[0.5, 0.3], [0.4, 0.2], [0.3, 0.1]], 9), 9, SetCosts()),
 ]
 
 
@@ -212,7 +214,7 @@ def test_more_nodes_than_were_searched_are_refused() -> None:
 def test_dear_nodes_make_a_small_tree() -> None:
     tree = search_tree([[0.5, 0.3, 0.1], [0.4, 0.2, 0.1]], 12)
     costs = [SetCosts(level=0.0, nodes=nodes) for nodes in (1e9, 20.0, 1.0)]  # a node costs 1 / nodes more
-    sizes = [CostAwareFixed(tree, 12, table).fastest(table.costs).nodes for table in costs]
+    sizes = [CostAwareShape.searched(tree, 12, table).fastest(table.costs).nodes for table in costs]
     assert sizes == sorted(sizes, reverse=True)
     assert (sizes[0], sizes[-1]) == (12, 1)
 

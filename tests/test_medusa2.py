@@ -18,10 +18,11 @@ from data_pipelines.shards import FeatureStore
 from heads.checkpoint import draft_vocab, load_head, new_head
 from heads.export import export
 from heads.frozen import FrozenTarget
-from inference.decode import Request, generate_batch
+from inference.decode import generate_batch
 from inference.drafters.growth import Dynamic
 from inference.drafters.head import HeadDrafter
 from inference.report.command import report
+from inference.request import Request
 from inference.sampling import Sampling
 from inference.target.model import TargetModel
 from recipes import Recipe

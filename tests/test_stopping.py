@@ -5,13 +5,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from scripted import DRAFTERS, Hidden, Oracle, Texts
+from scripted import DRAFTERS, Hidden, Oracle, Texts, blocks_of
 
 from heads.eagle3 import Eagle3Head
-from inference.decode import Generation, Request, generate, generate_batch, stream
+from inference.decode import generate, generate_batch
 from inference.drafter import Drafter
+from inference.request import Generation, Request, StopStrings, cut_at_end
 from inference.sampling import Sampling
-from inference.stopping import StopStrings, cut_at_end
 from inference.target.model import TargetModel
 
 PROMPT, NEW_TOKENS = [5, 6, 7, 11], 24
@@ -95,13 +95,6 @@ def test_tokens_without_text_do_not_hide_a_stop_string() -> None:
     assert stop.kept(tokens, 1) == 1
 
 
-def test_the_text_is_cut_before_the_first_stop_string() -> None:
-    stop = StopStrings(("stop", "end", "en"), detokenize)
-    assert stop.cut("an end and a stop") == "an "
-    assert stop.cut("a stop without the other") == "a "
-    assert stop.cut("nothing") == "nothing"
-
-
 @pytest.mark.parametrize("strings", [(), ("",), ("a", "")], ids=str)
 def test_stop_strings_that_are_none_are_refused(strings: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match=r"stop strings: \[.*\] given, one or more that are not empty are allowed"):
@@ -150,7 +143,7 @@ def test_a_stream_stops_with_its_text(target: TargetModel, texts: dict[Sampling,
     text = texts[Sampling()]
     for strings in stops_of(text):
         request = Request(PROMPT, NEW_TOKENS, stop=StopStrings(strings, detokenize))
-        blocks = list(stream(target, request, Oracle(PROMPT + text)))
+        blocks = list(blocks_of(target, request, Oracle(PROMPT + text)))
         assert [token for block in blocks for token in block] == text[: first_end(text, strings)]
         assert all(blocks)
 

@@ -10,9 +10,11 @@ from data_pipelines.sample_stores import SampleStore
 from heads.base import DraftHead
 from heads.calibration import Calibration
 from inference.calibrate import fit_calibration
-from inference.decode import DecodeStats, Request, check_length, generate_batch
+from inference.cuda_graph import SpareSteps
+from inference.decode import check_length, generate_batch
 from inference.drafters.cost_aware import growth_from_recipe
 from inference.drafters.head import HeadDrafter
+from inference.request import DecodeStats, Request
 from inference.sampling import sampling_from_recipe
 from inference.target.model import TargetModel
 from recipes import Recipe
@@ -47,13 +49,13 @@ class Decoding:
         requests = [Request(prompt, self.new_tokens, sampling) for prompt in self.prompts()]
         for generation in generate_batch(self.target, requests, drafter, self.recipe.decode.max_batch):
             stats.add(generation.stats)
-        self.target.spare_steps.clear()  # the training needs their memory
+        self.target.kept(SpareSteps).clear()  # the training needs their memory
         return stats
 
     def calibration(self) -> Calibration:
         """Fitted on the same prompts."""
         found = fit_calibration(self.target, self.head, self.prompts(), self.recipe.decode.depth, self.new_tokens)
-        self.target.spare_steps.clear()
+        self.target.kept(SpareSteps).clear()
         return found
 
     @property

@@ -25,12 +25,13 @@ from heads.formats.contracts import ENGINES, engines_of
 from heads.formats.files import HeadFiles
 from heads.frozen import FrozenTarget
 from heads.target_config import locate_target
-from inference.decode import Request, check_length, generate_batch
+from inference.decode import check_length, generate_batch
 from inference.doctor.export_parts import compare_parts
 from inference.doctor.findings import Finding, beyond, export_breaches, head_breaches, named_once, other_template
 from inference.doctor.other_readings import better_readings, number_format
 from inference.doctor.reading import Measure, Reading, Replay, accuracies
 from inference.report.tables import rich_table
+from inference.request import Request
 from inference.target.model import TargetModel, pick_device
 from inference.target.tokenizer import load_tokenizer
 from recipes.jsonl import read_jsonl

@@ -1,54 +1,58 @@
-"""Growth that minds the clock: as deep and as large a tree as the expected tokens per second pay for."""
+"""Growth policies that weigh expected tokens against measured costs: the tree with the most tokens per second."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain
 from statistics import fmean
+from typing import Protocol, runtime_checkable
 
 import numpy
+from numpy.typing import NDArray
 from torch import Tensor
 
 from heads.base import DraftHead
 from heads.static_tree import StaticTree
-from inference.drafter import Verified
+from inference.drafter import Verified, VerifiedOnHost
 from inference.drafters.costs import CostTable, StepCosts
 from inference.drafters.growth import Dynamic, Fixed, Growth, Pool, likeliest
 from inference.target.model import TargetModel
 from inference.tree import Tree
 from recipes.schema import DecodeSection
 
-TINY = 1e-300  # in place of no chance at all: that of a row without room for what its neighbours draft
+TINY = 1e-300  # replaces a chance of 0, as in a row that is finished while others still draft
 
 
 class CostAware:
-    """A dynamic tree that grows while the expected tokens per second rise.
+    """A dynamic tree that grows as long as the expected tokens per second rise.
 
-    The chances of its nodes say how many tokens are to be expected; measured costs say how long they take. `depth`,
-    `width` and `nodes` are the most that it may take. Needs calibrated scores to be worth much.
+    The chances of its nodes say how many tokens to expect, and measured costs say how long a step takes. `depth`,
+    `width` and `nodes` are upper bounds. It depends on well calibrated scores.
     """
 
     static_shapes = False
 
     def __init__(self, depth: int, width: int, nodes: int, costs: CostTable) -> None:
         self.depth, self.width, self.nodes, self.costs = depth, width, nodes, costs
-        # Plain numbers: these are few, and the policy's own time counts on every level.
-        self.levels_done: list[list[list[float]]] = []  # of each level, each row's chances of its nodes
+        # Plain numbers: there are few, and the policy itself must be fast on every level.
+        self.levels_done: list[list[list[float]]] = []  # by level, then row: the chances of the nodes
 
     def levels(self, verified: Verified) -> int:
+        assert isinstance(verified, VerifiedOnHost)
         self.now = self.costs.now(verified, self.nodes)
         self.verify_costs = verify_costs(self.now, self.nodes)
         self.levels_done = []
-        return min(self.depth, max(verified.remaining))
+        return verified.levels(self.depth)
 
     def children(self, level: int) -> int:
         return self.width
 
     def goes_on(self, pool: Pool) -> bool:
-        """Would the best tree with another level beat the best one without?"""
+        """Whether the best tree with another level would beat the best one without it."""
         self.look_at(pool)
         expected, verify, spent, gain = self.expected(), self.verify_costs, self.spent(), self.gain()
         now = max(tokens / (spent + cost) for tokens, cost in zip(expected, verify, strict=False))
-        # A tree of any size gets as many more nodes as the next level expands, as far as it may grow.
+        # With another level, a tree of any size gets as many nodes more as the level expands, up to the bound.
         larger, spent = verify[self.width :] + verify[-1:] * self.width, spent + self.now.level
         return now < max((tokens + gain) / (spent + cost) for tokens, cost in zip(expected, larger, strict=False))
 
@@ -62,12 +66,12 @@ class CostAware:
         return pool.best(roots, rates.index(max(rates)) + 1)
 
     def look_at(self, pool: Pool) -> None:
-        """Bring over what the pool has more; on a GPU the host waits for it."""
+        """Copy the chances of new levels to the host; on a GPU this waits for them."""
         for scores in pool.scores[len(self.levels_done) :]:
             self.levels_done.append(scores.exp().tolist())
 
     def expected(self) -> list[float]:
-        """Tokens that a step yields with the best 1, 2, ... nodes, the bonus included, on the mean of the rows."""
+        """Expected tokens of a step with the best 1, 2, ... nodes, the bonus token included; the mean over rows."""
         by_row = [
             accumulate(largest(chain.from_iterable(levels), self.nodes), initial=1.0)
             for levels in zip(*self.levels_done, strict=True)
@@ -77,9 +81,9 @@ class CostAware:
         return [fmean(tokens) for tokens in zip(*by_row, strict=True)][1:]
 
     def gain(self) -> float:
-        """What the best nodes of the next level may be expected to add, on the mean of the rows.
+        """Expected tokens that the best nodes of the next level would add; the mean over rows.
 
-        The share of the chance that a level's children keep of their parents' is taken to be alike there.
+        This assumes that the next level keeps the same share of its parents' chances as the last one did.
         """
         last = self.levels_done[-1]
         above = [1.0] * len(last)
@@ -91,13 +95,13 @@ class CostAware:
         )
 
     def spent(self) -> float:
-        """Seconds of drafting all the levels so far."""
+        """Seconds that drafting took so far."""
         return self.now.first_level + (len(self.levels_done) - 1) * self.now.level
 
 
-@lru_cache(maxsize=64)  # a run meets few context lengths, and each of its steps asks
+@lru_cache(maxsize=64)  # a run sees few context lengths and asks on every step
 def verify_costs(now: StepCosts, nodes: int) -> list[float]:
-    """Of a target step with 1, 2, ... `nodes` nodes beside the root."""
+    """Seconds of a target step with 1, 2, ... `nodes` draft tokens."""
     found: list[float] = now.verify(nodes).tolist()
     return found
 
@@ -107,63 +111,85 @@ def largest(chances: Iterable[float], count: int) -> list[float]:
     return sorted(chances, reverse=True)[:count]
 
 
-class Adaptive:
-    """A chain as long as recent acceptance pays for; `depth` is the most."""
+@runtime_checkable  # the shape checks of the tests look at instances
+class NodeChances(Protocol):
+    """How likely the target is to accept each further node of a shape that grows node by node."""
 
-    static_shapes = False
-    width = 1
-    memory = 0.95  # of what was seen one draft ago
+    def observe(self, verified: VerifiedOnHost) -> None:
+        """Learn from what the last step accepted."""
 
-    def __init__(self, depth: int, costs: CostTable) -> None:
-        self.depth, self.nodes, self.costs = depth, depth, costs
-        self.accepted, self.judged = 1.0, 2.0  # drafts, recent ones counting most; an even chance to begin with
+    def by_node(self) -> NDArray[numpy.float64]:
+        """The chance of the first node, the second, ... Draft tokens only: the root is certain."""
 
-    def levels(self, verified: Verified) -> int:
+
+@dataclass(frozen=True)
+class SearchedChances:
+    """Chances that were fitted together with a head's searched tree."""
+
+    values: NDArray[numpy.float64]
+
+    def observe(self, verified: VerifiedOnHost) -> None:
+        """They stay as they were fitted."""
+
+    def by_node(self) -> NDArray[numpy.float64]:
+        return self.values
+
+
+@dataclass
+class ObservedChances:
+    """Chances of a chain's nodes, from the recent acceptance rate: its powers."""
+
+    depth: int
+    memory: float = 0.95  # weight of what was seen one draft ago
+    accepted: float = 1.0  # draft tokens, recent ones weighing most; with the next field, 1 in 2 to start with
+    verified: float = 2.0
+
+    def observe(self, verified: VerifiedOnHost) -> None:
         for count, drafted in zip(verified.counts, verified.drafted, strict=True):
             if drafted:
                 taken = count - 1
                 self.accepted = self.memory * self.accepted + taken
-                self.judged = self.memory * self.judged + min(taken + 1, drafted)  # behind a refused one none is judged
-        now, chance = self.costs.now(verified, self.depth), self.accepted / self.judged
-        sizes = numpy.arange(1, self.depth + 1)
-        expected = 1 + (chance**sizes).cumsum()
-        cost = now.verify(self.depth) + now.first_level + (sizes - 1) * now.level
-        return min(int((expected / cost).argmax()) + 1, max(verified.remaining))
+                # What comes after a rejected token was never put to the test.
+                self.verified = self.memory * self.verified + min(taken + 1, drafted)
 
-    def children(self, level: int) -> int:
-        return 1
-
-    def goes_on(self, pool: Pool) -> bool:
-        return True
-
-    def frontier(self, level: int, totals: Tensor) -> None:
-        """A chain goes on at its only child."""
-
-    def prune(self, pool: Pool, roots: Tensor) -> Tree:
-        return pool.best(roots, len(pool))
+    def by_node(self) -> NDArray[numpy.float64]:
+        return numpy.power(self.accepted / self.verified, numpy.arange(1, self.depth + 1))
 
 
-class CostAwareFixed:
-    """A searched tree of fixed shape, cut to the size that yields the most expected tokens per second."""
+class CostAwareShape:
+    """Before drafting, picks the fixed shape with the most expected tokens per second from a row of growing ones."""
 
     static_shapes = False
 
-    def __init__(self, tree: StaticTree, nodes: int, costs: CostTable) -> None:
-        """`nodes` are the most that it may take."""
-        self.sizes = [Fixed(tree.best(count)) for count in range(1, nodes + 1)]
-        self.expected = 1 + numpy.cumsum(tree.chances[:nodes])
-        self.depths = numpy.array([size.depth for size in self.sizes])
-        self.costs, self.chosen = costs, self.sizes[-1]
-        self.depth, self.width, self.nodes = self.chosen.depth, self.chosen.width, nodes
+    def __init__(self, sizes: Sequence[Fixed], chances: NodeChances, costs: CostTable) -> None:
+        """`sizes[i]` has i + 1 nodes, and each holds the one before it."""
+        self.sizes, self.chances, self.costs = sizes, chances, costs
+        self.depths = numpy.array([size.depth for size in sizes])
+        self.chosen = sizes[-1]
+        self.depth, self.width, self.nodes = self.chosen.depth, self.chosen.width, len(sizes)
+
+    @classmethod
+    def chain(cls, depth: int, costs: CostTable) -> "CostAwareShape":
+        """A chain whose length follows the observed acceptance."""
+        return cls([Fixed.chain(length) for length in range(1, depth + 1)], ObservedChances(depth), costs)
+
+    @classmethod
+    def searched(cls, tree: StaticTree, nodes: int, costs: CostTable) -> "CostAwareShape":
+        """A head's searched tree, cut to size; it takes at most `nodes` nodes."""
+        chances = SearchedChances(numpy.asarray(tree.chances[:nodes]))
+        return cls([Fixed(tree.best(count)) for count in range(1, nodes + 1)], chances, costs)
 
     def levels(self, verified: Verified) -> int:
+        assert isinstance(verified, VerifiedOnHost)
+        self.chances.observe(verified)
         self.chosen = self.fastest(self.costs.now(verified, self.nodes))
         return self.chosen.levels(verified)
 
     def fastest(self, now: StepCosts) -> Fixed:
-        """The tree of the most expected tokens per second."""
+        """The shape with the most expected tokens per second."""
+        expected = 1 + numpy.cumsum(self.chances.by_node())
         cost = now.verify(self.nodes) + now.first_level + (self.depths - 1) * now.level
-        return self.sizes[int((self.expected / cost).argmax())]
+        return self.sizes[int((expected / cost).argmax())]
 
     def children(self, level: int) -> int:
         return self.chosen.children(level)
@@ -181,14 +207,14 @@ class CostAwareFixed:
 def searched_tree(head: DraftHead) -> StaticTree:
     if head.calibration.tree is None:
         raise ValueError(
-            "decode.growth: a searched tree is asked for, and the head has none; fit one with python -m "
+            "decode.growth: a searched tree was asked for, but the head has none; fit one with python -m "
             "inference.calibrate RECIPE, or choose another growth"
         )
     return head.calibration.tree
 
 
 def growth_from_recipe(section: DecodeSection, target: TargetModel, head: DraftHead) -> Growth:
-    """The recipe's policy; those that mind the clock measure this target and head when they are first used."""
+    """The recipe's policy. Cost-aware policies measure this target and head when they are first used."""
     if section.growth == "chain":
         return Fixed.chain(section.depth) if section.acceptance == "rejection" else Dynamic.chain(section.depth)
     if section.growth == "fixed":
@@ -197,9 +223,9 @@ def growth_from_recipe(section: DecodeSection, target: TargetModel, head: DraftH
     if section.growth == "searched":
         return Fixed(searched_tree(head).best(section.nodes))
     if section.growth == "searched_cost_aware":
-        return CostAwareFixed(searched_tree(head), section.nodes, CostTable(target, head, section.width))
+        return CostAwareShape.searched(searched_tree(head), section.nodes, CostTable(target, head, section.width))
     if section.growth == "adaptive":
-        return Adaptive(section.depth, CostTable(target, head, 1))
+        return CostAwareShape.chain(section.depth, CostTable(target, head, 1))
     if section.growth == "cost_aware":
         return CostAware(section.depth, section.width, section.nodes, CostTable(target, head, section.width))
     return Dynamic(section.depth, section.width, section.nodes)

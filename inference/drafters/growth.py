@@ -1,4 +1,4 @@
-"""How a tree grows: which nodes are expanded on each level, and which of all the drafted ones are verified."""
+"""Growth policies: which nodes each level expands, and which of all draft tokens the target verifies."""
 
 import math
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ FEW = 256  # nodes of all rows
 
 @dataclass
 class Pool:
-    """Every node drafted so far, in the order of its drafting; the root is not in it, but is number 0."""
+    """Every node drafted so far, in drafting order. The root is number 0 and not in the pool."""
 
     scores: list[Float[Tensor, "batch level"]]  # log of the estimated chance that the node is accepted
     tokens: list[Int[Tensor, "batch level"]]
-    expanded: list[Int[Tensor, "batch frontier"]]  # numbers of the nodes that a level hangs from
-    next_number: int = 1  # of the node that comes next
+    expanded: list[Int[Tensor, "batch frontier"]]  # numbers of the nodes that are parents of a level
+    next_number: int = 1  # of the next node to be drafted
 
     @classmethod
     def empty(cls) -> "Pool":
@@ -40,7 +40,7 @@ class Pool:
         return torch.cat([repeated(above, count) for above, count in zip(self.expanded, counts, strict=True)], dim=1)
 
     def add(self, scores: Tensor, tokens: Tensor, expanded: Tensor) -> int:
-        """A level: as many children of each of the expanded nodes, one behind the other; returns its first number."""
+        """Add a level: equally many children of each expanded node, parent by parent. Returns its first number."""
         self.scores.append(scores)
         self.tokens.append(tokens)
         self.expanded.append(expanded)
@@ -48,7 +48,7 @@ class Pool:
         return first
 
     def best(self, roots: Int[Tensor, "batch 1"], count: int) -> Tree:
-        """The `count` nodes of the highest score below each root; those that may not be (-inf) hang nowhere."""
+        """The tree of each root's `count` best nodes. Nodes that are not allowed (-inf) are cut off from the root."""
         if roots.device.type == "cpu" and len(self) * len(roots) <= FEW:
             return self.best_one_by_one(roots, count)
         if count >= len(self):
@@ -59,7 +59,7 @@ class Pool:
         return self.tree(roots, best.sort(dim=1).values, scores)
 
     def best_one_by_one(self, roots: Int[Tensor, "batch 1"], count: int) -> Tree:
-        """The same on the host: of few nodes that takes two thirds of the time."""
+        """The same on the host, node by node, which is faster for few nodes."""
         drafted = (torch.cat(self.scores, dim=1), torch.cat(self.tokens, dim=1), self.parents)
         all_tokens, all_parents = [], []
         for (root,), scores, tokens, parents in zip(*(each.tolist() for each in (roots, *drafted)), strict=True):
@@ -71,7 +71,7 @@ class Pool:
         return Tree(torch.tensor(all_tokens), torch.tensor(all_parents), deepest=len(self.tokens))
 
     def whole(self, roots: Int[Tensor, "batch 1"]) -> Tree:
-        """All of its nodes, whose numbers are theirs in the tree already; those that may not be hang nowhere."""
+        """The tree of all nodes: their numbers in the pool are their places in the tree."""
         above = self.parents.masked_fill(torch.cat(self.scores, dim=1) == -torch.inf, -1)
         tokens, parents = [roots, *self.tokens], [torch.full_like(roots, -1), above]
         return Tree(torch.cat(tokens, dim=1), torch.cat(parents, dim=1), deepest=len(self.tokens))
@@ -79,9 +79,9 @@ class Pool:
     def tree(
         self, roots: Int[Tensor, "batch 1"], chosen: Int[Tensor, "batch chosen"], scores: Float[Tensor, "batch nodes"]
     ) -> Tree:
-        """Nodes by their place in the pool, ascending, each with its parent; those that may not be hang nowhere."""
+        """The tree of the nodes at these places in the pool, ascending; every chosen node's parent is chosen too."""
         tokens, none = torch.cat(self.tokens, dim=1).gather(1, chosen), torch.full_like(roots, -1)
-        # Numbers ascend and a node's parent is chosen with it: where it stands among the chosen is its new number.
+        # Numbers ascend and a parent is always chosen too: its place among the chosen is its new number.
         numbers = torch.cat([none, chosen], dim=1).add_(1)
         above = torch.searchsorted(numbers, self.parents.gather(1, chosen))
         above = above.masked_fill_(scores.gather(1, chosen) == -torch.inf, -1)
@@ -89,41 +89,41 @@ class Pool:
 
 
 def repeated(numbers: Int[Tensor, "batch frontier"], count: int) -> Int[Tensor, "batch children"]:
-    """Each number `count` times."""
+    """Each number `count` times in a row."""
     return numbers.unsqueeze(-1).expand(-1, -1, count).flatten(1)
 
 
 @runtime_checkable  # the shape checks of the tests look at instances
 class Growth(Protocol):
-    """A policy. `draft` asks it level by level, with the scores that each child would have."""
+    """A policy. The drafter asks it on each level, with the scores of all children."""
 
     @property
     def static_shapes(self) -> bool:
-        """Is every tree of the same size, however the scores turn out?"""
+        """Whether every tree has the same size, whatever the scores."""
 
     @property
     def depth(self) -> int:
-        """Levels at most."""
+        """Upper bound on the levels."""
 
     @property
     def width(self) -> int:
-        """Nodes at most that one level expands, and children of each."""
+        """Upper bound on the nodes that one level expands, and on the children of each."""
 
     @property
     def nodes(self) -> int:
-        """Drafted nodes at most that are verified."""
+        """Upper bound on the draft tokens that are verified; the root is not one."""
 
     def levels(self, verified: Verified) -> int:
-        """Levels of this step."""
+        """How many levels this step drafts."""
 
     def children(self, level: int) -> int:
-        """Children that each expanded node of a level gets."""
+        """Children of each node that a level expands."""
 
     def goes_on(self, pool: Pool) -> bool:
-        """Is another level worth its while?"""
+        """Whether to draft another level."""
 
     def frontier(self, level: int, totals: Float[Tensor, "batch children"]) -> tuple[Tensor, Tensor] | None:
-        """Which of a level's children are expanded on the next, and their totals; None is all of them.
+        """Which of a level's children the next level expands, and their totals; None for all of them.
 
         [batch, frontier] each.
         """
@@ -134,7 +134,7 @@ class Growth(Protocol):
 
 @dataclass(frozen=True)
 class Dynamic:
-    """EAGLE-2 (arXiv 2406.16858): each level expands its `width` likeliest nodes; the best `nodes` of all are kept."""
+    """EAGLE-2 (arXiv 2406.16858): each level expands its `width` likeliest nodes, and the best `nodes` overall stay."""
 
     depth: int
     width: int
@@ -146,7 +146,7 @@ class Dynamic:
         return cls(depth, 1, depth)
 
     def levels(self, verified: Verified) -> int:
-        return self.depth if verified.on_device is not None else min(self.depth, max(verified.remaining))
+        return verified.levels(self.depth)
 
     def children(self, level: int) -> int:
         return self.width
@@ -162,7 +162,7 @@ class Dynamic:
 
 
 def likeliest(totals: Float[Tensor, "batch children"], width: int) -> tuple[Tensor, Tensor] | None:
-    """Places and totals of the `width` largest; None if that is all."""
+    """Places and totals of the `width` largest; None if that is all of them."""
     if totals.shape[1] <= width:
         return None
     values, places = totals.topk(width, dim=1)
@@ -171,9 +171,9 @@ def likeliest(totals: Float[Tensor, "batch children"], width: int) -> tuple[Tens
 
 @dataclass(frozen=True)
 class Fixed:
-    """A tree of one shape: each path says which child to take at every step, 0 being the likeliest.
+    """A tree of one shape. Each path names a node by the child to take on every level; 0 is the likeliest child.
 
-    `paths` holds every node's, as Medusa's choices do, so (0, 1) comes with (0,) and (0, 0).
+    `paths` lists every node, as Medusa's choices do, so (0, 1) comes with (0,) and (0, 0).
     """
 
     paths: tuple[tuple[int, ...], ...]
@@ -189,8 +189,8 @@ class Fixed:
             needed = {path[:-1], (*path[:-1], max(path[-1] - 1, 0))} if path else set()
             if not path or min(path) < 0 or not needed <= known:
                 raise ValueError(
-                    f"decode.paths: {list(path)} given without the nodes that come before it; list every node's own "
-                    f"path, of child numbers from 0 on, for example [[0], [1], [0, 0]]"
+                    f"decode.paths: {list(path)} given without the nodes that come before it; list the path of every "
+                    f"node, in child numbers that count from 0, for example [[0], [1], [0, 0]]"
                 )
 
     @cached_property
@@ -204,7 +204,7 @@ class Fixed:
 
     @cached_property
     def expanded(self) -> list[list[tuple[int, ...]]]:
-        """The nodes of each level that have children: the root, then those of level 0, 1, ..."""
+        """The nodes that have children: the root, then those of level 0, 1, ..."""
         root: list[list[tuple[int, ...]]] = [[()]]
         return root + [[p for p in level if (*p, 0) in set(self.paths)] for level in self.by_level[:-1]]
 
@@ -217,7 +217,7 @@ class Fixed:
         return len(set(self.paths))
 
     def levels(self, verified: Verified) -> int:
-        return self.depth if verified.on_device is not None else min(self.depth, max(verified.remaining))
+        return verified.levels(self.depth)
 
     def children(self, level: int) -> int:
         return max(path[-1] for path in self.by_level[level]) + 1
@@ -230,11 +230,11 @@ class Fixed:
         return True
 
     def places(self, level: int, wanted: list[tuple[int, ...]]) -> list[int]:
-        """Where paths of a level lie among all the children of its expanded nodes."""
+        """The places of a level's paths among all children of its expanded nodes."""
         above = {path: number for number, path in enumerate(self.expanded[level])}
         return [above[path[:-1]] * self.children(level) + path[-1] for path in wanted]
 
-    @cache  # noqa: B019 - a policy lives as long as its run; and a captured graph must find the tensor where it was
+    @cache  # noqa: B019 - a policy lives as long as its run, and a captured graph needs the tensor to stay where it is
     def _index(self, places: tuple[int, ...], device: torch.device) -> Int[Tensor, " places"]:
         return torch.tensor(places, device=device)
 
@@ -244,7 +244,7 @@ class Fixed:
         return index, totals.gather(1, index)
 
     def prune(self, pool: Pool, roots: Tensor) -> Tree:
-        """Children that are not in the tree fall away, whatever their scores; the others stay in the paths' order."""
+        """Drop children that the shape does not have, whatever their scores; the others keep the order of the paths."""
         places, offset = [], 0
         for level, tokens in enumerate(pool.tokens):
             places += [offset + place for place in self.places(level, self.by_level[level])]

@@ -1,11 +1,11 @@
-"""Drafting with a trained head: trees grown level by level, for all rows of a batch at once."""
+"""Drafting with a trained head: trees that grow level by level, for all rows of a batch at once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -15,20 +15,19 @@ from inference.cache import KVCache
 from inference.drafter import Verified
 from inference.drafters.growth import Growth, Pool
 from inference.drafters.proposals import SampledChildren
-from inference.masks import Block, additive, block_mask
 from inference.sampling import BatchSampling, History
-from inference.tree import Tree, take
+from inference.tree import Block, Tree, additive, block_mask, take
 
 
 @dataclass
 class Frontier:
-    """The nodes that a level expands; before the first level the root alone."""
+    """The nodes whose children a level drafts; on the first level, the root alone."""
 
     tokens: Int[Tensor, "batch frontier"]
-    numbers: Int[Tensor, "batch frontier"]  # of the nodes in the pool, the root being 0
-    totals: Float[Tensor, "batch frontier"]  # log of the estimated chance that the target gets there
-    mask: Float[Tensor, "batch frontier keys"] | None  # additive, see `Sight`; None: each sees all, a chain
-    history: History | None  # where penalties ask for it: what came before, the node included
+    numbers: Int[Tensor, "batch frontier"]  # of the nodes in the pool; the root is 0
+    totals: Float[Tensor, "batch frontier"]  # log of the estimated chance that the target's path includes the node
+    mask: Float[Tensor, "batch frontier keys"] | None  # additive, see `LevelMasks`; None: a chain, which sees all
+    history: History | None  # tokens up to and including the node, where penalties need them
 
     @classmethod
     def at_root(cls, verified: Verified) -> "Frontier":
@@ -39,32 +38,34 @@ class Frontier:
 
 
 @dataclass(frozen=True)
-class Sight:
-    """What the nodes of a level see, as additive masks that grow with the tree: making them anew would cost a step more
-    than anything else that is neither the target nor the head."""
+class LevelMasks:
+    """Additive masks of the levels of a tree. Each level's mask extends its parents' masks.
 
-    held: int  # keys in front of the drafted nodes, which all see
-    others: Float[Tensor, "1 width width"]  # of nodes of one level each sees itself alone
+    Building them from scratch would cost a step more than anything else but the target and the head.
+    """
 
-    def over(self, frontier: Frontier, pending: int) -> Float[Tensor, "batch frontier keys"]:
-        """The mask of a level in full, over what is held and over the drafted nodes."""
+    held: int  # keys before the draft tokens; every node sees them
+    siblings: Float[Tensor, "1 width width"]  # among the nodes of one level, each sees only itself
+
+    def of(self, frontier: Frontier, pending: int) -> Float[Tensor, "batch frontier keys"]:
+        """The mask of a frontier over the held keys and the draft tokens."""
         if frontier.mask is not None:
             return frontier.mask
-        return self.others.new_zeros(*frontier.tokens.shape, self.held + pending)
+        return self.siblings.new_zeros(*frontier.tokens.shape, self.held + pending)
 
-    def below(self, frontier: Frontier, level: int, parents: Int[Tensor, "batch next"]) -> Tensor | None:
-        """The next level's, given the frontier's node that each of its nodes hangs from. [batch, next, keys]"""
+    def of_children(self, frontier: Frontier, level: int, parents: Int[Tensor, "batch next"]) -> Tensor | None:
+        """The mask of the next frontier, given each node's parent in this one. [batch, next, keys]"""
         rows, width = parents.shape
         if frontier.mask is None and width == 1:
             return None
-        others = self.others if width == self.others.shape[-1] else self.others[:, :width, :width]
-        above = take(self.over(frontier, level), parents)
-        return torch.cat([above, others if rows == 1 else others.expand(rows, -1, -1)], dim=-1)
+        siblings = self.siblings if width == self.siblings.shape[-1] else self.siblings[:, :width, :width]
+        above = take(self.of(frontier, level), parents)
+        return torch.cat([above, siblings if rows == 1 else siblings.expand(rows, -1, -1)], dim=-1)
 
 
 @runtime_checkable  # the shape checks of the tests look at instances
-class Guesser(Protocol):
-    """What drafting level by level needs of a head, or of a model in its place."""
+class HeadLike(Protocol):
+    """What level-by-level drafting needs from a head, or from a model that stands in for one."""
 
     taps: tuple[int, ...]
     vocab: DraftVocab
@@ -88,21 +89,22 @@ class Guesser(Protocol):
 
 
 class HeadDrafter:
-    """Reads the target's features of what was verified, then unrolls the head on its own features."""
+    """Reads the target's features of the newly verified positions, then unrolls the head on its own features."""
 
-    def __init__(self, head: Guesser, growth: Growth) -> None:
+    def __init__(self, head: HeadLike, growth: Growth) -> None:
         """Raises ValueError for a tree wider than the head's vocabulary, or deeper than it has levels."""
         if growth.width > len(head.vocab.ids):
             raise ValueError(f"decode.width: {growth.width} given, 1 to the head's {len(head.vocab.ids)} is allowed")
         if head.max_levels is not None and growth.depth > head.max_levels:
             raise ValueError(f"decode.depth: {growth.depth} given, 1 to the head's {head.max_levels} is allowed")
         self.head, self.growth = head, growth
+        self.calibration = [head.calibration.at(level) for level in range(growth.depth)]
         self.ids = head.vocab.ids.to(head.embedding.device)
         self.columns = None if head.vocab.is_full else self.ids  # the target's tokens that the head scores
-        # Whatever is alike in all steps: additive masks [1, size, size] of a level's nodes, and of a verified path.
+        # The same in every step: additive masks [1, size, size] of a level's nodes and of a verified path.
         self.places, path = (torch.arange(size, device=self.ids.device) for size in (growth.width, growth.depth + 1))
         dtype = head.embedding.dtype
-        self.others = additive((self.places == self.places[:, None]).unsqueeze(0), dtype).squeeze(1)
+        self.siblings = additive((self.places == self.places[:, None]).unsqueeze(0), dtype).squeeze(1)
         self.causal = additive((path <= path[:, None]).unsqueeze(0), dtype).squeeze(1)
         self._parents: dict[int, Tensor] = {}
 
@@ -126,6 +128,10 @@ class HeadDrafter:
     def static_shapes(self) -> bool:
         return self.growth.static_shapes
 
+    @property
+    def compilable_layers(self) -> Sequence[nn.Module]:
+        return self.head.decoder_layers
+
     @torch.inference_mode()
     def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
         count = text.shape[1] - 2  # the last position is read with the first draft
@@ -140,22 +146,22 @@ class HeadDrafter:
         features, hidden = self.read(verified, cache)  # [batch, 1, feature] and [batch, 1, hidden]
         if levels < 1:
             return Tree.root_only(verified.roots)
-        frontier, sight, pool = Frontier.at_root(verified), self.sight(cache), Pool.empty()
+        frontier, masks, pool = Frontier.at_root(verified), self.level_masks(cache), Pool.empty()
         samples = SampledChildren(self.growth, self.head.vocab) if verified.sampling.rule == "rejection" else None
         for level in range(levels):
             if level:
-                hidden = self.expand(features, frontier, sight, level, cache)
+                hidden = self.expand(features, frontier, masks, level, cache)
             logits, count = self.head.logits(hidden, level), self.growth.children(level)
             if samples is not None:
-                positions = behind(cache.roots, level + 1, frontier)
+                positions = positions_after(cache.roots, level + 1, frontier)
                 values, columns = samples.draw(level, logits, positions, verified.sampling, frontier.history)
             else:
                 chances = self.chances(level, logits, cache.roots, verified.sampling, frontier)
                 values, columns = chances.topk(count, dim=-1)  # [batch, frontier, count]
             totals = (frontier.totals.unsqueeze(-1) + values).flatten(1)
-            late = self.late(verified, level)
-            if late is not None:
-                totals = totals.masked_fill(late.unsqueeze(1), -torch.inf)
+            finished = verified.finished(level)
+            if finished is not None:
+                totals = totals.masked_fill(finished.unsqueeze(1), -torch.inf)
             tokens = (columns if self.columns is None else self.ids[columns]).flatten(1)
             first = pool.add(totals, tokens, frontier.numbers)
             if level + 1 == levels or not self.growth.goes_on(pool):
@@ -170,25 +176,27 @@ class HeadDrafter:
             parents = self.parents_of(count).take(chosen)
             features = features if features.shape[1] == chosen.shape[1] == 1 else take(features, parents)
             history = None if frontier.history is None else frontier.history.extend(parents, tokens)
-            frontier = Frontier(tokens, first + chosen, totals, sight.below(frontier, level, parents), history)
+            mask = masks.of_children(frontier, level, parents)
+            frontier = Frontier(tokens, first + chosen, totals, mask, history)
         tree = self.growth.prune(pool, verified.roots)
-        return tree if samples is None else samples.label(tree, verified.remaining)
+        return tree if samples is None else samples.label(tree, verified)
 
     def parents_of(self, count: int) -> Int[Tensor, " children"]:
-        """Which of a level's nodes each of the children hangs from, `count` of every node."""
+        """The parent of each child on a level, by its place in the frontier, with `count` children per node."""
         if count not in self._parents:
             self._parents[count] = torch.arange(self.growth.width * count, device=self.ids.device) // count
         return self._parents[count]
 
     def read(self, verified: Verified, cache: KVCache) -> tuple[Tensor, Tensor]:
-        """Take in the verified positions, in place of what was drafted there; returns the features of each row's last
-        one and the head's hidden state there. [batch, 1, feature] and [batch, 1, hidden]"""
+        """Run the head on the newly verified positions; they replace what was drafted there.
+
+        Returns the features and the head's hidden state at each row's last one. [batch, 1, feature], [batch, 1, hidden]
+        """
         slots = cache.head
         if slots is None:  # then only the last position counts
-            features, roots = self.head.project(self.last(verified, verified.taps)), verified.roots
+            features, roots = self.head.project(verified.last(verified.taps)), verified.roots
             return features, self.head(features, roots, torch.zeros_like(roots))
-        if verified.on_device is None:
-            slots.set_lengths(verified.starts)
+        verified.rewind(slots)
         count, mask = verified.next_tokens.shape[1], None
         offsets = torch.arange(count, device=self.ids.device)
         if not slots.even or count > self.causal.shape[-1]:
@@ -198,45 +206,26 @@ class HeadDrafter:
         positions = slots.starts[:, None] + offsets
         features = self.head.project(verified.taps)
         hidden = self.head(features, verified.next_tokens, positions, mask, slots)
-        if verified.on_device is not None:
-            slots.shift(verified.on_device.counts)
-        else:
-            slots.advance(verified.counts)
-        return self.last(verified, features), self.last(verified, hidden)
+        verified.advance(slots)
+        return verified.last(features), verified.last(hidden)
 
-    def last(self, verified: Verified, states: Float[Tensor, "batch count size"]) -> Float[Tensor, "batch 1 size"]:
-        """Those of each row's last verified position."""
-        if verified.on_device is not None:
-            return take(states, verified.on_device.counts.unsqueeze(1) - 1)
-        if len(states) == 1:
-            return states[:, verified.counts[0] - 1 : verified.counts[0]]
-        return take(states, torch.tensor(verified.counts, device=self.ids.device).unsqueeze(1) - 1)
-
-    def late(self, verified: Verified, level: int) -> Bool[Tensor, " batch"] | None:
-        """The rows that have no use for children on this level; None if all have."""
-        if verified.on_device is not None:
-            return verified.on_device.remaining <= level
-        if min(verified.remaining) > level:
-            return None
-        return torch.tensor([room <= level for room in verified.remaining], device=self.ids.device)
-
-    def sight(self, cache: KVCache) -> Sight:
-        """Masks start with what is held where that is a plain number, the same for all rows."""
+    def level_masks(self, cache: KVCache) -> LevelMasks:
+        """Masks that begin with the held keys, where every row holds the same known number of them."""
         slots = cache.head
-        return Sight(slots.lengths[0] if slots is not None and slots.even else 0, self.others)
+        return LevelMasks(slots.lengths[0] if slots is not None and slots.even else 0, self.siblings)
 
     def expand(
-        self, features: Tensor, frontier: Frontier, sight: Sight, level: int, cache: KVCache
+        self, features: Tensor, frontier: Frontier, masks: LevelMasks, level: int, cache: KVCache
     ) -> Float[Tensor, "batch frontier hidden"]:
-        """One level through the head; each node sees the verified tokens, its ancestors and itself."""
-        slots, positions = cache.head, behind(cache.roots, level - 1, frontier)
+        """Run the head on a level. Each node sees the verified tokens, its ancestors and itself."""
+        slots, positions = cache.head, positions_after(cache.roots, level - 1, frontier)
         if slots is None:
             return self.head(features, frontier.tokens, positions, level=level)
         mask = None
         if frontier.mask is not None and slots.even:
             mask = frontier.mask.unsqueeze(1)
         elif not slots.even:
-            mask = block_mask(slots, Block(sight.over(frontier, level) == 0), features.dtype)
+            mask = block_mask(slots, Block(masks.of(frontier, level) == 0), features.dtype)
         hidden = self.head(features, frontier.tokens, positions, mask, slots, level)
         slots.hold(frontier.tokens.shape[1])
         return hidden
@@ -244,21 +233,21 @@ class HeadDrafter:
     def chances(
         self, level: int, logits: Tensor, roots: Tensor, sampling: BatchSampling, frontier: Frontier
     ) -> Float[Tensor, "batch frontier draft_vocab"]:
-        """Log of the estimated chance that the target chooses each token, given its noise at that position."""
-        greedy, sampled, gumbel_weight = self.head.calibration.at(level)
+        """Log of the estimated chance that the target chooses each token, given its Gumbel noise at that position."""
+        greedy, sampled, gumbel_weight = self.calibration[level]
         if sampling.all_greedy:
             scores = sampling.warp(logits, frontier.history, self.columns).float()
             scores = scores if greedy == 1 else scores * greedy
         else:
-            # All nodes of a level stand at one position.
+            # All nodes of a level are at one position.
             positions = (roots + level + 1).unsqueeze(1)
             scores = sampling.scores(logits, positions, frontier.history, self.columns, gumbel_weight).float()
-            multipliers = sampling.greedy * greedy + sampling.temperatures * sampled  # the latter are 0 for greedy rows
+            multipliers = sampling.greedy * greedy + sampling.temperatures * sampled  # a greedy row's temperature is 0
             scores = scores * multipliers[:, None, None]
         return torch.log_softmax(scores, dim=-1)
 
 
-def behind(roots: Int[Tensor, " batch"], distance: int, frontier: Frontier) -> Int[Tensor, "batch frontier"]:
-    """Positions so far behind each row's root, one for every node."""
+def positions_after(roots: Int[Tensor, " batch"], distance: int, frontier: Frontier) -> Int[Tensor, "batch frontier"]:
+    """The position `distance` after each row's root, for every node of the frontier."""
     positions = (roots + distance).unsqueeze(1)
     return positions if frontier.tokens.shape[1] == 1 else positions.expand_as(frontier.tokens)

@@ -10,12 +10,13 @@ Each column read downwards, with what the target says at its end, is an n-gram t
 with the root are verified in the same tree. The window is a tree like any other, so it may be accepted as well.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from inference.cache import KVCache
-from inference.drafter import Verified
+from inference.drafter import Verified, VerifiedOnHost
 from inference.drafters.trie import Trie, side_by_side
 from inference.tree import Tree
 
@@ -96,6 +97,7 @@ class Lookahead:
     taps: tuple[int, ...] = ()
     cache_shape: tuple[int, int, int] | None = None
     static_shapes = False
+    compilable_layers: Sequence[nn.Module] = ()
 
     def __init__(self, columns: int, levels: int) -> None:
         self.columns, self.levels = columns, levels
@@ -113,6 +115,7 @@ class Lookahead:
         """Nothing to read: the texts come with every draft."""
 
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
+        assert isinstance(verified, VerifiedOnHost)
         texts, choices = verified.texts, verified.choices
         self.rows = {id(text): self.rows.get(id(text)) or self.start(text) for text in texts}
         tries = []

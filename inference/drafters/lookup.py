@@ -1,12 +1,13 @@
 """Drafting without any model: what followed the last tokens before, in the text itself or in a corpus."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy
-from torch import Tensor
+from torch import Tensor, nn
 
 from inference.cache import KVCache
-from inference.drafter import Verified
+from inference.drafter import Verified, VerifiedOnHost
 from inference.drafters.suffix_automaton import SuffixAutomaton
 from inference.drafters.trie import Child, Noise, Shape, Trie, grow, side_by_side
 from inference.tree import Tree
@@ -58,6 +59,7 @@ class Lookup:
     taps: tuple[int, ...] = ()
     cache_shape: tuple[int, int, int] | None = None
     static_shapes = False
+    compilable_layers: Sequence[nn.Module] = ()
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -74,6 +76,7 @@ class Lookup:
         """Nothing to read: the texts come with every draft."""
 
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
+        assert isinstance(verified, VerifiedOnHost)
         tries = []
         for row, (text, room) in enumerate(zip(verified.texts, verified.remaining, strict=True)):
             trie = Trie(text[-1], room)

@@ -12,11 +12,10 @@ from heads.vocab import DraftVocab
 from inference.cache import KVCache, Slots
 from inference.drafter import Verified
 from inference.drafters.growth import Growth
-from inference.drafters.head import Frontier, HeadDrafter, Sight
-from inference.masks import Block
+from inference.drafters.head import Frontier, HeadDrafter, LevelMasks
 from inference.target.architecture import first_layers
 from inference.target.model import Masks, TargetModel
-from inference.tree import Tree, take
+from inference.tree import Block, Tree
 
 
 class ModelAsGuesser:
@@ -103,21 +102,12 @@ class ModelDrafter(HeadDrafter):
         [batch, 1, 0] and [batch, 1, vocab]
         """
         slots = self.slots(cache)
-        ones = torch.ones_like(verified.roots[:, 0])
-        if verified.on_device is None:
-            slots.set_lengths([start + 1 for start in verified.starts])
-            counts = torch.tensor(verified.counts, device=ones.device)
-        else:
-            slots.shift(ones)
-            counts = verified.on_device.counts
-        offsets = torch.arange(verified.next_tokens.shape[1], device=ones.device)
+        verified.rewind(slots, read=1)
+        offsets = torch.arange(verified.next_tokens.shape[1], device=verified.roots.device)
         block = Block((offsets <= offsets[:, None]).unsqueeze(0), offsets.unsqueeze(0))
         logits = self.run(verified.next_tokens, block, slots)
-        if verified.on_device is None:
-            slots.advance([count - 1 for count in verified.counts])
-        else:
-            slots.shift(counts - 1)
-        return self.begin_tree(take(logits, counts.unsqueeze(1) - 1), slots)
+        verified.advance(slots, already=1)
+        return self.begin_tree(verified.last(logits), slots)
 
     def begin_tree(self, logits: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
         """The root has been written, and stays pending; what `read` says of it."""
@@ -125,18 +115,18 @@ class ModelDrafter(HeadDrafter):
         self.depths: Int[Tensor, "1 pending"] = torch.zeros(1, 1, dtype=torch.long, device=slots.starts.device)
         return logits[..., :0], logits
 
-    def sight(self, cache: KVCache) -> Sight:
+    def level_masks(self, cache: KVCache) -> LevelMasks:
         """Of the drafted nodes alone: the model's layers may see the text through windows."""
-        return Sight(0, self.others)
+        return LevelMasks(0, self.siblings)
 
     def expand(
-        self, features: Tensor, frontier: Frontier, sight: Sight, level: int, cache: KVCache
+        self, features: Tensor, frontier: Frontier, masks: LevelMasks, level: int, cache: KVCache
     ) -> Float[Tensor, "batch frontier vocab"]:
         """One level through the model; each node sees the verified tokens, the root, its ancestors and itself."""
         slots, count = self.slots(cache), frontier.tokens.shape[1]
         self.depths = torch.cat([self.depths, torch.full_like(self.depths[:, :1], level).expand(1, count)], dim=1)
         depths = self.depths.expand(len(frontier.tokens), -1)
-        logits = self.run(frontier.tokens, Block(with_root(sight.over(frontier, level) == 0), depths), slots)
+        logits = self.run(frontier.tokens, Block(with_root(masks.of(frontier, level) == 0), depths), slots)
         slots.hold(count)
         return logits
 

@@ -1,17 +1,17 @@
 """Drafting with a model of another tokenizer: text is what the two have in common (arXiv 2502.05202)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from inference.cache import PAGE, KVCache
-from inference.drafter import Verified
+from inference.drafter import Verified, VerifiedOnHost
 from inference.drafters.trie import Trie, side_by_side
-from inference.masks import Block
 from inference.target.model import TargetModel
-from inference.tree import Tree
+from inference.tree import Block, Tree
 
 LOOKBEHIND = 8  # tokens of the target's text that are encoded again with what was drafted behind them
 UNFINISHED = "\ufffd"  # what a decoder puts for a character whose last bytes are yet to come
@@ -44,6 +44,7 @@ class OtherTokenizerDrafter:
     taps: tuple[int, ...] = ()
     cache_shape: tuple[int, int, int] | None = None
     static_shapes = False
+    compilable_layers: Sequence[nn.Module] = ()
 
     def __init__(self, model: TargetModel, own: Tokenizer, targets: Tokenizer, depth: int) -> None:
         self.model, self.own, self.targets, self.depth = model, own, targets, depth
@@ -58,6 +59,7 @@ class OtherTokenizerDrafter:
 
     @torch.inference_mode()
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
+        assert isinstance(verified, VerifiedOnHost)
         before, self.read, tries = self.read, [], []
         for text, room in zip(verified.texts, verified.remaining, strict=True):
             trie = Trie(text[-1], min(room, self.depth))

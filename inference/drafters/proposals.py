@@ -1,4 +1,4 @@
-"""Children that are sampled, for acceptance by rejection: a shape fixed beforehand, and what was drawn from what."""
+"""Sampled children, for acceptance by rejection sampling: the tree's shape is fixed before anything is drawn."""
 
 from dataclasses import replace
 
@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from heads.vocab import DraftVocab
+from inference.drafter import Verified
 from inference.drafters.growth import Fixed, Growth
 from inference.rejection import Proposals, propose
 from inference.sampling import BatchSampling, History
@@ -14,17 +15,17 @@ from inference.tree import Tree
 
 
 class SampledChildren:
-    """Of each node with k children the first k - 1 are the likeliest and the last is drawn from the rest.
+    """Of a node's k children, the first k - 1 are the likeliest tokens and the last is drawn from the rest.
 
-    The shape must not look at what was drawn (the rule of non-anticipation), so it is a chain's or a fixed tree's.
+    The tree's shape must not depend on what was drawn (non-anticipation), so it is a chain or a fixed tree.
     """
 
     def __init__(self, growth: Growth, vocab: DraftVocab) -> None:
         """Raises ValueError for a growth that chooses its nodes by their scores."""
         if not isinstance(growth, Fixed):
             raise ValueError(
-                f"decode.growth: a {type(growth).__name__.lower()} tree looks at the tokens that it drew before it "
-                f"keeps them, which rejection sampling does not allow; use chain or fixed, or decode.acceptance=seeded"
+                f"decode.growth: a {type(growth).__name__.lower()} tree chooses its nodes after it has drawn them, "
+                f"which rejection sampling does not allow; use chain or fixed, or decode.acceptance=seeded"
             )
         self.growth, self.vocab = growth, vocab
         self.tokens: list[Int[Tensor, "batch frontier"]] = []
@@ -33,7 +34,10 @@ class SampledChildren:
     def draw(
         self, level: int, logits: Tensor, positions: Tensor, sampling: BatchSampling, history: History | None
     ) -> tuple[Tensor, Tensor]:
-        """Log chances and columns [batch, frontier, children]; those that a node does not have come last."""
+        """Log chances and columns of each node's children, each [batch, frontier, children].
+
+        A node with fewer children than others has arbitrary entries at the end.
+        """
         ids = self.vocab.ids.to(logits.device)
         log_q = sampling.warp(logits, history, ids).float()
         counts = self.growth.child_counts(level)
@@ -51,17 +55,17 @@ class SampledChildren:
         self.log_q.append(over_target)
         return log_q.gather(-1, columns), columns
 
-    def label(self, tree: Tree, remaining: list[int]) -> Tree:
-        """The same tree with what its children were drawn from."""
+    def label(self, tree: Tree, verified: Verified) -> Tree:
+        """The same tree, with the distributions that its children were drawn from."""
         batch, nodes = tree.shape
         tokens = torch.full((batch, nodes), -1, device=tree.tokens.device)
         log_q = torch.zeros(batch, nodes, self.log_q[0].shape[-1], device=tokens.device)
-        above = [path for level in self.growth.by_level for path in level]  # in the tree's order, behind the root
+        above = [path for level in self.growth.by_level for path in level]  # in the tree's order, without the root
         number = {path: i for i, path in enumerate([(), *above])}
         for level, (drawn, level_log_q) in enumerate(zip(self.tokens, self.log_q, strict=True)):
             index = torch.tensor([number[path] for path in self.growth.expanded[level]], device=tokens.device)
-            # A row without room for this level has no children there, whatever was drawn.
-            roomy = torch.tensor([room > level for room in remaining], device=tokens.device)
-            tokens[:, index] = torch.where(roomy[:, None], drawn, -1)
+            # A row that is finished before this level has no children there, whatever was drawn.
+            finished = verified.finished(level)
+            tokens[:, index] = drawn if finished is None else torch.where(finished[:, None], -1, drawn)
             log_q[:, index] = level_log_q
         return replace(tree, proposals=Proposals(tokens, log_q))

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from inference.drafter import Verified
+from inference.drafter import VerifiedOnHost
 from inference.tree import Tree
 
 State = TypeVar("State")
@@ -109,7 +109,7 @@ def grow(trie: Trie, start: State, expand: Expand[State], shape: Shape, noise: "
 class Noise:
     """The target's Gumbel noise of one row of a batch, behind its root; zero for a greedy one."""
 
-    verified: Verified
+    verified: VerifiedOnHost
     row: int
 
     def at(self, depth: int, tokens: list[int]) -> list[float]:

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference.decode import DecodeLoop, DecodeStats, Request, start_history
+from inference.decode import DecodeLoop, start_history
 from inference.drafter import Drafter
 from inference.report.questions import Prompt
 from inference.report.statistics import Interval, quantile, speedup
+from inference.request import DecodeStats, Request
 from inference.sampling import BatchSampling, Rule, Sampling
 from inference.target.model import TargetModel
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from inference.cache import KVCache
 from inference.decode import generate
-from inference.drafter import Drafter, Verified
+from inference.drafter import Drafter, Verified, VerifiedOnHost
 from inference.sampling import Sampling
 from inference.target.model import TargetModel
 from inference.tree import Tree
@@ -40,6 +40,7 @@ class Recorder:
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.taps, self.cache_shape = drafter.taps, drafter.cache_shape
+        self.compilable_layers = drafter.compilable_layers
         self.max_nodes, self.depth = drafter.max_nodes, drafter.depth
         self.trees: list[tuple[int, Tree]] = []  # with how long the text was
 
@@ -47,6 +48,7 @@ class Recorder:
         self.drafter.prefill(taps, text, row)
 
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
+        assert isinstance(verified, VerifiedOnHost)
         tree = self.drafter.draft(verified, cache)
         self.trees.append((len(verified.texts[0]), tree))
         return tree

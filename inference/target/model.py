@@ -1,9 +1,9 @@
-"""Any Hugging Face causal LM as a target, unpatched: taps, tree masks, positions and our cache by public means."""
+"""Any Hugging Face causal LM as a target, unpatched. Taps, tree masks and our cache go in by public interfaces."""
 
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -13,9 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from heads.frozen import FrozenTarget
 from heads.target_config import TargetConfig, locate_target
 from inference.cache import KVCache, Shape, Slots
-from inference.masks import Block, block_mask
+from inference.request import cut_at_end
 from inference.sampling import Sampling
-from inference.stopping import cut_at_end
 from inference.target.architecture import (
     attention_code,
     attention_windows,
@@ -25,10 +24,11 @@ from inference.target.architecture import (
     rope_limit,
 )
 from inference.target.ranks import Ranks, load_over_ranks
-from inference.tree import Tree
+from inference.tree import Block, Tree, block_mask
 from recipes.schema import TargetSection
 
-Masks = Tensor | dict[str, Tensor]  # additive, [rows, 1, seq, keys]; one, or one for each type of layer
+Kept = TypeVar("Kept")
+Masks = Tensor | dict[str, Tensor]  # additive, [rows, 1, seq, keys]; one for all layers, or one per layer type
 
 
 @dataclass(frozen=True)
@@ -39,42 +39,41 @@ class TargetOutput:
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto` is the first CUDA device if there is one, else the CPU."""
+    """The device of that name; `auto` is the first CUDA device if there is one, else the CPU."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(name)
 
 
 class TargetModel:
-    """The big model. `taps` are indices into Hugging Face's hidden_states: i is the stream that enters layer i."""
+    """The big model. `taps` are indices into Hugging Face's hidden_states: tap i is the input of layer i."""
 
     def __init__(self, model: PreTrainedModel, taps: tuple[int, ...], ranks: Ranks | None = None) -> None:
         refuse_unknown_state(model)
         self.ranks = ranks or Ranks()
         self.model = model.eval().requires_grad_(False)
-        self.device, self.dtype = model.device, model.dtype  # asking the model each time costs a step 1 %
+        self.device, self.dtype = model.device, model.dtype  # asking the model every time would cost 1 % of a step
         self.config = TargetConfig.from_dict(model.config.to_dict())
         self.taps = taps
         self.end_tokens, self.pad_token = end_tokens(model), pad_token(model)
-        # transformers' `generate` takes from here what it is not told: a checkpoint's own top_p or penalty stays out.
+        # transformers' `generate` falls back to these settings: a checkpoint's own top_p must not stay here.
         model.generation_config = GenerationConfig()
         self.windows, self.rope_limit = attention_windows(model), rope_limit(model)
         self.cached_shape = cached_shape(model)
         self._refuse_unknown_taps()
-        self.spare_steps: list[Any] = []  # captured decode steps that no run uses now; see inference/cuda_graph.py
-        self.step_costs: dict[Any, Any] = {}  # measured on this machine; see inference/drafters/costs.py
+        self._kept: dict[type, object] = {}
         self._seen: dict[int, Tensor] = {}
         self.layers = [*decoder_layers(model)]
-        self.compiles = False  # its layers and those of its head, in steps of fixed shapes
+        self.compiles = False  # whether steps with fixed shapes compile its layers and the head's
         for tap in {*taps} - {self.config.num_layers}:
             self.layers[tap].register_forward_pre_hook(keep_input(self._seen, tap), with_kwargs=True)
         self.layers[-1].register_forward_hook(keep_output(self._seen, self.config.num_layers))
 
     @classmethod
     def load(cls, section: TargetSection, taps: tuple[int, ...]) -> "TargetModel":
-        """Load from a local folder or the hub; only safetensors, and no code of the model's own unless asked.
+        """Load from a local folder or the hub: safetensors only, and no code of the model's own unless asked for.
 
-        With target.tp_plan or zero_stage all ranks of a launch must load it.
+        With target.tp_plan or zero_stage, every rank of a launch must call this.
         """
         folder: Path = locate_target(section.path, section.revision)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
@@ -89,7 +88,7 @@ class TargetModel:
         if section.spans_ranks and Ranks().count > 1:
             model, ranks = load_over_ranks(section, config, load)
             target = cls(model, taps, ranks)
-            # No rank has all of the weights.
+            # No rank has all weights.
             target.frozen = FrozenTarget.from_folder(folder, target.dtype, target.device)
         elif section.device_map is not None:
             target = cls(load(device_map=section.device_map), taps)
@@ -101,7 +100,7 @@ class TargetModel:
 
     @classmethod
     def without_weights(cls, section: TargetSection) -> "TargetModel":
-        """Its shapes alone, on the meta device; nothing but config.json is read."""
+        """A target with shapes but no weights, on the meta device. Only config.json is read."""
         folder = locate_target(section.path, section.revision, ["config.json"])
         config = AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
         with torch.device("meta"):
@@ -115,20 +114,24 @@ class TargetModel:
 
     @property
     def max_positions(self) -> int:
-        """As many as it knows, and as can be rotated to without changing earlier ones."""
+        """The longest text, in tokens, that the model knows and that RoPE reaches without changing earlier keys."""
         known = self.config.max_positions
         return known if self.rope_limit is None else min(known, self.rope_limit)
 
+    def kept(self, kind: type[Kept]) -> Kept:
+        """The one object of a class that other modules keep for this target. It is made when first asked for."""
+        return cast(Kept, self._kept.setdefault(kind, kind()))
+
     @cached_property
     def frozen(self) -> FrozenTarget:
-        """Its two ends, shared with the heads."""
+        """The embedding, final norm and lm_head, shared with the heads."""
         tied = bool(self.model.config.get_text_config().tie_word_embeddings)
         return FrozenTarget.from_tensors(self.model.state_dict(), self.config, tied)
 
     def new_cache(
         self, capacity: int, head_shape: Shape | None = None, batch: int = 1, static: bool = False
     ) -> KVCache:
-        """Slots for `capacity` tokens a row, those of a pending tree included."""
+        """Slots for `capacity` tokens per row, a pending tree included."""
         return KVCache.allocate(self.cached_shape, head_shape, capacity, batch, self.dtype, self.device, static)
 
     @torch.inference_mode()
@@ -140,7 +143,7 @@ class TargetModel:
         cache: KVCache | None = None,
         last_only: bool = False,
     ) -> TargetOutput:
-        """One pass. Without a mask it is causal; with `last_only` the logits are those of the last position alone."""
+        """One pass; causal if there is no mask. `last_only` computes logits for the last position alone."""
         extra: dict[str, Any] = {"logits_to_keep": 1} if last_only else {}
         output = self.model(
             input_ids=tokens,
@@ -157,8 +160,8 @@ class TargetModel:
     def states(
         self, tokens: Int[Tensor, "batch seq"]
     ) -> tuple[list[Float[Tensor, "batch seq hidden"]], Float[Tensor, "batch seq hidden"]]:
-        """Each tap, and the last hidden state before the final norm, of a causal pass; where gradients are recorded it
-        keeps them."""
+        """Each tap, and the last hidden state before the final norm, from a causal pass that records gradients if they
+        are enabled."""
         self.model(input_ids=tokens, use_cache=False, logits_to_keep=1)
         return self._take_seen()
 
@@ -169,9 +172,9 @@ class TargetModel:
         return taps, last_hidden
 
     def tap_columns(self, taps: tuple[int, ...]) -> Int[Tensor, " tapped"] | None:
-        """Where a drafter's taps stand in `TargetOutput.taps`; None where it reads all of them as they are, or none.
+        """The columns of `TargetOutput.taps` that a drafter reads; None if it reads all of them, or none.
 
-        Raises ValueError for one that the target does not give.
+        Raises ValueError for a tap that the target does not give.
         """
         if taps in ((), self.taps):
             return None
@@ -181,13 +184,13 @@ class TargetModel:
         return (starts[:, None] + torch.arange(self.config.hidden_size)).flatten().to(self.device)
 
     def forward_tree(self, tree: Tree, cache: KVCache) -> TargetOutput:
-        """All nodes of each row's tree in one pass, behind the verified tokens of that row."""
+        """One pass over all nodes of each row's tree, after the verified tokens of that row."""
         block = Block(tree.ancestors, tree.depths)
         positions = cache.target.starts.unsqueeze(1) + tree.depths
         return self.forward(tree.tokens, positions, self.masks(cache.target, block), cache)
 
     def masks(self, slots: Slots, block: Block) -> Masks:
-        """What the model wants as its attention mask: one for all layers, or one for each type of layer."""
+        """The attention mask as the model expects it: one for all layers, or one per layer type."""
         made = {kind: block_mask(slots, block, self.dtype, window) for kind, window in self.windows.items()}
         return made if len(made) > 1 else next(iter(made.values()))
 
@@ -201,11 +204,11 @@ class TargetModel:
         assistant: "tuple[TargetModel, int] | None" = None,
         streamer: Any = None,
     ) -> list[list[int]]:
-        """What transformers' own `generate` writes after each prompt, cut before the padding; the baseline.
+        """What transformers' own `generate` writes after each prompt, without padding: the baseline.
 
-        The prompts are padded on the left. Sampling draws from the seed, for the whole batch at once. With
-        `prompt_lookup` it drafts as many tokens from the prompt, with an `assistant` so many with that model (one
-        prompt at a time, as with a streamer).
+        Prompts are padded on the left. One random stream, started from the seed, serves the whole batch.
+        `prompt_lookup` is the number of tokens to draft from the prompt; `assistant` is a draft model and its number of
+        tokens. Both, and a streamer, work on one prompt at a time.
         """
         longest = max(map(len, prompts))
         pad = self.end_tokens[0] if self.end_tokens else 0
@@ -222,7 +225,7 @@ class TargetModel:
         extra: dict[str, Any] = {} if streamer is None else {"streamer": streamer}
         if assistant is not None:
             model, count = assistant
-            # Always as many tokens, however sure the assistant is of them.
+            # Always this many tokens, however confident the assistant is.
             model.model.generation_config = GenerationConfig(
                 num_assistant_tokens=count, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0
             )
@@ -240,7 +243,7 @@ class TargetModel:
             )
 
 
-# Hooks know of the tensors alone: one that knew of its target would keep it in memory when nothing else does.
+# Hooks hold the tensors alone. A hook that held its target would keep it in memory after its last user is gone.
 
 
 def keep_input(seen: dict[int, Tensor], tap: int) -> Any:
@@ -258,24 +261,24 @@ def keep_output(seen: dict[int, Tensor], tap: int) -> Any:
 
 
 def end_tokens(model: PreTrainedModel) -> list[int]:
-    """Every token that ends a text, as the model's generation config or config says."""
+    """Every token that ends a text, by the model's generation config or config."""
     found = model.generation_config.eos_token_id if model.generation_config is not None else None
     found = model.config.get_text_config().eos_token_id if found is None else found
     return [] if found is None else [found] if isinstance(found, int) else list(found)
 
 
 def pad_token(model: PreTrainedModel) -> int | None:
-    """What fills up shorter texts, as the model's generation config or config says."""
+    """The token that pads shorter texts, by the model's generation config or config."""
     found = model.generation_config.pad_token_id if model.generation_config is not None else None
     return model.config.get_text_config().to_dict().get("pad_token_id") if found is None else found
 
 
 def generation_fields(sampling: Sampling) -> dict[str, Any]:
-    """The same way of sampling in transformers' fields; ValueError for what it does not have."""
+    """The same sampling in transformers' fields; raises ValueError for what transformers does not have."""
     if sampling.presence_penalty or sampling.frequency_penalty or sampling.logit_bias:
         raise ValueError(
-            "decode.presence_penalty, frequency_penalty and logit_bias: given, which transformers' own generate does "
-            "not have; leave them out, or take generate out of report.baselines"
+            "decode.presence_penalty, frequency_penalty and logit_bias: given, but transformers' own generate does not "
+            "have them; leave them out, or take generate out of report.baselines"
         )
     always = {"repetition_penalty": sampling.repetition_penalty}
     if sampling.temperature == 0:

@@ -38,7 +38,8 @@ def main() -> None:
     (texts, counts), (texts_back, counts_back) = (decode(head, prompts) for head in (source, back))
     print(f"lint of what speculators saved: {[str(finding) for finding in lint(saved, str(TARGET))] or 'nothing'}")
     print(
-        f"weights bit for bit: {same_bits}; tau {counts.acceptance_length:.4f} before, {counts_back.acceptance_length:.4f} after"
+        f"weights bit for bit: {same_bits}; acceptance length {counts.acceptance_length:.4f} before, "
+        f"{counts_back.acceptance_length:.4f} after"
     )
     sys.exit(
         0 if same_bits and texts == texts_back and counts.acceptance_length == counts_back.acceptance_length else 1

@@ -28,9 +28,10 @@ from heads.checkpoint import load_head
 from heads.convert import convert
 from heads.export import export
 from heads.frozen import FrozenTarget
-from inference.decode import Request, generate, stream
+from inference.decode import DecodeLoop, generate
 from inference.drafters.growth import Dynamic
 from inference.drafters.head import HeadDrafter
+from inference.request import Request
 from inference.target.model import TargetModel
 from recipes.jsonl import read_jsonl
 from recipes.schema import TargetSection
@@ -117,7 +118,7 @@ def decode(head: Path, prompts: list[list[int]]) -> tuple[list[list[int]], Count
     texts, counts = [], Counts()
     for prompt in prompts:
         text: list[int] = []
-        for block in stream(target, Request(prompt, NEW_TOKENS + DRAFT_TOKENS + 1), drafter):
+        for _, block in DecodeLoop(target, [Request(prompt, NEW_TOKENS + DRAFT_TOKENS + 1)], drafter).run():
             counts.steps += bool(text)  # the first token comes from the prompt's own pass
             for depth in range(len(block) - 1):
                 counts.accepted_at_depth[depth] += 1

@@ -1,0 +1,171 @@
+"""One request on its way from prompt to finished text: what was asked for, where it stops, and what has come of it."""
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Literal
+
+from jaxtyping import Float
+from torch import Tensor
+
+from inference.sampling import Sampling
+from inference.verify import Accepted
+
+GREEDY = Sampling()
+Detokenize = Callable[[list[int]], str]
+
+
+@dataclass(frozen=True)
+class StopStrings:
+    """Strings that end a text. One may begin in one token and end in another; `detokenize` turns tokens into text."""
+
+    strings: tuple[str, ...]
+    detokenize: Detokenize
+
+    def __post_init__(self) -> None:
+        if not self.strings or not all(self.strings):
+            raise ValueError(f"stop strings: {list(self.strings)} given, one or more that are not empty are allowed")
+
+    def kept(self, tokens: list[int], fresh: int) -> int | None:
+        """How many of the last `fresh` tokens to keep if one of them completes a stop string; None if none does."""
+        before = len(tokens) - fresh
+        first = self._reach(tokens[:before])
+        if not self._contained(tokens[first:]):
+            return None
+        return next(count for count in range(1, fresh + 1) if self._contained(tokens[first : before + count]))
+
+    def _reach(self, tokens: list[int]) -> int:
+        """The index of the first token that may hold the beginning of a stop string that is still incomplete."""
+        # A string of n bytes begins within the last n bytes: n tokens, or more where some tokens have no text.
+        num_bytes = max(len(string.encode()) for string in self.strings)
+        count = num_bytes
+        while count < len(tokens) and len(self.detokenize(tokens[-count:])) < num_bytes:
+            count *= 2
+        return max(len(tokens) - count, 0)
+
+    def _contained(self, tokens: list[int]) -> bool:
+        text = self.detokenize(tokens)
+        return any(string in text for string in self.strings)
+
+
+def cut_at_end(tokens: list[int], ends: Collection[int]) -> list[int]:
+    """The tokens up to the first end token, which is included."""
+    for i, token in enumerate(tokens):
+        if token in ends:
+            return tokens[: i + 1]
+    return tokens
+
+
+@dataclass
+class DecodeStats:
+    """Statistics summed over one or more generations."""
+
+    steps: int = 0  # target steps after prefill
+    tokens: int = 0  # new tokens from these steps, bonus tokens included
+    drafted: int = 0  # draft tokens that the target verified; roots are not draft tokens
+    seconds: float = 0.0  # wall time of the whole generation, prefill included
+    bytes_moved: int = 0  # inside the KV cache, to put accepted nodes side by side; moved rows and growth do not count
+    cache_bytes: int = 0  # size of the largest cache, with all of its rows and the head's slots
+    accepted_at_depth: list[int] = field(default_factory=list)  # steps whose accepted path reached depth 1, 2, ...
+
+    @property
+    def acceptance_length(self) -> float:
+        """The mean number of tokens per target step, the bonus token included (tau in the EAGLE papers)."""
+        return self.tokens / max(self.steps, 1)
+
+    @property
+    def acceptance(self) -> list[float]:
+        """Acceptance rate by depth: the share of steps that accepted at least 1, 2, ... draft tokens."""
+        return [count / self.steps for count in self.accepted_at_depth]
+
+    def count_step(self, accepted: int, kept: int, drafted: int) -> None:
+        """Add a target step that accepted some draft tokens and from which `kept` tokens became text."""
+        self.steps += 1
+        self.tokens += kept
+        self.drafted += drafted
+        self.accepted_at_depth.extend([0] * (accepted - len(self.accepted_at_depth)))
+        for depth in range(accepted):
+            self.accepted_at_depth[depth] += 1
+
+    def add(self, other: "DecodeStats") -> None:
+        self.steps += other.steps
+        self.tokens += other.tokens
+        self.drafted += other.drafted
+        self.seconds += other.seconds
+        self.bytes_moved += other.bytes_moved
+        self.cache_bytes = max(self.cache_bytes, other.cache_bytes)
+        both = zip_longest(self.accepted_at_depth, other.accepted_at_depth, fillvalue=0)
+        self.accepted_at_depth = [mine + its for mine, its in both]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt and how to continue it."""
+
+    prompt: list[int]
+    max_new_tokens: int
+    sampling: Sampling = GREEDY
+    stop: StopStrings | None = None
+    logprobs: bool = False
+    end_tokens: tuple[int, ...] | None = None  # None: the target's own
+
+
+@dataclass
+class Generation:
+    """What has come of a request so far."""
+
+    tokens: list[int] = field(default_factory=list)  # the new ones, an end token included
+    stats: DecodeStats = field(default_factory=DecodeStats)
+    logprobs: list[float] | None = None  # of each new token under the target alone, temperature 1, in nats
+    finish: Literal["length", "end", "stop"] = "length"
+
+
+@dataclass(eq=False)
+class Row:
+    """A request that is being decoded: its text, and what the last target step made certain."""
+
+    number: int  # the request's place in the order of submission
+    request: Request
+    generation: Generation
+    end_tokens: tuple[int, ...]
+    text: list[int]  # prompt and output; the last token is the root, which the target has not read yet
+    taps: Float[Tensor, "count tapped"]  # of the newly verified positions
+    start: int  # the first of these positions
+    started: float  # time.perf_counter() before prefill
+    drafted: int = 0  # draft tokens that the last target step verified
+    choices: list[int] = field(default_factory=list)  # the target's, at the root and at each of these
+    ended: bool = False
+
+    @property
+    def left(self) -> int:
+        """New tokens that the text may still get."""
+        return self.request.max_new_tokens - len(self.generation.tokens)
+
+    def record_step(
+        self, found: Accepted, taps: Float[Tensor, "count tapped"], logprobs: list[float] | None
+    ) -> list[int]:
+        """Take in what a target step accepted; returns the tokens that became text."""
+        self.start, self.taps = len(self.text) - 1, taps
+        self.drafted, self.choices = found.drafted, found.choices
+        kept = self.add_tokens(found.tokens, logprobs)
+        self.generation.stats.count_step(len(found.path) - 1, len(kept), found.drafted)
+        return kept
+
+    def add_tokens(self, tokens: list[int], logprobs: list[float] | None) -> list[int]:
+        """Add tokens until the text ends; returns those that were added."""
+        kept = cut_at_end(tokens[: self.left], self.end_tokens)
+        stop = self.request.stop
+        before_stop = None if stop is None else stop.kept(self.generation.tokens + kept, len(kept))
+        kept = kept[:before_stop]
+        self.text += kept
+        self.generation.tokens += kept
+        if logprobs is not None:
+            self.generation.logprobs = (self.generation.logprobs or []) + logprobs[: len(kept)]
+        if before_stop is not None:
+            self.generation.finish = "stop"
+        elif kept[-1] in self.end_tokens:
+            self.generation.finish = "end"
+        self.ended = self.left == 0 or self.generation.finish != "length"
+        self.generation.stats.seconds = time.perf_counter() - self.started
+        return kept
