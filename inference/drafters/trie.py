@@ -117,8 +117,8 @@ class Noise:
         sampling, row = self.verified.sampling, self.row
         if sampling.samplings[row].temperature == 0:
             return [0.0] * len(tokens)
-        if sampling.table is not None:  # drawn once for the whole step; its first position is the root's choice
-            kept: list[float] = sampling.table.values[row, depth, tokens].tolist()
+        if sampling.gumbel_table is not None:  # drawn once for the whole step; its first position is the root's choice
+            kept: list[float] = sampling.gumbel_table.values[row, depth, tokens].tolist()
             return kept
         position = len(self.verified.texts[row]) + depth
         positions = torch.full((len(sampling.samplings), 1), position, device=sampling.seeds.device)
