@@ -17,7 +17,7 @@ LOOKBEHIND = 8  # tokens of the target's text that are encoded again with what w
 UNFINISHED = "\ufffd"  # what a decoder puts for a character whose last bytes are yet to come
 
 
-@runtime_checkable  # the shape checks of the tests look at instances
+@runtime_checkable  # the shape checks in tests use isinstance
 class Tokenizer(Protocol):
     """As much of a transformers tokenizer as is used here."""
 
