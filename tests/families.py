@@ -104,7 +104,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_family(name: str, seed: int = 0, **config: Any) -> PreTrainedModel:
-    """A random float32 model of a family, with norms, biases and sinks randomised too; `config` overrides its config."""
+    """A random float32 model of a family; norms, biases and sinks are random too. `config` overrides its config."""
     model_type, sizes = CONFIGS[name]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -222,7 +222,7 @@ class Texts:
 
 
 class SetCosts(CostTable):
-    """Given costs instead of measured ones: verifying n nodes takes 1 + n / `nodes` seconds, drafting a level `level`."""
+    """Costs that are given, not measured: verifying n nodes takes 1 + n / `nodes` seconds, drafting a level `level`."""
 
     def __init__(self, level: float = 0.05, nodes: float = 40) -> None:
         self.costs = StepCosts(tuple(1 + count / nodes for count in NODES), level, level)

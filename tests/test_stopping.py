@@ -32,7 +32,7 @@ def tokenize(*parts: str | bytes) -> list[int]:
 
 
 def first_end(tokens: list[int], strings: tuple[str, ...]) -> int | None:
-    """By definition: the length of the shortest prefix whose text contains one of the strings; None if there is none."""
+    """By definition: the length of the shortest prefix whose text contains one of the strings, or None."""
     for count in range(1, len(tokens) + 1):
         if any(string in detokenize(tokens[:count]) for string in strings):
             return count
