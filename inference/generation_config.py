@@ -134,14 +134,14 @@ def read_bias(settings: Settings) -> tuple[tuple[int, float], ...]:
     """logit_bias and sequence_bias together; raises ValueError for a biased sequence of more than one token."""
     sequences = settings["sequence_bias"] or {}
     pairs = list(sequences.items()) if isinstance(sequences, Mapping) else sequences
-    long = [list(sequence) for sequence, _ in pairs if len(sequence) != 1]
-    if long:
-        raise ValueError(f"sequence_bias: {long} given, sequences of 1 token are allowed; leave out longer ones")
+    too_long = [list(sequence) for sequence, _ in pairs if len(sequence) != 1]
+    if too_long:
+        raise ValueError(f"sequence_bias: {too_long} given, sequences of 1 token are allowed; leave out longer ones")
     single = [(int(sequence[0]), float(bias)) for sequence, bias in pairs]
-    own = settings.get("logit_bias") or {}
-    if not isinstance(own, Mapping):
-        raise ValueError(f"logit_bias: {reprlib.repr(own)} given, a mapping of token ids to biases is allowed")
-    return (*single, *((int(token), float(bias)) for token, bias in own.items()))
+    by_token = settings.get("logit_bias") or {}
+    if not isinstance(by_token, Mapping):
+        raise ValueError(f"logit_bias: {reprlib.repr(by_token)} given, a mapping of token ids to biases is allowed")
+    return (*single, *((int(token), float(bias)) for token, bias in by_token.items()))
 
 
 def read_integer(name: str, given: Any) -> int:

@@ -3,8 +3,8 @@
 If g is Gumbel noise, argmax(log p + g) is an exact sample from p. Our Gumbel noise is a pure function of three keys:
 the row's seed, the absolute position of the token to be chosen, and the token id. It does not depend on the batch, the
 drafter or the device. So plain decoding and the verification of any drafter's tree choose the same token at the same
-position, and their outputs are token-identical. A drafter that sees the same Gumbel noise predicts the target's choice
-better (the coupling of Daliri et al., arXiv 2408.07978).
+position, and under the seeded acceptance rule their outputs are token-identical. A drafter that sees the same Gumbel
+noise predicts the target's choice better (the coupling of Daliri et al., arXiv 2408.07978).
 
 Three methods of BatchSampling build on each other; rows are sequences of a batch, nodes are those of a draft tree:
 
@@ -185,7 +185,10 @@ class SamplingGroup:
         table: "GumbelTable | None",
         gumbel_weight: float,
     ) -> Tensor:
-        """BatchSampling.scores for the group's rows; without positions, or when greedy, no Gumbel noise is added."""
+        """BatchSampling.scores for the group's rows; `table` is the whole batch's.
+
+        Without positions, or when greedy, no Gumbel noise is added.
+        """
         warped = self.warp(logits, history, tokens)
         if positions is None or self.sampling.temperature == 0:
             return warped
@@ -232,7 +235,7 @@ class BatchSampling:
         if len(rules) != 1:
             raise ValueError(
                 f"rule: {', '.join(rules) or 'none'} given in one batch, one acceptance rule for all rows is allowed; "
-                f"decode the requests of each rule in a batch of their own"
+                f"put the requests of each rule in a batch of their own"
             )
         self.rule = rules[0]
         self.needs_history = any(sampling.needs_history for sampling in samplings)
@@ -280,14 +283,15 @@ class BatchSampling:
     def scores(
         self,
         logits: Float[Tensor, "batch nodes vocab"],
-        positions: Int[Tensor, "batch places"],
+        positions: Int[Tensor, "batch nodes_or_1"],
         history: History | None = None,
         tokens: Int[Tensor, " vocab"] | None = None,
         gumbel_weight: float = 1.0,
     ) -> Float[Tensor, "batch nodes vocab"]:
         """`warp` plus Gumbel noise; the argmax is the token chosen at each absolute position.
 
-        A drafter may rank tokens with a `gumbel_weight` other than 1, but must not choose by these scores.
+        Give one position per node, or one for all nodes of a row. With a `gumbel_weight` other than 1 the argmax is not
+        the chosen token, but a drafter may rank tokens by these scores.
         """
         return self._by_group(logits, history, tokens, positions, gumbel_weight)
 

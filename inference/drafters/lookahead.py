@@ -7,10 +7,10 @@
            c0   c1   c2      level 2: the target's choices after level 1, two steps later
 
 This is the lookahead window. In each step (a Jacobi iteration) the target's choices after the last level become the new
-last level, all other levels move up by one, and the columns move left as far as the root has moved beyond that. Each
-column, read downwards together with the target's choice at its end, is an n-gram that goes into a pool. The n-grams of
-the pool that begin with the root token are verified in the same tree. The window is part of that tree, so its tokens
-may be accepted too.
+last level and all other levels move up by one. When a step adds several tokens to the text, the columns also move left
+to follow the root. Each column, read downwards together with the target's choice at its end, is an n-gram that goes
+into a pool. The n-grams of the pool that begin with the root token are verified in the same tree. The window is part
+of that tree, so its tokens may be accepted too.
 """
 
 from dataclasses import dataclass, field
@@ -45,7 +45,7 @@ class NGramPool:
 class LookaheadRow:
     """The lookahead window and the n-gram pool of one row.
 
-    `text` is the decode loop's own list, to which it appends accepted tokens.
+    `text` is the decode loop's own list, to which the loop appends new tokens.
     """
 
     def __init__(self, text: list[int], columns: int, levels: int) -> None:
@@ -56,8 +56,8 @@ class LookaheadRow:
         self.nodes: list[list[int | None]] = []  # [level][column] -> node in the last tree, None if it was left out
 
     def advance(self, choices: list[int]) -> None:
-        """Update window and pool from the target's choice at each node of the last tree and the accepted tokens."""
-        num_accepted = len(self.text) - self.seen
+        """Update window and pool from the target's choice at each node of the last tree and the text's new tokens."""
+        num_new = len(self.text) - self.seen
         if self.nodes:
             last_choices = [None if node is None else choices[node] for node in self.nodes[-1]]
             for column in range(self.columns):
@@ -67,7 +67,7 @@ class LookaheadRow:
                     self.pool.add(ngram)
             # Level k of column j guesses the token j + k + 1 places after the root, and the root has moved.
             levels = [*self.window[1:], last_choices]
-            self.window = [(level[num_accepted - 1 :] + [None] * self.columns)[: self.columns] for level in levels]
+            self.window = [(level[num_new - 1 :] + [None] * self.columns)[: self.columns] for level in levels]
         for start in range(max(self.seen - self.levels, 0), len(self.text) - self.levels):
             self.pool.add(self.text[start : start + self.levels + 1])
         self.seen = len(self.text)

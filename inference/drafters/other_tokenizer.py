@@ -73,9 +73,9 @@ class OtherTokenizerDrafter:
 
     def draft_tokens(self, text: list[int], count: int, previous: list[CachedText]) -> list[int]:
         """Target tokens for the next `count` tokens of the draft model; none if the text cannot be translated."""
-        certain = decode_text(self.target_tokenizer, text)
-        tokens = list(self.draft_tokenizer(certain)["input_ids"])
-        if certain.endswith(UNFINISHED) or not tokens or len(tokens) + count > self.model.max_positions:
+        text_so_far = decode_text(self.target_tokenizer, text)
+        tokens = list(self.draft_tokenizer(text_so_far)["input_ids"])
+        if text_so_far.endswith(UNFINISHED) or not tokens or len(tokens) + count > self.model.max_positions:
             return []
         generated = self.generate(tokens, count, previous)
         before = decode_text(self.draft_tokenizer, tokens)
