@@ -28,7 +28,7 @@ from inference.drafters.growth import Dynamic
 from inference.drafters.lookahead import Lookahead
 from inference.drafters.lookup import Lookup, PromptLookup
 from inference.drafters.model import EarlyExit, ModelDrafter
-from inference.drafters.trie import Noise, Shape, Trie
+from inference.drafters.trie import GumbelRow, TreeLimits, Trie
 from inference.inputs import held_out_prompts
 from inference.report.compare import Watch
 from inference.target.model import TargetModel
@@ -58,10 +58,10 @@ class FirstMatch(Lookup):
     """A chain of what stands behind the first place of the longest n-gram, up to the end of the text."""
 
     def __init__(self, depth: int, ngram: int) -> None:
-        super().__init__(Shape(depth, 1, depth))
+        super().__init__(TreeLimits(depth, 1, depth))
         self.ngram = ngram
 
-    def look_up(self, text: list[int], trie: Trie, noise: Noise) -> None:
+    def look_up(self, text: list[int], trie: Trie, gumbel: GumbelRow) -> None:
         for length in range(min(self.ngram, len(text) - 1), 0, -1):
             for end in range(length, len(text)):
                 if text[end - length : end] == text[-length:]:
@@ -111,7 +111,7 @@ def run(recipe: Recipe) -> None:
     target = TargetModel.load(recipe.target, ())
     layers = target.config.num_layers
     draft = first_layers_alone(target, max(layers // 4, 1))
-    tree, shape = Dynamic(depth, recipe.decode.width, recipe.decode.nodes), Shape(depth, 1, depth)
+    tree, limits = Dynamic(depth, recipe.decode.width, recipe.decode.nodes), TreeLimits(depth, 1, depth)
 
     def ours(drafter: Drafter | None) -> Callable[[list[int]], tuple[list[int], int]]:
         return lambda prompt: (generate(target, prompt, new_tokens, drafter=drafter).tokens, 1)
@@ -132,9 +132,9 @@ def run(recipe: Recipe) -> None:
         Row("draft model", ours(ModelDrafter(draft, Dynamic.chain(depth), target))),
         Row("transformers, prompt lookup", lookup),
         Row("prompt lookup by its rules", ours(FirstMatch(depth, TRANSFORMERS_NGRAM))),
-        Row("prompt lookup", ours(PromptLookup(shape, TRANSFORMERS_NGRAM))),
+        Row("prompt lookup", ours(PromptLookup(limits, TRANSFORMERS_NGRAM))),
         Row("draft model, tree", ours(ModelDrafter(draft, tree, target))),
-        Row("prompt lookup, tree", ours(PromptLookup(Shape(depth, tree.width, tree.nodes), recipe.decode.ngram))),
+        Row("prompt lookup, tree", ours(PromptLookup(TreeLimits(depth, tree.width, tree.nodes), recipe.decode.ngram))),
         Row("lookahead", ours(Lookahead(recipe.decode.width, depth))),
         Row("early exit at 3/4", ours(EarlyExit(target, max(3 * layers // 4, 1), Dynamic.chain(depth)))),
     ]

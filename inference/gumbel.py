@@ -1,4 +1,4 @@
-"""Random numbers that are a pure function of seed, position and token: the same in every batch and on every device."""
+"""Counter-based random numbers keyed by (seed, position, token, stream), the same in every batch, on every device."""
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -10,21 +10,22 @@ MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 def mix(state: Tensor) -> Tensor:
-    """The finaliser of splitmix64 on int64, in place: a vocabulary's worth of temporaries costs more than it does."""
-    # torch's right shift keeps the sign; masking the upper bits away makes it logical.
+    """The finaliser of splitmix64 on int64, in place: temporaries of vocabulary size cost more than the mixing."""
+    # torch's right shift keeps the sign; masking off the upper bits makes it a logical shift.
     state.bitwise_xor_((state >> 30).bitwise_and_((1 << 34) - 1)).mul_(MIX_1)
     state.bitwise_xor_((state >> 27).bitwise_and_((1 << 37) - 1)).mul_(MIX_2)
     return state.bitwise_xor_((state >> 31).bitwise_and_((1 << 33) - 1))
 
 
-def uniform_noise(
+def uniform_numbers(
     seeds: Int[Tensor, " batch"], positions: Int[Tensor, "batch nodes"], tokens: Int[Tensor, " columns"], stream: int
 ) -> Float[Tensor, "batch nodes columns"]:
-    """One number in (0, 1) for each row's seed, absolute position and target token, float64, in each stream."""
-    steps = ((stream + 1) * GOLDEN + 2**63) % 2**64 - 2**63  # wrapped by hand: torch refuses larger numbers
-    key = mix(mix(positions.long() * GOLDEN + seeds.unsqueeze(1)) + steps)  # [batch, nodes]
+    """Uniform numbers in (0, 1), float64, keyed by the row's seed, the absolute position, the target's token id and the
+    stream; different streams are independent."""
+    offset = ((stream + 1) * GOLDEN + 2**63) % 2**64 - 2**63  # wrapped to int64 by hand: torch refuses larger integers
+    key = mix(mix(positions.long() * GOLDEN + seeds.unsqueeze(1)) + offset)  # [batch, nodes]
     bits = mix(key.unsqueeze(-1) + tokens.long() * GOLDEN)  # [batch, nodes, columns]
-    # 52 random bits and a half step: strictly inside (0, 1) in float64, where both logarithms stay exact enough.
+    # 52 random bits plus half a step lie strictly inside (0, 1) in float64, so both logarithms are finite and precise.
     return (bits >> 12).bitwise_and_((1 << 52) - 1).double().add_(0.5).mul_(2.0**-52)
 
 
@@ -34,5 +35,5 @@ def gumbel_noise(
     tokens: Int[Tensor, " columns"],
     stream: int = 0,
 ) -> Float[Tensor, "batch nodes columns"]:
-    """One Gumbel value for each row's seed, absolute position and target token, float32, the same on every device."""
-    return uniform_noise(seeds, positions, tokens, stream).log_().neg_().log_().neg_().float()
+    """Gumbel noise, float32, keyed by the row's seed, the absolute position, the target's token id and the stream."""
+    return uniform_numbers(seeds, positions, tokens, stream).log_().neg_().log_().neg_().float()

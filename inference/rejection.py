@@ -1,8 +1,9 @@
-"""Drafts that are sampled, and the target's choice given them: accepted more often than by looking at p alone.
+"""The acceptance rules rejection (lossless, draft tokens are sampled) and typical (Medusa's, lossy).
 
-A node's children are the likeliest k - 1 tokens of the draft's q and one sampled from q' = q without them (arXiv
-2502.18779; a chain is k = 1, arXiv 2211.17192). The choice couples p with q' maximally, and may be a likely child too;
-so the walk of `inference.verify`, down while the choice is a child, accepts as often as these children allow.
+Rejection sampling: of a node's k children, k - 1 are the likeliest tokens of the draft distribution q. The last one is
+sampled from q', which is q without those, renormalised (arXiv 2502.18779; k = 1 gives a chain, arXiv 2211.17192). The
+target's choice is distributed as p and maximally coupled to the sampled child. `inference.verify` then follows the
+choices down the tree as usual, so it accepts as often as any lossless rule could with these children.
 """
 
 from dataclasses import dataclass
@@ -13,16 +14,17 @@ from torch import Tensor
 
 from inference.sampling import BatchSampling
 
-# Streams of noise beside the choices' own, number 0: what was drafted must be independent of what judges it.
-DRAFT, ACCEPT = 1, 2
+# `BatchSampling.choose` uses stream 0 of the random numbers. Sampling a child, accepting it and choosing another token
+# instead must be independent of each other, so each has a stream of its own.
+DRAFT_STREAM, ACCEPT_STREAM = 1, 2
 
 
 @dataclass(frozen=True)
 class Proposals:
-    """What was sampled while drafting, for each node of a tree."""
+    """The sampled child of each node of a tree, and the distribution that it was sampled from."""
 
-    tokens: Int[Tensor, "batch nodes"]  # the sampled child's target token; -1 where there is none
-    log_q: Float[Tensor, "batch nodes vocab"]  # log q' over the target's vocabulary; not read where there is none
+    tokens: Int[Tensor, "batch nodes"]  # the sampled child's token id in the target; -1 if the node has none
+    log_q: Float[Tensor, "batch nodes vocab"]  # log q' over the target's vocabulary; ignored if the node has none
 
 
 def propose(
@@ -32,18 +34,18 @@ def propose(
     ids: Int[Tensor, " draft_vocab"],
     children: int,
 ) -> tuple[Int[Tensor, "batch nodes {children}"], Float[Tensor, "batch nodes draft_vocab"]]:
-    """Children as columns of the draft vocabulary, the sampled one last, and log q' that it was sampled from.
+    """Draft each node's children: the likeliest ones, then one sampled from the rest. Returns them and log q'.
 
-    `log_q` is what `sampling.warp` makes of the draft's logits, `positions` those of the children, and `ids` the
-    target's tokens of the columns. A greedy row gets its likeliest tokens.
+    `log_q` are the draft's logits after `sampling.warp`, `positions` those of the children, and `ids` the target's
+    token id of each draft column. Children are returned as draft columns. Greedy rows get their likeliest tokens.
     """
     assert children <= log_q.shape[-1], f"{children} children of {log_q.shape[-1]} tokens"
     likeliest = log_q.topk(children - 1, dim=-1).indices
     rest = log_q.scatter(-1, likeliest, -torch.inf)
-    # Where truncation left nothing beside the likeliest, any q' is exact: here all other tokens alike.
+    # If truncation left only the likeliest tokens, any q' keeps the output exact; take it uniform over the others.
     rest = rest.masked_fill(rest.amax(-1, keepdim=True) == -torch.inf, 0).scatter(-1, likeliest, -torch.inf)
     rest = torch.log_softmax(rest, dim=-1)
-    sampled = (rest + sampling.gumbel(positions, ids, DRAFT)).argmax(-1, keepdim=True)
+    sampled = (rest + sampling.gumbel(positions, ids, DRAFT_STREAM)).argmax(-1, keepdim=True)
     return torch.cat([likeliest, sampled], dim=-1), rest
 
 
@@ -53,37 +55,23 @@ def rejection_choices(
     proposals: Proposals,
     sampling: BatchSampling,
 ) -> Int[Tensor, "batch nodes"]:
-    """The target's choice at each node, distributed as p whatever q' is: the sampled child as often as can be.
+    """The target's choice at each node: distributed as p for any q', and the sampled child as often as possible.
 
-    `log_p` is what `sampling.warp` makes of the target's logits. A node without a sampled child gets the choice that
-    `sampling.choose` would make, and a greedy row its argmax.
+    `log_p` are the target's logits after `sampling.warp`. A node without a sampled child gets the choice that
+    `sampling.choose` would make, and a greedy row gets its argmax. Source: Leviathan et al., arXiv 2211.17192.
     """
     if sampling.all_greedy:
         return log_p.argmax(-1)
     sampled = (proposals.tokens >= 0) & ~sampling.greedy.unsqueeze(1)
     child = proposals.tokens.long().clamp(min=0)
     log_p_child, log_q_child = (of.gather(-1, child.unsqueeze(-1)).squeeze(-1) for of in (log_p, proposals.log_q))
-    accepted = sampled & (sampling.uniform(positions, ACCEPT).log() < log_p_child - log_q_child)
-    beyond = (log_p.exp() - proposals.log_q.exp()).clamp(min=0)  # what a rejected child leaves, up to a factor
-    # It is zero everywhere when p equals q'; then only rounding can have rejected, and p itself will do.
-    leaves = sampled & (beyond.amax(-1) > 0)
-    noise = sampling.gumbel(positions, torch.arange(log_p.shape[-1], device=log_p.device))
-    others = (torch.where(leaves.unsqueeze(-1), beyond.log(), log_p) + noise).argmax(-1)
+    accepted = sampled & (sampling.uniform(positions, ACCEPT_STREAM).log() < log_p_child - log_q_child)
+    residual = (log_p.exp() - proposals.log_q.exp()).clamp(min=0)  # unnormalised; sampled from after a rejection
+    # The residual is zero everywhere if p equals q'. Then only rounding can have rejected, and p itself is exact.
+    has_residual = sampled & (residual.amax(-1) > 0)
+    gumbel = sampling.gumbel(positions, torch.arange(log_p.shape[-1], device=log_p.device))
+    others = (torch.where(has_residual.unsqueeze(-1), residual.log(), log_p) + gumbel).argmax(-1)
     return torch.where(accepted, child, others)
-
-
-def check_proposals(
-    tokens: Int[Tensor, " nodes"], parents: Int[Tensor, " nodes"], proposed: Int[Tensor, " nodes"]
-) -> None:
-    """Assert, of one row, that each sampled child is in the tree: nothing was pruned after a look at what was sampled.
-
-    Neither may a node go because of what was sampled below it, which a finished tree cannot show.
-    """
-    children = set(zip(parents.tolist(), tokens.tolist(), strict=True))
-    for node, token in enumerate(proposed.tolist()):
-        assert token < 0 or (node, token) in children, (
-            f"node {node}: its sampled child, token {token}, was pruned, which biases the output"
-        )
 
 
 def typical_allowed(
@@ -92,10 +80,10 @@ def typical_allowed(
     parents: Int[Tensor, "batch nodes"],
     sampling: BatchSampling,
 ) -> Bool[Tensor, "batch nodes"]:
-    """Is each node's token typical enough of p at its parent? Medusa's rule (arXiv 2401.10774, section 2.3.1); lossy.
+    """May each node be accepted under typical acceptance (Medusa, arXiv 2401.10774, section 2.3.1)? Lossy.
 
-    Allowed if p(x) > min(epsilon, delta * exp(-entropy of p)); in a greedy row, if it is the argmax. What is said of a
-    node without a parent (-1) means nothing.
+    A node with token x is allowed if p(x) > min(epsilon, delta * exp(-entropy of p)), with p at its parent; in a greedy
+    row, if x is the argmax of p. The entry of a node without a parent (-1) is meaningless.
     """
     above = parents.long().clamp(min=0)
     entropy = torch.special.entr(log_p.float().exp()).sum(-1)

@@ -1,8 +1,16 @@
-"""Which token a distribution chooses: argmax, with Gumbel noise keyed by (seed, position) when sampling.
+"""How the next token is chosen from logits: the argmax when greedy, argmax(log p + Gumbel noise) when sampling.
 
-argmax(log p + g) with Gumbel g is an exact sample from p. The noise of a position is a pure function of the seed, the
-position and the token, so plain decoding and every drafter's tree make the same choice there, and a drafter that looks
-at the same noise guesses that choice better (the coupling of Daliri et al., arXiv 2408.07978).
+If g is Gumbel noise, argmax(log p + g) is an exact sample from p. Our Gumbel noise is a pure function of three keys:
+the row's seed, the absolute position of the token to be chosen, and the token id. It does not depend on the batch, the
+drafter or the device. So plain decoding and the verification of any drafter's tree choose the same token at the same
+position, and under the seeded acceptance rule their outputs are token-identical. A drafter that sees the same Gumbel
+noise predicts the target's choice better (the coupling of Daliri et al., arXiv 2408.07978).
+
+Three methods of BatchSampling build on each other; rows are sequences of a batch, nodes are those of a draft tree:
+
+    warp      log p after bias, penalties, temperature and truncation; greedy: the logits after bias and penalties
+    scores    warp plus the Gumbel noise of each node's position; greedy: the same as warp
+    choose    the argmax of the scores, which is the chosen token
 """
 
 import math
@@ -15,72 +23,73 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from inference.gumbel import gumbel_noise, uniform_noise
+from inference.gumbel import gumbel_noise, uniform_numbers
 from recipes.schema import DecodeSection
 
-Rule = Literal["seeded", "rejection", "typical"]
+AcceptanceRule = Literal["seeded", "rejection", "typical"]
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen, in float32 and in this order: bias, penalties, temperature, top-k, top-p, min-p.
+    """The sampling parameters of one request.
 
-    That is the order of Hugging Face; ValueError for a value that is not allowed.
+    They apply in float32 and in Hugging Face's order: bias, penalties, temperature, top-k, top-p, min-p.
+    Raises ValueError for a value that is out of range.
     """
 
     temperature: float = 0.0  # 0 is greedy: the argmax after bias and penalties
-    top_k: int | None = None  # ties with the k-th are kept
-    top_p: float = 1.0  # the smallest set of likeliest tokens whose mass reaches this
-    min_p: float = 0.0  # of the likeliest token's probability
-    repetition_penalty: float = 1.0  # prompt and output: positive logits are divided by it, negative ones multiplied
-    presence_penalty: float = 0.0  # subtracted once for a token that occurs in the output
-    frequency_penalty: float = 0.0  # subtracted for each time that a token occurs in the output
-    logit_bias: tuple[tuple[int, float], ...] = ()  # token and what is added to its logit; -inf forbids it
-    seed: int = 0
-    rule: Rule = "seeded"  # how drafts are accepted; typical is lossy
-    typical_epsilon: float = 0.09  # Medusa: x passes if p(x) > min(epsilon, delta * exp(-entropy of p))
+    top_k: int | None = None  # keep the k likeliest tokens, and any that tie with the k-th
+    top_p: float = 1.0  # keep the smallest set of likeliest tokens whose total probability reaches this
+    min_p: float = 0.0  # drop tokens less likely than this fraction of the likeliest one
+    repetition_penalty: float = 1.0  # for prompt and output tokens: divides positive logits, multiplies negative ones
+    presence_penalty: float = 0.0  # subtracted once from the logit of a token that occurs in the output
+    frequency_penalty: float = 0.0  # subtracted once per occurrence of the token in the output
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, value added to its logit); -inf forbids the token
+    seed: int = 0  # keys the Gumbel noise
+    rule: AcceptanceRule = "seeded"  # how draft tokens are accepted; typical is lossy
+    typical_epsilon: float = 0.09  # Medusa: accept x if p(x) > min(epsilon, delta * exp(-entropy of p))
     typical_delta: float = 0.3
 
     def __post_init__(self) -> None:
         biases = [bias for _, bias in self.logit_bias]
         allowed = {  # NaN fails every comparison
-            # Colder still, logits / temperature would overflow.
+            # Below 1e-8, logits / temperature would overflow.
             "temperature": (
                 self.temperature == 0 or 1e-8 <= self.temperature < math.inf,
-                "0 (greedy) or 1e-8 and more",
+                "0 (greedy) or at least 1e-8",
             ),
-            "top_k": (self.top_k is None or self.top_k >= 1, "None or 1 and more"),
-            "top_p": (0 < self.top_p <= 1, "more than 0, up to 1"),
+            "top_k": (self.top_k is None or self.top_k >= 1, "None or at least 1"),
+            "top_p": (0 < self.top_p <= 1, "more than 0 and at most 1"),
             "min_p": (0 <= self.min_p <= 1, "0 to 1"),
             "repetition_penalty": (0 < self.repetition_penalty < math.inf, "more than 0"),
             "presence_penalty": (-2 <= self.presence_penalty <= 2, "-2 to 2"),
             "frequency_penalty": (-2 <= self.frequency_penalty <= 2, "-2 to 2"),
             "logit_bias": (
                 all(token >= 0 for token, _ in self.logit_bias) and all(bias < math.inf for bias in biases),
-                "tokens from 0, biases below infinity",
+                "a token id of at least 0 with a bias below infinity",
             ),
             "seed": (-(2**63) <= self.seed < 2**63, "-2^63 to 2^63 - 1"),
-            "rule": (self.rule in get_args(Rule), ", ".join(get_args(Rule))),
-            "typical_epsilon": (0 < self.typical_epsilon <= 1, "more than 0, up to 1"),
+            "rule": (self.rule in get_args(AcceptanceRule), f"one of {', '.join(get_args(AcceptanceRule))}"),
+            "typical_epsilon": (0 < self.typical_epsilon <= 1, "more than 0 and at most 1"),
             "typical_delta": (0 < self.typical_delta < math.inf, "more than 0"),
         }
-        for name, (fine, range_) in allowed.items():
-            if not fine:
+        for name, (in_range, range_) in allowed.items():
+            if not in_range:
                 raise ValueError(f"{name}: {getattr(self, name)} given, {range_} is allowed")
 
     @property
     def needs_history(self) -> bool:
-        """Does the choice depend on which tokens came before, beyond what the logits know?"""
+        """Do penalties make the choice depend on the earlier tokens themselves, and not on the logits alone?"""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
     @property
     def lossless(self) -> bool:
-        """Does the output keep the target's distribution?"""
+        """Does the acceptance rule preserve the target's distribution?"""
         return self.rule != "typical"
 
 
 def sampling_from_recipe(section: DecodeSection, temperature: float) -> Sampling:
-    """The recipe's way of sampling at one of the report's temperatures."""
+    """The recipe's sampling parameters, with one of the report's temperatures."""
     return Sampling(
         temperature=temperature,
         top_k=section.top_k,
@@ -98,14 +107,17 @@ def sampling_from_recipe(section: DecodeSection, temperature: float) -> Sampling
 
 @dataclass(frozen=True)
 class History:
-    """What penalties look at: the tokens of each row's prompt, and of its output before the choice at each node."""
+    """What the penalties need: which tokens are in each row's prompt, and how often its output so far holds each token.
 
-    prompt: Bool[Tensor, "batch vocab"]
-    counts: Float[Tensor, "batch nodes vocab"]  # 1 node stands for all
+    "So far" differs between the nodes of a tree: it includes the path from the root to the node.
+    """
+
+    prompt: Bool[Tensor, "batch vocab"]  # does the prompt contain the token?
+    counts: Float[Tensor, "batch nodes vocab"]  # occurrences in the output; with nodes = 1 they hold for every node
 
     @classmethod
     def start(cls, prompts: Sequence[list[int]], vocab_size: int, device: torch.device | str) -> "History":
-        """Of rows without output yet."""
+        """The history of rows that have no output yet."""
         seen = torch.zeros(len(prompts), vocab_size, dtype=torch.bool)
         for row, prompt in zip(seen, prompts, strict=True):
             row[prompt] = True
@@ -119,7 +131,7 @@ class History:
     def followed_by(
         self, tokens: Int[Tensor, "batch nodes"], ancestors: Bool[Tensor, "batch nodes nodes"]
     ) -> "History":
-        """At each node of a tree: its own token and its ancestors' are counted in, the root's too."""
+        """The history at each node of a tree: counts its own token and those of its ancestors, root included."""
         batch, nodes = tokens.shape
         counts = self.counts.expand(-1, nodes, -1).scatter_add(
             -1, tokens.long().unsqueeze(1).expand(batch, nodes, nodes), ancestors.float()
@@ -127,45 +139,47 @@ class History:
         return History(self.prompt, counts)
 
     def at(self, nodes: Int[Tensor, "batch chosen"]) -> "History":
-        """Of some nodes of each row: with one per row, the last of the path that was taken, the next step's base."""
+        """The history at the chosen nodes of each row."""
         index = nodes.long().unsqueeze(-1).expand(-1, -1, self.counts.shape[-1])
         return History(self.prompt, self.counts.gather(1, index))
 
     def extend(self, parents: Int[Tensor, "batch chosen"], tokens: Int[Tensor, "batch chosen"]) -> "History":
-        """At new children of nodes: what their parents have, and the children's own tokens."""
+        """The history at new children: that of their parents (node indices), plus one for each child's own token."""
         counts = self.at(parents).counts
         return History(
             self.prompt, counts.scatter_add(-1, tokens.long().unsqueeze(-1), torch.ones_like(counts[..., :1]))
         )
 
     def select(self, rows: Int[Tensor, " rows"]) -> "History":
+        """The history of some rows."""
         return History(self.prompt[rows], self.counts[rows])
 
-    def of_columns(self, tokens: Int[Tensor, " columns"]) -> "History":
-        """Of a draft vocabulary, given the target's token for each of its columns."""
+    def in_draft_vocab(self, tokens: Int[Tensor, " draft_vocab"]) -> "History":
+        """The history over a draft vocabulary; `tokens` holds the target's token id of each draft column."""
         return History(self.prompt[:, tokens], self.counts[..., tokens])
 
 
 @dataclass(frozen=True)
-class Group:
-    """Rows of a batch whose Sampling differs in nothing but the seed, so that they are computed together."""
+class SamplingGroup:
+    """The rows of a batch whose Sampling is equal except for the seed; they are computed in one tensor operation."""
 
-    sampling: Sampling
-    rows: Int[Tensor, " rows"] | None  # None: all of them, in order
+    sampling: Sampling  # its seed is not used
+    rows: Int[Tensor, " rows"] | None  # None: all rows of the batch, in order
     seeds: Int[Tensor, " rows"]
-    bias: Float[Tensor, " biased"] | None  # by token, up to the last one that has a bias
+    bias: Float[Tensor, " biased"] | None  # indexed by token id, as long as the largest biased id requires
 
     def warp(self, logits: Tensor, history: History | None, tokens: Tensor | None) -> Tensor:
-        """Log-probabilities that are drawn from; when greedy, logits after bias and penalties."""
+        """BatchSampling.warp for the group's rows; arguments are those of these rows."""
         sampling = self.sampling
         if self.bias is not None:
-            logits = biased(logits.float(), self.bias, tokens)
+            logits = add_bias(logits.float(), self.bias, tokens)
         if sampling.needs_history:
             assert history is not None, "penalties need the history"
-            logits = penalised(logits.float(), sampling, history if tokens is None else history.of_columns(tokens))
+            history = history if tokens is None else history.in_draft_vocab(tokens)
+            logits = apply_penalties(logits.float(), sampling, history)
         if sampling.temperature == 0:
             return logits
-        return torch.log_softmax(truncated(logits.float() / sampling.temperature, sampling), dim=-1)
+        return torch.log_softmax(truncate(logits.float() / sampling.temperature, sampling), dim=-1)
 
     def scores(
         self,
@@ -176,7 +190,10 @@ class Group:
         table: "GumbelTable | None",
         gumbel_weight: float,
     ) -> Tensor:
-        """The same, with noise where positions are given and the rows are not greedy."""
+        """BatchSampling.scores for the group's rows; `table` is the whole batch's.
+
+        Without positions, or when greedy, no Gumbel noise is added.
+        """
         warped = self.warp(logits, history, tokens)
         if positions is None or self.sampling.temperature == 0:
             return warped
@@ -189,9 +206,12 @@ class Group:
 
 @dataclass(frozen=True)
 class GumbelTable:
-    """The noise of a few consecutive positions, drawn once for a whole step: all nodes of a level share theirs."""
+    """The Gumbel noise of a few consecutive positions of each row, drawn once per step.
 
-    first: Int[Tensor, " batch"]
+    All nodes at one depth stand at the same position, so they share an entry.
+    """
+
+    first: Int[Tensor, " batch"]  # the absolute position of values[:, 0]
     values: Float[Tensor, "batch count vocab"]
 
     def at(
@@ -200,7 +220,7 @@ class GumbelTable:
         rows: Int[Tensor, " rows"] | None,
         tokens: Int[Tensor, " columns"] | None,
     ) -> Float[Tensor, "rows nodes columns"]:
-        """Of some rows (None: all) and tokens (None: all)."""
+        """The Gumbel noise of some rows (None: all) and tokens (None: all) at absolute positions."""
         first, values = (self.first, self.values) if rows is None else (self.first[rows], self.values[rows])
         index = (positions - first.unsqueeze(1)).unsqueeze(-1)
         found = values.gather(1, index.expand(-1, -1, values.shape[-1]))
@@ -208,16 +228,20 @@ class GumbelTable:
 
 
 class BatchSampling:
-    """How each row of a batch chooses; built when the composition changes, then used every step without a host sync.
+    """Chooses tokens for all rows of a batch, each by its own Sampling.
 
-    Raises ValueError for rows that accept drafts by different rules.
+    Built when rows enter or leave the batch, then used in every step without a host synchronisation.
+    Raises ValueError for rows with different acceptance rules.
     """
 
     def __init__(self, samplings: Sequence[Sampling], device: torch.device | str) -> None:
         self.samplings = tuple(samplings)
         rules = sorted({sampling.rule for sampling in samplings})
         if len(rules) != 1:
-            raise ValueError(f"rule: {', '.join(rules) or 'none'} given in one batch, one for all its rows is allowed")
+            raise ValueError(
+                f"rule: {', '.join(rules) or 'none'} given in one batch, one acceptance rule for all rows is allowed; "
+                f"put the requests of each rule in a batch of their own"
+            )
         self.rule = rules[0]
         self.needs_history = any(sampling.needs_history for sampling in samplings)
         self.seeds = torch.tensor([sampling.seed for sampling in samplings], device=device)
@@ -226,26 +250,26 @@ class BatchSampling:
         self.temperatures = torch.tensor([sampling.temperature for sampling in samplings], device=device)
         self.typical_epsilon = torch.tensor([[sampling.typical_epsilon] for sampling in samplings], device=device)
         self.typical_delta = torch.tensor([[sampling.typical_delta] for sampling in samplings], device=device)
-        # Greedy rows without bias or penalties, the case where a step's own time shows most.
-        self.as_they_are = self.all_greedy and not self.needs_history and not any(s.logit_bias for s in samplings)
+        # Then warp and scores return the logits themselves, which keeps the fastest kind of step free of overhead.
+        self.keeps_logits = self.all_greedy and not self.needs_history and not any(s.logit_bias for s in samplings)
         members: dict[Sampling, list[int]] = {}
         for row, sampling in enumerate(samplings):
             members.setdefault(replace(sampling, seed=0), []).append(row)
-        self.table: GumbelTable | None = None
+        self.gumbel_table: GumbelTable | None = None
         self.groups = []
         for sampling, numbers in members.items():
             rows = torch.tensor(numbers, device=device) if len(members) > 1 else None
             seeds = self.seeds if rows is None else self.seeds[rows]
-            self.groups.append(Group(sampling, rows, seeds, bias_by_token(sampling, device)))
+            self.groups.append(SamplingGroup(sampling, rows, seeds, bias_by_token(sampling, device)))
 
     def with_gumbel(self, first: Int[Tensor, " batch"], count: int, vocab_size: int) -> "BatchSampling":
-        """The same, with the noise of `count` positions from `first` on at hand; `scores` asks for no others then."""
+        """A copy with the Gumbel noise of `count` positions from `first` on drawn once; it scores only these."""
         if self.all_greedy:
             return self
         prepared = copy(self)
         positions = first.unsqueeze(1) + torch.arange(count, device=first.device)
         tokens = torch.arange(vocab_size, device=first.device)
-        prepared.table = GumbelTable(first, gumbel_noise(self.seeds, positions, tokens))
+        prepared.gumbel_table = GumbelTable(first, gumbel_noise(self.seeds, positions, tokens))
         return prepared
 
     def warp(
@@ -254,26 +278,27 @@ class BatchSampling:
         history: History | None = None,
         tokens: Int[Tensor, " vocab"] | None = None,
     ) -> Float[Tensor, "batch nodes vocab"]:
-        """float32 log-probabilities that sampling draws from, -inf for what is excluded; for a greedy row its logits
-        after bias and penalties.
+        """Log-probabilities to sample from, float32, -inf for excluded tokens; for greedy rows, logits after bias and
+        penalties.
 
-        `tokens` are the target's ids of the columns when these are a draft vocabulary.
+        When the columns are a draft vocabulary, `tokens` holds the target's token id of each column.
         """
-        return self._grouped(logits, history, tokens, None)
+        return self._by_group(logits, history, tokens, None)
 
     def scores(
         self,
         logits: Float[Tensor, "batch nodes vocab"],
-        positions: Int[Tensor, "batch places"],
+        positions: Int[Tensor, "batch nodes_or_1"],
         history: History | None = None,
         tokens: Int[Tensor, " vocab"] | None = None,
         gumbel_weight: float = 1.0,
     ) -> Float[Tensor, "batch nodes vocab"]:
-        """Scores whose argmax is the token chosen for each absolute position.
+        """`warp` plus Gumbel noise; the argmax is the token chosen at each absolute position.
 
-        With another weight of the noise they choose nothing, but a drafter may rank by them.
+        Give one position per node, or one for all nodes of a row. With a `gumbel_weight` other than 1 the argmax is not
+        the chosen token, but a drafter may rank tokens by these scores.
         """
-        return self._grouped(logits, history, tokens, positions, gumbel_weight)
+        return self._by_group(logits, history, tokens, positions, gumbel_weight)
 
     def choose(
         self,
@@ -281,25 +306,25 @@ class BatchSampling:
         positions: Int[Tensor, "batch nodes"],
         history: History | None = None,
     ) -> Int[Tensor, "batch nodes"]:
-        """The token chosen for each absolute position."""
+        """The token that each row's Sampling chooses at each absolute position."""
         return self.scores(logits, positions, history).argmax(-1)
 
     def gumbel(
         self, positions: Int[Tensor, "batch nodes"], tokens: Int[Tensor, " vocab"], stream: int = 0
     ) -> Float[Tensor, "batch nodes vocab"]:
-        """Gumbel noise of each row's seed, zero for a greedy one.
+        """Gumbel noise keyed by each row's seed, position and token; zero in greedy rows.
 
-        Streams are independent of each other; stream 0 makes the choices.
+        Streams are independent of each other; `choose` uses stream 0.
         """
         if self.all_greedy:
             return torch.zeros(*positions.shape, len(tokens), device=positions.device)
         return gumbel_noise(self.seeds, positions, tokens, stream).masked_fill(self.greedy[:, None, None], 0)
 
     def uniform(self, positions: Int[Tensor, "batch nodes"], stream: int) -> Float[Tensor, "batch nodes"]:
-        """One number in (0, 1) for each position, float64, keyed like the noise."""
-        return uniform_noise(self.seeds, positions, positions.new_zeros(1), stream).squeeze(-1)
+        """One uniform number in (0, 1) per position, in float64, keyed by each row's seed and the position."""
+        return uniform_numbers(self.seeds, positions, positions.new_zeros(1), stream).squeeze(-1)
 
-    def _grouped(
+    def _by_group(
         self,
         logits: Tensor,
         history: History | None,
@@ -307,32 +332,32 @@ class BatchSampling:
         positions: Tensor | None,
         gumbel_weight: float = 1.0,
     ) -> Tensor:
-        """Each group's scores, brought back to their rows; one group over all rows moves nothing."""
-        if self.as_they_are:
+        """Score each group and scatter the results back to its rows; a single group needs no copy."""
+        if self.keeps_logits:
             return logits
         if len(self.groups) == 1:
-            return self.groups[0].scores(logits, history, tokens, positions, self.table, gumbel_weight)
-        whole = torch.empty(logits.shape, device=logits.device)
+            return self.groups[0].scores(logits, history, tokens, positions, self.gumbel_table, gumbel_weight)
+        scores = torch.empty(logits.shape, device=logits.device)
         for group in self.groups:
             rows = group.rows
             assert rows is not None
             own_history = history.select(rows) if history is not None and group.sampling.needs_history else None
             own_positions = None if positions is None else positions[rows]
-            found = group.scores(logits[rows], own_history, tokens, own_positions, self.table, gumbel_weight)
-            whole[rows] = found.float()
-        return whole
+            found = group.scores(logits[rows], own_history, tokens, own_positions, self.gumbel_table, gumbel_weight)
+            scores[rows] = found.float()
+        return scores
 
 
 def check_bias(highest: int, vocab_size: int) -> None:
-    """Refuse a bias for a token that the target does not have."""
+    """Raises ValueError when the highest biased token id is not in the target's vocabulary."""
     if highest >= vocab_size:
         raise ValueError(f"logit_bias: token {highest} given, 0 to {vocab_size - 1} is allowed")
 
 
-def biased(logits: Float[Tensor, "batch nodes vocab"], bias: Tensor, tokens: Tensor | None) -> Tensor:
-    """Logits plus what `bias` holds for the token of each column; ValueError for a bias beyond the vocabulary."""
+def add_bias(logits: Float[Tensor, "batch nodes vocab"], bias: Tensor, tokens: Tensor | None) -> Tensor:
+    """Logits plus the bias of each column's token; raises ValueError for a bias outside the vocabulary."""
     if tokens is not None:
-        padded = torch.nn.functional.pad(bias, (0, 1))  # the last entry serves all tokens without a bias
+        padded = torch.nn.functional.pad(bias, (0, 1))  # ids past the last biased token all read this final 0
         return logits + padded[tokens.clamp(max=len(bias))]
     vocab = logits.shape[-1]
     check_bias(len(bias) - 1, vocab)
@@ -340,6 +365,7 @@ def biased(logits: Float[Tensor, "batch nodes vocab"], bias: Tensor, tokens: Ten
 
 
 def bias_by_token(sampling: Sampling, device: torch.device | str) -> Tensor | None:
+    """The logit bias as a vector indexed by token id; a token given twice gets the sum."""
     if not sampling.logit_bias:
         return None
     bias = torch.zeros(max(token for token, _ in sampling.logit_bias) + 1)
@@ -348,8 +374,8 @@ def bias_by_token(sampling: Sampling, device: torch.device | str) -> Tensor | No
     return bias.to(device)
 
 
-def penalised(logits: Float[Tensor, "batch nodes vocab"], sampling: Sampling, history: History) -> Tensor:
-    """Logits after the repetition penalty (Keskar et al., arXiv 1909.05858), then OpenAI's frequency and presence."""
+def apply_penalties(logits: Float[Tensor, "batch nodes vocab"], sampling: Sampling, history: History) -> Tensor:
+    """Apply the repetition penalty (Keskar et al., arXiv 1909.05858), then OpenAI's frequency and presence penalty."""
     in_output = history.counts > 0
     if sampling.repetition_penalty != 1:
         penalty = sampling.repetition_penalty
@@ -358,15 +384,15 @@ def penalised(logits: Float[Tensor, "batch nodes vocab"], sampling: Sampling, hi
     return logits - sampling.frequency_penalty * history.counts - sampling.presence_penalty * in_output
 
 
-def truncated(logits: Float[Tensor, "batch nodes vocab"], sampling: Sampling) -> Float[Tensor, "batch nodes vocab"]:
-    """-inf outside top-k, then top-p of what remains, then min-p: what Hugging Face's warpers keep, ties included."""
+def truncate(logits: Float[Tensor, "batch nodes vocab"], sampling: Sampling) -> Float[Tensor, "batch nodes vocab"]:
+    """Set logits to -inf outside top-k, then top-p of the rest, then min-p; keeps what Hugging Face's warpers keep."""
     top_k = min(sampling.top_k or logits.shape[-1], logits.shape[-1])
     if sampling.top_p < 1:
-        # One ascending sort serves both. It is stable, so that of equal tokens at the border the later ones are kept.
+        # One ascending sort serves top-k and top-p. It is stable: of equal logits at the cutoff, later ids are kept.
         ordered, order = logits.sort(dim=-1, stable=True)
         ordered = ordered.masked_fill(ordered < ordered[..., -top_k, None], -torch.inf)
         outside = ordered.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
-        outside[..., -1] = False  # the likeliest token stays even when rounding says otherwise
+        outside[..., -1] = False  # keep the likeliest token even if rounding would drop it
         logits = logits.masked_fill(outside.scatter(-1, order, outside), -torch.inf)
     elif top_k < logits.shape[-1]:
         smallest = logits.topk(top_k, dim=-1).values[..., -1:]

@@ -1,4 +1,4 @@
-"""One tiny random model of each family that a target may be of: FAMILIES[name](seed=0), some 30 thousand weights."""
+"""A tiny random model, about 30,000 weights, of each model family that a target may have: FAMILIES[name](seed=0)."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-WINDOW = 16  # tokens that a sliding layer sees, its own included
+WINDOW = 16  # tokens that a token in a sliding layer sees, itself included
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 SIZES: dict[str, Any] = {
@@ -25,7 +25,8 @@ SIZES: dict[str, Any] = {
     "pad_token_id": None,
 }
 GROUPED: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "head_dim": 8}
-UNTIED = {"tie_word_embeddings": False}  # a random model that is tied and scales its embedding repeats its last token
+# With tied and scaled embeddings, a random model only repeats its last token.
+UNTIED = {"tie_word_embeddings": False}
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 ALTERNATING: dict[str, Any] = {
     **GROUPED,
@@ -41,8 +42,8 @@ LAST_TWO_SLIDING: dict[str, Any] = {
     "max_window_layers": 2,
 }
 
-# Name: model type and config. Where the default of a soft cap, a scale or a multiplier would not be felt at these
-# sizes, another is set.
+# Name -> model type and config. Soft caps, scales and multipliers are set where their defaults would have no visible
+# effect at these sizes.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", GROUPED),
     "qwen2": ("qwen2", GROUPED),
@@ -103,22 +104,22 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_family(name: str, seed: int = 0, **config: Any) -> PreTrainedModel:
-    """A model of that family in float32, no weight of it left at a zero or a one; `config` overrides its config."""
+    """A random float32 model of a family; norms, biases and sinks are random too. `config` overrides its config."""
     model_type, sizes = CONFIGS[name]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         settings = AutoConfig.for_model(model_type, **{**sizes, **config})
-        settings.eos_token_id = None  # GLM-4 puts its own there when it is told of none
+        settings.eos_token_id = None  # GLM-4 replaces None by its own
         model = AutoModelForCausalLM.from_config(settings)
         with torch.no_grad():
             for parameter in model.parameters():
-                if parameter.ndim == 1:  # norms, biases and sinks: they begin as constants, which would hide a mistake
+                if parameter.ndim == 1:  # norms, biases and sinks start as constants, which would hide mistakes
                     parameter += 0.3 * torch.randn_like(parameter)
     return model.eval().requires_grad_(False)
 
 
 class Int8Linear(nn.Module):
-    """A linear layer whose weight is kept as int8 with one scale per row; activations and sums stay in float."""
+    """A linear layer with int8 weights and one scale per row; activations and sums stay in floating point."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -134,7 +135,7 @@ class Int8Linear(nn.Module):
 
 
 def make_int8(seed: int = 0, **config: Any) -> PreTrainedModel:
-    """The llama with the weights of its layers rounded to int8; the embedding and the output layer stay in float."""
+    """The llama model with int8 weights in its layers; embedding and output layer stay in floating point."""
     model = make_family("llama", seed, **config)
     for module in [*model.get_decoder().layers.modules()]:
         for name, child in module.named_children():

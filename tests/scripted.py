@@ -1,4 +1,4 @@
-"""Drafters that know the texts to come, and are as right or as wrong about them as a test wants."""
+"""Drafters that know the true continuation, and draft it as correctly or wrongly as a test needs."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -25,10 +25,10 @@ VOCAB = 97
 Nodes = tuple[list[int], list[int]]  # tokens and parents of one row
 
 
-def side_by_side(rows: Sequence[Nodes]) -> Tree:
-    """Trees of several sizes as one; smaller ones are filled up with nodes that hang nowhere.
+def batch_trees(rows: Sequence[Nodes]) -> Tree:
+    """One tree per row; smaller trees are padded with nodes that have no parent.
 
-    These carry the row's own tokens, so that whoever took them for children would be right by chance.
+    The padding repeats the row's own tokens, so code that mistakes it for children accepts some of it, and tests fail.
     """
     longest = max(len(tokens) for tokens, _ in rows)
     tokens = [(own * longest)[:longest] if len(own) < longest else own for own, _ in rows]
@@ -37,7 +37,7 @@ def side_by_side(rows: Sequence[Nodes]) -> Tree:
 
 
 def paths(tree: Tree) -> list[set[tuple[int, ...]]]:
-    """Of each row, the tokens from below the root down to every node but the root."""
+    """For each row, the paths from the root (exclusive) to every other node, as tokens."""
     rows = []
     for tokens, parents in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
         found: dict[int, tuple[int, ...]] = {0: ()}
@@ -55,8 +55,9 @@ def blocks_of(target: TargetModel, request: Request, drafter: Drafter | None = N
 
 
 class Scripted:
-    """What it makes of the tokens to come, behind the root, is `tree`. The same in any batch: its random numbers
-    depend on the text alone.
+    """Base of the drafters here: `tree` turns the true continuation into a draft.
+
+    Its random numbers depend only on the text, so it drafts the same in any batch.
     """
 
     taps: tuple[int, ...] = ()
@@ -69,66 +70,67 @@ class Scripted:
         self.texts, self.ahead, self.seed = texts, ahead, seed
 
     def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
-        """Nothing to read."""
+        """Nothing to do: `draft` is given the whole text."""
 
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
         assert isinstance(verified, VerifiedOnHost)
         assert verified.roots.flatten().tolist() == [text[-1] for text in verified.texts]
         assert cache.target.lengths == [len(text) - 1 for text in verified.texts]
         rows = []
-        for certain, room in zip(verified.texts, verified.remaining, strict=True):
-            self.random = torch.Generator().manual_seed(self.seed + 1000 * len(certain) + certain[-1])
-            rows.append(self.tree(certain[-1], self.coming(certain, room)))
-        return side_by_side(rows)
+        for prefix, remaining in zip(verified.texts, verified.remaining, strict=True):
+            self.random = torch.Generator().manual_seed(self.seed + 1000 * len(prefix) + prefix[-1])
+            rows.append(self.tree(prefix[-1], self.continuation(prefix, remaining)))
+        return batch_trees(rows)
 
-    def coming(self, certain: list[int], room: int) -> list[int]:
-        text = next(text for text in self.texts if text[: len(certain)] == certain)
-        return text[len(certain) :][: max(min(self.ahead, room), 0)]
+    def continuation(self, prefix: list[int], remaining: int) -> list[int]:
+        """The true next tokens, at most `ahead` and at most as many as remain."""
+        text = next(text for text in self.texts if text[: len(prefix)] == prefix)
+        return text[len(prefix) :][: max(min(self.ahead, remaining), 0)]
 
-    def tree(self, root: int, coming: list[int]) -> Nodes:
+    def tree(self, root: int, continuation: list[int]) -> Nodes:
         raise NotImplementedError
 
-    def below(self, end: int) -> int:
+    def random_below(self, end: int) -> int:
         """A random number from 0 to end - 1."""
         return int(torch.randint(end, (), generator=self.random))
 
 
 class Oracle(Scripted):
-    """Drafts the true continuation: 0 - 1 - 2 - ..."""
+    """Drafts the true continuation as a chain: 0 - 1 - 2 - ..."""
 
-    def tree(self, root: int, coming: list[int]) -> Nodes:
-        return [root, *coming], [*range(-1, len(coming))]
+    def tree(self, root: int, continuation: list[int]) -> Nodes:
+        return [root, *continuation], [*range(-1, len(continuation))]
 
 
 class Moody(Oracle):
-    """An oracle that looks 0 to 5 tokens ahead, as many as it likes: ragged acceptance."""
+    """An oracle that drafts a random 0 to 5 tokens, so rows of a batch accept different numbers."""
 
-    def tree(self, root: int, coming: list[int]) -> Nodes:
-        return super().tree(root, coming[: self.below(6)])
+    def tree(self, root: int, continuation: list[int]) -> Nodes:
+        return super().tree(root, continuation[: self.random_below(6)])
 
 
 class Careless(Oracle):
-    """An oracle that drafts on when there is no room left, as far as it knows the text, and beyond."""
+    """An oracle that ignores how many tokens remain: it drafts to the end of the text and further."""
 
-    def coming(self, certain: list[int], room: int) -> list[int]:
-        return (super().coming(certain, self.ahead) + [1] * 20)[: self.ahead]
+    def continuation(self, prefix: list[int], remaining: int) -> list[int]:
+        return (super().continuation(prefix, self.ahead) + [1] * 20)[: self.ahead]
 
 
 class Hidden(Scripted):
-    """The true continuation at random places of a random tree, so that the accepted path must be moved together.
+    """The true continuation at random nodes of a random tree, so the accepted path's cache entries must be moved.
 
     0 - 1 - 4
-     \\- 2 - 3 - 7     truth: 0 2 5 8, perhaps
+     \\- 2 - 3 - 7     the true path may be 0 2 5 8
          \\- 5 - 8
          \\- 6
     """
 
-    def tree(self, root: int, coming: list[int]) -> Nodes:
+    def tree(self, root: int, continuation: list[int]) -> Nodes:
         tokens, parents, last = [root], [-1], 0
-        for token in coming:
-            for _ in range(self.below(4)):
-                parents.append(self.below(len(tokens)))
-                tokens.append(self.below(VOCAB))
+        for token in continuation:
+            for _ in range(self.random_below(4)):
+                parents.append(self.random_below(len(tokens)))
+                tokens.append(self.random_below(VOCAB))
             parents.append(last)
             last = len(tokens)
             tokens.append(token)
@@ -136,38 +138,39 @@ class Hidden(Scripted):
 
 
 class Duplicates(Scripted):
-    """Every level twice, the true token among its copies:  0 - 1 - 3 - 5     1 = 2, 3 = 4, 5 = 6
+    """The true token twice on each level; both copies are children of one of the two copies above.
 
-    and each pair hangs below one of the pair before.           \\- 2   \\- 6
-                                                                    \\- 4
+    0 - 1 - 3 - 5     1 and 2, 3 and 4, 5 and 6 hold equal tokens
+     \\- 2   \\- 6
+         \\- 4
     """
 
-    def tree(self, root: int, coming: list[int]) -> Nodes:
+    def tree(self, root: int, continuation: list[int]) -> Nodes:
         tokens, parents = [root], [-1]
-        for token in coming:
-            above = 0 if len(tokens) == 1 else len(tokens) - 1 - self.below(2)
+        for token in continuation:
+            parent = 0 if len(tokens) == 1 else len(tokens) - 1 - self.random_below(2)
             tokens += [token, token]
-            parents += [above, above]
+            parents += [parent, parent]
         return tokens, parents
 
 
 class NeverRight(Scripted):
-    """A wrong token at every node of a binary tree of 15."""
+    """A binary tree of 15 nodes with a wrong token at every node but the root."""
 
-    def tree(self, root: int, coming: list[int]) -> Nodes:
-        if not coming:
+    def tree(self, root: int, continuation: list[int]) -> Nodes:
+        if not continuation:
             return [root], [-1]
         wrong = min({*range(VOCAB)} - {token for text in self.texts for token in text})
         return [root] + [wrong] * 14, [(node - 1) // 2 if node else -1 for node in range(15)]
 
 
 class Listener(Hidden):
-    """Writes down what it is told."""
+    """Records what the decode loop passes to it."""
 
     def __init__(self, *texts: list[int]) -> None:
         super().__init__(*texts)
         self.told: list[VerifiedOnHost] = []
-        self.histories: list[History | None] = []  # as it was then
+        self.histories: list[History | None] = []  # copies, as the decode loop changes its own in place
 
     def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
         self.first_taps, self.first_text = taps, text
@@ -180,9 +183,9 @@ class Listener(Hidden):
 
 
 class HalfRightHead(Eagle3Head):
-    """A head that knows which token follows another one at a position, for two of three positions of the texts.
+    """A head that knows the true next token at two of every three positions and guesses at random elsewhere.
 
-    So a tree grown with it is right to varying depths, on varying branches.
+    A tree grown with it is therefore right to varying depths, on varying branches.
     """
 
     def __init__(self, target: TargetModel, *texts: list[int]) -> None:
@@ -203,8 +206,8 @@ class HalfRightHead(Eagle3Head):
 
     def forward(self, features: Tensor, tokens: Tensor, positions: Tensor, mask=None, cache=None, level=0) -> Tensor:
         hidden = torch.zeros_like(features)
-        hidden[..., 0] = positions + 2  # index t predicts the token of position t + 2
-        hidden[..., 1] = tokens  # from that of position t + 1
+        hidden[..., 0] = positions + 2  # index t predicts the token at position t + 2 ...
+        hidden[..., 1] = tokens  # ... from the one at position t + 1
         block = torch.zeros(len(tokens), 1, tokens.shape[1], 8)
         if cache is not None:
             cache.attend(0, block, block, block, mask)
@@ -221,7 +224,7 @@ class HalfRightHead(Eagle3Head):
 
 @dataclass(frozen=True)
 class Texts:
-    """Prompts with what plain decoding makes of them."""
+    """Prompts with their continuations by plain decoding."""
 
     target: TargetModel
     whole: list[list[int]]
@@ -229,7 +232,7 @@ class Texts:
 
 
 class SetCosts(CostTable):
-    """Costs that are said, not measured: a tree of n nodes takes 1 + n / `nodes` seconds, a level `level`."""
+    """Costs that are given, not measured: verifying n nodes takes 1 + n / `nodes` seconds, drafting a level `level`."""
 
     def __init__(self, level: float = 0.05, nodes: float = 40) -> None:
         self.costs = StepCosts(tuple(1 + count / nodes for count in NODES), level, level)
@@ -239,7 +242,7 @@ class SetCosts(CostTable):
 
 
 LIMITED = DraftVocab(torch.arange(0, VOCAB, 4), VOCAB)
-# 0 - 1 - 3 - 6        the first child is the likeliest; 1 has no second child, which 2 has
+# 0 - 1 - 3 - 6        first children are the likeliest; 2 has a second child, 1 does not
 # \- 2 - 4
 #     \- 5 - 7 - 8
 LOPSIDED = Fixed(((0,), (1,), (0, 0), (1, 0), (1, 1), (0, 0, 0), (1, 1, 0), (1, 1, 0, 0)))

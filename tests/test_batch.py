@@ -123,8 +123,8 @@ def test_static_steps_need_no_more_slots_than_a_drafter_says(target: TargetModel
     """Up to the very end of the longest request, where the capacity ends too: trees of 20 nodes and of 1."""
     text = generate(target, [5, 6, 7, 11], count).tokens
     made = Hidden([5, 6, 7, 11, *text, *[1] * 9])
-    made.coming = lambda certain, room: [1] * 5  # as many as it likes
-    made.below = lambda end: min(end - 1, 3)  # so 1 + 5 * 4 nodes
+    made.continuation = lambda prefix, remaining: [1] * 5  # more than remain
+    made.random_below = lambda end: min(end - 1, 3)  # so 1 + 5 * 4 nodes
     made.max_nodes = 21
     assert generate_batch(target, [Request([5, 6, 7, 11], count)], made, static=True)[0].tokens == text
 

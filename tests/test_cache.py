@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from scripted import DRAFTERS, Hidden, Oracle, Texts, side_by_side
+from scripted import DRAFTERS, Hidden, Oracle, Texts, batch_trees
 from torch import Tensor
 
 import inference.cache
@@ -29,7 +29,7 @@ def random_tree(*sizes: int) -> Tree:
     for nodes in sizes:
         parents = [-1] + [int(torch.randint(node, ())) for node in range(1, nodes)]
         rows.append((torch.randint(97, (nodes,)).tolist(), parents))
-    return side_by_side(rows)
+    return batch_trees(rows)
 
 
 def path_to(tree: Tree, node: int, row: int = 0) -> list[int]:
@@ -197,7 +197,7 @@ def test_the_bytes_moved_in_a_generation_do_not_grow_with_its_prompt(target: Tar
         prompt = [5 + i % 7 for i in range(length)]
         text = generate(target, prompt, 25).tokens
         drafter = Hidden(prompt + text)
-        drafter.below = lambda end: end // 2  # the same trees in both
+        drafter.random_below = lambda end: end // 2  # the same trees in both
         stats = generate(target, prompt, 25, drafter=drafter).stats
         moved.append(stats.bytes_moved)
         assert 0 < stats.bytes_moved <= 896 * stats.tokens

@@ -1,4 +1,4 @@
-"""Laws of the drafters without training: which never change a text, and what each of them must find."""
+"""Laws of the drafters that need no training: they never change the text, and each drafts what its method says."""
 
 import itertools
 import json
@@ -20,12 +20,12 @@ from inference.decode import generate, generate_batch
 from inference.drafter import Drafter, VerifiedOnHost
 from inference.drafters.build import build_drafter
 from inference.drafters.growth import Dynamic, Fixed
-from inference.drafters.lookahead import Lookahead, NGrams
+from inference.drafters.lookahead import Lookahead, NGramPool
 from inference.drafters.lookup import Continuations, CorpusLookup, PromptLookup
 from inference.drafters.model import EarlyExit, ModelDrafter
 from inference.drafters.other_tokenizer import OtherTokenizerDrafter
 from inference.drafters.suffix_automaton import SuffixAutomaton
-from inference.drafters.trie import Shape, Trie
+from inference.drafters.trie import TreeLimits, Trie
 from inference.request import DecodeStats, Request
 from inference.sampling import BatchSampling, Sampling
 from inference.target.model import TargetModel
@@ -33,8 +33,9 @@ from recipes.schema import DecodeSection, TargetSection
 
 MakeModel = Callable[..., LlamaForCausalLM]
 NO_CACHE = KVCache.allocate((1, 1, 1), None, 1)
-SHAPE = Shape(depth=5, width=3, nodes=12)
-BUSHY = Fixed(((0,), (1,), (2,), (0, 0), (1, 0), (0, 1), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0)))  # four likeliest in a row
+LIMITS = TreeLimits(depth=5, width=3, nodes=12)
+# The chain of the likeliest token at each of four depths, with branches.
+BUSHY = Fixed(((0,), (1,), (2,), (0, 0), (1, 0), (0, 1), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0)))
 PENALTIES = Sampling(0.8, top_p=0.95, repetition_penalty=1.3, frequency_penalty=1.0, logit_bias=((3, -99.0),), seed=7)
 REQUESTS = [
     Request([5, 6, 7, 11], 12),
@@ -47,7 +48,7 @@ REQUESTS = [
 
 
 def noisy_copy(target: TargetModel, amount: float) -> TargetModel:
-    """A draft model that agrees with the target now and then."""
+    """A draft model that often agrees with the target: its copy with perturbed weights."""
     model = type(target.model)(target.model.config)
     model.load_state_dict(target.model.state_dict())
     with torch.no_grad():
@@ -57,7 +58,7 @@ def noisy_copy(target: TargetModel, amount: float) -> TargetModel:
 
 
 class Letters:
-    """A tokenizer of one character a token, the first 97 from a space on, in groups of `size` where they repeat."""
+    """A tokenizer for 97 characters, from the space on; each token is one character repeated `size` times."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -69,8 +70,8 @@ class Letters:
         return "".join(chr(32 + token) * self.size for token in token_ids)
 
 
-def verified_text(text: list[int], room: int, sampling: Sampling | None = None) -> VerifiedOnHost:
-    """What the loop tells a drafter that reads no features."""
+def verified_text(text: list[int], remaining: int, sampling: Sampling | None = None) -> VerifiedOnHost:
+    """What the decode loop passes to a drafter that reads no features."""
     return VerifiedOnHost(
         taps=torch.zeros(1, 1, 0),
         next_tokens=torch.tensor([text[-1:]]),
@@ -78,7 +79,7 @@ def verified_text(text: list[int], room: int, sampling: Sampling | None = None) 
         starts=[len(text) - 2],
         counts=[1],
         drafted=[0],
-        remaining=[room],
+        remaining=[remaining],
         sampling=BatchSampling([sampling or Sampling()], "cpu"),
         history=None,
         texts=[text],
@@ -97,8 +98,8 @@ def drafters(target: TargetModel, draft: TargetModel, corpus: Sequence[list[int]
         "draft model, fixed tree": ModelDrafter(draft, BUSHY, target),
         "early exit": EarlyExit(target, layers - 1, Dynamic.chain(3)),
         "early exit, tree": EarlyExit(target, layers - 1, Dynamic(3, 3, 9)),
-        "prompt lookup": PromptLookup(SHAPE, 3),
-        "corpus lookup": CorpusLookup(SHAPE, 3, automaton),
+        "prompt lookup": PromptLookup(LIMITS, 3),
+        "corpus lookup": CorpusLookup(LIMITS, 3, automaton),
         "lookahead": Lookahead(3, 3),
         "other tokenizer": OtherTokenizerDrafter(draft, Letters(1), Letters(1), 4),
     }
@@ -117,32 +118,38 @@ def made(target: TargetModel, plain: list[list[int]]) -> dict[str, Drafter]:
 
 
 NAMES = (*MODELS, "prompt lookup", "corpus lookup", "lookahead", "other tokenizer")
-# Or the law would say little. The corpus holds the very texts; random layers guess little, random texts repeat little.
-LEAST_TAU = {"draft model, chain": 1.3, "draft model, tree": 1.3, "corpus lookup": 3.0, "other tokenizer": 1.1}
+# Without acceptance the law below would test little. The corpus holds the very texts, so it must do well; the layers of
+# a random model predict little and its texts repeat little, so other drafters have no such bound.
+LEAST_ACCEPTANCE_LENGTH = {
+    "draft model, chain": 1.3,
+    "draft model, tree": 1.3,
+    "corpus lookup": 3.0,
+    "other tokenizer": 1.1,
+}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_drafter_writes_what_plain_decoding_writes(
     target: TargetModel, made: dict[str, Drafter], plain: list[list[int]], name: str
 ) -> None:
-    """Greedy and sampled, alone and in batches whose rows come and go, with changing shapes and with static ones."""
+    """Greedy and sampled, alone and in batches whose rows come and go, with dynamic and static shapes."""
     stats = DecodeStats()
     for max_batch, static, last in ((1, False, 3), (4, False, 6), (4, True, 6)):
         found = generate_batch(target, REQUESTS[:last], made[name], max_batch, static)
         assert [generation.tokens for generation in found] == plain[:last], (max_batch, static)
         for generation in found:
             stats.add(generation.stats)
-    assert stats.acceptance_length > LEAST_TAU.get(name, 1.0)
+    assert stats.acceptance_length > LEAST_ACCEPTANCE_LENGTH.get(name, 1.0)
 
 
-SOME_FAMILIES = ("gemma3", "gpt2")  # windows and a scaled embedding; learned positions
+SOME_FAMILIES = ("gemma3", "gpt2")  # sliding windows and a scaled embedding; learned positions
 
 
 @pytest.mark.parametrize(
     "family",
     [pytest.param(name, marks=() if name in SOME_FAMILIES else pytest.mark.slow) for name in FAMILIES],
 )
-def test_every_drafter_serves_any_family(family: str) -> None:
+def test_every_drafter_works_with_every_model_family(family: str) -> None:
     target = TargetModel(FAMILIES[family](), ())
     draft = TargetModel(FAMILIES[family](), ())
     samplings = itertools.cycle([Sampling(), Sampling(1.0, seed=2)])
@@ -152,7 +159,7 @@ def test_every_drafter_serves_any_family(family: str) -> None:
     for name, drafter in drafters(target, draft, prompts).items():
         found = generate_batch(target, requests, drafter, 3)
         assert [generation.tokens for generation in found] == wanted, name
-        if name == "draft model, chain":  # it is the target: all that there is room for is accepted
+        if name == "draft model, chain":  # it equals the target, so every draft token is accepted
             assert all(generation.stats.steps <= 2 for generation in found), name
 
 
@@ -161,7 +168,7 @@ def test_every_drafter_serves_any_family(family: str) -> None:
 def test_a_draft_model_that_is_the_target_is_always_right(
     target: TargetModel, sampling: Sampling, static: bool
 ) -> None:
-    """It looks at the same noise and the same penalties; rows of different lengths do not disturb each other."""
+    """It uses the same Gumbel noise and penalties, and rows of different lengths do not affect each other."""
     requests = [Request(prompt, 1 + 3 * 5, sampling) for prompt in ([5, 6, 7, 11], [3], [*range(30)])]
     for growth in (Dynamic.chain(4), BUSHY):
         for found in generate_batch(target, requests, ModelDrafter(target, growth, target), 3, static):
@@ -169,7 +176,7 @@ def test_a_draft_model_that_is_the_target_is_always_right(
 
 
 @pytest.mark.parametrize("static", [False, True])
-def test_an_exit_behind_which_the_layers_do_nothing_is_always_right(make_model: MakeModel, static: bool) -> None:
+def test_an_early_exit_is_always_right_if_the_later_layers_do_nothing(make_model: MakeModel, static: bool) -> None:
     model = make_model(seed=3)
     for layer in model.model.layers[4:]:
         for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
@@ -182,7 +189,7 @@ def test_an_exit_behind_which_the_layers_do_nothing_is_always_right(make_model: 
                 assert found.stats.accepted_at_depth == [3] * 4
 
 
-def test_an_early_exit_leaves_the_target_as_it_is(make_model: MakeModel) -> None:
+def test_an_early_exit_does_not_change_the_target(make_model: MakeModel) -> None:
     target = TargetModel(make_model(), (2, 3, 4))
     before = target.forward(torch.tensor([[5, 6, 7]]))
     short = EarlyExit(target, 2, Dynamic.chain(2)).exit
@@ -197,14 +204,20 @@ def test_an_early_exit_leaves_the_target_as_it_is(make_model: MakeModel) -> None
 
 
 def test_a_draft_model_that_does_not_fit_is_refused(target: TargetModel, make_model: MakeModel) -> None:
-    with pytest.raises(ValueError, match=r"decode\.draft_model: knows 128 positions, the target's 256 or more"):
+    with pytest.raises(
+        ValueError, match=r"decode\.draft_model: a model with 128 positions given, the target's 256 or more"
+    ):
         ModelDrafter(TargetModel(make_model(max_position_embeddings=128), ()), Dynamic.chain(2), target)
-    with pytest.raises(ValueError, match=r"decode\.draft_model: in torch\.float64 on cpu, the target's torch\.float32"):
+    with pytest.raises(
+        ValueError, match=r"decode\.draft_model: torch\.float64 on cpu given, the target's torch\.float32"
+    ):
         ModelDrafter(TargetModel(make_model().double(), ()), Dynamic.chain(2), target)
 
 
-def test_vocabularies_of_different_sizes_are_one(target: TargetModel, make_model: MakeModel) -> None:
-    """Padded ones, and those to which tokens were added that the smaller model cannot read."""
+def test_draft_model_and_target_may_have_vocabularies_of_different_sizes(
+    target: TargetModel, make_model: MakeModel
+) -> None:
+    """The larger one has padding, or added tokens that the smaller model cannot read."""
     prompt, added = [5, 96, 6, 7], Sampling(logit_bias=((90, 99.0),))
     for sampling in (Sampling(), added):
         wanted = generate(target, prompt, 12, sampling).tokens
@@ -217,11 +230,12 @@ def test_vocabularies_of_different_sizes_are_one(target: TargetModel, make_model
 def test_a_draft_model_reads_its_root_where_the_cache_has_moved_it(
     target: TargetModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row of a batch that had moved, and a cache that had grown, lost the key that was pending: all the text was
-    drafted behind a hole, and only acceptance showed it. A draft model that is the target's copy is always right."""
+    """When a row of a batch moved or the cache grew, the root's pending key was lost. Draft tokens then attended to a
+    gap, and only the acceptance rate showed it. A draft model that is a copy of the target must always be right.
+    """
     drafter = ModelDrafter(noisy_copy(target, 0.0), Dynamic.chain(4), target)
     short, long = Request([3], 7, Sampling(1.0, seed=2)), Request([5, 6, 7], 61, Sampling(1.0, seed=1))
-    always = [12] * 4  # of 12 steps that follow the prompt's token
+    always = [12] * 4  # every one of the 12 steps after the prefill accepts all four draft tokens
     for page in (256, 16):
         for module in ("inference.decode", "inference.cache"):
             monkeypatch.setattr(f"{module}.PAGE", page)
@@ -230,31 +244,37 @@ def test_a_draft_model_reads_its_root_where_the_cache_has_moved_it(
             assert (stats.steps, stats.accepted_at_depth[:4]) == (12, always), (page, static)
 
 
-def grown(drafter: PromptLookup | CorpusLookup, text: list[int], room: int = 99) -> set[tuple[int, ...]]:
-    """The paths that a lookup drafts behind a greedy text."""
-    return paths(drafter.draft(verified_text(text, room), NO_CACHE))[0]
+def drafted_paths(drafter: PromptLookup | CorpusLookup, text: list[int], remaining: int = 99) -> set[tuple[int, ...]]:
+    """The paths that a lookup drafts after a greedy text."""
+    return paths(drafter.draft(verified_text(text, remaining), NO_CACHE))[0]
 
 
-def test_prompt_lookup_follows_the_longest_ngram_and_the_latest_first() -> None:
+def test_prompt_lookup_follows_the_longest_ngram_and_prefers_the_latest() -> None:
     text = [1, 2, 3, 9, 9, 7, 2, 3, 5, 8, 2, 3, 4, 1, 2, 3]
-    chain = PromptLookup(Shape(3, 1, 3), 3)
-    assert grown(chain, text) == {(9,), (9, 9), (9, 9, 7)}  # 1 2 3 occurred once
-    assert grown(PromptLookup(Shape(3, 1, 3), 2), text) == {(4,), (4, 1), (4, 1, 2)}  # 2 3 three times
-    wide = grown(PromptLookup(Shape(2, 3, 6), 2), text)
+    chain = PromptLookup(TreeLimits(3, 1, 3), 3)
+    assert drafted_paths(chain, text) == {(9,), (9, 9), (9, 9, 7)}  # 1 2 3 occurred once before
+    assert drafted_paths(PromptLookup(TreeLimits(3, 1, 3), 2), text) == {
+        (4,),
+        (4, 1),
+        (4, 1, 2),
+    }  # 2 3 occurred three times before
+    wide = drafted_paths(PromptLookup(TreeLimits(2, 3, 6), 2), text)
     assert wide == {(4,), (5,), (9,), (4, 1), (5, 8), (9, 9)}
-    assert grown(chain, text, room=1) == {(9,)}
-    assert grown(chain, [1, 2, 3]) == set()
+    assert drafted_paths(chain, text, remaining=1) == {(9,)}
+    assert drafted_paths(chain, [1, 2, 3]) == set()
 
 
-def test_prompt_lookup_goes_on_around_a_loop() -> None:
-    assert grown(PromptLookup(Shape(5, 1, 5), 2), [3, 1, 2, 1, 2]) == {(1, 2, 1, 2, 1)[:n] for n in range(1, 6)}
+def test_prompt_lookup_continues_a_repetition_beyond_the_end_of_the_text() -> None:
+    assert drafted_paths(PromptLookup(TreeLimits(5, 1, 5), 2), [3, 1, 2, 1, 2]) == {
+        (1, 2, 1, 2, 1)[:n] for n in range(1, 6)
+    }
 
 
-def test_continuations_are_those_of_a_naive_search() -> None:
+def test_continuations_match_a_naive_search() -> None:
     text = torch.randint(3, (60,)).tolist()
     for end in range(2, 60):
         for ngram in (1, 2, 4):
-            places, length = Continuations.of_longest(text[:end], ngram)
+            places, length = Continuations.of_longest_match(text[:end], ngram)
             tail = text[:end]
             matches = {
                 n: [i + n for i in range(end - n) if tail[i : i + n] == tail[end - n :]] for n in range(1, ngram + 1)
@@ -279,87 +299,89 @@ def test_a_suffix_automaton_counts_every_substring() -> None:
 
 
 def ends_of(corpus: list[list[int]], wanted: list[int]) -> list[tuple[list[int], int]]:
-    """Every place of a corpus where these tokens end."""
+    """Every occurrence of these tokens in a corpus: the text and the index after them."""
     size = len(wanted)
     return [(text, i + size) for text in corpus for i in range(len(text) - size + 1) if text[i : i + size] == wanted]
 
 
-def test_a_lookup_ranks_siblings_by_the_targets_noise() -> None:
-    """Of what followed equally often the noise decides, as it will decide about the choice."""
+def test_a_lookup_ranks_siblings_by_the_targets_gumbel_noise() -> None:
+    """Gumbel noise decides among tokens that followed equally often, as it will decide the target's choice."""
     automaton = SuffixAutomaton([[1, token] for token in range(10, 90)])
-    drafter, first = CorpusLookup(Shape(1, 1, 1), 1, automaton), set()
+    drafter, first = CorpusLookup(TreeLimits(1, 1, 1), 1, automaton), set()
     for seed in range(8):
-        told = verified_text([5, 1], 99, Sampling(1.0, seed=seed))
-        noise = told.sampling.gumbel(torch.tensor([[2]]), torch.arange(10, 90))[0, 0]
-        assert paths(drafter.draft(told, NO_CACHE))[0] == {(10 + int(noise.argmax()),)}
-        first.add(int(noise.argmax()))
+        verified = verified_text([5, 1], 99, Sampling(1.0, seed=seed))
+        gumbel = verified.sampling.gumbel(torch.tensor([[2]]), torch.arange(10, 90))[0, 0]
+        assert paths(drafter.draft(verified, NO_CACHE))[0] == {(10 + int(gumbel.argmax()),)}
+        first.add(int(gumbel.argmax()))
     assert len(first) > 4
 
 
-def test_the_likeliest_nodes_of_a_lookup_are_kept() -> None:
-    """9 times 1 2, once 1 3; 2 goes on to 4 always, 3 to 5:  root 1 - 2 (.9) - 4 (.9);  - 3 (.1) - 5 (.1)"""
+def test_a_lookup_keeps_the_most_probable_nodes() -> None:
+    """1 2 occurs 9 times, 1 3 once, and 4 always follows 2, 5 always follows 3; probabilities in brackets:
+
+    root 1 - 2 (.9) - 4 (.9)
+          \\- 3 (.1) - 5 (.1)
+    """
     automaton = SuffixAutomaton([[1, 2, 4]] * 9 + [[1, 3, 5]])
-    drafted = [grown(CorpusLookup(Shape(2, 2, nodes), 1, automaton), [7, 1]) for nodes in (1, 2, 3, 4)]
+    drafted = [drafted_paths(CorpusLookup(TreeLimits(2, 2, nodes), 1, automaton), [7, 1]) for nodes in (1, 2, 3, 4)]
     assert drafted == [{(2,)}, {(2,), (2, 4)}, {(2,), (2, 4), (3,)}, {(2,), (2, 4), (3,), (3, 5)}]
 
 
-def test_a_trie_holds_each_path_once_and_no_deeper_than_there_is_room() -> None:
-    trie = Trie(7, room=2)
+def test_a_trie_holds_each_path_once_and_only_to_its_maximum_depth() -> None:
+    trie = Trie(7, max_depth=2)
     assert trie.add_path(0, [1, 2, 3]) == [1, 2]
     assert trie.add_path(0, [1, 4]) == [1, 3]
     assert (trie.tokens, trie.parents) == ([7, 1, 2, 4], [-1, 0, 1, 1])
     assert trie.add(2, 9) is None
 
 
-def test_lookahead_reads_its_window_by_jacobi_iteration() -> None:
-    """A target that says token + 1, whatever came before: two steps fill the window with its own guesses.
-
-    Step 1: the window is made up, and what is said below each column is that column's last token + 1.
-    """
+def test_lookahead_updates_its_window_by_jacobi_iteration() -> None:
+    """The target always chooses the last token + 1, so after a step that is what the last level holds."""
     text = [10, 20, 30]
     drafter = Lookahead(columns=2, levels=2)
     first = drafter.draft(verified_text(text, 99), NO_CACHE)
-    said = [token + 1 for token in first.tokens[0].tolist()]
+    choices = [token + 1 for token in first.tokens[0].tolist()]
     row = drafter.rows[id(text)]
-    below = [filled([row.window[level][column] for level in range(2)]) for column in range(2)]
-    text.append(said[0])
-    drafter.draft(replace(verified_text(text, 99), texts=[text], choices=[said]), NO_CACHE)
-    # One token became certain: the branches are the trunk now, and what was said below them is the branch.
-    assert row.window == [[below[0][1], below[1][1]], [below[0][1] + 1, below[1][1] + 1]]
-    for start, second in below:
-        assert (second, second + 1) in row.pool.behind(start)
+    columns = [filled([row.window[level][column] for level in range(2)]) for column in range(2)]
+    text.append(choices[0])
+    drafter.draft(replace(verified_text(text, 99), texts=[text], choices=[choices]), NO_CACHE)
+    # One token was accepted: level 1 has become level 0, and the target's choices after it are the new level 1.
+    assert row.window == [[columns[0][1], columns[1][1]], [columns[0][1] + 1, columns[1][1] + 1]]
+    for start, second in columns:
+        assert (second, second + 1) in row.pool.following(start)
 
 
-def test_lookaheads_window_moves_with_the_text() -> None:
-    """Three tokens became certain, so what guessed the fourth column guesses the second now, a level up."""
+def test_the_lookahead_window_moves_with_the_text() -> None:
+    """After three new tokens, all columns move two to the left and all levels one up."""
     text = [10, 20, 30]
     drafter = Lookahead(columns=4, levels=3)
     tree = drafter.draft(verified_text(text, 99), NO_CACHE)
     row = drafter.rows[id(text)]
     window = [list(level) for level in row.window]
-    said = list(range(100, 100 + tree.tokens.shape[1]))
-    last: list[int | None] = [said[node] for node in filled(row.nodes[-1])]
+    choices = list(range(100, 100 + tree.tokens.shape[1]))
+    last: list[int | None] = [choices[node] for node in filled(row.nodes[-1])]
     text += [1, 2, 3]
-    row.advance(said)
+    row.advance(choices)
     assert row.window == [[*level[2:], None, None] for level in [*window[1:], last]]
 
 
 def filled(values: list[int | None]) -> list[int]:
+    """The values, after asserting that none is missing."""
     found = [value for value in values if value is not None]
     assert len(found) == len(values)
     return found
 
 
-def test_ngrams_keep_the_latest() -> None:
-    known = NGrams(most=2)
+def test_the_ngram_pool_keeps_the_latest() -> None:
+    known = NGramPool(capacity=2)
     for ngram in ([1, 2, 3], [1, 4, 5], [1, 2, 3], [1, 6, 7], [2, 2, 2]):
         known.add(ngram)
-    assert known.behind(1) == [(6, 7), (2, 3)]
-    assert known.behind(3) == []
+    assert known.following(1) == [(6, 7), (2, 3)]
+    assert known.following(3) == []
 
 
 def test_lookahead_learns_a_loop(target: TargetModel) -> None:
-    """A text that repeats itself is guessed whole as soon as the pool has seen it once."""
+    """Once a repeated n-gram is in the pool, the rest of the repetition is accepted in long steps."""
     ahead = Lookahead(3, 4)
     wanted = generate(target, [5, 6, 7, 11], 12, Sampling(logit_bias=((9, 50.0),))).tokens
     found = generate(target, [5, 6, 7, 11], 12, Sampling(logit_bias=((9, 50.0),)), ahead)
@@ -368,25 +390,25 @@ def test_lookahead_learns_a_loop(target: TargetModel) -> None:
 
 
 @pytest.mark.parametrize(("own", "targets"), [(1, 1), (2, 1), (1, 2)])
-def test_text_is_what_two_tokenizers_have_in_common(
+def test_drafts_are_translated_between_tokenizers_by_way_of_text(
     target: TargetModel, make_model: MakeModel, own: int, targets: int
 ) -> None:
-    """One letter a token on one side and two on the other: drafts are as many of the target's tokens as there is text.
+    """One tokenizer has one letter per token and the other two; all of the drafted text becomes the target's tokens.
 
-    The draft model says the same token over and over, wherever it has read the last one from.
+    The draft model always writes token 0.
     """
     model = make_model(seed=3)
     nn.init.zeros_(model.lm_head.weight)
-    draft = TargetModel(model, ())  # all logits are 0, so it says token 0
+    draft = TargetModel(model, ())  # all logits are 0, so its argmax is token 0
     drafter = OtherTokenizerDrafter(draft, Letters(own), Letters(targets), depth=4)
-    guessed = drafter.guess([5, 5, 7, 7], 4, [])
-    assert guessed == [0] * (4 * own // targets)
+    drafted = drafter.draft_tokens([5, 5, 7, 7], 4, [])
+    assert drafted == [0] * (4 * own // targets)
     text = Letters(targets).decode([5, 5, 7, 7])
-    assert [read.tokens[:-3] for read in drafter.read] == [Letters(own)(text)["input_ids"]]
+    assert [cached.tokens[:-3] for cached in drafter.cached] == [Letters(own)(text)["input_ids"]]
 
 
-def test_another_tokenizers_model_reads_each_token_once(target: TargetModel) -> None:
-    """What it has read of a row is found again, whichever place the row has now; and read anew where texts differ."""
+def test_a_draft_model_with_another_tokenizer_reads_each_token_once(target: TargetModel) -> None:
+    """It reuses the KV cache of the text with the longest common prefix, and reads only the tokens after that."""
     drafter = OtherTokenizerDrafter(target, Letters(1), Letters(1), depth=3)
     counted: list[int] = []
     embedding = target.model.get_input_embeddings()
@@ -398,11 +420,15 @@ def test_another_tokenizers_model_reads_each_token_once(target: TargetModel) -> 
     counted.clear()
     tree = drafter.draft(verified_text(whole[:8], 99), NO_CACHE)
     handle.remove()
-    assert counted == [2, 1, 1]  # two of its three drafts had been read; the root, and the one before it
+    assert counted == [
+        2,
+        1,
+        1,
+    ]  # of its three draft tokens the first two are in the cache; it reads the third, and the root
     assert tree.tokens[0].tolist() == whole[7:11]
 
 
-def test_a_recipe_names_its_drafter(target_folder: Path, tmp_path: Path) -> None:
+def test_a_recipe_selects_its_drafter(target_folder: Path, tmp_path: Path) -> None:
     source = TargetSection(path=str(target_folder), dtype="float32", device="cpu")
     target = TargetModel.load(source, ())
     for folder in (target_folder, tmp_path):
@@ -416,7 +442,7 @@ def test_a_recipe_names_its_drafter(target_folder: Path, tmp_path: Path) -> None
         return build_drafter(DecodeSection(**fields), target, source)
 
     assert build(drafter="prompt_lookup", ngram=2).ngram == 2
-    assert build(drafter="prompt_lookup", growth="chain", depth=3).shape == Shape(3, 1, 3)
+    assert build(drafter="prompt_lookup", growth="chain", depth=3).limits == TreeLimits(3, 1, 3)
     assert build(drafter="suffix", corpus=corpus).automaton.match([9, 2])[1] == 1
     assert build(drafter="lookahead", width=3, depth=4).max_nodes == 1 + 2 * 3 * 4
     assert len(build(drafter="early_exit").exit.model.layers) == 3
@@ -431,18 +457,18 @@ def test_a_recipe_names_its_drafter(target_folder: Path, tmp_path: Path) -> None
     (tmp_path / "tokenizer.json").write_text(json.dumps(other))
     drafter = build(drafter="draft_model", draft_model=str(tmp_path), growth="dynamic", depth=3, nodes=20)
     assert isinstance(drafter, OtherTokenizerDrafter)
-    assert drafter.max_nodes == 1 + 3  # a chain, whatever the growth
+    assert drafter.max_nodes == 1 + 3  # a chain, although the recipe asks for a dynamic tree
     bad = {
-        '{"text": "no tokens"}': r"has fields \['text'\]; tokens are allowed",
-        '{"tokens": "abc"}': "tokens is 'abc', a list of the target's tokens is allowed",
-        '{"prompt": [1], "response": "b"}': "response is 'b', a list",
-        '{"tokens": [1, 500]}': "tokens holds 500, the target's tokens 0 to 96 are allowed; was it made with another",
-        '{"prompt": [-1], "response": [2]}': "prompt holds -1, the target's",
-        '{"tokens": [1.5]}': "tokens holds 1.5, the target's",
+        '{"text": "no tokens"}': r"fields \['text'\] given, tokens or prompt and response are allowed",
+        '{"tokens": "abc"}': "tokens is 'abc', a list of the target's token ids is allowed",
+        '{"prompt": [1], "response": "b"}': "response is 'b', a list of the target's token ids is allowed",
+        '{"tokens": [1, 500]}': "tokens holds 500, token ids 0 to 96 of the target are allowed; encode the text with",
+        '{"prompt": [-1], "response": [2]}': "prompt holds -1, token ids 0 to 96",
+        '{"tokens": [1.5]}': "tokens holds 1.5, token ids 0 to 96",
     }
     for row, message in bad.items():
         corpus.write_text('{"tokens": [1]}\n' + row)
-        with pytest.raises(ValueError, match=rf"decode\.corpus: row 2 of .*corpus\.jsonl:? {message}"):
+        with pytest.raises(ValueError, match=rf"decode\.corpus: row 2 of .*corpus\.jsonl: {message}"):
             build(drafter="suffix", corpus=corpus)
 
 
@@ -463,6 +489,6 @@ def test_a_recipe_names_its_drafter(target_folder: Path, tmp_path: Path) -> None
         ),
     ],
 )
-def test_fields_of_a_drafter_go_together(fields: dict[str, Any], message: str) -> None:
+def test_fields_that_do_not_fit_the_drafter_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DecodeSection(**fields)

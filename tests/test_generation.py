@@ -1,4 +1,4 @@
-"""The law of `generate`: what transformers' own would return, where it is greedy; else a ValueError or the same law."""
+"""The law of `generate`: greedy output equals that of transformers' `generate`; unsupported fields raise ValueError."""
 
 from collections.abc import Callable
 from copy import copy
@@ -27,7 +27,7 @@ from inference.decode import generate
 from inference.drafters.growth import Dynamic
 from inference.drafters.head import HeadDrafter
 from inference.generation import SpeculativeModel, SpeculativeOutput
-from inference.generation_config import DEFAULTS, IRRELEVANT, SUPPORTED, read_settings, with_config
+from inference.generation_config import DEFAULTS, IGNORED, SUPPORTED, read_settings, with_settings
 from inference.request import Generation
 from inference.sampling import BatchSampling, History, Sampling
 from inference.target.model import TargetModel
@@ -63,13 +63,13 @@ def output_of(model: SpeculativeModel, **fields: Any) -> SpeculativeOutput:
 
 @pytest.fixture(scope="module")
 def theirs(make_model: MakeModel) -> Any:
-    """The weights of `target`, in a model that nobody has wrapped."""
+    """The transformers model with the weights of `target`, not wrapped by TargetModel."""
     return make_model()
 
 
 @pytest.fixture(scope="module")
 def ends(theirs: Any) -> list[int]:
-    """Two tokens, which end the greedy texts of the first two prompts early."""
+    """Two tokens that end the greedy texts of the first two prompts early when used as end tokens."""
     written = theirs.generate(**BATCH, max_new_tokens=NEW)[:, len(PROMPTS[2]) :].tolist()
     return [written[0][5], written[1][2]]
 
@@ -85,7 +85,7 @@ def model(target: TargetModel, head: Eagle3Head) -> SpeculativeModel:
 
 
 def same_fields(ends: list[int]) -> dict[str, dict[str, Any]]:
-    """Fields under which our greedy output must be theirs, by what they show."""
+    """Cases in which our greedy output must equal that of transformers: name -> fields."""
     return {
         "no end": {"max_new_tokens": NEW},
         "one end token": {"max_new_tokens": NEW, "eos_token_id": ends[0]},
@@ -107,7 +107,7 @@ def same_fields(ends: list[int]) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("case", same_fields([0, 0]))
 @pytest.mark.parametrize("prompts", [BATCH, ALONE], ids=["batch", "alone"])
-def test_greedy_output_is_that_of_transformers(
+def test_greedy_output_equals_that_of_transformers(
     case: str,
     prompts: dict[str, Any],
     target: TargetModel,
@@ -124,13 +124,13 @@ def test_greedy_output_is_that_of_transformers(
     assert torch.equal(written_by(model, **prompts, generation_config=GenerationConfig(**fields)), wanted)
 
 
-def test_the_cases_show_what_they_claim(theirs: Any, ends: list[int]) -> None:
+def test_every_case_but_the_trivial_ones_changes_the_output(theirs: Any, ends: list[int]) -> None:
     found = {case: theirs.generate(**BATCH, **fields) for case, fields in same_fields(ends).items()}
     assert (found["two end tokens"][0] == PAD).any()
     assert [case for case in found if torch.equal(found[case], found["no end"])] == ["no end", "beams of one"]
 
 
-def test_texts_end_at_the_checkpoint_s_own_tokens(make_model: MakeModel, ends: list[int]) -> None:
+def test_texts_end_at_the_end_tokens_of_the_checkpoint(make_model: MakeModel, ends: list[int]) -> None:
     for own in ({"eos_token_id": ends}, {"eos_token_id": ends, "pad_token_id": PAD}):
         model = SpeculativeModel(TargetModel(make_model(**own), ()))
         theirs: Any = make_model(**own)
@@ -139,29 +139,27 @@ def test_texts_end_at_the_checkpoint_s_own_tokens(make_model: MakeModel, ends: l
             assert torch.equal(written_by(model, **BATCH, max_new_tokens=NEW, **fields), wanted)
 
 
-def test_twenty_new_tokens_unless_told_otherwise(model: SpeculativeModel, theirs: Any) -> None:
+def test_the_default_is_twenty_new_tokens(model: SpeculativeModel, theirs: Any) -> None:
     long = {"input_ids": torch.arange(246).unsqueeze(0) % 90}  # 10 positions are left
     for prompts in (BATCH, ALONE, long):
         with pytest.warns(UserWarning, match="max_new_tokens"):
             assert torch.equal(written_by(model, **prompts), theirs.generate(**prompts))
 
 
-def test_max_new_tokens_goes_before_max_length(model: SpeculativeModel, theirs: Any) -> None:
+def test_max_new_tokens_overrides_max_length(model: SpeculativeModel, theirs: Any) -> None:
     with pytest.warns(UserWarning, match="max_length"):
         found = written_by(model, **ALONE, max_new_tokens=4, max_length=50)
     assert torch.equal(found, theirs.generate(**ALONE, max_new_tokens=4))
 
 
-def test_padding_shows_without_a_mask(model: SpeculativeModel, theirs: Any) -> None:
-    # Not where the same token ends texts: there it is read.
+def test_padding_is_recognised_without_a_mask(model: SpeculativeModel, theirs: Any) -> None:
+    # Unless the pad token is also an end token: then it counts as text.
     for more in ({}, {"eos_token_id": PAD}):
         fields: dict[str, Any] = {"max_new_tokens": NEW, "pad_token_id": PAD, "input_ids": BATCH["input_ids"], **more}
         assert torch.equal(written_by(model, **fields), theirs.generate(**fields))
 
 
-def test_texts_stop_at_the_strings_at_which_transformers_stops(
-    target: TargetModel, theirs: Any, tokenizer: Any
-) -> None:
+def test_texts_stop_at_the_same_strings_as_in_transformers(target: TargetModel, theirs: Any, tokenizer: Any) -> None:
     free = theirs.generate(**BATCH, max_new_tokens=NEW)[:, len(PROMPTS[2]) :].tolist()
     strings = [tokenizer.decode(free[0][4:7]), tokenizer.decode(free[1][2:4])]
     unused = next(token for token in range(97) if all(token not in text for text in free))
@@ -187,9 +185,9 @@ def test_a_special_token_may_be_a_stop_string(target: TargetModel, theirs: Any, 
 
 
 def test_a_stop_string_may_begin_with_the_space_of_the_first_new_token(target: TargetModel, theirs: Any) -> None:
-    """A tokenizer of the Llama 2 kind takes the first space of what it decodes away."""
+    """Tokenizers like that of Llama 2 strip the first space of the text that they decode."""
     pairs = [first + second for first in "wxyz" for second in LETTERS]
-    words = ["abcdef", *pairs][:97]  # transformers looks at words behind abcdef
+    words = ["abcdef", *pairs][:97]  # transformers decodes each token after the text abcdef
     whole_words = Tokenizer(WordLevel({f"\u2581{word}": i for i, word in enumerate(words)}, unk_token="\u2581wa"))
     whole_words.pre_tokenizer, whole_words.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=whole_words, clean_up_tokenization_spaces=False)
@@ -202,7 +200,7 @@ def test_a_stop_string_may_begin_with_the_space_of_the_first_new_token(target: T
     assert torch.equal(written_by(SpeculativeModel(target, tokenizer=tokenizer), **ALONE, **fields), wanted)
 
 
-def test_numbers_may_be_those_of_numpy_and_torch(target: TargetModel) -> None:
+def test_integers_may_come_from_numpy_and_torch(target: TargetModel) -> None:
     model, fields = SpeculativeModel(target), {**BATCH, "max_new_tokens": NEW, "do_sample": True}
     wanted = written_by(model, **fields, seed=3, eos_token_id=5)
     for seed in (numpy.int64(3), torch.tensor(3), [3, numpy.int64(3), 3], torch.tensor([3, 3, 3])):
@@ -210,7 +208,7 @@ def test_numbers_may_be_those_of_numpy_and_torch(target: TargetModel) -> None:
             assert torch.equal(written_by(model, **fields, seed=seed, eos_token_id=end), wanted)
 
 
-def test_an_end_token_that_the_target_cannot_write_blocks_no_call(target: TargetModel) -> None:
+def test_end_tokens_outside_the_vocabulary_are_ignored(target: TargetModel) -> None:
     odd = copy(target)
     odd.end_tokens = [5, 2000]
     fields: dict[str, Any] = {**BATCH, "max_new_tokens": NEW}
@@ -218,7 +216,7 @@ def test_an_end_token_that_the_target_cannot_write_blocks_no_call(target: Target
     assert torch.equal(found, written_by(SpeculativeModel(target), **fields, eos_token_id=5))
 
 
-def test_none_switches_a_penalty_of_the_model_s_own_off(target: TargetModel) -> None:
+def test_none_switches_off_a_penalty_of_the_model(target: TargetModel) -> None:
     model = SpeculativeModel(target, sampling=Sampling(presence_penalty=2.0, frequency_penalty=2.0))
     fields: dict[str, Any] = {**BATCH, "max_new_tokens": NEW}
     plain, off = written_by(SpeculativeModel(target), **fields), {"presence_penalty": None, "frequency_penalty": None}
@@ -226,7 +224,7 @@ def test_none_switches_a_penalty_of_the_model_s_own_off(target: TargetModel) -> 
     assert torch.equal(written_by(model, **fields, **off), plain)
 
 
-# Defaults are transformers' own: top_k is 50 as soon as one samples.
+# The defaults are those of transformers: with do_sample, top_k is 50.
 MEANINGS: list[tuple[dict[str, Any], Sampling]] = [
     ({}, Sampling()),
     ({"do_sample": True}, Sampling(1.0, top_k=50)),
@@ -243,9 +241,9 @@ MEANINGS: list[tuple[dict[str, Any], Sampling]] = [
 
 
 @pytest.mark.parametrize(("fields", "meant"), MEANINGS, ids=[", ".join(fields) for fields, _ in MEANINGS])
-def test_fields_of_a_configuration_are_a_sampling(fields: dict[str, Any], meant: Sampling, theirs: Any) -> None:
-    assert with_config(Sampling(), read_settings(None, fields)) == meant
-    assert with_config(Sampling(), read_settings(GenerationConfig(**fields), {})) == meant
+def test_fields_mean_what_they_mean_in_transformers(fields: dict[str, Any], meant: Sampling, theirs: Any) -> None:
+    assert with_settings(Sampling(), read_settings(None, fields)) == meant
+    assert with_settings(Sampling(), read_settings(GenerationConfig(**fields), {})) == meant
     if meant.temperature == 0:
         return
     found = theirs.generate(
@@ -255,29 +253,29 @@ def test_fields_of_a_configuration_are_a_sampling(fields: dict[str, Any], meant:
     torch.testing.assert_close(warped.exp()[:, 0], found.scores[0].softmax(-1))
 
 
-def test_none_switches_off_in_the_call_and_leaves_the_default_in_a_configuration(theirs: Any) -> None:
+def test_none_switches_off_in_the_call_and_keeps_the_default_in_a_configuration(theirs: Any) -> None:
     for config, overrides, top_k in (
         (GenerationConfig(do_sample=True, top_k=None), {}, 50),
         (GenerationConfig(do_sample=True, top_k=7), {"top_k": None}, None),
         (GenerationConfig(do_sample=True), {"top_k": None, "temperature": None, "top_p": None}, None),
     ):
-        assert with_config(Sampling(), read_settings(config, overrides)) == Sampling(1.0, top_k=top_k)
+        assert with_settings(Sampling(), read_settings(config, overrides)) == Sampling(1.0, top_k=top_k)
         details = {"max_new_tokens": 1, "return_dict_in_generate": True, "output_scores": True}
         found = theirs.generate(**ALONE, generation_config=config, **details, **overrides)
         assert int(found.scores[0].isfinite().sum()) == (top_k or 97)
 
 
-def test_our_own_fields_are_a_sampling() -> None:
+def test_fields_that_transformers_lacks_are_read() -> None:
     own = {"presence_penalty": 0.5, "frequency_penalty": 0.25, "logit_bias": {3: 1.5, 4: -INF}}
     meant = Sampling(presence_penalty=0.5, frequency_penalty=0.25, logit_bias=((3, 1.5), (4, -INF)))
-    assert with_config(Sampling(), read_settings(None, own)) == meant
+    assert with_settings(Sampling(), read_settings(None, own)) == meant
     base = Sampling(seed=9, rule="typical", presence_penalty=1.0)
-    assert with_config(base, read_settings(None, {"do_sample": True})) == Sampling(
+    assert with_settings(base, read_settings(None, {"do_sample": True})) == Sampling(
         1.0, 50, seed=9, rule="typical", presence_penalty=1.0
     )
 
 
-def test_sampled_text_depends_on_prompt_and_seed_alone(target: TargetModel, model: SpeculativeModel) -> None:
+def test_sampled_text_depends_only_on_prompt_and_seed(target: TargetModel, model: SpeculativeModel) -> None:
     fields = {"max_new_tokens": NEW, "do_sample": True, "top_p": 0.95, "presence_penalty": 0.4}
     sampling = Sampling(1.0, top_k=50, top_p=0.95, presence_penalty=0.4)
     width = len(PROMPTS[2])
@@ -286,9 +284,9 @@ def test_sampled_text_depends_on_prompt_and_seed_alone(target: TargetModel, mode
         return written_by(own, **BATCH, **fields, **more)[:, width:].tolist()
 
     def alone(prompt: list[int], seed: int) -> list[int]:
-        return generate(target, prompt, NEW, with_config(Sampling(seed=seed), read_settings(None, fields))).tokens
+        return generate(target, prompt, NEW, with_settings(Sampling(seed=seed), read_settings(None, fields))).tokens
 
-    assert with_config(Sampling(), read_settings(None, fields)) == sampling
+    assert with_settings(Sampling(), read_settings(None, fields)) == sampling
     wanted = {(row, seed): alone(prompt, seed) for row, prompt in enumerate(PROMPTS) for seed in range(4)}
     for own in (model, SpeculativeModel(target, max_batch=2)):
         assert written(own) == [wanted[row, 0] for row in range(3)]
@@ -298,12 +296,12 @@ def test_sampled_text_depends_on_prompt_and_seed_alone(target: TargetModel, mode
     assert len({tuple(text) for text in wanted.values()}) == len(wanted)
 
 
-def test_rows_of_the_same_prompt_stand_together(model: SpeculativeModel) -> None:
+def test_rows_of_the_same_prompt_are_adjacent(model: SpeculativeModel) -> None:
     found = written_by(model, **BATCH, max_new_tokens=2, do_sample=True, num_return_sequences=3)
     assert torch.equal(found[:, : len(PROMPTS[2])], BATCH["input_ids"].repeat_interleave(3, dim=0))
 
 
-def test_the_output_in_detail(model: SpeculativeModel, theirs: Any, ends: list[int]) -> None:
+def test_the_detailed_output_agrees_with_transformers(model: SpeculativeModel, theirs: Any, ends: list[int]) -> None:
     fields = {"max_new_tokens": NEW, "eos_token_id": ends, "pad_token_id": PAD}
     wanted = theirs.generate(**BATCH, **fields, output_logits=True, return_dict_in_generate=True)
     found = output_of(model, **BATCH, **fields, output_logits=True)
@@ -327,7 +325,7 @@ def test_the_output_in_detail(model: SpeculativeModel, theirs: Any, ends: list[i
 
 
 class Recorder:
-    """A streamer that keeps what it is given."""
+    """A streamer that records what it is given."""
 
     def __init__(self) -> None:
         self.given: list[Any] = []
@@ -339,7 +337,7 @@ class Recorder:
         self.given.append("end")
 
 
-def test_a_streamer_is_given_what_transformers_gives_it(target: TargetModel, theirs: Any, ends: list[int]) -> None:
+def test_a_streamer_is_given_the_same_as_by_transformers(target: TargetModel, theirs: Any, ends: list[int]) -> None:
     cases: list[dict[str, Any]] = [{"max_new_tokens": NEW}, {"max_new_tokens": NEW, "eos_token_id": ends}]
     for fields in cases:
         wanted, found = Recorder(), Recorder()
@@ -353,7 +351,7 @@ def test_a_streamer_is_given_what_transformers_gives_it(target: TargetModel, the
 def test_a_text_streamer_yields_exactly_the_text(
     skip_prompt: bool, target: TargetModel, theirs: Any, tokenizer: Any
 ) -> None:
-    fields = {"max_new_tokens": 25, "sequence_bias": {(3,): 3.0}}  # more variety
+    fields = {"max_new_tokens": 25, "sequence_bias": {(3,): 3.0}}  # makes the text more varied
     written = theirs.generate(**ALONE, **fields)
     model = SpeculativeModel(target, Moody(written[0].tolist()))
     pieces = []
@@ -378,7 +376,7 @@ def test_stream_yields_the_text_in_blocks(target: TargetModel, theirs: Any, ends
 
 @pytest.mark.parametrize("value", [7, "x", [1], torch.ones(2)], ids=str)
 def test_every_other_field_is_refused(value: Any) -> None:
-    for name in GenerationConfig().to_dict().keys() - SUPPORTED - IRRELEVANT:
+    for name in GenerationConfig().to_dict().keys() - SUPPORTED - IGNORED:
         with pytest.raises(ValueError, match=f"{name}: "):
             read_settings(None, {name: value})
 
@@ -392,7 +390,7 @@ def test_fields_at_their_defaults_are_not_refused() -> None:
     read_settings(None, {"logits_processor": None, "synced_gpus": False})
 
 
-REFUSED: list[tuple[dict[str, Any], str]] = [
+REFUSED_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"num_beams": 4}, "num_beams: 4 given, 1 is allowed"),
     ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha: 0.6 given, None is allowed; top_k: 4 given, which needs do_s"),
     (
@@ -401,61 +399,64 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"constraints": ["x"]}, "constraints: "),
     ({"forced_bos_token_id": 0}, "forced_bos_token_id: 0 given"),
-    ({"max_new_token": 4}, "max_new_token: 4 given.*supported are .*max_new_tokens"),
+    ({"max_new_token": 4}, "max_new_token: 4 given.*supported fields: .*max_new_tokens"),
     ({"inputs_embeds": torch.zeros(1, 4, 32)}, "inputs_embeds: "),
     ({"logits_processor": [lambda tokens, scores: scores]}, "logits_processor: "),
     ({"temperature": 0.7}, "temperature: 0.7 given, which needs do_sample=True"),
-    ({"do_sample": True, "temperature": 0.0}, "temperature: 0 given with do_sample=True"),
+    ({"do_sample": True, "temperature": 0.0}, "temperature: 0 given with do_sample=True, more than 0 is allowed"),
     ({"do_sample": True, "top_p": 1.5}, "top_p: 1.5 given"),
     ({"do_sample": True, "top_k": -1}, "top_k: -1 given"),
     ({"output_scores": True}, "output_scores: True given, which needs return_dict_in_generate=True"),
     ({"num_return_sequences": 2}, "num_return_sequences: 2 given, 1 is allowed without do_sample=True"),
     ({"eos_token_id": [5, 97]}, "eos_token_id: .* given, 0 to 96 is allowed"),
-    ({"min_new_tokens": 3, "eos_token_id": 5}, "min_new_tokens: 3 given, none or all of the 10"),
-    ({"min_length": 9, "eos_token_id": 5}, "min_length: 9 given, none or all of the 10"),
+    ({"min_new_tokens": 3, "eos_token_id": 5}, "min_new_tokens: 3 given, a minimum of none or all of the 10"),
+    ({"min_length": 9, "eos_token_id": 5}, "min_length: 9 given, a minimum of none or all of the 10"),
     ({"max_new_tokens": 0}, "max_new_tokens: 0 given"),
     ({"max_new_tokens": 1000}, "256 positions"),
     ({"max_new_tokens": None, "max_length": 7}, "max_length: 7 given, more than the 7 columns"),
     ({"stop_strings": "x"}, "stop_strings: given without a tokenizer"),
     ({"sequence_bias": {(1, 2): 3.0}}, r"sequence_bias: \[\[1, 2\]\] given, sequences of 1 token"),
-    ({"seed": [1, 2]}, "seed: 2 given for 3 prompts"),
+    ({"seed": [1, 2]}, "seed: 2 given for 3 prompts, 1 for all or 3 is allowed"),
     ({"seed": 1.5}, "seed: 1.5 given, a whole number is allowed"),
     ({"seed": [1, 2, 1.5]}, "seed: 1.5 given, a whole number is allowed"),
     ({"num_return_sequences": -1}, "num_return_sequences: -1 given, 1 or more is allowed"),
     ({"do_sample": True, "top_k": 5.0}, "top_k: 5.0 given, a whole number is allowed"),
     ({"max_new_tokens": 2.5}, "max_new_tokens: 2.5 given, a whole number is allowed"),
     ({"input_ids": torch.zeros(0, 3, dtype=torch.long)}, r"input_ids: shape \[0, 3\] given, \[batch, seq\]"),
-    ({"logit_bias": [(3, 1.0)]}, r"logit_bias: \[\(3, 1.0\)\] given, a mapping of tokens"),
+    ({"logit_bias": [(3, 1.0)]}, r"logit_bias: \[\(3, 1.0\)\] given, a mapping of token ids"),
     ({"logit_bias": {97: 1.0}}, "logit_bias: token 97 given, 0 to 96 is allowed"),
     ({"logit_bias": {10**12: 1.0}}, "logit_bias: token 1000000000000 given, 0 to 96 is allowed"),
     ({"streamer": Recorder()}, "streamer: given for 3 texts, 1 is allowed"),
-    ({"input_ids": None}, "input_ids: missing"),
+    ({"input_ids": None}, "input_ids: missing; give prompts"),
     ({"attention_mask": torch.ones(3, 6)}, r"attention_mask: shape \[3, 6\] given, \[3, 7\] is allowed"),
     ({"attention_mask": BATCH["attention_mask"].flip(1)}, "a prompt ends with padding"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"), REFUSED, ids=lambda value: ", ".join(value) if isinstance(value, dict) else ""
+    ("fields", "message"), REFUSED_FIELDS, ids=lambda value: ", ".join(value) if isinstance(value, dict) else ""
 )
-def test_what_is_not_meant_to_work_says_so(fields: dict[str, Any], message: str, model: SpeculativeModel) -> None:
+def test_unsupported_fields_are_refused_by_name(fields: dict[str, Any], message: str, model: SpeculativeModel) -> None:
     with pytest.raises(ValueError, match=message):
         model.generate(**{**BATCH, "max_new_tokens": NEW, **fields})
 
 
-def test_strings_that_stop_a_batch_need_padding(target: TargetModel, tokenizer: Any) -> None:
+def test_stop_strings_in_a_batch_need_a_pad_token(target: TargetModel, tokenizer: Any) -> None:
     with pytest.raises(ValueError, match="pad_token_id: missing"):
         SpeculativeModel(target, None, tokenizer).generate(**BATCH, max_new_tokens=4, stop_strings="x")
 
 
-def test_a_checkpoint_s_sampling_is_idle_when_the_call_says_greedy(model: SpeculativeModel, theirs: Any) -> None:
+def test_sampling_fields_of_a_configuration_are_ignored_when_the_call_is_greedy(
+    model: SpeculativeModel, theirs: Any
+) -> None:
     config = GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9, top_k=20, max_new_tokens=NEW)
     found = written_by(model, **BATCH, generation_config=config, do_sample=False)
     assert torch.equal(found, theirs.generate(**BATCH, max_new_tokens=NEW))
 
 
-def test_a_sampling_says_only_what_configurations_cannot(target: TargetModel) -> None:
-    with pytest.raises(ValueError, match="come with each call"):
+def test_the_model_sets_only_sampling_fields_that_configurations_lack(target: TargetModel) -> None:
+    message = r"sampling: .* given, only seed, rule, .* are allowed; pass all other fields with each call"
+    with pytest.raises(ValueError, match=message):
         SpeculativeModel(target, sampling=Sampling(0.7))
     fields: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": True}
     seeded = written_by(SpeculativeModel(target, sampling=Sampling(seed=4)), **BATCH, **fields)

@@ -1,8 +1,8 @@
-"""The law of a mask: a pending token sees what its row holds and what is visible of the pending ones, in its window.
+"""The law of masks: a pending token sees its row's cached tokens and the visible pending ones, within its window.
 
-keys      held | pending | of nobody        row 0: 3 held, row 1: 1 held, 2 pending nodes; the query is the second
-row 0    0 0 0   v q                        static: every row goes up to the capacity
-row 1    0       v q       - -
+keys     cached | pending | unused       two rows with 3 and 1 cached tokens and 2 pending ones each:
+row 0    0 0 0    v q                    q is the query, v the other pending token, 0 are cached keys;
+row 1    0        v q       - -          with static shapes every row extends to the capacity
 """
 
 import itertools
@@ -28,7 +28,7 @@ def slots_of(lengths: list[int], pending: int = 0, static: bool = False) -> Slot
 def by_definition(
     lengths: list[int], visible: Tensor, depths: Tensor | None, keys: int, window: int | None
 ) -> list[list[list[bool]]]:
-    """Key by key, in words."""
+    """The definition, key by key: may each query attend to each key?"""
     size, pending = visible.shape[1:]
     rows = []
     for row, held in enumerate(lengths):
@@ -50,7 +50,7 @@ def by_definition(
 
 
 LENGTHS = {"alone": [5], "even": [4, 4, 4], "ragged": [6, 0, 3], "nothing held": [0, 0]}
-# Earlier pending tokens and the size of the block behind them.
+# The number of earlier pending tokens, and the size of the block after them.
 BLOCKS = {"one": (0, 1), "tree": (0, 6), "a level": (4, 3), "two levels on": (5, 2)}
 
 
@@ -58,8 +58,8 @@ BLOCKS = {"one": (0, 1), "tree": (0, 6), "a level": (4, 3), "two levels on": (5,
 @pytest.mark.parametrize("window", [None, 1, 2, 4, 100])
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_a_mask_is_its_definition(lengths: str, block: str, window: int | None, static: bool) -> None:
-    """Of random trees, a row each or one for all; the block's own tokens see themselves."""
+def test_a_mask_matches_its_definition(lengths: str, block: str, window: int | None, static: bool) -> None:
+    """For random visibility, one per row or one for all rows; each token of the block sees itself."""
     held, (earlier, size) = LENGTHS[lengths], BLOCKS[block]
     slots = slots_of(held, earlier, static)
     for rows in {1, len(held)}:
@@ -77,7 +77,7 @@ def test_a_mask_is_its_definition(lengths: str, block: str, window: int | None, 
 
 
 @pytest.mark.parametrize("window", [None, 2, 4])
-def test_rows_of_equal_lengths_get_the_same_mask_either_way(window: int | None) -> None:
+def test_rows_of_equal_length_get_the_same_mask_as_ragged_rows(window: int | None) -> None:
     for held, (earlier, size), rows in itertools.product(range(4), BLOCKS.values(), (1, 3)):
         slots = slots_of([held] * 3, earlier)
         block = Block(torch.rand(rows, size, earlier + size) < 0.5, torch.randint(5, (rows, earlier + size)))
@@ -86,16 +86,16 @@ def test_rows_of_equal_lengths_get_the_same_mask_either_way(window: int | None) 
         assert torch.equal(even.expand_as(ragged), ragged)
 
 
-def test_a_chain_behind_its_text_is_causal_in_its_window() -> None:
-    """What transformers' own sliding layers see: so many tokens, their own included."""
+def test_a_chain_after_its_text_gets_a_causal_mask_within_the_window() -> None:
+    """As in transformers: a token in a sliding layer sees `window` tokens, itself included."""
     for window in (1, 3, 5):
         depths = torch.arange(6).unsqueeze(0)
         mask = block_mask(slots_of([5]), Block((depths <= depths.T).unsqueeze(0), depths), torch.float32, window)
         assert (mask[0, 0] == 0).sum(-1).tolist() == [min(window, at) for at in range(6, 12)]
 
 
-def test_a_mask_is_of_the_models_dtype_and_finite() -> None:
-    """Not -inf: a row of -inf alone would be NaN behind the softmax."""
+def test_a_mask_is_finite_and_has_the_dtype_of_the_model() -> None:
+    """A row with nothing but -inf would be NaN after the softmax."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         mask = block_mask(slots_of([3, 1]), Block(torch.eye(2, dtype=torch.bool).unsqueeze(0)), dtype)
         assert mask.dtype == dtype

@@ -1,7 +1,7 @@
-"""Laws of rejection sampling: the output is distributed as the target's, and drafts pass as often as they can.
+"""Laws of rejection sampling: the output follows the target's distribution, and acceptance is as frequent as possible.
 
-The target is a Markov chain over five symbols, the draft model another one that knows four of them. Every draw is a row
-of the batch with a seed of its own, so that all texts of three tokens can be counted in one go.
+The target is a Markov chain over five symbols; the draft model is another one that knows only four of them. Every draw
+is a row of the batch with its own seed, so one batch counts all texts of three tokens.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from inference import rejection
-from inference.rejection import Proposals, check_proposals, propose, rejection_choices, typical_allowed
+from inference.rejection import Proposals, propose, rejection_choices, typical_allowed
 from inference.sampling import BatchSampling, History, Sampling
 from inference.tree import Tree
 from inference.verify import accept
@@ -30,12 +30,12 @@ SAMPLINGS = {
     "plain": Sampling(1.0),
     "warped": Sampling(0.7, top_k=4, top_p=0.9),
     "min_p": Sampling(1.3, min_p=0.15),
-    "top two": Sampling(1.0, top_k=2),  # with three children q' has nothing left
+    "top two": Sampling(1.0, top_k=2),  # with three children, nothing is left for q'
 }
 
 
 def batch_of(sampling: Sampling, seeds: Tensor) -> BatchSampling:
-    """A row for each seed, without building as many Samplings."""
+    """A batch with one row per seed, built without a Sampling for each."""
     batch = BatchSampling([sampling], "cpu")
     batch.seeds, batch.greedy = seeds, batch.greedy.expand(len(seeds))
     batch.groups = [replace(batch.groups[0], seeds=seeds)]
@@ -43,20 +43,20 @@ def batch_of(sampling: Sampling, seeds: Tensor) -> BatchSampling:
 
 
 def warped(sampling: BatchSampling, logits: Tensor, ids: Tensor | None = None) -> Tensor:
-    """Log-probabilities behind each symbol [symbols, vocab]: computed once for all draws, which differ in seed only."""
+    """Log-probabilities after each symbol [symbols, vocab], computed once as all draws differ only in their seed."""
     return BatchSampling(sampling.samplings, "cpu").warp(logits.unsqueeze(0), None, ids)[0]
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How trees of depth two with so many children per node are drafted, and judged."""
+    """A way to draft trees of depth two with `children` children per node, and to verify them."""
 
     children: int
     propose: Proposer = propose
     choose: Chooser = rejection_choices
 
     def draft(self, roots: Tensor, start: Tensor, sampling: BatchSampling) -> Tree:
-        """0 -> (1 .. k), and each of these again to k, level by level; `start` is the position behind the root."""
+        """0 -> (1 .. k), and each of these has k children in turn; `start` is the position after the root."""
         tokens, parents, proposed, log_qs = [roots.unsqueeze(1)], [torch.full_like(roots, -1).unsqueeze(1)], [], []
         first = 0
         for depth in range(DEPTH):
@@ -69,15 +69,17 @@ class Scheme:
             log_qs.append(over_target)
             proposed.append(torch.where(columns[..., -1] < 0, -1, IDS[columns[..., -1]]))
             numbers = torch.arange(first, first + frontier.shape[1]).repeat_interleave(self.children)
-            # A pruned child hangs nowhere.
+            # A pruned child has no parent.
             parents.append(torch.where(columns.flatten(1) < 0, -1, numbers))
             tokens.append(IDS[columns].flatten(1))
             first += frontier.shape[1]
-        log_qs.append(torch.full((*tokens[-1].shape, SYMBOLS), torch.nan))  # leaves: not to be read
+        log_qs.append(
+            torch.full((*tokens[-1].shape, SYMBOLS), torch.nan)
+        )  # leaves have no children, so this must not be read
         proposals = Proposals(torch.cat([*proposed, torch.full_like(tokens[-1], -1)], 1), torch.cat(log_qs, 1))
         return Tree(torch.cat(tokens, 1), torch.cat(parents, 1), proposals)
 
-    def judge(self, tree: Tree, start: Tensor, sampling: BatchSampling) -> Tensor:
+    def choices(self, tree: Tree, start: Tensor, sampling: BatchSampling) -> Tensor:
         """The target's choice at each node."""
         assert tree.proposals is not None
         depths = [depth for depth in range(DEPTH + 1) for _ in range(self.children**depth)]
@@ -86,7 +88,7 @@ class Scheme:
 
 
 def walk(tree: Tree, choices: Tensor) -> tuple[Tensor, Tensor]:
-    """What `verify.accept` does, for all rows at once: tokens [rows, DEPTH + 1], and how many of them are certain."""
+    """`verify.accept` for all rows at once: tokens [rows, DEPTH + 1], and how many of them each row has accepted."""
     node, count = torch.zeros(len(choices), 1).long(), torch.ones(len(choices)).long()
     alive, tokens = torch.ones(len(choices)).bool(), [choices[:, :1]]
     for _ in range(DEPTH):
@@ -99,18 +101,18 @@ def walk(tree: Tree, choices: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode(scheme: Scheme, sampling: Sampling) -> Tensor:
-    """Texts of three tokens behind symbol 0, one for each seed; in parts, which stay in the processor's cache."""
+    """Texts of three tokens after symbol 0, one per seed; in parts that fit into the processor's cache."""
     return torch.cat([decode_part(scheme, sampling, seeds) for seeds in torch.arange(DRAWS).split(DRAWS // 10)])
 
 
 def decode_part(scheme: Scheme, sampling: Sampling, seeds: Tensor) -> Tensor:
-    """Steps of a tree each, as many as it takes."""
+    """Draft and verify one tree per step until every text is long enough."""
     texts, lengths = torch.zeros(len(seeds), LENGTH + DEPTH + 1).long(), torch.zeros(len(seeds)).long()
     while len(rows := (lengths < LENGTH).nonzero().squeeze(1)):
         batch, start = batch_of(sampling, seeds[rows]), lengths[rows] + 1
         roots = torch.where(start > 1, texts[rows, start - 2], 0)
         tree = scheme.draft(roots, start, batch)
-        tokens, count = walk(tree, scheme.judge(tree, start, batch))
+        tokens, count = walk(tree, scheme.choices(tree, start, batch))
         for offset in range(DEPTH + 1):
             texts[rows, lengths[rows] + offset] = tokens[:, offset]
         lengths[rows] += count
@@ -118,7 +120,7 @@ def decode_part(scheme: Scheme, sampling: Sampling, seeds: Tensor) -> Tensor:
 
 
 def plain(sampling: Sampling) -> Tensor:
-    """The same without drafts."""
+    """The same by plain decoding."""
     batch, texts = batch_of(sampling, torch.arange(DRAWS)), [torch.zeros(DRAWS, 1).long()]
     for position in range(1, LENGTH + 1):
         texts.append(batch.choose(TARGET[texts[-1]], torch.full((DRAWS, 1), position)))
@@ -126,7 +128,7 @@ def plain(sampling: Sampling) -> Tensor:
 
 
 def p_value(texts: Tensor, sampling: Sampling) -> float:
-    """Of a chi-square test against the exact chance of each of the 125 texts; 0 if an impossible one occurs."""
+    """The p-value of a chi-square test against the exact chances of the 125 texts; 0 if an impossible one occurs."""
     p = warped(BatchSampling([sampling], "cpu"), TARGET).double().exp()
     chances = (p[0, :, None, None] * p[:, :, None] * p).flatten()
     chances = chances / chances.sum()
@@ -147,13 +149,13 @@ def test_plain_decoding_follows_the_target(name: str) -> None:
 
 @pytest.mark.parametrize("children", [1, 2, 3])
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_drafts_that_are_sampled_leave_the_distribution_alone(name: str, children: int) -> None:
+def test_rejection_sampling_keeps_the_distribution(name: str, children: int) -> None:
     sampling = replace(SAMPLINGS[name], rule="rejection")
     assert p_value(decode(Scheme(children), sampling), sampling) > 0.001
 
 
 def from_p_instead(log_p: Tensor, positions: Tensor, proposals: Proposals, sampling: BatchSampling) -> Tensor:
-    """Broken: a rejected child is followed by p itself."""
+    """Broken: after a rejection the choice is sampled from p instead of the residual."""
     chosen = rejection_choices(log_p, positions, proposals, sampling)
     accepted = chosen == proposals.tokens
     return torch.where(accepted, chosen, (log_p + sampling.gumbel(positions, torch.arange(SYMBOLS))).argmax(-1))
@@ -162,33 +164,33 @@ def from_p_instead(log_p: Tensor, positions: Tensor, proposals: Proposals, sampl
 def of_the_likeliest(
     log_q: Tensor, positions: Tensor, sampling: BatchSampling, ids: Tensor, children: int
 ) -> tuple[Tensor, Tensor]:
-    """Broken: no child is sampled, and the last is judged by p / q as if it were."""
+    """Broken: no child is sampled, yet the last one is accepted by p / q as if it were."""
     return log_q.topk(children, dim=-1).indices, log_q
 
 
 def of_all(
     log_q: Tensor, positions: Tensor, sampling: BatchSampling, ids: Tensor, children: int
 ) -> tuple[Tensor, Tensor]:
-    """Broken: the last child is sampled from what the others left, and judged by q with them."""
+    """Broken: the last child is sampled from q', but accepted by p / q."""
     return propose(log_q, positions, sampling, ids, children)[0], log_q
 
 
 def reranked(
     log_q: Tensor, positions: Tensor, sampling: BatchSampling, ids: Tensor, children: int
 ) -> tuple[Tensor, Tensor]:
-    """Broken: a sampled child is pruned if it turns out unlikely."""
+    """Broken: a sampled child is pruned if it turns out to be unlikely."""
     columns, rest = propose(log_q, positions, sampling, ids, children)
     unlikely = rest.gather(-1, columns[..., -1:]) < -1.5
     return torch.cat([columns[..., :-1], columns[..., -1:].masked_fill(unlikely, -1)], -1), rest
 
 
 BROKEN = {
-    "rejected, but not taken out of p": Scheme(1, choose=from_p_instead),
-    "the likeliest judged by p / q": Scheme(1, of_the_likeliest),
-    "the two likeliest judged by p / q": Scheme(2, of_the_likeliest),
+    "p instead of the residual": Scheme(1, choose=from_p_instead),
+    "the likeliest token accepted by p / q": Scheme(1, of_the_likeliest),
+    "the two likeliest tokens accepted by p / q": Scheme(2, of_the_likeliest),
     "q' not renormalised": Scheme(2, of_all),
-    "a chain cut after a look at it": Scheme(1, reranked),
-    "a tree pruned after a look at it": Scheme(2, reranked),
+    "a chain pruned by its sampled tokens": Scheme(1, reranked),
+    "a tree pruned by its sampled tokens": Scheme(2, reranked),
 }
 
 
@@ -198,19 +200,26 @@ def test_a_broken_sampler_is_caught(name: str) -> None:
     assert p_value(decode(BROKEN[name], sampling), sampling) < 1e-6
 
 
-@pytest.mark.parametrize(("stream", "same_as"), [("DRAFT", 0), ("DRAFT", rejection.ACCEPT), ("ACCEPT", 0)])
-def test_noise_that_is_used_twice_is_caught(stream: str, same_as: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is drafted, whether it passes, and what is taken instead need a stream each."""
+@pytest.mark.parametrize(
+    ("stream", "same_as"), [("DRAFT_STREAM", 0), ("DRAFT_STREAM", rejection.ACCEPT_STREAM), ("ACCEPT_STREAM", 0)]
+)
+def test_a_stream_of_random_numbers_that_is_used_twice_is_caught(
+    stream: str, same_as: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sampling a child, accepting it and choosing another token instead each need their own stream."""
     monkeypatch.setattr(rejection, stream, same_as)
     sampling = Sampling(1.0, rule="rejection")
     assert p_value(decode(Scheme(1), sampling), sampling) < 1e-6
 
 
-def test_the_walk_of_this_test_is_that_of_verification() -> None:
+def test_the_walk_of_these_tests_accepts_what_verification_accepts() -> None:
     batch, start = batch_of(Sampling(1.0, rule="rejection"), torch.arange(300)), torch.ones(300).long()
     scheme = Scheme(3)
     tree = scheme.draft(torch.zeros(300).long(), start, batch)
-    choices = scheme.judge(tree, start, batch)
+    assert tree.proposals is not None
+    for row in zip(tree.tokens, tree.parents, tree.proposals.tokens, strict=True):
+        check_proposals(*row)
+    choices = scheme.choices(tree, start, batch)
     tokens, count = walk(tree, choices)
     wanted = [accepted.tokens for accepted in accept(tree, choices)]
     assert [row[:length] for row, length in zip(tokens.tolist(), count.tolist(), strict=True)] == wanted
@@ -219,8 +228,8 @@ def test_the_walk_of_this_test_is_that_of_verification() -> None:
 
 @pytest.mark.parametrize("children", [1, 2, 3])
 @pytest.mark.parametrize("symbol", range(SYMBOLS))
-def test_drafts_pass_as_often_as_they_can(symbol: int, children: int) -> None:
-    """sum over the likeliest of p, over the others of min(p, q'); within three standard errors."""
+def test_acceptance_is_as_frequent_as_possible(symbol: int, children: int) -> None:
+    """The optimum: the sum of p over the likeliest children plus the sum of min(p, q') over the other tokens."""
     batch, start = batch_of(Sampling(1.0, rule="rejection"), torch.arange(DRAWS)), torch.ones(DRAWS).long()
     p, q = TARGET[symbol].softmax(-1), torch.zeros(SYMBOLS)
     q[IDS] = DRAFT[symbol].softmax(-1)
@@ -245,9 +254,9 @@ def log(*rows: list[float]) -> Tensor:
 @pytest.mark.parametrize(
     ("q", "passes"),
     [([0.5, 0.3, 0.2, 0.0], 1.0), ([0.0, 0.0, 0.0, 1.0], 0.0), ([1.0, 0.0, 0.0, 0.0], 0.5)],
-    ids=["q equals p", "q where p is not", "q certain"],
+    ids=["q equals p", "q is positive only where p is zero", "q is certain"],
 )
-def test_extreme_drafts_stay_exact(q: list[float], passes: float) -> None:
+def test_extreme_draft_distributions_stay_exact(q: list[float], passes: float) -> None:
     count = 20_000
     batch, positions = batch_of(Sampling(1.0, rule="rejection"), torch.arange(count)), torch.ones(count, 1).long()
     log_q, log_p = log(q).expand(count, 1, 4), log([0.5, 0.3, 0.2, 0.0]).expand(count, 1, 4)
@@ -260,7 +269,7 @@ def test_extreme_drafts_stay_exact(q: list[float], passes: float) -> None:
     assert shares[3] == 0
 
 
-def test_children_are_the_likeliest_and_one_of_the_rest() -> None:
+def test_children_are_the_likeliest_tokens_and_one_sampled_from_the_rest() -> None:
     batch = batch_of(Sampling(1.0, rule="rejection"), torch.arange(1000))
     log_q = log([0.1, 0.4, 0.3, 0.2]).expand(1000, 1, 4)
     columns, rest = propose(log_q, torch.ones(1000, 1).long(), batch, torch.arange(4), 3)
@@ -269,7 +278,7 @@ def test_children_are_the_likeliest_and_one_of_the_rest() -> None:
     assert torch.allclose(rest.exp(), torch.tensor([1 / 3, 0, 0, 2 / 3]).expand(1000, 1, 4))
 
 
-def test_without_a_proposal_the_choice_is_the_seeded_one() -> None:
+def test_without_a_sampled_child_the_choice_is_the_seeded_one() -> None:
     batch = BatchSampling([Sampling(0.7, seed=3, rule="rejection")], "cpu")
     logits, positions = torch.randn(1, 6, 97), torch.arange(6).unsqueeze(0)
     nothing = Proposals(torch.full((1, 6), -1), torch.full((1, 6, 97), torch.nan))
@@ -289,7 +298,7 @@ def test_greedy_rows_get_the_likeliest_children_and_the_argmax() -> None:
         assert torch.equal(choices[0], logits[0].argmax(-1))
 
 
-def test_a_mixed_batch_draws_and_judges_each_row_as_if_alone() -> None:
+def test_a_mixed_batch_drafts_and_verifies_each_row_as_if_alone() -> None:
     samplings = [Sampling(0.7, 20, seed=5), Sampling(), Sampling(1.0, seed=6), Sampling(1.0, top_p=0.5)]
     samplings = [replace(sampling, rule="rejection") for sampling in samplings]
     drafts, logits = torch.randn(4, 6, 97), torch.randn(4, 6, 97)
@@ -306,7 +315,19 @@ def test_a_mixed_batch_draws_and_judges_each_row_as_if_alone() -> None:
         assert all(torch.equal(mine, whole[row : row + 1]) for mine, whole in zip(own, together, strict=True))
 
 
-def test_pruning_a_sampled_child_is_named() -> None:
+def check_proposals(tokens: Tensor, parents: Tensor, proposed: Tensor) -> None:
+    """Assert that each sampled child of a row is in its tree, so the tree was not pruned by what was sampled.
+
+    A finished tree cannot show whether a node was removed because of what was sampled below it.
+    """
+    children = set(zip(parents.tolist(), tokens.tolist(), strict=True))
+    for node, token in enumerate(proposed.tolist()):
+        assert token < 0 or (node, token) in children, (
+            f"node {node}: its sampled child, token {token}, was pruned, which biases the output"
+        )
+
+
+def test_a_pruned_sampled_child_is_found() -> None:
     """0 -> (1, 2), 1 -> 3: node 0 sampled token 8, node 1 token 9."""
     tokens, parents = torch.tensor([5, 7, 8, 9]), torch.tensor([-1, 0, 0, 1])
     check_proposals(tokens, parents, torch.tensor([8, 9, -1, -1]))
@@ -316,8 +337,8 @@ def test_pruning_a_sampled_child_is_named() -> None:
         check_proposals(tokens, parents, torch.tensor([8, -1, 9, -1]))
 
 
-def test_typical_acceptance_is_medusas() -> None:
-    """A row that samples with a cut-off, one with other thresholds, and a greedy one; 0 -> (1 -> 3, 2)."""
+def test_typical_acceptance_is_that_of_medusa() -> None:
+    """A row with top-k, one with other thresholds and a greedy one; a binary tree: 0 -> (1 -> (3, 4), 2 -> (5, 6))"""
     samplings = [
         Sampling(0.7, top_k=10, rule="typical"),
         Sampling(1.0, rule="typical", typical_epsilon=0.02, typical_delta=0.1),
@@ -341,8 +362,8 @@ def test_typical_acceptance_is_medusas() -> None:
     assert 0 < int(allowed[0].sum()) < int(allowed[1].sum()) < 200
 
 
-def test_no_choice_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the meta device nothing can be read back and no shape can depend on data; so a CUDA graph can hold it all."""
+def test_sampling_needs_no_host_synchronisation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the meta device no value can be read and no shape can depend on data, so a CUDA graph can hold all of it."""
     options: dict[str, Any] = {
         "top_k": 9,
         "top_p": 0.9,

@@ -1,4 +1,4 @@
-"""Laws of sampling: noise belongs to (seed, position, token) and to nothing else, and what it picks follows p."""
+"""Laws of sampling: Gumbel noise depends on (seed, position, token) alone, and the tokens that it chooses follow p."""
 
 import math
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from inference.gumbel import gumbel_noise
 from inference.sampling import BatchSampling, History, Sampling
 from inference.tree import ancestor_mask
 
-# 99.9 % of a chi-square distribution lies below, by its degrees of freedom.
+# The 99.9 % quantile of the chi-square distribution, by degrees of freedom.
 CHI_SQUARE_999 = {4: 18.47, 24: 51.18}
 LOGITS = torch.tensor([1.5, 0.2, -0.7, 0.9, -2.0])
 ROWS = 20_000
@@ -47,21 +47,21 @@ def chi_square(counts: Tensor, probabilities: Tensor) -> float:
 
 
 def splitmix_noise(seed: int, position: int, token: int, stream: int) -> float:
-    """The same noise in Python's own integers, mod 2^64."""
-    golden, whole = 0x9E3779B97F4A7C15, (1 << 64) - 1
+    """The same Gumbel noise computed with Python's integers, mod 2^64."""
+    golden, mask = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
     def mix(state: int) -> int:
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & whole
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & whole
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
         return state ^ (state >> 31)
 
-    key = mix((mix((position * golden + seed) & whole) + (stream + 1) * golden) & whole)
-    uniform = ((mix((key + token * golden) & whole) >> 12) + 0.5) * 2.0**-52
+    key = mix((mix((position * golden + seed) & mask) + (stream + 1) * golden) & mask)
+    uniform = ((mix((key + token * golden) & mask) >> 12) + 0.5) * 2.0**-52
     return -math.log(-math.log(uniform))
 
 
 @pytest.mark.parametrize("stream", [0, 1, 2])
-def test_noise_is_a_function_of_seed_position_token_and_stream(stream: int) -> None:
+def test_gumbel_noise_is_a_function_of_seed_position_token_and_stream(stream: int) -> None:
     seeds = [0, 1, 12345, 2**63 - 1, -7]
     positions, tokens = [0, 1, 7, 4095, 10**6], [0, 3, 128_255]
     noise = gumbel_noise(torch.tensor(seeds), torch.tensor([positions] * len(seeds)), torch.tensor(tokens), stream)
@@ -69,7 +69,7 @@ def test_noise_is_a_function_of_seed_position_token_and_stream(stream: int) -> N
     assert torch.allclose(noise, torch.tensor(wanted), rtol=0, atol=1e-6)
 
 
-def test_noise_does_not_know_the_shape_of_its_batch() -> None:
+def test_gumbel_noise_does_not_depend_on_the_batch() -> None:
     seeds, positions, tokens = torch.arange(3), torch.randint(10_000, (3, 37)), torch.randperm(211)
     whole = gumbel_noise(seeds, positions, tokens)
     nodes, columns = torch.randperm(37)[:11], torch.randperm(211)[:23]
@@ -84,13 +84,13 @@ def test_noise_does_not_know_the_shape_of_its_batch() -> None:
 
 
 def test_uniform_numbers_are_uniform() -> None:
-    """Kolmogorov's bound at one in a thousand; and strictly between 0 and 1."""
+    """They pass a Kolmogorov-Smirnov test at the 0.1 % level and lie strictly between 0 and 1."""
     numbers = alone(Sampling(1.0)).uniform(torch.arange(ROWS).unsqueeze(0), 2)[0].sort().values
     assert float((numbers - torch.arange(1, ROWS + 1) / ROWS).abs().max()) < 1.95 / ROWS**0.5
     assert 0 < numbers[0] < numbers[-1] < 1
 
 
-def test_a_draft_vocabulary_gets_the_noise_of_its_tokens() -> None:
+def test_draft_vocabulary_columns_get_the_gumbel_noise_of_their_target_tokens() -> None:
     logits, positions = torch.randn(1, 6, 97), torch.arange(6).unsqueeze(0)
     ids = torch.randperm(97)[:20].sort().values
     noise = gumbel_noise(torch.tensor([3]), positions, torch.arange(97))
@@ -98,7 +98,7 @@ def test_a_draft_vocabulary_gets_the_noise_of_its_tokens() -> None:
     assert torch.equal(scores, (logits[..., ids] / 0.8).log_softmax(-1) + noise[..., ids])
 
 
-def test_greedy_adds_nothing() -> None:
+def test_greedy_rows_get_no_gumbel_noise() -> None:
     logits = torch.randn(2, 6, 97)
     assert alone(Sampling()).scores(logits[:1], torch.arange(6).unsqueeze(0)).data_ptr() == logits.data_ptr()
     mixed = BatchSampling([Sampling(), Sampling(1.0)], "cpu")
@@ -106,7 +106,7 @@ def test_greedy_adds_nothing() -> None:
     assert not mixed.gumbel(torch.arange(6).expand(2, 6), torch.arange(97))[0].any()
 
 
-def test_a_vanishing_temperature_is_greedy() -> None:
+def test_a_temperature_near_zero_is_greedy() -> None:
     logits, positions = torch.randn(1, 500, 97), torch.arange(500).unsqueeze(0)
     greedy = logits.argmax(-1)
     differing = [
@@ -116,7 +116,7 @@ def test_a_vanishing_temperature_is_greedy() -> None:
     assert differing[0] > differing[1] > differing[2] == differing[3] == 0
 
 
-def test_an_overwhelming_temperature_forgets_the_logits() -> None:
+def test_a_huge_temperature_makes_all_tokens_equally_likely() -> None:
     counts = draws(temperature=1e6).bincount(minlength=5)
     assert chi_square(counts, torch.full((5,), 0.2)) < CHI_SQUARE_999[4]
 
@@ -124,40 +124,40 @@ def test_an_overwhelming_temperature_forgets_the_logits() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "allowed"),
     [
-        ("temperature", -0.5, r"0 \(greedy\) or 1e-8 and more"),
-        ("temperature", math.nan, r"0 \(greedy\) or 1e-8 and more"),
-        ("top_k", 0, "None or 1 and more"),
-        ("top_p", 0.0, "more than 0, up to 1"),
+        ("temperature", -0.5, r"0 \(greedy\) or at least 1e-8"),
+        ("temperature", math.nan, r"0 \(greedy\) or at least 1e-8"),
+        ("top_k", 0, "None or at least 1"),
+        ("top_p", 0.0, "more than 0 and at most 1"),
         ("min_p", 1.5, "0 to 1"),
         ("repetition_penalty", 0.0, "more than 0"),
         ("presence_penalty", 3.0, "-2 to 2"),
         ("frequency_penalty", math.inf, "-2 to 2"),
-        ("logit_bias", ((-1, 0.5),), "tokens from 0"),
-        ("logit_bias", ((1, math.nan),), "biases below infinity"),
+        ("logit_bias", ((-1, 0.5),), "a token id of at least 0"),
+        ("logit_bias", ((1, math.nan),), "a bias below infinity"),
         ("seed", 2**63, r"-2\^63 to 2\^63 - 1"),
-        ("typical_epsilon", 0.0, "more than 0, up to 1"),
+        ("typical_epsilon", 0.0, "more than 0 and at most 1"),
         ("typical_delta", -1.0, "more than 0"),
     ],
 )
-def test_what_makes_no_sense_is_refused(field: str, value: Any, allowed: str) -> None:
+def test_values_out_of_range_are_refused(field: str, value: Any, allowed: str) -> None:
     with pytest.raises(ValueError, match=f"{field}: .* given, .*{allowed}.* allowed"):
         Sampling(**{field: value})
 
 
-def test_an_unknown_rule_is_refused() -> None:
+def test_an_unknown_acceptance_rule_is_refused() -> None:
     sampling = Sampling()
-    object.__setattr__(sampling, "rule", "hopeful")  # past the type check that tests have and production has not
-    with pytest.raises(ValueError, match="rule: hopeful given, seeded, rejection, typical is allowed"):
+    object.__setattr__(sampling, "rule", "hopeful")  # bypasses the type check that only tests run
+    with pytest.raises(ValueError, match="rule: hopeful given, one of seeded, rejection, typical is allowed"):
         sampling.__post_init__()
 
 
-def test_a_bias_beyond_the_vocabulary_is_refused() -> None:
+def test_a_bias_outside_the_vocabulary_is_refused() -> None:
     with pytest.raises(ValueError, match="logit_bias: token 97 given, 0 to 96 is allowed"):
         alone(Sampling(logit_bias=((97, 1.0),))).warp(torch.zeros(1, 1, 97))
 
 
-def test_a_batch_has_one_rule() -> None:
-    with pytest.raises(ValueError, match="rule: rejection, seeded given in one batch, one"):
+def test_a_batch_has_one_acceptance_rule() -> None:
+    with pytest.raises(ValueError, match="rule: rejection, seeded given in one batch, one acceptance rule"):
         BatchSampling([Sampling(), Sampling(rule="rejection")], "cpu")
     assert [Sampling(rule=rule).lossless for rule in ("seeded", "rejection", "typical")] == [True, True, False]
 
@@ -188,7 +188,7 @@ WARPERS: dict[str, tuple[dict[str, Any], list[LogitsProcessor]]] = {
 
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("name", WARPERS)
-def test_each_warper_is_that_of_transformers(name: str, ties: bool) -> None:
+def test_each_warper_matches_that_of_transformers(name: str, ties: bool) -> None:
     options, processors = WARPERS[name]
     logits = torch.randn(200, 97) * 3
     if ties:
@@ -198,22 +198,22 @@ def test_each_warper_is_that_of_transformers(name: str, ties: bool) -> None:
     warped = alone(Sampling(**{"temperature": 1.0, **options})).warp(
         logits.unsqueeze(0), history.at(torch.zeros(1, 200).long())
     )[0]
-    texts: Any = torch.tensor([prompt + output] * 200)  # declared as a torch.LongTensor there, which no tensor is
+    texts: Any = torch.tensor([prompt + output] * 200)  # transformers annotates torch.LongTensor, which a Tensor is not
     wanted = LogitsProcessorList(processors)(texts, logits).log_softmax(-1)
-    if ties:  # which of equal tokens top-p cuts off is left open by transformers, whose sort is not stable
+    if ties:  # the sort of transformers is not stable, so which of several equal tokens top-p drops is unspecified
         warped, wanted = warped.sort().values, wanted.sort().values
     assert torch.equal(warped.isinf(), wanted.isinf())
     assert torch.allclose(warped, wanted, rtol=0, atol=1e-5)
 
 
-def test_presence_counts_once_and_frequency_each_time_and_the_prompt_never() -> None:
+def test_presence_counts_a_token_once_and_frequency_each_time_and_neither_counts_the_prompt() -> None:
     history = History.start([[7, 7, 1]], 9, "cpu").followed_by(torch.tensor([[1, 2, 2]]), torch.ones(1, 3, 3).bool())
     logits = torch.randn(1, 3, 9)
     warped = alone(Sampling(presence_penalty=0.5, frequency_penalty=0.25)).warp(logits, history)
     assert torch.allclose(logits - warped, torch.tensor([0, 0.75, 1.0, 0, 0, 0, 0, 0, 0]).expand(1, 3, 9))
 
 
-def test_of_equal_tokens_top_p_keeps_the_last_in_every_batch() -> None:
+def test_top_p_keeps_the_last_of_equally_likely_tokens() -> None:
     warped = alone(Sampling(1.0, top_p=0.5)).warp(torch.zeros(1, 3, 97))
     assert torch.equal(warped.isfinite(), (torch.arange(97) >= 48).expand(1, 3, 97))
 
@@ -222,7 +222,7 @@ EVERYTHING = Sampling(0.7, 20, 0.9, 0.01, 1.3, 0.5, 0.25, ((3, 2.0), (5, -1.5), 
 
 
 def a_tree() -> tuple[Tensor, Tensor]:
-    """Tokens and parents of two rows, tokens repeating on purpose: 0 -> (1 -> 3, 2 -> (4, 5)), and 0 -> 1 -> 2."""
+    """Tokens and parents of two rows, with repeated tokens: 0 -> (1 -> 3, 2 -> (4, 5)), and 0 -> 1 -> 2."""
     tokens = torch.tensor([[5, 5, 7, 5, 7, 1], [3, 1, 3, 0, 0, 0]])
     return tokens, torch.tensor([[-1, 0, 0, 1, 2, 2], [-1, 0, 1, -1, -1, -1]])
 
@@ -231,7 +231,7 @@ def a_history() -> History:
     return History.start([[1, 2, 3], [3, 4]], 9, "cpu").extend(torch.zeros(2, 1).long(), torch.tensor([[2], [3]]))
 
 
-def test_a_history_counts_each_path_by_itself() -> None:
+def test_a_history_counts_the_tokens_of_each_path_separately() -> None:
     tokens, parents = a_tree()
     grown = a_history().followed_by(tokens, ancestor_mask(parents))
     for row, before in enumerate([[2], [3]]):
@@ -243,7 +243,7 @@ def test_a_history_counts_each_path_by_itself() -> None:
             assert grown.counts[row, node].tolist() == [path.count(token) for token in range(9)]
 
 
-def test_a_history_grows_level_by_level_to_the_same() -> None:
+def test_a_history_extended_level_by_level_matches_that_of_the_whole_tree() -> None:
     tokens, parents = a_tree()
     whole, base = a_history().followed_by(tokens, ancestor_mask(parents)), a_history()
     root = base.extend(torch.zeros(2, 1).long(), tokens[:, :1])
@@ -257,8 +257,8 @@ def test_a_history_grows_level_by_level_to_the_same() -> None:
 
 
 @pytest.mark.parametrize("sampling", [replace(EVERYTHING, temperature=0.0), Sampling(0.7, logit_bias=((3, 2.0),))])
-def test_a_draft_vocabulary_scores_as_the_same_columns_of_all(sampling: Sampling) -> None:
-    """Up to what normalises each node, and as long as nothing is cut off by rank."""
+def test_a_draft_vocabulary_scores_like_the_same_columns_of_the_full_one(sampling: Sampling) -> None:
+    """Up to the normalisation of each node, and only without top-k, top-p and min-p."""
     logits, positions = torch.randn(1, 6, 97), torch.arange(6).unsqueeze(0)
     tokens, parents = (of[:1] for of in a_tree())
     history = History.start([[1, 2, 3]], 97, "cpu").followed_by(tokens, ancestor_mask(parents))
@@ -269,7 +269,7 @@ def test_a_draft_vocabulary_scores_as_the_same_columns_of_all(sampling: Sampling
     assert torch.allclose(columns.log_softmax(-1), wanted.log_softmax(-1), atol=1e-5)
 
 
-def test_rows_of_a_mixed_batch_are_what_they_are_alone_bit_for_bit() -> None:
+def test_rows_of_a_mixed_batch_score_as_if_alone_bit_for_bit() -> None:
     samplings = [Sampling(), EVERYTHING, Sampling(0.7, seed=1), replace(EVERYTHING, seed=9), Sampling(0.7, seed=2)]
     samplings += [Sampling(logit_bias=((3, 2.0),)), Sampling(top_k=3, repetition_penalty=1.2), Sampling(0.7, top_k=3)]
     logits, positions = torch.randn(len(samplings), 6, 97), torch.randint(50, (len(samplings), 6))
@@ -286,8 +286,8 @@ def test_rows_of_a_mixed_batch_are_what_they_are_alone_bit_for_bit() -> None:
         assert torch.equal(one.choose(logits[rows], positions[rows], own), together[0][rows].argmax(-1))
 
 
-def test_noise_is_gumbel_in_mean_variance_and_distribution() -> None:
-    """Three standard errors for the moments; for the whole distribution Kolmogorov's bound at one in a thousand."""
+def test_gumbel_noise_has_the_mean_variance_and_distribution_of_gumbel() -> None:
+    """The moments are within three standard errors; the distribution passes Kolmogorov-Smirnov at the 0.1 % level."""
     noise = gumbel_noise(torch.tensor([0]), torch.arange(200).unsqueeze(0), torch.arange(500)).double().flatten()
     count = len(noise)
     assert float(noise.mean()) == pytest.approx(0.577216, abs=3 * (math.pi**2 / 6 / count) ** 0.5)
@@ -306,7 +306,7 @@ def test_choices_follow_the_distribution(seed: int, temperature: float) -> None:
 
 
 def test_choices_over_seeds_follow_the_distribution() -> None:
-    """Users count seeds up from zero; at one position these must be as independent as positions are."""
+    """Users count seeds up from zero, so neighbouring seeds must be as independent as neighbouring positions."""
     batch = BatchSampling([Sampling(1.0, seed=seed) for seed in range(3000)], "cpu")
     chosen = batch.choose(LOGITS.expand(3000, 1, 5), torch.full((3000, 1), 17))
     assert chi_square(chosen.flatten().bincount(minlength=5), LOGITS.softmax(-1)) < CHI_SQUARE_999[4]
@@ -314,7 +314,7 @@ def test_choices_over_seeds_follow_the_distribution() -> None:
 
 @pytest.mark.parametrize("pair", ["positions", "seeds"])
 def test_neighbouring_choices_are_independent(pair: str) -> None:
-    """Position t with t + 1, and seed s with s + 1 at one position: 25 cells against the product distribution."""
+    """Position t and t + 1, and seed s and s + 1 at one position: 25 cells against the product distribution."""
     first = draws()[::2] if pair == "positions" else draws(seed=6)
     second = draws()[1::2] if pair == "positions" else draws(seed=7)
     p = LOGITS.softmax(-1)
@@ -324,16 +324,16 @@ def test_neighbouring_choices_are_independent(pair: str) -> None:
 
 BROKEN: dict[str, Callable[[Tensor], Tensor]] = {
     "none": torch.zeros_like,
-    "too quiet": lambda noise: noise * 0.9,
+    "scaled down": lambda noise: noise * 0.9,
     "normal": lambda noise: torch.special.ndtri(torch.exp(-torch.exp(-noise.double()))).float() * 1.28,
-    "of the next token": lambda noise: (noise + noise.roll(1, dims=-1)) / 2,
+    "mixed with the next token's": lambda noise: (noise + noise.roll(1, dims=-1)) / 2,
     "the same for two tokens": lambda noise: torch.cat([noise[..., :1], noise[..., :1], noise[..., 2:]], dim=-1),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken_noise_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The chi-square test above is worth something: it fails for each of these."""
+def test_broken_gumbel_noise_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chi-square test above fails for each of these, so it can detect such faults."""
     monkeypatch.setattr(module, "gumbel_noise", lambda *args: BROKEN[name](gumbel_noise(*args)))
     counts = draws().bincount(minlength=5)
     assert chi_square(counts, LOGITS.softmax(-1)) > CHI_SQUARE_999[4]

@@ -1,4 +1,4 @@
-"""Laws of stop strings: a text ends with the token that completes one, wherever the tokens' borders lie."""
+"""Laws of stop strings: a text ends with the token that completes one, wherever token borders lie."""
 
 import itertools
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from inference.sampling import Sampling
 from inference.target.model import TargetModel
 
 PROMPT, NEW_TOKENS = [5, 6, 7, 11], 24
-# 97 tokens of one to three bytes: letters, pairs across words, and the bytes of characters that take two to four.
+# 97 tokens of one to three bytes: letters, pairs that span words, and single bytes of multi-byte characters.
 BYTES = [bytes([letter]) for letter in b"abcdefghijklmnopqrstuvwxyz .,;"]
 BYTES += [first + second for first, second in itertools.product([b"a", b"e", b"th", b"\n"], [b"n", b" s", b"o", b"."])]
 BYTES += [bytes([byte]) for byte in sorted(set("éßñ€…日本語🌲".encode()))]
@@ -23,7 +23,7 @@ BYTES += [b"w%d" % number for number in range(97 - len(BYTES))]
 
 
 def detokenize(tokens: list[int]) -> str:
-    """As a tokenizer of bytes does: what is no whole character becomes U+FFFD."""
+    """Decode as a byte-level tokenizer does: an incomplete character becomes U+FFFD."""
     return b"".join(BYTES[token] for token in tokens).decode(errors="replace")
 
 
@@ -32,7 +32,7 @@ def tokenize(*parts: str | bytes) -> list[int]:
 
 
 def first_end(tokens: list[int], strings: tuple[str, ...]) -> int | None:
-    """By definition: the number of tokens of the shortest beginning that contains one of the strings."""
+    """By definition: the length of the shortest prefix whose text contains one of the strings, or None."""
     for count in range(1, len(tokens) + 1):
         if any(string in detokenize(tokens[:count]) for string in strings):
             return count
@@ -40,15 +40,14 @@ def first_end(tokens: list[int], strings: tuple[str, ...]) -> int | None:
 
 
 def stops_of(text: list[int]) -> list[tuple[str, ...]]:
-    """Strings of a text that begin and end within tokens, several of them at once, and ones that never come."""
-    whole = detokenize(text)
-    clean = [part for part in whole.split("\ufffd") if len(part) > 3]
+    """Stop strings for a text: some begin or end within a token, some sets hold several, some never occur."""
+    clean = [part for part in detokenize(text).split("\ufffd") if len(part) > 3]
     found = [(part[start : start + size],) for part in clean for start in (0, 1) for size in (1, 3)]
     return [*found, ("nowhere",), ("nowhere", clean[-1][-3:], clean[0][:2]), (clean[0], clean[0][:1])]
 
 
-def test_a_string_across_tokens_ends_the_text_with_the_token_that_completes_it() -> None:
-    """a | th o | w0 | . n     "how" begins in the second token and ends in the third"""
+def test_a_stop_string_across_tokens_ends_the_text_with_the_token_that_completes_it() -> None:
+    """a | tho | w0 | . | n     "how" begins in the second token and ends in the third"""
     stop = StopStrings(("how", "zz"), detokenize)
     tokens = tokenize("a", "tho", "w0", ".", "n")
     assert stop.kept(tokens[:2], 1) is None
@@ -58,7 +57,7 @@ def test_a_string_across_tokens_ends_the_text_with_the_token_that_completes_it()
     assert stop.kept(tokens, 4) == 2
 
 
-def test_a_character_of_several_bytes_stops_with_its_last_byte() -> None:
+def test_a_stop_string_of_several_byte_tokens_is_complete_with_its_last_byte() -> None:
     tree = [bytes([byte]) for byte in "🌲".encode()]
     tokens = tokenize("a", *tree, "b")
     stop = StopStrings(("🌲",), detokenize)
@@ -67,8 +66,8 @@ def test_a_character_of_several_bytes_stops_with_its_last_byte() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_in_whatever_blocks_tokens_come_the_text_ends_in_the_same_place(seed: int) -> None:
-    """Which is the shortest beginning that contains a stop string. A drafter decides on the blocks."""
+def test_the_end_of_the_text_does_not_depend_on_the_blocks_in_which_tokens_arrive(seed: int) -> None:
+    """The text is the shortest prefix with a stop string. The blocks depend on the drafter, the text must not."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(40):
         tokens = torch.randint(97, (30,), generator=generator).tolist()
@@ -83,7 +82,7 @@ def test_in_whatever_blocks_tokens_come_the_text_ends_in_the_same_place(seed: in
 
 
 def test_tokens_without_text_do_not_hide_a_stop_string() -> None:
-    """Special tokens leave no text; however many of them stand within a string, it is one."""
+    """Special tokens may decode to nothing; a stop string is found across any number of them."""
 
     def without_w(tokens: list[int]) -> str:
         return detokenize([token for token in tokens if not BYTES[token].startswith(b"w")])
@@ -96,12 +95,12 @@ def test_tokens_without_text_do_not_hide_a_stop_string() -> None:
 
 
 @pytest.mark.parametrize("strings", [(), ("",), ("a", "")], ids=str)
-def test_stop_strings_that_are_none_are_refused(strings: tuple[str, ...]) -> None:
+def test_empty_stop_strings_are_refused(strings: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match=r"stop strings: \[.*\] given, one or more that are not empty are allowed"):
         StopStrings(strings, detokenize)
 
 
-def test_a_text_is_cut_behind_its_first_end_token() -> None:
+def test_a_text_is_cut_after_its_first_end_token() -> None:
     assert cut_at_end([1, 2, 3, 2], [2, 3]) == [1, 2]
     assert cut_at_end([1, 2, 3], [9]) == [1, 2, 3]
     assert cut_at_end([], [9]) == []
@@ -124,7 +123,7 @@ def test_a_generation_ends_where_its_text_contains_a_stop_string(
     texts: dict[Sampling, list[int]],
     drafter: str,
 ) -> None:
-    """Also in the middle of an accepted path; with as many logprobs."""
+    """Also in the middle of an accepted path; the logprobs end there too."""
     ends = set()
     for sampling, text in texts.items():
         for strings in stops_of(text):
@@ -136,10 +135,10 @@ def test_a_generation_ends_where_its_text_contains_a_stop_string(
             assert result.stats.tokens == len(result.tokens) - 1
             assert len(result.logprobs or []) == len(result.tokens)
             ends.add(wanted)
-    assert len(ends) > 4  # the first token, one within a path, none at all
+    assert len(ends) > 4  # among them the first token, one inside an accepted path, and no end at all
 
 
-def test_a_stream_stops_with_its_text(target: TargetModel, texts: dict[Sampling, list[int]]) -> None:
+def test_a_stream_ends_with_its_text(target: TargetModel, texts: dict[Sampling, list[int]]) -> None:
     text = texts[Sampling()]
     for strings in stops_of(text):
         request = Request(PROMPT, NEW_TOKENS, stop=StopStrings(strings, detokenize))
@@ -148,7 +147,7 @@ def test_a_stream_stops_with_its_text(target: TargetModel, texts: dict[Sampling,
         assert all(blocks)
 
 
-def test_a_stop_string_in_the_prompt_or_across_its_end_does_not_stop(
+def test_a_stop_string_that_begins_in_the_prompt_is_ignored(
     target: TargetModel, texts: dict[Sampling, list[int]]
 ) -> None:
     text = texts[Sampling()]
@@ -159,10 +158,10 @@ def test_a_stop_string_in_the_prompt_or_across_its_end_does_not_stop(
         assert generate_batch(target, [request])[0].tokens == text
 
 
-def test_whichever_comes_first_ends_a_text(
+def test_stop_string_end_token_or_length_ends_a_text_whichever_comes_first(
     target: TargetModel, texts: dict[Sampling, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stop string, an end token or the number of new tokens, though all lie in one accepted path."""
+    """Even if all three lie in one accepted path."""
     text = texts[Sampling()]
     place = next(i for i in range(3, 20) if text[i] not in text[:i] and text[i + 1] not in text[: i + 1])
     string = detokenize(text[place : place + 1])
@@ -185,7 +184,7 @@ def test_whichever_comes_first_ends_a_text(
         assert (found.tokens, found.finish) == (text[:place], "end")
 
 
-def test_rows_stop_at_strings_of_their_own(target: TargetModel, texts: dict[Sampling, list[int]]) -> None:
+def test_each_row_stops_at_its_own_strings(target: TargetModel, texts: dict[Sampling, list[int]]) -> None:
     requests, wanted = [], []
     for sampling, text in texts.items():
         for strings in stops_of(text):

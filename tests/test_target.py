@@ -1,4 +1,4 @@
-"""Laws of the target: what it taps, what its baseline writes, and which models it refuses."""
+"""Laws of the target: which states it taps, what its baseline generates, and which models it refuses."""
 
 import gc
 import json
@@ -32,26 +32,26 @@ MakeModel = Callable[..., LlamaForCausalLM]
 
 
 @pytest.mark.parametrize("taps", [(0,), (2, 3, 4), (0, 1, 6, 7)], ids=str)
-def test_taps_are_hugging_faces_hidden_states(make_model: MakeModel, taps: tuple[int, ...]) -> None:
-    """All but the last index, which Hugging Face gives after the final norm and we give before it."""
+def test_taps_are_the_hidden_states_of_transformers(make_model: MakeModel, taps: tuple[int, ...]) -> None:
+    """Except for the last index: transformers returns that state after the final norm, we return it before the norm."""
     model = make_model()
     hidden_states = model(TOKENS, output_hidden_states=True).hidden_states
     output = TargetModel(model, taps).forward(TOKENS)
     assert output.taps.shape == (2, 6, 32 * len(taps))
-    for tap, mine in zip(taps, output.taps.split(32, dim=-1), strict=True):
-        assert torch.equal(mine if tap < NUM_LAYERS else model.model.norm(mine), hidden_states[tap])
+    for tap, states in zip(taps, output.taps.split(32, dim=-1), strict=True):
+        assert torch.equal(states if tap < NUM_LAYERS else model.model.norm(states), hidden_states[tap])
     assert torch.equal(model.model.norm(output.last_hidden), hidden_states[NUM_LAYERS])
 
 
-def test_the_last_logits_alone_are_those_of_all(target: TargetModel) -> None:
+def test_last_only_returns_the_last_of_all_logits(target: TargetModel) -> None:
     every, last = target.forward(TOKENS), target.forward(TOKENS, last_only=True)
     assert last.logits.shape[1] == 1
     torch.testing.assert_close(last.logits[:, 0], every.logits[:, -1], atol=1e-5, rtol=1e-5)
     assert torch.equal(last.taps, every.taps)
 
 
-def test_a_target_that_nobody_uses_is_gone_at_once(make_model: MakeModel) -> None:
-    """It lay in a cycle with its hooks, and a harvest's target beside the one that training loads."""
+def test_an_unused_target_is_freed_at_once(make_model: MakeModel) -> None:
+    """A reference cycle with its hooks kept a harvest's target in memory while training loaded another one."""
     target = TargetModel(make_model(), (2, 7))
     target.forward(TOKENS)
     left = weakref.ref(target), weakref.ref(target.model)
@@ -63,12 +63,12 @@ def test_a_target_that_nobody_uses_is_gone_at_once(make_model: MakeModel) -> Non
         gc.enable()
 
 
-def test_the_baseline_writes_for_a_batch_what_it_writes_alone(target: TargetModel) -> None:
+def test_the_baseline_generates_the_same_in_a_batch_and_alone(target: TargetModel) -> None:
     prompts = [[5, 6, 7], [1], [9, 8, 7, 6, 5, 4]]
     assert target.generate(prompts, 10) == [target.generate([prompt], 10)[0] for prompt in prompts]
 
 
-def test_a_sampled_baseline_depends_on_its_seed_alone(target: TargetModel) -> None:
+def test_a_sampled_baseline_depends_only_on_its_seed(target: TargetModel) -> None:
     first = target.generate([[5, 6, 7]], 12, Sampling(1.0, seed=3))
     torch.manual_seed(99)
     state = torch.get_rng_state()
@@ -78,8 +78,8 @@ def test_a_sampled_baseline_depends_on_its_seed_alone(target: TargetModel) -> No
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_checkpoints_sampling_habits_stay_out_of_the_baseline(make_model: MakeModel, temperature: float) -> None:
-    """Published models come with top_p 0.9 or repetition_penalty 1.05, which `generate` takes over when not told."""
+def test_the_baseline_ignores_the_sampling_fields_of_the_checkpoint(make_model: MakeModel, temperature: float) -> None:
+    """Published models set top_p 0.9 or repetition_penalty 1.05, which transformers' `generate` uses by default."""
     wanted = TargetModel(make_model(), ()).generate([[5, 6, 7]], 20, Sampling(temperature))
     model = make_model()
     model.generation_config = GenerationConfig(do_sample=True, temperature=0.6, top_p=0.3, repetition_penalty=1.5)
@@ -98,7 +98,7 @@ def test_the_baseline_ends_with_the_end_token(make_model: MakeModel) -> None:
     assert end not in other[:-1]
 
 
-def test_end_tokens_come_from_either_config(make_model: MakeModel) -> None:
+def test_end_tokens_come_from_the_generation_config_or_the_model_config(make_model: MakeModel) -> None:
     assert TargetModel(make_model(), ()).end_tokens == []
     assert TargetModel(make_model(eos_token_id=7), ()).end_tokens == [7]
     model = make_model(eos_token_id=7)
@@ -106,7 +106,7 @@ def test_end_tokens_come_from_either_config(make_model: MakeModel) -> None:
     assert TargetModel(model, ()).end_tokens == [8, 9]
 
 
-def test_a_loaded_target_is_the_saved_one(target: TargetModel, target_folder: Path) -> None:
+def test_a_loaded_target_equals_the_saved_one(target: TargetModel, target_folder: Path) -> None:
     loaded = TargetModel.load(TargetSection(path=str(target_folder), dtype="float32", device="cpu"), (2, 3, 4))
     assert torch.equal(loaded.forward(TOKENS).logits, target.forward(TOKENS).logits)
 
@@ -120,7 +120,7 @@ def test_pickled_weights_are_not_loaded(make_model: MakeModel, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("taps", [(2, 8), (-1, 2)])
-def test_taps_that_the_target_does_not_have_are_refused_with_both(make_model: MakeModel, taps: tuple[int, ...]) -> None:
+def test_taps_outside_the_target_are_refused(make_model: MakeModel, taps: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=rf"head\.taps: \[{taps[0]}, {taps[1]}\] given, .* 0 to {NUM_LAYERS}"):
         TargetModel(make_model(), taps)
 
@@ -145,7 +145,7 @@ RECURRENT: dict[str, Callable[[], PreTrainedModel]] = {
             linear_value_head_dim=8,
         )
     ),
-    # These two have no attention heads to speak of; the reason must be named all the same.
+    # These two have no attention heads; the error must still name the recurrent state.
     "mamba": lambda: MambaForCausalLM(MambaConfig(vocab_size=31, hidden_size=16, num_hidden_layers=2, state_size=4)),
     "rwkv": lambda: RwkvForCausalLM(
         RwkvConfig(vocab_size=31, hidden_size=16, attention_hidden_size=16, num_hidden_layers=2)
@@ -160,10 +160,10 @@ def test_a_model_with_a_recurrent_state_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("trusted", [False, True])
-def test_code_of_a_target_runs_only_where_the_recipe_says_so(
+def test_code_of_a_target_runs_only_if_the_recipe_trusts_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trusted: bool
 ) -> None:
-    """A folder whose configuration names code of its own, which leaves a file behind when it runs."""
+    """The configuration names Python code in its folder; that code creates a file when it runs."""
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))  # not the user's own
     monkeypatch.setattr(sys, "path", [*sys.path])
     folder, ran = tmp_path / "target", tmp_path / "ran"
@@ -179,5 +179,5 @@ class OwnConfig(LlamaConfig):
     )
     section = TargetSection(path=str(folder), dtype="float32", trust_remote_code=trusted)
     with pytest.raises(ValueError, match="Unrecognized configuration class" if trusted else "trust_remote_code"):
-        TargetModel.load(section, ())  # there is no model for it in either case
+        TargetModel.load(section, ())  # trusted or not, the configuration has no model class
     assert ran.exists() == trusted

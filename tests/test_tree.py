@@ -1,4 +1,4 @@
-"""Laws of the tree and of what is read from it: who sees whom, which nodes stay, which path the target takes."""
+"""Laws of draft trees: which nodes attend to which, which nodes are kept, and which path is accepted."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def random_parents(nodes: int) -> list[int]:
 
 
 def ragged(trees: list[tuple[list[int], list[int]]]) -> Tree:
-    """Tokens and parents of each row, the shorter ones filled up with nodes that hang nowhere."""
+    """A tree per row from tokens and parents; smaller trees are padded with nodes that have no parent."""
     longest = max(len(tokens) for tokens, _ in trees)
     return Tree(
         torch.tensor([tokens + tokens[-1:] * (longest - len(tokens)) for tokens, _ in trees]),
@@ -33,28 +33,28 @@ def naive_mask(parents: list[int]) -> Tensor:
 
 SHAPES = {
     "root": [-1],
-    "chain": [*range(-1, 63)],  # as deep as it gets
-    "chain of 65": [*range(-1, 64)],  # one step more than a power of two
+    "chain": [*range(-1, 63)],  # the greatest depth for 64 nodes
+    "chain of 65": [*range(-1, 64)],  # one more than a power of two
     "star": [-1] + [0] * 30,
 }
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_mask_of_an_extreme_tree_is_the_naive_one(name: str) -> None:
+def test_the_mask_of_an_extreme_tree_matches_the_naive_one(name: str) -> None:
     for mask in (ancestor_mask, squared_mask):
         assert torch.equal(mask(torch.tensor([SHAPES[name]]))[0], naive_mask(SHAPES[name]))
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 5, 8, 17, 60])
-def test_the_masks_of_any_trees_are_the_naive_ones(nodes: int) -> None:
-    """Each row its own, the nodes that hang nowhere included: they see themselves alone, and no one sees them."""
+def test_the_masks_of_random_trees_match_the_naive_ones(nodes: int) -> None:
+    """Including nodes without a parent, which see only themselves and are seen by no other node."""
     rows = [random_parents(nodes) for _ in range(10)] + [[-1] * nodes]
     for mask in (ancestor_mask, squared_mask):
         assert torch.equal(mask(torch.tensor(rows)), torch.stack([naive_mask(row) for row in rows]))
 
 
 def test_depths_count_the_edges_to_the_root() -> None:
-    """0 - 1 - 3        0 - 1 - 2     4 and 5 hang nowhere
+    """0 - 1 - 3        0 - 1 - 2     4 and 5 have no parent
     \\- 2 - 4 - 5            \\- 3
     """
     tree = Tree(torch.arange(12).view(2, 6), torch.tensor([[-1, 0, 0, 1, 2, 4], [-1, 0, 1, 1, -1, -1]]))
@@ -64,8 +64,8 @@ def test_depths_count_the_edges_to_the_root() -> None:
     assert (roots.tokens.tolist(), roots.depths.tolist()) == ([[7], [8]], [[0], [0]])
 
 
-def test_shapes_are_checked_while_testing() -> None:
-    """Otherwise every other test would pass with the shape checks switched off."""
+def test_shapes_are_checked_in_tests() -> None:
+    """Without this test, nobody would notice if the shape checks were switched off."""
     with pytest.raises(TypeCheckError):
         Tree(torch.zeros(2, dtype=torch.long), torch.zeros(2, dtype=torch.long))
     with pytest.raises(TypeCheckError):
@@ -75,9 +75,9 @@ def test_shapes_are_checked_while_testing() -> None:
 
 
 def random_pool(levels: int, width: int, score_step: float, rows: int = 3) -> Pool:
-    """Grown as the drafter grows; scores fall in multiples of `score_step`, so that many tie, also with their parent.
+    """A pool grown level by level. Scores fall by multiples of `score_step`, so many tie, even with their parent.
 
-    A node's token is its own number.
+    A node's token is its number.
     """
 
     def fall(*shape: int) -> Tensor:
@@ -98,14 +98,14 @@ def random_pool(levels: int, width: int, score_step: float, rows: int = 3) -> Po
 
 @pytest.fixture(params=[0, 10**6], ids=["all at once", "one by one"])
 def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few nodes are chosen on the host, many by tensors."""
+    """Small trees are pruned on the host, large ones with tensor operations; test both."""
     monkeypatch.setattr("inference.drafters.growth.FEW", request.param)
 
 
 @pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("score_step", [0.0, 1.0, 0.125], ids=["all tied", "many ties", "ties"])
 @pytest.mark.parametrize("width", [1, 2, 4])
-def test_the_best_nodes_are_closed_under_parents_even_with_ties(width: int, score_step: float) -> None:
+def test_the_best_nodes_include_their_parents_even_with_ties(width: int, score_step: float) -> None:
     roots = torch.zeros(3, 1, dtype=torch.long)
     for levels in (1, 2, 5):
         pool = random_pool(levels, width, score_step)
@@ -120,14 +120,14 @@ def test_the_best_nodes_are_closed_under_parents_even_with_ties(width: int, scor
                 numbers, above = tokens[1:], tree_parents[1:]
                 assert tree_parents[0] == -1
                 assert (above < torch.arange(1, nodes)).all()  # parents precede children
-                assert torch.equal(tokens[above], parents[numbers - 1])  # and are those that were drafted
+                assert torch.equal(tokens[above], parents[numbers - 1])  # and are the drafted ones
                 best = scores.sort(descending=True).values[:count]
                 assert torch.equal(scores[numbers - 1].sort(descending=True).values, best)
 
 
 @pytest.mark.usefixtures("either_way")
-def test_nodes_that_may_not_be_hang_nowhere() -> None:
-    """1 and 2 below the root, 3 and 4 below 1; in the second row there is no room for a second level."""
+def test_nodes_with_a_score_of_minus_infinity_get_no_parent() -> None:
+    """1 and 2 are children of the root, 3 and 4 of 1; the second row may not have a second level."""
     none = -torch.inf
     pool = Pool.empty()
     pool.add(torch.tensor([[-1.0, -2.0]] * 2), torch.tensor([[1, 2]] * 2), torch.tensor([[0]] * 2))
@@ -137,9 +137,9 @@ def test_nodes_that_may_not_be_hang_nowhere() -> None:
     assert tree.parents.tolist() == [[-1, 0, 0, 1], [-1, 0, 0, -1]]
 
 
-def test_a_fixed_tree_is_its_paths_whatever_the_scores() -> None:
-    """0 - 1 - 3 - 5     two children are drafted of 1 and of 2, the second of 1 is no node;
-    \\- 2 - 4            in the second row there is no room for the third level
+def test_a_fixed_tree_has_its_paths_whatever_the_scores() -> None:
+    """0 - 1 - 3 - 5     1 and 2 draft two children each, but the second child of 1 is not in the tree;
+    \\- 2 - 4            the second row may not have a third level
     """
     fixed = Fixed(((0,), (1,), (0, 0), (1, 0), (1, 1), (0, 0, 0)))
     pool = Pool.empty()
@@ -160,27 +160,27 @@ def test_paths_with_a_gap_are_refused(paths: tuple[tuple[int, ...], ...]) -> Non
 
 
 def test_the_accepted_path_follows_the_choices_and_ends_with_the_bonus() -> None:
-    """9 - 4 - 6        choices: behind 9 the target takes 5, behind 5 it takes 8, behind 8 it takes 2
-    \\- 5 - 7
-        \\- 8 - 1     which was not drafted: the bonus token
+    """9 - 4 - 6        the target chooses 5 after 9, 8 after 5, and 2 after 8;
+    \\- 5 - 7           2 is not in the tree, so it is the bonus token
+        \\- 8 - 1
     """
     tree = Tree(torch.tensor([[9, 4, 5, 6, 7, 8, 1]]), torch.tensor([[-1, 0, 0, 1, 2, 2, 5]]))
     assert accept(tree, torch.tensor([[5, 6, 8, 0, 0, 2, 0]])) == [Accepted([0, 2, 5], [5, 8, 2], drafted=6)]
 
 
-def test_what_hangs_nowhere_is_never_accepted_nor_counted() -> None:
-    """9 - 4     and a second 4 and a 5 that hang nowhere, though the target would take 4, then 5."""
+def test_nodes_without_a_parent_are_neither_accepted_nor_counted() -> None:
+    """9 - 4, and a second 4 and a 5 without a parent, although the target chooses 4, then 5."""
     tree = Tree(torch.tensor([[9, 4, 4, 5]]), torch.tensor([[-1, 0, -1, -1]]))
     assert accept(tree, torch.tensor([[4, 5, 5, 5]])) == [Accepted([0, 1], [4, 5], drafted=1)]
     everything = torch.ones(1, 4, dtype=torch.bool)
     assert accept_allowed(tree, torch.tensor([[4, 5, 5, 5]]), everything) == [Accepted([0, 1], [4, 5], drafted=1)]
 
 
-def test_acceptance_is_each_rows_longest_path_of_right_tokens() -> None:
+def test_the_accepted_path_is_the_longest_one_of_right_tokens() -> None:
     for _ in range(100):
         sizes = torch.randint(1, 20, (3,)).tolist()
         tree = ragged([(torch.randint(3, (size,)).tolist(), random_parents(size)) for size in sizes])
-        choices = torch.randint(3, tree.shape)  # of 3 tokens, so siblings are often the same one
+        choices = torch.randint(3, tree.shape)  # of only 3 tokens, so siblings are often equal
         for row, found in enumerate(accept(tree, choices)):
             tokens, parents, chosen = tree.tokens[row], tree.parents[row].tolist(), choices[row]
             right = [True]
@@ -194,8 +194,8 @@ def test_acceptance_is_each_rows_longest_path_of_right_tokens() -> None:
             assert not any(right[node] for node in range(sizes[row]) if parents[node] == found.path[-1])
 
 
-def test_what_is_allowed_is_accepted_to_its_greatest_depth() -> None:
-    """Typical acceptance: no path of allowed nodes is longer; its tokens are the drafted ones, then the choice."""
+def test_typical_acceptance_takes_the_deepest_path_of_allowed_nodes() -> None:
+    """No path of allowed nodes is longer. Its tokens are the draft tokens, then the target's choice as bonus token."""
     for _ in range(100):
         sizes = torch.randint(1, 20, (3,)).tolist()
         tree = ragged([(torch.randint(97, (size,)).tolist(), random_parents(size)) for size in sizes])

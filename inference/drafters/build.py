@@ -1,4 +1,4 @@
-"""The drafter that a recipe names, made from what it names: a folder, a number of layers, a corpus, or nothing."""
+"""Builds the drafter that a recipe's decode section describes."""
 
 import reprlib
 from pathlib import Path
@@ -14,7 +14,7 @@ from inference.drafters.lookup import CorpusLookup, PromptLookup
 from inference.drafters.model import EarlyExit, ModelDrafter
 from inference.drafters.other_tokenizer import OtherTokenizerDrafter
 from inference.drafters.suffix_automaton import SuffixAutomaton
-from inference.drafters.trie import Shape
+from inference.drafters.trie import TreeLimits
 from inference.target.model import TargetModel
 from inference.target.tokenizer import load_tokenizer, same_tokenizer
 from recipes.jsonl import read_jsonl
@@ -24,20 +24,20 @@ from recipes.schema import DecodeSection, TargetSection
 def build_drafter(
     section: DecodeSection, target: TargetModel, source: TargetSection, head: DraftHead | None = None
 ) -> Drafter:
-    """`source` is where the target came from; a drafter of kind `head` needs the head.
+    """The drafter that `section.drafter` names; `source` is the recipe's section from which the target was loaded.
 
-    Raises ValueError for what does not fit the target.
+    The drafter head needs `head`. Raises ValueError for a drafter that does not fit the target.
     """
     if section.drafter == "head":
         assert head is not None
         return HeadDrafter(head, growth_from_recipe(section, target, head))
     if section.drafter == "prompt_lookup":
-        return PromptLookup(lookup_shape(section), section.ngram)
+        return PromptLookup(lookup_limits(section), section.ngram)
     if section.drafter == "suffix":
         if section.corpus is None:
-            raise ValueError("decode.corpus: missing; give a JSONL file of texts, or leave out the drafter suffix")
+            raise ValueError("decode.corpus: missing; give a JSONL file of texts, or choose another decode.drafter")
         texts = read_corpus(section.corpus, target.config.vocab_size)
-        return CorpusLookup(lookup_shape(section), section.ngram, SuffixAutomaton(texts))
+        return CorpusLookup(lookup_limits(section), section.ngram, SuffixAutomaton(texts))
     if section.drafter == "lookahead":
         return Lookahead(section.width, section.depth)
     if section.drafter == "early_exit":
@@ -47,45 +47,50 @@ def build_drafter(
 
 
 def load_draft_model(section: DecodeSection, source: TargetSection) -> TargetModel:
-    """The recipe's draft model, in the target's number format and place."""
+    """The recipe's draft model, in the target's dtype and on its device."""
     if section.draft_model is None:
-        raise ValueError("decode.draft_model: missing; give a model, or leave out what drafts with one")
+        raise ValueError("decode.draft_model: missing; give a model's folder or hub name, or choose another drafter")
     return TargetModel.load(source.model_copy(update={"path": section.draft_model, "revision": None}), ())
 
 
 def model_drafter(section: DecodeSection, target: TargetModel, source: TargetSection) -> Drafter:
-    """A model of the target's tokenizer grows as the recipe says; any other one writes a chain of text."""
+    """A drafter for the recipe's draft model.
+
+    With the target's tokenizer it grows trees as the recipe says; with another one it drafts chains by way of text.
+    """
     model = load_draft_model(section, source)
     assert section.draft_model is not None
     folder = locate_target(section.draft_model, None)
-    own, targets = (load_tokenizer(place) for place in (folder, locate_target(source.path, source.revision)))
-    if same_tokenizer(own, targets):
+    target_folder = locate_target(source.path, source.revision)
+    draft_tokenizer, target_tokenizer = load_tokenizer(folder), load_tokenizer(target_folder)
+    if same_tokenizer(draft_tokenizer, target_tokenizer):
         return ModelDrafter(model, model_growth(section), target)
-    return OtherTokenizerDrafter(model, own, targets, section.depth)
+    return OtherTokenizerDrafter(model, draft_tokenizer, target_tokenizer, section.depth)
 
 
 def model_growth(section: DecodeSection) -> Growth:
-    """The recipe's; one that goes by what was measured of a head gives way to a chain or a dynamic tree."""
+    """The recipe's growth; kinds that need measurements of a head are replaced by a chain or a dynamic tree."""
     if section.growth == "fixed":
         assert section.paths is not None
         return Fixed(section.paths)
     if section.acceptance == "rejection":
-        return Fixed.chain(section.depth)  # in place of a searched tree, too
+        return Fixed.chain(section.depth)  # rejection sampling needs a fixed shape
     if section.growth in ("chain", "adaptive"):
         return Dynamic.chain(section.depth)
     return Dynamic(section.depth, section.width, section.nodes)
 
 
-def lookup_shape(section: DecodeSection) -> Shape:
+def lookup_limits(section: DecodeSection) -> TreeLimits:
+    """How large the trees of a lookup may grow under the recipe."""
     if section.growth in ("chain", "adaptive"):
-        return Shape(section.depth, 1, section.depth)
-    return Shape(section.depth, section.width, section.nodes)
+        return TreeLimits(section.depth, 1, section.depth)
+    return TreeLimits(section.depth, section.width, section.nodes)
 
 
 def read_corpus(path: Path, vocab_size: int) -> list[list[int]]:
-    """The texts of a JSONL file, as the prompts and the responses of a run are written.
+    """The texts of a JSONL file whose rows hold token ids, in the format of a run's prompts or responses.
 
-    Raises ValueError, naming the row, for what is no text of the target's tokens.
+    Raises ValueError, naming the row, for a row that is not a text in the target's tokens.
     """
     texts: list[list[int]] = []
     for number, row in enumerate(read_jsonl(path), start=1):
@@ -93,18 +98,20 @@ def read_corpus(path: Path, vocab_size: int) -> list[list[int]]:
         names = ("tokens",) if "tokens" in row else ("prompt", "response")
         if not row.keys() >= set(names):
             raise ValueError(
-                f"{place} has fields {sorted(row)}; tokens are allowed, or prompt and response, as a run writes them"
+                f"{place}: fields {sorted(row)} given, tokens or prompt and response are allowed, as a run writes them"
             )
         text: list[int] = []
         for name in names:
             tokens = row[name]
             if not isinstance(tokens, list):
-                raise ValueError(f"{place}: {name} is {reprlib.repr(tokens)}, a list of the target's tokens is allowed")
+                raise ValueError(
+                    f"{place}: {name} is {reprlib.repr(tokens)}, a list of the target's token ids is allowed"
+                )
             for token in tokens:
                 if type(token) is not int or not 0 <= token < vocab_size:
                     raise ValueError(
-                        f"{place}: {name} holds {token!r}, the target's tokens 0 to {vocab_size - 1} are allowed; was "
-                        f"it made with another tokenizer?"
+                        f"{place}: {name} holds {token!r}, token ids 0 to {vocab_size - 1} of the target are allowed; "
+                        f"encode the text with the target's tokenizer"
                     )
             text += tokens
         texts.append(text)

@@ -1,13 +1,16 @@
-"""Lookahead decoding (Fu et al., arXiv 2402.02057): the target's own parallel guesses, kept and verified in its steps.
+"""Lookahead decoding (Fu et al., arXiv 2402.02057): the target guesses many tokens in parallel and verifies n-grams.
 
-    root - a0 - a1 - a2      trunk: the oldest guesses at the tokens to come, one a column
+    root - a0 - a1 - a2      level 0: the oldest guesses of the next tokens, one per column
            |    |    |
-           b0   b1   b2      branches: what the target said there a step ago, and a step after that
+           b0   b1   b2      level 1: the target's choices after level 0, one step later
            |    |    |
-           c0   c1   c2  ->  what it says below c becomes the next c; b becomes the trunk (Jacobi iteration)
+           c0   c1   c2      level 2: the target's choices after level 1, two steps later
 
-Each column read downwards, with what the target says at its end, is an n-gram that goes into a pool; those that begin
-with the root are verified in the same tree. The window is a tree like any other, so it may be accepted as well.
+This is the lookahead window. In each step (a Jacobi iteration) the target's choices after the last level become the new
+last level and all other levels move up by one. When a step adds several tokens to the text, the columns also move left
+to follow the root. Each column, read downwards together with the target's choice at its end, is an n-gram that goes
+into a pool. The n-grams of the pool that begin with the root token are verified in the same tree. The window is part
+of that tree, so its tokens may be accepted too.
 """
 
 from collections.abc import Sequence
@@ -17,73 +20,76 @@ from torch import Tensor, nn
 
 from inference.cache import KVCache
 from inference.drafter import Verified, VerifiedOnHost
-from inference.drafters.trie import Trie, side_by_side
+from inference.drafters.trie import Trie, batch_tries
 from inference.tree import Tree
 
 
 @dataclass
-class NGrams:
-    """What followed a token, by that token: the `most` latest continuations of each."""
+class NGramPool:
+    """N-grams by their first token; keeps the `capacity` latest for each."""
 
-    most: int
-    by_first: dict[int, dict[tuple[int, ...], None]] = field(default_factory=dict)  # in order, the latest last
+    capacity: int
+    by_first: dict[int, dict[tuple[int, ...], None]] = field(default_factory=dict)  # insertion order, the latest last
 
     def add(self, tokens: list[int]) -> None:
         known = self.by_first.setdefault(tokens[0], {})
         known.pop(tuple(tokens[1:]), None)
         known[tuple(tokens[1:])] = None
-        if len(known) > self.most:
+        if len(known) > self.capacity:
             known.pop(next(iter(known)))
 
-    def behind(self, token: int) -> list[tuple[int, ...]]:
-        """The latest first."""
+    def following(self, token: int) -> list[tuple[int, ...]]:
+        """What followed this token in its n-grams, the latest first."""
         return list(self.by_first.get(token, ()))[::-1]
 
 
-class Trajectories:
-    """The window of one row and its pool; `text` is the row's own list, which the decode loop goes on writing."""
+class LookaheadRow:
+    """The lookahead window and the n-gram pool of one row.
+
+    `text` is the decode loop's own list, to which the loop appends new tokens.
+    """
 
     def __init__(self, text: list[int], columns: int, levels: int) -> None:
         self.text, self.columns, self.levels = text, columns, levels
-        self.pool = NGrams(columns)
-        self.seen = 0  # tokens of the text that the pool knows, and at the last draft
-        self.window: list[list[int | None]] = [[None] * columns for _ in range(levels)]  # by level, then column
-        self.nodes: list[list[int | None]] = []  # of the window in the last tree
+        self.pool = NGramPool(columns)
+        self.seen = 0  # length of the text at the last draft; the pool holds all n-grams up to there
+        self.window: list[list[int | None]] = [[None] * columns for _ in range(levels)]  # [level][column]
+        self.nodes: list[list[int | None]] = []  # [level][column] -> node in the last tree, None if it was left out
 
     def advance(self, choices: list[int]) -> None:
-        """Take in what the target said at the nodes of the last tree, and the tokens that became certain since."""
-        fresh = len(self.text) - self.seen
+        """Update window and pool from the target's choice at each node of the last tree and the text's new tokens."""
+        num_new = len(self.text) - self.seen
         if self.nodes:
-            said = [None if node is None else choices[node] for node in self.nodes[-1]]
+            last_choices = [None if node is None else choices[node] for node in self.nodes[-1]]
             for column in range(self.columns):
-                guessed = [row[column] for row in [*self.window, said]]
+                guessed = [level[column] for level in [*self.window, last_choices]]
                 ngram = [token for token in guessed if token is not None]
                 if len(ngram) == len(guessed):
                     self.pool.add(ngram)
-            # Row k of column j guesses the token j + k + 1 behind the root, and the root has moved on.
-            rows = [*self.window[1:], said]
-            self.window = [(row[fresh - 1 :] + [None] * self.columns)[: self.columns] for row in rows]
+            # Level k of column j guesses the token j + k + 1 places after the root, and the root has moved.
+            levels = [*self.window[1:], last_choices]
+            self.window = [(level[num_new - 1 :] + [None] * self.columns)[: self.columns] for level in levels]
         for start in range(max(self.seen - self.levels, 0), len(self.text) - self.levels):
             self.pool.add(self.text[start : start + self.levels + 1])
         self.seen = len(self.text)
 
-    def tree(self, room: int) -> Trie:
-        trie, trunk = Trie(self.text[-1], room), 0
+    def draft(self, max_depth: int) -> Trie:
+        """The window and the pool's n-grams after the root token, as one tree."""
+        trie, parent = Trie(self.text[-1], max_depth), 0
         self.nodes = [[None] * self.columns for _ in range(self.levels)]
         for column in range(self.columns):
-            # Guesses that nobody made are tokens of the text, any of them (the paper takes random ones).
-            whole = [self.guess(level, column) for level in range(self.levels)]
-            path = trie.add_path(trunk, whole)
+            path = trie.add_path(parent, [self.guess(level, column) for level in range(self.levels)])
             for level, node in enumerate(path):
                 self.nodes[level][column] = node
             if not path:
                 break
-            trunk = path[0]
-        for ngram in self.pool.behind(self.text[-1]):
-            trie.add_path(0, ngram)
+            parent = path[0]
+        for tokens in self.pool.following(self.text[-1]):
+            trie.add_path(0, tokens)
         return trie
 
     def guess(self, level: int, column: int) -> int:
+        """The window's entry; an empty one is filled with a token of the text (in the paper, with a random token)."""
         known = self.window[level][column]
         if known is None:
             known = self.text[-1 - (7 * column + level) % len(self.text)]
@@ -92,7 +98,10 @@ class Trajectories:
 
 
 class Lookahead:
-    """Needs nothing but the target: `columns` tokens are guessed at in parallel, in n-grams of `levels` + 1 tokens."""
+    """Lookahead decoding; it needs no model but the target.
+
+    The target guesses `columns` tokens in parallel (the paper's W); n-grams have `levels` + 1 tokens (its N).
+    """
 
     taps: tuple[int, ...] = ()
     cache_shape: tuple[int, int, int] | None = None
@@ -101,7 +110,7 @@ class Lookahead:
 
     def __init__(self, columns: int, levels: int) -> None:
         self.columns, self.levels = columns, levels
-        self.rows: dict[int, Trajectories] = {}  # by the identity of the row's text, which they hold
+        self.rows: dict[int, LookaheadRow] = {}  # id(text) -> row; the row holds the text, so ids are not reused
 
     @property
     def max_nodes(self) -> int:
@@ -112,18 +121,17 @@ class Lookahead:
         return self.columns + self.levels - 1
 
     def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
-        """Nothing to read: the texts come with every draft."""
+        """Nothing to do: `draft` is given the whole text."""
 
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
         assert isinstance(verified, VerifiedOnHost)
         texts, choices = verified.texts, verified.choices
-        self.rows = {id(text): self.rows.get(id(text)) or self.start(text) for text in texts}
+        self.rows = {
+            id(text): self.rows.get(id(text)) or LookaheadRow(text, self.columns, self.levels) for text in texts
+        }
         tries = []
-        for text, said, room in zip(texts, choices, verified.remaining, strict=True):
+        for text, row_choices, remaining in zip(texts, choices, verified.remaining, strict=True):
             row = self.rows[id(text)]
-            row.advance(said)
-            tries.append(row.tree(room))
-        return side_by_side(tries, verified.roots.device)
-
-    def start(self, text: list[int]) -> Trajectories:
-        return Trajectories(text, self.columns, self.levels)
+            row.advance(row_choices)
+            tries.append(row.draft(remaining))
+        return batch_tries(tries, verified.roots.device)

@@ -1,4 +1,7 @@
-"""Drafting without any model: what followed the last tokens before, in the text itself or in a corpus."""
+"""Lookup drafters: they draft what followed the same n-gram earlier in the text, or in a corpus. No model runs.
+
+PromptLookup is prompt lookup decoding (Saxena, 2023); CorpusLookup is SAM decoding (arXiv 2411.10666).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,25 +12,31 @@ from torch import Tensor, nn
 from inference.cache import KVCache
 from inference.drafter import Verified, VerifiedOnHost
 from inference.drafters.suffix_automaton import SuffixAutomaton
-from inference.drafters.trie import Child, Noise, Shape, Trie, grow, side_by_side
+from inference.drafters.trie import Child, GumbelRow, TreeLimits, Trie, batch_tries, grow_best_first
 from inference.tree import Tree
 
-OCCURRENCES = 64  # of an n-gram that are looked at, the latest ones
-REACH = 64  # tokens that a match in a corpus may be long
+MAX_OCCURRENCES = 64  # of an n-gram, the latest ones
+MAX_MATCH = 64  # tokens at the end of the text that are searched for in a corpus
 
 
 @dataclass(frozen=True)
 class Continuations:
-    """Places of a text where the same n-gram ended before; one that runs into the end goes on from its own start."""
+    """Earlier occurrences of the n-gram at the text's end, each followed forward in parallel.
+
+    An occurrence that reaches the end of the text continues from the token after its n-gram, as if the text repeated.
+    """
 
     text: list[int]
-    places: tuple[tuple[int, int], ...]  # the place of the next token, and how far it lies from the end of the text
+    places: tuple[tuple[int, int], ...]  # (index of the next token, period: how many tokens to go back from the end)
 
     @classmethod
-    def of_longest(cls, text: list[int], ngram: int) -> tuple["Continuations", int]:
-        """Of the longest n-gram at the text's end that occurred before, and its length; 0 is none."""
+    def of_longest_match(cls, text: list[int], ngram: int) -> tuple["Continuations", int]:
+        """Find the longest n-gram, up to `ngram` tokens, at the text's end that occurred before; 0 is no match.
+
+        Returns its earlier occurrences, the latest first, and its length.
+        """
         tokens, total = numpy.asarray(text), len(text)
-        ends = numpy.flatnonzero(tokens[:-1] == tokens[-1])  # of earlier occurrences
+        ends = numpy.flatnonzero(tokens[:-1] == tokens[-1])  # where earlier occurrences end
         if not len(ends):
             return cls(text, ()), 0
         length = 1
@@ -37,16 +46,16 @@ class Continuations:
             if not len(longer):
                 break
             ends, length = longer, length + 1
-        latest = ends[-OCCURRENCES:][::-1].tolist()
+        latest = ends[-MAX_OCCURRENCES:][::-1].tolist()
         return cls(text, tuple((end + 1, total - 1 - end) for end in latest)), length
 
     def children(self) -> list[Child["Continuations"]]:
-        """The tokens that follow, the latest first."""
+        """The possible next tokens, the latest first, weighted by how many occurrences they follow."""
         groups: dict[int, list[tuple[int, int]]] = {}
         for place, period in self.places:
             token = self.text[place]
-            onward = place + 1 if place + 1 < len(self.text) else place + 1 - period
-            groups.setdefault(token, []).append((onward, period))
+            following = place + 1 if place + 1 < len(self.text) else place + 1 - period
+            groups.setdefault(token, []).append((following, period))
         return [
             Child(token, float(len(places)), Continuations(self.text, tuple(places)))
             for token, places in groups.items()
@@ -54,70 +63,72 @@ class Continuations:
 
 
 class Lookup:
-    """What the lookups share: no features, no cache, trees of a shape that depends on what is found."""
+    """Base of the lookup drafters: no features of the target, no KV cache, trees whose shape depends on the matches."""
 
     taps: tuple[int, ...] = ()
     cache_shape: tuple[int, int, int] | None = None
     static_shapes = False
     compilable_layers: Sequence[nn.Module] = ()
 
-    def __init__(self, shape: Shape) -> None:
-        self.shape = shape
+    def __init__(self, limits: TreeLimits) -> None:
+        self.limits = limits
 
     @property
     def max_nodes(self) -> int:
-        return self.shape.nodes + 1
+        return self.limits.nodes + 1
 
     @property
     def depth(self) -> int:
-        return self.shape.depth
+        return self.limits.depth
 
     def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
-        """Nothing to read: the texts come with every draft."""
+        """Nothing to do: `draft` is given the whole text."""
 
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
         assert isinstance(verified, VerifiedOnHost)
         tries = []
-        for row, (text, room) in enumerate(zip(verified.texts, verified.remaining, strict=True)):
-            trie = Trie(text[-1], room)
-            self.look_up(text, trie, Noise(verified, row))
+        for row, (text, remaining) in enumerate(zip(verified.texts, verified.remaining, strict=True)):
+            trie = Trie(text[-1], remaining)
+            self.look_up(text, trie, GumbelRow(verified, row))
             tries.append(trie)
-        return side_by_side(tries, verified.roots.device)
+        return batch_tries(tries, verified.roots.device)
 
-    def look_up(self, text: list[int], trie: Trie, noise: Noise) -> None:
+    def look_up(self, text: list[int], trie: Trie, gumbel: GumbelRow) -> None:
+        """Add draft tokens for this text to the trie."""
         raise NotImplementedError
 
 
 class PromptLookup(Lookup):
-    """What followed the longest n-gram, up to `ngram` tokens, at the text's end earlier in prompt and output.
+    """Prompt lookup decoding (Saxena, 2023): drafts what followed the text's last n-gram earlier in prompt or output.
 
-    Prompt lookup decoding (Saxena, 2023), where several continuations may share a tree.
+    It uses the longest n-gram of up to `ngram` tokens that occurred before. Different continuations share one tree.
     """
 
-    def __init__(self, shape: Shape, ngram: int) -> None:
-        super().__init__(shape)
+    def __init__(self, limits: TreeLimits, ngram: int) -> None:
+        super().__init__(limits)
         self.ngram = ngram
 
-    def look_up(self, text: list[int], trie: Trie, noise: Noise) -> None:
-        found, length = Continuations.of_longest(text, self.ngram)
+    def look_up(self, text: list[int], trie: Trie, gumbel: GumbelRow) -> None:
+        matches, length = Continuations.of_longest_match(text, self.ngram)
         if length:
-            grow(trie, found, Continuations.children, self.shape, noise)
+            grow_best_first(trie, matches, Continuations.children, self.limits, gumbel)
 
 
 class CorpusLookup(Lookup):
-    """What followed the longest match of the text's end in a corpus (SAM decoding, arXiv 2411.10666), by frequency.
+    """SAM decoding (arXiv 2411.10666): drafts what most often followed the end of the text in a corpus.
 
-    Where an n-gram of the text itself matches as long, the text is followed instead.
+    It finds the longest end of the text that occurs in the corpus. If the text itself holds an earlier match of at
+    least that length, it drafts from the text, as prompt lookup does.
     """
 
-    def __init__(self, shape: Shape, ngram: int, automaton: SuffixAutomaton) -> None:
-        super().__init__(shape)
+    def __init__(self, limits: TreeLimits, ngram: int, automaton: SuffixAutomaton) -> None:
+        super().__init__(limits)
         self.ngram, self.automaton = ngram, automaton
 
-    def look_up(self, text: list[int], trie: Trie, noise: Noise) -> None:
-        found, length = Continuations.of_longest(text, self.ngram)
-        state, in_corpus = self.automaton.match(text[-REACH:])
-        if in_corpus > length:
-            grow(trie, state, self.automaton.children, self.shape, noise)
+    def look_up(self, text: list[int], trie: Trie, gumbel: GumbelRow) -> None:
+        matches, length = Continuations.of_longest_match(text, self.ngram)
+        state, corpus_length = self.automaton.match(text[-MAX_MATCH:])
+        if corpus_length > length:
+            grow_best_first(trie, state, self.automaton.children, self.limits, gumbel)
         elif length:
-            grow(trie, found, Continuations.children, self.shape, noise)
+            grow_best_first(trie, matches, Continuations.children, self.limits, gumbel)

@@ -1,4 +1,6 @@
-"""Drafting with a language model of its own: any causal LM with the target's tokenizer, in the place of a head."""
+"""Speculative decoding with a model as the drafter: a small causal LM (Leviathan et al., arXiv 2211.17192), or the
+target's own first layers (early exit, as in LayerSkip, arXiv 2404.16710). Both grow trees as a head does.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,15 +20,15 @@ from inference.target.model import Masks, TargetModel
 from inference.tree import Block, Tree
 
 
-class ModelAsGuesser:
-    """A model where a head is expected: it reads no features, and its hidden states are the logits themselves."""
+class ModelAsHead:
+    """A causal LM behind the interface of a head: it reads no features, and its "hidden states" are its logits."""
 
     taps: tuple[int, ...] = ()
     calibration = Calibration()
     max_levels: int | None = None
 
     def __init__(self, model: TargetModel, target: TargetModel) -> None:
-        """Vocabularies may differ by padding or added tokens; only tokens that both have are drafted."""
+        """The vocabularies may differ by padding or added tokens; only tokens that both have are drafted."""
         self.model = model
         self.columns = min(model.config.vocab_size, target.config.vocab_size)
         self.vocab = DraftVocab(torch.arange(self.columns), target.config.vocab_size)
@@ -44,7 +46,10 @@ class ModelAsGuesser:
         return taps
 
     def __call__(self, tokens: Int[Tensor, "batch block"], *args: Any, **options: Any) -> Tensor:
-        """(tokens, positions, masks, cache) to logits; it reads its last token where it does not know the target's."""
+        """The logits for (tokens, positions, masks, cache).
+
+        The model reads its own last token in place of a target token that is outside its vocabulary.
+        """
         known = tokens.clamp(max=self.model.config.vocab_size - 1)
         logits: Tensor = self.model.forward(known, *args, **options).logits
         return logits
@@ -55,32 +60,33 @@ class ModelAsGuesser:
     def feedback(
         self, hidden: Float[Tensor, "*axes vocab"], features: Tensor, tokens: Tensor
     ) -> Float[Tensor, "*axes none"]:
-        """Nothing: the next level reads tokens alone."""
+        """No features: the next level reads only tokens."""
         return hidden[..., :0]
 
 
 class ModelDrafter(HeadDrafter):
-    """Grows trees as a head does. The model's slots stand beside the target's: slot t is for the token of position t.
+    """Drafts with a model that has the target's tokenizer, and grows trees as a head does.
 
-    The tokens that were verified are read again in place of what was drafted there, so nothing has to be moved. While a
-    tree grows its root is pending, the first of the pending tokens.
+    The model's KV cache lies next to the target's; its slot t holds the token at position t. After verification the
+    model reads the accepted tokens again and overwrites the draft tokens' slots, so no cache entries have to be moved.
+    While a tree grows, its root is the first pending token: written to the cache, but not yet counted in its length.
     """
 
-    head: ModelAsGuesser
+    head: ModelAsHead
 
     def __init__(self, model: TargetModel, growth: Growth, target: TargetModel) -> None:
-        """Raises ValueError for a model that does not fit the target or the growth."""
+        """Raises ValueError for a model whose dtype, device, positions or vocabulary do not fit target and growth."""
         if model.dtype != target.dtype or model.device != target.device:
             raise ValueError(
-                f"decode.draft_model: in {model.dtype} on {model.device}, the target's {target.dtype} on "
-                f"{target.device} is allowed, as they share one cache"
+                f"decode.draft_model: {model.dtype} on {model.device} given, the target's {target.dtype} on "
+                f"{target.device} is allowed, as both share one KV cache"
             )
         if model.max_positions < target.max_positions:
             raise ValueError(
-                f"decode.draft_model: knows {model.max_positions} positions, the target's {target.max_positions} or "
-                f"more are allowed; choose another draft model"
+                f"decode.draft_model: a model with {model.max_positions} positions given, the target's "
+                f"{target.max_positions} or more are allowed; choose another draft model"
             )
-        super().__init__(ModelAsGuesser(model, target), growth)
+        super().__init__(ModelAsHead(model, target), growth)
         self.masks = model.masks
 
     @property
@@ -92,12 +98,12 @@ class ModelDrafter(HeadDrafter):
         self.head(text[:, :-1], cache=KVCache(self.slots(row), None), last_only=True)
 
     def slots(self, cache: KVCache) -> Slots:
-        """Where the model keeps keys and values."""
+        """The slots in which the model keeps its keys and values."""
         assert cache.head is not None
         return cache.head
 
     def read(self, verified: Verified, cache: KVCache) -> tuple[Tensor, Tensor]:
-        """Take in what follows the verified positions, the root at its end; there are no features.
+        """Read the accepted tokens, the last of which is the root; returns no features and the logits after the root.
 
         [batch, 1, 0] and [batch, 1, vocab]
         """
@@ -107,22 +113,22 @@ class ModelDrafter(HeadDrafter):
         block = Block((offsets <= offsets[:, None]).unsqueeze(0), offsets.unsqueeze(0))
         logits = self.run(verified.next_tokens, block, slots)
         verified.advance(slots, already=1)
-        return self.begin_tree(verified.last(logits), slots)
+        return self.hold_root(verified.last(logits), slots)
 
-    def begin_tree(self, logits: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
-        """The root has been written, and stays pending; what `read` says of it."""
+    def hold_root(self, logits: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
+        """Mark the root as pending once it is in the cache; returns what `read` returns."""
         slots.hold(1)
         self.depths: Int[Tensor, "1 pending"] = torch.zeros(1, 1, dtype=torch.long, device=slots.starts.device)
         return logits[..., :0], logits
 
     def level_masks(self, cache: KVCache) -> LevelMasks:
-        """Of the drafted nodes alone: the model's layers may see the text through windows."""
+        """Masks over draft tokens only; `masks` adds the text, which some layers see through a sliding window."""
         return LevelMasks(0, self.siblings)
 
     def expand(
         self, features: Tensor, frontier: Frontier, masks: LevelMasks, level: int, cache: KVCache
     ) -> Float[Tensor, "batch frontier vocab"]:
-        """One level through the model; each node sees the verified tokens, the root, its ancestors and itself."""
+        """Run one level of nodes; each node sees the accepted tokens, the root, its ancestors and itself."""
         slots, count = self.slots(cache), frontier.tokens.shape[1]
         self.depths = torch.cat([self.depths, torch.full_like(self.depths[:, :1], level).expand(1, count)], dim=1)
         depths = self.depths.expand(len(frontier.tokens), -1)
@@ -131,7 +137,7 @@ class ModelDrafter(HeadDrafter):
         return logits
 
     def run(self, tokens: Int[Tensor, "batch block"], block: Block, slots: Slots) -> Float[Tensor, "batch block vocab"]:
-        """Write a block of tokens behind what is held and pending, and score what follows each."""
+        """Append a block of tokens to the accepted and pending ones; returns the logits after each."""
         assert block.depths is not None
         positions = slots.starts[:, None] + block.depths[:, -tokens.shape[1] :]
         masks: Masks = self.masks(slots, block)
@@ -139,17 +145,19 @@ class ModelDrafter(HeadDrafter):
 
 
 def with_root(visible: Bool[Tensor, "batch frontier pending"]) -> Bool[Tensor, "batch frontier pending+1"]:
+    """A visibility mask with the root in front, which every node sees."""
     return torch.cat([torch.ones_like(visible[..., :1]), visible], dim=-1)
 
 
 class EarlyExit(ModelDrafter):
-    """The target's own first layers, then its norm and lm_head; it shares the target's cache, which has read the text.
+    """Self-speculative decoding by early exit: drafts with the target's first layers, then its norm and lm_head.
 
-    What it writes there is overwritten when the target verifies.
+    It uses the target's own KV cache, in which these layers have already read the text. The target overwrites the draft
+    tokens' entries when it verifies them.
     """
 
     def __init__(self, target: TargetModel, num_layers: int, growth: Growth) -> None:
-        """Raises ValueError for a number of layers that the target does not have to spare."""
+        """Raises ValueError unless `num_layers` is at least 1 and less than the target's."""
         super().__init__(target, growth, target)
         self.exit = first_layers(target.model, num_layers)
 
@@ -161,7 +169,7 @@ class EarlyExit(ModelDrafter):
         return cache.target
 
     def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
-        """The target has read it."""
+        """Nothing to do: the target has filled the cache."""
 
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
         tree = super().draft(verified, cache)
@@ -172,7 +180,7 @@ class EarlyExit(ModelDrafter):
         slots = self.slots(cache)
         alone = torch.ones(1, 1, 1, dtype=torch.bool, device=verified.roots.device)
         logits = self.run(verified.roots, Block(alone, torch.zeros_like(alone[0], dtype=torch.long)), slots)
-        return self.begin_tree(logits, slots)
+        return self.hold_root(logits, slots)
 
     def run(self, tokens: Int[Tensor, "batch block"], block: Block, slots: Slots) -> Float[Tensor, "batch block vocab"]:
         assert block.depths is not None

@@ -1,4 +1,8 @@
-"""Drafting with a model of another tokenizer: text is what the two have in common (arXiv 2502.05202)."""
+"""Drafting with a model that has another tokenizer, by way of text (Timor et al., arXiv 2502.05202).
+
+The text so far is encoded with the draft model's tokenizer, continued by the draft model, decoded, and encoded again
+with the target's tokenizer.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,17 +13,17 @@ from torch import Tensor, nn
 
 from inference.cache import PAGE, KVCache
 from inference.drafter import Verified, VerifiedOnHost
-from inference.drafters.trie import Trie, side_by_side
+from inference.drafters.trie import Trie, batch_tries
 from inference.target.model import TargetModel
 from inference.tree import Block, Tree
 
-LOOKBEHIND = 8  # tokens of the target's text that are encoded again with what was drafted behind them
+CONTEXT = 8  # last tokens of the text that are encoded together with the drafted text, as tokens may span the border
 UNFINISHED = "\ufffd"  # what a decoder puts for a character whose last bytes are yet to come
 
 
-@runtime_checkable  # the shape checks of the tests look at instances
+@runtime_checkable  # the shape checks in tests use isinstance
 class Tokenizer(Protocol):
-    """As much of a transformers tokenizer as is used here."""
+    """The part of a transformers tokenizer that is used here."""
 
     def __call__(self, text: str, **options: Any) -> Any: ...
 
@@ -27,18 +31,18 @@ class Tokenizer(Protocol):
 
 
 @dataclass
-class Read:
-    """What the draft model has read of one text: its own tokens, and their keys and values."""
+class CachedText:
+    """A text that the draft model has read: its tokens, and the KV cache that holds them."""
 
     tokens: list[int]
     cache: KVCache
 
 
 class OtherTokenizerDrafter:
-    """A chain that the draft model writes greedily, decoded with its tokenizer and encoded with the target's.
+    """Drafts a chain that the draft model generates greedily, translated into the target's tokens by way of text.
 
-    Rows are drafted one by one, each with a cache of its own: their tokens do not lie side by side with the target's.
-    The noise of sampling belongs to the target's tokens, so drafts do not look at it.
+    Rows are drafted one by one, each with its own KV cache, because draft tokens and target tokens do not align. Gumbel
+    noise is keyed by the target's tokens, so the draft model cannot use it.
     """
 
     taps: tuple[int, ...] = ()
@@ -46,89 +50,94 @@ class OtherTokenizerDrafter:
     static_shapes = False
     compilable_layers: Sequence[nn.Module] = ()
 
-    def __init__(self, model: TargetModel, own: Tokenizer, targets: Tokenizer, depth: int) -> None:
-        self.model, self.own, self.targets, self.depth = model, own, targets, depth
-        self.read: list[Read] = []  # for the rows of the last draft
+    def __init__(self, model: TargetModel, draft_tokenizer: Tokenizer, target_tokenizer: Tokenizer, depth: int) -> None:
+        self.model, self.depth = model, depth
+        self.draft_tokenizer, self.target_tokenizer = draft_tokenizer, target_tokenizer
+        self.cached: list[CachedText] = []  # the texts of the last draft
 
     @property
     def max_nodes(self) -> int:
         return self.depth + 1
 
     def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
-        """Nothing yet: the texts come with every draft."""
+        """Nothing to do: `draft` is given the whole text."""
 
     @torch.inference_mode()
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
         assert isinstance(verified, VerifiedOnHost)
-        before, self.read, tries = self.read, [], []
-        for text, room in zip(verified.texts, verified.remaining, strict=True):
-            trie = Trie(text[-1], min(room, self.depth))
-            if trie.room > 0:
-                trie.add_path(0, self.guess(text, trie.room, before))
+        previous, self.cached, tries = self.cached, [], []
+        for text, remaining in zip(verified.texts, verified.remaining, strict=True):
+            trie = Trie(text[-1], min(remaining, self.depth))
+            if trie.max_depth > 0:
+                trie.add_path(0, self.draft_tokens(text, trie.max_depth, previous))
             tries.append(trie)
-        return side_by_side(tries, verified.roots.device)
+        return batch_tries(tries, verified.roots.device)
 
-    def guess(self, text: list[int], room: int, before: list[Read]) -> list[int]:
-        """Target tokens that may follow; none where the two texts cannot be brought together."""
-        certain = decoded(self.targets, text)
-        tokens = list(self.own(certain)["input_ids"])
-        if certain.endswith(UNFINISHED) or not tokens or len(tokens) + room > self.model.max_positions:
+    def draft_tokens(self, text: list[int], count: int, previous: list[CachedText]) -> list[int]:
+        """Target tokens for the next `count` tokens of the draft model; none if the text cannot be translated."""
+        text_so_far = decode_text(self.target_tokenizer, text)
+        tokens = list(self.draft_tokenizer(text_so_far)["input_ids"])
+        if text_so_far.endswith(UNFINISHED) or not tokens or len(tokens) + count > self.model.max_positions:
             return []
-        written = self.write(tokens, room, before)
-        start = decoded(self.own, tokens)
-        whole = decoded(self.own, tokens + written)
-        if not whole.startswith(start):
+        generated = self.generate(tokens, count, previous)
+        before = decode_text(self.draft_tokenizer, tokens)
+        after = decode_text(self.draft_tokenizer, tokens + generated)
+        if not after.startswith(before):
             return []
-        return self.encode(text[-LOOKBEHIND:], whole[len(start) :].rstrip(UNFINISHED))
+        return self.encode_continuation(text[-CONTEXT:], after[len(before) :].rstrip(UNFINISHED))
 
-    def write(self, tokens: list[int], count: int, before: list[Read]) -> list[int]:
-        """What the draft model writes behind its tokens, greedily."""
-        kept, read = self.borrow(tokens, count, before)
-        written: list[int] = []
-        slots, fresh = read.cache.target, tokens[kept:]
-        slots.set_lengths([kept])
+    def generate(self, tokens: list[int], count: int, previous: list[CachedText]) -> list[int]:
+        """The draft model's greedy continuation, up to `count` tokens."""
+        num_read, cached = self.reuse_cache(tokens, count, previous)
+        generated: list[int] = []
+        slots, unread = cached.cache.target, tokens[num_read:]
+        slots.set_lengths([num_read])
         for _ in range(count):
-            token = int(self.step(fresh, read.cache)[0, -1].argmax())
-            slots.advance([len(fresh)])
+            token = int(self.next_logits(unread, cached.cache)[0, -1].argmax())
+            slots.advance([len(unread)])
             if token in self.model.end_tokens:
                 break
-            written.append(token)
-            fresh = [token]
-        read.tokens = (tokens + written)[: slots.lengths[0]]
-        self.read.append(read)
-        return written
+            generated.append(token)
+            unread = [token]
+        cached.tokens = (tokens + generated)[: slots.lengths[0]]
+        self.cached.append(cached)
+        return generated
 
-    def borrow(self, tokens: list[int], count: int, before: list[Read]) -> tuple[int, Read]:
-        """The cache that has read most of these tokens, and how many; the last token is always read again."""
-        shared = [common(read.tokens, tokens) for read in before]
-        most = max(shared, default=0)
+    def reuse_cache(self, tokens: list[int], count: int, previous: list[CachedText]) -> tuple[int, CachedText]:
+        """Take the cached text with the longest common prefix; returns how many tokens need not be read again, and it.
+
+        The last token is always read again, as its logits are needed.
+        """
+        lengths = [common_prefix(cached.tokens, tokens) for cached in previous]
+        longest = max(lengths, default=0)
         size = len(tokens) + count
-        read = before.pop(shared.index(most)) if most else Read([], self.model.new_cache(size + PAGE))
-        read.cache.target.set_lengths([most])
-        read.cache.make_room(size, self.model.max_positions)
-        return min(most, len(tokens) - 1), read
+        cached = previous.pop(lengths.index(longest)) if longest else CachedText([], self.model.new_cache(size + PAGE))
+        cached.cache.target.set_lengths([longest])
+        cached.cache.make_room(size, self.model.max_positions)
+        return min(longest, len(tokens) - 1), cached
 
-    def step(self, tokens: list[int], cache: KVCache) -> Tensor:
-        """Logits behind the last of a few tokens. [1, 1, vocab]"""
+    def next_logits(self, tokens: list[int], cache: KVCache) -> Tensor:
+        """Read tokens after those in the cache; returns the logits after the last one. [1, 1, vocab]"""
         device = self.model.device
         offsets = torch.arange(len(tokens), device=device)
         masks = self.model.masks(cache.target, Block((offsets <= offsets[:, None]).unsqueeze(0), offsets.unsqueeze(0)))
         positions = cache.target.starts[:, None] + offsets
         return self.model.forward(torch.tensor([tokens], device=device), positions, masks, cache, True).logits
 
-    def encode(self, last: list[int], added: str) -> list[int]:
-        """The target's tokens for a text behind its last tokens."""
-        before = decoded(self.targets, last)
-        together = list(self.targets(before + added, add_special_tokens=False)["input_ids"])
+    def encode_continuation(self, last: list[int], added: str) -> list[int]:
+        """The target's tokens for drafted text that continues the text's last tokens."""
+        before = decode_text(self.target_tokenizer, last)
+        together = list(self.target_tokenizer(before + added, add_special_tokens=False)["input_ids"])
         if together[: len(last)] == last:
             return together[len(last) :]
-        return list(self.targets(added, add_special_tokens=False)["input_ids"])
+        return list(self.target_tokenizer(added, add_special_tokens=False)["input_ids"])
 
 
-def decoded(tokenizer: Tokenizer, tokens: list[int]) -> str:
+def decode_text(tokenizer: Tokenizer, tokens: list[int]) -> str:
+    """The text of some tokens, without special tokens and without any clean-up of spaces."""
     return str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-def common(one: list[int], other: list[int]) -> int:
-    """How many tokens two texts begin with alike."""
+def common_prefix(one: list[int], other: list[int]) -> int:
+    """The length of the longest common prefix of two texts."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -1,4 +1,4 @@
-"""A suffix automaton: every substring of a corpus, what follows it and how often, in one pass over its tokens."""
+"""A suffix automaton: an index of every substring of a corpus, the tokens that follow it, and how often they do."""
 
 from collections.abc import Iterable
 
@@ -8,16 +8,17 @@ START = 0
 
 
 class SuffixAutomaton:
-    """States stand for sets of substrings that end at the same places (Blumer et al., 1985).
+    """A suffix automaton over texts (Blumer et al., 1985); a state is a set of substrings that end at the same places.
 
-    Built once, in time and memory linear in the corpus: about half a kilobyte for each token of it.
+    Built once, in time and memory linear in the corpus: about half a kilobyte per token.
     """
 
     def __init__(self, texts: Iterable[list[int]]) -> None:
-        self.following: list[dict[int, int]] = [{}]  # token -> state, by state
+        # Indexed by state:
+        self.following: list[dict[int, int]] = [{}]  # next token -> state
         self.link = [-1]  # the state of the longest suffix that ends in more places
-        self.length = [0]  # of a state's longest substring
-        self.count = [0]  # places where it ends
+        self.length = [0]  # length of the state's longest substring
+        self.count = [0]  # number of places in the corpus where its substrings end
         for text in texts:
             last = START
             for token in text:
@@ -30,7 +31,7 @@ class SuffixAutomaton:
         return len(self.link)
 
     def match(self, tokens: list[int]) -> tuple[int, int]:
-        """The state of the longest suffix of `tokens` that the corpus holds, and its length."""
+        """The state of the longest suffix of `tokens` that occurs in the corpus, and that suffix's length."""
         state, length = START, 0
         for token in tokens:
             while state != START and token not in self.following[state]:
@@ -41,7 +42,7 @@ class SuffixAutomaton:
         return state, length
 
     def children(self, state: int) -> list[Child[int]]:
-        """What follows a state's substrings, weighted by how often."""
+        """The tokens that follow the state's substrings in the corpus, weighted by frequency."""
         return [Child(token, float(self.count[after]), after) for token, after in self.following[state].items()]
 
     def _new(self, length: int, following: dict[int, int], link: int) -> int:
@@ -52,8 +53,8 @@ class SuffixAutomaton:
         return len(self.link) - 1
 
     def _extend(self, last: int, token: int) -> int:
-        """The state of the text so far, with another token behind it."""
-        if token in self.following[last]:  # another text went the same way
+        """Append a token to the text that ends in state `last`; returns the state of the longer text."""
+        if token in self.following[last]:  # an earlier text contains the same substring
             return self._exact(last, token)
         current = self._new(self.length[last] + 1, {}, START)
         state = last
@@ -65,7 +66,7 @@ class SuffixAutomaton:
         return current
 
     def _exact(self, state: int, token: int) -> int:
-        """The state of `state`'s longest substring and the token; split off where longer ones share it."""
+        """The state whose longest substring is that of `state` plus the token; split off if longer ones share it."""
         after = self.following[state][token]
         if self.length[after] == self.length[state] + 1:
             return after

@@ -1,4 +1,4 @@
-"""Trees built node by node on the host, for drafters that look their tokens up instead of computing them."""
+"""Draft trees built node by node on the host, for drafters that look tokens up instead of computing them."""
 
 import heapq
 import math
@@ -16,19 +16,19 @@ State = TypeVar("State")
 
 
 class Trie:
-    """The tree of one row; the same path twice is one node, and nothing lies deeper than there is room."""
+    """The draft tree of one row: adding a path twice adds no node, and no node is deeper than `max_depth`."""
 
-    def __init__(self, root: int, room: int) -> None:
-        self.room = room
+    def __init__(self, root: int, max_depth: int) -> None:
+        self.max_depth = max_depth
         self.tokens, self.parents, self.depths = [root], [-1], [0]
-        self.children: dict[tuple[int, int], int] = {}
+        self.children: dict[tuple[int, int], int] = {}  # (parent, token) -> node
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def add(self, parent: int, token: int) -> int | None:
-        """The child of a node that holds a token; None where there is no room."""
-        if self.depths[parent] >= self.room:
+        """Add a child with this token unless it exists; returns its node, or None if it would be too deep."""
+        if self.depths[parent] >= self.max_depth:
             return None
         node = self.children.setdefault((parent, token), len(self))
         if node == len(self):
@@ -38,7 +38,7 @@ class Trie:
         return node
 
     def add_path(self, parent: int, tokens: Sequence[int]) -> list[int]:
-        """The nodes of a path below a node, as far as there is room."""
+        """Add a path below a node, down to the maximum depth; returns its nodes."""
         path: list[int] = []
         for token in tokens:
             node = self.add(path[-1] if path else parent, token)
@@ -48,8 +48,8 @@ class Trie:
         return path
 
 
-def side_by_side(tries: Sequence[Trie], device: torch.device) -> Tree:
-    """The trees of a batch; smaller ones are filled up with nodes that hang nowhere."""
+def batch_tries(tries: Sequence[Trie], device: torch.device) -> Tree:
+    """The rows' tries as one tree per row; smaller ones are padded with nodes that have no parent."""
     longest = max(map(len, tries))
     tokens = [trie.tokens + [0] * (longest - len(trie)) for trie in tries]
     parents = [trie.parents + [-1] * (longest - len(trie)) for trie in tries]
@@ -59,69 +59,69 @@ def side_by_side(tries: Sequence[Trie], device: torch.device) -> Tree:
 
 @dataclass(frozen=True)
 class Child(Generic[State]):
-    """What may follow: a token, its weight among its siblings, and the state in which the lookup goes on."""
+    """A token that may come next."""
 
     token: int
-    weight: float
-    state: State
+    weight: float  # its probability relative to its siblings
+    state: State  # from which the lookup continues after this token
 
 
 Expand = Callable[[State], Sequence[Child[State]]]
 
 
 @dataclass(frozen=True)
-class Shape:
-    """How large the tree of a lookup may be."""
+class TreeLimits:
+    """The largest draft tree that a lookup may build."""
 
     depth: int
-    width: int  # children of each node
-    nodes: int  # drafted ones
+    width: int  # children per node
+    nodes: int  # draft tokens, so the root does not count
 
 
-def grow(trie: Trie, start: State, expand: Expand[State], shape: Shape, noise: "Noise") -> None:
-    """Add the likeliest nodes below the root, one by one, children sharing their parent's chance by weight.
+def grow_best_first(trie: Trie, start: State, expand: Expand[State], limits: TreeLimits, gumbel: "GumbelRow") -> None:
+    """Add the most probable nodes below the root, one at a time, until the limits are reached.
 
-    Where the row is sampled the target's noise decides about siblings, as it will decide about the choice.
+    `expand` gives a state's possible next tokens. A node's probability is split among its children by weight. In a
+    sampled row, the target's Gumbel noise is added to the log weights, as it will be when the target chooses.
     """
-    order = count()  # among equals the one that was found first
-    waiting: list[tuple[float, int, int, int, State]] = []  # minus log chance, order, parent, token, state
+    order = count()  # breaks ties in favour of the node that was found first
+    candidates: list[tuple[float, int, int, int, State]] = []  # minus log probability, order, parent, token, state
 
-    def look_below(node: int, total: float, state: State) -> None:
+    def push_children(node: int, cost: float, state: State) -> None:
         children = expand(state)
-        if not children or trie.depths[node] >= min(shape.depth, trie.room):
+        if not children or trie.depths[node] >= min(limits.depth, trie.max_depth):
             return
-        gains = noise.at(trie.depths[node], [child.token for child in children])
-        scores = [math.log(child.weight) + gain for child, gain in zip(children, gains, strict=True)]
-        whole = math.log(sum(math.exp(score) for score in scores))
-        best = sorted(zip(scores, children, strict=True), key=lambda pair: -pair[0])[: shape.width]
+        gumbel_values = gumbel.at(trie.depths[node], [child.token for child in children])
+        scores = [math.log(child.weight) + value for child, value in zip(children, gumbel_values, strict=True)]
+        log_sum = math.log(sum(math.exp(score) for score in scores))
+        best = sorted(zip(scores, children, strict=True), key=lambda pair: -pair[0])[: limits.width]
         for score, child in best:
-            heapq.heappush(waiting, (total + whole - score, next(order), node, child.token, child.state))
+            heapq.heappush(candidates, (cost + log_sum - score, next(order), node, child.token, child.state))
 
-    look_below(0, 0.0, start)
-    while waiting and len(trie) <= shape.nodes:
-        total, _, parent, token, state = heapq.heappop(waiting)
+    push_children(0, 0.0, start)
+    while candidates and len(trie) <= limits.nodes:
+        cost, _, parent, token, state = heapq.heappop(candidates)
         node = trie.add(parent, token)
         assert node is not None
-        look_below(node, total, state)
+        push_children(node, cost, state)
 
 
 @dataclass(frozen=True)
-class Noise:
-    """The target's Gumbel noise of one row of a batch, behind its root; zero for a greedy one."""
+class GumbelRow:
+    """The Gumbel noise with which the target will choose in one row of a batch; zero if the row is greedy."""
 
     verified: VerifiedOnHost
     row: int
 
     def at(self, depth: int, tokens: list[int]) -> list[float]:
-        """Of each token as a child of a node of that depth."""
+        """The Gumbel noise of each token as a child of a node at this depth; the root is at depth 0."""
         sampling, row = self.verified.sampling, self.row
         if sampling.samplings[row].temperature == 0:
             return [0.0] * len(tokens)
-        if sampling.table is not None:  # drawn once for the whole step; its first position is the root's choice
-            kept: list[float] = sampling.table.values[row, depth, tokens].tolist()
-            return kept
+        if sampling.gumbel_table is not None:  # drawn once per step, from the position after the root on
+            prepared: list[float] = sampling.gumbel_table.values[row, depth, tokens].tolist()
+            return prepared
         position = len(self.verified.texts[row]) + depth
         positions = torch.full((len(sampling.samplings), 1), position, device=sampling.seeds.device)
-        noise = sampling.gumbel(positions, torch.tensor(tokens, device=positions.device))
-        found: list[float] = noise[row, 0].tolist()
-        return found
+        drawn: list[float] = sampling.gumbel(positions, torch.tensor(tokens, device=positions.device))[row, 0].tolist()
+        return drawn

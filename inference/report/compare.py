@@ -14,7 +14,7 @@ from inference.drafter import Drafter
 from inference.report.questions import Prompt
 from inference.report.statistics import Interval, quantile, speedup
 from inference.request import DecodeStats, Request
-from inference.sampling import BatchSampling, Rule, Sampling
+from inference.sampling import AcceptanceRule, BatchSampling, Sampling
 from inference.target.model import TargetModel
 
 
@@ -65,7 +65,7 @@ class Outcome:
     way: str
     temperature: float
     batch: int = 1
-    rule: Rule = "seeded"  # by which drafts were accepted
+    rule: AcceptanceRule = "seeded"  # by which drafts were accepted
     stats: DecodeStats = field(default_factory=DecodeStats)  # seconds are wall time
     new_tokens: int = 0
     identical: int = 0  # prompts whose text equals plain decoding's, token by token

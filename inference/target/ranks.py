@@ -1,10 +1,10 @@
-"""How the ranks of a launch work with a target: each with one of its own, or all with one that no rank could hold.
+"""How the ranks (processes) of a launch use the target: each has a whole one, or all share one that is split up.
 
-way               what a rank holds                          passes over the target
-(none)            all of it                                  its own, whenever it likes
-target.tp_plan    a part of every layer                      all ranks compute every pass; the first one leads
-target.zero_stage a slice of every weight, gathered for      its own, but all ranks make equally many
-                  the moment that its layer computes
+recipe field       what a rank holds                         forward passes of the target
+(neither)          the whole model                           each rank runs its own, independently
+target.tp_plan     a part of every layer                     all ranks compute every pass; rank 0 decides which
+target.zero_stage  a slice of every weight, gathered         each rank runs its own, but all must run equally many
+                   while its layer computes
 """
 
 from collections.abc import Callable, Sequence
@@ -19,40 +19,42 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from recipes.schema import TargetSection
 
-Asked = ParamSpec("Asked")
-Found = TypeVar("Found")
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 Item = TypeVar("Item")
 
 
 class Ranks:
-    """The ranks of a launch, or the one process that there is; each has a whole target."""
+    """The ranks of a launch, each with a whole target; without a launch, this process is the only rank."""
 
-    may_capture = True  # a pass as a CUDA graph
+    may_capture = True  # can a forward pass be captured as a CUDA graph?
 
     def __init__(self) -> None:
         self.rank, self.count = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
     @property
     def num_workers(self) -> int:
-        """How many of them have work of their own."""
+        """How many ranks are given a share of the work."""
         return self.count
 
     def share(self, work: Sequence[Item]) -> Sequence[Item]:
         """This rank's part of the work."""
         return work[self.rank :: self.count]
 
-    def carry_out(self, ask: Callable[Asked, Found], work: Callable[[Callable[Asked, Found]], None]) -> None:
-        """Do this rank's work, which is given a function to call in place of `ask`; all ranks must enter.
+    def carry_out(
+        self, run_target: Callable[Arguments, Result], work: Callable[[Callable[Arguments, Result]], None]
+    ) -> None:
+        """Call `work` with a function that it must use in place of `run_target`. All ranks must call this.
 
-        Nothing but `ask` may use the target, and nothing within may wait for other ranks.
+        Within `work`, only that function may use the target, and nothing may wait for other ranks.
         """
-        work(ask)
+        work(run_target)
 
 
 class TensorParallel(Ranks):
-    """All ranks compute every pass together: what the first one asks for, the others ask for too.
+    """All ranks compute every forward pass together: rank 0 does the work and broadcasts the arguments of each pass.
 
-    They know of the work only what they are told, so it does not matter what they see of its files.
+    The other ranks only repeat these passes, so they need not see the files that the work reads.
     """
 
     may_capture = False
@@ -64,65 +66,72 @@ class TensorParallel(Ranks):
     def share(self, work: Sequence[Item]) -> Sequence[Item]:
         return work if self.rank == 0 else work[:0]
 
-    def carry_out(self, ask: Callable[Asked, Found], work: Callable[[Callable[Asked, Found]], None]) -> None:
-        def lead(*args: Asked.args, **kwargs: Asked.kwargs) -> Found:
-            told((args, kwargs))
-            return ask(*args, **kwargs)
+    def carry_out(
+        self, run_target: Callable[Arguments, Result], work: Callable[[Callable[Arguments, Result]], None]
+    ) -> None:
+        def run_on_all(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+            broadcast((args, kwargs))
+            return run_target(*args, **kwargs)
 
         if self.rank == 0:
-            work(lead)
-            told(None)
+            work(run_on_all)
+            broadcast(None)  # the work is done
         else:
-            while (asked := told(None)) is not None:
-                args, kwargs = asked
-                ask(*args, **kwargs)
+            while (message := broadcast(None)) is not None:
+                args, kwargs = message
+                run_target(*args, **kwargs)
 
 
 class ZeroSlices(Ranks):
-    """Every pass gathers its weights from all ranks, so that all of them must make it: who is done goes on for them."""
+    """Every forward pass gathers its weights from all ranks, so all ranks must run equally many.
+
+    A rank whose work is done runs dummy passes until no rank has work left.
+    """
 
     may_capture = False
 
     def __init__(self, engine: Any) -> None:
         super().__init__()
-        self.engine = engine  # its hooks gather the weights; it takes them away when it goes
+        self.engine = engine  # its hooks gather the weights, and are removed when it is deleted
         self.model: nn.Module = engine.module
         self.is_working = False
-        # Before DeepSpeed's own hook, which begins to gather.
+        # It must run before DeepSpeed's own hook, which starts to gather.
         self.model.register_forward_pre_hook(self._announce, prepend=True)
 
-    def carry_out(self, ask: Callable[Asked, Found], work: Callable[[Callable[Asked, Found]], None]) -> None:
+    def carry_out(
+        self, run_target: Callable[Arguments, Result], work: Callable[[Callable[Arguments, Result]], None]
+    ) -> None:
         self.is_working = True
-        work(ask)
+        work(run_target)
         self.is_working = False
         with torch.no_grad():
-            while self._somebody_works():
+            while self._any_rank_works():
                 self.model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.engine.device), use_cache=False)
 
     def _announce(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
         if self.is_working:
-            self._somebody_works()
+            self._any_rank_works()
 
-    def _somebody_works(self) -> bool:
-        """Before each pass of a rank that works, and each that one makes for the others."""
+    def _any_rank_works(self) -> bool:
+        """Does any rank still have work? All ranks must call this before each forward pass, a dummy one included."""
         working: Tensor = torch.tensor(float(self.is_working), device=self.engine.device)
         dist.all_reduce(working)
         return bool(working)
 
 
-def told(asked: Any) -> Any:
-    """What the first rank says, on all of them."""
-    message = [asked]
-    dist.broadcast_object_list(message, src=0)
-    return message[0]
+def broadcast(message: Any) -> Any:
+    """The message of rank 0, on every rank."""
+    messages = [message]
+    dist.broadcast_object_list(messages, src=0)
+    return messages[0]
 
 
 def load_over_ranks(
     section: TargetSection, config: PreTrainedConfig, load: Callable[..., PreTrainedModel]
 ) -> tuple[PreTrainedModel, Ranks]:
-    """One model for all ranks together, on the device of each; raises ValueError where it cannot be split.
+    """Load one model split over all ranks, each part on its rank's device; raises ValueError if it cannot be split.
 
-    `load` is from_pretrained with all that has nothing to do with ranks.
+    `load` is from_pretrained with all arguments that do not concern ranks.
     """
     if section.zero_stage is not None:
         return load_zero_slices(section, load)
@@ -131,7 +140,7 @@ def load_over_ranks(
 
 
 def refuse_split(config: PreTrainedConfig, count: int) -> None:
-    """Raises ValueError for a model that transformers has no plan for, or whose heads do not come out even."""
+    """Raises ValueError if transformers has no plan to split the model, or `count` does not divide its heads."""
     if config.base_model_tp_plan is None:
         raise ValueError(
             f"target.tp_plan: auto given, transformers has no plan for a {config.model_type!r} model; choose "
@@ -141,12 +150,13 @@ def refuse_split(config: PreTrainedConfig, count: int) -> None:
     heads = sizes["num_attention_heads"], sizes.get("num_key_value_heads") or sizes["num_attention_heads"]
     if any(number % count for number in heads):
         raise ValueError(
-            f"target.tp_plan: auto given, {count} ranks cannot share {heads[0]} attention heads and {heads[1]} of keys "
-            "and values; launch a divisor of both, or choose target.zero_stage 3"
+            f"target.tp_plan: auto given, {count} ranks cannot share {heads[0]} attention heads and {heads[1]} key and "
+            "value heads evenly; launch a number of ranks that divides both, or choose target.zero_stage 3"
         )
 
 
 def load_zero_slices(section: TargetSection, load: Callable[[], PreTrainedModel]) -> tuple[PreTrainedModel, Ranks]:
+    """Load a model with DeepSpeed ZeRO-3; raises ValueError if DeepSpeed is not installed."""
     try:
         import deepspeed
     except ImportError as error:
@@ -155,9 +165,9 @@ def load_zero_slices(section: TargetSection, load: Callable[[], PreTrainedModel]
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
         "bf16": {"enabled": section.dtype == "bfloat16"},
         "fp16": {"enabled": section.dtype == "float16"},
-        "train_micro_batch_size_per_gpu": 1,  # DeepSpeed asks for it and only counts with it
+        "train_micro_batch_size_per_gpu": 1,  # required by DeepSpeed, but without effect here
     }
-    slicing = HfDeepSpeedConfig(config)  # while it lives, transformers slices what it loads
+    slicing = HfDeepSpeedConfig(config)  # while this object exists, transformers slices what it loads
     model = load()
     del slicing
     engine, *_ = deepspeed.initialize(model=model, config=config)

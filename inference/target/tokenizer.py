@@ -1,4 +1,4 @@
-"""The target's own tokenizer, for prompts and templates, other tokenizers' drafts, question files and pages."""
+"""Tokenizers of targets and draft models: loading, decoding and comparing them."""
 
 from pathlib import Path
 
@@ -9,18 +9,19 @@ __all__ = ["Tokenizer", "load_tokenizer", "same_tokenizer", "text_of"]
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Tokenizer:
+    """The tokenizer saved in a folder."""
     tokenizer: Tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     return tokenizer
 
 
 def text_of(tokenizer: Tokenizer, tokens: list[int]) -> str:
-    """Special tokens included."""
+    """The text of some tokens, special tokens included."""
     return str(tokenizer.decode(tokens))
 
 
 def same_tokenizer(one: Tokenizer, other: Tokenizer) -> bool:
-    """Does each token mean the same text to both? Tokens that only one of them has are left out."""
-    mine, theirs = one.get_vocab(), other.get_vocab()
-    shared = mine.keys() & theirs.keys()
-    most = min(len(mine), len(theirs))
-    return len(shared) >= 0.99 * most and all(mine[token] == theirs[token] for token in shared)
+    """Do both give every shared token the same id, and share at least 99 % of the smaller vocabulary?"""
+    ids, other_ids = one.get_vocab(), other.get_vocab()
+    shared = ids.keys() & other_ids.keys()
+    smaller = min(len(ids), len(other_ids))
+    return len(shared) >= 0.99 * smaller and all(ids[token] == other_ids[token] for token in shared)
