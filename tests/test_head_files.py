@@ -459,7 +459,7 @@ def test_a_config_of_no_known_head_is_refused(
     assert part in refusal(tmp_path / "head", frozen)
 
 
-@pytest.mark.parametrize(("text", "part"), [("{", "is not JSON"), ("[]", "holds list, a JSON object is allowed")])
+@pytest.mark.parametrize(("text", "part"), [("{", "is not JSON"), ("[]", "holds a list; a JSON object is allowed")])
 def test_a_config_that_is_no_json_object_is_refused(
     make_head: MakeHead, frozen: FrozenTarget, tmp_path: Path, text: str, part: str
 ) -> None:

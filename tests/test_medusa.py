@@ -330,7 +330,7 @@ def test_engines_get_the_whole_lm_heads_of_low_rank_heads(make_head: MakeHead, f
 
 
 def test_what_the_reference_cannot_hold_is_refused(make_head: MakeHead) -> None:
-    with pytest.raises(ValueError, match="token_map: the reference layout"):
+    with pytest.raises(ValueError, match="token_map: the Medusa authors' layout"):
         to_reference_layout(make_head("medusa", vocab=LIMITED).engine_tensors())
     with pytest.raises(ValueError, match="more than one hidden state"):
         to_reference_layout(make_head("medusa", sequential=True).engine_tensors())
