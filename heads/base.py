@@ -15,7 +15,9 @@ from heads.target_config import TargetConfig
 from heads.vocab import DraftVocab
 from recipes.schema import HeadSection
 
-UNROLL_MARGIN = 64  # positions of the rotary table beyond the target's: an unroll looks a little past a sample's end
+EXTRA_ROTARY_POSITIONS = (
+    64  # positions of the rotary table beyond the target's: an unroll looks a little past a sample's end
+)
 
 
 class DraftHead(nn.Module, ABC):

@@ -39,8 +39,8 @@ class Calibration:
 
     def at(self, level: int) -> tuple[float, float, float]:
         """For greedy rows, for sampled ones and for their noise; beyond what was fitted the deepest one holds."""
-        return deepest(self.greedy, level), deepest(self.sampled, level), deepest(self.noise, level)
+        return value_at(self.greedy, level), value_at(self.sampled, level), value_at(self.noise, level)
 
 
-def deepest(values: tuple[float, ...], level: int) -> float:
+def value_at(values: tuple[float, ...], level: int) -> float:
     return values[min(level, len(values) - 1)]

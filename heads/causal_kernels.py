@@ -52,7 +52,7 @@ def flash_attention_takes(query: Tensor) -> bool:
     )
 
 
-def one_by_one(forward: Forward, backward: Backward) -> CausalKernel:
+def per_document(forward: Forward, backward: Backward) -> CausalKernel:
     """A kernel that takes whole rows, run on every document by itself."""
 
     def forward_all(query: Tensor, key: Tensor, value: Tensor, documents: Documents | None) -> tuple[Tensor, Tensor]:
@@ -151,7 +151,7 @@ def cuda_forward(query: Tensor, key: Tensor, value: Tensor, documents: Documents
     batch, _, seq, _ = query.shape
     starts, longest = boundaries(query, documents)
     out, logsumexp, *_ = torch.ops.aten._flash_attention_forward(
-        *map(end_to_end, (query, key, value)), starts, starts, longest, longest, 0.0, True, False
+        *map(flatten_rows, (query, key, value)), starts, starts, longest, longest, 0.0, True, False
     )  # [batch * seq, heads, head_dim], [heads, batch * seq]
     return out.unflatten(0, (batch, seq)).transpose(1, 2), logsumexp.unflatten(1, (batch, seq)).transpose(0, 1)
 
@@ -169,7 +169,7 @@ def cuda_backward(
     starts, longest = boundaries(query, documents)
     no_dropout = query.new_zeros(2, dtype=torch.uint64), query.new_empty(0)  # state of a generator that is not asked
     gradients = torch.ops.aten._flash_attention_backward(
-        *map(end_to_end, (grad_out, query, key, value, out)),
+        *map(flatten_rows, (grad_out, query, key, value, out)),
         logsumexp.transpose(0, 1).flatten(1).contiguous(),
         starts,
         starts,
@@ -183,7 +183,7 @@ def cuda_backward(
     return grad_query, grad_key, grad_value
 
 
-def end_to_end(tensor: Tensor) -> Tensor:
+def flatten_rows(tensor: Tensor) -> Tensor:
     """[batch, heads, seq, head_dim] as [batch * seq, heads, head_dim], as a projection leaves it in memory."""
     return tensor.transpose(1, 2).flatten(0, 1)
 
@@ -196,6 +196,6 @@ def boundaries(query: Tensor, documents: Documents | None) -> tuple[Tensor, int]
     return torch.arange(0, batch * seq + 1, seq, dtype=torch.int32, device=query.device), seq
 
 
-CPU_FUSED = one_by_one(cpu_forward, cpu_backward)
-PORTABLE = one_by_one(portable_forward, portable_backward)
+CPU_FUSED = per_document(cpu_forward, cpu_backward)
+PORTABLE = per_document(portable_forward, portable_backward)
 CUDA_FUSED = CausalKernel(cuda_forward, cuda_backward)

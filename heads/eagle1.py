@@ -11,14 +11,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from heads.base import UNROLL_MARGIN
+from heads.base import EXTRA_ROTARY_POSITIONS
 from heads.frozen import FrozenTarget
 from heads.last_hidden import LastHiddenHead, input_scales
 from heads.layers import MLP, Attention, AttentionCache, LayerShape, RMSNorm, rotary_table
 from heads.vocab import DraftVocab
 from recipes.schema import Eagle1Section, HeadSection
 
-SAME_EMBEDDING = 1e-2  # of its largest entry: a published copy of the target's embedding is rounded to half precision
+EMBEDDING_TOLERANCE = (
+    1e-2  # of its largest entry: a published copy of the target's embedding is rounded to half precision
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,9 @@ class Eagle1Head(LastHiddenHead):
         self.layers = nn.ModuleList([Eagle1Layer(shape, shape.eps_of(frozen.config))])
         self.rotary: Tensor
         self.input_scale: Tensor | None
-        table = rotary_table(shape.rope_of(frozen.config), shape.head_dim, frozen.config.max_positions + UNROLL_MARGIN)
+        table = rotary_table(
+            shape.rope_of(frozen.config), shape.head_dim, frozen.config.max_positions + EXTRA_ROTARY_POSITIONS
+        )
         self.register_buffer("rotary", table.to(frozen.embedding), persistent=False)
         self.register_buffer("input_scale", None, persistent=False)  # [2 * hidden]
 
@@ -152,4 +156,4 @@ def same_embedding(own: Tensor, target: Tensor) -> bool:
     if own.shape != target.shape:
         return False
     theirs = target.float()
-    return bool((own.to(theirs) - theirs).abs().max() <= SAME_EMBEDDING * theirs.abs().max())
+    return bool((own.to(theirs) - theirs).abs().max() <= EMBEDDING_TOLERANCE * theirs.abs().max())

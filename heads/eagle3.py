@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from heads.base import UNROLL_MARGIN, DraftHead
+from heads.base import EXTRA_ROTARY_POSITIONS, DraftHead
 from heads.frozen import FrozenTarget
-from heads.layers import MLP, Attention, AttentionCache, LayerShape, RMSNorm, rotary_table, scales_of
+from heads.layers import MLP, Attention, AttentionCache, LayerShape, RMSNorm, power_of_two_scales, rotary_table
 from heads.target_config import TargetConfig
 from heads.vocab import DraftVocab
 from recipes.schema import Eagle3Section, HeadSection
@@ -84,7 +84,7 @@ class Eagle3Head(DraftHead):
         self.rotary: Tensor
         self.tap_scale: Tensor | None
         self.register_buffer("embedding", embedding, persistent=False)
-        table = rotary_table(shape.rope_of(target), shape.head_dim, target.max_positions + UNROLL_MARGIN)
+        table = rotary_table(shape.rope_of(target), shape.head_dim, target.max_positions + EXTRA_ROTARY_POSITIONS)
         self.register_buffer("rotary", table.to(embedding), persistent=False)
         self.register_buffer("tap_scale", None, persistent=False)  # [tapped]
 
@@ -162,7 +162,7 @@ class Eagle3Head(DraftHead):
         Large ones would drown the new layer, and each step of an optimizer would move the features by their size.
         """
         assert not self.shape.fc_norm
-        self.tap_scale = scales_of(sizes).repeat_interleave(self.target.hidden_size).to(self.embedding)
+        self.tap_scale = power_of_two_scales(sizes).repeat_interleave(self.target.hidden_size).to(self.embedding)
 
     def engine_config(self) -> dict[str, Any]:
         shape, target = self.shape, self.target

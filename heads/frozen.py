@@ -144,7 +144,7 @@ class SafetensorsFolder(NamedTensors):
         if index.is_file():
             files: dict[str, str] = json.loads(index.read_text())["weight_map"]
         elif (folder / "model.safetensors").is_file():
-            with opened(folder / "model.safetensors") as file:
+            with open_safetensors(folder / "model.safetensors") as file:
                 files = dict.fromkeys(file.keys(), "model.safetensors")
         else:
             raise ValueError(
@@ -155,12 +155,12 @@ class SafetensorsFolder(NamedTensors):
         super().__init__(folder, files)
 
     def read(self, name: str) -> Tensor:
-        with opened(self.folder / self.tensors[name]) as file:
+        with open_safetensors(self.folder / self.tensors[name]) as file:
             return file.get_tensor(name)
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[Any]:
+def open_safetensors(path: Path) -> Iterator[Any]:
     """A safetensors file; whatever fails while it is open comes out as a ValueError that names it."""
     try:
         with safe_open(path, "pt") as file:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from heads.base import DraftHead
 from heads.frozen import FrozenTarget
-from heads.layers import scales_of
+from heads.layers import power_of_two_scales
 from heads.target_config import TargetConfig
 from heads.vocab import DraftVocab
 from recipes.schema import HeadSection
@@ -51,5 +51,7 @@ def input_scales(frozen: FrozenTarget) -> tuple[Float[Tensor, " hidden"], Float[
     heard beside it.
     """
     sizes = [float(ends.float().square().mean().sqrt()) for ends in (frozen.embedding, frozen.norm_weight)]
-    embedding, feature = scales_of(sizes).to(frozen.embedding).unsqueeze(1).expand(-1, frozen.config.hidden_size)
+    embedding, feature = (
+        power_of_two_scales(sizes).to(frozen.embedding).unsqueeze(1).expand(-1, frozen.config.hidden_size)
+    )
     return embedding, feature

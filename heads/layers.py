@@ -102,7 +102,7 @@ class RMSNorm(nn.Module):
         return functional.rms_norm(hidden, self.weight.shape, self.weight.to(hidden.dtype), self.eps)
 
 
-def scales_of(sizes: list[float]) -> Float[Tensor, " inputs"]:
+def power_of_two_scales(sizes: list[float]) -> Float[Tensor, " inputs"]:
     """What brings inputs of these sizes (RMS) to about 1: powers of two, so that a weight takes them in exactly."""
     return torch.tensor([2.0 ** -round(math.log2(size)) for size in sizes])
 

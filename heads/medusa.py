@@ -173,7 +173,7 @@ class MedusaHead(LastHiddenHead):
         return tensors if self.vocab.is_full else {**tensors, "token_map": self.vocab.ids}
 
     @torch.no_grad()
-    def whole_tensors(self) -> dict[str, Tensor]:
+    def tensors_with_full_lm_heads(self) -> dict[str, Tensor]:
         """The same with every head's lm_head in full, which is all that the engines know."""
         tensors = self.engine_tensors()
         if self.shared is None:

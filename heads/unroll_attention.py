@@ -36,15 +36,15 @@ class MergedAttention(torch.autograd.Function):
         weights = logsumexp.new_empty(0, *logsumexp.shape)  # [later steps, batch, heads, seq]
         if own_keys:
             causal, scale = logsumexp, query.shape[-1] ** -0.5
-            grouped = in_groups(query, key)
+            grouped = group_heads(query, key)
             scores = (
                 torch.stack([dot(grouped, own.unsqueeze(2), causal.dtype) for own in own_keys]).flatten(2, 3) * scale
             )
             logsumexp = torch.logaddexp(causal, scores.logsumexp(0))
             weights = (scores - logsumexp).exp()
-            merged = in_groups(out * (causal - logsumexp).exp().unsqueeze(-1), key)
+            merged = group_heads(out * (causal - logsumexp).exp().unsqueeze(-1), key)
             for weight, own in zip(weights, own_values, strict=True):
-                merged.addcmul_(in_groups(weight, key).unsqueeze(-1), own.unsqueeze(2).to(merged.dtype))
+                merged.addcmul_(group_heads(weight, key).unsqueeze(-1), own.unsqueeze(2).to(merged.dtype))
             out = merged.flatten(1, 2).to(query.dtype)  # log-sum-exps are float32 at least
         ctx.documents = documents
         ctx.save_for_backward(query, out, logsumexp, weights, *keys_and_values)
@@ -61,22 +61,22 @@ class MergedAttention(torch.autograd.Function):
         )
         grad_keys, grad_values = [grad_key], [grad_value]
         row = dot(grad_out, out, weights.dtype)  # [batch, heads, seq]: sum over all keys of weight * d weight
-        query_groups, grad_groups = in_groups(query, key), in_groups(grad_out, key)
+        query_groups, grad_groups = group_heads(query, key), group_heads(grad_out, key)
         for weight, own_key, own_value in zip(weights, own_keys, own_values, strict=True):
             grad_weight = dot(grad_groups, own_value.unsqueeze(2), weights.dtype).flatten(1, 2)
-            grad_score = in_groups(weight * (grad_weight - row) * scale, key).unsqueeze(-1).to(query.dtype)
-            in_groups(grad_query, key).addcmul_(grad_score, own_key.unsqueeze(2))
-            grad_keys.append(over_groups(grad_score * query_groups))
-            grad_values.append(over_groups(in_groups(weight, key).unsqueeze(-1).to(query.dtype) * grad_groups))
+            grad_score = group_heads(weight * (grad_weight - row) * scale, key).unsqueeze(-1).to(query.dtype)
+            group_heads(grad_query, key).addcmul_(grad_score, own_key.unsqueeze(2))
+            grad_keys.append(sum_groups(grad_score * query_groups))
+            grad_values.append(sum_groups(group_heads(weight, key).unsqueeze(-1).to(query.dtype) * grad_groups))
         return None, grad_query, *grad_keys, *grad_values
 
 
-def in_groups(tensor: Tensor, key: Tensor) -> Tensor:
+def group_heads(tensor: Tensor, key: Tensor) -> Tensor:
     """[batch, heads, ...] as [batch, kv_heads, groups, ...]: the heads that share each key."""
     return tensor.unflatten(1, (key.shape[1], -1))
 
 
-def over_groups(tensor: Tensor) -> Tensor:
+def sum_groups(tensor: Tensor) -> Tensor:
     """The sum over the heads that share each key; where none are shared there is nothing to add up."""
     return tensor.squeeze(2) if tensor.shape[2] == 1 else tensor.sum(2)
 
