@@ -1,4 +1,4 @@
-"""Laws of heads.convert: heads survive a round trip bit for bit, guesses are printed, what cannot be kept is refused."""
+"""Laws of heads.convert: heads survive a round trip bit for bit, guesses are printed, the rest is refused."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Laws of an export: a head that an engine would serve other than it was trained is refused; no folder is half written."""
+"""Laws of an export: a head that its engine would not serve as trained is refused, and no folder is half written."""
 
 import json
 import shutil
@@ -255,7 +255,7 @@ def test_the_card_shows_what_training_logged_for_the_exported_weights(
         ({}, "written by the target itself, at most 1024 tokens after prompts of at most 1024"),
         (
             {"responses": "given", "prompts": "chats.jsonl"},
-            "taken from the conversations as they are, each of the assi",
+            "taken from the conversations as they are, each of the assistant's turns",
         ),
         ({"store": "merged"}, "features: those stored in `merged`"),
     ],

@@ -34,8 +34,8 @@ def card(
         front_matter(head, target),
         f"# {KIND_NAMES[head.kind]} draft head for {target.name}",
         f"A draft head for speculative decoding with `{target.name}`. In every decoding step the head proposes draft "
-        f"tokens and the target verifies all of them in one forward pass, so the text remains the target's own and "
-        f"takes fewer steps to write.",
+        f"tokens, and the target verifies all of them in a single forward pass. The text remains the target's own; "
+        f"only the number of forward passes goes down.",
         "## What it is",
         "\n".join(facts(head, target)),
         "## Training data",

@@ -99,7 +99,7 @@ class Counts:
     accepted_at_depth: list[int] = dataclasses.field(default_factory=lambda: [0] * DRAFT_TOKENS)
 
     @property
-    def tau(self) -> float:
+    def acceptance_length(self) -> float:
         return 1 + sum(self.accepted_at_depth) / self.steps
 
 
