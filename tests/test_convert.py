@@ -200,7 +200,7 @@ def test_missing_misshapen_and_unknown_tensors_are_named_at_once(
     for part in (
         "midlayer.hidden_norm.weight is missing",
         "norm.weight is missing",
-        "midlayer.mlp.up_proj.weight is [40, 31] and should be [40, 32]",
+        "midlayer.mlp.up_proj.weight is [40, 31] but should be [40, 32]",
         "midlayer.self_attn.q_norm.weight is unknown",
         "layers.1.mlp.up_proj.weight is unknown",
     ):

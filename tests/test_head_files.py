@@ -216,7 +216,7 @@ CHANGES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "layers": ({"num_layers": 8}, ["num_hidden_layers: head 7, target 8"]),
     "taps": (
         {"num_layers": 3},
-        ["num_hidden_layers: head 7, target 3", "taps: head [2, 3, 4], target has hidden_states 0 to 3"],
+        ["num_hidden_layers: head 7, target 3", "taps: head [2, 3, 4], target hidden_states 0 to 3"],
     ),
     "rope base": ({"rope": Rope(5e5)}, ["rope: head {'theta': 10000.0", "target {'theta': 500000.0"]),
     "rope scaling": (
@@ -262,7 +262,7 @@ def test_missing_misshapen_and_unknown_tensors_are_named_at_once(
     assert message.endswith(
         "model.safetensors: fc.weight is missing; lm_head.weight is missing; "
         "midlayer.hidden_norm.weight is missing; model.lm_head.weight is unknown; "
-        "norm.weight is [31] and should be [32]"
+        "norm.weight is [31] but should be [32]"
     )
 
 
@@ -271,7 +271,7 @@ def test_a_lost_d2t_is_noticed(make_head: MakeHead, frozen: FrozenTarget, tmp_pa
     save_head(make_head(vocab=LIMITED), tmp_path / "head")
     edit_tensors(tmp_path / "head", lambda tensors: tensors.pop("d2t"))
     message = refusal(tmp_path / "head", frozen)
-    assert "lm_head.weight is [6, 32] and should be [97, 32]" in message
+    assert "lm_head.weight is [6, 32] but should be [97, 32]" in message
 
 
 @pytest.mark.parametrize("ids", [[0, 3, 4, 9, 50, 96], [0, 3, 4, 9, 50, 60]], ids=str)

@@ -205,7 +205,7 @@ def test_the_searched_tree_is_the_best_of_all(nodes: int) -> None:
 
 
 def test_more_nodes_than_were_searched_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"decode.nodes: 7 given, 1 to the 6 of the head's tree"):
+    with pytest.raises(ValueError, match=r"decode.nodes: 7 given, 1 to 6 is allowed, the size of the head's tree"):
         search_tree([[0.5, 0.2], [0.4, 0.3]], 99).best(7)
 
 
