@@ -1,4 +1,4 @@
-"""What every draft head is: one forward, used alike to train, to draft and to export."""
+"""The interface of every draft head: one forward that training, drafting and export all use."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
@@ -15,58 +15,58 @@ from heads.target_config import TargetConfig
 from heads.vocab import DraftVocab
 from recipes.schema import HeadSection
 
-UNROLL_MARGIN = 64  # positions of the rotary table beyond the target's: an unroll looks a little past a sample's end
+EXTRA_ROTARY_POSITIONS = 64  # rotary table rows beyond the target's positions: an unroll runs past a sample's end
 
 
 class DraftHead(nn.Module, ABC):
     """Predicts a target's next tokens from its hidden states.
 
-    Index t of a sequence holds the target's features of position t and the token of position t + 1; the head's logits
-    there are for the token of position t + 2. While drafting, where the target has not been yet, the head's own
-    `feedback` stands in for the features; `level` counts how often it has.
+    Index t of a sequence holds the target's features at position t and the token at position t + 1; the head's logits
+    at index t score the token at position t + 2. While drafting, the head's own `feedback` replaces the features of
+    positions that the target has not read yet; `level` counts these replacements, so it is 0 for the first draft token.
     """
 
     kind: str
-    shape: Hashable  # everything about it that is not a weight
+    shape: Hashable  # everything about the head that is not a weight
     target: TargetConfig
-    taps: tuple[int, ...]  # which hidden_states of the target `project` takes, ascending
+    taps: tuple[int, ...]  # indices of the target's hidden_states that `project` takes, ascending
     vocab: DraftVocab
     feature_size: int
     embedding: Tensor  # the target's, [vocab, hidden], shared
     calibration: Calibration = Calibration()  # fitted after training
-    max_levels: int | None = None  # that it can draft; None: any number
-    has_rope: bool = True  # does it rotate by position, so that its rope must be the target's?
+    max_levels: int | None = None  # how many levels it can draft; None is any number
+    has_rope: bool = True  # whether it has rotary embeddings, which must then match the target's
 
     @classmethod
     @abstractmethod
     def section_taps(cls, section: HeadSection, target: TargetConfig) -> tuple[int, ...]:
-        """The `taps` of a head that a recipe names."""
+        """The `taps` of the head that a recipe describes."""
 
     @classmethod
     @abstractmethod
     def config_taps(cls, config: dict[str, Any], target: TargetConfig) -> tuple[int, ...]:
-        """The `taps` of a head that a config.json describes."""
+        """The `taps` of the head that a config.json describes."""
 
     @classmethod
     @abstractmethod
     def from_section(cls, section: HeadSection, frozen: FrozenTarget, vocab: DraftVocab) -> "DraftHead":
-        """A head of the sizes that a recipe names, its weights not yet drawn; what is left open is the target's."""
+        """A head with the sizes of a recipe, or the target's where the recipe gives none; not yet initialised."""
 
     @classmethod
     @abstractmethod
     def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], frozen: FrozenTarget) -> "DraftHead":
-        """A head of the sizes that a config.json names; `tensors` comes back as its state dict.
+        """A head with the sizes of a config.json; changes `tensors` in place into its state dict.
 
-        Raises ValueError for tensors that contradict each other.
+        Raises ValueError if the tensors contradict each other.
         """
 
     @abstractmethod
     def initialise(self, frozen: FrozenTarget, generator: torch.Generator) -> None:
-        """Draw the weights that training starts from."""
+        """Set the weights that training starts from."""
 
     @abstractmethod
     def engine_config(self) -> dict[str, Any]:
-        """config.json as the engines read it; each key stands because leaving it out costs acceptance."""
+        """config.json as the engines read it; each key is there because omitting it costs acceptance somewhere."""
 
     @abstractmethod
     def engine_tensors(self) -> dict[str, Tensor]:
@@ -74,22 +74,22 @@ class DraftHead(nn.Module, ABC):
 
     @property
     def decoder_layers(self) -> Sequence[nn.Module]:
-        """What a decode step may compile."""
+        """The layers that a decode step may compile."""
         return ()
 
     @property
     @abstractmethod
     def cache_shape(self) -> tuple[int, int, int] | None:
-        """(layers, kv_heads, head_dim) of the keys that drafting must remember; None if there are none."""
+        """(layers, kv_heads, head_dim) of the head's KV cache; None if it needs none."""
 
     @property
     @abstractmethod
     def logits_parameters(self) -> list[Tensor]:
-        """The trained weights that `logits` depends on."""
+        """The trainable weights that `logits` depends on."""
 
     @abstractmethod
     def project(self, taps: Float[Tensor, "*axes tapped"]) -> Float[Tensor, "*axes feature"]:
-        """The target's tapped hidden states, concatenated in ascending order, as features of this head."""
+        """The head's features, from the target's tapped hidden states concatenated in ascending order."""
 
     @abstractmethod
     def forward(
@@ -101,14 +101,14 @@ class DraftHead(nn.Module, ABC):
         cache: AttentionCache | None = None,
         level: int = 0,
     ) -> Float[Tensor, "batch seq hidden"]:
-        """The head's hidden state at each index, given what the cache and the (additive) mask let it see."""
+        """The head's hidden state at each index, attending to what the cache and the additive mask allow."""
 
     @abstractmethod
     def logits(self, hidden: Float[Tensor, "*axes hidden"], level: int = 0) -> Float[Tensor, "*axes draft_vocab"]:
-        """Scores over the draft vocabulary; apart from `forward`, so that only the indices that count pay for it."""
+        """Scores over the draft vocabulary; separate from `forward`, so that only the needed indices pay for them."""
 
     def unrolled_logits(self, hidden: Float[Tensor, "levels *axes hidden"]) -> Float[Tensor, "levels *axes vocab"]:
-        """The same of all levels of an unroll at once."""
+        """The logits of all levels of an unroll at once."""
         return torch.stack([self.logits(states, level) for level, states in enumerate(hidden)])
 
     @abstractmethod
@@ -118,4 +118,4 @@ class DraftHead(nn.Module, ABC):
         features: Float[Tensor, "batch seq feature"],
         tokens: Int[Tensor, "batch seq"],
     ) -> Float[Tensor, "batch seq next_feature"]:
-        """What the next step takes as its features, given what this one took and made of it."""
+        """The features of the next level, from this level's output `hidden` and its inputs."""

@@ -1,4 +1,4 @@
-"""How sure a head's scores are: fitted after training, stored with the head, used to rank the nodes of a tree."""
+"""A head's calibration: multipliers, fitted after training and stored with the head, that turn scores into chances."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,22 +8,25 @@ from heads.static_tree import StaticTree
 
 @dataclass(frozen=True)
 class Calibration:
-    """By depth, what scores are multiplied with before the softmax, so that it estimates the chance of acceptance.
+    """Multipliers for a head's scores at each depth, so that their softmax estimates the chance of acceptance.
 
-    A head learns the target's whole distribution; what counts is which token the target takes. Greedily that is the
-    likeliest, which the head then underrates. With shared noise the scores already contain the noise, and what is left
-    unknown is the head's own error, which a temperature divides along with the logits: `sampled` are for temperature 1
-    and multiplied by others.
+    A head learns the target's whole distribution, but acceptance depends only on the token that the target chooses.
+    With greedy decoding this is the likeliest token, whose chance the head underestimates: `greedy` corrects that. With
+    sampling, the scores already contain the Gumbel noise that the target will use, so the only uncertainty left is the
+    head's own error; temperature divides that error along with the logits, so `sampled` is fitted for temperature 1 and
+    is multiplied by other temperatures.
 
-    The noise counts in full where the head knows the target's distribution. Where the target is sure of its next token
-    and the head is not, noise hardly moves the target's choice but would reorder the head's guesses: `noise` is what it
-    is multiplied with beside log q.
+    `gumbel_weights` scale the Gumbel noise before it is added to log q. Weight 1 is right if the head knows the
+    target's distribution. If the target is confident and the head is not, the noise hardly ever changes the target's
+    choice but would reorder the head's guesses, so a smaller weight is better.
+
+    In config.json `gumbel_weights` are stored under the key `noise`.
     """
 
     greedy: tuple[float, ...] = (1.0,)
     sampled: tuple[float, ...] = (1.0,)
-    noise: tuple[float, ...] = (1.0,)
-    tree: StaticTree | None = None  # the best one of fixed shape, for greedy and for sampled text together
+    gumbel_weights: tuple[float, ...] = (1.0,)
+    tree: StaticTree | None = None  # the best tree of a fixed shape, for greedy and sampled text together
 
     @classmethod
     def from_config(cls, found: dict[str, Any] | None) -> "Calibration":
@@ -33,14 +36,17 @@ class Calibration:
         return cls(tuple(found["greedy"]), tuple(found["sampled"]), tuple(found.get("noise", (1.0,))), tree)
 
     def to_config(self) -> dict[str, Any]:
-        multipliers = {"greedy": self.greedy, "sampled": self.sampled, "noise": self.noise}
+        multipliers = {"greedy": self.greedy, "sampled": self.sampled, "noise": self.gumbel_weights}
         rounded = {kind: [round(value, 4) for value in values] for kind, values in multipliers.items()}
         return rounded if self.tree is None else {**rounded, "tree": self.tree.to_config()}
 
     def at(self, level: int) -> tuple[float, float, float]:
-        """For greedy rows, for sampled ones and for their noise; beyond what was fitted the deepest one holds."""
-        return deepest(self.greedy, level), deepest(self.sampled, level), deepest(self.noise, level)
+        """The multiplier for greedy rows, the one for sampled rows and the Gumbel weight.
+
+        Levels beyond the fitted ones use the deepest fitted values.
+        """
+        return value_at(self.greedy, level), value_at(self.sampled, level), value_at(self.gumbel_weights, level)
 
 
-def deepest(values: tuple[float, ...], level: int) -> float:
+def value_at(values: tuple[float, ...], level: int) -> float:
     return values[min(level, len(values) - 1)]

@@ -1,8 +1,9 @@
-"""Causal attention within each document, with memory linear in the length, and the log-sum-exps to merge it by.
+"""Causal attention kernels that also return log-sum-exps, so that attention to further keys can be merged in.
 
-One implementation for each kind of device. The backward pass of all of them recomputes its probabilities as
-exp(score - logsumexp) and takes its row correction from `out`. So, given an `out` and a `logsumexp` that more keys went
-into, these are the probabilities under the joint softmax, and what it returns is the exact gradient of this share.
+Each kernel attends within documents only and needs memory linear in the sequence length. There is one for each kind of
+device. Every backward pass recomputes the probabilities as exp(score - logsumexp) and takes its row correction from
+`out`. Given the `out` and `logsumexp` of a softmax over more keys, these are therefore the probabilities of that joint
+softmax, and the result is the exact gradient for the keys of this kernel.
 """
 
 from collections.abc import Callable
@@ -14,36 +15,41 @@ from torch import Tensor
 from heads.frozen import at_least_float32
 from heads.packing import Documents
 
-QUERY_BLOCK = 128  # queries that the portable kernel scores at once
+QUERY_BLOCK = 128  # number of queries that the portable kernel scores at once
 Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class CausalKernel:
-    """Query, out and their gradients are [batch, heads, seq, head_dim], logsumexp [batch, heads, seq] in float32 at
-    least; key and value may have fewer heads, each shared by a group. Without documents, a row is one."""
+    """Forward and backward of one kernel.
 
-    forward: Callable[[Tensor, Tensor, Tensor, Documents | None], tuple[Tensor, Tensor]]  # q, k, v: out, logsumexp
+    Query, out and their gradients are [batch, heads, seq, head_dim]; logsumexp is [batch, heads, seq], in float32 or
+    float64. Key and value may have fewer heads, each shared by a group of query heads. Without documents, every row is
+    one document.
+    """
+
+    forward: Callable[[Tensor, Tensor, Tensor, Documents | None], tuple[Tensor, Tensor]]
+    """Takes q, k, v; returns out, logsumexp."""
     backward: Callable[
         [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Documents | None], tuple[Tensor, Tensor, Tensor]
     ]
-    """Gradient of out, q, k, v, the joint out, the joint logsumexp: gradients of q, k, v."""
+    """Takes the gradient of out, q, k, v, the joint out and the joint logsumexp; returns the gradients of q, k, v."""
 
 
 def kernel_for(query: Tensor) -> CausalKernel:
-    """The fastest one for this device and type."""
+    """The fastest kernel for this device and dtype."""
     if query.device.type == "cpu":
         return CPU_FUSED
     return CUDA_FUSED if flash_attention_takes(query) else PORTABLE
 
 
 def flash_attention_takes(query: Tensor) -> bool:
-    """Has this GPU the fused kernel, and does it know this type and head size, backward too?"""
+    """Does PyTorch's fused kernel support this GPU, dtype and head size, in the backward pass too?"""
     size = query.shape[-1]
     return (
         query.device.type == "cuda"
-        and torch.version.hip is None  # never tried there
+        and torch.version.hip is None  # untested on ROCm
         and torch.backends.cuda.is_flash_attention_available()
         and torch.cuda.get_device_capability(query.device) >= (8, 0)
         and query.dtype in (torch.float16, torch.bfloat16)
@@ -52,8 +58,8 @@ def flash_attention_takes(query: Tensor) -> bool:
     )
 
 
-def one_by_one(forward: Forward, backward: Backward) -> CausalKernel:
-    """A kernel that takes whole rows, run on every document by itself."""
+def per_document(forward: Forward, backward: Backward) -> CausalKernel:
+    """A CausalKernel that runs functions for single documents on each document in turn."""
 
     def forward_all(query: Tensor, key: Tensor, value: Tensor, documents: Documents | None) -> tuple[Tensor, Tensor]:
         if documents is None:
@@ -100,7 +106,7 @@ def cpu_backward(
 
 
 def portable_forward(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Block by block of queries, in float32 at least."""
+    """Scores one block of queries at a time, in float32 or float64."""
     key, value = (at_least_float32(each).unsqueeze(2) for each in (key, value))  # [batch, kv_heads, 1, seq, head_dim]
     grouped = query.unflatten(1, (key.shape[1], -1))  # [batch, kv_heads, groups, seq, head_dim]
     outs, logsumexps = [], []
@@ -138,7 +144,7 @@ def portable_backward(
 
 
 def block_scores(queries: Tensor, key: Tensor, start: int) -> Tensor:
-    """Scores of a block of queries, the first of them at `start`, over the keys up to its end. [..., block, keys]"""
+    """Scores of a block of queries that begins at `start`, over all keys up to the block's end. [..., block, keys]"""
     block = queries.shape[-2]
     scores = at_least_float32(queries) @ key[..., : start + block, :].mT * queries.shape[-1] ** -0.5
     future = torch.ones(block, block, dtype=torch.bool, device=queries.device).triu(1)
@@ -147,11 +153,11 @@ def block_scores(queries: Tensor, key: Tensor, start: int) -> Tensor:
 
 
 def cuda_forward(query: Tensor, key: Tensor, value: Tensor, documents: Documents | None) -> tuple[Tensor, Tensor]:
-    """All documents in one launch."""
+    """Runs all documents in one kernel launch."""
     batch, _, seq, _ = query.shape
-    starts, longest = boundaries(query, documents)
+    starts, longest = document_boundaries(query, documents)
     out, logsumexp, *_ = torch.ops.aten._flash_attention_forward(
-        *map(end_to_end, (query, key, value)), starts, starts, longest, longest, 0.0, True, False
+        *map(flatten_rows, (query, key, value)), starts, starts, longest, longest, 0.0, True, False
     )  # [batch * seq, heads, head_dim], [heads, batch * seq]
     return out.unflatten(0, (batch, seq)).transpose(1, 2), logsumexp.unflatten(1, (batch, seq)).transpose(0, 1)
 
@@ -166,10 +172,10 @@ def cuda_backward(
     documents: Documents | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, _, seq, _ = query.shape
-    starts, longest = boundaries(query, documents)
-    no_dropout = query.new_zeros(2, dtype=torch.uint64), query.new_empty(0)  # state of a generator that is not asked
+    starts, longest = document_boundaries(query, documents)
+    no_dropout = query.new_zeros(2, dtype=torch.uint64), query.new_empty(0)  # random state, unused without dropout
     gradients = torch.ops.aten._flash_attention_backward(
-        *map(end_to_end, (grad_out, query, key, value, out)),
+        *map(flatten_rows, (grad_out, query, key, value, out)),
         logsumexp.transpose(0, 1).flatten(1).contiguous(),
         starts,
         starts,
@@ -183,19 +189,19 @@ def cuda_backward(
     return grad_query, grad_key, grad_value
 
 
-def end_to_end(tensor: Tensor) -> Tensor:
-    """[batch, heads, seq, head_dim] as [batch * seq, heads, head_dim], as a projection leaves it in memory."""
+def flatten_rows(tensor: Tensor) -> Tensor:
+    """[batch, heads, seq, head_dim] as [batch * seq, heads, head_dim], the memory order that projections produce."""
     return tensor.transpose(1, 2).flatten(0, 1)
 
 
-def boundaries(query: Tensor, documents: Documents | None) -> tuple[Tensor, int]:
-    """Where each document starts among the rows laid end to end, and the length of the longest."""
+def document_boundaries(query: Tensor, documents: Documents | None) -> tuple[Tensor, int]:
+    """Where each document starts in the concatenated rows, and the length of the longest document."""
     if documents is not None:
         return documents.starts, documents.longest
     batch, _, seq, _ = query.shape
     return torch.arange(0, batch * seq + 1, seq, dtype=torch.int32, device=query.device), seq
 
 
-CPU_FUSED = one_by_one(cpu_forward, cpu_backward)
-PORTABLE = one_by_one(portable_forward, portable_backward)
+CPU_FUSED = per_document(cpu_forward, cpu_backward)
+PORTABLE = per_document(portable_forward, portable_backward)
 CUDA_FUSED = CausalKernel(cuda_forward, cuda_backward)

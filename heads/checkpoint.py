@@ -1,4 +1,4 @@
-"""From a recipe's head section to a head, and from a folder to a head and back."""
+"""Creates a head from a recipe, and saves and loads heads as folders."""
 
 import json
 from dataclasses import asdict
@@ -26,26 +26,26 @@ KINDS: dict[str, type[DraftHead]] = {"eagle1": Eagle1Head, "eagle3": Eagle3Head,
 
 
 def head_taps(section: HeadSection, target: TargetConfig) -> tuple[int, ...]:
-    """Which hidden states of the target the recipe's head reads."""
+    """The target's hidden states that the recipe's head reads."""
     return KINDS[section.kind].section_taps(section, target)
 
 
 def draft_vocab(section: HeadSection, counts: Int[Tensor, " vocab"]) -> DraftVocab:
-    """The tokens that the recipe's head may draft, given how often the target wrote each."""
+    """The tokens that the recipe's head may draft, given how often the target wrote each token."""
     if isinstance(section, Eagle1Section) or section.draft_vocab_size is None:
         return DraftVocab.full(len(counts))
     return DraftVocab.most_frequent(counts, section.draft_vocab_size)
 
 
 def new_head(section: HeadSection, frozen: FrozenTarget, vocab: DraftVocab, seed: int) -> DraftHead:
-    """A head at the start of its training."""
+    """An initialised, untrained head; its weights depend on the seed alone."""
     head = KINDS[section.kind].from_section(section, frozen, vocab)
     head.initialise(frozen, torch.Generator().manual_seed(seed))
     return head
 
 
 def save_head(head: DraftHead, folder: Path) -> None:
-    """Write config.json and model.safetensors, into a temporary folder first so that no half head is ever seen."""
+    """Write config.json and model.safetensors, to a temporary folder first so that readers never see half a file."""
     partial = folder.with_name(folder.name + ".partial")
     partial.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.engine_tensors().items()}
@@ -58,7 +58,7 @@ def save_head(head: DraftHead, folder: Path) -> None:
 
 
 def head_config(head: DraftHead) -> dict[str, Any]:
-    """config.json of a saved head: what the engines read, and under `headstart` what only we do."""
+    """config.json of a saved head: the keys that engines read and, under `headstart`, those that only we read."""
     config = head.engine_config()
     own = {
         "kind": head.kind,
@@ -67,16 +67,16 @@ def head_config(head: DraftHead) -> dict[str, Any]:
         "calibration": head.calibration.to_config(),
     }
     if head.has_rope and Rope.from_config(config) != head.target.rope:
-        own["target_rope"] = asdict(head.target.rope)  # the head's own one stands above
+        own["target_rope"] = asdict(head.target.rope)  # the engines' keys hold the head's own rope
     dtype = str(next(head.parameters()).dtype).removeprefix("torch.")
     return {**config, "torch_dtype": dtype, "headstart": own}
 
 
 def load_head(folder: Path, frozen: FrozenTarget) -> DraftHead:
-    """A saved head for this target, in its embedding's dtype and on its device.
+    """A saved head for this target, with the dtype and device of the target's embedding.
 
-    Raises ValueError naming everything that does not fit: config.json's types, sizes, vocabulary, taps, missing or
-    misshapen tensors.
+    Raises ValueError that names every mismatch: wrong types in config.json, sizes, vocabulary, taps, missing, misshapen
+    or unknown tensors.
     """
     config = read_head_config(folder)
     try:
@@ -87,7 +87,7 @@ def load_head(folder: Path, frozen: FrozenTarget) -> DraftHead:
 
 
 def load_taps(folder: Path, target: TargetConfig) -> tuple[int, ...]:
-    """The taps of a saved head, from its config.json alone; raises ValueError for one that does not fit the target."""
+    """The taps of a saved head, from its config.json alone; raises ValueError if the head does not fit the target."""
     config = read_head_config(folder)
     kind = kind_of(folder, config)
     check_fit(folder, kind, config, target)
@@ -95,11 +95,11 @@ def load_taps(folder: Path, target: TargetConfig) -> tuple[int, ...]:
 
 
 def read_head_config(folder: Path) -> dict[str, Any]:
-    """Raises ValueError for a folder without a config.json, and for one whose keys have wrong types."""
+    """A saved head's config.json; raises ValueError if it is missing or if a key has a value of a wrong type."""
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(
-            f"{folder} holds no head (no config.json); train one with trainers/eagle.py or name its folder"
+            f"{folder} holds no head (no config.json); train one with trainers/eagle.py or give a saved head's folder"
         )
     return read_config(path)
 
@@ -107,7 +107,7 @@ def read_head_config(folder: Path) -> dict[str, Any]:
 def head_from_files(
     folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], frozen: FrozenTarget
 ) -> DraftHead:
-    """The head that a config.json and tensors describe, which were read from `folder`.
+    """The head that a config.json and tensors describe; errors name `folder` as their source.
 
     Raises ValueError as `load_head` does.
     """
@@ -124,19 +124,19 @@ def head_from_files(
 
 
 def kind_of(folder: Path, config: dict[str, Any]) -> type[DraftHead]:
-    """What a config.json describes, ours or a published one; raises ValueError for what is no known head."""
+    """The class of the head that a config.json describes, ours or published; raises ValueError for an unknown kind."""
     architectures = config.get("architectures") or []
     is_eagle3 = "draft_vocab_size" in config or any("Eagle3" in name for name in architectures)
     is_medusa = "medusa_num_heads" in config or config.get("model_type") == "medusa"
     guess = "medusa" if is_medusa else "eagle3" if is_eagle3 else "eagle1"
     kind = config.get("headstart", {}).get("kind", guess)
     if kind not in KINDS:
-        raise ValueError(f"{folder}/config.json: a head of kind {kind!r}; only {', '.join(KINDS)} can be loaded")
+        raise ValueError(f"{folder}/config.json: a head of kind {kind!r}; only {', '.join(KINDS)} are allowed")
     return KINDS[kind]
 
 
 def check_fit(folder: Path, kind: type[DraftHead], config: dict[str, Any], target: TargetConfig) -> None:
-    """Every mismatch between a head's config.json and its target, at once and with both values."""
+    """Raise one ValueError that names every mismatch between a head's config.json and its target, with both values."""
     own, rope, taps = config.get("headstart", {}), Rope.from_config(config), kind.config_taps(config, target)
     facts = {
         "hidden_size": (config.get("target_hidden_size", config.get("hidden_size")), target.hidden_size),
@@ -146,12 +146,12 @@ def check_fit(folder: Path, kind: type[DraftHead], config: dict[str, Any], targe
     }
     wrong = [f"{name}: head {mine}, target {its}" for name, (mine, its) in facts.items() if mine != its]
     if max(taps) > target.num_layers:
-        wrong.append(f"taps: head {list(taps)}, target has hidden_states 0 to {target.num_layers}")
+        wrong.append(f"taps: head {list(taps)}, target hidden_states 0 to {target.num_layers}")
     if wrong:
         raise ValueError(
             f"the head in {folder} does not fit the target: "
             + "; ".join(wrong)
-            + "; train one for it, or bring one from elsewhere in with heads.convert"
+            + "; train a head for this target, or convert a published one with heads.convert"
         )
 
 
@@ -161,7 +161,7 @@ def check_tensors(folder: Path, head: DraftHead, tensors: dict[str, Tensor]) -> 
     wrong = [f"{name} is missing" for name in expected.keys() - found.keys()]
     wrong += [f"{name} is unknown" for name in found.keys() - expected.keys()]
     wrong += [
-        f"{name} is {list(found[name])} and should be {list(expected[name])}"
+        f"{name} is {list(found[name])} but should be {list(expected[name])}"
         for name in expected.keys() & found.keys()
         if expected[name] != found[name]
     ]

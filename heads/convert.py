@@ -1,9 +1,12 @@
-"""Bring a head from elsewhere in: EAGLE-1, EAGLE-3 (the authors', NVIDIA's, SpecForge's), speculators' eagle3, Medusa.
+"""Convert a published head into headstart's own layout, which every headstart command reads.
 
     python -m heads.convert path/to/head runs/imported --target meta-llama/Llama-3.1-8B-Instruct
 
-The layout is recognised by what the files hold. What they do not say is inferred and printed; what our heads have no
-place for is refused, all of it at once. Nothing in the folder is executed: pickles may hold tensors alone.
+Reads EAGLE-1 and EAGLE-3 heads as their authors, NVIDIA and SpecForge save them, speculators' eagle3, and Medusa heads
+in the authors' layout and in vLLM's. The layout is recognised from the files. Facts that the files do not state, such
+as the rotary base or the hidden states that the head reads, are inferred and printed: check them against the head's
+documentation. A head that headstart cannot represent is refused with every reason at once. Nothing in the folder is
+executed: a pickle may hold nothing but tensors.
 """
 
 import argparse
@@ -11,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from heads.checkpoint import save_head
-from heads.formats.files import HeadFiles, check_free
+from heads.formats.files import HeadFiles, check_can_write
 from heads.formats.published import import_head, widest_dtype
 from heads.frozen import FrozenTarget
 from heads.target_config import locate_target
@@ -21,8 +24,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m heads.convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("path", type=Path, help="folder with a head's config.json and weights")
-    parser.add_argument("out", type=Path, help="folder to write, which must not exist yet")
+    parser.add_argument("path", type=Path, help="folder with the published head's config.json and weights")
+    parser.add_argument("out", type=Path, help="folder to write the converted head to; it must not exist yet")
     parser.add_argument("--target", required=True, help="folder or hub name of the model that the head drafts for")
     arguments = parser.parse_args(argv)
     try:
@@ -34,11 +37,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def convert(path: Path, out: Path, target: str) -> list[str]:
-    """Write the head in our own layout, which every command here reads; returns what was inferred.
+    """Write the head in our own layout; returns a line for each fact that had to be inferred.
 
-    Raises ValueError for a head that cannot be brought in, and for a folder that is there already.
+    Raises ValueError for a head that our layout cannot represent, and if `out` exists already.
     """
-    check_free(out, overwrite=False)
+    check_can_write(out, overwrite=False)
     files = HeadFiles.read(path)
     frozen = FrozenTarget.from_folder(locate_target(target), widest_dtype(files))
     head, inferred = import_head(files, frozen)

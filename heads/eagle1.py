@@ -1,6 +1,6 @@
-"""EAGLE-1 (arXiv 2401.15077), and HASS (2408.15766) when unrolled: one decoder layer guesses the target's own feature.
+"""EAGLE-1 (arXiv 2401.15077) and, if unrolled, HASS (2408.15766): one decoder layer predicts the target's next feature.
 
-The feature is the target's last hidden state behind its final norm, so the target's lm_head reads the guess as it is.
+The feature is the target's last hidden state after its final norm, so the target's lm_head turns it into logits.
 """
 
 from collections.abc import Sequence
@@ -11,25 +11,25 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from heads.base import UNROLL_MARGIN
+from heads.base import EXTRA_ROTARY_POSITIONS
 from heads.frozen import FrozenTarget
 from heads.last_hidden import LastHiddenHead, input_scales
 from heads.layers import MLP, Attention, AttentionCache, LayerShape, RMSNorm, rotary_table
 from heads.vocab import DraftVocab
 from recipes.schema import Eagle1Section, HeadSection
 
-SAME_EMBEDDING = 1e-2  # of its largest entry: a published copy of the target's embedding is rounded to half precision
+EMBEDDING_TOLERANCE = 1e-2  # relative to the largest entry: published copies of an embedding are in half precision
 
 
 @dataclass(frozen=True)
 class Eagle1Shape(LayerShape):
     """Everything about an EAGLE-1 head that is not a weight."""
 
-    fc_bias: bool = False  # published heads often have one; vLLM has none, so none is trained here
+    fc_bias: bool = False  # published heads often have one; we train none because vLLM ignores it
 
 
 class Eagle1Layer(nn.Module):
-    """A Llama layer without its first norm."""
+    """A Llama decoder layer without its first norm."""
 
     def __init__(self, shape: Eagle1Shape, eps: float) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Eagle1Layer(nn.Module):
 
 
 class Eagle1Head(LastHiddenHead):
-    """Parameter names are those of the published checkpoints; both ends of the target are shared and not trained."""
+    """An EAGLE-1 head; its parameters are named as in the published checkpoints."""
 
     kind = "eagle1"
     shape: Eagle1Shape
@@ -62,7 +62,9 @@ class Eagle1Head(LastHiddenHead):
         self.layers = nn.ModuleList([Eagle1Layer(shape, shape.eps_of(frozen.config))])
         self.rotary: Tensor
         self.input_scale: Tensor | None
-        table = rotary_table(shape.rope_of(frozen.config), shape.head_dim, frozen.config.max_positions + UNROLL_MARGIN)
+        table = rotary_table(
+            shape.rope_of(frozen.config), shape.head_dim, frozen.config.max_positions + EXTRA_ROTARY_POSITIONS
+        )
         self.register_buffer("rotary", table.to(frozen.embedding), persistent=False)
         self.register_buffer("input_scale", None, persistent=False)  # [2 * hidden]
 
@@ -77,7 +79,7 @@ class Eagle1Head(LastHiddenHead):
         own = tensors.pop("embed_tokens.weight", None)
         if own is not None and not same_embedding(own, frozen.embedding):
             raise ValueError(
-                "embed_tokens.weight is not the target's embedding, which an EAGLE-1 head shares; name the target that "
+                "embed_tokens.weight is not the target's embedding, which an EAGLE-1 head shares; give the target that "
                 "the head was trained for"
             )
         if "fc.bias" in tensors and not tensors["fc.bias"].any():
@@ -86,7 +88,7 @@ class Eagle1Head(LastHiddenHead):
 
     @torch.no_grad()
     def initialise(self, frozen: FrozenTarget, generator: torch.Generator) -> None:
-        """Start with the new layer silent, and with `fc` on inputs around 1."""
+        """Start with a layer that passes its input through, and scale the inputs of `fc` to about 1."""
         self.input_scale = torch.cat(input_scales(frozen)).to(self.embedding)
         std = 0.5 * self.shape.hidden_size**-0.5
         for name, parameter in self.named_parameters():
@@ -96,12 +98,12 @@ class Eagle1Head(LastHiddenHead):
                 parameter.zero_()
 
     def engine_config(self) -> dict[str, Any]:
-        """Without the key `bias`, which SGLang takes for that of `fc` and vLLM for the attention's."""
+        """Has no key `bias`, which SGLang reads as the bias of `fc` but vLLM as that of the attention."""
         architectures = ["EagleLlamaForCausalLM", "LlamaForCausalLMEagle"]  # vLLM's name, SGLang's
         return {"architectures": architectures, **self.shape.to_config(self.target)}
 
     def engine_tensors(self) -> dict[str, Tensor]:
-        # SGLang's `fc` has a bias whatever the config says, and leaves it uninitialised where the file has none.
+        # SGLang's `fc` always has a bias and leaves it uninitialised if the file has none.
         tensors = {"fc.bias": self.fc.weight.new_zeros(self.shape.hidden_size), **self.state_dict()}
         if self.input_scale is not None:
             tensors["fc.weight"] = tensors["fc.weight"] * self.input_scale
@@ -148,8 +150,8 @@ class Eagle1Head(LastHiddenHead):
 
 
 def same_embedding(own: Tensor, target: Tensor) -> bool:
-    """Is it a copy of the target's, in whatever precision?"""
+    """Is it a copy of the target's embedding, possibly in lower precision?"""
     if own.shape != target.shape:
         return False
     theirs = target.float()
-    return bool((own.to(theirs) - theirs).abs().max() <= SAME_EMBEDDING * theirs.abs().max())
+    return bool((own.to(theirs) - theirs).abs().max() <= EMBEDDING_TOLERANCE * theirs.abs().max())

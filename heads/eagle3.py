@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from heads.base import UNROLL_MARGIN, DraftHead
+from heads.base import EXTRA_ROTARY_POSITIONS, DraftHead
 from heads.frozen import FrozenTarget
-from heads.layers import MLP, Attention, AttentionCache, LayerShape, RMSNorm, rotary_table, scales_of
+from heads.layers import MLP, Attention, AttentionCache, LayerShape, RMSNorm, power_of_two_scales, rotary_table
 from heads.target_config import TargetConfig
 from heads.vocab import DraftVocab
 from recipes.schema import Eagle3Section, HeadSection
@@ -22,15 +22,17 @@ class Eagle3Shape(LayerShape):
 
     taps: tuple[int, ...]
     fc_norm: bool = False  # EAGLE-3.1: one RMSNorm per tap before `fc`
-    norm_output: bool = False  # EAGLE-3.1: the next step is fed the hidden state after the norm, not before
-    own_embedding: bool = False  # as a head of another width than its target's must have
-    norm_before_fc: bool = False  # one RMSNorm over all taps together; only heads from elsewhere have it
-    norm_before_residual: bool = False  # the residual is the normed feature; only heads from elsewhere have it
+    norm_output: bool = False  # EAGLE-3.1: the next level gets the hidden state after the norm, not before it
+    own_embedding: bool = False  # required if the head's width differs from its target's
+    norm_before_fc: bool = False  # one RMSNorm over all taps together; only published heads have it
+    norm_before_residual: bool = False  # the residual is the normed feature; only published heads have it
 
 
 class Eagle3Layer(nn.Module):
-    """The decoder layer: it attends over cat(norm(embedding), norm(feature)); the residual is the un-normed feature,
-    unless the head was trained with the normed one."""
+    """A decoder layer that attends over cat(norm(embedding), norm(feature)).
+
+    The residual is the un-normed feature, or the normed one with `norm_before_residual`.
+    """
 
     def __init__(self, shape: Eagle3Shape, eps: float) -> None:
         super().__init__()
@@ -58,13 +60,13 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Head(DraftHead):
-    """Parameter names are those of the published checkpoints, so the state dict is the export."""
+    """An EAGLE-3 head; its parameters are named as in the published checkpoints, so its state dict can be exported."""
 
     kind = "eagle3"
     shape: Eagle3Shape
 
     def __init__(self, shape: Eagle3Shape, target: TargetConfig, vocab: DraftVocab, embedding: Tensor) -> None:
-        """`embedding` is the target's [vocab, hidden]; it is shared, not copied, trained or saved."""
+        """`embedding` is the target's, [vocab, hidden]; the head shares it and neither copies, trains nor saves it."""
         super().__init__()
         assert shape.own_embedding or embedding.shape[-1] == shape.hidden_size
         self.shape, self.target, self.taps, self.vocab = shape, target, shape.taps, vocab
@@ -84,7 +86,7 @@ class Eagle3Head(DraftHead):
         self.rotary: Tensor
         self.tap_scale: Tensor | None
         self.register_buffer("embedding", embedding, persistent=False)
-        table = rotary_table(shape.rope_of(target), shape.head_dim, target.max_positions + UNROLL_MARGIN)
+        table = rotary_table(shape.rope_of(target), shape.head_dim, target.max_positions + EXTRA_ROTARY_POSITIONS)
         self.register_buffer("rotary", table.to(embedding), persistent=False)
         self.register_buffer("tap_scale", None, persistent=False)  # [tapped]
 
@@ -95,7 +97,7 @@ class Eagle3Head(DraftHead):
 
     @classmethod
     def config_taps(cls, config: dict[str, Any], target: TargetConfig) -> tuple[int, ...]:
-        """What config.json names, or the places where every engine looks by default."""
+        """The taps that config.json names, or the default of every engine."""
         named = config.get("headstart", {}).get("taps") or config.get("eagle_aux_hidden_state_layer_ids")
         return tuple(named or target.default_taps())
 
@@ -138,8 +140,11 @@ class Eagle3Head(DraftHead):
 
     @torch.no_grad()
     def initialise(self, frozen: FrozenTarget, generator: torch.Generator) -> None:
-        """Start with the target's own norm and lm_head, the new layer silent; a head of another width starts with a
-        random projection of the target's embedding and lm_head to it."""
+        """Start with the target's norm and lm_head, and with a layer that passes the features through.
+
+        A head whose width differs from the target's starts with random projections of the target's embedding and
+        lm_head to its own width.
+        """
         hidden = self.shape.hidden_size
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
@@ -157,12 +162,13 @@ class Eagle3Head(DraftHead):
         self.lm_head.weight.copy_((lm_head * frozen.norm_weight) @ projection)
 
     def scale_taps(self, sizes: list[float]) -> None:
-        """Let `fc` see taps around 1, given the size (RMS) that each has in this target's hidden states.
+        """Scale the input of `fc` so that every tap is about 1, given the RMS of each tap's hidden states.
 
-        Large ones would drown the new layer, and each step of an optimizer would move the features by their size.
+        Large taps would drown out the new layer, and every optimizer step would change the features in proportion to
+        them.
         """
         assert not self.shape.fc_norm
-        self.tap_scale = scales_of(sizes).repeat_interleave(self.target.hidden_size).to(self.embedding)
+        self.tap_scale = power_of_two_scales(sizes).repeat_interleave(self.target.hidden_size).to(self.embedding)
 
     def engine_config(self) -> dict[str, Any]:
         shape, target = self.shape, self.target
@@ -177,10 +183,10 @@ class Eagle3Head(DraftHead):
             "norm_output": shape.norm_output,
         }
         if self.taps != target.default_taps() or target.num_layers < 7:
-            # vLLM counts as Hugging Face does; SGLang names the layer whose output it is, one less.
+            # vLLM uses the Hugging Face index; SGLang names the layer that outputs it, one less.
             config["eagle_aux_hidden_state_layer_ids"] = list(self.taps)
             config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in self.taps]}
-        if shape.norm_before_fc:  # TensorRT-LLM looks for it here alone
+        if shape.norm_before_fc:  # TensorRT-LLM looks for it here only
             config["eagle_config"] = {**config.get("eagle_config", {}), "norm_before_fc": True}
         if len(self.taps) != 3:
             config["num_aux_hidden_states"] = len(self.taps)
@@ -188,7 +194,7 @@ class Eagle3Head(DraftHead):
 
     def engine_tensors(self) -> dict[str, Tensor]:
         tensors = self.state_dict()
-        if not self.vocab.is_full:  # with a whole vocabulary vLLM has no place for d2t, and stops
+        if not self.vocab.is_full:  # vLLM refuses d2t in a head that drafts the whole vocabulary
             tensors |= {"d2t": self.vocab.offsets(), "t2d": self.vocab.members()}
         if self.tap_scale is not None:
             tensors["fc.weight"] = tensors["fc.weight"] * self.tap_scale

@@ -1,10 +1,15 @@
-"""Write a trained head for a serving engine, checked against what that engine reads, with a README that says how.
+"""Export a trained head for a serving engine: config.json, weights and a README.md with the serving commands.
 
     python -m heads.export recipes/tiny.yaml export.format=vllm
     python -m heads.export recipes/tiny_full.yaml export.head=assets/demo_head export.format=speculators
     python -m heads.export recipes/tiny.yaml export.push_to=my-org/my-head
 
-vllm, sglang and tensorrt_llm write the same files; each asks for its own engine's contract (heads.lint) to be met.
+The formats are native, vllm, sglang, tensorrt_llm, eagle, speculators and medusa; the last three are those of the
+EAGLE authors' code, the speculators library and the Medusa authors' code. Before anything is written, the files are
+checked against what the format's engine reads (see heads.lint), and a head that the engine would serve worse than it
+was trained is refused with every reason. vllm, sglang and tensorrt_llm write the same files and differ only in this
+check. The export goes to RUN_DIR/export/FORMAT unless export.folder names another folder; with export.push_to it is
+also uploaded to a hub repository. Nothing is overwritten without export.overwrite=true.
 """
 
 import json
@@ -19,10 +24,11 @@ from huggingface_hub import HfApi
 from heads.base import DraftHead
 from heads.checkpoint import load_head
 from heads.formats.card import card
-from heads.formats.contracts import AUTHORS, RULES, findings
-from heads.formats.files import HeadFiles, check_free, write_folder
+from heads.formats.contracts import AUTHORS, RULES, violations
+from heads.formats.files import HeadFiles, check_can_write, write_folder
 from heads.formats.layouts import FORMATS, ServedTarget
-from heads.formats.subject import Finding, layout_of
+from heads.formats.subject import layout_of
+from heads.formats.violation import Violation
 from heads.frozen import FrozenTarget
 from heads.medusa import MedusaHead
 from heads.target_config import locate_target
@@ -35,15 +41,15 @@ def main() -> None:
 
 
 def export(recipe: Recipe) -> Path:
-    """Write and check the head, upload it if asked to; returns the folder.
+    """Check and write the head, upload it if the recipe asks for that, and return its folder.
 
-    Raises ValueError for a head that the format's engine would not serve as it was trained, naming every reason, and
-    for a folder or a repository's head that is there already.
+    Raises ValueError with every reason if the format's engine would not serve the head as it was trained, and if the
+    folder, or a head in the repository, exists already.
     """
     section = recipe.export
     refuse_original_target(recipe, section.head)
     folder = section.folder or recipe.export_dir / section.format
-    check_free(folder, section.overwrite)
+    check_can_write(folder, section.overwrite)
     if section.push_to is not None:
         check_repository(section.push_to, section.overwrite, HfApi())
     target_folder = locate_target(recipe.target.path, recipe.target.revision)
@@ -54,22 +60,23 @@ def export(recipe: Recipe) -> Path:
     refuse_hydra(section.format, head)
     config, tensors = FORMATS[section.format].files(head, target)
 
-    verdicts = judge(section.format, HeadFiles(folder, config, tensors), frozen)
-    refuse(section.format, verdicts)
-    good = [engine for engine, found in verdicts.items() if not found]
-    config["headstart"] = {**config["headstart"], "engines": good}
+    found = violations_by_engine(section.format, HeadFiles(folder, config, tensors), frozen)
+    refuse_unservable(section.format, found)
+    clean = [engine for engine, broken in found.items() if not broken]
+    config["headstart"] = {**config["headstart"], "engines": clean}
     place = Path(section.push_to) if section.push_to else folder
-    readme = card(recipe, head, target, target_folder, place, verdicts)
+    readme = card(recipe, head, target, target_folder, place, found)
     weights = FORMATS[section.format].weights
     write_folder(HeadFiles(folder, config, tensors), weights, readme, section.overwrite)
-    print(f"{head.kind} head written to {folder}; served by {', '.join(good) or 'headstart'}: see its README.md")
+    engines = ", ".join(clean) or "headstart"
+    print(f"{head.kind} head written to {folder}; {engines} can serve it, with the commands in its README.md")
     if section.push_to is not None:
         push(folder, section.push_to, HfApi())
     return folder
 
 
 def stored_dtype(folder: Path) -> str:
-    """The number format that a head was saved in; a folder without one is for `load_head` to refuse."""
+    """The dtype that a head was saved in; a folder without config.json is left for `load_head` to refuse."""
     config = folder / "config.json"
     return str(json.loads(config.read_text()).get("torch_dtype", "float32")) if config.is_file() else "float32"
 
@@ -79,54 +86,56 @@ def served_target(recipe: Recipe, target_folder: Path) -> ServedTarget:
     return ServedTarget(recipe.target.path, architectures, recipe.decode.depth, recipe.target.revision)
 
 
-def judge(name: str, files: HeadFiles, frozen: FrozenTarget) -> dict[str, list[Finding]]:
-    """What each engine has against such files; the authors' own code reads those of its own format alone, and of theirs
-    vLLM reads Medusa's."""
+def violations_by_engine(name: str, files: HeadFiles, frozen: FrozenTarget) -> dict[str, list[Violation]]:
+    """What each engine that reads files of this format finds wrong with them.
+
+    The authors' own code reads only its own format; of the two authors' formats vLLM reads only Medusa's.
+    """
     layout = layout_of(files)
-    both = layout == "medusa_reference"
-    engines = [engine for engine in RULES[layout] if both or (engine in AUTHORS) == (name in AUTHORS)]
-    return {engine: findings(files, frozen, [engine]) for engine in engines}
+    is_for_both = layout == "medusa_reference"
+    engines = [engine for engine in RULES[layout] if is_for_both or (engine in AUTHORS) == (name in AUTHORS)]
+    return {engine: violations(files, frozen, [engine]) for engine in engines}
 
 
 def refuse_hydra(name: str, head: DraftHead) -> None:
-    """Stop at heads that only we can draft with."""
+    """Raise ValueError for sequential (Hydra) heads in any format but our own: no engine can draft with them."""
     if FORMATS[name].engine is not None and isinstance(head, MedusaHead) and head.shape.sequential:
         raise ValueError(
-            f"export.format: {name!r} given for sequential heads, Hydra's; no engine feeds heads the tokens drafted "
-            f"before; native is allowed, which headstart serves, or train with head.sequential=false"
+            f"export.format: {name!r} given for sequential (Hydra) heads, but no engine feeds heads the earlier draft "
+            f"tokens; native is allowed, which headstart serves; or train with head.sequential=false"
         )
 
 
-def refuse(name: str, verdicts: dict[str, list[Finding]]) -> None:
-    """Stop at an export that its engine would serve worse than it was trained, or not at all."""
+def refuse_unservable(name: str, found: dict[str, list[Violation]]) -> None:
+    """Raise ValueError if the format's engine would serve the head worse than it was trained, or not at all."""
     engine = FORMATS[name].engine
     if engine is None:
         return
-    if engine not in verdicts:
-        fitting = ", ".join(verdicts)
+    if engine not in found:
+        fitting = ", ".join(found)
         raise ValueError(f"export.format: {name!r} given for a head that only {fitting} can serve; choose one of them")
-    if verdicts[engine]:
-        reasons = "\n  ".join(map(str, verdicts[engine]))
+    if found[engine]:
+        reasons = "\n  ".join(map(str, found[engine]))
         raise ValueError(
-            f"export.format: {name!r} given, but the head would not be served as it was trained:\n  {reasons}\n"
-            f"train one without, or choose another export.format: what each needs is in docs/interop.md"
+            f"export.format: {name!r} given, but the engine would not serve the head as it was trained:\n  {reasons}\n"
+            f"choose another export.format or train a head that fits; docs/interop.md lists what each format needs"
         )
 
 
 def check_repository(repository: str, overwrite: bool, hub: HfApi) -> None:
-    """Refuse, before any work, a hub that does not answer, and to upload over a head that a repository holds."""
-    with hub_errors(repository, "leave it out, and upload the folder by hand"):
+    """Raise ValueError, before any work is done, if the hub does not answer or the repository holds a head already."""
+    with hub_errors(repository, "leave export.push_to out and upload the folder by hand"):
         is_taken = hub.file_exists(repository, "config.json")
     if is_taken and not overwrite:
         raise ValueError(
-            f"export.push_to: {repository!r} given, which holds a config.json already; another repository is allowed, "
-            f"or export.overwrite=true"
+            f"export.push_to: {repository!r} given, which holds a config.json already; choose another repository or "
+            f"set export.overwrite=true"
         )
 
 
 def push(folder: Path, repository: str, hub: HfApi) -> None:
-    """Upload the folder's files to a hub repository, which is made, private, if it is not there."""
-    with hub_errors(repository, f"the export is whole in {folder}: upload it by hand"):
+    """Upload the folder's files to a hub repository, which is created as a private one if it does not exist."""
+    with hub_errors(repository, f"the export is complete in {folder}: upload it by hand"):
         hub.create_repo(repository, private=True, exist_ok=True)
         hub.upload_folder(folder_path=folder, repo_id=repository, commit_message="Draft head exported by headstart")
     print(f"uploaded to {repository}")
@@ -134,10 +143,10 @@ def push(folder: Path, repository: str, hub: HfApi) -> None:
 
 @contextmanager
 def hub_errors(repository: str, advice: str) -> Iterator[None]:
-    """What the hub's client raises, as a ValueError that says what to do."""
+    """Turn the errors of the hub's client into a ValueError that says what to do."""
     try:
         yield
-    except (OSError, HTTPError) as error:  # no token, no right, no connection
+    except (OSError, HTTPError) as error:  # no token, no permission, no connection
         raise ValueError(
             f"export.push_to: {repository!r} given, but the hub says {type(error).__name__}: {error}; {advice}"
         ) from error

@@ -1,4 +1,4 @@
-"""The target's embedding, final norm and lm_head, straight from its safetensors: the 70B itself is never loaded."""
+"""The target's embedding, final norm and lm_head, read from its safetensors without loading the rest of the model."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -38,19 +38,19 @@ GEMMA_TYPES = frozenset({"gemma", "gemma2", "gemma3", "gemma3_text"})  # their R
 
 @dataclass(frozen=True)
 class FrozenTarget:
-    """The two ends of a target, all that a head needs of it besides features."""
+    """A target's embedding, final norm and lm_head: everything a head needs from it besides features."""
 
     config: TargetConfig
     embedding: Float[Tensor, "vocab hidden"]
     norm_weight: Float[Tensor, " hidden"]
     norm_bias: Float[Tensor, " hidden"] | None
-    lm_head: Float[Tensor, "scored hidden"]  # all of the vocabulary, or what `within` keeps of it
+    lm_head: Float[Tensor, "scored hidden"]  # rows for the whole vocabulary, or those that `within` keeps
 
     @classmethod
     def from_folder(cls, folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> "FrozenTarget":
         """Read it from a folder with config.json and safetensors, single-file or sharded, tied or not.
 
-        Raises ValueError naming the tensor that is missing.
+        Raises ValueError that names a missing tensor.
         """
         reader, config = SafetensorsFolder(folder), TargetConfig.from_folder(folder)
         tied = json.loads((folder / "config.json").read_text()).get("tie_word_embeddings", True)
@@ -58,14 +58,14 @@ class FrozenTarget:
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], config: TargetConfig, tied: bool) -> "FrozenTarget":
-        """The same of a model in memory, given its state dict; nothing is copied.
+        """Take it from the state dict of a model in memory, without copying.
 
-        Raises ValueError naming the tensor that is missing or quantised.
+        Raises ValueError that names a missing or quantised tensor.
         """
         frozen = cls._from_reader(NamedTensors(config.model_type, tensors), config, tied, tensors.__getitem__)
         if not frozen.lm_head.is_floating_point():
             raise ValueError(
-                f"{config.model_type}: its lm_head is stored as {frozen.lm_head.dtype}, a head needs floats"
+                f"{config.model_type}: its lm_head is stored as {frozen.lm_head.dtype}, but a head needs floating point"
             )
         return frozen
 
@@ -90,11 +90,11 @@ class FrozenTarget:
         )
 
     def logits(self, last_hidden: Float[Tensor, "*axes hidden"]) -> Float[Tensor, "*axes vocab"]:
-        """The target's own logits, from its last hidden state before the final norm."""
+        """The target's logits, from its last hidden state before the final norm."""
         return self.unembed(self.norm(last_hidden))
 
     def norm(self, last_hidden: Float[Tensor, "*axes hidden"]) -> Float[Tensor, "*axes hidden"]:
-        """The target's final norm, computed in float32 at least."""
+        """The target's final norm, computed in float32 or float64."""
         hidden, weight = at_least_float32(last_hidden), at_least_float32(self.norm_weight)
         size, eps = hidden.shape[-1:], self.config.norm_eps
         if self.norm_bias is None:
@@ -105,22 +105,23 @@ class FrozenTarget:
         return normed.to(self.lm_head.dtype)
 
     def unembed(self, normed: Float[Tensor, "*axes hidden"]) -> Float[Tensor, "*axes vocab"]:
-        """Logits from what the final norm gives, in float32 at least."""
+        """The target's logits, from the output of the final norm; in float32 or float64."""
         logits = at_least_float32(functional.linear(normed, self.lm_head))
         cap = self.config.final_logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def within(self, vocab: DraftVocab) -> "FrozenTarget":
-        """The same target, whose logits are those of a draft vocabulary alone."""
+        """The same target, scoring only the tokens of a draft vocabulary."""
         return self if vocab.is_full else replace(self, lm_head=self.lm_head[vocab.ids.to(self.lm_head.device)])
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
+    """The tensor in float32 if its dtype is smaller, otherwise unchanged."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 class NamedTensors:
-    """Names of a model's tensors, with what belongs to each; `source` is for errors."""
+    """A model's tensors by name, or the files that hold them; errors name the `source`."""
 
     def __init__(self, source: Path | str, tensors: Mapping[str, Any]) -> None:
         self.source, self.tensors = source, tensors
@@ -136,7 +137,7 @@ class NamedTensors:
 
 
 class SafetensorsFolder(NamedTensors):
-    """Tensors by name from a model's folder, single-file or sharded; each is read only when asked for."""
+    """The tensors of a model's folder by name, single-file or sharded; each is read only when needed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -144,7 +145,7 @@ class SafetensorsFolder(NamedTensors):
         if index.is_file():
             files: dict[str, str] = json.loads(index.read_text())["weight_map"]
         elif (folder / "model.safetensors").is_file():
-            with opened(folder / "model.safetensors") as file:
+            with open_safetensors(folder / "model.safetensors") as file:
                 files = dict.fromkeys(file.keys(), "model.safetensors")
         else:
             raise ValueError(
@@ -155,13 +156,13 @@ class SafetensorsFolder(NamedTensors):
         super().__init__(folder, files)
 
     def read(self, name: str) -> Tensor:
-        with opened(self.folder / self.tensors[name]) as file:
+        with open_safetensors(self.folder / self.tensors[name]) as file:
             return file.get_tensor(name)
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[Any]:
-    """A safetensors file; whatever fails while it is open comes out as a ValueError that names it."""
+def open_safetensors(path: Path) -> Iterator[Any]:
+    """An open safetensors file; any error while it is open becomes a ValueError that names the file."""
     try:
         with safe_open(path, "pt") as file:
             yield file

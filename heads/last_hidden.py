@@ -1,4 +1,4 @@
-"""What the heads share whose feature is the target's last hidden state behind its final norm: EAGLE-1 and Medusa."""
+"""The base class of EAGLE-1 and Medusa, whose only feature is the target's last hidden state after its final norm."""
 
 from typing import Any
 
@@ -7,14 +7,14 @@ from torch import Tensor
 
 from heads.base import DraftHead
 from heads.frozen import FrozenTarget
-from heads.layers import scales_of
+from heads.layers import power_of_two_scales
 from heads.target_config import TargetConfig
 from heads.vocab import DraftVocab
 from recipes.schema import HeadSection
 
 
 class LastHiddenHead(DraftHead):
-    """Both ends of the target are shared with it, neither trained nor saved."""
+    """A head that shares the target's embedding, final norm and lm_head, and neither trains nor saves them."""
 
     norm_weight: Tensor
     norm_bias: Tensor | None
@@ -37,7 +37,7 @@ class LastHiddenHead(DraftHead):
 
     @property
     def frozen(self) -> FrozenTarget:
-        """The two ends of the target, where this head is."""
+        """The target's shared tensors, on this head's device."""
         return FrozenTarget(self.target, self.embedding, self.norm_weight, self.norm_bias, self.lm_head)
 
     def project(self, taps: Float[Tensor, "*axes tapped"]) -> Float[Tensor, "*axes feature"]:
@@ -45,11 +45,13 @@ class LastHiddenHead(DraftHead):
 
 
 def input_scales(frozen: FrozenTarget) -> tuple[Float[Tensor, " hidden"], Float[Tensor, " hidden"]]:
-    """What brings an embedding and a feature to about 1, by powers of two.
+    """Powers of two that scale an embedding and a feature to about 1.
 
-    An embedding is often far smaller than a feature, whose size is that of the final norm's weight, and would hardly be
-    heard beside it.
+    A feature is as large as the final norm's weight. An embedding is often far smaller, and unscaled it would hardly
+    influence the result.
     """
     sizes = [float(ends.float().square().mean().sqrt()) for ends in (frozen.embedding, frozen.norm_weight)]
-    embedding, feature = scales_of(sizes).to(frozen.embedding).unsqueeze(1).expand(-1, frozen.config.hidden_size)
+    embedding, feature = (
+        power_of_two_scales(sizes).to(frozen.embedding).unsqueeze(1).expand(-1, frozen.config.hidden_size)
+    )
     return embedding, feature

@@ -1,4 +1,4 @@
-"""The pieces of a draft head: norm, rotary embedding, attention and MLP, named as the engines name their tensors."""
+"""The layers of draft heads: norm, rotary embedding, attention and MLP, with the tensor names that engines use."""
 
 import math
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ class LayerShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    # A head from elsewhere may have another rotary embedding or epsilon than its target; None is the target's.
+    # A published head may have a rotary embedding or epsilon unlike its target's; None means the target's.
     rope: Rope | None = field(default=None, kw_only=True)
     norm_eps: float | None = field(default=None, kw_only=True)
 
@@ -36,7 +36,7 @@ class LayerShape:
     def from_section(
         cls: type[Shape], section: LayerSection, target: TargetConfig, hidden_size: int, **more: Any
     ) -> Shape:
-        """What a recipe names; what it leaves open is the target's. `more` are a subclass's own fields."""
+        """The sizes in a recipe, or the target's where the recipe gives none. `more` are a subclass's own fields."""
         num_heads = section.num_heads or target.num_heads
         return cls(
             hidden_size=hidden_size,
@@ -49,10 +49,10 @@ class LayerShape:
 
     @classmethod
     def from_config(cls: type[Shape], config: dict[str, Any], target: TargetConfig, **more: Any) -> Shape:
-        """What a head's config.json says; raises ValueError naming the keys that are missing."""
+        """The sizes in a head's config.json; raises ValueError that names missing keys."""
         needed = ("hidden_size", "intermediate_size", "num_attention_heads")
         if missing := [key for key in needed if config.get(key) is None]:
-            raise ValueError(f"config.json lacks {', '.join(missing)}; it must be that of a Llama layer")
+            raise ValueError(f"config.json lacks {', '.join(missing)}; it must describe a Llama layer")
         rope, norm_eps = Rope.from_config(config), config.get("rms_norm_eps", target.norm_eps)
         return cls(
             hidden_size=config["hidden_size"],
@@ -72,7 +72,7 @@ class LayerShape:
         return target.norm_eps if self.norm_eps is None else self.norm_eps
 
     def to_config(self, target: TargetConfig) -> dict[str, Any]:
-        """The keys of config.json that all engines read for all kinds of heads."""
+        """The keys of config.json that all engines read, for EAGLE-1 and EAGLE-3 alike."""
         return {
             "model_type": "llama",
             "hidden_act": "silu",
@@ -102,15 +102,15 @@ class RMSNorm(nn.Module):
         return functional.rms_norm(hidden, self.weight.shape, self.weight.to(hidden.dtype), self.eps)
 
 
-def scales_of(sizes: list[float]) -> Float[Tensor, " inputs"]:
-    """What brings inputs of these sizes (RMS) to about 1: powers of two, so that a weight takes them in exactly."""
+def power_of_two_scales(sizes: list[float]) -> Float[Tensor, " inputs"]:
+    """Powers of two that scale inputs of these sizes (RMS) to about 1; folding them into a weight is exact."""
     return torch.tensor([2.0 ** -round(math.log2(size)) for size in sizes])
 
 
 def rotary_table(rope: Rope, head_dim: int, max_positions: int) -> Float[Tensor, "positions double"]:
-    """Cosines, then sines, of every position: [positions, 2 * head_dim], in float32.
+    """The cosines, then the sines, of every position: [positions, 2 * head_dim], in float32.
 
-    Raises ValueError for a scaling that is not `default`, `linear` or `llama3`.
+    Raises ValueError for a rope type other than `default`, `linear` and `llama3`.
     """
     frequencies = rope.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     if rope.kind == "linear":
@@ -118,31 +118,31 @@ def rotary_table(rope: Rope, head_dim: int, max_positions: int) -> Float[Tensor,
     elif rope.kind == "llama3":
         frequencies = llama3_frequencies(frequencies, rope)
     elif rope.kind != "default":
-        raise ValueError(f"rope_type {rope.kind!r} of the target's config.json: only default, linear, llama3 are known")
+        raise ValueError(f"rope_type {rope.kind!r} in config.json: only default, linear, llama3 are allowed")
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float64), frequencies)  # [positions, head_dim / 2]
     angles = torch.cat([angles, angles], dim=-1)
     return torch.cat([angles.cos(), angles.sin()], dim=-1).float()
 
 
 def llama3_frequencies(frequencies: Tensor, rope: Rope) -> Tensor:
-    """Long wavelengths are stretched by `factor`, short ones kept, those between are blended (Llama 3.1)."""
+    """Frequencies of Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, the rest interpolated."""
     original = rope.scaling["original_max_position_embeddings"]
     low, high = rope.scaling["low_freq_factor"], rope.scaling["high_freq_factor"]
-    turns = original * frequencies / (2 * math.pi)  # turns within the original context
+    turns = original * frequencies / (2 * math.pi)  # full rotations within the original context
     keep = ((turns - low) / (high - low)).clamp(0, 1)
     return keep * frequencies + (1 - keep) * frequencies / rope.scaling["factor"]
 
 
 def rotate(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Rotary embedding in the half-split convention of Hugging Face."""
+    """Apply a rotary embedding in Hugging Face's half-split convention."""
     first, second = states.chunk(2, dim=-1)
     turned = states * cosines + torch.cat([-second, first], dim=-1) * sines
-    return turned.to(states.dtype)  # under autocast the table has more digits than the states
+    return turned.to(states.dtype)  # under autocast the table has a wider dtype than the states
 
 
-@runtime_checkable  # the shape checks of the tests look at instances
+@runtime_checkable  # the shape checks in tests use isinstance
 class AttentionCache(Protocol):
-    """Attention over what came before and the block at hand, which it remembers."""
+    """Stores the keys and values of each block and attends to them together with all earlier ones."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor: ...
 
@@ -153,7 +153,10 @@ def attention(
     value: Float[Tensor, "batch kv_heads keys head_dim"],
     mask: Float[Tensor, "*axes queries keys"] | None = None,
 ) -> Float[Tensor, "batch heads queries head_dim"]:
-    """Softmax attention under an additive mask; without one every query sees every key, a square block causally."""
+    """Softmax attention under an additive mask.
+
+    Without a mask, attention is causal if there are as many queries as keys; otherwise every query sees every key.
+    """
     return functional.scaled_dot_product_attention(
         query,
         key,

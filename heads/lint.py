@@ -1,10 +1,13 @@
-"""Check a head's folder, ours or anyone's, against what each engine's loader reads, without running it.
+"""Check a head's folder, ours or published, against what each engine's loader reads, without running the engine.
 
     python -m heads.lint runs/tiny/export/vllm --target assets/demo_target
     python -m heads.lint runs/tiny/export/vllm --target assets/demo_target --engine sglang
 
-Prints one line for each finding: engine, severity, key or tensor, what was found, what is allowed. Exit code 1 if one
-of them is an error, 0 otherwise.
+Mistakes in a head's files seldom raise an error in an engine; they silently cost acceptance. Each one found is a line:
+engine, severity, config.json key or tensor, what the file holds, what is allowed. An error means that the engine fails
+or drafts worse than the head was trained to; a warning is correct only if the head was trained that way. Without
+--engine, an export of ours is checked for the engines that it was exported for, any other head for every engine that
+reads its layout. Exit code 1 if there is an error, 0 otherwise.
 """
 
 import argparse
@@ -14,9 +17,9 @@ from pathlib import Path
 
 import torch
 
-from heads.formats.contracts import ENGINES, engines_of, findings
+from heads.formats.contracts import ENGINES, engines_of, violations
 from heads.formats.files import HeadFiles
-from heads.formats.subject import Finding
+from heads.formats.violation import Violation
 from heads.frozen import FrozenTarget
 from heads.target_config import locate_target
 
@@ -25,24 +28,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m heads.lint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("export", type=Path, help="folder with a head's config.json and weights")
+    parser.add_argument("export", type=Path, help="folder with the head's config.json and weights")
     parser.add_argument("--target", required=True, help="folder or hub name of the model that the head drafts for")
-    parser.add_argument("--engine", action="append", choices=ENGINES, help="check for this one; may be given often")
+    parser.add_argument(
+        "--engine", action="append", choices=ENGINES, help="check for this engine only; repeat it to check for several"
+    )
     arguments = parser.parse_args(argv)
     try:
         found = lint(arguments.export, arguments.target, arguments.engine)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
-    for finding in found:
-        print(finding)
-    sys.exit(1 if any(finding.severity == "error" for finding in found) else 0)
+    for violation in found:
+        print(violation)
+    sys.exit(1 if any(violation.severity == "error" for violation in found) else 0)
 
 
-def lint(export: Path, target: str, engines: Sequence[str] | None = None) -> list[Finding]:
-    """What is wrong for these engines; without any named, for those that the head is meant for."""
+def lint(export: Path, target: str, engines: Sequence[str] | None = None) -> list[Violation]:
+    """What keeps these engines from serving the head as it was trained; by default, the engines it is meant for."""
     files = HeadFiles.read(export)
     frozen = FrozenTarget.from_folder(locate_target(target), torch.float32)
-    return findings(files, frozen, engines or engines_of(files))
+    return violations(files, frozen, engines or engines_of(files))
 
 
 if __name__ == "__main__":

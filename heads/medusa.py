@@ -1,6 +1,6 @@
-"""Medusa (arXiv 2401.10774): a small head for each of the next tokens, all reading one hidden state of the target.
+"""Medusa (arXiv 2401.10774): a small head for each of the next tokens; all read the same hidden state of the target.
 
-With `sequential` head i also reads the i + 1 tokens before the one that it guesses: Hydra (arXiv 2402.05109).
+With `sequential`, head i also reads the i + 1 tokens before the one that it predicts: Hydra (arXiv 2402.05109).
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ LOW_RANK = "lm_heads.0.down.weight"
 
 @dataclass(frozen=True)
 class MedusaShape:
-    """Everything about Medusa heads that is not a weight."""
+    """Everything about a set of Medusa heads that is not a weight."""
 
     hidden_size: int
     num_heads: int
@@ -33,12 +33,12 @@ class MedusaShape:
     lm_head_rank: int | None = None
 
     def input_size(self, head: int) -> int:
-        """Of a head's first layer: the hidden state, and with `sequential` an embedding for each known token."""
+        """Input width of a head's first layer: a hidden state and, with `sequential`, the known tokens' embeddings."""
         return self.hidden_size * (head + 2 if self.sequential else 1)
 
 
 class ResidualBlocks(nn.Module):
-    """x + SiLU(W x + b) for each layer. The first layer's W may see more than the x that it adds to."""
+    """Layers that compute x + SiLU(W x + b); in the first one, W may read further inputs next to x."""
 
     def __init__(self, input_size: int, shape: MedusaShape) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class ResidualBlocks(nn.Module):
 
 
 class LowRank(nn.Module):
-    """A linear layer of few weights: up(down(x))."""
+    """A linear layer of low rank: up(down(x))."""
 
     def __init__(self, input_size: int, output_size: int, rank: int) -> None:
         super().__init__()
@@ -71,11 +71,11 @@ class LowRank(nn.Module):
 
 
 class MedusaHead(LastHiddenHead):
-    """Head i at index t reads the target's feature of position t and guesses the token of position t + 2 + i.
+    """All Medusa heads of a target: head i, at index t, reads the feature at position t and scores token t + 2 + i.
 
-    Each is a level of the drafts: the next level takes the same feature, and with `sequential` the embeddings of the
-    tokens in between behind it. Parameter names are vLLM's. With `lm_head_rank` all heads share the target's lm_head,
-    and each adds a linear layer of that rank to it.
+    Each head drafts one level. All levels read the same feature; with `sequential`, the embeddings of the tokens in
+    between are appended to it. With `lm_head_rank`, all heads share the target's lm_head and each adds a linear layer
+    of that rank to it. Parameters have vLLM's names.
     """
 
     kind = "medusa"
@@ -89,11 +89,11 @@ class MedusaHead(LastHiddenHead):
         numbers = range(shape.num_heads)
         self.blocks = nn.ModuleList([ResidualBlocks(shape.input_size(head), shape) for head in numbers])
         self.lm_heads = nn.ModuleList([self.new_lm_head() for _ in numbers])
-        self.shared: Tensor | None
+        self.shared_lm_head: Tensor | None
         lm_head = None if shape.lm_head_rank is None else frozen.within(vocab).lm_head
-        self.register_buffer("shared", lm_head, persistent=False)  # [draft_vocab, hidden]
+        self.register_buffer("shared_lm_head", lm_head, persistent=False)  # [draft_vocab, hidden]
         self.input_scale: Tensor | None
-        self.register_buffer("input_scale", None, persistent=False)  # [of the last head's inputs]
+        self.register_buffer("input_scale", None, persistent=False)  # [input_size of the last head]
 
     @classmethod
     def from_section(cls, section: HeadSection, frozen: FrozenTarget, vocab: DraftVocab) -> "MedusaHead":
@@ -118,7 +118,7 @@ class MedusaHead(LastHiddenHead):
         vocab = DraftVocab.full(target.vocab_size) if ids is None else DraftVocab(ids.long(), target.vocab_size)
         first = [name for name in tensors if name.startswith("blocks.0.layers.") and name.endswith(".weight")]
         if not first:
-            raise ValueError("no residual block among the tensors; Medusa heads have blocks.0.layers.0.weight")
+            raise ValueError("blocks.0.layers.0.weight is missing; every Medusa head has this tensor")
         shape = MedusaShape(
             hidden_size=target.hidden_size,
             num_heads=len({name.split(".")[1] for name in tensors if name.startswith("lm_heads.")}),
@@ -131,8 +131,8 @@ class MedusaHead(LastHiddenHead):
 
     @torch.no_grad()
     def initialise(self, frozen: FrozenTarget, generator: torch.Generator) -> None:
-        """Start as the target itself: blocks that are the identity, and its lm_head. What is drawn counts for nothing
-        before the first step."""
+        """Start with blocks that are the identity and with the target's lm_head, so every head gives the target's own
+        logits; the random weights of low-rank layers have no effect before the first training step."""
         embedding, feature = input_scales(frozen)
         last = self.shape.num_heads - 1
         known = self.shape.input_size(last) // self.shape.hidden_size - 1
@@ -148,7 +148,7 @@ class MedusaHead(LastHiddenHead):
                 lm_head.weight.copy_(frozen.within(self.vocab).lm_head)
 
     def engine_config(self) -> dict[str, Any]:
-        """vLLM's keys, and those that the reference names otherwise; no engine knows sequential heads."""
+        """vLLM's keys, then the Medusa authors' keys that have other names; no engine supports sequential heads."""
         shape = self.shape
         return {
             "architectures": ["HydraHeads" if shape.sequential else "MedusaModel"],
@@ -159,7 +159,7 @@ class MedusaHead(LastHiddenHead):
             "vocab_size": self.target.vocab_size,
             "truncated_vocab_size": len(self.vocab.ids),
             "original_lm_head": False,
-            "medusa_fc_bias": shape.bias,  # vLLM drops the biases without it
+            "medusa_fc_bias": shape.bias,  # without it vLLM drops the biases
             "medusa_num_heads": shape.num_heads,
             "medusa_num_layers": shape.num_layers,
         }
@@ -173,15 +173,15 @@ class MedusaHead(LastHiddenHead):
         return tensors if self.vocab.is_full else {**tensors, "token_map": self.vocab.ids}
 
     @torch.no_grad()
-    def whole_tensors(self) -> dict[str, Tensor]:
-        """The same with every head's lm_head in full, which is all that the engines know."""
+    def tensors_with_full_lm_heads(self) -> dict[str, Tensor]:
+        """`engine_tensors` with low-rank layers expanded to full lm_heads, the only kind that the engines support."""
         tensors = self.engine_tensors()
-        if self.shared is None:
+        if self.shared_lm_head is None:
             return tensors
         others = {name: tensor for name, tensor in tensors.items() if not name.startswith("lm_heads.")}
         for number, lm_head in enumerate(self.lm_heads):
             assert isinstance(lm_head, LowRank)
-            others[f"lm_heads.{number}.weight"] = self.shared + lm_head.weight
+            others[f"lm_heads.{number}.weight"] = self.shared_lm_head + lm_head.weight
         return others
 
     @property
@@ -201,18 +201,18 @@ class MedusaHead(LastHiddenHead):
         cache: AttentionCache | None = None,
         level: int = 0,
     ) -> Float[Tensor, "batch seq hidden"]:
-        return self.blocks[level](self.known(features, tokens), self.input_scale)
+        return self.blocks[level](self.with_tokens(features, tokens), self.input_scale)
 
-    def known(
+    def with_tokens(
         self, features: Float[Tensor, "batch seq feature"], tokens: Int[Tensor, "batch seq"]
-    ) -> Float[Tensor, "batch seq more"]:
-        """All that a level may look at."""
+    ) -> Float[Tensor, "batch seq extended"]:
+        """The features, with the tokens' embeddings appended for sequential heads."""
         return torch.cat([features, self.embedding[tokens]], dim=-1) if self.shape.sequential else features
 
     def logits(self, hidden: Float[Tensor, "*axes hidden"], level: int = 0) -> Float[Tensor, "*axes draft_vocab"]:
         logits = self.lm_heads[level](hidden)
-        if self.shared is not None:
-            logits = logits + functional.linear(hidden, self.shared)
+        if self.shared_lm_head is not None:
+            logits = logits + functional.linear(hidden, self.shared_lm_head)
         cap = self.target.final_logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
@@ -222,4 +222,4 @@ class MedusaHead(LastHiddenHead):
         features: Float[Tensor, "batch seq feature"],
         tokens: Int[Tensor, "batch seq"],
     ) -> Float[Tensor, "batch seq next_feature"]:
-        return self.known(features, tokens)
+        return self.with_tokens(features, tokens)

@@ -1,4 +1,4 @@
-"""Which tokens of a row belong together: the documents that were packed into it, one behind the other."""
+"""Where documents lie in packed rows: several samples share a row, one after another."""
 
 from dataclasses import dataclass
 
@@ -9,18 +9,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Documents:
-    """Where each document of a batch of packed rows lies.
+    """The documents of a batch of packed rows.
 
-    Padding at a row's end counts as a document of its own, so that together they fill the rows.
+    Padding at a row's end counts as a document of its own, so the documents fill the rows completely.
     """
 
-    lengths: tuple[tuple[int, ...], ...]  # of each row's documents, in order
-    places: Int[Tensor, "batch seq"]  # of each token within its document
-    starts: Int[Tensor, " documents_and_end"]  # where each begins, rows laid end to end; int32, as kernels want it
+    lengths: tuple[tuple[int, ...], ...]  # length of each document, row by row
+    places: Int[Tensor, "batch seq"]  # position of each token within its document
+    starts: Int[Tensor, " documents_and_end"]  # where each document starts in the concatenated rows; int32 for kernels
 
     @classmethod
     def in_rows(cls, rows: list[list[int]], device: torch.device | str = "cpu") -> "Documents":
-        """The documents of these lengths, each row padded to the longest one."""
+        """The documents of rows with these document lengths, each row padded to the longest."""
         seq = max(map(sum, rows))
         lengths = tuple(tuple(row) + ((seq - sum(row),) if sum(row) < seq else ()) for row in rows)
         flat = torch.tensor([0, *(length for row in lengths for length in row)])
@@ -33,7 +33,7 @@ class Documents:
         return max(map(max, self.lengths))
 
     def spans(self) -> list[tuple[slice, slice]]:
-        """Row and columns of each document."""
+        """The row and the columns of each document."""
         found = []
         for row, lengths in enumerate(self.lengths):
             start = 0

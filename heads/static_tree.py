@@ -1,4 +1,4 @@
-"""The best tree of one shape for every step, from how often guesses of each rank are right (Medusa, section 2.3.3)."""
+"""The best draft tree of a fixed shape, found from how often the head's guesses are correct (Medusa, section 2.3.3)."""
 
 import heapq
 from collections.abc import Sequence
@@ -8,15 +8,15 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-Path = tuple[int, ...]  # which child to take at each step from the root, 0 being the likeliest
+Path = tuple[int, ...]  # a node, by the rank of the guess at each level from the root; rank 0 is the likeliest guess
 
 
 @dataclass(frozen=True)
 class StaticTree:
-    """Nodes in the order of their worth: the first n are the best tree of n nodes."""
+    """Draft nodes, best first: the first n form the best tree of n draft tokens."""
 
     paths: tuple[Path, ...]
-    chances: tuple[float, ...]  # that the target goes there
+    chances: tuple[float, ...]  # for each node, the chance that the target accepts the path to it
 
     @classmethod
     def from_config(cls, found: dict[str, Any]) -> "StaticTree":
@@ -26,30 +26,31 @@ class StaticTree:
         return {"paths": [list(path) for path in self.paths], "chances": [round(chance, 5) for chance in self.chances]}
 
     def best(self, nodes: int) -> tuple[Path, ...]:
-        """Raises ValueError where so many were never searched."""
+        """The best tree of this many nodes; raises ValueError if the search stopped at fewer."""
         if nodes > len(self.paths):
-            raise ValueError(f"decode.nodes: {nodes} given, 1 to the {len(self.paths)} of the head's tree is allowed")
+            raise ValueError(
+                f"decode.nodes: {nodes} given, 1 to {len(self.paths)} is allowed, the size of the head's tree"
+            )
         return self.paths[:nodes]
 
     def expected(self, nodes: int) -> float:
-        """Tokens that a step yields with the best tree of so many nodes, the bonus included."""
+        """Expected acceptance length of the best tree of this many nodes, bonus token included."""
         return 1 + sum(self.chances[:nodes])
 
 
 def search_tree(accuracies: Float[Tensor, "levels ranks"] | Sequence[Sequence[float]], nodes: int) -> StaticTree:
-    """The tree of the largest expected accepted length, where accuracies[level][rank] is the chance that a level's
-    guess of this rank is right, given that the ones above it were.
+    """The tree with the largest expected acceptance length.
 
-    The expected length is the sum of the nodes' chances, and no node's exceeds its parent's or an earlier sibling's; so
-    taking the best of all nodes that could come next, again and again, is optimal for every size.
+    accuracies[level][rank] is the chance that the guess of this rank at this level is correct, given a correct prefix.
+    The expected acceptance length is 1 plus the sum of the nodes' chances. No node's chance exceeds that of its parent
+    or of an earlier sibling, so repeatedly adding the best candidate node is optimal for every size.
     """
-    # What the head ranks higher is not worse; where a count says so, it is by chance.
+    # A higher-ranked guess is at least as good; counts that say otherwise do so by chance.
     levels = [sorted(map(float, level), reverse=True) for level in accuracies]
     paths: list[Path] = []
     chances: list[float] = []
-    candidates: list[tuple[float, Path, float]] = [
-        (-levels[0][0], (0,), 1.0)
-    ]  # minus the chance, the path, its parent's chance
+    # A heap of (minus the node's chance, its path, its parent's chance).
+    candidates: list[tuple[float, Path, float]] = [(-levels[0][0], (0,), 1.0)]
     while candidates and len(paths) < nodes:
         negative, path, above = heapq.heappop(candidates)
         paths.append(path)

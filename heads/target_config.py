@@ -1,4 +1,4 @@
-"""What a head must know of its target, read from the target's config.json (no model code is loaded)."""
+"""The sizes of a target that a head must know, read from the target's config.json without loading the model."""
 
 import json
 from collections.abc import Sequence
@@ -8,42 +8,45 @@ from typing import Any
 
 from huggingface_hub import snapshot_download
 
-# A hub download takes what a reader of weights needs and never code or pickles.
+# A hub download fetches configuration, tokenizer and safetensors, never code or pickles.
 SAFE_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "*.txt"]
 
 
 def locate_target(path: str, revision: str | None = None, files: Sequence[str] = SAFE_FILES) -> Path:
-    """The folder of a target: a local one as it is, a hub name ("org/name") from the hub's cache or the hub; of the
-    latter these files alone."""
+    """The folder of a target: `path` itself if it is a local folder, otherwise the cached or downloaded repository of
+    that hub name ("org/name"), of which only `files` are fetched.
+
+    Raises ValueError if the hub does not provide it.
+    """
     if Path(path).expanduser().is_dir():
         return Path(path).expanduser()
     try:
         return Path(snapshot_download(path, revision=revision, allow_patterns=list(files)))
-    except Exception as error:  # the hub client raises a dozen kinds; all of them mean "not to be had"
+    except Exception as error:  # the hub client raises a dozen types; all mean that the model is not available
         raise ValueError(
-            f"target.path: {path!r} is neither a local folder nor a model that the hub gives "
+            f"target.path: {path!r} is neither a local folder nor a model available on the hub "
             f"({type(error).__name__}: {error}); give a folder with config.json and *.safetensors, or a hub name"
         ) from error
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding: its base and, if any, the scaling that the target's config.json names."""
+    """A rotary embedding: its base and, if config.json names one, its scaling."""
 
     theta: float = 10000.0
     kind: str = "default"
-    scaling: dict[str, Any] = field(default_factory=dict)  # the other keys of rope_parameters, as they stand there
+    scaling: dict[str, Any] = field(default_factory=dict)  # the other keys of rope_parameters, unchanged
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "Rope":
-        """Both spellings: `rope_parameters` (transformers 5) and `rope_theta` with `rope_scaling` (before)."""
+        """Reads both spellings: `rope_parameters` (transformers 5) and `rope_theta` with `rope_scaling` (older)."""
         found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
         theta = found.pop("rope_theta", config.get("rope_theta", 10000.0))
         kind = found.pop("rope_type", found.pop("type", "default"))
         return cls(theta=float(theta), kind=kind, scaling=found)
 
     def to_config(self) -> dict[str, Any]:
-        """Keys for config.json in both spellings, since the engines read either."""
+        """Keys for config.json in both spellings, because engines differ in which they read."""
         scaled = {"rope_type": self.kind, **self.scaling}
         return {
             "rope_theta": self.theta,
@@ -54,7 +57,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class TargetConfig:
-    """The sizes of a target; sizes in units of vector entries, `max_positions` in tokens."""
+    """The sizes of a target; `max_positions` is in tokens."""
 
     model_type: str
     hidden_size: int
@@ -78,7 +81,7 @@ class TargetConfig:
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "TargetConfig":
-        """Raises ValueError for a config.json that is not a decoder's."""
+        """From the content of config.json; raises ValueError if it does not describe a decoder."""
         text = config.get("text_config") or config
 
         def first(*names: str, default: Any = None) -> Any:
@@ -86,7 +89,10 @@ class TargetConfig:
                 if text.get(name) is not None:
                     return text[name]
             if default is None:
-                raise ValueError(f"the target's config.json has none of {names}: {text.get('model_type')!r} is unknown")
+                raise ValueError(
+                    f"the target's config.json has none of {names}: models of type {text.get('model_type')!r} are not "
+                    f"supported"
+                )
             return default
 
         hidden, heads = first("hidden_size", "n_embd"), first("num_attention_heads", "n_head")
@@ -106,11 +112,11 @@ class TargetConfig:
         )
 
     def default_taps(self) -> tuple[int, ...]:
-        """hidden_states indices 2, L//2 and L-3, where every engine looks by default (reference EAGLE-3)."""
+        """hidden_states indices 2, L//2 and L-3, the default of the EAGLE-3 authors and of every engine."""
         layers = self.num_layers
         taps = tuple(sorted({2, layers // 2, layers - 3}))
         if len(taps) == 3 and taps[0] >= 0:
             return taps
-        # They collide for 1, 2, 4, 5 and 6 layers: take the middle and its neighbours, three unless there is one layer.
+        # They collide for 1, 2, 4, 5 and 6 layers: take the middle layer and its neighbours instead.
         middle = layers // 2
         return tuple(sorted({max(middle - 1, 0), middle, middle + 1}))

@@ -1,4 +1,4 @@
-"""Attention of one unroll step: a causal block over the step-0 keys and one key of each later step."""
+"""The attention of a training unroll: causal over the keys of step 0, plus one key from each later step."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,16 +17,16 @@ def unroll_attention(
     values: list[Tensor],
     documents: Documents | None = None,
 ) -> Float[Tensor, "batch heads seq head_dim"]:
-    """Position t attends to keys[0][..t] of its document and to keys[j][t] for every later j, under one softmax.
+    """Position t attends, under one softmax, to keys[0][..t] of its document and to keys[j][t] for every j >= 1.
 
-    `keys` and `values` hold a [batch, kv_heads, seq, head_dim] of each step; without `documents` a row is one. Memory
-    is linear in seq on every device.
+    `keys` and `values` hold one [batch, kv_heads, seq, head_dim] tensor per step. Without `documents`, every row is one
+    document. Memory is linear in seq on every device.
     """
     return MergedAttention.apply(documents, query, *keys, *values)
 
 
 class MergedAttention(torch.autograd.Function):
-    """The causal kernel of the device and the own-index terms, merged by log-sum-exp."""
+    """Merges the device's causal kernel with the keys of later steps, using their log-sum-exps."""
 
     @staticmethod
     def forward(ctx: Any, documents: Documents | None, query: Tensor, *keys_and_values: Tensor) -> Tensor:
@@ -36,16 +36,16 @@ class MergedAttention(torch.autograd.Function):
         weights = logsumexp.new_empty(0, *logsumexp.shape)  # [later steps, batch, heads, seq]
         if own_keys:
             causal, scale = logsumexp, query.shape[-1] ** -0.5
-            grouped = in_groups(query, key)
+            grouped = group_heads(query, key)
             scores = (
                 torch.stack([dot(grouped, own.unsqueeze(2), causal.dtype) for own in own_keys]).flatten(2, 3) * scale
             )
             logsumexp = torch.logaddexp(causal, scores.logsumexp(0))
             weights = (scores - logsumexp).exp()
-            merged = in_groups(out * (causal - logsumexp).exp().unsqueeze(-1), key)
+            merged = group_heads(out * (causal - logsumexp).exp().unsqueeze(-1), key)
             for weight, own in zip(weights, own_values, strict=True):
-                merged.addcmul_(in_groups(weight, key).unsqueeze(-1), own.unsqueeze(2).to(merged.dtype))
-            out = merged.flatten(1, 2).to(query.dtype)  # log-sum-exps are float32 at least
+                merged.addcmul_(group_heads(weight, key).unsqueeze(-1), own.unsqueeze(2).to(merged.dtype))
+            out = merged.flatten(1, 2).to(query.dtype)  # merged has the dtype of the log-sum-exps: float32 or float64
         ctx.documents = documents
         ctx.save_for_backward(query, out, logsumexp, weights, *keys_and_values)
         return out
@@ -55,49 +55,49 @@ class MergedAttention(torch.autograd.Function):
         query, out, logsumexp, weights, *keys_and_values = ctx.saved_tensors
         steps, scale = len(keys_and_values) // 2, query.shape[-1] ** -0.5
         (key, *own_keys), (value, *own_values) = keys_and_values[:steps], keys_and_values[steps:]
-        grad_out = gradients[0] if gradients[0].stride(-1) == 1 else gradients[0].contiguous()  # kernels ask for that
+        grad_out = gradients[0] if gradients[0].stride(-1) == 1 else gradients[0].contiguous()  # kernels require this
         grad_query, grad_key, grad_value = kernel_for(query).backward(
             grad_out, query, key, value, out, logsumexp, ctx.documents
         )
         grad_keys, grad_values = [grad_key], [grad_value]
-        row = dot(grad_out, out, weights.dtype)  # [batch, heads, seq]: sum over all keys of weight * d weight
-        query_groups, grad_groups = in_groups(query, key), in_groups(grad_out, key)
+        row = dot(grad_out, out, weights.dtype)  # [batch, heads, seq]: sum over all keys of weight * its gradient
+        query_groups, grad_groups = group_heads(query, key), group_heads(grad_out, key)
         for weight, own_key, own_value in zip(weights, own_keys, own_values, strict=True):
             grad_weight = dot(grad_groups, own_value.unsqueeze(2), weights.dtype).flatten(1, 2)
-            grad_score = in_groups(weight * (grad_weight - row) * scale, key).unsqueeze(-1).to(query.dtype)
-            in_groups(grad_query, key).addcmul_(grad_score, own_key.unsqueeze(2))
-            grad_keys.append(over_groups(grad_score * query_groups))
-            grad_values.append(over_groups(in_groups(weight, key).unsqueeze(-1).to(query.dtype) * grad_groups))
+            grad_score = group_heads(weight * (grad_weight - row) * scale, key).unsqueeze(-1).to(query.dtype)
+            group_heads(grad_query, key).addcmul_(grad_score, own_key.unsqueeze(2))
+            grad_keys.append(sum_groups(grad_score * query_groups))
+            grad_values.append(sum_groups(group_heads(weight, key).unsqueeze(-1).to(query.dtype) * grad_groups))
         return None, grad_query, *grad_keys, *grad_values
 
 
-def in_groups(tensor: Tensor, key: Tensor) -> Tensor:
-    """[batch, heads, ...] as [batch, kv_heads, groups, ...]: the heads that share each key."""
+def group_heads(tensor: Tensor, key: Tensor) -> Tensor:
+    """[batch, heads, ...] as [batch, kv_heads, groups, ...]: query heads grouped by the key head that they share."""
     return tensor.unflatten(1, (key.shape[1], -1))
 
 
-def over_groups(tensor: Tensor) -> Tensor:
-    """The sum over the heads that share each key; where none are shared there is nothing to add up."""
+def sum_groups(tensor: Tensor) -> Tensor:
+    """Sum over the query heads that share a key head; without sharing, only drop the axis."""
     return tensor.squeeze(2) if tensor.shape[2] == 1 else tensor.sum(2)
 
 
 def dot(first: Tensor, second: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scalar products over the last axis, added up in `dtype`."""
+    """Dot products over the last axis, accumulated in `dtype`."""
     return (first * second).sum(-1, dtype=dtype)
 
 
 class UnrollCache:
-    """The keys of a training-time-test unroll of one layer (EAGLE-3, section 3.2).
+    """The keys and values of one layer during an unroll (training-time test: EAGLE-3, section 3.2).
 
-    Step 0 is ordinary causal attention. At step k a position sees the step-0 keys up to itself and exactly its own
-    index of each step 1..k: just what drafting will see k tokens behind the last verified one. In packed rows, all of
-    that within its document.
+    Step 0 is ordinary causal attention. At step k, index t sees the step-0 keys up to t and the key at index t of each
+    step 1..k. That is exactly what drafting sees k tokens after the last verified one. In packed rows, attention stays
+    within each document.
     """
 
     def __init__(
         self, keys: Sequence[Tensor] = (), values: Sequence[Tensor] = (), documents: Documents | None = None
     ) -> None:
-        """`keys` and `values` of the steps so far, [batch, kv_heads, seq, head_dim] each."""
+        """`keys` and `values` are those of earlier steps, [batch, kv_heads, seq, head_dim] each."""
         self.keys, self.values, self.documents = list(keys), list(values), documents
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""The draft vocabulary: the target's most frequent tokens, so that a head need not score all of a large vocabulary."""
+"""The draft vocabulary: the target's most frequent tokens, which spares a head from scoring a large vocabulary."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class DraftVocab:
-    """Which target token each draft id stands for, ascending; `ids` is the identity when nothing is left out."""
+    """The target token of each draft id, ascending; `ids` is the identity if the head drafts the whole vocabulary."""
 
     ids: Int[Tensor, " draft_vocab"]
     target_size: int
@@ -24,7 +24,7 @@ class DraftVocab:
 
     @classmethod
     def most_frequent(cls, counts: Int[Tensor, " vocab"], size: int) -> "DraftVocab":
-        """The `size` most frequent tokens; ties go to the smaller id, so the result depends on the counts alone."""
+        """The `size` most frequent tokens; the smaller id wins a tie, so the result depends on the counts alone."""
         if not 1 <= size <= len(counts):
             raise ValueError(f"head.draft_vocab_size: {size} given, 1 to the target's {len(counts)} is allowed")
         order = torch.sort(counts, descending=True, stable=True).indices
@@ -32,7 +32,7 @@ class DraftVocab:
 
     @classmethod
     def from_offsets(cls, d2t: Int[Tensor, " draft_vocab"], target_size: int) -> "DraftVocab":
-        """From the file format's offsets: target id = draft id + d2t[draft id]."""
+        """From the offsets in a head's file: target id = draft id + d2t[draft id]."""
         ids = torch.arange(len(d2t)) + d2t
         if not bool((ids.diff() > 0).all()) or int(ids[0]) < 0 or int(ids[-1]) >= target_size:
             raise ValueError(
@@ -46,15 +46,15 @@ class DraftVocab:
         return len(self.ids) == self.target_size
 
     def offsets(self) -> Int[Tensor, " draft_vocab"]:
-        """`d2t` of the file format."""
+        """`d2t` in a head's file: target id minus draft id."""
         return self.ids - torch.arange(len(self.ids))
 
     def members(self) -> Tensor:
-        """`t2d` of the file format: a bool per target token, whether the head can draft it. [vocab]"""
+        """`t2d` in a head's file: for each target token, whether the head can draft it. [vocab], bool"""
         inside = torch.zeros(self.target_size, dtype=torch.bool)
         inside[self.ids] = True
         return inside
 
     def coverage(self, counts: Int[Tensor, " vocab"]) -> float:
-        """Share of the counted tokens that the head can draft; it bounds acceptance."""
+        """The fraction of the counted tokens that the head can draft, an upper bound on the acceptance rate."""
         return float(counts[self.ids].sum() / counts.sum().clamp(min=1))

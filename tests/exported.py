@@ -1,4 +1,4 @@
-"""What the tests of formats share: a recipe whose head is exported, and edits to a head's files."""
+"""Helpers for the tests of head formats: heads of every kind, their exports, and edits to their files."""
 
 import json
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from heads.vocab import DraftVocab
 from recipes import Recipe
 
 LIMITED = DraftVocab(torch.tensor([0, 3, 4, 9, 50, 96]), 97)
-EVERY_HEAD: dict[str, dict[str, Any]] = {  # arguments of make_head, and what is served where
+EVERY_HEAD: dict[str, dict[str, Any]] = {  # name -> arguments of make_head
     "eagle3": {},
     "limited": {"vocab": LIMITED},
     "3.1": {"fc_norm": True, "norm_output": True},
@@ -39,7 +39,7 @@ def recipe_of(run: Path, target: Path, kind: str = "eagle3", **export_fields: An
             "target": {"path": str(target), "dtype": "float32"},
             "data": {"prompts": "python-stdlib", "heldout_prompts": "none.jsonl", "num_prompts": 8},
             "head": {"kind": kind},
-            "train": {"steps": 10, "unroll": 4},  # a step for each of Medusa's heads
+            "train": {"steps": 10, "unroll": 4},  # a level for each Medusa head
             "decode": {"growth": "chain", "depth": 3},
             "export": export_fields,
         }
@@ -47,7 +47,7 @@ def recipe_of(run: Path, target: Path, kind: str = "eagle3", **export_fields: An
 
 
 def exported(head: DraftHead, run: Path, target: Path, name: str, /, **fields: Any) -> Path:
-    """The folder of this head's export in a format."""
+    """Save the head, export it in the named format and return the export's folder."""
     save_head(head, run / "head")
     return export(recipe_of(run, target, head.kind, format=name, **fields))
 

@@ -1,4 +1,4 @@
-"""Laws of bringing heads in: every layout comes back bit for bit, what was not said is said, the rest is refused."""
+"""Laws of heads.convert: heads survive a round trip bit for bit, guesses are printed, the rest is refused."""
 
 import json
 import os
@@ -31,7 +31,7 @@ MakeHead = Callable[..., Any]
 
 
 def forget(folder: Path) -> None:
-    """Take out what only we write, as in a head of someone else's."""
+    """Remove our own section, so that the head looks like a published one."""
     edit_config(folder, lambda config: config.pop("headstart"))
 
 
@@ -57,7 +57,7 @@ ROUND_TRIPS = [
 ]
 
 
-@pytest.mark.parametrize("ours", [True, False], ids=["with our note", "without"])
+@pytest.mark.parametrize("ours", [True, False], ids=["our head", "published head"])
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in ROUND_TRIPS for name in names])
 def test_a_head_comes_back_from_every_format_bit_for_bit(
     make_head: MakeHead, target_folder: Path, frozen: FrozenTarget, tmp_path: Path, kind: str, name: str, ours: bool
@@ -78,7 +78,9 @@ def test_every_format_has_a_round_trip() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision_survives(make_head: MakeHead, target_folder: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_half_precision_head_keeps_its_dtype(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
     name = str(dtype).removeprefix("torch.")
     folder = exported(make_head(vocab=LIMITED), tmp_path, target_folder, "speculators", dtype=name)
     convert(folder, tmp_path / "back", str(target_folder))
@@ -87,10 +89,10 @@ def test_half_precision_survives(make_head: MakeHead, target_folder: Path, tmp_p
     assert {tensor.dtype for tensor in back.values() if tensor.is_floating_point()} == {dtype}
 
 
-def test_a_reference_head_of_another_rotary_base_keeps_it(
+def test_a_head_trained_with_another_rotary_base_keeps_it(
     make_head: MakeHead, make_model: Callable[..., Any], frozen: FrozenTarget, tmp_path: Path
 ) -> None:
-    """The reference trains with base 10000 whatever the target has, and such a file names neither base nor epsilon."""
+    """The EAGLE authors train with base 10000 for every target, and their files name neither base nor epsilon."""
     head, target = make_head(), tmp_path / "target"
     make_model(rope_parameters={"rope_type": "default", "rope_theta": 5e5}, rms_norm_eps=1e-5).save_pretrained(target)
     published = tmp_path / "published"
@@ -100,17 +102,17 @@ def test_a_reference_head_of_another_rotary_base_keeps_it(
     (published / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **sizes}))
     torch.save(head.state_dict(), published / "pytorch_model.bin")
     inferred = convert(published, tmp_path / "back", str(target))
-    assert "rope: no key for it, so base 10000, as every engine takes it" in inferred
-    assert "rms_norm_eps: no key for it, so 1e-06, as every engine takes it" in inferred
-    assert "head_dim: nothing found, so 8, hidden_size by heads" in inferred
-    assert "fc_norm, norm_output, norm_before_fc, norm_before_residual: nothing found, so false" in inferred
+    assert "rope: no key for it, so base 10000, as every engine assumes" in inferred
+    assert "rms_norm_eps: no key for it, so 1e-06, as every engine assumes" in inferred
+    assert "head_dim: missing, so 8, hidden_size / num_attention_heads" in inferred
+    assert "fc_norm, norm_output, norm_before_fc, norm_before_residual: missing, so false" in inferred
     loaded = load_head(tmp_path / "back", FrozenTarget.from_folder(target, torch.float32))
     assert torch.equal(logits(loaded), logits(head))
     folder = exported(loaded, tmp_path / "again", target, "vllm")
     assert read_config(folder)["rope_theta"] == 10000
     assert read_config(folder)["rms_norm_eps"] == 1e-6
     with pytest.raises(ValueError, match="rope: head"):
-        load_head(tmp_path / "back", frozen)  # made for the other target
+        load_head(tmp_path / "back", frozen)  # converted for the other target
 
 
 def test_nvidias_ids_count_layer_outputs_and_its_files_have_no_t2d(
@@ -127,15 +129,15 @@ def test_nvidias_ids_count_layer_outputs_and_its_files_have_no_t2d(
     assert torch.equal(logits(load_head(tmp_path / "back", frozen)), logits(head))
 
 
-def test_d2t_is_read_off_t2d(make_head: MakeHead, target_folder: Path, tmp_path: Path) -> None:
-    """speculators' own converter drops one where the other is missing."""
+def test_a_missing_d2t_is_derived_from_t2d(make_head: MakeHead, target_folder: Path, tmp_path: Path) -> None:
+    """speculators' own converter drops both if one is missing."""
     folder = exported(make_head(vocab=LIMITED), tmp_path, target_folder, "vllm")
     edit_tensors(folder, lambda tensors: tensors.pop("d2t"))
     assert "d2t: from t2d" in convert(folder, tmp_path / "back", str(target_folder))
     assert read_tensors(tmp_path / "back")["d2t"].tolist() == LIMITED.offsets().tolist()
 
 
-def test_a_head_of_speculators_with_its_norm_before_the_residual_comes_in(
+def test_a_speculators_head_with_its_norm_before_the_residual_is_converted(
     make_head: MakeHead, target_folder: Path, frozen: FrozenTarget, tmp_path: Path
 ) -> None:
     head = make_head(norm_before_residual=True, vocab=LIMITED)
@@ -143,21 +145,23 @@ def test_a_head_of_speculators_with_its_norm_before_the_residual_comes_in(
     forget(folder)
     edit_tensors(folder, lambda tensors: tensors.update({"verifier_norm.weight": torch.ones(32)}))
     inferred = convert(folder, tmp_path / "back", str(target_folder))
-    assert "verifier_norm.weight: only for training, left out" in inferred
-    assert "embed_tokens.weight: the target's, left out" in inferred
+    assert "verifier_norm.weight: used in training only, left out" in inferred
+    assert "embed_tokens.weight: a copy of the target's, left out" in inferred
     back = load_head(tmp_path / "back", frozen)
     assert torch.equal(logits(back), logits(head))
     assert not torch.equal(logits(back), logits(make_head(vocab=LIMITED)))
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["one file", "sharded"])
-def test_a_prefix_and_shards_are_read(make_head: MakeHead, target_folder: Path, tmp_path: Path, sharded: bool) -> None:
+def test_prefixed_names_and_shards_are_read(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path, sharded: bool
+) -> None:
     folder = exported(make_head(), tmp_path, target_folder, "vllm")
     tensors = {f"model.{name}" if name != "lm_head.weight" else name: t for name, t in read_tensors(folder).items()}
     save_file(tensors, folder / "model.safetensors")
     if sharded:
         split(folder, tensors)
-    assert "names: the prefix `model.` left out" in convert(folder, tmp_path / "back", str(target_folder))
+    assert "names: the prefix `model.` was removed" in convert(folder, tmp_path / "back", str(target_folder))
     assert same_bits(read_tensors(tmp_path / "back"), read_tensors(tmp_path / "head"))
 
 
@@ -196,7 +200,7 @@ def test_missing_misshapen_and_unknown_tensors_are_named_at_once(
     for part in (
         "midlayer.hidden_norm.weight is missing",
         "norm.weight is missing",
-        "midlayer.mlp.up_proj.weight is [40, 31] and should be [40, 32]",
+        "midlayer.mlp.up_proj.weight is [40, 31] but should be [40, 32]",
         "midlayer.self_attn.q_norm.weight is unknown",
         "layers.1.mlp.up_proj.weight is unknown",
     ):
@@ -204,19 +208,21 @@ def test_missing_misshapen_and_unknown_tensors_are_named_at_once(
     assert not (tmp_path / "back").exists()
 
 
-def test_a_head_that_is_refused_also_names_its_missing_and_misshapen_tensors(
+def test_the_refusal_of_a_head_also_names_its_missing_misshapen_and_unknown_tensors(
     make_head: MakeHead, target_folder: Path, tmp_path: Path
 ) -> None:
     folder = exported(make_head(vocab=LIMITED), tmp_path, target_folder, "vllm")
     edit_config(folder, lambda config: config.update(hidden_act="gelu"))
     edit_tensors(folder, lambda tensors: [tensors.pop("norm.weight"), tensors.update(extra=torch.ones(2))])
-    with pytest.raises(ValueError, match="cannot be brought in") as error:
+    with pytest.raises(ValueError, match="cannot be converted") as error:
         convert(folder, tmp_path / "back", str(target_folder))
-    for part in ("hidden_act 'gelu'", "tensor norm.weight: nothing found, [32] is allowed", "tensor extra: [2] found"):
+    for part in ("hidden_act 'gelu'", "tensor norm.weight: missing; shape [32] is required", "tensor extra: [2] found"):
         assert part in str(error.value)
 
 
-def test_what_has_no_place_here_is_refused_at_once(make_head: MakeHead, target_folder: Path, tmp_path: Path) -> None:
+def test_everything_that_headstart_cannot_represent_is_refused_at_once(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path
+) -> None:
     folder = exported(make_head(taps=(1, 3, 6)), tmp_path, target_folder, "vllm")
     forget(folder)
     wrong: dict[str, Any] = {
@@ -227,11 +233,11 @@ def test_what_has_no_place_here_is_refused_at_once(make_head: MakeHead, target_f
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 6], "parallel_draft_step": 4},
     }
     edit_config(folder, lambda config: config.update(wrong))
-    with pytest.raises(ValueError, match="cannot be brought in") as error:
+    with pytest.raises(ValueError, match="cannot be converted") as error:
         convert(folder, tmp_path / "back", str(target_folder))
     for part in (
-        "hidden_act 'gelu': 'silu' is allowed",
-        "num_hidden_layers 2: 1 is allowed",
+        "hidden_act 'gelu': only 'silu' is allowed",
+        "num_hidden_layers 2: only 1 is allowed",
         "layer_types with sliding_attention",
         "rope_type 'yarn'",
         "[1, 3, 6] and eagle_config's [1, 3, 6] name different hidden states",
@@ -243,13 +249,13 @@ def test_what_has_no_place_here_is_refused_at_once(make_head: MakeHead, target_f
 @pytest.mark.parametrize(
     ("edit", "part"),
     [
-        (lambda config: config.pop("norm_before_residual"), "norm_before_residual: nothing found"),
+        (lambda config: config.pop("norm_before_residual"), "norm_before_residual: missing"),
         (lambda config: config.update(speculators_model_type="dflash"), "speculators_model_type 'dflash'"),
         (lambda config: config.update(eagle_aux_hidden_state_layer_ids=[2, 3]), "fc.weight reads 96 features"),
-        (lambda config: config["transformer_layer_config"].pop("hidden_size"), "hidden_size: nothing found"),
+        (lambda config: config["transformer_layer_config"].pop("hidden_size"), "hidden_size: missing"),
     ],
 )
-def test_a_speculators_head_that_leaves_something_open_is_refused(
+def test_an_ambiguous_speculators_head_is_refused(
     make_head: MakeHead, target_folder: Path, tmp_path: Path, edit: Callable[[dict[str, Any]], object], part: str
 ) -> None:
     folder = exported(make_head(), tmp_path, target_folder, "speculators")
@@ -259,10 +265,10 @@ def test_a_speculators_head_that_leaves_something_open_is_refused(
         convert(folder, tmp_path / "back", str(target_folder))
 
 
-def test_published_medusa_heads_say_little_and_come_in(
+def test_published_medusa_heads_are_converted_even_if_their_config_is_wrong(
     make_head: MakeHead, target_folder: Path, frozen: FrozenTarget, tmp_path: Path
 ) -> None:
-    """Their config.json may even name another number of heads than the file holds."""
+    """Their config.json says little, and may name another number of heads than the file holds."""
     head = make_head("medusa", num_layers=2)
     published = tmp_path / "published"
     published.mkdir()
@@ -270,8 +276,8 @@ def test_published_medusa_heads_say_little_and_come_in(
     torch.save(to_reference_layout(head.engine_tensors()), published / "medusa_lm_head.pt")
     inferred = convert(published, tmp_path / "back", str(target_folder))
     assert "layout: medusa_reference" in inferred
-    assert "num_heads: 3, as many as there are tensors for; config.json says 2" in inferred
-    assert "medusa_fc_bias: true, as the blocks have biases" in inferred
+    assert "num_heads: 3, counted from the tensors; config.json says 2" in inferred
+    assert "medusa_fc_bias: true, because the blocks have biases" in inferred
     assert same_bits(load_head(tmp_path / "back", frozen).state_dict(), head.state_dict())
 
 
@@ -285,7 +291,7 @@ def test_a_token_map_in_any_order_is_sorted(
     convert(folder, tmp_path / "back", str(target_folder))
     assert same_bits(read_tensors(tmp_path / "back"), read_tensors(tmp_path / "head"))
     edit_tensors(folder, lambda tensors: tensors.update(token_map=torch.tensor([0, 3, 3, 9, 50, 96])))
-    with pytest.raises(ValueError, match="different ids of the target's 97 tokens"):
+    with pytest.raises(ValueError, match="distinct ids among the target's 97 tokens"):
         convert(folder, tmp_path / "again", str(target_folder))
 
 
@@ -293,7 +299,7 @@ def test_a_token_map_in_any_order_is_sorted(
     ("edit", "reason"),
     [
         (lambda tensors: tensors.pop("1.1.weight"), "blocks.2.layers.0.weight is unknown"),
-        (lambda tensors: tensors.pop("0.1.weight"), "lm_heads.0.weight .* a matrix is allowed"),
+        (lambda tensors: tensors.pop("0.1.weight"), "lm_heads.0.weight .* a matrix is required"),
         (lambda tensors: tensors.pop("1.0.linear.bias"), "blocks.1.layers.0.bias is missing"),
         (lambda tensors: tensors.update({"0.1.weight": torch.ones(97, 31)}), "should be"),
     ],
@@ -314,7 +320,7 @@ class Danger:
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "medusa_lm_head.pt"])
 @pytest.mark.parametrize("content", [{"fc.weight": Danger()}, [1, 2], {"fc.weight": 3}], ids=["code", "list", "number"])
-def test_a_pickle_of_more_than_tensors_is_refused_and_never_run(
+def test_a_pickle_of_more_than_tensors_is_refused_and_never_executed(
     target_folder: Path, tmp_path: Path, content: object, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -326,12 +332,12 @@ def test_a_pickle_of_more_than_tensors_is_refused_and_never_run(
 
 
 def test_a_folder_that_holds_no_known_head_is_refused(target_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no layout of a draft head that is known here"):
+    with pytest.raises(ValueError, match="the layout of this draft head is unknown"):
         convert(target_folder, tmp_path / "back", str(target_folder))
     with pytest.raises(ValueError, match=r"holds no head \(no config\.json\)"):
         convert(tmp_path, tmp_path / "back", str(target_folder))
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="holds no weights"):
         convert(tmp_path, tmp_path / "back", str(target_folder))
-    with pytest.raises(ValueError, match="is there already"):
+    with pytest.raises(ValueError, match="exists already"):
         convert(target_folder, tmp_path, str(target_folder))

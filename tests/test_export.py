@@ -1,4 +1,4 @@
-"""Laws of an export: what an engine would serve otherwise than it was trained is refused; nothing is half written."""
+"""Laws of an export: a head that its engine would not serve as trained is refused, and no folder is half written."""
 
 import json
 import shutil
@@ -38,20 +38,21 @@ REFUSED = {  # head -> format -> what the refusal names
     "norm before fc": {"eagle": "norm_before_fc"},
     "medusa": NO_MEDUSA,
     "medusa layers": NO_MEDUSA | {"medusa": "uses the last layer's weights for all"},
-    "medusa limited": NO_MEDUSA | {"vllm": "vLLM stops at heads that score a part", "medusa": "no draft vocabulary"},
+    "medusa limited": NO_MEDUSA
+    | {"vllm": "vLLM refuses heads that score only a part", "medusa": "no draft vocabulary"},
     "hydra": dict.fromkeys((*NO_MEDUSA, "vllm", "medusa"), NO_HYDRA),
 }
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("kind", EVERY_HEAD)
-def test_every_export_is_clean_or_refused(
+def test_every_export_passes_lint_or_is_refused(
     make_head: MakeHead, target_folder: Path, tmp_path: Path, kind: str, name: str
 ) -> None:
     head = make_head(**EVERY_HEAD[kind])
     reason = REFUSED.get(kind, {}).get(name)
     if name == "medusa" and head.kind != "medusa":
-        reason = "holds Medusa heads alone"
+        reason = "this format holds only Medusa heads"
     if reason:
         with pytest.raises(ValueError, match=f"(?s)export.format: '{name}' given.*{reason}"):
             exported(head, tmp_path, target_folder, name)
@@ -63,7 +64,7 @@ def test_every_export_is_clean_or_refused(
 
 
 @pytest.mark.parametrize("name", SERVING)
-def test_one_directory_serves_three_engines_and_loads_here(
+def test_one_export_serves_three_engines_and_loads_in_headstart(
     make_head: MakeHead, target_folder: Path, frozen: FrozenTarget, tmp_path: Path, name: str
 ) -> None:
     head = make_head(vocab=LIMITED, taps=(1, 3, 6))
@@ -73,19 +74,17 @@ def test_one_directory_serves_three_engines_and_loads_here(
     assert same_bits(load_head(folder, frozen).state_dict(), head.state_dict())
 
 
-def test_one_directory_of_eagle_1_serves_vllm_and_sglang(
-    make_head: MakeHead, target_folder: Path, tmp_path: Path
-) -> None:
+def test_one_export_of_eagle_1_serves_vllm_and_sglang(make_head: MakeHead, target_folder: Path, tmp_path: Path) -> None:
     folder = exported(make_head("eagle1"), tmp_path, target_folder, "vllm")
     assert read_config(folder)["headstart"]["engines"] == ["vllm", "sglang"]
     assert lint(folder, str(target_folder), ["vllm", "sglang"]) == []
     assert not read_tensors(folder)["fc.bias"].any()
 
 
-def test_what_one_engine_alone_serves_is_written_for_it_alone(
+def test_a_head_that_only_one_engine_can_serve_names_only_that_engine(
     make_head: MakeHead, target_folder: Path, tmp_path: Path
 ) -> None:
-    """SGLang has no norm before the residual; and it cannot capture what the last layer puts out."""
+    """SGLang has no norm before the residual and cannot capture the output of the last layer."""
     head = make_head(norm_before_residual=True, taps=(2, 3, 7))
     folder = exported(head, tmp_path, target_folder, "vllm")
     assert read_config(folder)["headstart"]["engines"] == ["vllm"]
@@ -97,21 +96,21 @@ def test_what_one_engine_alone_serves_is_written_for_it_alone(
         exported(head, tmp_path, target_folder, "sglang")
 
 
-def test_a_single_tap_of_the_heads_width_is_refused_where_fc_would_be_skipped(
+def test_a_single_tap_of_the_heads_width_is_refused_for_engines_that_would_skip_fc(
     make_head: MakeHead, target_folder: Path, tmp_path: Path
 ) -> None:
     head = make_head(taps=(3,))
     assert exported(head, tmp_path, target_folder, "vllm")
     for engine in ("sglang", "tensorrt_llm"):
-        with pytest.raises(ValueError, match="skips fc where its input is as wide as the head"):
+        with pytest.raises(ValueError, match="skips fc if its input is as wide as the head"):
             exported(head, tmp_path, target_folder, engine)
 
 
-def test_a_bias_of_eagle_1_that_vllm_would_drop_is_refused(
+def test_an_eagle_1_bias_is_refused_for_vllm_which_would_drop_it(
     make_head: MakeHead, target_folder: Path, tmp_path: Path
 ) -> None:
     head = make_head("eagle1", fc_bias=True)
-    with pytest.raises(ValueError, match="vLLM leaves it out in silence"):
+    with pytest.raises(ValueError, match="vLLM silently drops this tensor"):
         exported(head, tmp_path, target_folder, "vllm")
     assert read_config(exported(head, tmp_path, target_folder, "sglang"))["headstart"]["engines"] == ["sglang"]
     reference = exported(head, tmp_path, target_folder, "eagle")
@@ -119,7 +118,7 @@ def test_a_bias_of_eagle_1_that_vllm_would_drop_is_refused(
     assert "fc.bias" in read_tensors(reference)
 
 
-def test_the_reference_gets_neither_a_bias_nor_the_key_that_takes_the_embedding_away(
+def test_the_eagle_format_has_no_zero_bias_and_no_key_that_disables_the_shared_embedding(
     make_head: MakeHead, target_folder: Path, tmp_path: Path
 ) -> None:
     one = exported(make_head("eagle1"), tmp_path / "1", target_folder, "eagle")
@@ -130,7 +129,7 @@ def test_the_reference_gets_neither_a_bias_nor_the_key_that_takes_the_embedding_
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_speculators_carries_the_embedding_of_a_sharded_target(
+def test_the_speculators_format_holds_a_copy_of_the_targets_embedding(
     make_model: Callable[..., LlamaForCausalLM], make_head: MakeHead, tmp_path: Path, tied: bool
 ) -> None:
     model = make_model(tie_word_embeddings=tied)
@@ -148,10 +147,10 @@ def test_speculators_carries_the_embedding_of_a_sharded_target(
     assert not any(name.startswith("midlayer") for name in tensors)
 
 
-def test_medusa_heads_name_no_more_tokens_than_there_are_heads(
+def test_the_vllm_command_for_medusa_asks_for_no_more_draft_tokens_than_heads(
     make_head: MakeHead, target_folder: Path, tmp_path: Path
 ) -> None:
-    """vLLM makes a head for each token that it is told to draft, and one too many would have no weights."""
+    """vLLM creates a head for each draft token that it is asked for; an extra head would have no weights."""
     readme = (exported(make_head("medusa", num_heads=2), tmp_path, target_folder, "vllm") / "README.md").read_text()
     assert "vllm serve" in readme
     assert '"method": "medusa"' in readme
@@ -159,7 +158,7 @@ def test_medusa_heads_name_no_more_tokens_than_there_are_heads(
     assert "sglang.launch_server" not in readme
 
 
-def test_the_medusa_authors_code_gets_its_own_names_and_keys(
+def test_the_medusa_format_has_its_authors_names_and_keys(
     make_head: MakeHead, target_folder: Path, tmp_path: Path
 ) -> None:
     folder = exported(make_head("medusa"), tmp_path, target_folder, "medusa")
@@ -173,9 +172,11 @@ def test_the_medusa_authors_code_gets_its_own_names_and_keys(
     assert lint(folder, str(target_folder), ["vllm"]) == []
 
 
-def test_nothing_is_overwritten_unless_asked(make_head: MakeHead, target_folder: Path, tmp_path: Path) -> None:
+def test_an_export_overwrites_only_heads_and_only_if_allowed(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path
+) -> None:
     folder = exported(make_head(seed=1), tmp_path, target_folder, "vllm")
-    with pytest.raises(ValueError, match="is there already"):
+    with pytest.raises(ValueError, match="exists already"):
         exported(make_head(seed=2), tmp_path, target_folder, "vllm")
     assert same_bits(read_tensors(folder), make_head(seed=1).engine_tensors())
     exported(make_head(seed=2), tmp_path, target_folder, "vllm", overwrite=True)
@@ -200,7 +201,7 @@ def test_a_killed_export_leaves_no_folder(
     assert [path.name for path in (tmp_path / "export").iterdir()] == ["vllm"]
 
 
-def test_what_a_kill_behind_the_last_rename_left_is_cleared_away(
+def test_an_export_removes_what_a_killed_one_left_after_its_last_rename(
     make_head: MakeHead, target_folder: Path, tmp_path: Path
 ) -> None:
     folder = exported(make_head(seed=1), tmp_path, target_folder, "vllm")
@@ -210,7 +211,7 @@ def test_what_a_kill_behind_the_last_rename_left_is_cleared_away(
     assert [path.name for path in (tmp_path / "export").iterdir()] == ["vllm"]
 
 
-def test_weights_keep_their_number_format_or_take_the_one_asked_for(
+def test_weights_keep_their_dtype_or_get_the_one_that_the_recipe_asks_for(
     make_head: MakeHead, target_folder: Path, tmp_path: Path
 ) -> None:
     save_head(make_head(), tmp_path / "as drawn")
@@ -223,10 +224,10 @@ def test_weights_keep_their_number_format_or_take_the_one_asked_for(
     assert {tensor.dtype for tensor in read_tensors(half).values()} == {torch.float16}
 
 
-def test_the_card_says_what_the_training_logged_of_the_exported_weights(
+def test_the_card_shows_what_training_logged_for_the_exported_weights(
     make_head: MakeHead, target_folder: Path, tmp_path: Path
 ) -> None:
-    """Those of `train.export: best` need not be the last ones."""
+    """With `train.export: best` these need not be the weights of the last step."""
 
     def text() -> str:
         return (exported(make_head(), tmp_path, target_folder, "vllm", overwrite=True) / "README.md").read_text()
@@ -237,7 +238,7 @@ def test_the_card_says_what_the_training_logged_of_the_exported_weights(
     rows = [{"step": step, "heldout/loss_0": 3.0 / step, "heldout/tau": 2.0 + step, **by_depth} for step in (5, 10)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert "after step 10: loss 0.300, accuracy by depth 0.000 0.100 0.200 0.300" in text()
-    assert "accepted length then, on 8 held-out prompts: 12.00 at temperature 0" in text()
+    assert "acceptance length after that step, on 8 held-out prompts: 12.00 at temperature 0" in text()
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints/exported.json").write_text(json.dumps({"export": "best", "step": 5}))
     assert "after step 5: loss 0.600" in text()
@@ -245,14 +246,17 @@ def test_the_card_says_what_the_training_logged_of_the_exported_weights(
     assert "trained on texts of at most 2,048 tokens" in text()
     other = exported(make_head(), tmp_path / "other", target_folder, "vllm", head=str(tmp_path / "head"))
     assert "the head comes from" in (other / "README.md").read_text()
-    assert "held out" not in (other / "README.md").read_text()
+    assert "held-out" not in (other / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
     ("section", "said"),
     [
-        ({}, "written by the target itself, at most 1024 tokens behind prompts of at most 1024"),
-        ({"responses": "given", "prompts": "chats.jsonl"}, "as they stand in the conversations, each of the assistant"),
+        ({}, "written by the target itself, at most 1024 tokens after prompts of at most 1024"),
+        (
+            {"responses": "given", "prompts": "chats.jsonl"},
+            "taken from the conversations as they are, each of the assistant's turns",
+        ),
         ({"store": "merged"}, "features: those stored in `merged`"),
     ],
 )
@@ -275,7 +279,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_card_holds_the_command_of_each_engine(
+def test_the_card_gives_the_command_of_each_engine(
     make_head: MakeHead, target_folder: Path, tmp_path: Path, name: str
 ) -> None:
     save_head(make_head(taps=(2, 3, 4)), tmp_path / "head")
@@ -291,10 +295,10 @@ def test_the_card_holds_the_command_of_each_engine(
         assert "eagle3_layers_to_capture: [1, 2, 3]" in text
 
 
-def test_medusa_2s_heads_are_not_exported_for_the_target_from_before(
+def test_medusa_2_heads_are_not_exported_for_the_untuned_target(
     make_head: MakeHead, target_folder: Path, tmp_path: Path
 ) -> None:
-    """They would be accepted less often, and nothing would say why."""
+    """Fewer of their draft tokens would be accepted there, with no error to explain it."""
     save_head(make_head("medusa"), tmp_path / "head")
     shutil.copytree(target_folder, tmp_path / "target")
     before = recipe_of(tmp_path, target_folder, "medusa").model_dump(mode="json") | {"joint": {"mode": "lora"}}
@@ -302,11 +306,11 @@ def test_medusa_2s_heads_are_not_exported_for_the_target_from_before(
     with pytest.raises(ValueError, match=f"give target.path={tmp_path}/target"):
         export(Recipe.model_validate(before))
     text = (export(Recipe.model_validate(tuned)) / "README.md").read_text()
-    assert "the target's layers learnt with it (lora)" in text
+    assert "the target's layers were tuned together with the head (lora)" in text
 
 
 class Hub(HfApi):
-    """What the hub's client is asked to do; `holds` are the files of every repository."""
+    """A hub client that records its calls; `holds` are the files of every repository."""
 
     def __init__(self, *holds: str) -> None:
         self.holds, self.calls = holds, list[tuple[Any, ...]]()
@@ -329,7 +333,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
     return hub
 
 
-def test_the_hub_is_asked_for_nothing_unless_told_so(
+def test_the_hub_is_not_contacted_unless_the_recipe_says_push_to(
     make_head: MakeHead, target_folder: Path, tmp_path: Path, hub: Hub
 ) -> None:
     exported(make_head(), tmp_path, target_folder, "vllm")
@@ -341,7 +345,7 @@ def test_the_hub_is_asked_for_nothing_unless_told_so(
     assert '"model": "org/name"' in (folder / "README.md").read_text()
 
 
-def test_a_head_on_the_hub_is_not_overwritten_unless_asked(
+def test_a_head_on_the_hub_is_overwritten_only_if_allowed(
     make_head: MakeHead, target_folder: Path, tmp_path: Path, hub: Hub
 ) -> None:
     hub.holds = ("config.json",)
@@ -352,13 +356,15 @@ def test_a_head_on_the_hub_is_not_overwritten_unless_asked(
     assert [call[0] for call in hub.calls] == ["create", "upload"]
 
 
-def test_a_hub_that_refuses_leaves_the_export_and_says_what_to_do(
+def test_if_the_hub_refuses_the_export_stays_and_the_error_says_what_to_do(
     make_head: MakeHead, target_folder: Path, tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise OSError("no token")
 
     monkeypatch.setattr(hub, "create_repo", refuse)
-    with pytest.raises(ValueError, match=r"(?s)the hub says OSError: no token; the export is whole in .*/export/vllm"):
+    with pytest.raises(
+        ValueError, match=r"(?s)the hub says OSError: no token; the export is complete in .*/export/vllm"
+    ):
         exported(make_head(), tmp_path, target_folder, "vllm", push_to="org/name")
     assert (tmp_path / "export/vllm/README.md").is_file()

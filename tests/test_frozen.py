@@ -1,4 +1,4 @@
-"""Laws of the frozen ends: read from the files alone, they give the target's own logits, or say what is missing."""
+"""Laws of FrozenTarget: read from files alone, it gives the target's own logits, or says what is missing."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ MakeModel = Callable[..., LlamaForCausalLM]
 
 
 def assert_own_logits(model: PreTrainedModel, folder: Path) -> None:
-    """The tapped, un-normed last hidden state through the frozen norm and lm_head is what the model says."""
+    """The last hidden state before the final norm, through the frozen norm and lm_head, gives the model's logits."""
     output = TargetModel(model, ()).forward(TOKENS)
     frozen = FrozenTarget.from_folder(folder, torch.float32)
     torch.testing.assert_close(frozen.logits(output.last_hidden), output.logits, atol=1e-5, rtol=1e-5)
@@ -44,11 +44,11 @@ def assert_own_logits(model: PreTrainedModel, folder: Path) -> None:
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("sharded", [False, True], ids=["single file", "sharded"])
-def test_frozen_ends_give_the_targets_own_logits(
+def test_the_frozen_tensors_give_the_targets_own_logits(
     make_model: MakeModel, tmp_path: Path, tied: bool, sharded: bool
 ) -> None:
-    model = make_model(tie_word_embeddings=tied, rms_norm_eps=0.1)  # large enough to count
-    torch.nn.init.normal_(model.model.norm.weight)  # fresh norms are all ones and would hide a missing one
+    model = make_model(tie_word_embeddings=tied, rms_norm_eps=0.1)  # large enough to matter
+    torch.nn.init.normal_(model.model.norm.weight)  # new norms are all ones, which would hide a missing norm
     model.save_pretrained(tmp_path, max_shard_size="20KB" if sharded else "1GB")
     assert (tmp_path / INDEX).is_file() == sharded
     assert_own_logits(model, tmp_path)
@@ -83,7 +83,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_known_family_gives_its_own_logits(family: str, tmp_path: Path) -> None:
+def test_every_supported_family_gives_its_own_logits(family: str, tmp_path: Path) -> None:
     model = FAMILIES[family]()
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1 and ("norm" in name or "ln_f" in name):
@@ -93,7 +93,7 @@ def test_every_known_family_gives_its_own_logits(family: str, tmp_path: Path) ->
 
 
 def without(folder: Path, name: str) -> None:
-    """Take a tensor out of a single-file checkpoint."""
+    """Remove a tensor from a single-file checkpoint."""
     tensors: dict[str, Tensor] = load_file(folder / "model.safetensors")
     del tensors[name]
     save_file(tensors, folder / "model.safetensors")
@@ -104,7 +104,7 @@ def without(folder: Path, name: str) -> None:
     [
         ("model.embed_tokens.weight", "embedding"),
         ("model.norm.weight", "final norm"),
-        ("lm_head.weight", "lm_head"),  # config.json says untied, so the embedding does not stand in for it
+        ("lm_head.weight", "lm_head"),  # config.json says untied, so the embedding does not replace it
     ],
 )
 def test_a_missing_tensor_is_named(make_model: MakeModel, tmp_path: Path, name: str, what: str) -> None:
@@ -149,16 +149,16 @@ def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
         TargetConfig.from_folder(tmp_path)
 
 
-def test_the_config_of_the_files_is_that_of_the_model(target: TargetModel, target_folder: Path) -> None:
+def test_the_config_read_from_files_equals_that_of_the_loaded_model(target: TargetModel, target_folder: Path) -> None:
     assert TargetConfig.from_folder(target_folder) == target.config
     assert locate_target(str(target_folder)) == target_folder
 
 
-def test_default_taps_are_distinct_ascending_and_there(target: TargetModel) -> None:
+def test_default_taps_are_distinct_ascending_and_exist(target: TargetModel) -> None:
     for num_layers in range(1, 81):
         taps = dataclasses.replace(target.config, num_layers=num_layers).default_taps()
         assert list(taps) == sorted(set(taps))
         assert len(taps) == min(3, num_layers + 1)
         assert 0 <= taps[0] < taps[-1] <= num_layers
         if num_layers >= 7:
-            assert taps == (2, num_layers // 2, num_layers - 3)  # where every engine looks
+            assert taps == (2, num_layers // 2, num_layers - 3)  # every engine's default

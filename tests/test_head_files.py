@@ -1,4 +1,4 @@
-"""Laws of a head on disk: it comes back bit for bit, in the words of the engines, and to no other target."""
+"""Laws of a saved head: it loads bit for bit, has the engines' names and keys, and is refused by any other target."""
 
 import dataclasses
 import json
@@ -76,7 +76,9 @@ def test_a_loaded_head_gives_bit_identical_logits(
 
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
-def test_a_head_takes_the_embeddings_dtype(make_head: MakeHead, target_folder: Path, tmp_path: Path, kind: str) -> None:
+def test_a_loaded_head_has_the_dtype_of_the_targets_embedding(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path, kind: str
+) -> None:
     head = make_head(kind)
     save_head(head, tmp_path / "head")
     in_half = FrozenTarget.from_folder(target_folder, torch.bfloat16)
@@ -89,7 +91,7 @@ def test_a_head_takes_the_embeddings_dtype(make_head: MakeHead, target_folder: P
 
 
 def test_tensors_have_the_engines_names_and_shapes(make_head: MakeHead, tmp_path: Path) -> None:
-    """The table of reference/formats.md: hidden 32, three taps, 4 heads of 8 with 2 for keys, MLP of 40."""
+    """Hidden size 32, three taps, 4 attention heads of size 8 with 2 key heads, intermediate size 40."""
     save_head(make_head(vocab=LIMITED), tmp_path / "head")
     tensors = load_file(tmp_path / "head" / "model.safetensors")
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
@@ -115,7 +117,7 @@ def test_tensors_have_the_engines_names_and_shapes(make_head: MakeHead, tmp_path
     assert tensors["t2d"].nonzero().flatten().tolist() == LIMITED.ids.tolist()
 
 
-def test_config_says_what_the_engines_read(make_head: MakeHead, tmp_path: Path) -> None:
+def test_config_has_the_keys_that_engines_read(make_head: MakeHead, tmp_path: Path) -> None:
     save_head(make_head(vocab=LIMITED, fc_norm=True), tmp_path / "head")
     assert read_config(tmp_path / "head") == {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -152,8 +154,8 @@ def test_config_says_what_the_engines_read(make_head: MakeHead, tmp_path: Path) 
     }
 
 
-def test_other_taps_are_written_in_both_countings(make_head: MakeHead, tmp_path: Path) -> None:
-    """vLLM counts as Hugging Face does; SGLang names the layer whose output it is, one less."""
+def test_taps_other_than_the_default_are_written_in_both_countings(make_head: MakeHead, tmp_path: Path) -> None:
+    """vLLM uses the Hugging Face index; SGLang names the layer that outputs it, one less."""
     save_head(make_head(taps=(1, 3, 6)), tmp_path / "other")
     config = read_config(tmp_path / "other")
     assert config["eagle_aux_hidden_state_layer_ids"] == [1, 3, 6]
@@ -164,7 +166,7 @@ def test_other_taps_are_written_in_both_countings(make_head: MakeHead, tmp_path:
 
 
 def test_the_default_taps_of_a_small_target_are_written_too(make_head: MakeHead, tmp_path: Path) -> None:
-    """Below 7 layers the engines' 2, L//2, L-3 collide, so that no engine would look where we did."""
+    """Below 7 layers the engines' default 2, L//2, L-3 collides, so no engine would pick our taps by default."""
     head = make_head(taps=(1, 2, 3))
     head.target = dataclasses.replace(head.target, num_layers=5)
     assert head.taps == head.target.default_taps()
@@ -172,10 +174,10 @@ def test_the_default_taps_of_a_small_target_are_written_too(make_head: MakeHead,
     assert read_config(tmp_path / "head")["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
 
 
-def test_taps_of_a_head_from_elsewhere_are_understood(
+def test_a_published_heads_taps_are_its_top_level_ids_or_the_default(
     make_head: MakeHead, frozen: FrozenTarget, tmp_path: Path
 ) -> None:
-    """Without our own section: the top-level ids, else the places where every engine looks; and no t2d."""
+    """Such a head has no section of ours, and here no t2d either."""
     for taps in ((2, 3, 4), (1, 3, 6)):
         head = make_head(taps=taps, vocab=LIMITED)
         save_head(head, tmp_path / "head")
@@ -198,8 +200,8 @@ def test_taps_of_a_head_from_elsewhere_are_understood(
     ],
     ids=str,
 )
-def test_rope_survives_in_either_spelling(rope: Rope) -> None:
-    """The reference trains with base 10000 and serves with rope_theta; here it is one value, wherever it is read."""
+def test_a_rope_is_read_alike_from_either_spelling(rope: Rope) -> None:
+    """The EAGLE authors train with base 10000 but serve with rope_theta; we use one value in both."""
     written = rope.to_config()
     assert Rope.from_config(written) == rope
     assert Rope.from_config({"rope_parameters": written["rope_parameters"]}) == rope
@@ -216,7 +218,7 @@ CHANGES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "layers": ({"num_layers": 8}, ["num_hidden_layers: head 7, target 8"]),
     "taps": (
         {"num_layers": 3},
-        ["num_hidden_layers: head 7, target 3", "taps: head [2, 3, 4], target has hidden_states 0 to 3"],
+        ["num_hidden_layers: head 7, target 3", "taps: head [2, 3, 4], target hidden_states 0 to 3"],
     ),
     "rope base": ({"rope": Rope(5e5)}, ["rope: head {'theta': 10000.0", "target {'theta': 500000.0"]),
     "rope scaling": (
@@ -231,7 +233,7 @@ CHANGES["everything at once"] = (
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_head_of_another_target_is_refused_with_both_values(
+def test_a_head_for_another_target_is_refused_with_both_values(
     head: Eagle3Head, frozen: FrozenTarget, tmp_path: Path, name: str
 ) -> None:
     changes, parts = CHANGES[name]
@@ -262,23 +264,23 @@ def test_missing_misshapen_and_unknown_tensors_are_named_at_once(
     assert message.endswith(
         "model.safetensors: fc.weight is missing; lm_head.weight is missing; "
         "midlayer.hidden_norm.weight is missing; model.lm_head.weight is unknown; "
-        "norm.weight is [31] and should be [32]"
+        "norm.weight is [31] but should be [32]"
     )
 
 
-def test_a_lost_d2t_is_noticed(make_head: MakeHead, frozen: FrozenTarget, tmp_path: Path) -> None:
-    """Engines accept none of such a head's drafts and say nothing; its lm_head gives it away."""
+def test_a_head_that_lost_its_d2t_is_refused(make_head: MakeHead, frozen: FrozenTarget, tmp_path: Path) -> None:
+    """In engines none of its draft tokens is accepted and no error is raised; the shape of lm_head gives it away."""
     save_head(make_head(vocab=LIMITED), tmp_path / "head")
     edit_tensors(tmp_path / "head", lambda tensors: tensors.pop("d2t"))
     message = refusal(tmp_path / "head", frozen)
-    assert "lm_head.weight is [6, 32] and should be [97, 32]" in message
+    assert "lm_head.weight is [6, 32] but should be [97, 32]" in message
 
 
 @pytest.mark.parametrize("ids", [[0, 3, 4, 9, 50, 96], [0, 3, 4, 9, 50, 60]], ids=str)
-def test_d2t_of_absolute_ids_is_refused(
+def test_a_d2t_of_ids_instead_of_offsets_is_refused(
     make_head: MakeHead, frozen: FrozenTarget, tmp_path: Path, ids: list[int]
 ) -> None:
-    """Read as offsets they may well be ascending ids within the vocabulary; then t2d gives them away."""
+    """Read as offsets, such ids may lead to valid target ids; then t2d gives them away."""
     save_head(make_head(vocab=DraftVocab(torch.tensor(ids), 97)), tmp_path / "head")
     edit_tensors(tmp_path / "head", lambda tensors: tensors.update(d2t=torch.tensor(ids)))
     with pytest.raises(ValueError, match="must hold offsets: target id minus draft id"):
@@ -302,7 +304,7 @@ def test_a_folder_without_a_head_is_refused_by_name(head: Eagle3Head, frozen: Fr
     assert "model.safetensors cannot be read" in refusal(tmp_path / "head", frozen)
 
 
-def test_saving_again_replaces_the_head_and_leaves_nothing_behind(
+def test_saving_again_replaces_the_head_and_leaves_no_other_files(
     make_head: MakeHead, frozen: FrozenTarget, tmp_path: Path
 ) -> None:
     for seed in (1, 2):
@@ -313,7 +315,7 @@ def test_saving_again_replaces_the_head_and_leaves_nothing_behind(
     assert torch.equal(logits(loaded), logits(make_head(seed=2)))
 
 
-def test_a_killed_save_leaves_the_head_before_it(
+def test_a_killed_save_leaves_the_previous_head(
     make_head: MakeHead, frozen: FrozenTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = make_head(seed=1), make_head(seed=2)
@@ -349,7 +351,8 @@ def test_a_loaded_eagle_1_head_gives_bit_identical_logits(
 
 
 def test_tensors_of_eagle_1_have_the_engines_names_and_shapes(make_head: MakeHead, tmp_path: Path) -> None:
-    """No lm_head and no layers.0.input_layernorm, at which vLLM stops; a zero fc.bias, which SGLang would invent."""
+    """No lm_head and no layers.0.input_layernorm, which vLLM refuses; a zero fc.bias, because SGLang would otherwise
+    use an uninitialised one."""
     save_head(make_head("eagle1"), tmp_path / "head")
     tensors = load_file(tmp_path / "head" / "model.safetensors")
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
@@ -367,8 +370,8 @@ def test_tensors_of_eagle_1_have_the_engines_names_and_shapes(make_head: MakeHea
     assert not tensors["fc.bias"].any()
 
 
-def test_config_of_eagle_1_says_what_the_engines_read(make_head: MakeHead, tmp_path: Path) -> None:
-    """Without `bias`: vLLM would give the attention one and leave it uninitialised."""
+def test_config_of_eagle_1_has_the_keys_that_engines_read(make_head: MakeHead, tmp_path: Path) -> None:
+    """It has no `bias`, for which vLLM would add a bias to the attention and leave it uninitialised."""
     save_head(make_head("eagle1"), tmp_path / "head")
     assert read_config(tmp_path / "head") == {
         "architectures": ["EagleLlamaForCausalLM", "LlamaForCausalLMEagle"],
@@ -400,15 +403,15 @@ def test_config_of_eagle_1_says_what_the_engines_read(make_head: MakeHead, tmp_p
 
 
 def published(folder: Path, **changes: Any) -> None:
-    """Turn a saved head into one as others publish it: a plain Llama's config.json."""
+    """Make a saved head look like a published one, with a plain Llama's config.json."""
     config = {**read_config(folder), "architectures": ["LlamaForCausalLM"], **changes}
     for ours in ("headstart", "head_dim"):
         del config[ours]
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def test_a_published_eagle_1_head_is_understood(make_head: MakeHead, frozen: FrozenTarget, tmp_path: Path) -> None:
-    """With a bias, and with a copy of the target's embedding in half precision."""
+def test_a_published_eagle_1_head_can_be_loaded(make_head: MakeHead, frozen: FrozenTarget, tmp_path: Path) -> None:
+    """It has a bias, and a copy of the target's embedding in half precision."""
     head = make_head("eagle1", fc_bias=True)
     save_head(head, tmp_path / "head")
     published(tmp_path / "head", bias=True)
@@ -418,7 +421,7 @@ def test_a_published_eagle_1_head_is_understood(make_head: MakeHead, frozen: Fro
     assert torch.equal(logits(loaded), logits(head))
 
 
-def test_an_eagle_1_head_with_another_embedding_is_refused(
+def test_an_eagle_1_head_with_an_embedding_unlike_the_targets_is_refused(
     make_head: MakeHead, frozen: FrozenTarget, tmp_path: Path
 ) -> None:
     save_head(make_head("eagle1"), tmp_path / "head")
@@ -427,7 +430,7 @@ def test_an_eagle_1_head_with_another_embedding_is_refused(
     assert "embed_tokens.weight is not the target's embedding" in refusal(tmp_path / "head", frozen)
 
 
-def test_a_head_without_its_own_embedding_where_it_needs_one_is_refused(
+def test_a_head_of_another_width_without_its_own_embedding_is_refused(
     make_head: MakeHead, frozen: FrozenTarget, tmp_path: Path
 ) -> None:
     save_head(make_head(hidden_size=24, own_embedding=True), tmp_path / "head")
@@ -450,7 +453,7 @@ def test_a_head_without_its_own_embedding_where_it_needs_one_is_refused(
         ),
     ],
 )
-def test_a_config_of_no_known_head_is_refused(
+def test_a_config_with_wrong_values_is_refused_by_key(
     make_head: MakeHead, frozen: FrozenTarget, tmp_path: Path, changes: dict[str, Any], part: str
 ) -> None:
     save_head(make_head("eagle1"), tmp_path / "head")
@@ -459,8 +462,8 @@ def test_a_config_of_no_known_head_is_refused(
     assert part in refusal(tmp_path / "head", frozen)
 
 
-@pytest.mark.parametrize(("text", "part"), [("{", "is not JSON"), ("[]", "holds list, a JSON object is allowed")])
-def test_a_config_that_is_no_json_object_is_refused(
+@pytest.mark.parametrize(("text", "part"), [("{", "is not JSON"), ("[]", "holds a list; a JSON object is allowed")])
+def test_a_config_that_is_not_a_json_object_is_refused(
     make_head: MakeHead, frozen: FrozenTarget, tmp_path: Path, text: str, part: str
 ) -> None:
     save_head(make_head(), tmp_path / "head")

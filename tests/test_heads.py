@@ -1,4 +1,4 @@
-"""Laws of a head: one forward, whether it reads a text at once, in blocks, or what it wrote itself."""
+"""Laws of a head: its forward is the same for a whole text at once, for blocks of it and for its own draft tokens."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -60,22 +60,22 @@ def random_tokens(head: DraftHead) -> Tensor:
 
 
 def empty_slots(head: DraftHead, capacity: int) -> Slots:
-    """Full of NaN, so that whoever reads a slot that was never written is found out."""
-    layers, kv_heads, head_dim = head.cache_shape or (1, 1, 1)  # one without a cache leaves it alone
+    """Slots full of NaN, so reading one that was never written shows up in the result."""
+    layers, kv_heads, head_dim = head.cache_shape or (1, 1, 1)  # a head without a cache ignores it
     shape = layers, 2, BATCH, kv_heads, capacity, head_dim
     return Slots(torch.full(shape, float("nan"), dtype=head.embedding.dtype), rows=BATCH)
 
 
 def causal_mask(start: int, count: int) -> Tensor:
-    """Additive, for a block of `count` behind `start` tokens. [count, start + count]"""
+    """An additive mask for a block of `count` tokens after `start` others. [count, start + count]"""
     return torch.full((count, start + count), torch.finfo(torch.float64).min, dtype=torch.float64).triu(start + 1)
 
 
 @all_shapes
 @pytest.mark.parametrize("sizes", [[SEQ], [1] * SEQ, [4, 1, 3, 2, 1], [1, 7, 3]], ids=str)
 def test_parallel_equals_incremental(make_head: MakeHead, shape: dict[str, Any], sizes: list[int]) -> None:
-    """t: 0 1 2 3 | 4 | 5 6 7 | 8 9 | 10    a block sees all blocks before it and, causally, itself"""
-    head = make_head(**shape).double()  # so that nothing but a wrong order of sums is forgiven
+    """t: 0 1 2 3 | 4 | 5 6 7 | 8 9 | 10    each block sees all blocks before it and, causally, itself"""
+    head = make_head(**shape).double()  # so that the tolerance covers only a different order of sums
     features, tokens, positions = head.project(random_taps(head)), random_tokens(head), torch.arange(SEQ)
     at_once = head(features, tokens, positions)
 
@@ -95,19 +95,19 @@ def test_parallel_equals_incremental(make_head: MakeHead, shape: dict[str, Any],
 
 
 @all_shapes
-def test_an_unroll_equals_drafting_behind_every_prefix(make_head: MakeHead, shape: dict[str, Any]) -> None:
-    """What training sees at index t of step k is what drafting sees k tokens behind the verified prefix 0..t:
+def test_an_unroll_equals_drafting_after_every_prefix(make_head: MakeHead, shape: dict[str, Any]) -> None:
+    """At index t of step k, training sees what drafting sees k tokens after the verified prefix 0..t:
 
     step 0   0 - 1 - 2 - 3 - 4      index 2 at step 2 sees 0 1 2 of step 0, its own key of step 1, itself
     step 1            2'
-    step 2            2''           = a chain of two drafted tokens behind 0 1 2
+    step 2            2''           = a chain of two draft tokens after 0 1 2
     """
     head = make_head(**shape).double()
     unroll = head.max_levels or 5
     taps, tokens, positions = random_taps(head), random_tokens(head), torch.arange(SEQ)
     cache, features, unrolled = UnrollCache(), head.project(taps), []
     for k in range(unroll):
-        # The highest index of a step takes a token from the front, as it does in training; it is not compared.
+        # The last indices wrap around to tokens from the front, as in training; they are not compared.
         fed = tokens.roll(-k, dims=1)
         hidden = head(features, fed, positions + k, cache=cache, level=k)
         unrolled.append(hidden)
@@ -134,9 +134,9 @@ def rms_norm(states: Tensor, weight: Tensor) -> Tensor:
 
 
 def reference_layer(layer: dict[str, Tensor], g: Tensor, inputs: Tensor, dim: int) -> Tensor:
-    """One sample through a decoder layer that attends over `inputs` and adds to `g`.
+    """One sample through a decoder layer that attends over `inputs` and adds the result to `g`.
 
-    Position by position, head by head, from the saved names alone.
+    Computed position by position and head by head, from the saved tensor names alone.
     """
     angles = torch.arange(len(inputs))[:, None] * 10000.0 ** -(torch.arange(0, dim, 2) / dim)
     turn = torch.polar(torch.ones_like(angles), angles).to(torch.complex128)  # [seq, head_dim / 2]
@@ -145,7 +145,7 @@ def reference_layer(layer: dict[str, Tensor], g: Tensor, inputs: Tensor, dim: in
         return (inputs @ layer[f"self_attn.{name}.weight"].T).unflatten(-1, (-1, dim)).transpose(0, 1)
 
     def rotated(states: Tensor) -> Tensor:
-        """Entry i and entry i + head_dim / 2 are the two parts of one complex number."""
+        """Entry i and entry i + head_dim / 2 are the real and imaginary part of one complex number."""
         first, second = states.chunk(2, dim=-1)
         turned = torch.complex(first, second) * turn
         return torch.cat([turned.real, turned.imag], dim=-1)
@@ -157,14 +157,14 @@ def reference_layer(layer: dict[str, Tensor], g: Tensor, inputs: Tensor, dim: in
         for t in range(len(inputs)):
             scores = key[shared, : t + 1] @ query[number, t] / dim**0.5
             mixed[number, t] = scores.softmax(-1) @ value[shared, : t + 1]
-    hidden = g + mixed.transpose(0, 1).flatten(1) @ layer["self_attn.o_proj.weight"].T  # the un-normed g stays
+    hidden = g + mixed.transpose(0, 1).flatten(1) @ layer["self_attn.o_proj.weight"].T  # the residual is un-normed
     normed = rms_norm(hidden, layer["post_attention_layernorm.weight"])
     gate, up = (normed @ layer[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
     return hidden + (gate.sigmoid() * gate * up) @ layer["mlp.down_proj.weight"].T
 
 
 def reference_eagle3(head: Eagle3Head, taps: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """EAGLE-3 as the paper and the published weights have it: hidden states and logits of one sample."""
+    """EAGLE-3 as the paper and the published weights define it: hidden states and logits of one sample."""
     weights = head.state_dict()
     layer = {name.removeprefix("midlayer."): tensor for name, tensor in weights.items()}
     if head.shape.fc_norm:
@@ -174,12 +174,12 @@ def reference_eagle3(head: Eagle3Head, taps: Tensor, tokens: Tensor) -> tuple[Te
     embedding = weights.get("embed_tokens.weight", head.embedding)
     embedded = rms_norm(embedding[tokens], layer["input_layernorm.weight"])
     inputs = torch.cat([embedded, rms_norm(g, layer["hidden_norm.weight"])], dim=-1)  # embedding first
-    hidden = reference_layer(layer, g, inputs, head.shape.head_dim)  # the un-normed g stays
+    hidden = reference_layer(layer, g, inputs, head.shape.head_dim)  # the residual is the un-normed g
     return hidden, rms_norm(hidden, weights["norm.weight"]) @ weights["lm_head.weight"].T
 
 
 def reference_eagle1(head: Eagle1Head, taps: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """EAGLE-1, the same: no norm before its layer's attention and none behind the layer."""
+    """EAGLE-1 likewise: it has no norm before its layer's attention and none after the layer."""
     weights = head.state_dict()
     layer = {name.removeprefix("layers.0."): tensor for name, tensor in weights.items()}
     features = rms_norm(taps, head.norm_weight)
@@ -189,18 +189,18 @@ def reference_eagle1(head: Eagle1Head, taps: Tensor, tokens: Tensor) -> tuple[Te
 
 
 @pytest.mark.parametrize("shape", EAGLE3_SHAPES, ids=str)
-def test_the_forward_is_eagle_3s(make_head: MakeHead, shape: dict[str, Any]) -> None:
+def test_the_forward_is_that_of_eagle_3(make_head: MakeHead, shape: dict[str, Any]) -> None:
     head = make_head(**shape).double()
     taps, tokens = random_taps(head), random_tokens(head)
     hidden = head(head.project(taps), tokens, torch.arange(SEQ))
     for row in range(BATCH):
         wanted, wanted_logits = reference_eagle3(head, taps[row], tokens[row])
-        torch.testing.assert_close(hidden[row], wanted, atol=1e-4, rtol=1e-5)  # its table of angles is float32
+        torch.testing.assert_close(hidden[row], wanted, atol=1e-4, rtol=1e-5)  # the rotary table is float32
         torch.testing.assert_close(head.logits(hidden[row]), wanted_logits, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("shape", EAGLE1_SHAPES, ids=str)
-def test_the_forward_is_eagle_1s(make_head: MakeHead, shape: dict[str, Any]) -> None:
+def test_the_forward_is_that_of_eagle_1(make_head: MakeHead, shape: dict[str, Any]) -> None:
     head = make_head(**shape).double()
     taps, tokens = random_taps(head), random_tokens(head)
     hidden = head(head.project(taps), tokens, torch.arange(SEQ))
@@ -211,7 +211,7 @@ def test_the_forward_is_eagle_1s(make_head: MakeHead, shape: dict[str, Any]) -> 
 
 
 def test_eagle_1_reads_what_hugging_face_calls_the_last_hidden_state(make_head: MakeHead, target: TargetModel) -> None:
-    """`hidden_states[-1]` is behind the final norm, and the target's lm_head reads it as it is."""
+    """`hidden_states[-1]` comes after the final norm, and the target's lm_head reads it without a further norm."""
     head, tokens = make_head("eagle1"), torch.randint(97, (1, SEQ))
     reader = TargetModel(target.model, head.taps)
     with torch.no_grad():
@@ -222,7 +222,7 @@ def test_eagle_1_reads_what_hugging_face_calls_the_last_hidden_state(make_head: 
 
 
 @pytest.mark.parametrize("t", [0, 4, SEQ - 1])
-def test_a_change_is_not_seen_before_its_index(head: Eagle3Head, t: int) -> None:
+def test_a_change_has_no_effect_before_its_index(head: Eagle3Head, t: int) -> None:
     taps, tokens, positions = random_taps(head), random_tokens(head), torch.arange(SEQ)
     before = head(head.project(taps), tokens, positions)
     other_tokens, other_taps = tokens.clone(), taps.clone()
@@ -237,7 +237,7 @@ def test_a_change_is_not_seen_before_its_index(head: Eagle3Head, t: int) -> None
 
 
 def test_a_change_reaches_a_step_of_the_unroll_no_earlier_than_its_token(head: Eagle3Head) -> None:
-    """Step k feeds token t + k at index t, so a change of token 6 is first seen at index 6 - k."""
+    """Step k feeds token t + k at index t, so a change of token 6 first takes effect at index 6 - k."""
     taps, tokens, positions = random_taps(head), random_tokens(head), torch.arange(SEQ)
     other = tokens.clone()
     other[:, 6] = (tokens[:, 6] + 1) % head.target.vocab_size
@@ -254,15 +254,15 @@ def test_a_change_reaches_a_step_of_the_unroll_no_earlier_than_its_token(head: E
         features = [head.feedback(*step) for step in zip(hidden, features, inputs, strict=True)]
 
 
-def test_only_distances_count(head: Eagle3Head) -> None:
+def test_only_distances_between_positions_matter(head: Eagle3Head) -> None:
     features, tokens = head.project(random_taps(head)), random_tokens(head)
-    here, there = (head(features, tokens, torch.arange(SEQ) + start) for start in (0, 100))
-    torch.testing.assert_close(here, there, atol=1e-4, rtol=1e-4)
+    original, shifted = (head(features, tokens, torch.arange(SEQ) + start) for start in (0, 100))
+    torch.testing.assert_close(original, shifted, atol=1e-4, rtol=1e-4)
     stretched = head(features, tokens, torch.arange(SEQ) * 2)
-    assert not torch.allclose(here, stretched, atol=1e-3)
+    assert not torch.allclose(original, stretched, atol=1e-3)
 
 
-def test_positions_of_each_sample_are_its_own(head: Eagle3Head) -> None:
+def test_each_sample_of_a_batch_may_have_its_own_positions(head: Eagle3Head) -> None:
     features, tokens = head.project(random_taps(head)), random_tokens(head)
     positions = torch.stack([torch.arange(SEQ), torch.arange(SEQ) * 3])
     together = head(features, tokens, positions)
@@ -272,7 +272,7 @@ def test_positions_of_each_sample_are_its_own(head: Eagle3Head) -> None:
 
 
 @pytest.mark.parametrize("name", ["fc_norm", "norm_output"])
-def test_each_switch_of_eagle_3_1_changes_what_it_names(make_head: MakeHead, name: str) -> None:
+def test_each_eagle_3_1_option_changes_only_what_it_names(make_head: MakeHead, name: str) -> None:
     plain, switched = make_head(), make_head(**{name: True})
     taps, tokens, positions = random_taps(plain), random_tokens(plain), torch.arange(SEQ)
     assert torch.equal(plain.project(taps), switched.project(taps)) == (name != "fc_norm")
@@ -293,8 +293,10 @@ def test_the_embedding_is_shared_and_neither_trained_nor_saved(make_head: MakeHe
 
 
 @pytest.mark.parametrize("width", [24, 48])
-def test_a_head_of_another_width_brings_its_own_embedding_made_of_the_targets(frozen: FrozenTarget, width: int) -> None:
-    """A random projection keeps angles roughly: tokens that are alike to the target stay so."""
+def test_a_head_of_another_width_starts_with_a_projection_of_the_targets_embedding(
+    frozen: FrozenTarget, width: int
+) -> None:
+    """A random projection roughly preserves angles, so tokens that are similar to the target stay similar."""
     head = new_head(Eagle3Section(kind="eagle3", hidden_size=width), frozen, DraftVocab.full(97), seed=3)
     own = dict(head.named_parameters())["embed_tokens.weight"]
     assert own.shape == (97, width)
@@ -302,8 +304,8 @@ def test_a_head_of_another_width_brings_its_own_embedding_made_of_the_targets(fr
     assert torch.corrcoef(torch.stack(angles))[0, 1] > 0.5
 
 
-def test_taps_are_scaled_by_powers_of_two_that_the_saved_head_has_in_its_weights(frozen: FrozenTarget) -> None:
-    """What is trained sees taps around 1, what is saved reads them as they are, with the same features bit for bit."""
+def test_the_scales_of_taps_are_folded_into_the_saved_weights_exactly(frozen: FrozenTarget) -> None:
+    """Training scales the taps to about 1; the saved head reads them unscaled, with the same features bit for bit."""
     head = new_head(Eagle3Section(kind="eagle3"), frozen, DraftVocab.full(97), seed=3)
     assert isinstance(head, Eagle3Head)
     sizes = [11.0, 0.3, 27.0]
@@ -317,8 +319,9 @@ def test_taps_are_scaled_by_powers_of_two_that_the_saved_head_has_in_its_weights
     assert "tap_scale" not in head.engine_tensors()
 
 
-def test_the_inputs_of_eagle_1_are_scaled_and_the_saved_head_has_it_in_its_weights(frozen: FrozenTarget) -> None:
-    """An embedding 100 times smaller than the feature still has its say, and what is saved computes the same."""
+def test_the_input_scales_of_eagle_1_are_folded_into_the_saved_weights_exactly(frozen: FrozenTarget) -> None:
+    """An embedding 100 times smaller than the feature still influences the result, and the saved head computes the
+    same."""
     small = replace(frozen, embedding=frozen.embedding / 100)
     head = new_head(Eagle1Section(kind="eagle1"), small, DraftVocab.full(97), seed=3)
     taps, tokens, positions = random_taps(head), random_tokens(head), torch.arange(SEQ)
@@ -333,7 +336,9 @@ def test_the_inputs_of_eagle_1_are_scaled_and_the_saved_head_has_it_in_its_weigh
 
 
 @all_shapes
-def test_what_the_logits_depend_on_is_named(make_head: MakeHead, shape: dict[str, Any]) -> None:
+def test_logits_parameters_are_exactly_those_that_the_logits_depend_on(
+    make_head: MakeHead, shape: dict[str, Any]
+) -> None:
     head = make_head(**shape).requires_grad_(True)
     hidden = torch.randn(3, head.feature_size, requires_grad=True)
     logits = torch.stack([head.logits(hidden, level) for level in range(head.max_levels or 1)])
@@ -347,7 +352,7 @@ def test_what_the_logits_depend_on_is_named(make_head: MakeHead, shape: dict[str
 def test_a_new_head_reads_its_features_through_the_targets_norm_and_lm_head(
     frozen: FrozenTarget, size: int | None
 ) -> None:
-    """Before its first step the new layer is silent: the logits are the target's own reading of the projected taps."""
+    """An untrained layer passes its features through, so the logits are the target's own for the projected taps."""
     vocab = DraftVocab.full(97) if size is None else DraftVocab.most_frequent(torch.randint(50, (97,)), size)
     head = new_head(Eagle3Section(kind="eagle3"), frozen, vocab, seed=3)
     taps, tokens = random_taps(head), random_tokens(head)
@@ -390,7 +395,7 @@ def test_rotary_angles_are_the_targets_own(kind: str, scaling: dict[str, float])
 
 
 def test_an_unknown_rope_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"rope_type 'yarn'.*only default, linear, llama3"):
+    with pytest.raises(ValueError, match=r"rope_type 'yarn'.*only default, linear, llama3 are allowed"):
         rotary_table(Rope(kind="yarn"), 8, 16)
 
 
@@ -434,9 +439,9 @@ def test_an_impossible_draft_vocabulary_size_is_refused(size: int) -> None:
     "d2t",
     [
         [0, 5, 95],  # target ids 0 6 97: beyond the vocabulary
-        [5, 4, 4],  # 5 5 6: one twice
+        [5, 4, 4],  # 5 5 6: a repeated id
         [9, 0, 0],  # 9 1 2: not ascending
-        [-1, 0, 0],  # -1 1 2
+        [-1, 0, 0],  # -1 1 2: a negative id
     ],
 )
 def test_offsets_that_give_no_vocabulary_are_refused(d2t: list[int]) -> None:

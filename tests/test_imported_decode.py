@@ -1,7 +1,7 @@
-"""Law: a head in its authors' layout, written by the names that they document, drafts here as it did before.
+"""Law: a head in its authors' layout, written under the names that they document, drafts the same after conversion.
 
-For the bundled target: its EAGLE-3 head without the norms of 3.1, and untrained EAGLE-1 and Medusa heads, of which the
-logits say more than what is accepted.
+The heads are for the bundled target: its EAGLE-3 head without the norms of 3.1, and untrained EAGLE-1 and Medusa heads,
+whose logits tell more than their few accepted tokens.
 """
 
 import dataclasses
@@ -44,11 +44,11 @@ EAGLE3_NAMES = [
     "norm.weight",
     "lm_head.weight",
 ]
-Published = tuple[DraftHead, dict[str, Any], str, dict[str, Tensor]]  # head, config.json, weights' file, its tensors
+Published = tuple[DraftHead, dict[str, Any], str, dict[str, Tensor]]  # head, config.json, name of weights file, tensors
 
 
 def eagle3(frozen: FrozenTarget) -> Published:
-    """Of two thirds of the vocabulary, in half the names' order that our own files have."""
+    """Drafts two thirds of the vocabulary."""
     old = load_head(HEAD, frozen)
     assert isinstance(old, Eagle3Head)
     ids = torch.tensor([token for token in range(frozen.config.vocab_size) if token % 3])
@@ -99,7 +99,7 @@ def medusa(frozen: FrozenTarget) -> Published:
 
 
 def llama(frozen: FrozenTarget) -> dict[str, Any]:
-    """config.json as the authors of EAGLE write it."""
+    """config.json as the EAGLE authors write it."""
     target = frozen.config
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -124,7 +124,7 @@ def logits(head: DraftHead) -> Tensor:
 
 
 @pytest.mark.parametrize(("publish", "least"), [(eagle3, 1.2), (eagle1, 1.0), (medusa, 1.0)])
-def test_a_published_head_has_the_same_tau_before_and_after(
+def test_a_published_head_has_the_same_acceptance_length_before_and_after_conversion(
     publish: Callable[[FrozenTarget], Published], least: float, tmp_path: Path
 ) -> None:
     head, config, file, tensors = publish(FrozenTarget.from_folder(TARGET, torch.float32))

@@ -1,4 +1,4 @@
-"""Laws of the lint: each mistake that engines pass over in silence is found, for the engines that it concerns."""
+"""Laws of heads.lint: it finds every mistake that engines silently ignore, for exactly the engines it concerns."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +19,7 @@ SERVING = {"vllm", "sglang", "tensorrt_llm"}
 
 
 def planted(where: str, engines: set[str], config: Any = None, tensors: Any = None, text: str = "") -> Any:
-    """A mistake, and what the lint must say of it."""
+    """A mistake planted in a head's files, and what lint must report: where, for which engines, with which words."""
     return pytest.param(where, engines, config, tensors, text, id=f"{where} {text}".strip())
 
 
@@ -28,7 +28,7 @@ def without_ids(config: dict[str, Any]) -> None:
 
 
 def shift_ids(config: dict[str, Any]) -> None:
-    """Both countings off by one: consistent, and wrong."""
+    """Both lists of ids off by one: they agree, and both are wrong."""
     config[IDS] = [tap - 1 for tap in config[IDS]]
     config["eagle_config"] = {IDS: [layer - 1 for layer in config["eagle_config"][IDS]]}
 
@@ -51,20 +51,20 @@ def prefixed(tensors: dict[str, Tensor]) -> None:
 
 
 MISTAKES = [
-    # Those of the table of silent mistakes
-    planted("tensor fc.weight", SERVING, tensors=lambda t: t.pop("fc.weight"), text="nothing"),
-    planted("tensor d2t", SERVING, tensors=lambda t: t.pop("d2t"), text="nothing"),
+    # Mistakes that engines silently ignore
+    planted("tensor fc.weight", SERVING, tensors=lambda t: t.pop("fc.weight"), text="missing"),
+    planted("tensor d2t", SERVING, tensors=lambda t: t.pop("d2t"), text="missing"),
     planted("tensor d2t", SERVING, tensors=absolute, text="offsets"),
     planted("tensor d2t", SERVING, tensors=absolute_alone, text="rise at every step"),
-    planted("tensor lm_head.weight", SERVING, tensors=lambda t: t.pop("lm_head.weight"), text="nothing"),
+    planted("tensor lm_head.weight", SERVING, tensors=lambda t: t.pop("lm_head.weight"), text="missing"),
     planted(IDS, SERVING - {"tensorrt_llm"}, config=shift_ids, text="captures hidden_states [0, 2, 5]"),
     planted("tensor midlayer.hidden_norm.weight", SERVING, tensors=lambda t: t.pop("midlayer.hidden_norm.weight")),
     planted("max_position_embeddings", SERVING, config=lambda c: c.update(max_position_embeddings=32)),
-    # The loud ones
+    # Mistakes at which engines stop
     planted("tensor model.norm.weight", SERVING, tensors=prefixed, text="norm.weight is allowed"),
     planted("vocab_size", SERVING, config=lambda c: c.update(vocab_size=6), text="the target's 97"),
     planted("draft_vocab_size", SERVING, config=lambda c: c.pop("draft_vocab_size")),
-    # What else the contracts say
+    # The other rules
     planted("architectures", {"sglang"}, config=lambda c: c.update(architectures=["LlamaForCausalLM"])),
     planted("model_type", SERVING, config=lambda c: c.update(model_type="qwen3")),
     planted("num_hidden_layers", SERVING, config=lambda c: c.update(num_hidden_layers=2)),
@@ -86,7 +86,7 @@ MISTAKES = [
     planted("tensor fc.weight", SERVING - {"tensorrt_llm"}, config=lambda c: c.update(num_aux_hidden_states=5)),
     planted("tensor norm.weight", SERVING, tensors=spoil, text="finite"),
     planted("tensor norm.weight", SERVING, tensors=lambda t: t.update({"norm.weight": torch.ones(31)}), text="[31]"),
-    planted("tensor fc.bias", SERVING, tensors=lambda t: t.update({"fc.bias": torch.ones(32)}), text="none such"),
+    planted("tensor fc.bias", SERVING, tensors=lambda t: t.update({"fc.bias": torch.ones(32)}), text="no such tensor"),
     planted(
         "tensor embed_tokens.weight",
         SERVING - {"vllm"},
@@ -112,13 +112,13 @@ def test_each_planted_mistake_is_found(
         edit_config(folder, config)
     if tensors is not None:
         edit_tensors(folder, tensors)
-    found = [finding for finding in lint(folder, str(target_folder)) if finding.severity == "error"]
-    hits = [finding for finding in found if finding.where.endswith(where) and text in str(finding)]
-    assert {finding.engine for finding in hits} == engines, [str(finding) for finding in found]
-    assert {finding.engine for finding in found} == engines
+    found = [violation for violation in lint(folder, str(target_folder)) if violation.severity == "error"]
+    hits = [violation for violation in found if violation.where.endswith(where) and text in str(violation)]
+    assert {violation.engine for violation in hits} == engines, [str(violation) for violation in found]
+    assert {violation.engine for violation in found} == engines
 
 
-SILENT: dict[str, Callable[[dict[str, Any], dict[str, Tensor]], object]] = {  # the table of silent mistakes, row by row
+SILENT: dict[str, Callable[[dict[str, Any], dict[str, Tensor]], object]] = {  # mistakes that engines silently ignore
     "no fc": lambda config, tensors: tensors.pop("fc.weight"),
     "no d2t": lambda config, tensors: tensors.pop("d2t"),
     "d2t of ids": lambda config, tensors: tensors.update(d2t=LIMITED.ids.clone()),
@@ -134,10 +134,10 @@ def layer_keys(config: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("ours", [True, False], ids=["with our note", "without"])
+@pytest.mark.parametrize("ours", [True, False], ids=["our head", "published head"])
 @pytest.mark.parametrize("name", ["vllm", "speculators", "eagle"])
 @pytest.mark.parametrize("mistake", SILENT)
-def test_what_engines_pass_over_is_found_in_every_layout_also_in_heads_of_others(
+def test_mistakes_that_engines_ignore_are_found_in_every_layout_and_in_published_heads(
     make_head: MakeHead, target_folder: Path, tmp_path: Path, mistake: str, name: str, ours: bool
 ) -> None:
     folder = exported(make_head(vocab=LIMITED), tmp_path, target_folder, name)
@@ -145,21 +145,23 @@ def test_what_engines_pass_over_is_found_in_every_layout_also_in_heads_of_others
     edit_config(folder, lambda config: None if ours else config.pop("headstart"))
     assert lint(folder, str(target_folder), engines) == []
     edit_config(folder, lambda config: edit_tensors(folder, lambda tensors: SILENT[mistake](config, tensors)))
-    found = {finding.severity for finding in lint(folder, str(target_folder), engines)}
+    found = {violation.severity for violation in lint(folder, str(target_folder), engines)}
     if mistake == "taps off by one" and ours:
-        assert found == ({"error"} if name != "eagle" else set())  # the reference looks at no ids
+        assert found == ({"error"} if name != "eagle" else set())  # the EAGLE authors' code reads no ids
     elif mistake == "taps off by one" and name != "eagle":
-        assert found == {"warning"}  # which ones it was trained on is not in the file
+        assert found == {"warning"}  # the file does not say which taps the head was trained on
     else:
         assert "error" in found
 
 
-def test_a_d2t_where_the_vocabulary_is_whole_is_found(make_head: MakeHead, target_folder: Path, tmp_path: Path) -> None:
-    """vLLM 0.32 has no place for it, and stops."""
+def test_a_d2t_of_a_head_with_the_whole_vocabulary_is_found(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path
+) -> None:
+    """vLLM 0.32 has no parameter of that name and refuses the head."""
     folder = exported(make_head(), tmp_path, target_folder, "vllm")
     edit_tensors(folder, lambda tensors: tensors.update(d2t=torch.zeros(97, dtype=torch.long)))
-    [finding] = lint(folder, str(target_folder))
-    assert (finding.engine, finding.where) == ("vllm", "tensor d2t")
+    [violation] = lint(folder, str(target_folder))
+    assert (violation.engine, violation.where) == ("vllm", "tensor d2t")
 
 
 EAGLE1_MISTAKES = [
@@ -169,7 +171,7 @@ EAGLE1_MISTAKES = [
         {"vllm", "sglang"},
         tensors=lambda t: t.update({"layers.0.input_layernorm.weight": torch.ones(32)}),
     ),
-    planted("tensor fc.bias", {"vllm"}, tensors=lambda t: t.update({"fc.bias": torch.ones(32)}), text="in silence"),
+    planted("tensor fc.bias", {"vllm"}, tensors=lambda t: t.update({"fc.bias": torch.ones(32)}), text="silently"),
     planted("tensor fc.bias", {"sglang"}, tensors=lambda t: t.pop("fc.bias"), text="uninitialised"),
     planted("bias", {"vllm", "sglang"}, config=lambda c: c.update(bias=True)),
     planted("architectures", {"sglang"}, config=lambda c: c.update(architectures=["EagleLlamaForCausalLM"])),
@@ -198,8 +200,8 @@ def test_each_mistake_planted_in_an_eagle_1_head_is_found(
     edit_config(folder, config or (lambda c: None))
     edit_tensors(folder, tensors or (lambda t: None))
     found = lint(folder, str(target_folder))
-    assert {finding.engine for finding in found} == engines, [str(finding) for finding in found]
-    assert all(finding.where.endswith(where) and text in str(finding) for finding in found)
+    assert {violation.engine for violation in found} == engines, [str(violation) for violation in found]
+    assert all(violation.where.endswith(where) and text in str(violation) for violation in found)
 
 
 def renamed(tensors: dict[str, Tensor]) -> None:
@@ -208,21 +210,23 @@ def renamed(tensors: dict[str, Tensor]) -> None:
 
 VLLM = {"vllm"}
 MEDUSA_MISTAKES = [
-    planted("num_heads", VLLM, config=lambda c: c.update(num_heads=4), text="3, as many as there are tensors"),
-    planted("num_heads", VLLM, config=lambda c: [c.pop("num_heads"), c.pop("medusa_num_heads")], text="None"),
+    planted(
+        "num_heads", VLLM, config=lambda c: c.update(num_heads=4), text="3 is allowed: the file has tensors for 3 heads"
+    ),
+    planted("num_heads", VLLM, config=lambda c: [c.pop("num_heads"), c.pop("medusa_num_heads")], text="missing"),
     planted("medusa_num_layers", VLLM, config=lambda c: c.update(medusa_num_layers=2)),
     planted("hidden_size", VLLM, config=lambda c: c.pop("hidden_size"), text="the target's 32"),
     planted("vocab_size", VLLM, config=lambda c: c.update(vocab_size=32001)),
     planted("truncated_vocab_size", VLLM, config=lambda c: c.update(truncated_vocab_size=6)),
     planted("original_lm_head", VLLM, config=lambda c: c.update(original_lm_head=True)),
-    planted("medusa_fc_bias", VLLM, config=lambda c: c.pop("medusa_fc_bias"), text="in silence"),
+    planted("medusa_fc_bias", VLLM, config=lambda c: c.pop("medusa_fc_bias"), text="silently"),
     planted("architectures", VLLM, config=lambda c: c.update(architectures=["LlamaForCausalLM"])),
     planted("tensor token_map", VLLM, tensors=lambda t: t.update(token_map=LIMITED.ids.clone())),
-    planted("tensor lm_heads.1.weight", VLLM, tensors=lambda t: t.pop("lm_heads.1.weight"), text="nothing"),
-    planted("tensor blocks.2.layers.0.bias", VLLM, tensors=lambda t: t.pop("blocks.2.layers.0.bias"), text="nothing"),
+    planted("tensor lm_heads.1.weight", VLLM, tensors=lambda t: t.pop("lm_heads.1.weight"), text="missing"),
+    planted("tensor blocks.2.layers.0.bias", VLLM, tensors=lambda t: t.pop("blocks.2.layers.0.bias"), text="missing"),
     planted("tensor lm_heads.0.weight", VLLM, tensors=lambda t: t.update({"lm_heads.0.weight": torch.ones(6, 32)})),
     planted("tensor medusa_head.0.0.linear.weight", VLLM, tensors=renamed, text="0.0.linear.weight is allowed"),
-    planted("tensor extra", VLLM, tensors=lambda t: t.update(extra=torch.ones(2)), text="none such"),
+    planted("tensor extra", VLLM, tensors=lambda t: t.update(extra=torch.ones(2)), text="no such tensor"),
     planted("blocks.0.layers.0.bias", VLLM, tensors=lambda t: t["blocks.0.layers.0.bias"].fill_(float("inf"))),
 ]
 
@@ -243,21 +247,21 @@ def test_each_mistake_planted_in_medusa_heads_is_found(
     edit_config(folder, config or (lambda c: None))
     edit_tensors(folder, tensors or (lambda t: None))
     found = lint(folder, str(target_folder))
-    hits = {finding.engine for finding in found if finding.where.endswith(where) and text in str(finding)}
-    assert hits == engines, [str(finding) for finding in found]
+    hits = {violation.engine for violation in found if violation.where.endswith(where) and text in str(violation)}
+    assert hits == engines, [str(violation) for violation in found]
 
 
 @pytest.mark.parametrize("prefix", ["", "medusa_head."])
-def test_the_medusa_authors_code_takes_absent_keys_for_its_own_numbers(
+def test_the_medusa_authors_code_has_defaults_for_absent_keys_and_accepts_no_prefix(
     make_head: MakeHead, target_folder: Path, tmp_path: Path, prefix: str
 ) -> None:
-    """4 heads of 1 layer; and its loader passes over names with a prefix."""
+    """It assumes 4 heads of 1 layer, and its loader ignores tensors whose names have a prefix."""
     folder = exported(make_head("medusa", num_heads=4), tmp_path, target_folder, "medusa")
     edit_config(folder, lambda c: [c.pop("medusa_num_heads"), c.pop("medusa_num_layers")])
     assert lint(folder, str(target_folder), ["medusa"]) == []
     edit_config(folder, lambda c: c.update(medusa_num_heads=2))
     edit_tensors(folder, lambda t: t.update({prefix + name: t.pop(name) for name in list(t)}))
-    found = [finding.where for finding in lint(folder, str(target_folder), ["medusa"])]
+    found = [violation.where for violation in lint(folder, str(target_folder), ["medusa"])]
     assert found[0] == "config.json medusa_num_heads"
     assert len(found) == (13 if prefix else 1)
 
@@ -290,29 +294,30 @@ def test_each_mistake_planted_in_a_speculators_head_is_found(
     edit_config(folder, config or (lambda c: None))
     edit_tensors(folder, tensors or (lambda t: None))
     found = lint(folder, str(target_folder))
-    hits = {finding.engine for finding in found if finding.where.endswith(where)}
-    assert hits == engines, [str(finding) for finding in found]
+    hits = {violation.engine for violation in found if violation.where.endswith(where)}
+    assert hits == engines, [str(violation) for violation in found]
 
 
-def test_a_head_from_elsewhere_is_held_to_every_engine_of_its_layout(
+def test_a_published_head_is_checked_for_every_engine_that_reads_its_layout(
     make_head: MakeHead, target_folder: Path, tmp_path: Path
 ) -> None:
-    """Without our note a rotary base other than the target's may be what it was trained with: a warning."""
+    """A published head may have been trained with a rotary base unlike its target's, so that is only a warning."""
     folder = exported(make_head(norm_before_residual=True), tmp_path, target_folder, "vllm")
     assert lint(folder, str(target_folder)) == []
     rope = {"rope_theta": 5e5, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
     edit_config(folder, lambda config: [config.pop("headstart"), config.update(rope)])
     found = lint(folder, str(target_folder))
-    assert {(finding.engine, finding.severity) for finding in found} == {
+    assert {(violation.engine, violation.severity) for violation in found} == {
         ("vllm", "warning"),
         ("sglang", "warning"),
         ("tensorrt_llm", "warning"),
         ("sglang", "error"),
         ("tensorrt_llm", "error"),
     }
-    [finding] = lint(folder, str(target_folder), ["speculators"])
-    assert str(finding) == (
-        f"speculators: error: layout: 'eagle3' found, speculators reads no eagle3; {', '.join(RULES['eagle3'])} do"
+    [violation] = lint(folder, str(target_folder), ["speculators"])
+    assert str(violation) == (
+        f"speculators: error: layout: 'eagle3' found; speculators cannot read eagle3, "
+        f"only {', '.join(RULES['eagle3'])} can"
     )
 
 
@@ -329,7 +334,7 @@ UNREADABLE: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("key", "value"), UNREADABLE)
-def test_a_key_of_another_type_is_named_by_whoever_reads_the_file(
+def test_a_key_with_a_value_of_a_wrong_type_is_named_by_lint_and_by_convert(
     make_head: MakeHead, target_folder: Path, tmp_path: Path, key: str, value: object
 ) -> None:
     folder = exported(make_head(), tmp_path, target_folder, "vllm")
@@ -342,7 +347,7 @@ def test_a_key_of_another_type_is_named_by_whoever_reads_the_file(
 
 
 @pytest.mark.parametrize("good", [True, False])
-def test_the_exit_code_tells_good_from_bad(
+def test_the_exit_code_is_1_if_lint_finds_an_error(
     make_head: MakeHead, target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], good: bool
 ) -> None:
     folder = exported(make_head(), tmp_path, target_folder, "vllm")
@@ -353,4 +358,4 @@ def test_the_exit_code_tells_good_from_bad(
         main([str(folder), "--target", str(target_folder), "--engine", "vllm"])
     assert ended.value.code == (0 if good else 1)
     lines = capsys.readouterr().out.splitlines()
-    assert lines == ([] if good else ["vllm: error: tensor fc.weight: 'nothing' found, [32, 96] is allowed"])
+    assert lines == ([] if good else ["vllm: error: tensor fc.weight: missing; shape [32, 96] is required"])

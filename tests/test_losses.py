@@ -1,4 +1,4 @@
-"""Laws of the objectives: each is its formula, least where the head says what the target says, and well-behaved."""
+"""Laws of the objectives: each matches its formula, is minimal where q equals p and has correct, finite gradients."""
 
 from collections.abc import Callable
 
@@ -28,7 +28,7 @@ def log_probabilities(scale: float = 2.0) -> Tensor:
 
 
 def written_out(name: str, q: list[float], p: list[float]) -> float:
-    """The formulas, token by token."""
+    """The formulas, summed token by token."""
     log = [float(value) for value in torch.tensor(p, dtype=torch.float64).log()]
     log_own = [float(value) for value in torch.tensor(q, dtype=torch.float64).log()]
     accepted = sum(min(p[i], q[i]) for i in range(VOCAB))
@@ -47,20 +47,20 @@ def written_out(name: str, q: list[float], p: list[float]) -> float:
 
 
 @pytest.mark.parametrize("loss", [soft_cross_entropy, acceptance, *DIVERGENCES])
-def test_each_is_its_formula(loss: Loss) -> None:
+def test_each_loss_matches_its_formula(loss: Loss) -> None:
     log_q, log_p = log_probabilities(), log_probabilities()
     wanted = [written_out(loss.__name__, q, p) for q, p in zip(log_q.exp().tolist(), log_p.exp().tolist(), strict=True)]
     torch.testing.assert_close(loss(log_q, log_p), torch.tensor(wanted, dtype=torch.float64), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("loss", DIVERGENCES)
-def test_a_divergence_is_zero_where_q_is_p_and_positive_elsewhere(loss: Loss) -> None:
+def test_a_divergence_is_zero_where_q_equals_p_and_positive_elsewhere(loss: Loss) -> None:
     log_q, log_p = log_probabilities(), log_probabilities()
     torch.testing.assert_close(loss(log_p, log_p), torch.zeros(POSITIONS, dtype=torch.float64))
     assert (loss(log_q, log_p) > 1e-3).all()
 
 
-def test_cross_entropy_is_least_and_acceptance_one_at_the_targets_own_distribution() -> None:
+def test_at_the_targets_own_distribution_cross_entropy_is_minimal_and_acceptance_is_one() -> None:
     log_q, log_p = log_probabilities(), log_probabilities()
     entropy = -(log_p.exp() * log_p).sum(-1)
     torch.testing.assert_close(soft_cross_entropy(log_p, log_p), entropy)
@@ -71,8 +71,8 @@ def test_cross_entropy_is_least_and_acceptance_one_at_the_targets_own_distributi
 
 
 @pytest.mark.parametrize("loss", OBJECTIVES.values(), ids=OBJECTIVES)
-def test_the_gradient_is_that_of_finite_differences(loss: Loss) -> None:
-    """As a function of the head's logits; the share of a blend is a constant, so there it holds for fixed shares."""
+def test_the_gradient_matches_finite_differences(loss: Loss) -> None:
+    """With respect to the head's logits; no gradient flows through a blend's share, so it is held fixed here."""
     logits = torch.randn(6, VOCAB, dtype=torch.float64, requires_grad=True)
     log_p = log_probabilities()[:6]
 
@@ -92,7 +92,7 @@ def test_the_gradient_is_that_of_finite_differences(loss: Loss) -> None:
 
 @pytest.mark.parametrize("loss", OBJECTIVES.values(), ids=OBJECTIVES)
 def test_one_teacher_is_broadcast_over_the_unroll_steps(loss: Loss) -> None:
-    """q [steps, positions, vocab] against p [positions, vocab]: as step by step."""
+    """q [steps, positions, vocab] against p [positions, vocab] gives the same as step by step."""
     log_q, log_p = torch.stack([log_probabilities() for _ in range(3)]), log_probabilities()
     together = loss(log_q, log_p)
     assert together.shape == (3, POSITIONS)
@@ -101,19 +101,19 @@ def test_one_teacher_is_broadcast_over_the_unroll_steps(loss: Loss) -> None:
 
 @pytest.mark.parametrize("loss", OBJECTIVES.values(), ids=OBJECTIVES)
 def test_distributions_without_common_tokens_give_a_finite_gradient(loss: Loss) -> None:
-    """In float32 exp(-200) is zero; a head far from its target must still be told where to go."""
+    """In float32 exp(-200) is zero, yet a head far from its target must still get a usable gradient."""
     logits = torch.tensor([[200.0, 0.0, 0.0]], requires_grad=True)
     log_p = torch.tensor([[0.0, 200.0, 0.0]]).log_softmax(-1)
     value = loss(logits.log_softmax(-1), log_p).sum()
     [gradient] = torch.autograd.grad(value, logits)
     assert value.isfinite()
     assert gradient.isfinite().all()
-    if loss not in (reverse_kl, total_variation):  # what q gives a token weighs its gradient, and that is nothing
+    if loss not in (reverse_kl, total_variation):  # these weight a token's gradient by its q, which is zero here
         assert gradient[0, 1] < 0
 
 
 def test_the_feature_distance_is_smooth_l1() -> None:
-    """Half the square up to one, then the distance less a half; mean over the entries."""
+    """Half the square up to 1, the distance minus one half beyond; averaged over the entries."""
     feature = torch.zeros(2, 4)
     hidden = torch.tensor([[0.5, -0.5, 0.0, 0.0], [3.0, -1.0, 0.0, 0.0]])
     torch.testing.assert_close(feature_distance(hidden, feature), torch.tensor([0.25 / 4, (2.5 + 0.5) / 4]))

@@ -1,4 +1,4 @@
-"""Laws of Medusa and Hydra heads: they start as the target itself, draft what their definition says, change no text."""
+"""Laws of Medusa and Hydra heads: new ones give the target's logits, drafts follow the definition, no text changes."""
 
 import json
 from collections.abc import Callable
@@ -48,7 +48,7 @@ PROMPT = [5, 6, 7, 8]
 
 @pytest.fixture(scope="module")
 def reader(target: TargetModel) -> TargetModel:
-    """The target, tapped where Medusa reads."""
+    """The target, tapped at the hidden state that Medusa reads."""
     return TargetModel(target.model, (target.config.num_layers,))
 
 
@@ -59,10 +59,10 @@ def lossless_samplings() -> list[Sampling]:
 @kinds
 @pytest.mark.parametrize("rank", [None, 4])
 @pytest.mark.parametrize("size", [None, 30])
-def test_new_heads_are_the_target_itself(
+def test_new_heads_give_the_targets_own_logits(
     frozen: FrozenTarget, reader: TargetModel, sequential: bool, size: int | None, rank: int | None
 ) -> None:
-    """Blocks of zeros are the identity, so each head reads off the last hidden state what the target would say next."""
+    """Blocks of zeros are the identity, so each head computes the target's logits from its last hidden state."""
     vocab = DraftVocab.full(97) if size is None else DraftVocab(torch.arange(size) * 3, 97)
     section = MedusaSection(kind="medusa", medusa_heads=3, medusa_layers=2, sequential=sequential, lm_head_rank=rank)
     head, tokens = new_head(section, frozen, vocab, seed=0), torch.randint(97, (2, 9))
@@ -75,8 +75,10 @@ def test_new_heads_are_the_target_itself(
         features = head.feedback(hidden, features, tokens)
 
 
-def test_new_heads_of_a_target_with_capped_logits_are_that_target(frozen: FrozenTarget, make_head: MakeHead) -> None:
-    """Gemma 2's; only the likeliest token was the same."""
+def test_new_heads_of_a_target_with_softcapped_logits_give_its_own_logits(
+    frozen: FrozenTarget, make_head: MakeHead
+) -> None:
+    """As in Gemma 2; heads without the cap once agreed with the target on nothing but the likeliest token."""
     capped = replace(frozen, config=replace(frozen.config, final_logit_softcap=5.0))
     head = new_head(MedusaSection(kind="medusa", medusa_heads=1), capped, DraftVocab.full(97), seed=0)
     last_hidden = torch.randn(1, 4, 32)
@@ -84,12 +86,12 @@ def test_new_heads_of_a_target_with_capped_logits_are_that_target(frozen: Frozen
     torch.testing.assert_close(head.logits(hidden), capped.logits(last_hidden))
 
 
-def test_low_rank_heads_hold_few_weights_and_all_of_them_learn(frozen: FrozenTarget) -> None:
+def test_low_rank_heads_have_few_weights_and_all_of_them_get_gradients(frozen: FrozenTarget) -> None:
     section = MedusaSection(kind="medusa", medusa_heads=2, lm_head_rank=4)
     head = new_head(section, frozen, DraftVocab.full(97), seed=0)
     assert sum(weight.numel() for weight in head.logits_parameters) == 2 * 4 * (32 + 97)
     features, tokens = torch.randn(1, 5, 32), torch.zeros(1, 5, dtype=torch.long)
-    for _ in range(2):  # up is zero at first, so that nothing reaches down yet
+    for _ in range(2):  # `up` starts at zero, so `down` gets no gradient in the first step
         head.zero_grad()
         logits = [head.logits(head(features, tokens, torch.arange(5), level=level), level) for level in range(2)]
         torch.stack(logits).log_softmax(-1)[..., 3].sum().backward()
@@ -101,7 +103,7 @@ def test_low_rank_heads_hold_few_weights_and_all_of_them_learn(frozen: FrozenTar
 
 
 def guesses(head: MedusaHead, feature: Tensor, path: list[int], level: int) -> list[int]:
-    """Tokens by the definition, the likeliest first; `path` holds the root and what was drafted below it."""
+    """A level's tokens by the definition, likeliest first; `path` holds the root token and the draft tokens so far."""
     known = [feature, *(head.embedding[token] for token in path)] if head.shape.sequential else [feature]
     inputs, hidden = torch.cat(known), feature
     for number in range(head.shape.num_layers):
@@ -115,7 +117,7 @@ def guesses(head: MedusaHead, feature: Tensor, path: list[int], level: int) -> l
 
 
 class Recording(HeadDrafter):
-    """Keeps each tree with the text that it was drafted behind."""
+    """Records each tree with the text before it."""
 
     def __init__(self, head: DraftHead, growth: Growth) -> None:
         super().__init__(head, growth)
@@ -129,15 +131,21 @@ class Recording(HeadDrafter):
 
 
 @kinds
-def test_a_drafted_tree_is_the_papers(reader: TargetModel, make_head: MakeHead, sequential: bool) -> None:
-    """root - 0 - 0 - 0     each level's head reads the hidden state of the last token that the target has read;
-    1 - 0         a sequential one also the tokens from there to its own"""
+def test_a_drafted_tree_follows_the_papers_definition(
+    reader: TargetModel, make_head: MakeHead, sequential: bool
+) -> None:
+    """Every level's head reads the hidden state of the last token that the target has read; a sequential head also
+    reads the tokens between that one and its own.
+
+    root - 0 - 0 - 0
+         - 1 - 0
+    """
     paths = ((0,), (1,), (0, 0), (1, 0), (0, 0, 0))
     head = make_head("medusa", num_layers=2, vocab=LIMITED, sequential=sequential)
     drafter = Recording(head, Fixed(paths))
     generate(reader, PROMPT, 12, drafter=drafter)
     assert len(drafter.seen) > 5
-    for text, tree in drafter.seen[:-4]:  # near the end there is no room for all levels
+    for text, tree in drafter.seen[:-4]:  # near the end of the text the trees are cut short
         feature = head.project(reader.forward(torch.tensor([text[:-1]])).taps)[0, -1]
         tokens: dict[tuple[int, ...], list[int]] = {(): [text[-1]]}
         for path in sorted(paths, key=len):
@@ -166,7 +174,7 @@ def test_heads_change_no_text(
 ) -> None:
     requests = [Request(PROMPT[:size], 12, own) for size, own in zip((4, 2, 3), lossless_samplings(), strict=True)]
     drafter = HeadDrafter(make_head("medusa", sequential=sequential), growth)
-    for batch in (requests, requests[:2]):  # with penalties and without, which alone may be captured
+    for batch in (requests, requests[:2]):  # with penalties and without; only the latter may be captured in a graph
         wanted = [found.tokens for found in generate_batch(reader, batch)]
         found = generate_batch(reader, batch, drafter, static=static)
         assert [generation.tokens for generation in found] == wanted
@@ -182,7 +190,7 @@ def test_a_tree_deeper_than_the_heads_is_refused(make_head: MakeHead) -> None:
 
 
 def all_trees(levels: int, ranks: int, nodes: int) -> set[frozenset[tuple[int, ...]]]:
-    """Every tree of so many nodes that holds the parent and the earlier siblings of each."""
+    """Every tree of this many nodes that contains the parent and the earlier siblings of each node."""
     paths = [path for depth in range(1, levels + 1) for path in product(range(ranks), repeat=depth)]
 
     def closed(tree: frozenset[tuple[int, ...]]) -> bool:
@@ -193,7 +201,7 @@ def all_trees(levels: int, ranks: int, nodes: int) -> set[frozenset[tuple[int, .
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 4, 5])
-def test_the_searched_tree_is_the_best_of_all(nodes: int) -> None:
+def test_the_searched_tree_is_the_best_of_all_trees(nodes: int) -> None:
     accuracies = torch.rand(3, 2).sort(descending=True).values * 0.6
 
     def length(tree: frozenset[tuple[int, ...]]) -> float:
@@ -203,24 +211,26 @@ def test_the_searched_tree_is_the_best_of_all(nodes: int) -> None:
     searched = search_tree(accuracies, 9)
     assert length(frozenset(searched.paths[:nodes])) == pytest.approx(best, rel=1e-6)
     assert searched.expected(nodes) == pytest.approx(1 + best, rel=1e-6)
-    Fixed(searched.best(nodes))  # nothing is missing in it
+    Fixed(searched.best(nodes))  # raises if a node's parent is missing
 
 
 def test_more_nodes_than_were_searched_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"decode.nodes: 7 given, 1 to the 6 of the head's tree"):
+    with pytest.raises(ValueError, match=r"decode.nodes: 7 given, 1 to 6 is allowed, the size of the head's tree"):
         search_tree([[0.5, 0.2], [0.4, 0.3]], 99).best(7)
 
 
-def test_dear_nodes_make_a_small_tree() -> None:
+def test_expensive_nodes_give_a_small_tree() -> None:
     tree = search_tree([[0.5, 0.3, 0.1], [0.4, 0.2, 0.1]], 12)
-    costs = [SetCosts(level=0.0, nodes=nodes) for nodes in (1e9, 20.0, 1.0)]  # a node costs 1 / nodes more
+    costs = [SetCosts(level=0.0, nodes=nodes) for nodes in (1e9, 20.0, 1.0)]  # each node adds a cost of 1 / nodes
     sizes = [CostAwareShape.searched(tree, 12, table).fastest(table.costs).nodes for table in costs]
     assert sizes == sorted(sizes, reverse=True)
     assert (sizes[0], sizes[-1]) == (12, 1)
 
 
 @kinds
-def test_ranks_are_counted_as_the_target_chose(reader: TargetModel, make_head: MakeHead, sequential: bool) -> None:
+def test_the_tally_counts_the_rank_of_the_targets_choice_given_a_correct_prefix(
+    reader: TargetModel, make_head: MakeHead, sequential: bool
+) -> None:
     head = make_head("medusa", vocab=LIMITED, sequential=sequential)
     tally = Tally.empty(torch.ones(3, 1), RANKS)
     tally_texts(tally, reader, head, written(reader, head, [PROMPT], 3, 20, [Sampling()]))
@@ -238,7 +248,7 @@ def test_ranks_are_counted_as_the_target_chose(reader: TargetModel, make_head: M
     assert torch.equal(tally.tried.float(), tried)
 
 
-def test_a_recipe_asks_for_the_tree_that_was_fitted(
+def test_a_recipe_with_searched_growth_uses_the_tree_that_calibration_found(
     reader: TargetModel, make_head: MakeHead, target_folder: Path, frozen: FrozenTarget, tmp_path: Path
 ) -> None:
     head, section = make_head("medusa"), DecodeSection(growth="searched", depth=3, nodes=10)
@@ -275,7 +285,7 @@ SHAPES: list[dict[str, Any]] = [
 
 
 def read(head: DraftHead, tokens: Tensor, features: Tensor) -> list[Tensor]:
-    """Logits of all levels."""
+    """The logits of all levels."""
     found = []
     for level in range(head.max_levels or 1):
         hidden = head(features, tokens, torch.arange(tokens.shape[1]), level=level)
@@ -286,11 +296,11 @@ def read(head: DraftHead, tokens: Tensor, features: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("scaled", [False, True], ids=["loaded", "trained"])
-def test_loaded_heads_give_the_logits_that_were_saved(
+def test_loaded_heads_give_the_same_logits_as_the_saved_ones(
     make_head: MakeHead, frozen: FrozenTarget, tmp_path: Path, shape: dict[str, Any], scaled: bool
 ) -> None:
     head = make_head("medusa", **shape)
-    if scaled:  # as in training, by powers of two
+    if scaled:  # training scales the inputs by powers of two
         head.input_scale = torch.tensor([4.0] * 32 + [0.5] * 96)
     tokens, features = torch.randint(97, (2, 5)), torch.randn(2, 5, 32)
     save_head(head, tmp_path / "head")
@@ -301,7 +311,7 @@ def test_loaded_heads_give_the_logits_that_were_saved(
         torch.testing.assert_close(mine, its, atol=1e-5, rtol=1e-5)
 
 
-def test_the_layouts_of_the_reference_and_of_vllm_are_the_same_heads(
+def test_the_authors_layout_and_vllms_hold_the_same_heads(
     make_head: MakeHead, frozen: FrozenTarget, tmp_path: Path
 ) -> None:
     head = make_head("medusa", num_layers=2)
@@ -314,14 +324,14 @@ def test_the_layouts_of_the_reference_and_of_vllm_are_the_same_heads(
         assert again.keys() == ours.keys()
         assert all(again[name] is tensor for name, tensor in ours.items())
     imported = MedusaHead.from_engine({}, reference, frozen)
-    imported.load_state_dict(reference)  # from_engine leaves the state dict
+    imported.load_state_dict(reference)  # from_engine turned it into the state dict
     tokens, features = torch.randint(97, (1, 4)), torch.randn(1, 4, 32)
     for mine, its in zip(read(head, tokens, features), read(imported, tokens, features), strict=True):
         assert torch.equal(mine, its)
 
 
 @pytest.mark.parametrize("name", ["vllm", "medusa"])
-def test_engines_get_the_whole_lm_heads_of_low_rank_heads(make_head: MakeHead, frozen: FrozenTarget, name: str) -> None:
+def test_exports_of_low_rank_heads_hold_full_lm_heads(make_head: MakeHead, frozen: FrozenTarget, name: str) -> None:
     head = make_head("medusa", lm_head_rank=4)
     config, tensors = FORMATS[name].files(head, ServedTarget("target", [], 3))
     whole = head_from_files(Path(name), config, tensors, frozen)
@@ -331,8 +341,8 @@ def test_engines_get_the_whole_lm_heads_of_low_rank_heads(make_head: MakeHead, f
         torch.testing.assert_close(mine, its, atol=1e-4, rtol=1e-4)
 
 
-def test_what_the_reference_cannot_hold_is_refused(make_head: MakeHead) -> None:
-    with pytest.raises(ValueError, match="token_map: the reference layout"):
+def test_heads_that_the_authors_layout_cannot_hold_are_refused(make_head: MakeHead) -> None:
+    with pytest.raises(ValueError, match="token_map: the Medusa authors' layout"):
         to_reference_layout(make_head("medusa", vocab=LIMITED).engine_tensors())
     with pytest.raises(ValueError, match="more than one hidden state"):
         to_reference_layout(make_head("medusa", sequential=True).engine_tensors())
@@ -355,9 +365,9 @@ MEDUSA_RUN = (
 
 
 @pytest.mark.parametrize("sequential", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["medusa", "hydra"])
-def test_a_run_on_anothers_harvest_ends_in_a_better_head_and_a_drawn_tree(tmp_path: Path, sequential: bool) -> None:
+def test_a_run_on_another_runs_harvest_trains_a_head_and_draws_its_tree(tmp_path: Path, sequential: bool) -> None:
     build_run(tmp_path)
-    shared = harvest(tiny_recipe(tmp_path)).folder  # with the taps of an EAGLE-3 head
+    shared = harvest(tiny_recipe(tmp_path)).folder  # harvested with the taps of an EAGLE-3 head
     before = modified(shared)
     places = f"run_dir={tmp_path / 'medusa'}", f"data.folder={shared.parent}"
     recipe = tiny_recipe(tmp_path, *MEDUSA_RUN, *places, f"head.sequential={str(sequential).lower()}")
@@ -374,7 +384,7 @@ def test_a_run_on_anothers_harvest_ends_in_a_better_head_and_a_drawn_tree(tmp_pa
         lossy = recipe.model_copy(update={"decode": recipe.decode.model_copy(update={"acceptance": "typical"})})
         report(lossy)
         written = (recipe.report_dir / "report.md").read_text()
-        assert written.count("| lossy |") == 3  # the ways that draft
+        assert written.count("| lossy |") == 3  # the methods that draft
         assert "typical acceptance, LOSSY" in written.splitlines()[2]
         assert "tree (typical acceptance, LOSSY)" in (recipe.report_dir / "report.html").read_text()
 
@@ -386,13 +396,13 @@ def test_a_run_on_anothers_harvest_ends_in_a_better_head_and_a_drawn_tree(tmp_pa
         ("decode.depth=3", "decode.depth: 3 given, 1 to 2 is allowed, as head.medusa_heads says"),
     ],
 )
-def test_levels_that_do_not_exist_are_refused_at_once(tmp_path: Path, override: str, said: str) -> None:
+def test_a_recipe_with_more_levels_than_heads_is_refused(tmp_path: Path, override: str, said: str) -> None:
     build_run(tmp_path)
     with pytest.raises(ValueError, match=said):
         tiny_recipe(tmp_path, *MEDUSA_RUN, override)
 
 
-def test_a_multiplier_keeps_the_tree() -> None:
+def test_a_calibration_with_a_tree_survives_saving_and_loading() -> None:
     tree = search_tree([[0.5]], 1)
     both = Calibration.from_config(replace(Calibration(), greedy=(2.0,), tree=tree).to_config())
     assert both == Calibration((2.0,), (1.0,), (1.0,), tree)

@@ -1,4 +1,4 @@
-"""Laws of packed rows: samples that share a row know nothing of one another, and train the head as padded ones do."""
+"""Laws of packed rows: samples in one row do not affect each other and train the head exactly as padded ones do."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +21,7 @@ MakeHead = Callable[..., DraftHead]
 UNROLL, VOCAB, HIDDEN = 4, 97, 32
 LENGTHS = [1, 14, 2, 9, 23, 5, 14, 3]
 LIMITS = {"one row": 100, "two rows": 40, "less than the longest": 16, "one token": 1}
-HEADS: dict[str, tuple[dict[str, Any], bool]] = {  # make_head's arguments, and a draft vocabulary or the whole one
+HEADS: dict[str, tuple[dict[str, Any], bool]] = {  # arguments of make_head, and whether to use a draft vocabulary
     "eagle3": ({}, False),
     "EAGLE-3.1": ({"fc_norm": True, "norm_output": True}, True),
     "eagle1": ({"kind": "eagle1"}, False),
@@ -29,7 +29,7 @@ HEADS: dict[str, tuple[dict[str, Any], bool]] = {  # make_head's arguments, and 
 
 
 def random_sample(length: int, kind: str) -> Sample:
-    """A text that the target wrote in parts, perhaps from its first token."""
+    """A text of which the target wrote random parts, possibly including the first token."""
     taps = torch.randn(length, 0 if kind == "eagle1" else 3 * HIDDEN)
     return Sample(torch.randint(VOCAB, (length,)), torch.rand(length) < 0.8, taps, torch.randn(length, HIDDEN))
 
@@ -40,14 +40,14 @@ def head_and_samples(make_head: MakeHead, name: str) -> tuple[DraftHead, list[Sa
     with torch.no_grad():
         for parameter in head.parameters():
             if head.kind == "eagle1" and parameter.ndim == 2:
-                parameter.mul_(0.3)  # its features have no norm and would grow from step to step
+                parameter.mul_(0.3)  # EAGLE-1 features have no norm and would grow from step to step
     return head.requires_grad_(True), [random_sample(length, head.kind) for length in LENGTHS]
 
 
 def loss_and_gradients(
     head: DraftHead, frozen: FrozenTarget, batch: Batch, noise: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """The loss as training takes it, what it was summed over, and its gradient by each weight."""
+    """The training loss, the sums that it consists of, and its gradient with respect to each weight."""
     is_eagle1 = head.kind == "eagle1"
     weight, regression_weight = (0.1, 1.0) if is_eagle1 else (1.0, 0.0)
     objective = Objective("soft_cross_entropy", weight, regression_weight, 0.0, tuple(0.8**k for k in range(UNROLL)))
@@ -61,7 +61,7 @@ def loss_and_gradients(
 
 @pytest.mark.parametrize("limit", LIMITS.values(), ids=LIMITS.keys())
 @pytest.mark.parametrize("name", HEADS)
-def test_packed_samples_have_the_loss_and_the_gradients_of_padded_ones(
+def test_packed_samples_give_the_same_loss_and_gradients_as_padded_ones(
     make_head: MakeHead, frozen: FrozenTarget, name: str, limit: int
 ) -> None:
     head, samples = head_and_samples(make_head, name)
@@ -76,13 +76,13 @@ def test_packed_samples_have_the_loss_and_the_gradients_of_padded_ones(
     assert batch.tokens.shape[0] == len(packing)
     packed = loss_and_gradients(head, frozen, batch, noises[1])
     for what, its in padded.items():
-        assert its.abs().max() > 1e-6, f"{what} says nothing"
+        assert its.abs().max() > 1e-6, f"{what} is zero, so the comparison would be empty"
         assert (packed[what] - its).norm() <= 1e-5 * its.norm(), what
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_no_sample_of_a_row_feels_another(make_head: MakeHead, frozen: FrozenTarget, name: str) -> None:
-    """Neither loss nor gradients of the one in the middle move when those beside it are others of the same lengths."""
+def test_no_sample_of_a_row_affects_another(make_head: MakeHead, frozen: FrozenTarget, name: str) -> None:
+    """Replacing a sample's neighbours by others of the same lengths changes neither its loss nor its gradients."""
     head, samples = head_and_samples(make_head, name)
 
     def of_the_middle(others: list[Sample]) -> dict[str, Tensor]:
@@ -97,10 +97,10 @@ def test_no_sample_of_a_row_feels_another(make_head: MakeHead, frozen: FrozenTar
     assert_close(before, alone, rtol=1e-5, atol=1e-6)
 
 
-def test_no_sample_foretells_the_first_token_of_the_next(frozen: FrozenTarget) -> None:
-    """The target may have written it, but in another text.
+def test_no_sample_predicts_the_first_token_of_the_next(frozen: FrozenTarget) -> None:
+    """The target may have written that token, but in another text.
 
-    tokens       a b c | d e       supervised: the target's distribution behind a, b and d
+    tokens       a b c | d e       supervised: the target's distribution after a, b and d
     loss mask    1 1 1   1 1
     """
     samples = [replace(random_sample(length, "eagle3"), loss_mask=torch.ones(length).bool()) for length in (3, 2)]
@@ -111,14 +111,14 @@ def test_no_sample_foretells_the_first_token_of_the_next(frozen: FrozenTarget) -
     assert found.reached(2).tolist() == [[False, True, False], [False, False, False]]
 
 
-def test_positions_begin_again_with_each_sample() -> None:
+def test_positions_restart_at_each_sample() -> None:
     documents = Documents.in_rows([[3, 2], [1, 2, 1]])
     assert documents.places.tolist() == [[0, 1, 2, 0, 1], [0, 0, 1, 0, 0]]
-    assert documents.lengths == ((3, 2), (1, 2, 1, 1))  # the padding, as a document of its own
+    assert documents.lengths == ((3, 2), (1, 2, 1, 1))  # the last one is padding
     assert documents.starts.tolist() == [0, 3, 5, 6, 8, 9, 10]
 
 
-def test_packing_puts_each_sample_whole_into_one_row_of_the_given_length() -> None:
+def test_packing_puts_each_sample_undivided_into_one_row_of_limited_length() -> None:
     generator = torch.Generator().manual_seed(0)
     for limit in (1, 7, 30, 64, 1000):
         lengths = torch.randint(1, 65, (40,), generator=generator).tolist()
@@ -128,12 +128,12 @@ def test_packing_puts_each_sample_whole_into_one_row_of_the_given_length() -> No
         sizes = [sum(lengths[number] for number in row) for row in packing]
         assert all(size <= limit or len(row) == 1 for size, row in zip(sizes, packing, strict=True))
         fitting = [size for size in sizes if size <= limit]
-        assert all(a + b > limit for i, a in enumerate(fitting) for b in fitting[:i])  # no two rows fit into one
+        assert all(a + b > limit for i, a in enumerate(fitting) for b in fitting[:i])  # no two rows would fit in one
         assert pack(lengths, limit) == packing
     assert pack(lengths, None) is None
 
 
-def test_what_belongs_to_a_token_lies_where_the_token_lies() -> None:
+def test_packed_tokens_taps_and_hidden_states_stay_aligned() -> None:
     samples = [random_sample(length, "eagle3") for length in LENGTHS]
     packing = pack(LENGTHS, 30)
     batch = Batch.collate(samples, torch.float32, "cpu", packing)

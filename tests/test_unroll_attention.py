@@ -1,4 +1,4 @@
-"""Laws of an unroll step's attention: on every kernel the merged form is the dense one, forward and backward."""
+"""Laws of unroll attention: with every kernel the merged form equals the dense one, forward and backward."""
 
 import itertools
 from collections.abc import Callable
@@ -19,7 +19,7 @@ KERNELS = {"fused on CPU": CPU_FUSED, "portable": PORTABLE}
 
 @pytest.fixture(params=KERNELS)
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CausalKernel:
-    """Each kernel that runs on a CPU in turn, the portable one in blocks that do not divide the length."""
+    """Each kernel that runs on a CPU; the portable one in blocks that do not divide the length."""
     chosen = KERNELS[request.param]
     monkeypatch.setattr("heads.unroll_attention.kernel_for", lambda query: chosen)
     monkeypatch.setattr("heads.causal_kernels.QUERY_BLOCK", 4)
@@ -29,7 +29,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> C
 def random_blocks(
     steps: int, seq: int = 9, num_heads: int = 4, num_kv_heads: int = 4, dtype: torch.dtype = torch.float32
 ) -> Blocks:
-    """Query, keys and values of step `steps`, strided as a head's projections are: [batch, heads, seq, head_dim]."""
+    """Query, keys and values of step `steps`, [batch, heads, seq, head_dim], strided like a head's projections."""
 
     def draw(heads: int) -> Tensor:
         return torch.randn(2, seq, heads, 8, dtype=dtype).transpose(1, 2).requires_grad_()
@@ -39,7 +39,7 @@ def random_blocks(
 
 
 def dense(query: Tensor, keys: list[Tensor], values: list[Tensor], documents: Documents | None = None) -> Tensor:
-    """The definition, with every score in memory."""
+    """The definition, with all scores in memory."""
     groups, scale, seq = query.shape[1] // keys[0].shape[1], query.shape[-1] ** -0.5, query.shape[2]
     keys, values = ([block.repeat_interleave(groups, dim=1) for block in blocks] for blocks in (keys, values))
     unseen = torch.ones(1, seq, seq, dtype=torch.bool).triu(1)
@@ -68,14 +68,16 @@ def by_hand(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_both_forms_are_the_definition(kernel: CausalKernel, steps: int, num_kv_heads: int) -> None:
+def test_the_dense_and_the_merged_form_match_the_definition(
+    kernel: CausalKernel, steps: int, num_kv_heads: int
+) -> None:
     with torch.no_grad():
         blocks = random_blocks(steps, num_kv_heads=num_kv_heads)
         torch.testing.assert_close(dense(*blocks), by_hand(*blocks), atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(unroll_attention(*blocks), by_hand(*blocks), atol=1e-5, rtol=1e-5)
 
 
-# Lengths of the documents in two rows of 33; behind the last one is padding.
+# Lengths of the documents in two rows of 33; the rest of a row is padding.
 PACKED = {"rows": None, "packed": [[5, 1, 20, 7], [16, 2, 11]], "one alone": [[33], [1, 32]]}
 
 
@@ -99,12 +101,12 @@ def test_merged_equals_dense_in_value_and_every_gradient(
 
 
 @pytest.mark.parametrize("seq", [1, 2])
-def test_the_shortest_rows_are_no_trouble(kernel: CausalKernel, seq: int) -> None:
+def test_the_shortest_rows_work(kernel: CausalKernel, seq: int) -> None:
     blocks = random_blocks(2, seq)
     torch.testing.assert_close(unroll_attention(*blocks), dense(*blocks), atol=1e-5, rtol=1e-5)
 
 
-def test_merged_gradients_are_those_of_finite_differences(kernel: CausalKernel) -> None:
+def test_merged_gradients_match_finite_differences(kernel: CausalKernel) -> None:
     query, keys, values = random_blocks(2, seq=5, num_heads=2, num_kv_heads=1, dtype=torch.float64)
     for documents in (None, Documents.in_rows([[2, 3], [4]])):
         merged = partial(MergedAttention.apply, documents)
@@ -112,8 +114,8 @@ def test_merged_gradients_are_those_of_finite_differences(kernel: CausalKernel) 
 
 
 @pytest.mark.parametrize("loud", ["causal", "own"])
-def test_one_side_far_above_the_other_is_no_trouble(kernel: CausalKernel, loud: str) -> None:
-    """exp(score) overflows beyond 88: everything must be relative to the joint log-sum-exp."""
+def test_large_scores_on_one_side_do_not_overflow(kernel: CausalKernel, loud: str) -> None:
+    """exp(score) overflows beyond 88, so everything must be computed relative to the joint log-sum-exp."""
     query, keys, values = random_blocks(2)
     with torch.no_grad():
         for block in keys[:1] if loud == "causal" else keys[1:]:
@@ -125,7 +127,7 @@ def test_one_side_far_above_the_other_is_no_trouble(kernel: CausalKernel, loud: 
 
 
 def seen_by(change: Callable[[Tensor], None], step: int, documents: Documents | None) -> list[int]:
-    """The places of a row of 5 whose output a change of a step's keys is seen in."""
+    """The indices, in a row of 5, whose output depends on a change of a step's keys."""
     with torch.no_grad():
         torch.manual_seed(1)
         query, keys, values = random_blocks(2, seq=5)
@@ -137,8 +139,8 @@ def seen_by(change: Callable[[Tensor], None], step: int, documents: Documents | 
 
 
 def test_a_later_step_sees_no_other_index_of_its_own_steps(kernel: CausalKernel) -> None:
-    """index   0 1 2 3 4       a change of key 2 in a later step is seen by query 2 alone,
-    step 1          ^         one in step 0 by queries 2 3 4, and of those by its own document
+    """index   0 1 2 3 4       a change of key 2 in a later step is seen only by query 2,
+    step 1          ^         a change in step 0 by queries 2 3 4, as far as they are in its document
     """
 
     def second(keys: Tensor) -> None:
@@ -151,7 +153,7 @@ def test_a_later_step_sees_no_other_index_of_its_own_steps(kernel: CausalKernel)
 
 @pytest.mark.parametrize("num_kv_heads", [4, 2])
 def test_bfloat16_stays_bfloat16_and_loses_no_more_than_the_dense_form(kernel: CausalKernel, num_kv_heads: int) -> None:
-    """The log-sum-exps are float32; the output and every gradient come back in the type that went in."""
+    """The log-sum-exps are float32; the output and every gradient have the dtype of the input."""
     query, keys, values = random_blocks(3, seq=33, num_kv_heads=num_kv_heads, dtype=torch.bfloat16)
     inputs = [query, *keys, *values]
     merged = unroll_attention(query, keys, values)
@@ -165,7 +167,8 @@ def test_bfloat16_stays_bfloat16_and_loses_no_more_than_the_dense_form(kernel: C
 
 
 def saved_bytes(seq: int, packed: bool) -> tuple[int, int]:
-    """What a step's attention keeps for its gradient, and the largest tensor that was ever made, in numbers."""
+    """The bytes that a step's attention saves for its gradient, and the number of entries of the largest tensor that it
+    creates."""
     query, keys, values = random_blocks(2, seq, num_kv_heads=2)
     documents = Documents.in_rows([[seq // 4] * 4] * 2) if packed else None
     saved: dict[int, int] = {}
@@ -194,15 +197,15 @@ class Largest(torch.utils._python_dispatch.TorchDispatchMode):
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 def test_memory_is_linear_in_the_length(kernel: CausalKernel, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No tensor of length x length, forward or backward; four times the length keeps four times the bytes."""
+    """No tensor is length x length, forward or backward; four times the length saves four times the bytes."""
     monkeypatch.setattr("heads.causal_kernels.QUERY_BLOCK", 32)
     short, long = saved_bytes(128, packed), saved_bytes(512, packed)
     assert [after / before for before, after in zip(short, long, strict=True)] == [4, 4]
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
-def test_the_fused_kernel_of_a_gpu_is_given_what_its_schema_asks_for(packed: bool) -> None:
-    """Shapes and types alone, as no GPU is needed for them; the numbers are the next test's."""
+def test_the_fused_gpu_kernel_gets_arguments_that_match_its_schema(packed: bool) -> None:
+    """Checks shapes and dtypes only, which needs no GPU; the next test checks the numbers."""
     with FakeTensorMode():
 
         def states(num_heads: int) -> Tensor:
@@ -223,10 +226,10 @@ def test_the_fused_kernel_of_a_gpu_is_given_what_its_schema_asks_for(packed: boo
 @pytest.mark.parametrize("packed", [None, [[70, 1, 57], [100]]], ids=["rows", "packed"])
 @pytest.mark.parametrize("num_kv_heads", [4, 2])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_on_a_gpu_the_fused_kernel_is_the_portable_one(
+def test_on_a_gpu_the_fused_kernel_equals_the_portable_one(
     dtype: torch.dtype, num_kv_heads: int, packed: list[list[int]] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both merged with three later steps, forward and backward; the portable one in float32 on the same numbers."""
+    """Both are merged with three later steps, forward and backward; the portable one runs in float32."""
     blocks = random_blocks(3, seq=128, num_kv_heads=num_kv_heads, dtype=dtype)
     half = [each.detach().cuda().requires_grad_() for each in (blocks[0], *blocks[1], *blocks[2])]
     exact = [each.detach().float().requires_grad_() for each in half]

@@ -1,4 +1,4 @@
-"""README.md of an export: what the head is, what was measured, and how each engine serves it."""
+"""Writes the README.md of an export: what the head is, how it was trained, what was measured, how to serve it."""
 
 import hashlib
 import json
@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from heads.base import DraftHead
-from heads.formats.commands import here, serving
+from heads.formats.commands import headstart_section, serving_sections
 from heads.formats.files import MODEL
 from heads.formats.layouts import FORMATS, ServedTarget, engine_files, native_files
-from heads.formats.subject import Finding
+from heads.formats.violation import Violation
 from recipes.schema import Recipe
 
-TAUS = {"heldout/tau": "0", "heldout/tau_t1": "1"}  # what training logs -> its temperature
+KIND_NAMES = {"eagle1": "EAGLE-1", "eagle3": "EAGLE-3", "medusa": "Medusa"}
+LOGGED_LENGTHS = {"heldout/tau": "0", "heldout/tau_t1": "1"}  # key in the training log -> its temperature
 
 
 def card(
@@ -22,47 +23,55 @@ def card(
     target: ServedTarget,
     target_folder: Path,
     folder: Path,
-    verdicts: dict[str, list[Finding]],
+    violations: dict[str, list[Violation]],
 ) -> str:
-    """`verdicts` holds what each engine's contract finds; those without findings get a command."""
+    """The whole README.md. `violations` holds what each engine's contract finds wrong; an engine without errors gets
+    its command, the others get the reasons. `folder` is where the commands find the export: a path or a hub name."""
     source = recipe.export.head or recipe.head_dir
-    own, unknown = source == recipe.head_dir, f"Not known here: the head comes from {source}."
+    is_own = source == recipe.head_dir
+    unknown = f"Unknown: the head comes from `{source}`, not from this run."
     parts = [
         front_matter(head, target),
-        f"# {head.kind} draft head for {target.name}",
-        f"Drafts tokens for `{target.name}`, which then verifies them: the text stays the target's own.",
+        f"# {KIND_NAMES[head.kind]} draft head for {target.name}",
+        f"A draft head for speculative decoding with `{target.name}`. In every decoding step the head proposes draft "
+        f"tokens, and the target verifies all of them in a single forward pass. The text remains the target's own; "
+        f"only the number of forward passes goes down.",
         "## What it is",
         "\n".join(facts(head, target)),
-        "## Data",
-        "\n".join(data(recipe, target_folder)) if own else unknown,
+        "## Training data",
+        "\n".join(data(recipe, target_folder)) if is_own else unknown,
         "## Training",
-        "\n".join(training(recipe)) if own else unknown,
+        "\n".join(training(recipe)) if is_own else unknown,
         "## Measured",
         measured(recipe, source),
         "## Serving",
-        *serving(head, target, folder, verdicts),
+        *serving_sections(head, target, folder, violations),
         "### headstart",
-        here(target, folder, FORMATS[recipe.export.format].files in (native_files, engine_files)),
+        headstart_section(target, folder, FORMATS[recipe.export.format].files in (native_files, engine_files)),
         "## Limits",
-        "\n".join(limits(recipe, head, own)),
+        "\n".join(limits(recipe, head, is_own)),
     ]
     return "\n\n".join(parts) + "\n"
 
 
 def front_matter(head: DraftHead, target: ServedTarget) -> str:
-    """What a model hub reads."""
+    """The YAML header that a model hub reads."""
     base = [] if Path(target.name).is_dir() else [f"base_model: {target.name}"]
     return "\n".join(["---", *base, "tags:", "- speculative-decoding", f"- {head.kind}", "---"])
 
 
 def facts(head: DraftHead, target: ServedTarget) -> Iterator[str]:
     parameters = sum(parameter.numel() for parameter in head.parameters())
-    yield f"- {head.kind}, {parameters:,} parameters, width {head.feature_size}"
-    yield f"- reads hidden_states {list(head.taps)} of the target's {head.target.num_layers} layers (i enters layer i)"
+    yield f"- kind: {KIND_NAMES[head.kind]}, {parameters:,} parameters, hidden size {head.feature_size}"
+    yield (
+        f"- input from the target: hidden_states {list(head.taps)} of its {head.target.num_layers} layers, where "
+        f"hidden_states[i] is the input of layer i"
+    )
     vocab = head.vocab
-    yield f"- drafts {len(vocab.ids):,} of the target's {vocab.target_size:,} tokens"
+    share = "all" if vocab.is_full else f"{len(vocab.ids):,}"
+    yield f"- draft vocabulary: {share} of the target's {vocab.target_size:,} tokens"
     if target.revision:
-        yield f"- the target is revision {target.revision} of its repository"
+        yield f"- target revision: {target.revision}"
 
 
 def data(recipe: Recipe, target_folder: Path) -> Iterator[str]:
@@ -70,62 +79,64 @@ def data(recipe: Recipe, target_folder: Path) -> Iterator[str]:
     if section.store is not None:
         yield f"- features: those stored in `{section.store}`"
     else:
-        yield f"- prompts: `{section.prompts}`, {section.num_prompts:,} of them"
+        yield f"- prompts: {section.num_prompts:,} from `{section.prompts}`"
         yield responses(recipe)
-    yield f"- template: {template(target_folder)}"
+    yield f"- chat template: {template(target_folder)}"
 
 
 def responses(recipe: Recipe) -> str:
     section = recipe.data
     if section.responses == "given":
         which = "each of the assistant's turns" if section.turns == "all" else "the assistant's last turn"
-        return f"- responses: as they stand in the conversations, {which}"
+        return f"- responses: taken from the conversations as they are, {which}"
     temperatures = ", ".join(f"{temperature:g}" for temperature in section.temperatures)
     target = "the target" if recipe.joint.mode is None else "the target before it was tuned"
     return (
-        f"- responses: written by {target} itself, at most {section.response_tokens} tokens behind prompts of at most "
+        f"- responses: written by {target} itself, at most {section.response_tokens} tokens after prompts of at most "
         f"{section.prompt_tokens}, at temperatures {temperatures} in turn"
     )
 
 
 def template(target_folder: Path) -> str:
-    """The target's chat template by its digest, since a head is trained on one and served well with no other."""
-    beside, config = target_folder / "chat_template.jinja", target_folder / "tokenizer_config.json"
-    text = beside.read_text() if beside.is_file() else None
+    """The target's chat template with its digest: a head trained on one template drafts worse with any other."""
+    separate, config = target_folder / "chat_template.jinja", target_folder / "tokenizer_config.json"
+    text = separate.read_text() if separate.is_file() else None
     if text is None and config.is_file():
         text = json.loads(config.read_text()).get("chat_template")
     if text is None:
-        return "the target's tokenizer has none; prompts are continued as plain text"
+        return "none, the target's tokenizer has no template; prompts were continued as plain text"
     digest = hashlib.sha256(str(text).encode()).hexdigest()[:16]
-    return f"the target's own for rows of messages (sha256 {digest}...); rows of plain text are continued as they are"
+    return f"the target's own for prompts of messages (sha256 {digest}...); plain text was continued without one"
 
 
 def training(recipe: Recipe) -> Iterator[str]:
     section = recipe.train
     rate = f"{section.learning_rate:g}"
     if section.optimizer == "muon":
-        rate = f"{section.muon_learning_rate:g} (AdamW's part: {rate})"
+        rate = f"{section.muon_learning_rate:g} (AdamW parameters: {rate})"
     yield (
-        f"- {section.steps:,} steps of {section.batch_size} sequences, {section.optimizer}, learning rate {rate}, "
-        f"unrolled {section.unroll} times, objective {section.objective}"
+        f"- {section.steps:,} steps of {section.batch_size} sequences with {section.optimizer}, learning rate {rate}, "
+        f"objective {section.objective}, unrolled to depth {section.unroll}"
     )
     if recipe.joint.mode is not None:
-        yield f"- the target's layers learnt with it ({recipe.joint.mode}): it drafts for the tuned target alone"
+        yield f"- the target's layers were tuned together with the head ({recipe.joint.mode}): use the tuned target"
     row = heldout_row(recipe)
     if row is None:
         yield "- held-out figures: none found"
         return
     shown = " ".join(f"{row[f'heldout/accuracy_{depth}']:.3f}" for depth in range(section.unroll))
-    yield f"- held out, after step {row['step']:,}: loss {row['heldout/loss_0']:.3f}, accuracy by depth {shown}"
-    lengths = [f"{row[name]:.2f} at temperature {temperature}" for name, temperature in TAUS.items() if name in row]
+    yield f"- held-out data after step {row['step']:,}: loss {row['heldout/loss_0']:.3f}, accuracy by depth {shown}"
+    lengths = [
+        f"{row[name]:.2f} at temperature {temperature}" for name, temperature in LOGGED_LENGTHS.items() if name in row
+    ]
     if lengths:
-        yield f"- accepted length then, on {section.eval_prompts} held-out prompts: {', '.join(lengths)}"
+        yield f"- acceptance length after that step, on {section.eval_prompts} held-out prompts: {', '.join(lengths)}"
 
 
 def heldout_row(recipe: Recipe) -> dict[str, Any] | None:
-    """What was measured on held-out data of the weights that became the head, which need not be the last ones."""
-    noted = recipe.checkpoints_dir / "exported.json"
-    step = json.loads(noted.read_text())["step"] if noted.is_file() else recipe.train.steps
+    """What training logged on held-out data for the exported weights, which need not be those of the last step."""
+    record = recipe.checkpoints_dir / "exported.json"
+    step = json.loads(record.read_text())["step"] if record.is_file() else recipe.train.steps
     rows = [json.loads(row) for row in lines_of(recipe.metrics_path)]
     return next((row for row in reversed(rows) if "heldout/loss_0" in row and row["step"] == step), None)
 
@@ -135,18 +146,31 @@ def lines_of(path: Path) -> list[str]:
 
 
 def measured(recipe: Recipe, source: Path) -> str:
-    """tau with its conditions, if this run's report is of this head on this target."""
+    """Acceptance length and speed with their conditions, if this run's report measured this head on this target."""
     report = report_of(recipe, source)
     if report is None:
-        return "Not measured. `python -m inference.report RECIPE` measures it."
-    lines = ["| way | temperature | batch | prompts | tau | x plain |", "| --- | ---: | ---: | ---: | ---: | ---: |"]
+        return "Not measured. Run `python -m inference.report RECIPE` and export again to fill this section."
+    lines = [
+        "| method | temperature | batch size | prompts | acceptance length | speed-up over plain decoding |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
     outcomes = report["outcomes"]
-    plain = {(one["temperature"], one["batch"]): one["tokens_per_second"] for one in outcomes if one["way"] == "plain"}
-    for one in outcomes:
-        if one["way"].partition(" ")[0] in report["other_heads"]:
+    plain = {
+        (outcome["temperature"], outcome["batch"]): outcome["tokens_per_second"]
+        for outcome in outcomes
+        if outcome["way"] == "plain"
+    }
+    for outcome in outcomes:
+        if outcome["way"].partition(" ")[0] in report["other_heads"]:
             continue
-        ratio = one["tokens_per_second"] / plain[one["temperature"], one["batch"]]
-        row = [one["way"], f"{one['temperature']:g}", str(one["batch"]), str(one["prompts"]), f"{one['tau']:.2f}"]
+        ratio = outcome["tokens_per_second"] / plain[outcome["temperature"], outcome["batch"]]
+        row = [
+            outcome["way"],
+            f"{outcome['temperature']:g}",
+            str(outcome["batch"]),
+            str(outcome["prompts"]),
+            f"{outcome['tau']:.2f}",
+        ]
         lines.append("| " + " | ".join([*row, f"{ratio:.2f}"]) + " |")
     return "\n".join([*lines, "", conditions(report)])
 
@@ -156,14 +180,16 @@ def conditions(report: dict[str, Any]) -> str:
     decode, prompts = recipe["decode"], recipe["report"]["prompts"] or recipe["data"]["heldout_prompts"]
     about = ", ".join(f"{name} {value}" for name, value in report["machine"].items())
     return (
-        "tau is the mean number of tokens per target step, the bonus included; measured by headstart's own decoding on "
-        f"prompts of `{prompts}`, at most {decode['max_new_tokens']} new tokens each, drafts {decode['growth']} to "
-        f"depth {decode['depth']}, acceptance {decode['acceptance']}, target in {recipe['target']['dtype']}; {about}."
+        "Acceptance length (tau) is the mean number of tokens that each forward pass of the target adds to the text, "
+        "including the bonus token; plain decoding adds 1. Speed-up is tokens per second relative to plain decoding. "
+        f"Measured with headstart on prompts of `{prompts}`, at most {decode['max_new_tokens']} new tokens each; draft "
+        f"growth {decode['growth']}, depth {decode['depth']}; acceptance rule {decode['acceptance']}; target in "
+        f"{recipe['target']['dtype']}; {about}."
     )
 
 
 def report_of(recipe: Recipe, source: Path) -> dict[str, Any] | None:
-    """The run's report; None if there is none, or it is of another head, other weights or another target."""
+    """The run's report; None if there is none, or if it measured another head, older weights or another target."""
     path, weights = recipe.report_dir / "report.json", source / MODEL
     if not path.is_file() or path.stat().st_mtime < weights.stat().st_mtime:
         return None
@@ -173,11 +199,11 @@ def report_of(recipe: Recipe, source: Path) -> dict[str, Any] | None:
     return report if is_same else None
 
 
-def limits(recipe: Recipe, head: DraftHead, own: bool) -> Iterator[str]:
+def limits(recipe: Recipe, head: DraftHead, is_own: bool) -> Iterator[str]:
     dtype = str(next(head.parameters()).dtype).removeprefix("torch.")
-    yield f"- context: {head.target.max_positions:,} tokens, the target's"
-    if own and recipe.data.store is None:
+    yield f"- context: {head.target.max_positions:,} tokens, the same as the target's"
+    if is_own and recipe.data.store is None:
         longest = recipe.data.prompt_tokens + recipe.data.response_tokens
-        yield f"- trained on texts of at most {longest:,} tokens; how well it drafts behind longer ones is not known"
-    yield f"- weights in {dtype}; an engine computes in the target's number format"
-    yield "- for this target alone: another checkpoint, also a fine-tuned one, accepts fewer drafts"
+        yield f"- length: trained on texts of at most {longest:,} tokens; acceptance after longer texts is unknown"
+    yield f"- dtype: the weights are stored in {dtype}; engines compute in the target's dtype"
+    yield "- target: for this target only; any other checkpoint, even a fine-tuned one, accepts fewer draft tokens"

@@ -1,4 +1,4 @@
-"""How each engine is told to serve an export: the commands of its README.md."""
+"""The serving sections of an export's README.md: for each engine its command, or why it cannot serve the head."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from heads.base import DraftHead
 from heads.formats.layouts import ServedTarget
-from heads.formats.subject import Finding
+from heads.formats.violation import Violation
 
 ENGINE_NAMES = {
     "vllm": "vLLM",
@@ -20,22 +20,28 @@ ENGINE_NAMES = {
 Command = Callable[[DraftHead, ServedTarget, Path], str]
 
 
-def serving(head: DraftHead, target: ServedTarget, folder: Path, verdicts: dict[str, list[Finding]]) -> Iterator[str]:
-    """A heading for each engine that knows the layout, and under it the command, or why there is none."""
-    commands = COMMANDS | ({"vllm": whole_model_command} if "speculators" in verdicts else {})
-    for engine, found in verdicts.items():
+def serving_sections(
+    head: DraftHead, target: ServedTarget, folder: Path, violations: dict[str, list[Violation]]
+) -> Iterator[str]:
+    """A heading for each engine that reads the layout, followed by its command or by the reasons why it has none."""
+    commands = COMMANDS | ({"vllm": speculators_vllm_command} if "speculators" in violations else {})
+    for engine, found in violations.items():
         yield f"### {ENGINE_NAMES[engine]}"
-        errors = [finding for finding in found if finding.severity == "error"]
+        errors = [violation for violation in found if violation.severity == "error"]
         if errors:
-            yield "Not served there:\n" + "\n".join(f"- {finding.where}: {finding.allowed}" for finding in errors)
+            reasons = "\n".join(f"- {violation.where}: {violation.allowed}" for violation in errors)
+            yield f"Cannot serve this head as it was trained:\n\n{reasons}"
         else:
             yield commands[engine](head, target, folder)
 
 
-def here(target: ServedTarget, folder: Path, loads: bool) -> str:
-    """How headstart itself decodes with the export; without `loads` it must be brought in first."""
-    if not loads:
-        return f"```\npython -m heads.convert {folder} runs/imported --target {target.name}\n```"
+def headstart_section(target: ServedTarget, folder: Path, can_load: bool) -> str:
+    """How to decode with the export in headstart itself, which must convert the formats that it cannot load."""
+    if not can_load:
+        return (
+            f"Convert the head first; `runs/imported` is then a head that every headstart command reads:\n\n"
+            f"```\npython -m heads.convert {folder} runs/imported --target {target.name}\n```"
+        )
     revision = f', revision="{target.revision}"' if target.revision else ""
     return (
         "```python\nfrom inference.generation import SpeculativeModel\n\n"
@@ -51,12 +57,12 @@ def vllm_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
     method = {"eagle1": "eagle", "eagle3": "eagle3", "medusa": "medusa"}[head.kind]
     tokens = min(target.draft_tokens, head.max_levels or target.draft_tokens)
     options = json.dumps({"method": method, "model": str(folder), "num_speculative_tokens": tokens})
-    ends = "\n\nvLLM up to 0.32: later ones serve no Medusa heads." if head.kind == "medusa" else ""
-    return f"```\nvllm serve {target.name}{revision_option(target)} --speculative-config '{options}'\n```{ends}"
+    note = "\n\nRequires vLLM 0.32 or older; later versions cannot serve Medusa heads." if head.kind == "medusa" else ""
+    return f"```\nvllm serve {target.name}{revision_option(target)} --speculative-config '{options}'\n```{note}"
 
 
-def whole_model_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
-    return f"```\nvllm serve {folder}\n```\n\nvLLM finds the target, `{target.name}`, in its config.json."
+def speculators_vllm_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
+    return f"```\nvllm serve {folder}\n```\n\nvLLM reads the name of the target, `{target.name}`, from config.json."
 
 
 def sglang_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
@@ -91,7 +97,7 @@ def medusa_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
     return (
         "```python\nfrom medusa.model.medusa_model import MedusaModel\n\n"
         f'model = MedusaModel.from_pretrained("{folder}")\n```\n\n'
-        f"It finds the target, `{target.name}`, in config.json."
+        f"The code reads the name of the target, `{target.name}`, from config.json."
     )
 
 

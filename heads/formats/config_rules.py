@@ -1,9 +1,10 @@
-"""What the engines read in config.json. Each rule says, for one engine, what is wrong."""
+"""Rules for config.json: each yields what keeps one engine from serving the head as it was trained."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from heads.formats.subject import Finding, Subject
+from heads.formats.subject import Subject
+from heads.formats.violation import Violation, config_error
 from heads.target_config import Rope
 
 ARCHITECTURES = {
@@ -16,18 +17,14 @@ ARCHITECTURES = {
 REFERENCE_ROPES = {"default", "linear"}
 
 
-def error(engine: str, where: str, value: object, allowed: str) -> Finding:
-    return Finding(engine, "error", f"config.json {where}", value, allowed)
-
-
-def architectures(subject: Subject, engine: str) -> Iterator[Finding]:
+def architectures(subject: Subject, engine: str) -> Iterator[Violation]:
     allowed = ARCHITECTURES.get((subject.layout, engine))
     named = subject.config.get("architectures") or []
     if allowed is not None and not allowed & set(named):
-        yield error(engine, "architectures", named, f"{' or '.join(sorted(allowed))} is allowed")
+        yield config_error(engine, "architectures", named, f"{' or '.join(sorted(allowed))} is allowed")
 
 
-def one_llama_layer(subject: Subject, engine: str) -> Iterator[Finding]:
+def one_llama_layer(subject: Subject, engine: str) -> Iterator[Violation]:
     config = subject.config
     for key, allowed, when_absent in (
         ("model_type", "llama", None),
@@ -38,90 +35,97 @@ def one_llama_layer(subject: Subject, engine: str) -> Iterator[Finding]:
         ("mlp_bias", False, False),
     ):
         if config.get(key, when_absent) != allowed:
-            yield error(engine, key, config.get(key), f"{allowed!r} is allowed")
+            yield config_error(engine, key, config.get(key), f"only {allowed!r} is allowed")
     if config.get("bias") and engine != "eagle":
-        allowed = "leave it out: engines take it for the attention's bias and leave that uninitialised"
-        yield error(engine, "bias", config["bias"], allowed)
+        allowed = "remove it: engines read it as the bias of the attention and leave that bias uninitialised"
+        yield config_error(engine, "bias", config["bias"], allowed)
     for key in subject.missing_sizes:
-        yield error(engine, key, config.get(key), "the head's own size is allowed")
+        yield config_error(engine, key, config.get(key), "give the head's own size")
 
 
-def fits_the_target(subject: Subject, engine: str) -> Iterator[Finding]:
+def fits_the_target(subject: Subject, engine: str) -> Iterator[Violation]:
     config, target = subject.config, subject.frozen.config
     if "vocab_size" not in subject.missing_sizes and config["vocab_size"] != target.vocab_size:
-        allowed = f"the target's {target.vocab_size} is allowed; a reduced vocabulary stands in draft_vocab_size"
-        yield error(engine, "vocab_size", config["vocab_size"], allowed)
+        allowed = f"the target's {target.vocab_size} is allowed; put a reduced vocabulary in draft_vocab_size"
+        yield config_error(engine, "vocab_size", config["vocab_size"], allowed)
     if subject.target_hidden_size not in (None, target.hidden_size):
         key = "target_hidden_size" if config.get("target_hidden_size") else "hidden_size"
-        yield error(engine, key, subject.target_hidden_size, f"the target's {target.hidden_size} is allowed")
+        yield config_error(engine, key, subject.target_hidden_size, f"the target's {target.hidden_size} is allowed")
     positions = config.get("max_position_embeddings")
     if positions is None or positions < target.max_positions:
-        allowed = f"the target's {target.max_positions} or more is allowed; drafts beyond it are noise"
-        yield error(engine, "max_position_embeddings", positions, allowed)
+        allowed = f"the target's {target.max_positions} or more is allowed; drafts beyond this position are garbage"
+        yield config_error(engine, "max_position_embeddings", positions, allowed)
 
 
-def rope(subject: Subject, engine: str) -> Iterator[Finding]:
-    """Older engines read rope_theta and rope_scaling, newer ones rope_parameters; both must say what was trained."""
+def rope(subject: Subject, engine: str) -> Iterator[Violation]:
+    """Older engines read rope_theta and rope_scaling, newer ones rope_parameters; both must match the training."""
     config, target = subject.config, subject.frozen.config
     found = Rope.from_config(config)
     if config.get("rope_parameters") and "rope_theta" in config:
         old = Rope.from_config({key: config.get(key) for key in ("rope_theta", "rope_scaling")})
         if old != found:
-            yield error(engine, "rope_theta", asdict(old), f"what rope_parameters says, {asdict(found)}, is allowed")
+            allowed = f"rope_parameters says {asdict(found)}; make rope_theta and rope_scaling agree with it"
+            yield config_error(engine, "rope_theta", asdict(old), allowed)
     if found != target.rope and "target_rope" not in subject.own:
         severity = "error" if subject.own else "warning"
-        allowed = f"the target's {asdict(target.rope)} is allowed, unless the head was trained with another"
-        yield Finding(engine, severity, "config.json rope_theta", asdict(found), allowed)
+        allowed = f"the target's {asdict(target.rope)} is allowed, unless the head was trained with other values"
+        yield Violation(engine, severity, "config.json rope_theta", asdict(found), allowed)
     if engine == "eagle" and (found.kind not in REFERENCE_ROPES or (found.kind == "linear" and found.theta != 1e4)):
-        allowed = "the reference knows no scaling but linear, and that with base 10000 alone"
-        yield error(engine, "rope_scaling", asdict(found), allowed)
+        allowed = "the EAGLE authors' code supports linear scaling only, and only with base 10000"
+        yield config_error(engine, "rope_scaling", asdict(found), allowed)
 
 
-def draft_vocabulary(subject: Subject, engine: str) -> Iterator[Finding]:
+def draft_vocabulary(subject: Subject, engine: str) -> Iterator[Violation]:
     size, vocab_size = subject.config.get("draft_vocab_size"), subject.frozen.config.vocab_size
     if not isinstance(size, int) or not 1 <= size <= vocab_size:
-        allowed = f"the number of tokens that the head drafts, at most {vocab_size}, is allowed, also where it is all"
-        yield error(engine, "draft_vocab_size", size, allowed)
+        allowed = f"1 to {vocab_size} is allowed: the number of tokens that the head drafts, even if it drafts all"
+        yield config_error(engine, "draft_vocab_size", size, allowed)
 
 
-def norms(subject: Subject, engine: str) -> Iterator[Finding]:
+def norms(subject: Subject, engine: str) -> Iterator[Violation]:
     config = subject.config
     before_residual = config.get("norm_before_residual")
     if before_residual and engine in ("sglang", "tensorrt_llm", "eagle"):
-        yield error(engine, "norm_before_residual", before_residual, "only vLLM has it; false is allowed")
+        yield config_error(engine, "norm_before_residual", before_residual, "only vLLM has it; false is allowed")
     if before_residual is None and subject.layout == "speculators":
-        yield error(
-            engine, "norm_before_residual", None, "true or false is allowed; vLLM assumes true when it is absent"
-        )
+        allowed = "true or false is allowed; vLLM assumes true when the key is absent"
+        yield config_error(engine, "norm_before_residual", None, allowed)
     if engine == "eagle":
         for key in ("fc_norm", "norm_output", "norm_before_fc"):
             if config.get(key):
-                yield error(engine, key, config[key], "the reference has no such norm; false is allowed")
+                allowed = "false is allowed; the EAGLE authors' code has no such norm"
+                yield config_error(engine, key, config[key], allowed)
     if engine == "tensorrt_llm" and config.get("norm_before_fc") and not subject.eagle_config.get("norm_before_fc"):
-        yield error(engine, "eagle_config", subject.eagle_config, "norm_before_fc is looked for there; write it there")
+        allowed = "add norm_before_fc: TensorRT-LLM looks for it here only"
+        yield config_error(engine, "eagle_config", subject.eagle_config, allowed)
 
 
-def reference_embedding(subject: Subject, engine: str) -> Iterator[Finding]:
-    """The reference takes the target's embedding only where config.json has no target_hidden_size."""
+def reference_embedding(subject: Subject, engine: str) -> Iterator[Violation]:
+    """The EAGLE authors' code takes the target's embedding only if config.json has no target_hidden_size."""
     has_own = "embed_tokens.weight" in subject.tensors
     if "target_hidden_size" in subject.config and not has_own:
-        allowed = "leave it out: with it the reference does not take the target's embedding"
-        yield error(engine, "target_hidden_size", subject.config["target_hidden_size"], allowed)
+        allowed = "remove it: with this key the EAGLE authors' code does not take the target's embedding"
+        yield config_error(engine, "target_hidden_size", subject.config["target_hidden_size"], allowed)
 
 
-def speculators_sections(subject: Subject, engine: str) -> Iterator[Finding]:
+def speculators_sections(subject: Subject, engine: str) -> Iterator[Violation]:
     config = subject.files.config
     if config.get("speculators_model_type") != "eagle3":
-        yield error(engine, "speculators_model_type", config.get("speculators_model_type"), "'eagle3' is allowed")
+        found = config.get("speculators_model_type")
+        yield config_error(engine, "speculators_model_type", found, "only 'eagle3' is allowed")
     if not isinstance(config.get("transformer_layer_config"), dict):
-        yield error(engine, "transformer_layer_config", config.get("transformer_layer_config"), "a section is allowed")
+        found = config.get("transformer_layer_config")
+        yield config_error(
+            engine, "transformer_layer_config", found, "a JSON object with the layer's sizes is required"
+        )
     serving = config.get("speculators_config")
     serving = serving if isinstance(serving, dict) else {}
     methods = serving.get("proposal_methods") or [{}]
     tokens, verifier = methods[0].get("speculative_tokens"), serving.get("verifier") or {}
     if not isinstance(tokens, int) or tokens < 1:
         where = "speculators_config.proposal_methods[0].speculative_tokens"
-        yield error(engine, where, tokens, "a whole number of drafted tokens is allowed")
+        yield config_error(engine, where, tokens, "a number of draft tokens, 1 or more, is allowed")
     if not verifier.get("name_or_path"):
         where = "speculators_config.verifier.name_or_path"
-        yield error(engine, where, verifier.get("name_or_path"), "the target's name is allowed: vLLM serves that model")
+        allowed = "give the target's name: vLLM serves that model"
+        yield config_error(engine, where, verifier.get("name_or_path"), allowed)

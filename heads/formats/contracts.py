@@ -1,13 +1,14 @@
-"""Which rules an engine's loader follows for which layout; a head that passes serves there as it was trained."""
+"""Which rules apply to which head layout on which engine: a head that breaks none is served there as it was trained."""
 
 from collections.abc import Callable, Iterable, Iterator
 
 from heads.formats import config_rules, medusa_rules, tap_rules, tensor_rules
 from heads.formats.files import HeadFiles
-from heads.formats.subject import Finding, Subject, layout_of
+from heads.formats.subject import Subject, layout_of
+from heads.formats.violation import Violation
 from heads.frozen import FrozenTarget
 
-Rule = Callable[[Subject, str], Iterator[Finding]]
+Rule = Callable[[Subject, str], Iterator[Violation]]
 
 SHARED: tuple[Rule, ...] = (
     config_rules.architectures,
@@ -50,26 +51,27 @@ RULES: dict[str, dict[str, tuple[Rule, ...]]] = {  # layout -> engine that can s
     "medusa_reference": dict.fromkeys(("vllm", "medusa"), MEDUSA),
 }
 ENGINES = ("vllm", "sglang", "tensorrt_llm", "eagle", "speculators", "medusa")
-AUTHORS = ("eagle", "medusa")  # engines that read the files of their own format alone
+AUTHORS = ("eagle", "medusa")  # the authors' own code, which reads only files exported in its own format
 
 
 def engines_of(files: HeadFiles) -> tuple[str, ...]:
-    """The engines that a head is meant for: those that our export names, else all that serve its layout."""
+    """The engines that a head is meant for: those listed by our export, otherwise every engine that reads its layout
+    except the authors' own code."""
     named = files.config.get("headstart", {}).get("engines")
     if named is not None:
         return tuple(named)
     return tuple(engine for engine in RULES[layout_of(files)] if engine not in AUTHORS)
 
 
-def findings(files: HeadFiles, frozen: FrozenTarget, engines: Iterable[str]) -> list[Finding]:
+def violations(files: HeadFiles, frozen: FrozenTarget, engines: Iterable[str]) -> list[Violation]:
     """Everything that keeps these engines from serving the head as it was trained."""
     subject = Subject(files, layout_of(files), frozen)
-    found: list[Finding] = []
+    found: list[Violation] = []
     for engine in engines:
         rules = RULES[subject.layout].get(engine)
         if rules is None:
-            allowed = f"{engine} reads no {subject.layout}; {', '.join(RULES[subject.layout])} do"
-            found.append(Finding(engine, "error", "layout", subject.layout, allowed))
+            allowed = f"{engine} cannot read {subject.layout}, only {', '.join(RULES[subject.layout])} can"
+            found.append(Violation(engine, "error", "layout", subject.layout, allowed))
         else:
-            found += [finding for rule in rules for finding in rule(subject, engine)]
+            found += [violation for rule in rules for violation in rule(subject, engine)]
     return found

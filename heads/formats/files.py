@@ -1,4 +1,4 @@
-"""A head's folder from anywhere: config.json and named tensors; nothing in it is ever executed."""
+"""Reads and writes a head's folder: config.json and named tensors. Nothing in a folder is ever executed."""
 
 import json
 import pickle
@@ -21,7 +21,7 @@ PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
 
 @dataclass(frozen=True)
 class HeadFiles:
-    """What a folder holds, under the names that it has there."""
+    """A head's config.json and tensors, as its folder spells them."""
 
     folder: Path
     config: dict[str, Any]
@@ -29,14 +29,14 @@ class HeadFiles:
 
     @classmethod
     def read(cls, folder: Path) -> "HeadFiles":
-        """Single-file and sharded safetensors, or pickles that hold tensors alone.
+        """Read single-file or sharded safetensors, or pickles that hold nothing but tensors.
 
-        Raises ValueError for a folder without config.json or weights, for keys whose values are of another type than
-        any engine reads, and for a pickle that holds anything else.
+        Raises ValueError for a folder without config.json or weights, for keys with a value of a wrong type, and for a
+        pickle that holds anything else.
         """
         path = folder / "config.json"
         if not path.is_file():
-            raise ValueError(f"{folder} holds no head (no config.json); give the folder that a head was saved to")
+            raise ValueError(f"{folder} holds no head (no config.json); give the folder of a saved head")
         return cls(folder, read_config(path), read_tensors(folder))
 
 
@@ -44,7 +44,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     for name in SAFETENSORS + PICKLES:
         index = folder / f"{name}.index.json"
         if index.is_file():
-            parts = shards(index)
+            parts = shard_names(index)
         elif (folder / name).is_file():
             parts = [name]
         else:
@@ -54,11 +54,11 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
             tensors |= read_pickle(folder / part) if name in PICKLES else read_safetensors(folder / part)
         return tensors
     known = ", ".join(SAFETENSORS + PICKLES)
-    raise ValueError(f"{folder} holds no weights; one of {known}, or its index of shards, is allowed")
+    raise ValueError(f"{folder} holds no weights; one of {known}, or an index of its shards, is required")
 
 
-def shards(index: Path) -> list[str]:
-    """The files beside an index that it names; raises ValueError for an index that names none."""
+def shard_names(index: Path) -> list[str]:
+    """The files that an index of shards names; raises ValueError if it names none."""
     try:
         return sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -73,31 +73,34 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def read_pickle(path: Path) -> dict[str, Tensor]:
-    """A state dict, by torch's reader that builds tensors and plain containers and calls nothing else."""
+    """A pickled state dict, read by torch's restricted loader, which builds tensors and containers and calls nothing
+    else."""
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(
-            f"{path} is refused: it holds more than tensors, or is damaged ({reason}); ask for safetensors instead"
+            f"{path} is refused: it is damaged or holds more than tensors ({reason}); get the head as safetensors"
         ) from error
     if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
-        raise ValueError(f"{path} is refused: a mapping of names to tensors is allowed; ask for safetensors instead")
+        raise ValueError(
+            f"{path} is refused: only a mapping of names to tensors is allowed; get the head as safetensors"
+        )
     return {str(name): tensor for name, tensor in found.items()}
 
 
 def write_folder(files: HeadFiles, weights: str, readme: str, overwrite: bool) -> None:
-    """Write all files next to their folder, then rename: whoever looks sees the whole folder or none.
+    """Write all files to a folder next to the final one, then rename it, so readers see the whole folder or none.
 
-    `weights` is the name of the tensors' file, one of SAFETENSORS and PICKLES.
+    `weights` is the file name of the tensors, one of SAFETENSORS and PICKLES.
 
-    Raises ValueError for a folder that is there already, unless it may be overwritten.
+    Raises ValueError if the folder exists already, unless it may be overwritten.
     """
     folder = files.folder
-    check_free(folder, overwrite)
+    check_can_write(folder, overwrite)
     partial = folder.with_name(folder.name + ".partial")
     if partial.exists():
-        shutil.rmtree(partial)  # of a run that was killed
+        shutil.rmtree(partial)  # left by a killed run
     partial.mkdir(parents=True)
     contiguous = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in files.tensors.items()}
     if weights in PICKLES:
@@ -108,7 +111,7 @@ def write_folder(files: HeadFiles, weights: str, readme: str, overwrite: bool) -
     (partial / "README.md").write_text(readme)
     replaced = folder.with_name(folder.name + ".replaced.partial")
     if replaced.exists():
-        shutil.rmtree(replaced)  # of a run that was killed behind its last rename
+        shutil.rmtree(replaced)  # left by a run that was killed after its last rename
     if folder.exists():
         folder.rename(replaced)
     partial.rename(folder)
@@ -116,9 +119,9 @@ def write_folder(files: HeadFiles, weights: str, readme: str, overwrite: bool) -
         shutil.rmtree(replaced)
 
 
-def check_free(folder: Path, overwrite: bool) -> None:
-    """Refuse, before any work, to write over what is there."""
+def check_can_write(folder: Path, overwrite: bool) -> None:
+    """Raise ValueError, before any work is done, if writing to this folder would destroy what it holds."""
     if folder.exists() and not overwrite:
-        raise ValueError(f"{folder} is there already; choose another folder, or say that it may be overwritten")
+        raise ValueError(f"{folder} exists already; choose another folder, or allow overwriting it")
     if folder.exists() and not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} is there and holds no head, so it is not overwritten; choose another folder")
+        raise ValueError(f"{folder} exists and holds no head, so it is not overwritten; choose another folder")

@@ -1,4 +1,4 @@
-"""The types of what is read from anyone's config.json; whether the values are right is for the contracts to say."""
+"""The types of the keys in a head's config.json, ours or published; the rules check the values themselves."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ Layers = list[Annotated[int, Field(ge=0)]]
 
 
 class Keys(BaseModel):
-    """A section; keys that are not named here may be anything, and null is as good as nothing."""
+    """A section of config.json; keys that are not named here may hold anything."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -28,7 +28,7 @@ class RopeKeys(Keys):
 
 
 class LayerKeys(Keys):
-    """What all layouts have at the top, and speculators in `transformer_layer_config`."""
+    """The layer's keys: at the top level in most layouts, under `transformer_layer_config` in speculators'."""
 
     model_type: str | None = None
     hidden_act: str | None = None
@@ -49,12 +49,12 @@ class LayerKeys(Keys):
 
 
 class EagleKeys(Keys):
-    eagle_aux_hidden_state_layer_ids: list[int] | None = None  # -1 is what enters the first layer
+    eagle_aux_hidden_state_layer_ids: list[int] | None = None  # layer outputs; -1 is the input of the first layer
     norm_before_fc: bool | None = None
 
 
-class OwnKeys(Keys):
-    """What heads.checkpoint writes for ourselves."""
+class HeadstartKeys(Keys):
+    """Our own section, written by heads.checkpoint."""
 
     kind: str = "eagle3"
     taps: Annotated[Layers, Field(min_length=1)] = [0]
@@ -84,7 +84,7 @@ class SpeculatorsKeys(Keys):
 
 
 class HeadKeys(LayerKeys):
-    """A whole config.json of any layout."""
+    """A whole config.json, in any layout."""
 
     architectures: list[str] | None = None
     target_hidden_size: Size | None = None
@@ -98,20 +98,20 @@ class HeadKeys(LayerKeys):
     speculators_model_type: str | None = None
     transformer_layer_config: LayerKeys = LayerKeys()
     speculators_config: SpeculatorsKeys | None = None
-    headstart: OwnKeys = OwnKeys()
+    headstart: HeadstartKeys = HeadstartKeys()
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """A head's config.json.
 
-    Raises ValueError for what is no JSON object, and naming every key of it whose value nobody can read.
+    Raises ValueError if it is not a JSON object, and one that names every key with a value of a wrong type.
     """
     try:
         config = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}); copy or download the head again") from error
     if not isinstance(config, dict):
-        raise ValueError(f"{path} holds {type(config).__name__}, a JSON object is allowed")
+        raise ValueError(f"{path} holds a {type(config).__name__}; a JSON object is allowed")
     try:
         HeadKeys.model_validate(config)
     except ValidationError as failed:

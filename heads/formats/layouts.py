@@ -1,6 +1,6 @@
-"""One writer for each format: a head as the config.json and the tensors that an engine reads.
+"""The export formats: for each, a function that turns a head into the config.json and tensors that an engine reads.
 
-To add one: a function below, an entry in FORMATS, and its rules in contracts.py.
+To add a format, write such a function, add it to FORMATS, and add its rules to contracts.py.
 """
 
 from collections.abc import Callable
@@ -18,44 +18,46 @@ from heads.formats.medusa_layout import to_reference_layout
 from heads.medusa import MedusaHead
 
 Files = tuple[dict[str, Any], dict[str, Tensor]]
-SPECULATORS_VERSION = "0.9.0"  # whose layout is written, where the library itself is not installed
+SPECULATORS_VERSION = "0.9.0"  # the version whose layout is written; stated if the library is not installed
 
 
 @dataclass(frozen=True)
 class ServedTarget:
-    """The target as an export names it."""
+    """The target and the draft length that an export's files and commands name."""
 
     name: str  # folder or hub name, as the recipe gives it
     architectures: list[str]
-    draft_tokens: int  # drafted at each step
+    draft_tokens: int  # per step
     revision: str | None = None  # of the hub repository; None is its default branch
 
 
 @dataclass(frozen=True)
 class Format:
     files: Callable[[DraftHead, ServedTarget], Files]
-    engine: str | None  # whose contract it must meet; None asks nothing
-    weights: str = MODEL  # file of the tensors
+    engine: str | None  # the engine whose contract an export must meet; None asks nothing
+    weights: str = MODEL  # file name of the tensors
 
 
 def native_files(head: DraftHead, target: ServedTarget) -> Files:
-    """Our own, as training saves it."""
+    """Our own format, as training saves it."""
     return head_config(head), head.engine_tensors()
 
 
 def engine_files(head: DraftHead, target: ServedTarget) -> Files:
-    """What vLLM, SGLang and TensorRT-LLM read."""
-    tensors = head.whole_tensors() if isinstance(head, MedusaHead) else head.engine_tensors()
+    """The files that vLLM, SGLang and TensorRT-LLM read."""
+    tensors = head.tensors_with_full_lm_heads() if isinstance(head, MedusaHead) else head.engine_tensors()
     return head_config(head), tensors
 
 
 def reference_files(head: DraftHead, target: ServedTarget) -> Files:
-    """What the EAGLE authors' code loads (cnets.py for EAGLE-3, cnets1.py for EAGLE-1).
+    """The files that the EAGLE authors' code loads (cnets.py for EAGLE-3, cnets1.py for EAGLE-1).
 
-    Raises ValueError for another head.
+    Raises ValueError for other kinds of heads.
     """
     if head.kind not in ("eagle1", "eagle3"):
-        raise ValueError(f"export.format: 'eagle' given for a head of kind {head.kind}; {head.kind} is allowed for it")
+        raise ValueError(
+            f"export.format: 'eagle' given for a head of kind {head.kind}; export.format={head.kind} is allowed for it"
+        )
     config, tensors = head_config(head), dict(head.engine_tensors())
     config["architectures"] = ["LlamaForCausalLM"]
     if config["rope_scaling"] is not None:
@@ -65,25 +67,25 @@ def reference_files(head: DraftHead, target: ServedTarget) -> Files:
         if not config["bias"]:
             del tensors["fc.bias"]
     elif config["target_hidden_size"] == config["hidden_size"]:
-        del config["target_hidden_size"]  # where it stands, the target's embedding is not taken
+        del config["target_hidden_size"]  # with this key the code does not take the target's embedding
     return config, tensors
 
 
 def speculators_files(head: DraftHead, target: ServedTarget) -> Files:
-    """What speculators and vLLM load as one model that names its verifier.
+    """The files that speculators and vLLM load as one model, which names its target (their "verifier").
 
-    Raises ValueError for a head that this layout has no place for.
+    Raises ValueError for a head that this layout cannot hold.
     """
     if not isinstance(head, Eagle3Head) or head.shape.hidden_size != head.target.hidden_size:
         raise ValueError(
-            f"export.format: 'speculators' given for an {head.kind} head of width {head.feature_size}; only "
-            f"EAGLE-3 of the target's width, {head.target.hidden_size}, is allowed there; export.format=vllm serves it"
+            f"export.format: 'speculators' given for a head of kind {head.kind} and width {head.feature_size}; only "
+            f"EAGLE-3 of the target's width, {head.target.hidden_size}, is allowed; use export.format=vllm instead"
         )
     flat = head_config(head)
     names = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     layer = {key: flat[key] for key in flat if key in LAYER_KEYS}
     if len(head.taps) != 3:
-        layer["num_aux_hidden_states"] = len(head.taps)  # vLLM takes it from this section alone
+        layer["num_aux_hidden_states"] = len(head.taps)  # vLLM reads it in this section only
     config = {
         "architectures": ["Eagle3DraftModel"],
         "auto_map": {"": "config.Eagle3SpeculatorConfig"},
@@ -100,7 +102,7 @@ def speculators_files(head: DraftHead, target: ServedTarget) -> Files:
         "speculators_config": speculators_section(target),
         "headstart": flat["headstart"],
     }
-    tensors = {reference_to_layer(name): tensor for name, tensor in head.engine_tensors().items()}
+    tensors = {speculators_name(name): tensor for name, tensor in head.engine_tensors().items()}
     if not head.shape.own_embedding:
         tensors["embed_tokens.weight"] = head.embedding
     return config, tensors
@@ -126,19 +128,21 @@ LAYER_KEYS = {
 
 
 def medusa_files(head: DraftHead, target: ServedTarget) -> Files:
-    """What the Medusa authors' code loads (medusa_model.py), and vLLM too.
+    """The files that the Medusa authors' code loads (medusa_model.py), and vLLM too.
 
-    Raises ValueError for a head that this layout has no place for.
+    Raises ValueError for a head that this layout cannot hold.
     """
     if not isinstance(head, MedusaHead):
-        raise ValueError(f"export.format: 'medusa' given for a head of kind {head.kind}; it holds Medusa heads alone")
+        raise ValueError(
+            f"export.format: 'medusa' given for a head of kind {head.kind}; this format holds only Medusa heads"
+        )
     try:
-        tensors = to_reference_layout(head.whole_tensors())
+        tensors = to_reference_layout(head.tensors_with_full_lm_heads())
     except ValueError as error:
         raise ValueError(f"export.format: 'medusa' given, but {error}") from error
     ours = head_config(head)
     kept = ("medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_size", "medusa_fc_bias", "torch_dtype")
-    config = {key: ours[key] for key in kept}  # but for the first two, what vLLM needs of it
+    config = {key: ours[key] for key in kept}  # the authors' code reads the first two, vLLM the others
     return {"base_model_name_or_path": target.name, **config, "headstart": ours["headstart"]}, tensors
 
 
@@ -157,15 +161,15 @@ def speculators_section(target: ServedTarget) -> dict[str, Any]:
     }
 
 
-def reference_to_layer(name: str) -> str:
+def speculators_name(name: str) -> str:
     return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
 
 
-def installed_version(package: str, otherwise: str) -> str:
+def installed_version(package: str, default: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
-        return otherwise
+        return default
 
 
 FORMATS = {

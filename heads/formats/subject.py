@@ -1,4 +1,4 @@
-"""A head's files as the contracts see them: which layout, its keys in one flat view, its names in one spelling."""
+"""A head's files in the one view that all rules check: its layout, its keys flat, its tensors under one spelling."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,24 +15,8 @@ MEDUSA = ("medusa", "medusa_reference")
 LAYER_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 
 
-@dataclass(frozen=True)
-class Finding:
-    """What a contract finds wrong, and what it allows."""
-
-    engine: str
-    severity: str  # error: it will not serve, or serve worse; warning: right only if the head was trained so
-    where: str  # a key of config.json, or a tensor of the weights' file
-    value: object
-    allowed: str
-
-    def __str__(self) -> str:
-        value = repr(self.value)
-        shown = value if len(value) <= 80 else f"{value[:77]}..."
-        return f"{self.engine}: {self.severity}: {self.where}: {shown} found, {self.allowed}"
-
-
 def layout_of(files: HeadFiles) -> str:
-    """`speculators`, `eagle3`, `eagle1`, `medusa` or `medusa_reference`, by what is in the files.
+    """`speculators`, `eagle3`, `eagle1`, `medusa` or `medusa_reference`, recognised by the files' content.
 
     Raises ValueError for any other head.
     """
@@ -43,7 +27,9 @@ def layout_of(files: HeadFiles) -> str:
         return "medusa_reference"
     if "speculators_model_type" in files.config:
         return "speculators"
-    if {"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight", "d2t"} & names or is_wide(files.tensors):
+    if {"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight", "d2t"} & names or attends_over_two_inputs(
+        files.tensors
+    ):
         return "eagle3"
     if "fc.weight" in names and "layers.0.self_attn.q_proj.weight" in names:
         return "eagle1"
@@ -52,13 +38,13 @@ def layout_of(files: HeadFiles) -> str:
         return str(kind)
     shown = ", ".join(sorted(names)[:4])
     raise ValueError(
-        f"{files.folder}: no layout of a draft head that is known here (its tensors: {shown}, ...); EAGLE-1, "
-        f"EAGLE-3, speculators' eagle3 and Medusa are allowed"
+        f"{files.folder}: the layout of this draft head is unknown (its tensors: {shown}, ...); EAGLE-1, EAGLE-3, "
+        f"speculators' eagle3 and Medusa are allowed"
     )
 
 
-def is_wide(tensors: Mapping[str, Tensor]) -> bool:
-    """Does the layer attend over two inputs side by side, as EAGLE-3's does?"""
+def attends_over_two_inputs(tensors: Mapping[str, Tensor]) -> bool:
+    """Does the layer attend over two concatenated inputs, as EAGLE-3's does?"""
     widths = {name: tensor.shape[-1] for name, tensor in tensors.items() if tensor.ndim == 2}
     query = next((width for name, width in widths.items() if name.endswith("self_attn.q_proj.weight")), None)
     gate = next((width for name, width in widths.items() if name.endswith("mlp.gate_proj.weight")), None)
@@ -67,7 +53,7 @@ def is_wide(tensors: Mapping[str, Tensor]) -> bool:
 
 @dataclass(frozen=True)
 class Subject:
-    """A head's files beside the target that they are for."""
+    """A head's files under inspection, with the target that the head drafts for."""
 
     files: HeadFiles
     layout: str
@@ -75,7 +61,7 @@ class Subject:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """config.json as engines come to see it: speculators keeps the layer's keys in a section of their own."""
+        """config.json as engines read it, flat: speculators nests the layer's keys in a section of their own."""
         found = self.files.config
         if self.layout != "speculators":
             return found
@@ -85,7 +71,7 @@ class Subject:
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """By one spelling: the reference's `midlayer.` for EAGLE-3's layer, vLLM's names for Medusa's heads."""
+        """The tensors under one spelling: the reference's `midlayer.` for EAGLE-3, vLLM's names for Medusa."""
         if self.layout == "eagle1":
             return self.files.tensors
         if self.layout in MEDUSA:
@@ -94,7 +80,7 @@ class Subject:
 
     @property
     def own(self) -> dict[str, Any]:
-        """What a head of ours says of itself; empty for others."""
+        """The `headstart` section that our own heads carry; empty for published heads."""
         found = self.files.config.get("headstart", {})
         return found if isinstance(found, dict) else {}
 
@@ -105,19 +91,20 @@ class Subject:
 
     @property
     def kind(self) -> str:
-        """Of the head: a name of `heads.checkpoint.KINDS`."""
+        """The head's kind, a key of `heads.checkpoint.KINDS`."""
         if self.layout in MEDUSA:
             return "medusa"
         return "eagle1" if self.layout == "eagle1" else "eagle3"
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """hidden_states that the head reads, by the best evidence: our own note, vLLM's ids, the others' ids, none."""
+        """The hidden_states that the head reads, from the best evidence: our own section, then vLLM's ids, then
+        SGLang's ids, then the engines' default."""
         if self.layout in MEDUSA:
             return (self.frozen.config.num_layers,)
-        beside = self.eagle_config.get("eagle_aux_hidden_state_layer_ids")
+        nested = self.eagle_config.get("eagle_aux_hidden_state_layer_ids")
         named = self.own.get("taps") or self.config.get("eagle_aux_hidden_state_layer_ids")
-        return tuple(named or [layer + 1 for layer in beside or []] or self.frozen.config.default_taps())
+        return tuple(named or [layer + 1 for layer in nested or []] or self.frozen.config.default_taps())
 
     @property
     def target_hidden_size(self) -> Any:
@@ -129,11 +116,12 @@ class Subject:
 
     @property
     def missing_sizes(self) -> list[str]:
-        """The keys without which no shape can be told."""
+        """The size keys that config.json does not give; no tensor shape can be checked without them."""
         return [key for key in LAYER_SIZES if not isinstance(self.config.get(key), int)]
 
     def expected_shapes(self, num_taps: int) -> dict[str, tuple[int, ...]]:
-        """Every tensor that the layout needs, by the reference's names; `missing_sizes` must be empty."""
+        """The shape of every tensor that the layout requires, under the reference's names; `missing_sizes` must be
+        empty."""
         config = self.config
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
         head_dim = config.get("head_dim") or hidden // heads
@@ -158,7 +146,7 @@ class Subject:
         return shapes
 
     def optional_shapes(self, num_taps: int) -> dict[str, tuple[int, ...]]:
-        """Those that an EAGLE-3 head needs because of what its config.json says."""
+        """The shapes of tensors that an EAGLE-3 head requires only because its config.json says so."""
         config, tapped = self.config, self.target_hidden_size
         shapes: dict[str, tuple[int, ...]] = {}
         if config.get("fc_norm"):
@@ -173,5 +161,5 @@ class Subject:
 
 
 def reference_name(name: str) -> str:
-    """The reference's name of an EAGLE-3 tensor, which speculators and others call layers.0."""
+    """The reference's name of an EAGLE-3 tensor: midlayer, which speculators and others call layers.0."""
     return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from heads.formats import config_rules, tensor_rules
-from heads.formats.contracts import findings
+from heads.formats.contracts import violations
 from heads.formats.files import HeadFiles
 from heads.formats.subject import MEDUSA, Subject, layout_of
-from heads.formats.subject import Finding as Breach
+from heads.formats.violation import Violation
 from heads.frozen import FrozenTarget
 from inference.doctor.reading import Reading
 from inference.target.tokenizer import load_tokenizer
@@ -48,12 +48,12 @@ def drop(right: list[float], wrong: list[float]) -> str:
     return f"accuracy at depth {level + 1} {right[level]:.2f} -> {wrong[level]:.2f}"
 
 
-def category_of(breach: Breach) -> str:
+def category_of(breach: Violation) -> str:
     text = f"{breach.where} {breach.allowed}" if "finite numbers" in breach.allowed else breach.where
     return next((category for word, category in CATEGORIES if word in text), "files")
 
 
-def as_finding(breach: Breach, folder: Path) -> Finding:
+def as_finding(breach: Violation, folder: Path) -> Finding:
     found = f"{folder.name}: {breach.where} is {str(breach.value)[:60]}"
     return Finding(category_of(breach), found, breach.allowed, "not measured, named by the files", f"mend {folder}")
 
@@ -61,7 +61,7 @@ def as_finding(breach: Breach, folder: Path) -> Finding:
 def head_breaches(files: HeadFiles, frozen: FrozenTarget) -> list[Finding]:
     """What keeps a head from drafting as it should wherever it runs, by its files alone."""
     subject = Subject(files, layout_of(files), frozen)
-    rules: list[Callable[[Subject, str], Iterator[Breach]]] = [tensor_rules.finite]
+    rules: list[Callable[[Subject, str], Iterator[Violation]]] = [tensor_rules.finite]
     if subject.layout not in MEDUSA:
         rules += [config_rules.fits_the_target, tensor_rules.names_and_shapes]
     if subject.kind == "eagle3":
@@ -71,7 +71,7 @@ def head_breaches(files: HeadFiles, frozen: FrozenTarget) -> list[Finding]:
 
 def export_breaches(files: HeadFiles, frozen: FrozenTarget, engine: str) -> list[Finding]:
     """What the engine's contract has against an export."""
-    breaches = findings(files, frozen, [engine])
+    breaches = violations(files, frozen, [engine])
     return [as_finding(breach, files.folder) for breach in breaches if breach.severity == "error"]
 
 

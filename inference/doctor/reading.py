@@ -12,9 +12,9 @@ from torch import Tensor
 from heads.base import DraftHead
 from heads.checkpoint import head_from_files
 from heads.formats.files import HeadFiles
-from heads.formats.published import gather
+from heads.formats.published import translate
 from heads.formats.subject import Subject, layout_of
-from heads.formats.tap_rules import captured
+from heads.formats.tap_rules import captured_taps
 from heads.frozen import FrozenTarget
 from heads.target_config import Rope
 from inference.calibrate import score_taps
@@ -49,7 +49,7 @@ class Reading:
     @classmethod
     def trained(cls, files: HeadFiles, frozen: FrozenTarget) -> "Reading":
         """By our own note, where the head has one; raises ValueError for no known layout."""
-        subject, found = gather(files, frozen)
+        subject, found = translate(files, frozen)
         tensors, size = dict(found.tensors), frozen.config.vocab_size
         offsets, ids = tensors.get("d2t"), tensors.get("token_map")
         if ids is None:
@@ -70,7 +70,7 @@ class Reading:
         found = cls.trained(bare, frozen)
         if subject.kind != "eagle3":
             return found
-        return replace(found, taps=tuple(captured(Subject(bare, subject.layout, frozen), engine)))
+        return replace(found, taps=tuple(captured_taps(Subject(bare, subject.layout, frozen), engine)))
 
     def head(self, frozen: FrozenTarget) -> DraftHead:
         """Raises ValueError for tensors that do not fit. As in the engines, a norm without weights has ones, and

@@ -1,10 +1,10 @@
-"""Does the report's page look right in a real browser? Light and dark, wide and narrow, with trees on hover.
+"""Check the report's page in a real browser: light and dark, wide and narrow, with trees on hover.
 
     make check-page
     python tests/interop/check_page.py runs/tiny/report/report.html chromium FOLDER
 
-Needs playwright, and a Chromium of the system. Prints what is wrong and puts screenshots into FOLDER; exit code 1 if
-anything is.
+Needs playwright and a system Chromium. Prints every problem and saves screenshots to FOLDER. Exit code 1 if there is a
+problem.
 """
 
 import sys
@@ -16,8 +16,8 @@ from typing import Any
 from playwright.sync_api import Page, sync_playwright
 
 WIDTHS = {"wide": 1280, "narrow": 390}
-READABLE = 4.5  # contrast of text with what is behind it, as WCAG 2 asks for
-STEPS = 12  # of the page's steps that are pointed at, spread over all of them
+READABLE = 4.5  # the contrast between text and background that WCAG 2 requires
+STEPS = 12  # how many of the page's decoding steps to hover over, spread over all of them
 SVG_WITHOUT_MARKS = """() => [...document.querySelectorAll('svg.plot')]
     .filter(plot => !plot.querySelector('circle') || plot.getBoundingClientRect().height < 100)
     .map(plot => plot.getAttribute('aria-label'))"""
@@ -28,7 +28,7 @@ CONTRASTS = """() => {
             .map(c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
         return 0.2126 * red + 0.7152 * green + 0.0722 * blue;
     };
-    const behind = element => {
+    const background = element => {
         for (let at = element; at; at = at.parentElement) {
             const colour = getComputedStyle(at).backgroundColor;
             if (numbers(colour).length < 4 || numbers(colour)[3] > 0) return colour;
@@ -38,7 +38,7 @@ CONTRASTS = """() => {
     const least = {};
     for (const element of document.querySelectorAll('h1, td, th, p, pre, .prompt, .bonus, svg text, [class^=d]')) {
         const style = getComputedStyle(element);
-        const ink = light(element instanceof SVGElement ? style.fill : style.color), paper = light(behind(element));
+        const ink = light(element instanceof SVGElement ? style.fill : style.color), paper = light(background(element));
         const kind = element.getAttribute('class');
         const name = element.tagName.toLowerCase() + (kind ? '.' + kind : '');
         const ratio = (Math.max(ink, paper) + 0.05) / (Math.min(ink, paper) + 0.05);
@@ -49,7 +49,7 @@ CONTRASTS = """() => {
 
 
 def look(page: Page, name: str, folder: Path) -> Iterator[str]:
-    """What is wrong with a page that has been opened."""
+    """The problems of an open page."""
     page.screenshot(path=folder / f"{name}.png", full_page=True)
     if not page.locator("svg.plot").count():
         yield "no plot"
@@ -57,18 +57,18 @@ def look(page: Page, name: str, folder: Path) -> Iterator[str]:
         yield f"plot without marks: {title}"
     across, room = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
     if across > room:
-        yield f"{across} pixels wide, {room} fit"
+        yield f"the page is {across} pixels wide but only {room} fit"
     for what, ratio in page.evaluate(CONTRASTS).items():
         if ratio < READABLE:
-            yield f"{what} has a contrast of {ratio:.1f}, {READABLE} is readable"
-    yield from point_at_steps(page, name, folder)
+            yield f"{what} has a contrast of {ratio:.1f}; {READABLE} or more is required"
+    yield from hover_over_steps(page, name, folder)
 
 
-def point_at_steps(page: Page, name: str, folder: Path) -> Iterator[str]:
-    """A tree must come for each, whole, and go again."""
+def hover_over_steps(page: Page, name: str, folder: Path) -> Iterator[str]:
+    """Hovering over a step must show its whole tree, and leaving it must hide the tree."""
     steps = page.locator(".step")
     if not steps.count():
-        yield "no step to point at"
+        yield "no decoding step to hover over"
     for number in range(0, steps.count(), max(steps.count() // STEPS, 1)):
         step, tree = steps.nth(number), steps.nth(number).locator(".tree")
         step.locator("span").first.hover()
@@ -110,7 +110,7 @@ def main() -> None:
     path, browser, folder = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
     folder.mkdir(parents=True, exist_ok=True)
     found = check(path, browser, folder)
-    print("\n".join(found) or f"nothing wrong; screenshots in {folder}")
+    print("\n".join(found) or f"no problems; screenshots in {folder}")
     sys.exit(1 if found else 0)
 
 

@@ -1,10 +1,10 @@
-"""Does a head that speculators itself saved decode here as it did before? Weights bit for bit, texts and tau.
+"""Does a head survive being saved by speculators? Compares its weights bit for bit, its texts, its acceptance length.
 
     make check-speculators
     python tests/interop/check_speculators.py path/to/speculators/bin/python
 
-Exports the bundled head for speculators, lets its own classes load and save it, brings the result in and decodes the
-same prompts with both. Exit code 1 if anything differs.
+Exports the bundled head for speculators, lets that library's own classes load and save it, converts the result back and
+decodes the same prompts with both. Exit code 1 if anything differs.
 """
 
 import shutil
@@ -36,14 +36,10 @@ def main() -> None:
     same_bits = one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     prompts = [row["tokens"] for row in read_jsonl(heldout_prompts())][:NUM_PROMPTS]
     (texts, counts), (texts_back, counts_back) = (decode(head, prompts) for head in (source, back))
-    print(f"lint of what speculators saved: {[str(finding) for finding in lint(saved, str(TARGET))] or 'nothing'}")
-    print(
-        f"weights bit for bit: {same_bits}; acceptance length {counts.acceptance_length:.4f} before, "
-        f"{counts_back.acceptance_length:.4f} after"
-    )
-    sys.exit(
-        0 if same_bits and texts == texts_back and counts.acceptance_length == counts_back.acceptance_length else 1
-    )
+    print(f"lint of what speculators saved: {list(map(str, lint(saved, str(TARGET)))) or 'nothing'}")
+    before, after = counts.acceptance_length, counts_back.acceptance_length
+    print(f"weights bit for bit: {same_bits}; acceptance length {before:.4f} before, {after:.4f} after")
+    sys.exit(0 if same_bits and texts == texts_back and before == after else 1)
 
 
 if __name__ == "__main__":

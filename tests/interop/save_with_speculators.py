@@ -1,4 +1,4 @@
-"""Run by a Python that has speculators: load a head with its own classes and save it with its own save_pretrained.
+"""Load a head with speculators' own classes and save it again; needs a Python that has speculators.
 
 python tests/interop/save_with_speculators.py EXPORT OUT
 """

@@ -1,9 +1,9 @@
-"""Run by vLLM's own Python: serve a target with an exported head, greedily, and write what vLLM counts.
+"""Decode greedily in vLLM with an exported head and write vLLM's texts and counts; needs a Python that has vLLM.
 
     python tests/interop/serve_in_vllm.py job.json
 
-The job names target, head, method (null for the layout of speculators, which names its target itself), draft_tokens,
-prompts (lists of token ids), max_new_tokens and the result file.
+The job file holds target, head, method (null for the layout of speculators, which names its target itself),
+draft_tokens, prompts (lists of token ids), max_new_tokens and result (the file to write).
 """
 
 import json

@@ -1,7 +1,7 @@
-"""One head of every kind for the bundled target, and how it is exported: what the checks in other engines serve.
+"""The heads that the checks in other engines serve: one of every kind for the bundled target, with its export format.
 
-Most are the bundled head with a part of it changed. The EAGLE-1 and Medusa heads of runs/interop are trained first,
-briefly, where they are missing.
+Most are the bundled head with one part changed. The EAGLE-1 and Medusa heads, in runs/interop, are briefly trained
+first if they are missing.
 """
 
 import dataclasses
@@ -43,29 +43,29 @@ class Case:
 
 
 def demo(frozen: FrozenTarget) -> Path:
-    """EAGLE-3.1, the whole vocabulary, the taps where every engine looks."""
+    """The bundled EAGLE-3.1 head: the whole vocabulary, the engines' default taps."""
     return DEMO_HEAD
 
 
 def plain(frozen: FrozenTarget) -> Path:
-    """The same without the norms of EAGLE-3.1, its features brought to about their size."""
+    """The bundled head without the norms of EAGLE-3.1, with `fc` scaled down to make up for them."""
     fc = demo_head(frozen).fc.weight / 16  # the target's hidden states have RMS 11 to 27
     return changed(frozen, "plain", {"fc.weight": fc}, fc_norm=False, norm_output=False)
 
 
 def reduced(frozen: FrozenTarget) -> Path:
-    """The same with every third token out of its vocabulary."""
+    """The bundled head without every third token of its vocabulary."""
     ids = torch.tensor([token for token in range(frozen.config.vocab_size) if token % 3])
     return changed(frozen, "reduced", {}, DraftVocab(ids, frozen.config.vocab_size))
 
 
 def moved(frozen: FrozenTarget) -> Path:
-    """The same reading the hidden states next to those that it was trained on."""
+    """The bundled head, reading the hidden states one layer after those that it was trained on."""
     return changed(frozen, "moved", {}, taps=tuple(tap + 1 for tap in frozen.config.default_taps()))
 
 
 def four_taps(frozen: FrozenTarget) -> Path:
-    """The same with a fourth hidden state, which counts for little."""
+    """The bundled head with a fourth hidden state of little weight."""
     old, hidden = demo_head(frozen), frozen.config.hidden_size
     fc = torch.cat([old.fc.weight, 0.1 * old.fc.weight[:, -hidden:]], dim=1)
     more = {"fc.weight": fc, "fc_norm.3.weight": torch.ones(hidden)}
@@ -73,7 +73,7 @@ def four_taps(frozen: FrozenTarget) -> Path:
 
 
 def other_norms(frozen: FrozenTarget) -> Path:
-    """The same with the norms that only heads from elsewhere have: one over all taps, and one before the residual."""
+    """The bundled head with the norms that only published heads have: one over all taps, one before the residual."""
     more = {"input_norm.weight": torch.ones(len(demo_head(frozen).taps) * frozen.config.hidden_size)}
     return changed(frozen, "other_norms", more, fc_norm=False, norm_before_fc=True, norm_before_residual=True)
 
@@ -81,7 +81,7 @@ def other_norms(frozen: FrozenTarget) -> Path:
 def changed(
     frozen: FrozenTarget, name: str, weights: dict[str, torch.Tensor], vocab: DraftVocab | None = None, **shape: Any
 ) -> Path:
-    """The bundled head with another shape, other weights where they are given, and a part of its vocabulary."""
+    """The bundled head with these weights, this draft vocabulary and these fields of its shape replaced."""
     old = demo_head(frozen)
     vocab = vocab or old.vocab
     head = Eagle3Head(dataclasses.replace(old.shape, **shape), frozen.config, vocab, frozen.embedding)
@@ -112,7 +112,7 @@ def eagle1(frozen: FrozenTarget) -> Path:
 
 
 def medusa(frozen: FrozenTarget) -> Path:
-    """Four heads, of which vLLM uses as many as it drafts tokens, each with its likeliest."""
+    """Four Medusa heads; vLLM uses one per draft token and takes the likeliest token of each."""
     run_dir = WORK / "medusa"
     if not (run_dir / "head/config.json").is_file():
         command = [sys.executable, "trainers/medusa.py", "recipes/tiny_medusa.yaml", f"run_dir={run_dir}"]
