@@ -37,8 +37,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data_pipelines.demo.python_stdlib import source_files
 from data_pipelines.demo.target import add_options, held_out_loss, optimizers_of, token_stream
+from recipes.allocator import keep_freed_memory
 from recipes.jsonl import read_jsonl
-from recipes.memory import keep_freed_memory
 
 PROMPT_LENGTHS = (32, 40, 48, 56, 64)
 JUDGED_PROMPTS = 64
