@@ -380,8 +380,8 @@ def test_a_run_on_anothers_harvest_ends_in_a_better_head_and_a_drawn_tree(tmp_pa
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("train.unroll=3", "train.unroll: 3 given, 2 is allowed, a step for each of head.medusa_heads"),
-        ("decode.depth=3", "decode.depth: 3 given, 1 to 2 is allowed, as head.medusa_heads says"),
+        ("train.unroll=3", "train.unroll: 3 given, 2 is allowed, one step per Medusa head"),
+        ("decode.depth=3", "decode.depth: 3 given, 1 to 2 is allowed, one level per Medusa head"),
     ],
 )
 def test_levels_that_do_not_exist_are_refused_at_once(tmp_path: Path, override: str, said: str) -> None:
