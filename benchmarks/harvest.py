@@ -22,7 +22,7 @@ from data_pipelines.batches import Batch, length_buckets
 from data_pipelines.features import tap, write_features
 from data_pipelines.harvest import harvest
 from data_pipelines.responses import Text, responses_path
-from data_pipelines.shard_work import Piece, metered, pieces
+from data_pipelines.shard_work import ShardPrompts, prompt_shards, show_progress
 from data_pipelines.shards import FeatureStore, note_path, shard_name
 from data_pipelines.state_encoding import bytes_per_token
 from inference.target.model import TargetModel
@@ -74,7 +74,7 @@ def measured(recipe: Recipe) -> tuple[list[str], float]:
     """The columns of the table, of a recipe whose features are there, and the accepted length of its head."""
     store = FeatureStore(recipe.features_dir, "train")
     target = TargetModel.load(recipe.target, tuple(store.taps))
-    work = [piece for piece in pieces(recipe) if piece.split == "train"]
+    work = [piece for piece in prompt_shards(recipe) if piece.split == "train"]
     if recipe.data.dtype == "float32":
         refuse_other_states(store, target, harvested_batches(recipe, work))
     # Shard by shard, a second or so each: a machine that changes its speed within minutes is the same for neighbours.
@@ -130,7 +130,7 @@ class HarvestBatch:
     texts: list[list[int]]
 
 
-def harvested_batches(recipe: Recipe, work: list[Piece]) -> list[HarvestBatch]:
+def harvested_batches(recipe: Recipe, work: list[ShardPrompts]) -> list[HarvestBatch]:
     """Those of the harvest itself."""
     found, first = [], 0
     for piece in work:
@@ -167,11 +167,11 @@ def forward_only(target: TargetModel, batches: list[HarvestBatch]) -> None:
         torch.cuda.synchronize()
 
 
-def harvest_again(recipe: Recipe, target: TargetModel, piece: Piece) -> None:
+def harvest_again(recipe: Recipe, target: TargetModel, piece: ShardPrompts) -> None:
     """The same with everything that a harvest does, from reading the responses to the checksum of the shard."""
     path = recipe.features_dir / shard_name(piece.split, piece.index)
     path.rename(path.with_suffix(".kept"))
-    with metered([piece], PartialState(), "a harvest, for the clock") as meter:
+    with show_progress([piece], PartialState(), "a harvest, for the clock") as meter:
         write_features(recipe, target.taps, partial(tap, target), target.device, [piece], "a benchmark", meter)
     path.with_suffix(".kept").replace(path)
     note_path(path).unlink()

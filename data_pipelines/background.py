@@ -1,4 +1,4 @@
-"""Work that goes on behind the caller's back, so that copying and writing cost no time of the target."""
+"""Work on a background thread, so that copying and writing do not hold up the target."""
 
 from collections import deque
 from collections.abc import Callable
@@ -6,27 +6,27 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
 
-class Behind:
-    """A thread that does one piece of work after the other; a context manager that ends when all are done.
+class BackgroundThread:
+    """Runs tasks one after another on one thread; as a context manager, it waits for all of them at exit.
 
-    At most `ahead` pieces are unfinished: `add` waits until there is room, so what they hold in memory is bounded; with
-    0 it does the work itself. The error of a piece is raised at the next `add` or at the end.
+    At most `max_pending` tasks are unfinished: `add` waits for a free place, which bounds the memory that tasks hold.
+    With 0, `add` runs the task in the caller's thread. A task's error is raised at the next `add` or at exit.
     """
 
-    def __init__(self, ahead: int) -> None:
-        self.ahead = ahead
+    def __init__(self, max_pending: int) -> None:
+        self.max_pending = max_pending
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._unfinished: deque[Future[None]] = deque()
 
-    def add(self, work: Callable[[], None]) -> None:
-        if self.ahead == 0:
-            work()
+    def add(self, task: Callable[[], None]) -> None:
+        if self.max_pending == 0:
+            task()
             return
-        while len(self._unfinished) >= self.ahead:
+        while len(self._unfinished) >= self.max_pending:
             self._unfinished.popleft().result()
-        self._unfinished.append(self._thread.submit(work))
+        self._unfinished.append(self._thread.submit(task))
 
-    def __enter__(self) -> "Behind":
+    def __enter__(self) -> "BackgroundThread":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

@@ -1,4 +1,4 @@
-"""From stored samples to training batches, one sample to a row or several."""
+"""Training batches from stored samples: one sample per row, or several packed into a row."""
 
 from dataclasses import dataclass
 
@@ -13,13 +13,13 @@ from heads.packing import Documents
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples padded on the right, or several to a row and then padded; padding is outside every loss mask."""
+    """Samples padded on the right, one or several (packed documents) per row; the loss mask excludes padding."""
 
     tokens: Int[Tensor, "batch seq"]
     loss_mask: Bool[Tensor, "batch seq"]
     taps: Float[Tensor, "batch seq tapped"]
     last_hidden: Float[Tensor, "batch seq hidden"]
-    documents: Documents | None = None  # where each sample lies in packed rows; None where each has a row of its own
+    documents: Documents | None = None  # where each sample lies in packed rows; None without packing
 
     @classmethod
     def collate(
@@ -29,9 +29,9 @@ class Batch:
         device: torch.device | str = "cpu",
         packing: list[list[int]] | None = None,
     ) -> "Batch":
-        """`packing` is that of `pack`; without it each sample has a row."""
+        """Build a batch. `packing` comes from `pack`; None gives each sample its own row."""
 
-        def laid(tensors: list[Tensor]) -> Tensor:
+        def arrange(tensors: list[Tensor]) -> Tensor:
             return in_rows(tensors, packing).to(device)
 
         documents = None
@@ -39,31 +39,31 @@ class Batch:
             lengths = [[len(samples[number].tokens) for number in row] for row in packing]
             documents = Documents.in_rows(lengths, device)
         return cls(
-            tokens=laid([sample.tokens for sample in samples]),
-            loss_mask=laid([sample.loss_mask for sample in samples]),
-            taps=laid([sample.taps for sample in samples]).to(dtype),
-            last_hidden=laid([sample.last_hidden for sample in samples]).to(dtype),
+            tokens=arrange([sample.tokens for sample in samples]),
+            loss_mask=arrange([sample.loss_mask for sample in samples]),
+            taps=arrange([sample.taps for sample in samples]).to(dtype),
+            last_hidden=arrange([sample.last_hidden for sample in samples]).to(dtype),
             documents=documents,
         )
 
 
 def length_buckets(lengths: list[int], size: int) -> list[list[int]]:
-    """All samples by number, at most `size` together, the shortest first, so that little of a batch is padding."""
-    order = sorted(range(len(lengths)), key=lambda number: lengths[number])  # a stable order
+    """Sample numbers in groups of at most `size` and similar length, shortest first, to keep padding small."""
+    order = sorted(range(len(lengths)), key=lambda number: lengths[number])  # the sort is stable
     return [order[start : start + size] for start in range(0, len(order), size)]
 
 
 def pack(lengths: list[int], limit: int | None) -> list[list[int]] | None:
-    """Which samples share a row of at most `limit` tokens: the longest first, each into the first row with room for it.
+    """The sample numbers of each row, first-fit by decreasing length, with at most `limit` tokens per row.
 
-    Every sample is in one row, whole; one beyond the limit has a row of its own. Of the lengths alone. Without a limit
-    nothing is packed.
+    No sample is split; one longer than the limit gets its own row. The result depends on the lengths alone. Returns
+    None, no packing, without a limit.
     """
     if limit is None:
         return None
     rows: list[list[int]] = []
     room: list[int] = []
-    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):  # a stable order
+    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):  # the sort is stable
         row = next((row for row, left in enumerate(room) if lengths[number] <= left), len(rows))
         if row == len(rows):
             rows.append([])
@@ -74,7 +74,7 @@ def pack(lengths: list[int], limit: int | None) -> list[list[int]] | None:
 
 
 def in_rows(tensors: list[Tensor], packing: list[list[int]] | None) -> Tensor:
-    """What belongs to each sample's tokens, [seq, ...] each, where the samples lie. [batch, longest row, ...]"""
+    """Arrange per-token tensors of the samples, [seq, ...] each, in padded rows. [batch, longest row, ...]"""
     if packing is not None:
         tensors = [torch.cat([tensors[number] for number in row]) for row in packing]
     return pad_sequence(tensors, batch_first=True)

@@ -1,9 +1,9 @@
-"""Conversations in the target's own chat template, and which of their tokens the assistant wrote.
+"""Conversations as tokens in the target's chat template, with the ranges that the assistant wrote.
 
-The mask comes from the template's generation marks, or else from differences of renderings: what stands behind the
-generation prompt is what the target would write there, its words and its end mark. Some templates rewrite the past
-(they drop earlier reasoning, or close the last turn otherwise); a conversation then becomes a sample for each turn that
-the target would see so, instead of one for all.
+The ranges come from the template's generation marks if it has them, else from comparing renderings: the text after the
+generation prompt, including the end mark, is what the target would write. Some templates change earlier turns when a
+new one is added: they drop reasoning, or end the last turn differently. Such a conversation becomes one sample per
+assistant turn, each with the context that the target would see, instead of one sample for all turns.
 """
 
 import re
@@ -23,32 +23,34 @@ Turns = Literal["all", "last"]
 Span = tuple[int, int]
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-STAND_IN = "\u27e6words of the assistant\u27e7"  # in place of a turn's words, to see what the template writes around
-LONGEST_HEADER = 256  # characters that a template may write between a prompt and the words
+STAND_IN = "\u27e6words of the assistant\u27e7"  # rendered in place of a turn's words, to find what surrounds them
+LONGEST_HEADER = 256  # most characters that a template writes between a prompt and the reply
 
 
 @dataclass(frozen=True)
 class MaskedTokens:
-    """A text and the ranges of its tokens that the assistant wrote, in order."""
+    """A text as tokens, and the token ranges that the assistant wrote, in order."""
 
     tokens: list[int]
     spans: list[Span]
 
 
 @dataclass(frozen=True)
-class Written:
-    """A conversation as text up to the end of an assistant's turn, which begins at `start`."""
+class RenderedTurn:
+    """A conversation rendered up to the end of an assistant turn, whose words start at character `start`."""
 
     text: str
     start: int
 
 
 class ChatTemplate:
-    """A tokenizer's template; raises ValueError where there is none."""
+    """A tokenizer's chat template; raises BadRow if it has none."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         if tokenizer.chat_template is None:
-            raise BadRow("template", "messages need a chat template and the target's tokenizer has none; give prompt")
+            raise BadRow(
+                "template", "messages need a chat template, and the target's tokenizer has none; give prompt instead"
+            )
         self.tokenizer = tokenizer
         self.is_marked = GENERATION_MARK.search(str(tokenizer.chat_template)) is not None
         added = tokenizer.added_tokens_decoder.values()
@@ -56,17 +58,17 @@ class ChatTemplate:
         self.special = re.compile("|".join(re.escape(mark) for mark in sorted(marks, key=len, reverse=True)))
 
     def prompt(self, conversation: Conversation) -> list[int]:
-        """The tokens that the target continues with its answer to the last turn of someone else."""
+        """The tokens after which the target answers the last turn that is not the assistant's."""
         asked = conversation.prompt()
         return list(self.tokenizer(self._render(asked, ask=True), add_special_tokens=False)["input_ids"])
 
     def masked(self, conversation: Conversation, turns: Turns) -> list[MaskedTokens]:
-        """The conversation as it is, in one sample if the template keeps the past as it was written, else in several.
+        """The conversation as one sample, or as one per assistant turn if the template changes earlier turns.
 
-        `turns` says whose words count: those of all assistant's turns, or of the last one alone. Raises BadRow.
+        The ranges cover all assistant turns or the last one, as `turns` says. Raises BadRow if no range can be found.
         """
         if conversation.prompt().messages == conversation.messages:
-            raise BadRow("no reply", "the last turn is not the assistant's, so there is no answer to train on")
+            raise BadRow("no reply", "the last turn is not by the assistant, so there is no answer to train on")
         if self.is_marked:
             return [self._marked(conversation, turns)]
         samples = list(self._samples(conversation))
@@ -79,23 +81,23 @@ class ChatTemplate:
         rendered = self._apply(conversation, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         spans = runs(rendered["assistant_masks"])
         if not spans:
-            raise BadRow("mask", "the template marks nothing of this conversation as generated")
+            raise BadRow("mask", "the chat template marks no text of this conversation as generated")
         return MaskedTokens(rendered["input_ids"][: spans[-1][1]], spans if turns == "all" else spans[-1:])
 
     def _samples(self, conversation: Conversation) -> Iterator[tuple[str, list[Span]]]:
-        """Texts with the characters that the assistant wrote; turns share a text as long as each continues the last."""
+        """Texts with the character ranges of the assistant; a turn that continues the previous text shares it."""
         text, spans = "", list[Span]()
         for number, message in enumerate(conversation.messages):
             if message["role"] == "assistant":
-                turn = self._written(conversation, number)
+                turn = self._render_turn(conversation, number)
                 if spans and not (turn.text.startswith(text) and turn.start >= len(text)):
                     yield text, spans
                     spans = []
                 text, spans = turn.text, [*spans, (turn.start, len(turn.text))]
         yield text, spans
 
-    def _written(self, conversation: Conversation, number: int) -> Written:
-        """The assistant's turn of that number behind all before it, found by rendering it with and without."""
+    def _render_turn(self, conversation: Conversation, number: int) -> RenderedTurn:
+        """Locate the assistant's turn `number` after its context, by rendering the context with and without it."""
         before = Conversation(conversation.messages[:number], conversation.tools)
         turn = conversation.messages[number]
         asked, full = self._render(before, ask=True), self._render(append(before, turn))
@@ -106,31 +108,34 @@ class ChatTemplate:
         else:
             _, words, tail = around.partition(STAND_IN)
             if not words or not full.endswith(tail):
-                raise BadRow("mask", f"the template does not show the words of turn {number + 1}")
-            mark = self.special.search(tail)  # the first one: Phi-3 writes an end of the whole text behind it
+                raise BadRow("mask", f"the chat template does not show the words of turn {number + 1}")
+            mark = self.special.search(tail)  # the first: Phi-3 writes an end-of-text mark after it
             end = len(full) - len(tail) + (mark.end() if mark else 0)
         if full.startswith(asked):
-            return Written(full[:end], len(asked))
-        return self._reasked(before, asked, full[:end], around.partition(STAND_IN)[0])
+            return RenderedTurn(full[:end], len(asked))
+        return self._render_changed_context(before, asked, full[:end], around.partition(STAND_IN)[0])
 
-    def _reasked(self, before: Conversation, asked: str, full: str, head: str) -> Written:
-        """A turn whose rendering is no continuation of its prompt.
+    def _render_changed_context(self, before: Conversation, asked: str, full: str, opening: str) -> RenderedTurn:
+        """Locate a turn whose rendering does not start with its prompt `asked`.
 
-        Either the prompt ends with more than the turn shows (DeepSeek-R1 opens <think>), then that is left out; or the
-        turns before are written otherwise once there is an answer (Mistral moves the system prompt), then the answer is
-        put behind the prompt that the target would see.
+        Either the prompt ends with text that the turn does not show (DeepSeek-R1 opens <think>), which is dropped. Or
+        the template changes earlier turns once there is an answer (Mistral moves the system prompt); the answer is then
+        appended to the prompt that the target would see. `opening` is the rendering up to the turn's words.
         """
-        rest, start = self._render(before), common_length(asked, head)
+        rest, start = self._render(before), common_length(asked, opening)
         if asked.startswith(rest) and start >= len(rest) and full.startswith(asked[:start]):
-            return Written(full, start)
+            return RenderedTurn(full, start)
 
         def shared(end: int) -> int:
-            return common_length(reversed(asked), reversed(head[:end]))
+            return common_length(reversed(asked), reversed(opening[:end]))
 
-        end = max(range(max(0, len(head) - LONGEST_HEADER), len(head) + 1), key=shared)
-        if before.messages[-1]["content"].strip() not in head[end - shared(end) : end] or full[:end] != head[:end]:
-            raise BadRow("mask", "the template writes the turns before an answer otherwise once it is there")
-        return Written(asked + full[end:], len(asked))
+        end = max(range(max(0, len(opening) - LONGEST_HEADER), len(opening) + 1), key=shared)
+        if (
+            before.messages[-1]["content"].strip() not in opening[end - shared(end) : end]
+            or full[:end] != opening[:end]
+        ):
+            raise BadRow("mask", "the chat template changes the turns before an answer once the answer is there")
+        return RenderedTurn(asked + full[end:], len(asked))
 
     def _end_of_calls(self, turn: Json, full: str) -> int:
         names = [call["function"]["name"] for call in turn["tool_calls"]]
@@ -144,7 +149,7 @@ class ChatTemplate:
         places: list[Span] = encoded["offset_mapping"]
         for border in {border for span in spans for border in span}:
             if any(start < border < end for start, end in places):
-                raise BadRow("mask", "a token reaches across the border of the assistant's words")
+                raise BadRow("mask", "a token spans the boundary of the assistant's words")
         inside = [[number for number, (place, _) in enumerate(places) if start <= place < end] for start, end in spans]
         return MaskedTokens(list(encoded["input_ids"]), [(found[0], found[-1] + 1) for found in inside])
 
@@ -152,10 +157,10 @@ class ChatTemplate:
         return str(self._apply(conversation, tokenize=False, add_generation_prompt=ask))
 
     def _apply(self, conversation: Conversation, **how: Any) -> Any:
-        tools: Any = conversation.tools  # transformers would take functions too
+        tools: Any = conversation.tools  # transformers also accepts functions here
         try:
             return self.tokenizer.apply_chat_template(conversation.messages, tools=tools, **how)
-        except (TemplateError, TypeError, ValueError, LookupError) as error:  # whatever the template does to a turn
+        except (TemplateError, TypeError, ValueError, LookupError) as error:  # a template may raise any of these
             raise BadRow("template", f"the target's chat template refuses these messages ({error})") from error
 
 
@@ -164,11 +169,11 @@ def append(conversation: Conversation, turn: Json) -> Conversation:
 
 
 def runs(mask: Sequence[int]) -> list[Span]:
-    """The ranges in which a mask is true."""
+    """The ranges in which a mask is nonzero."""
     edges = [place for place, (before, here) in enumerate(pairwise([0, *mask, 0])) if before != here]
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def common_length(first: Iterable[str], second: Iterable[str]) -> int:
-    """How many characters two texts begin with alike."""
+    """The length of the longest common prefix of two texts."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))

@@ -1,4 +1,4 @@
-"""Responses from a server of the target that speaks OpenAI's completions, such as vLLM or SGLang."""
+"""Responses from an OpenAI-compatible server that runs the target, such as vLLM or SGLang."""
 
 import time
 from collections.abc import Callable
@@ -10,15 +10,16 @@ from data_pipelines.stage import Json
 from inference.sampling import Sampling
 from inference.target.tokenizer import Tokenizer
 
-TIMEOUT = httpx.Timeout(10.0, read=600.0)  # seconds; a long answer is one read
-PASSING = {408, 409, 429, 500, 502, 503, 504}  # statuses that another try may not meet
+TIMEOUT = httpx.Timeout(10.0, read=600.0)  # seconds; a whole response is one read
+RETRIED_STATUSES = {408, 409, 429, 500, 502, 503, 504}  # HTTP statuses that may pass with time
 
 
-class CompletionServer:
-    """Prompts as token ids to what the server writes after each, as token ids; all of a batch are asked for at once.
+class CompletionClient:
+    """Sends prompts as token ids and returns the server's responses as token ids, a whole batch at once.
 
-    The server says the ids itself where it can (vLLM's return_token_ids), else its text is encoded again. A request
-    that fails for a passing reason is tried again after 1, 2, 4, ... `pause` seconds. Raises ValueError at its last.
+    The ids come from the server if it gives them (vLLM's return_token_ids), else its text is tokenized. A failed
+    request is retried `retries` times after waits of 1, 2, 4, ... seconds, if its error may pass with time; `pause`
+    waits. Raises ValueError if a request finally fails.
     """
 
     def __init__(
@@ -30,12 +31,12 @@ class CompletionServer:
             retries,
             pause,
         )
-        # One for each request in flight: by default those beyond a hundred would time out waiting for a connection.
+        # One connection per request: httpx allows 100 by default, and the other requests would time out.
         self.client = httpx.Client(timeout=TIMEOUT, limits=httpx.Limits(max_connections=None))
         self.model = str(self._found(self._ask("GET", "/v1/models", None), "data")["id"])
 
     def complete(self, prompts: list[list[int]], samplings: list[Sampling], max_new_tokens: int) -> list[list[int]]:
-        """One request for each prompt, all in flight together."""
+        """The response to each prompt; one request per prompt, all in flight together."""
 
         def one(prompt: list[int], sampling: Sampling) -> list[int]:
             answer = self._ask(
@@ -57,12 +58,13 @@ class CompletionServer:
             return list(pool.map(one, prompts, samplings))
 
     def _found(self, answer: Json, key: str) -> Json:
-        """The first of the things that an answer lists."""
+        """The first entry of the list `key` of an answer; raises ValueError if there is none."""
         listed = answer.get(key)
         if not isinstance(listed, list) or not listed or not isinstance(listed[0], dict):
             raise ValueError(
-                f"data.server: {self.url} answers without {key} ({str(answer)[:200]}); an OpenAI-compatible server, "
-                "such as vLLM's or SGLang's, is needed"
+                f"data.server: {self.url} answers without {key} ({str(answer)[:200]}); an OpenAI-compatible server "
+                f"such "
+                "as vLLM or SGLang is needed, so check the URL"
             )
         found: Json = listed[0]
         return found
@@ -87,16 +89,16 @@ class CompletionServer:
             if response.status_code == 200:
                 return json_object(response)
             why = f"status {response.status_code}: {response.text[:200]}"
-            if response.status_code not in PASSING:
+            if response.status_code not in RETRIED_STATUSES:
                 break
         raise ValueError(
-            f"data.server: {self.url}{path} gave no answer ({why}); see to the server and run the command again: what "
-            "is done is kept"
+            f"data.server: {self.url}{path} gave no answer ({why}); check the server and run the command again, which "
+            "keeps the finished responses"
         )
 
 
 def json_object(response: httpx.Response) -> Json:
-    """What was answered; an empty one for anything but a JSON object."""
+    """The JSON object of an answer; empty for anything else."""
     try:
         answer = response.json()
     except ValueError:

@@ -1,4 +1,4 @@
-"""What a harvest will cost in disk and time, said before it starts."""
+"""Estimates of a harvest's disk space and time, made before it starts."""
 
 import shutil
 import time
@@ -7,30 +7,32 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_pipelines.responses import Text, responses_path
-from data_pipelines.shard_work import Piece
+from data_pipelines.shard_work import ShardPrompts
 from data_pipelines.state_encoding import bytes_per_token
 from heads.target_config import TargetConfig
 from recipes import Recipe
 from recipes.jsonl import read_jsonl
 
-SAFETY = 1.01  # of the disk: headers, offsets and the manifest
+DISK_MARGIN = 1.01  # factor for headers, offsets and the manifest
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The features of a run: tokens of each shard, and the bytes that a token takes."""
+class FeatureCost:
+    """The size of a run's features."""
 
-    tokens: dict[tuple[str, int], int]  # by split and index
-    token_bytes: int
+    tokens: dict[tuple[str, int], int]  # per shard, by split and index
+    token_bytes: int  # bytes per token
 
     @classmethod
-    def of(cls, recipe: Recipe, config: TargetConfig, taps: tuple[int, ...], work: list[Piece]) -> "Plan":
-        """From the responses, which must be there."""
+    def from_responses(
+        cls, recipe: Recipe, config: TargetConfig, taps: tuple[int, ...], work: list[ShardPrompts]
+    ) -> "FeatureCost":
+        """Count the tokens of the responses, which must be complete."""
         tokens = {
-            (piece.split, piece.index): sum(
-                len(Text.from_row(row).tokens) for row in read_jsonl(responses_path(recipe, piece))
+            (shard.split, shard.index): sum(
+                len(Text.from_row(row).tokens) for row in read_jsonl(responses_path(recipe, shard))
             )
-            for piece in work
+            for shard in work
         }
         return cls(tokens, bytes_per_token(config.hidden_size, len(taps), recipe.data.dtype))
 
@@ -39,13 +41,13 @@ class Plan:
         return sum(self.tokens.values()) * self.token_bytes
 
     def check_disk(self, folder: Path) -> None:
-        """Raises ValueError where the disk has no room for what is not there yet."""
-        there = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        needed, free = self.bytes * SAFETY - there, shutil.disk_usage(folder).free
+        """Raise ValueError if the disk has no room for the shards that are still missing."""
+        written = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        needed, free = self.bytes * DISK_MARGIN - written, shutil.disk_usage(folder).free
         if needed > free:
-            raise ValueError(no_room(needed, folder, free))
+            raise ValueError(disk_full_message(needed, folder, free))
 
-    def in_words(self, seconds_per_token: float) -> str:
+    def describe(self, seconds_per_token: float) -> str:
         tokens = sum(self.tokens.values())
         minutes = tokens * seconds_per_token / 60
         return (
@@ -54,37 +56,37 @@ class Plan:
         )
 
 
-def foreseen(recipe: Recipe, config: TargetConfig, taps: tuple[int, ...], work: list[Piece]) -> str:
-    """What the features will take on disk, before a response is written; how long those get is not known then.
+def forecast_disk(recipe: Recipe, config: TargetConfig, taps: tuple[int, ...], work: list[ShardPrompts]) -> str:
+    """Describe the disk space that the features will need, as a range: response lengths are not known yet.
 
-    Raises ValueError where there is not even room for the features of the prompts.
+    Raises ValueError if the disk cannot hold even the features of the prompts.
     """
     per_token = bytes_per_token(config.hidden_size, len(taps), recipe.data.dtype)
-    rows = [row for piece in work for row in piece.rows]
+    rows = [row for shard in work for row in shard.rows]
     least = per_token * sum(len(row["text"] if "text" in row else row["tokens"]) for row in rows)
     written = recipe.data.response_tokens * len(rows) if recipe.data.responses == "target" else 0
     free = shutil.disk_usage(recipe.data_folder).free
-    if least * SAFETY > free:
-        raise ValueError(no_room(least, recipe.data_folder, free))
+    if least * DISK_MARGIN > free:
+        raise ValueError(disk_full_message(least, recipe.data_folder, free))
     most = least + per_token * written
-    return f"features will take {gigabytes(least)} to {gigabytes(most)} on disk, where {gigabytes(free)} are free"
+    return f"features will take {gigabytes(least)} to {gigabytes(most)} on disk ({gigabytes(free)} free)"
 
 
-def no_room(needed: float, folder: Path, free: int) -> str:
+def disk_full_message(needed: float, folder: Path, free: int) -> str:
     return (
-        f"the features need {gigabytes(needed)} more in {folder} and its disk has {gigabytes(free)} left; choose "
-        "another data.folder, data.dtype int8 or float8, fewer data.num_prompts, or data.mode online"
+        f"data.folder: the features need {gigabytes(needed)} more in {folder}, whose disk has {gigabytes(free)} left; "
+        "choose another data.folder, data.dtype int8 or float8, fewer data.num_prompts, or data.mode online"
     )
 
 
-def first_batch(recipe: Recipe, piece: Piece) -> list[list[int]]:
-    """Texts to time a pass on."""
-    rows = read_jsonl(responses_path(recipe, piece))
+def first_batch(recipe: Recipe, shard: ShardPrompts) -> list[list[int]]:
+    """The first texts of a shard, as many as one forward reads, to time it."""
+    rows = read_jsonl(responses_path(recipe, shard))
     return [Text.from_row(row).tokens for row, _ in zip(rows, range(recipe.data.harvest_batch), strict=False)]
 
 
-def timed(run: Callable[[], object]) -> float:
-    """Seconds of the second of two runs."""
+def time_second_run(run: Callable[[], object]) -> float:
+    """Seconds that the second of two runs takes; the first warms up."""
     run()
     started = time.perf_counter()
     run()

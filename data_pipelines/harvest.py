@@ -1,8 +1,8 @@
-"""From prompts to features: the target answers each prompt, then one pass over its text taps its hidden states.
+"""From prompts to features: the target answers each prompt, then one forward over each text taps its hidden states.
 
     accelerate launch -m data_pipelines.harvest recipes/tiny.yaml
 
-Both stages write whole shards by sample id, so a killed run resumes and the number of ranks may change in between.
+Both stages write whole shards by sample id, so a killed run can resume, with a different number of ranks if you like.
 """
 
 from collections.abc import Callable
@@ -11,8 +11,8 @@ from functools import cache, partial
 import torch
 from accelerate import PartialState
 
-from data_pipelines.cost_estimate import Plan, first_batch, foreseen, timed
-from data_pipelines.features import Ask, tap, write_features
+from data_pipelines.cost_estimate import FeatureCost, first_batch, forecast_disk, time_second_run
+from data_pipelines.features import TapTexts, tap, write_features
 from data_pipelines.prompts import make_prompts
 from data_pipelines.responses import (
     Text,
@@ -27,7 +27,7 @@ from data_pipelines.responses import (
     write_given,
     write_responses,
 )
-from data_pipelines.shard_work import begin, idle_cores, metered, pieces, start_processes
+from data_pipelines.shard_work import claim_stage, idle_cores, prompt_shards, show_progress, start_processes
 from data_pipelines.shards import (
     MANIFEST,
     read_manifest,
@@ -36,7 +36,7 @@ from data_pipelines.shards import (
     write_manifest,
 )
 from data_pipelines.stage import Stage, file_digest, target_identity
-from data_pipelines.store import adopt
+from data_pipelines.store import existing_store
 from data_pipelines.token_counts import shards_identity, write_counts
 from heads.checkpoint import head_taps
 from heads.frozen import FrozenTarget
@@ -46,12 +46,12 @@ from inference.target.ranks import Ranks
 from recipes import Recipe, run_command
 from recipes.jsonl import read_jsonl
 
-STORE_FORMAT = 3  # of the shards and what the manifest says of them
-LOGITS_TOLERANCE = 0.05  # of the largest logit; bfloat16 rounding stays well below
+STORE_FORMAT = 3  # version of the shards and of the manifest
+LOGITS_TOLERANCE = 0.05  # share of the largest logit; bfloat16 rounding stays well below it
 
 
 def taps_to_store(recipe: Recipe, config: TargetConfig) -> tuple[int, ...]:
-    """Those of the head; or all that a store holds which was made, or begun, for more: it is taken as it is."""
+    """The head's taps; or all taps of an existing store, finished or not, if it includes the head's."""
     taps = stored_taps(head_taps(recipe.head, config), config.num_layers)
     found = Stage("features", recipe.features_dir, {}).claimed_for()
     return tuple(found["taps"]) if found is not None and set(taps) <= set(found["taps"]) else taps
@@ -63,9 +63,9 @@ def features_stage(recipe: Recipe, responses: Stage, taps: tuple[int, ...]) -> S
 
 
 def harvest(recipe: Recipe) -> Stage:
-    """Run whatever is missing of prompts, responses and features, on all ranks together; returns the last stage.
+    """Run the missing stages of prompts, responses and features, on all ranks together; returns the last stage.
 
-    With data.mode online that is the responses, with data.store the features that lie there. Raises ValueError where a
+    With data.mode online the last stage is the responses; with data.store it is that store. Raises ValueError if a
     stage on disk was made from other inputs.
     """
     state = PartialState()
@@ -77,17 +77,17 @@ def harvest(recipe: Recipe) -> Stage:
     config = TargetConfig.from_folder(locate_target(recipe.target.path, recipe.target.revision))
     check_lengths(recipe, config)
     if recipe.data.store is not None:
-        return adopt(recipe, recipe.data.store, stored_taps(head_taps(recipe.head, config), config.num_layers))
+        return existing_store(recipe, recipe.data.store, stored_taps(head_taps(recipe.head, config), config.num_layers))
 
     taps = taps_to_store(recipe, config)
-    load = cache(partial(TargetModel.load, recipe.target, taps))  # once, where it is needed at all
+    load = cache(partial(TargetModel.load, recipe.target, taps))  # loads on first use, once
     responses = responses_stage(recipe, prompts)
     if not responses.is_complete():
         if recipe.data.mode == "offline":
-            expected = foreseen(recipe, config, taps, pieces(recipe))
+            expected = forecast_disk(recipe, config, taps, prompt_shards(recipe))
             if state.is_main_process:
                 print(expected)
-        begin(responses, state)
+        claim_stage(responses, state)
         make_responses(recipe, load, state)
         state.wait_for_everyone()
         if state.is_main_process:
@@ -98,7 +98,7 @@ def harvest(recipe: Recipe) -> Stage:
         return responses
     features = features_stage(recipe, responses, taps)
     if not features.is_complete():
-        begin(features, state)
+        claim_stage(features, state)
         make_features(recipe, load(), features, state)
         state.wait_for_everyone()
         if state.is_main_process:
@@ -108,11 +108,11 @@ def harvest(recipe: Recipe) -> Stage:
 
 
 def make_responses(recipe: Recipe, load: Callable[[], TargetModel], state: PartialState) -> None:
-    """This rank's share of the responses, by whatever the recipe has them written."""
+    """Write this rank's share of the responses, by the writer that the recipe names."""
     data, ranks = recipe.data, Ranks()
     if data.responses == "given":
-        for piece in ranks.share(pieces(recipe)):
-            write_given(recipe, piece)
+        for shard in ranks.share(prompt_shards(recipe)):
+            write_given(recipe, shard)
         return
     if data.server is not None:
         writer = server_writer(recipe, data.server)
@@ -122,36 +122,36 @@ def make_responses(recipe: Recipe, load: Callable[[], TargetModel], state: Parti
         writer, ranks = target_writer(recipe, load()), load().ranks
 
     def work(write: Writer) -> None:
-        share = ranks.share(pieces(recipe))
-        with metered(share, state, "responses of the target") as meter:
-            for piece in share:
-                write_responses(recipe, write, piece, meter)
+        share = ranks.share(prompt_shards(recipe))
+        with show_progress(share, state, "responses") as meter:
+            for shard in share:
+                write_responses(recipe, write, shard, meter)
 
     ranks.carry_out(writer, work)
 
 
 def make_features(recipe: Recipe, target: TargetModel, features: Stage, state: PartialState) -> None:
-    """This rank's share of the features; raises ValueError where the disk cannot hold those of all ranks."""
-    check_teacher(recipe, target)
-    everything = pieces(recipe)
-    plan = Plan.of(recipe, target.config, target.taps, everything)
-    plan.check_disk(features.folder)
+    """Write this rank's share of the features; raises ValueError if the disk cannot hold those of all ranks."""
+    check_teacher_logits(recipe, target)
+    everything = prompt_shards(recipe)
+    cost = FeatureCost.from_responses(recipe, target.config, target.taps, everything)
+    cost.check_disk(features.folder)
     made_from, share = features.identity(), target.ranks.share(everything)
 
-    def work(ask: Ask) -> None:
+    def work(tap_texts: TapTexts) -> None:
         if state.is_main_process:
             batch = first_batch(recipe, everything[0])
-            # Looking at a number waits for the device.
-            seconds = timed(lambda: ask(batch).last_hidden.sum().item()) / sum(map(len, batch))
-            print(plan.in_words(seconds / target.ranks.num_workers))
-        with metered(share, state, "features") as meter:
-            write_features(recipe, target.taps, ask, target.device, share, made_from, meter)
+            # `item` waits for the device.
+            seconds = time_second_run(lambda: tap_texts(batch).last_hidden.sum().item()) / sum(map(len, batch))
+            print(cost.describe(seconds / target.ranks.num_workers))
+        with show_progress(share, state, "features") as meter:
+            write_features(recipe, target.taps, tap_texts, target.device, share, made_from, meter)
 
     target.ranks.carry_out(partial(tap, target), work)
 
 
 def finish_features(recipe: Recipe, features: Stage, prompts: Stage, responses: Stage) -> None:
-    """Write the manifest: which shards there are, and all that their content depends on."""
+    """Write the manifest (the shards and everything that they depend on) and the token counts."""
     target = locate_target(recipe.target.path, recipe.target.revision)
     about = {
         "taps": features.inputs["taps"],
@@ -164,13 +164,13 @@ def finish_features(recipe: Recipe, features: Stage, prompts: Stage, responses: 
         "chat_template_sha256": prompts.facts().get("chat_template"),
         "made_from": features.inputs,
     }
-    names = [shard_name(piece.split, piece.index) for piece in pieces(recipe)]
+    names = [shard_name(shard.split, shard.index) for shard in prompt_shards(recipe)]
     write_manifest(features.folder, names, about)
     vocab_size, shards = TargetConfig.from_folder(target).vocab_size, read_manifest(features.folder)["shards"]
     counted = {}
     for split in ("train", "heldout"):
-        parts = [piece for piece in pieces(recipe) if piece.split == split]
-        texts = [Text.from_row(row) for piece in parts for row in read_jsonl(responses_path(recipe, piece))]
+        parts = [shard for shard in prompt_shards(recipe) if shard.split == split]
+        texts = [Text.from_row(row) for shard in parts for row in read_jsonl(responses_path(recipe, shard))]
         identity = shards_identity([shard for shard in shards if shard["file"].startswith(f"{split}-")])
         counted[identity] = count_written(texts, vocab_size)
     write_counts(features.folder, counted)
@@ -182,12 +182,12 @@ def check_lengths(recipe: Recipe, config: TargetConfig) -> None:
     if longest > config.max_positions:
         raise ValueError(
             f"data.prompt_tokens {recipe.data.prompt_tokens} and data.response_tokens {recipe.data.response_tokens} "
-            f"make samples of {longest} tokens, the target has {config.max_positions} positions; lower one of them"
+            f"allow samples of {longest} tokens, but the target has {config.max_positions} positions; lower one of them"
         )
 
 
-def check_teacher(recipe: Recipe, target: TargetModel) -> None:
-    """Training reads the teacher's logits off the stored last hidden state; refuse a target where that is not so."""
+def check_teacher_logits(recipe: Recipe, target: TargetModel) -> None:
+    """Raise ValueError if the target's logits are not its lm_head over its final norm, which training relies on."""
     prompt = next(read_jsonl(recipe.prompts_dir / "train.jsonl"))["tokens"]
     output = target.forward(torch.tensor([prompt], device=target.device), last_only=True)
     folder = locate_target(recipe.target.path, recipe.target.revision)
@@ -197,7 +197,7 @@ def check_teacher(recipe: Recipe, target: TargetModel) -> None:
     if error > LOGITS_TOLERANCE:
         raise ValueError(
             f"target.path: the logits of {recipe.target.path} are not its lm_head over its final norm (they differ by "
-            f"{error:.1%}): a {target.config.model_type!r} model scales or shifts them in a way not known here"
+            f"{error:.1%}); {target.config.model_type!r} models are not supported, so choose another target"
         )
 
 

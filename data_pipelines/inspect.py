@@ -1,8 +1,8 @@
-"""Look at a run's data: samples coloured by what is trained on, lengths, and which rows gave nothing and why.
+"""Show a run's data: samples with the trained-on text in colour, length histograms, and the unusable rows.
 
     python -m data_pipelines.inspect recipes/tiny.yaml
 
-Shows the responses where they are written, else the prompts, which it makes if they are missing.
+Shows the responses that are written so far. If there are none, it shows the prompts, and makes them if necessary.
 """
 
 import json
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text as Coloured
 
-from data_pipelines.prompts import INTAKE_REPORT, make_prompts
+from data_pipelines.prompts import ROW_REPORT, make_prompts
 from data_pipelines.responses import Text
 from data_pipelines.stage import Json, Stage
 from heads.target_config import locate_target
@@ -21,9 +21,9 @@ from inference.target.tokenizer import Tokenizer, load_tokenizer
 from recipes import Recipe, run_command
 from recipes.jsonl import read_jsonl
 
-SAMPLES = 4  # shown in full
-BADS = 20  # shown of the rows that gave nothing
-BINS, BAR = 10, 40  # of a histogram: its bins, and the characters of its longest bar
+SAMPLES = 4  # samples shown in full
+BAD_ROWS = 20  # unusable rows shown
+BINS, BAR = 10, 40  # of a histogram: number of bins, characters of the longest bar
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def inspect(recipe: Recipe, console: Console) -> None:
-    """Print it all."""
+    """Print samples, histograms and unusable rows."""
     stage = make_prompts(recipe)
     texts = [Text.from_row(row) for row in training_rows(recipe, stage)]
     section = recipe.target
@@ -39,14 +39,14 @@ def inspect(recipe: Recipe, console: Console) -> None:
     for number, text in enumerate(texts[:SAMPLES]):
         console.rule(f"sample {number}: {len(text.tokens)} tokens, {sum(text.loss_mask)} trained on")
         console.print(coloured(tokenizer, text))
-    console.print(histogram("tokens of a sample", [len(text.tokens) for text in texts]))
-    console.print(histogram("of these trained on", [sum(text.loss_mask) for text in texts]))
-    for intake in json.loads((stage.folder / INTAKE_REPORT).read_text()):
-        console.print(bad_rows(intake))
+    console.print(histogram("tokens per sample", [len(text.tokens) for text in texts]))
+    console.print(histogram("trained-on tokens per sample", [sum(text.loss_mask) for text in texts]))
+    for report in json.loads((stage.folder / ROW_REPORT).read_text()):
+        console.print(bad_row_table(report))
 
 
 def training_rows(recipe: Recipe, prompts: Stage) -> Iterator[Json]:
-    """What the run trains on, as far as it is written."""
+    """The training samples written so far; the prompts if there are none."""
     written = sorted(recipe.responses_dir.glob("train-*.jsonl"))
     if written:
         for path in written:
@@ -58,7 +58,10 @@ def training_rows(recipe: Recipe, prompts: Stage) -> Iterator[Json]:
 
 
 def coloured(tokenizer: Tokenizer, text: Text) -> Coloured:
-    """What is trained on in bold green, the rest dim; runs are decoded whole, as one token may be half a letter."""
+    """A sample with the trained-on text in bold green, the rest dim.
+
+    Ranges are decoded as a whole, because one token may be only part of a character.
+    """
     line, start = Coloured(), 0
     for place in range(1, len(text.tokens) + 1):
         if place == len(text.tokens) or text.loss_mask[place] != text.loss_mask[start]:
@@ -79,15 +82,15 @@ def histogram(title: str, values: list[int]) -> Table:
     return table
 
 
-def bad_rows(intake: Json) -> Table:
-    """The rows of a source that gave nothing."""
-    kinds = ", ".join(f"{count} {kind}" for kind, count in intake["bad"].items()) or "none"
-    title = f"{intake['source']}: {intake['rows']} rows, bad: {kinds}; {len(intake['cut'])} prompts cut"
+def bad_row_table(report: Json) -> Table:
+    """The unusable rows of a source."""
+    kinds = ", ".join(f"{count} {kind}" for kind, count in report["bad"].items()) or "none"
+    title = f"{report['source']}: {report['rows']} rows, unusable: {kinds}; {len(report['cut'])} prompts shortened"
     table = Table("line", "kind", "why", title=title, title_justify="left")
-    for row in intake["bad_rows"][:BADS]:
+    for row in report["bad_rows"][:BAD_ROWS]:
         table.add_row(str(row["line"]), row["kind"], row["why"])
-    if len(intake["bad_rows"]) > BADS:
-        table.add_row("...", "", f"{len(intake['bad_rows']) - BADS} more in {INTAKE_REPORT}")
+    if len(report["bad_rows"]) > BAD_ROWS:
+        table.add_row("...", "", f"{len(report['bad_rows']) - BAD_ROWS} more in {ROW_REPORT}")
     return table
 
 

@@ -1,4 +1,4 @@
-"""Features without a store: the target reads each sample when training is about to ask for it."""
+"""Features without a store on disk: the target computes them shortly before training uses them."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -7,28 +7,31 @@ import torch
 from torch import Tensor
 
 from data_pipelines.batches import length_buckets
-from data_pipelines.features import Ask, on_host
+from data_pipelines.features import TapTexts, on_host
 from data_pipelines.responses import Text, count_written, responses_path
-from data_pipelines.shard_work import pieces
+from data_pipelines.shard_work import prompt_shards
 from data_pipelines.shards import Sample, median_tap_sizes
 from recipes import Recipe
 from recipes.jsonl import read_jsonl
 
-STEPS = 2  # whose samples are held: those of the running step, and those of the next that may be made meanwhile
+STEPS = 2  # training steps whose samples are held: the current one, and the next, which may be read ahead
 
 
 class OnlineStore:
-    """The samples that a harvest would store, made when the first of those that are expected together is asked for.
+    """The samples that a harvest would store, computed on demand: asking for one computes all that `expect` grouped it
+    with.
 
-    Nothing is written. The first `cache_bytes` of them are kept; a cache that is full drops nothing: as every epoch
-    asks for every sample once, keeping the first ones saves the most passes.
+    Nothing is written to disk. The first samples, up to `cache_bytes`, are kept in memory for good: every epoch asks
+    for every sample once, so replacing cached samples would save nothing.
     """
 
-    def __init__(self, recipe: Recipe, split: str, ask: Ask, cache_bytes: float) -> None:
-        self.ask, self.cache_bytes, self.batch = ask, cache_bytes, recipe.data.harvest_batch
-        parts = [piece for piece in pieces(recipe) if piece.split == split]
-        self.texts = [Text.from_row(row) for piece in parts for row in read_jsonl(responses_path(recipe, piece))]
-        self._shard_sizes = [len(piece.rows) for piece in parts]  # those of a store, for the same order
+    def __init__(self, recipe: Recipe, split: str, tap_texts: TapTexts, cache_bytes: float) -> None:
+        self.tap_texts, self.cache_bytes, self.batch = tap_texts, cache_bytes, recipe.data.harvest_batch
+        parts = [shard for shard in prompt_shards(recipe) if shard.split == split]
+        self.texts = [Text.from_row(row) for shard in parts for row in read_jsonl(responses_path(recipe, shard))]
+        self._shard_sizes = [
+            len(shard.rows) for shard in parts
+        ]  # as in a stored harvest, so the sample order is the same
         self.num_tokens = sum(len(text.tokens) for text in self.texts)
         self.kept: dict[int, Sample] = {}
         self._kept_bytes = 0
@@ -44,7 +47,7 @@ class OnlineStore:
                 return made[index]
         together = next((numbers for numbers in self._expected if index in numbers), [index])
         if len(self._made) == STEPS:
-            self._made.popleft()  # before the new ones take memory
+            self._made.popleft()  # first free the oldest step's memory
         self._made.append(dict(self._make([number for number in together if number not in self.kept])))
         return self._made[-1][index]
 
@@ -53,30 +56,30 @@ class OnlineStore:
         return self._shard_sizes
 
     def expect(self, numbers: Sequence[int]) -> None:
-        """These will be made together, in batches of like length."""
+        """Announce samples to be computed together, in batches of similar length."""
         self._expected.append(numbers)
 
     def place_of(self, index: int) -> str:
         return f"response {index} of its split"
 
     def token_counts(self, vocab_size: int) -> Tensor:
-        """How often the target wrote each token. [vocab]"""
+        """How often each token is trained on. [vocab]"""
         return count_written(self.texts, vocab_size)
 
     def tap_sizes(self, taps: tuple[int, ...], num_layers: int) -> list[float]:
-        """How large each tap is, over what would be the first shard."""
+        """The median size of each tap over the samples of the first shard."""
         numbers = list(range(self._shard_sizes[0]))
         return median_tap_sizes((sample for _, sample in self._make(numbers)), taps, num_layers)
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: there is nothing to close."""
 
     def _make(self, numbers: list[int]) -> Iterator[tuple[int, Sample]]:
         for places in length_buckets([len(self.texts[number].tokens) for number in numbers], self.batch):
             batch = [numbers[place] for place in places]
             texts = [self.texts[number] for number in batch]
             lengths = [len(text.tokens) for text in texts]
-            states = on_host(vars(self.ask([text.tokens for text in texts])))
+            states = on_host(vars(self.tap_texts([text.tokens for text in texts])))
             parts = zip(states["taps"].split(lengths), states["last_hidden"].split(lengths), strict=True)
             for number, text, (taps, last_hidden) in zip(batch, texts, parts, strict=True):
                 sample = Sample(torch.tensor(text.tokens), torch.tensor(text.loss_mask), taps, last_hidden)
@@ -86,7 +89,7 @@ class OnlineStore:
     def _keep(self, number: int, sample: Sample) -> None:
         size = sample.taps.nbytes + sample.last_hidden.nbytes
         if self._kept_bytes + size <= self.cache_bytes and number not in self.kept:
-            # Copies, as the states of a whole batch lie in one piece of memory.
+            # Clone, or one sample would keep the memory of its whole batch.
             taps, last_hidden = sample.taps.clone(), sample.last_hidden.clone()
             self.kept[number] = Sample(sample.tokens, sample.loss_mask, taps, last_hidden)
             self._kept_bytes += size

@@ -1,4 +1,4 @@
-"""The first stage: prompts as tokens, those to train on and those held out; with data.responses given, whole samples.
+"""The first stage: training and held-out prompts as tokens; with data.responses given, whole samples.
 
 python -m data_pipelines.prompts recipes/tiny.yaml
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from data_pipelines.chat_masks import ChatTemplate, MaskedTokens, runs
 from data_pipelines.conversations import Conversation, TokenRow, parse_row
 from data_pipelines.demo.python_stdlib import source_files
-from data_pipelines.row_report import Intake
+from data_pipelines.row_report import RowReport
 from data_pipelines.rows import BadRow, read_rows, source_digest
 from data_pipelines.stage import Json, Stage, file_digest, write_jsonl, write_text
 from heads.target_config import locate_target
@@ -19,8 +19,8 @@ from inference.target.tokenizer import Tokenizer, load_tokenizer
 from recipes import Recipe, run_command
 from recipes.schema import PYTHON_STDLIB, DataSection
 
-CHARACTERS_PER_TOKEN = 12  # a generous bound, to cut text before it is encoded
-INTAKE_REPORT = "rows.json"  # which rows gave nothing, and why
+CHARACTERS_PER_TOKEN = 12  # a generous bound, to shorten text before tokenizing
+ROW_REPORT = "rows.json"  # the unusable rows and why
 
 
 def prompts_stage(recipe: Recipe) -> Stage:
@@ -33,7 +33,7 @@ def prompts_stage(recipe: Recipe) -> Stage:
         "target.path": recipe.target.path,
         "seed": recipe.seed,
     }
-    if data.responses == "given":  # then this stage holds the responses too
+    if data.responses == "given":  # this stage then holds the responses too
         inputs |= {
             "data.responses": data.responses,
             "data.turns": data.turns,
@@ -43,10 +43,11 @@ def prompts_stage(recipe: Recipe) -> Stage:
 
 
 def make_prompts(recipe: Recipe) -> Stage:
-    """Write prompts/train.jsonl and prompts/heldout.jsonl, unless they are there, and a report on their rows.
+    """Write prompts/train.jsonl, prompts/heldout.jsonl and a report on the source rows, unless they are complete.
 
-    A row is {id, tokens, cut}, the tokens of a prompt; with data.responses given it has also `text`, all tokens, and
-    `spans`, the ranges of those that the assistant wrote. Raises ValueError where too many rows are bad.
+    A row is {id, tokens, cut}: the prompt's tokens, and whether its beginning was cut off. With data.responses given it
+    also has `text`, all tokens of the sample, and `spans`, the token ranges to train on. Raises ValueError if too many
+    source rows are unusable.
     """
     stage = prompts_stage(recipe)
     if stage.is_complete():
@@ -54,15 +55,15 @@ def make_prompts(recipe: Recipe) -> Stage:
     stage.begin()
     section, data = recipe.target, recipe.data
     tokenizer = load_tokenizer(locate_target(section.path, section.revision), section.trust_remote_code)
-    intakes = [Intake(data.prompts), Intake(str(data.heldout_prompts))]
+    row_reports = [RowReport(data.prompts), RowReport(str(data.heldout_prompts))]
     if data.prompts == PYTHON_STDLIB:
         train = stdlib_prompts(tokenizer, data.num_prompts, data.prompt_tokens, recipe.seed)
     else:
-        train = read_prompts(tokenizer, data, data.num_prompts, intakes[0])
-    heldout = read_prompts(tokenizer, data, None, intakes[1])
-    write_text(stage.folder / INTAKE_REPORT, json.dumps([intake.report() for intake in intakes], indent=1))
-    for intake in intakes if data.prompts != PYTHON_STDLIB else intakes[1:]:
-        intake.check(data.max_bad_fraction)
+        train = read_prompts(tokenizer, data, data.num_prompts, row_reports[0])
+    heldout = read_prompts(tokenizer, data, None, row_reports[1])
+    write_text(stage.folder / ROW_REPORT, json.dumps([report.to_json() for report in row_reports], indent=1))
+    for report in row_reports if data.prompts != PYTHON_STDLIB else row_reports[1:]:
+        report.check(data.max_bad_fraction)
     write_jsonl(stage.folder / "train.jsonl", train)
     write_jsonl(stage.folder / "heldout.jsonl", heldout)
     stage.finish(
@@ -70,7 +71,7 @@ def make_prompts(recipe: Recipe) -> Stage:
             "train": len(train),
             "heldout": len(heldout),
             "cut": sum(row["cut"] for row in train + heldout),
-            "bad": sum(len(intake.bad) for intake in intakes),
+            "bad": sum(len(report.bad) for report in row_reports),
             "sha256": file_digest(stage.folder / "train.jsonl"),
             "chat_template": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest(),
         }
@@ -79,42 +80,42 @@ def make_prompts(recipe: Recipe) -> Stage:
 
 
 def stdlib_prompts(tokenizer: Tokenizer, count: int, length: int, seed: int) -> list[Json]:
-    """Prompts of `length` tokens that begin with a line of the standard library; held-out files give none."""
+    """Draw prompts of `length` tokens that start at a line of the standard library, never from held-out files."""
     rng = random.Random(seed)
     texts = [file.text for file in source_files() if not file.held_out]
     weights = [len(text) for text in texts]
     tokens: list[list[int]] = []
     while len(tokens) < count:
-        pieces = []
+        excerpts = []
         for text in rng.choices(texts, weights, k=count - len(tokens)):
             start = text.rfind("\n", 0, rng.randrange(len(text))) + 1
-            pieces.append(text[start : start + length * CHARACTERS_PER_TOKEN])
+            excerpts.append(text[start : start + length * CHARACTERS_PER_TOKEN])
         tokens += [
-            encoded[:length] for encoded in tokenizer(pieces, verbose=False)["input_ids"] if len(encoded) >= length
+            encoded[:length] for encoded in tokenizer(excerpts, verbose=False)["input_ids"] if len(encoded) >= length
         ]
     return [{"id": i, "tokens": row, "cut": False} for i, row in enumerate(tokens)]
 
 
-def read_prompts(tokenizer: Tokenizer, data: DataSection, count: int | None, intake: Intake) -> list[Json]:
-    """The first `count` samples of a source (all for None); rows that give none are counted in the intake."""
+def read_prompts(tokenizer: Tokenizer, data: DataSection, count: int | None, report: RowReport) -> list[Json]:
+    """The first `count` samples of a source, or all for None; unusable rows are added to the report."""
     rows: list[Json] = []
-    for row in read_rows(intake.source):
+    for row in read_rows(report.source):
         if count is not None and len(rows) >= count:
             break
-        intake.rows += 1
+        report.rows += 1
         try:
             if isinstance(row.fields, BadRow):
                 raise row.fields
             for sample in samples_of(tokenizer, row.fields, data):
                 rows.append({"id": len(rows), **sample})
-                intake.cut += [row.line] if sample["cut"] else []
+                report.cut += [row.line] if sample["cut"] else []
         except BadRow as error:
-            intake.reject(row.line, error)
+            report.reject(row.line, error)
     return rows[:count]
 
 
 def samples_of(tokenizer: Tokenizer, row: Json, data: DataSection) -> Iterator[Json]:
-    """What a row gives: a prompt for the target to answer, or the samples of a conversation as it is."""
+    """The samples of a row: one prompt for the target to answer, or the row's own samples (data.responses given)."""
     if data.responses == "target":
         tokens = encode_prompt(tokenizer, row)
         yield {"tokens": tokens[-data.prompt_tokens :], "cut": len(tokens) > data.prompt_tokens}
@@ -130,9 +131,9 @@ def samples_of(tokenizer: Tokenizer, row: Json, data: DataSection) -> Iterator[J
 
 
 def encode_prompt(tokenizer: Tokenizer, row: Json) -> list[int]:
-    """The tokens that the target continues: text as it is, a conversation up to its last answer in its template.
+    """The tokens for the target to continue: a text as it is, a conversation without its final answer.
 
-    Raises BadRow for a row with no prompt in it.
+    Raises BadRow for a row without a prompt.
     """
     parsed = parse_known(tokenizer, row)
     if isinstance(parsed, Conversation):
@@ -144,7 +145,7 @@ def encode_prompt(tokenizer: Tokenizer, row: Json) -> list[int]:
 
 
 def given_samples(tokenizer: Tokenizer, row: Json, data: DataSection) -> list[MaskedTokens]:
-    """A row's own text, with the ranges of it to train on; of a plain text that is all behind its first token."""
+    """A row's own text and the ranges to train on; in a plain text, everything after the first token."""
     parsed = parse_known(tokenizer, row)
     if isinstance(parsed, Conversation):
         return ChatTemplate(tokenizer).masked(parsed, data.turns)
@@ -152,17 +153,19 @@ def given_samples(tokenizer: Tokenizer, row: Json, data: DataSection) -> list[Ma
     mask = parsed.loss_mask if isinstance(parsed, TokenRow) else [True] * len(tokens)
     spans = runs([False, *mask[1:]])  # nothing predicts the first token
     if not spans:
-        raise BadRow("mask", "no token to train on; give loss_mask ones, or more text")
+        raise BadRow("mask", "no token to train on; set loss_mask values to 1, or give a longer text")
     return [MaskedTokens(tokens, spans if data.turns == "all" else spans[-1:])]
 
 
 def parse_known(tokenizer: Tokenizer, row: Json) -> Conversation | TokenRow | str:
-    """`parse_row`, for tokens that the target has."""
+    """Parse a row; raises BadRow for token ids outside the target's vocabulary."""
     parsed = parse_row(row)
     if isinstance(parsed, TokenRow):
         unknown = [token for token in parsed.tokens if not 0 <= token < len(tokenizer)]
         if unknown:
-            raise BadRow("unknown token", f"token {unknown[0]}; those of the target are 0 to {len(tokenizer) - 1}")
+            raise BadRow(
+                "unknown token", f"token {unknown[0]} given; the target's tokens are 0 to {len(tokenizer) - 1}"
+            )
     return parsed
 
 

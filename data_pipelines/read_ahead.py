@@ -1,4 +1,4 @@
-"""A store that reads what will be asked for next while the current batch is being trained on."""
+"""A sample store that reads the next samples while the current batch is trained on."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,10 +10,10 @@ from data_pipelines.shards import FeatureStore, Sample
 
 
 class ReadAhead:
-    """The same samples as the store's; one background thread reads those that `expect` named, in that order.
+    """Wraps a store: one background thread reads the samples announced by `expect`, in that order.
 
-    An error of reading is raised where the sample is asked for. Samples that are expected and never asked for stay in
-    memory until `close`, behind which nothing can be asked for.
+    A read error is raised when its sample is requested. Announced samples that nobody requests stay in memory until
+    `close`; after that, requests fail.
     """
 
     def __init__(self, store: FeatureStore | OnlineStore) -> None:
@@ -33,14 +33,14 @@ class ReadAhead:
         return len(self.store)
 
     def expect(self, numbers: Sequence[int]) -> None:
-        """Begin to read these samples."""
+        """Start reading these samples in the background."""
         self._thread.submit(self.store.expect, numbers)
         for number in numbers:
             if number not in self._coming:
                 self._coming[number] = self._thread.submit(self.store.__getitem__, number)
 
     def __getitem__(self, index: int) -> Sample:
-        # Also a surprise goes through the thread: stores are read from one thread.
+        # An unannounced sample also goes through the thread, because a store is read from one thread only.
         coming = self._coming.pop(index, None) or self._thread.submit(self.store.__getitem__, index)
         return coming.result()
 
@@ -54,7 +54,7 @@ class ReadAhead:
         return self._thread.submit(self.store.tap_sizes, taps, num_layers).result()
 
     def close(self) -> None:
-        """End the thread; what is being read is finished, the rest is dropped."""
+        """Stop the thread after its current read, drop the other announced samples, and close the store."""
         self._thread.shutdown(cancel_futures=True)
         self._coming.clear()
         self.store.close()

@@ -1,4 +1,4 @@
-"""The second stage: what is trained on, as tokens: the target's answer to each prompt, or conversations as they are."""
+"""The second stage: the texts to train on, as tokens: the target's answers to the prompts, or given conversations."""
 
 import json
 import zlib
@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from data_pipelines.completion_client import CompletionServer
-from data_pipelines.shard_work import Meter, Piece, pieces
+from data_pipelines.completion_client import CompletionClient
+from data_pipelines.shard_work import ProgressMeter, ShardPrompts, prompt_shards
 from data_pipelines.stage import Json, Stage, file_digest, target_identity, write_jsonl, write_text
 from heads.checkpoint import load_head
 from heads.target_config import locate_target
@@ -26,7 +26,7 @@ from inference.target.tokenizer import load_tokenizer
 from recipes import Recipe
 from recipes.jsonl import read_jsonl
 
-# Prompts and how to continue them, to what was written after each.
+# Prompts and the sampling of each -> the tokens written after each.
 Writer = Callable[[list[list[int]], list[Sampling]], list[list[int]]]
 
 
@@ -51,7 +51,7 @@ def responses_stage(recipe: Recipe, prompts: Stage) -> Stage:
 
 
 def written_by(recipe: Recipe) -> str:
-    """How responses come about, for the record."""
+    """Who or what writes the responses, for the manifest."""
     if recipe.data.responses == "given":
         return "whoever wrote data.prompts"
     if recipe.data.server is not None:
@@ -59,13 +59,13 @@ def written_by(recipe: Recipe) -> str:
     return "plain decoding" if recipe.data.draft_head is None else "speculative decoding"
 
 
-def responses_path(recipe: Recipe, piece: Piece) -> Path:
-    return recipe.responses_dir / f"{piece.split}-{piece.index:05d}.jsonl"
+def responses_path(recipe: Recipe, shard: ShardPrompts) -> Path:
+    return recipe.responses_dir / f"{shard.split}-{shard.index:05d}.jsonl"
 
 
 @dataclass(frozen=True)
 class Text:
-    """A sample before its features: all its tokens, and which of them are trained on."""
+    """A sample without its features: its tokens, and which of them are trained on."""
 
     tokens: list[int]
     loss_mask: list[bool]
@@ -90,29 +90,29 @@ def count_written(texts: list[Text], vocab_size: int) -> Tensor:
     return counts
 
 
-def write_given(recipe: Recipe, piece: Piece) -> None:
-    """Conversations as they are; the prompts stage has found their tokens."""
-    rows = [{"id": row["id"], "tokens": row["text"], "spans": row["spans"]} for row in piece.rows]
-    write_jsonl(responses_path(recipe, piece), rows)
+def write_given(recipe: Recipe, shard: ShardPrompts) -> None:
+    """Write given conversations of a shard as responses; the prompts stage has tokenized them."""
+    rows = [{"id": row["id"], "tokens": row["text"], "spans": row["spans"]} for row in shard.rows]
+    write_jsonl(responses_path(recipe, shard), rows)
 
 
-def write_responses(recipe: Recipe, writer: Writer, piece: Piece, meter: Meter) -> None:
-    """Let the target answer the prompts of a shard; sample i is written at the temperature i of the recipe, in turn.
+def write_responses(recipe: Recipe, writer: Writer, shard: ShardPrompts, meter: ProgressMeter) -> None:
+    """Write the responses to the prompts of a shard; the samples use the recipe's temperatures in turn.
 
-    Each batch goes to a journal as soon as it is written, so that a killed run resumes within a shard.
+    Each finished batch is appended to a journal, so a killed run resumes within the shard.
     """
-    path = responses_path(recipe, piece)
+    path = responses_path(recipe, shard)
     if path.exists():
-        meter.skip(len(piece.rows))
+        meter.skip(len(shard.rows))
         return
     journal = path.with_name(path.name + ".journal")
     done = {row["id"]: row for row in journal_rows(journal)}
-    by_length = sorted(piece.rows, key=lambda row: len(row["tokens"]))
+    by_length = sorted(shard.rows, key=lambda row: len(row["tokens"]))
     for start in range(0, len(by_length), recipe.data.generate_batch):
         batch = by_length[start : start + recipe.data.generate_batch]
         missing = [row for row in batch if row["id"] not in done]
         if missing:
-            samplings = [sampling_of(recipe, piece.split, row["id"]) for row in missing]
+            samplings = [sampling_of(recipe, shard.split, row["id"]) for row in missing]
             written = writer([row["tokens"] for row in missing], samplings)
             rows = [
                 {"id": row["id"], "prompt": row["tokens"], "response": text, "temperature": sampling.temperature}
@@ -121,12 +121,12 @@ def write_responses(recipe: Recipe, writer: Writer, piece: Piece, meter: Meter) 
             append_lines(journal, rows)
             done |= {row["id"]: row for row in rows}
         meter.add(len(batch), sum(len(done[row["id"]]["response"]) for row in batch))
-    write_jsonl(path, [done[row["id"]] for row in piece.rows])
+    write_jsonl(path, [done[row["id"]] for row in shard.rows])
     journal.unlink(missing_ok=True)
 
 
 def sampling_of(recipe: Recipe, split: str, number: int) -> Sampling:
-    """How a sample is written, whatever shard, batch, rank or resume it comes up in."""
+    """The sampling of response `number`; it does not depend on shard, batch, rank or resume."""
     temperatures = recipe.data.temperatures
     seed = zlib.crc32(f"{recipe.seed} {split} {number}".encode())
     return Sampling(temperatures[number % len(temperatures)], seed=seed)
@@ -138,7 +138,7 @@ def append_lines(journal: Path, rows: list[Json]) -> None:
 
 
 def journal_rows(journal: Path) -> list[Json]:
-    """What a killed run put down; the line at which it was killed is cut off, the samples on it are written again."""
+    """The complete rows of a killed run's journal; an incomplete last line is removed from the file."""
     if not journal.exists():
         return []
     whole, newline, _ = journal.read_text().rpartition("\n")
@@ -147,7 +147,7 @@ def journal_rows(journal: Path) -> list[Json]:
 
 
 def finish_responses(recipe: Recipe, stage: Stage) -> None:
-    paths = [responses_path(recipe, piece) for piece in pieces(recipe)]
+    paths = [responses_path(recipe, shard) for shard in prompt_shards(recipe)]
     texts = [Text.from_row(row) for path in paths for row in read_jsonl(path)]
     trained_on = sum(sum(text.loss_mask) for text in texts)
     stage.finish(
@@ -162,7 +162,7 @@ def finish_responses(recipe: Recipe, stage: Stage) -> None:
 
 
 def target_writer(recipe: Recipe, target: TargetModel, drafter: Drafter | None = None) -> Writer:
-    """Our own decoding, each sample with noise of its own; a drafter makes it sooner, never other text."""
+    """Write responses with our own decoding, one seed per sample; a drafter changes the speed, never the text."""
 
     def write(prompts: list[list[int]], samplings: list[Sampling]) -> list[list[int]]:
         pairs = zip(prompts, samplings, strict=True)
@@ -174,7 +174,7 @@ def target_writer(recipe: Recipe, target: TargetModel, drafter: Drafter | None =
 
 
 def speculative_writer(recipe: Recipe, folder: Path) -> tuple[Writer, Ranks]:
-    """The same with a head of this target."""
+    """Write responses by speculative decoding with the head in `folder`; also returns the target's ranks."""
     untapped = TargetModel.load(recipe.target, ())
     head = load_head(folder, untapped.frozen)
     target = TargetModel(untapped.model, head.taps, untapped.ranks)
@@ -183,12 +183,12 @@ def speculative_writer(recipe: Recipe, folder: Path) -> tuple[Writer, Ranks]:
 
 
 def server_writer(recipe: Recipe, url: str) -> Writer:
-    """An OpenAI-compatible server of the same target."""
+    """Write responses with an OpenAI-compatible server that runs the target."""
     section = recipe.target
     tokenizer = load_tokenizer(locate_target(section.path, section.revision), section.trust_remote_code)
-    server = CompletionServer(url, tokenizer, recipe.data.server_retries)
+    client = CompletionClient(url, tokenizer, recipe.data.server_retries)
 
     def write(prompts: list[list[int]], samplings: list[Sampling]) -> list[list[int]]:
-        return server.complete(prompts, samplings, recipe.data.response_tokens)
+        return client.complete(prompts, samplings, recipe.data.response_tokens)
 
     return write

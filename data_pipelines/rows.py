@@ -1,6 +1,6 @@
-"""The rows of what a recipe names as data: JSONL, parquet, plain text, or a Hugging Face dataset on disk or hub.
+"""Read the rows of a data source: JSONL, parquet, plain text, or a Hugging Face dataset on disk or on the hub.
 
-Nothing that could run code is read: no pickles, and no loading script of a dataset.
+Formats that can run code are refused: pickles and dataset loading scripts.
 """
 
 import hashlib
@@ -14,11 +14,11 @@ from typing import Any
 from data_pipelines.stage import Json, file_digest
 from recipes.schema import HUB_PREFIX
 
-PLAIN_FORMATS = ("parquet", "json", "text", "arrow")  # what a hub dataset may be stored as
+PLAIN_FORMATS = ("parquet", "json", "text", "arrow")  # formats allowed for hub datasets
 
 
 class BadRow(ValueError):
-    """A row that gives no sample: `kind` in a word or two, by which rows are counted, and the text says why."""
+    """An unusable row: `kind` is a short category for counting, the message says why."""
 
     def __init__(self, kind: str, why: str) -> None:
         super().__init__(why)
@@ -27,14 +27,14 @@ class BadRow(ValueError):
 
 @dataclass(frozen=True)
 class Row:
-    """One row as it was read, or what is wrong with it; `line` counts from 1."""
+    """One row of a source, or the reason that it could not be read; `line` counts from 1."""
 
     line: int
     fields: Json | BadRow
 
 
 def read_rows(source: str) -> Iterator[Row]:
-    """Every row of a source, the broken ones as BadRow; raises ValueError for a source of no known kind."""
+    """Read every row of a source, unreadable ones as BadRow; raises ValueError for an unknown kind of source."""
     path = Path(source)
     if source.startswith(HUB_PREFIX):
         return good_rows(hub_dataset(source.removeprefix(HUB_PREFIX)))
@@ -43,14 +43,14 @@ def read_rows(source: str) -> Iterator[Row]:
     readers = {".jsonl": jsonl_rows, ".json": jsonl_rows, ".parquet": parquet_rows, ".txt": text_rows}
     if path.suffix not in readers:
         raise ValueError(
-            f"data: {source} given, a file that ends in {', '.join(readers)}, the folder of a dataset or "
+            f"data: {source} given, a file that ends in {', '.join(readers)}, a dataset folder or "
             f"{HUB_PREFIX}org/name:split is allowed; convert it to one of them"
         )
     return readers[path.suffix](path)
 
 
 def source_digest(source: str) -> str:
-    """What identifies a source: the content of files; the name alone of a dataset on the hub."""
+    """The identity of a source: a digest of its files' content, or the name of a hub dataset."""
     path = Path(source)
     if source.startswith(HUB_PREFIX):
         return source
@@ -77,11 +77,11 @@ def json_object(line: bytes) -> Json | BadRow:
             )  # half of a surrogate pair can be escaped, but is no text
     except (json.JSONDecodeError, UnicodeError, RecursionError) as error:
         return BadRow("broken", f"not JSON ({error})")
-    return row if isinstance(row, dict) else BadRow("broken", f"{type(row).__name__}, a JSON object is needed")
+    return row if isinstance(row, dict) else BadRow("broken", f"{type(row).__name__} given, a JSON object is needed")
 
 
 def text_rows(path: Path) -> Iterator[Row]:
-    """Each line that is not blank is a text of its own."""
+    """Each line that is not blank is one text."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
@@ -101,30 +101,34 @@ def good_rows(rows: Iterable[Any]) -> Iterator[Row]:
 
 
 def disk_dataset(folder: Path) -> Any:
-    """What `Dataset.save_to_disk` wrote; of a dictionary of splits, `train` or the only one."""
+    """Load a folder written by `save_to_disk`; from several splits, the one named train or the only one."""
     datasets = optional_library("datasets")
     try:
         found = datasets.load_from_disk(str(folder))
     except FileNotFoundError as error:
-        raise ValueError(f"data: {folder} holds no dataset ({error}); give what save_to_disk wrote") from error
+        raise ValueError(f"data: {folder} is not a dataset ({error}); give a folder written by save_to_disk") from error
     if not isinstance(found, dict):
         return found
     if "train" not in found and len(found) > 1:
-        raise ValueError(f"data: {folder} has splits {', '.join(found)}; give the folder of one of them")
+        raise ValueError(f"data: {folder} has splits {', '.join(found)}; give the folder of one split")
     return found.get("train", next(iter(found.values())))
 
 
 def hub_dataset(name: str) -> Any:
-    """`org/name:split`, or `org/name` for its train split; read only where it is stored in a plain format."""
+    """Load `org/name:split` (default split: train) from the hub, if it is stored in a format without code."""
     datasets = optional_library("datasets")
     name, _, split = name.partition(":")
     try:
         builder = datasets.load_dataset_builder(name)
-    except Exception as error:  # the hub client and the readers raise dozens of kinds
-        raise ValueError(f"data: {HUB_PREFIX}{name} cannot be had ({type(error).__name__}: {error})") from error
+    except Exception as error:  # the hub client and the readers raise many types
+        raise ValueError(
+            f"data: {HUB_PREFIX}{name} cannot be loaded ({type(error).__name__}: {error}); check the name"
+        ) from error
     stored_as = type(builder).__module__.rpartition(".")[2]
     if stored_as not in PLAIN_FORMATS:
-        raise ValueError(f"data: {HUB_PREFIX}{name} is stored as {stored_as}; {', '.join(PLAIN_FORMATS)} are allowed")
+        raise ValueError(
+            f"data: {HUB_PREFIX}{name} is stored as {stored_as}, {', '.join(PLAIN_FORMATS)} are allowed; convert it"
+        )
     builder.download_and_prepare()
     return builder.as_dataset(split=split or "train")
 
@@ -133,4 +137,4 @@ def optional_library(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ValueError(f"this kind of data needs {name}; run pip install 'headstart[data]'") from error
+        raise ValueError(f"data: this format needs {name}; run pip install 'headstart[data]'") from error

@@ -1,4 +1,4 @@
-"""The order in which training sees its samples: a function of (seed, step) alone, so that any step can be resumed."""
+"""The order of training samples: a function of (seed, step) alone, so training can resume at any step."""
 
 from functools import lru_cache
 
@@ -6,10 +6,10 @@ import torch
 
 
 class SampleOrder:
-    """An endless sequence of sample numbers, each epoch a fresh permutation; none is ever dropped or repeated early.
+    """An endless sequence of sample numbers; each epoch is a new permutation of all samples.
 
-    The shards come in a fresh order each epoch, and samples are shuffled within each `window` shards of that order
-    (None: all of them); so at most that many shards are read from at a time.
+    Each epoch shuffles the shards, then the samples within each group of `window` shards (None: all), so at most
+    `window` shards are read at a time.
     """
 
     def __init__(self, shard_sizes: list[int], seed: int, window: int | None = None) -> None:
@@ -24,7 +24,7 @@ class SampleOrder:
         return self._epoch(epoch)[offset]
 
     def of_step(self, step: int, batch_size: int) -> list[int]:
-        """The samples of a global batch; ranks share it out among themselves."""
+        """The samples of a step's global batch, which the ranks divide."""
         return [self[place] for place in range(step * batch_size, (step + 1) * batch_size)]
 
     def _permutation(self, epoch: int) -> list[int]:

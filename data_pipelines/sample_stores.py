@@ -1,4 +1,4 @@
-"""Where training samples come from: a store on disk, or the target itself."""
+"""The sources of training samples: a feature store on disk, or the target itself."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from data_pipelines.features import Ask, tap
+from data_pipelines.features import TapTexts, tap
 from data_pipelines.online import OnlineStore
 from data_pipelines.read_ahead import ReadAhead
 from data_pipelines.shards import FeatureStore, Sample
@@ -21,48 +21,53 @@ GIGABYTE = 1e9
 
 
 class SampleStore(Protocol):
-    """What training asks of features, wherever they come from."""
+    """The interface that training uses for samples from any source."""
 
     @property
     def num_tokens(self) -> int: ...
 
     @property
     def shard_sizes(self) -> list[int]:
-        """Samples of each part that is best read as a whole."""
+        """The number of samples in each shard."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Sample: ...
 
     def expect(self, numbers: Sequence[int]) -> None:
-        """Say which samples will be asked for next."""
+        """Announce the samples that will be requested next."""
 
     def place_of(self, index: int) -> str:
-        """Where a sample lies, for those who look for it."""
+        """Where a sample is stored, for messages."""
 
     def token_counts(self, vocab_size: int) -> Tensor: ...
 
     def tap_sizes(self, taps: tuple[int, ...], num_layers: int) -> list[float]: ...
 
     def close(self) -> None:
-        """End whatever reads; nothing is asked for behind it."""
+        """Stop all reading; no sample may be requested after this."""
 
 
 @contextmanager
 def open_stores(recipe: Recipe, harvested: Stage, taps: tuple[int, ...]) -> Iterator[tuple[SampleStore, SampleStore]]:
-    """The samples to train on and those held out, from what `harvest` returned; `taps` are those below the last one."""
+    """Open the training and held-out samples of the stage that `harvest` returned.
+
+    `taps` are the head's taps without the last hidden state, which is always part of a sample.
+    """
     data, splits = recipe.data, ("train", "heldout")
-    with ExitStack() as ends:
+    with ExitStack() as stack:
         if data.mode == "offline":
             stored, heldout = (FeatureStore(harvested.folder, split, taps) for split in splits)
-            yield ends.enter_context(closing(ReadAhead(stored))), heldout
+            yield stack.enter_context(closing(ReadAhead(stored))), heldout
             return
         if data.online_devices is None:
-            ask: Ask = partial(tap, TargetModel.load(recipe.target, taps))
+            tap_texts: TapTexts = partial(tap, TargetModel.load(recipe.target, taps))
         else:
             device = data.online_devices[Ranks().rank % len(data.online_devices)]
-            ask = ends.enter_context(closing(TargetProcess(recipe.target, taps, device))).ask
-        made, made_heldout = (OnlineStore(recipe, split, ask, data.cache_gigabytes * GIGABYTE) for split in splits)
-        # A target of this process would only get in the way of the training.
-        train = made if data.online_devices is None else ends.enter_context(closing(ReadAhead(made)))
+            tap_texts = stack.enter_context(closing(TargetProcess(recipe.target, taps, device))).tap
+        made, made_heldout = (
+            OnlineStore(recipe, split, tap_texts, data.cache_gigabytes * GIGABYTE) for split in splits
+        )
+        # Reading ahead only helps if the target runs in another process; in this one it would slow training down.
+        train = made if data.online_devices is None else stack.enter_context(closing(ReadAhead(made)))
         yield train, made_heldout

@@ -1,4 +1,4 @@
-"""The work of a harvest in pieces that any number of ranks share, with progress in tokens."""
+"""A harvest's work divided into shards that any number of ranks can share, and its progress display."""
 
 import os
 import time
@@ -16,12 +16,12 @@ from data_pipelines.stage import Json, Stage
 from recipes import Recipe
 from recipes.jsonl import read_jsonl
 
-RANK_TIMEOUT = timedelta(hours=6)  # a rank waits so long for the others, whose texts may be much longer
+RANK_TIMEOUT = timedelta(hours=6)  # how long a rank waits for the others, whose texts may be much longer
 
 
 @dataclass(frozen=True)
-class Piece:
-    """The prompts of one shard: the unit of work, of sharing between ranks and of resuming."""
+class ShardPrompts:
+    """The prompts of one shard, the unit in which work is shared between ranks and resumed."""
 
     split: str
     index: int
@@ -29,46 +29,47 @@ class Piece:
 
 
 def start_processes() -> PartialState:
-    """The ranks as `accelerate launch` asked for them; without a GPU they are processes on the CPU."""
+    """Start the ranks that `accelerate launch` asked for; without a GPU they run on the CPU."""
     return PartialState(cpu=not torch.accelerator.is_available(), timeout=RANK_TIMEOUT)
 
 
-def pieces(recipe: Recipe) -> list[Piece]:
-    """All shards of both splits, by sample id alone, so that any number of ranks makes the same files."""
+def prompt_shards(recipe: Recipe) -> list[ShardPrompts]:
+    """The prompts of both splits by shard; the division depends on sample ids alone, not on the number of ranks."""
     found, size = [], recipe.data.shard_samples
     for split, limit in (("train", None), ("heldout", recipe.data.heldout_samples)):
         rows = list(read_jsonl(recipe.prompts_dir / f"{split}.jsonl"))[:limit]
-        found += [Piece(split, i // size, rows[i : i + size]) for i in range(0, len(rows), size)]
+        found += [ShardPrompts(split, i // size, rows[i : i + size]) for i in range(0, len(rows), size)]
     return found
 
 
 def idle_cores(state: PartialState) -> str | None:
-    """What to add to the command where the ranks leave cores of this machine idle; None where they do not."""
+    """A hint for the user if the launch leaves CPU cores idle, else None."""
     threads, cores = torch.get_num_threads(), (os.cpu_count() or 1) // state.num_processes
     if state.device.type != "cpu" or threads >= cores:
         return None
     return (
-        f"{threads} of {cores} cores at work: accelerate launch --num_cpu_threads_per_process {cores} uses all, which "
-        "is faster where nothing else runs"
+        f"using {threads} of {cores} CPU cores; accelerate launch --num_cpu_threads_per_process {cores} uses all of "
+        f"them "
+        "(faster if nothing else is running)"
     )
 
 
-def begin(stage: Stage, state: PartialState) -> None:
-    """Claim a stage's folder, once for all ranks."""
+def claim_stage(stage: Stage, state: PartialState) -> None:
+    """Claim a stage's folder on the main rank; all ranks wait for it."""
     if state.is_main_process:
         stage.begin()
     state.wait_for_everyone()
 
 
-class Meter:
-    """A progress bar of samples that also tells the tokens per second of this rank."""
+class ProgressMeter:
+    """Updates a progress bar with the samples done and this rank's tokens per second."""
 
     def __init__(self, progress: Progress, task: TaskID) -> None:
         self.progress, self.task = progress, task
         self.started, self.tokens = time.perf_counter(), 0
 
     def skip(self, samples: int) -> None:
-        """Samples that an earlier run has done."""
+        """Count samples that an earlier run finished."""
         self.progress.update(self.task, advance=samples)
 
     def add(self, samples: int, tokens: int) -> None:
@@ -78,9 +79,9 @@ class Meter:
 
 
 @contextmanager
-def metered(work: Sequence[Piece], state: PartialState, what: str) -> Iterator[Meter]:
-    """A meter over the samples of this rank's share, shown on the main rank."""
+def show_progress(work: Sequence[ShardPrompts], state: PartialState, what: str) -> Iterator[ProgressMeter]:
+    """Show a progress bar for this rank's shards, on the main rank only."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}")
     with Progress(*columns, TimeElapsedColumn(), TimeLeft(), disable=not state.is_main_process) as progress:
-        task = progress.add_task(what, total=sum(len(piece.rows) for piece in work), speed="")
-        yield Meter(progress, task)
+        task = progress.add_task(what, total=sum(len(shard.rows) for shard in work), speed="")
+        yield ProgressMeter(progress, task)

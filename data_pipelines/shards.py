@@ -1,4 +1,4 @@
-"""Features on disk: variable-length samples in safetensors shards, a manifest with a checksum for each."""
+"""Features on disk: samples of variable length in safetensors shards, and a manifest with a checksum per shard."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -20,21 +20,21 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence; token 0 is the prompt's first."""
+    """One sequence with its features; token 0 is the first of the prompt."""
 
     tokens: Tensor  # [seq], int64
-    loss_mask: Tensor  # [seq], bool: the tokens that the target wrote
+    loss_mask: Tensor  # [seq], bool: the tokens to train on
     taps: Tensor  # [seq, taps * hidden]: tapped hidden states below the last one, in ascending order
     last_hidden: Tensor  # [seq, hidden]: before the final norm
 
 
 def tapped(stored: Tensor, last_hidden: Tensor, taps: tuple[int, ...], num_layers: int) -> Tensor:
-    """What a head with these taps reads: the stored ones and, where it is a tap too, the last hidden state."""
+    """What a head with these taps reads: the stored taps, plus the last hidden state if it is one of them."""
     return torch.cat([stored, last_hidden], dim=-1) if taps[-1] == num_layers else stored
 
 
 def stored_taps(taps: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
-    """Those of a head's taps that are stored for it; the last hidden state is stored for every head, once."""
+    """The taps to store for a head: all but the last hidden state, which is stored anyway."""
     return tuple(tap for tap in taps if tap < num_layers)
 
 
@@ -43,18 +43,18 @@ def shard_name(split: str, index: int) -> str:
 
 
 class ShardBuffer:
-    """Room for the samples of a shard, which come in any order and are written at once.
+    """Collects the samples of one shard in any order, then writes them at once.
 
-    Each tap is a tensor of its own, so that a head reads its taps alone.
+    Each tap is a separate tensor, so a head can read its own taps only.
     """
 
     def __init__(self, lengths: Sequence[int]) -> None:
-        """`lengths` are the tokens of each sample."""
+        """`lengths` is the number of tokens of each sample."""
         self.offsets = torch.tensor([0, *lengths]).cumsum(0)
         self.tensors: dict[str, Tensor] = {}
 
     def put(self, numbers: Sequence[int], tensors: dict[str, Tensor]) -> None:
-        """What belongs to the tokens of these samples, one sample behind the other: [tokens, ...] each."""
+        """Add per-token tensors of these samples, concatenated in the order of `numbers`: [tokens, ...] each."""
         for name, tensor in tensors.items():
             if name not in self.tensors:
                 self.tensors[name] = torch.empty(int(self.offsets[-1]), *tensor.shape[1:], dtype=tensor.dtype)
@@ -67,8 +67,8 @@ class ShardBuffer:
     def write(self, path: Path, made_from: str) -> None:
         """Write then rename, so a reader sees a whole shard or none and a killed harvest can simply resume.
 
-        `made_from` identifies the run's inputs, a shard of other inputs is refused later. What the manifest will say of
-        it is noted beside it, so that no rank has to read all shards at the end.
+        `made_from` identifies the run's inputs; later runs refuse a shard made from other inputs. The shard's manifest
+        entry is saved next to it, so no rank has to read all shards at the end.
         """
         partial = path.with_name(path.name + ".partial")
         save_file({**self.tensors, "offsets": self.offsets}, partial, metadata={"made_from": made_from})
@@ -77,12 +77,12 @@ class ShardBuffer:
 
 
 def stored_tokens(tokens: Tensor, loss_mask: Tensor) -> dict[str, Tensor]:
-    """The tensors of a shard that say what a text is. Both [tokens]."""
+    """The stored form of tokens and loss mask, both [tokens]."""
     return {"tokens": tokens.to(torch.int32), "loss_mask": loss_mask.to(torch.uint8)}
 
 
 def stored_states(taps: tuple[int, ...], tapped: Tensor, last_hidden: Tensor, storage: str) -> dict[str, Tensor]:
-    """The tensors of a shard that hold hidden states, wherever these are; [tokens, taps * hidden], [tokens, hidden]."""
+    """The stored form of hidden states on any device, given as [tokens, taps * hidden] and [tokens, hidden]."""
     stored = encode("last_hidden", last_hidden, storage)
     states = tapped.unflatten(-1, (len(taps), last_hidden.shape[-1]))
     for number, tap in enumerate(taps):
@@ -90,35 +90,26 @@ def stored_states(taps: tuple[int, ...], tapped: Tensor, last_hidden: Tensor, st
     return stored
 
 
-def write_shard(path: Path, samples: list[Sample], taps: tuple[int, ...], made_from: str, storage: str) -> None:
-    """Samples that are all there as a shard; `storage` is a data.dtype."""
-    buffer = ShardBuffer([len(sample.tokens) for sample in samples])
-    for number, sample in enumerate(samples):
-        states = stored_states(taps, sample.taps, sample.last_hidden, storage)
-        buffer.put([number], {**stored_tokens(sample.tokens, sample.loss_mask), **states})
-    buffer.write(path, made_from)
-
-
 def shard_is_whole(path: Path, made_from: str) -> bool:
-    """Whether an earlier run already wrote this shard; one that cannot be read or is of other inputs is refused."""
+    """Whether an earlier run wrote this shard; raises ValueError if it is unreadable or made from other inputs."""
     if not path.exists():
         return False
     metadata = _open(path).metadata() or {}
     if metadata.get("made_from") != made_from:
         raise ValueError(
-            f"{path} is a shard of another run (made from {metadata.get('made_from', 'unknown inputs')!r}, "
-            f"this run is {made_from!r}); remove the file or choose another run_dir"
+            f"{path} is a shard of another run (made from {metadata.get('made_from', 'unknown inputs')!r}, this run "
+            f"needs {made_from!r}); remove the file or choose another run_dir"
         )
     return True
 
 
 def note_path(shard: Path) -> Path:
-    """Where a shard's entry waits for the manifest."""
+    """The file next to a shard that holds its manifest entry until the manifest is written."""
     return shard.with_name(shard.name + ".note")
 
 
 def shard_entry(path: Path, name: str) -> Json:
-    """What the manifest says of a shard of that name."""
+    """The manifest entry of a shard with this file name."""
     offsets = _open(path).get_tensor("offsets")
     return {
         "file": name,
@@ -130,7 +121,7 @@ def shard_entry(path: Path, name: str) -> Json:
 
 
 def write_manifest(folder: Path, names: Iterable[str], about: Json) -> None:
-    """List the shards of a run with their sizes and checksums; whatever else lies in the folder stays foreign."""
+    """Write the manifest of the named shards, with sizes and checksums; other shards in the folder are not listed."""
     paths = [folder / name for name in sorted(names)]
     noted = {path: json.loads(note_path(path).read_text()) for path in paths if note_path(path).is_file()}
     shards = [noted[path] if path in noted else shard_entry(path, path.name) for path in paths]
@@ -140,10 +131,10 @@ def write_manifest(folder: Path, names: Iterable[str], about: Json) -> None:
 
 
 class FeatureStore:
-    """Samples of one split by number, read where they lie. A shard is checked against the manifest when it is opened.
+    """The samples of one split by number, read from disk; a shard's checksum is verified when it is first opened.
 
-    With `taps` the samples hold these taps alone, which must be stored: one store serves many heads.
-    Raises ValueError naming a tap that is not stored, or a shard that is missing, changed, or not in the manifest.
+    With `taps`, samples hold only these taps, so one store serves many heads. Raises ValueError naming a tap that is
+    not stored, or a shard that is missing, changed or not in the manifest.
     """
 
     def __init__(self, folder: Path, split: str, taps: tuple[int, ...] | None = None) -> None:
@@ -186,20 +177,20 @@ class FeatureStore:
         return [shard["samples"] for shard in self.shards]
 
     def expect(self, numbers: Sequence[int]) -> None:
-        """Nothing to prepare: the file is read when it is asked."""
+        """Do nothing: samples are read when requested."""
 
     def place_of(self, index: int) -> str:
-        """Where a sample lies, for messages."""
+        """Where a sample is stored, for messages."""
         shard, row = self.places[index]
         return f"row {row} of {self.shards[shard]['file']}"
 
     def token_counts(self, vocab_size: int) -> Tensor:
-        """How often the target wrote each token. [vocab]"""
+        """How often each token is trained on. [vocab]"""
         kept = read_counts(self.folder, self.shards, vocab_size)
         return self.count_tokens(vocab_size) if kept is None else kept
 
     def count_tokens(self, vocab_size: int) -> Tensor:
-        """The same by a pass over all shards."""
+        """Token counts computed by reading all shards. [vocab]"""
         counts = torch.zeros(vocab_size, dtype=torch.long)
         for shard in range(len(self.shards)):
             opened = self._shard(shard)
@@ -208,26 +199,26 @@ class FeatureStore:
         return counts
 
     def num_trained_on(self) -> int:
-        """Tokens under the loss masks."""
+        """The number of tokens to train on."""
         return sum(int(self._shard(shard).get_tensor("loss_mask").sum()) for shard in range(len(self.shards)))
 
     def tap_sizes(self, taps: tuple[int, ...], num_layers: int) -> list[float]:
-        """How large each tap is, over the first shard."""
+        """The median size of each tap over the samples of the first shard."""
         samples = (self[number] for number, (shard, _) in enumerate(self.places) if shard == 0)
         return median_tap_sizes(samples, taps, num_layers)
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         self._opened.clear()
 
     def _shard(self, shard: int) -> Any:
-        """A shard, opened and checked the first time."""
+        """An open shard; it is opened and checked on first use."""
         if shard in self._opened:
             return self._opened[shard]
-        if what := damage(self.folder, self.shards[shard]):
+        if problem := shard_damage(self.folder, self.shards[shard]):
             raise ValueError(
-                f"{what}; remove it together with {self.folder / 'stage.json'} and {MANIFEST}, and harvest again: "
-                "whole shards are reused"
+                f"{problem}; remove it together with {self.folder / 'stage.json'} and {MANIFEST}, and harvest again "
+                "(undamaged shards are reused)"
             )
         self._opened[shard] = _open(self.folder / self.shards[shard]["file"])
         self._offsets[shard] = self._opened[shard].get_tensor("offsets")
@@ -235,7 +226,7 @@ class FeatureStore:
 
 
 def median_tap_sizes(samples: Iterable[Sample], taps: tuple[int, ...], num_layers: int) -> list[float]:
-    """The median over the samples' tokens of each tap's root mean square.
+    """The median over all tokens of each tap's root mean square.
 
     The median, because the first token of a text is often hundreds of times larger than the others.
     """
@@ -246,18 +237,18 @@ def median_tap_sizes(samples: Iterable[Sample], taps: tuple[int, ...], num_layer
     return torch.cat(sizes).median(dim=0).values.tolist()
 
 
-def damage(folder: Path, shard: Json) -> str | None:
-    """What is wrong with a shard that the manifest lists, if anything is; any flipped bit is."""
+def shard_damage(folder: Path, shard: Json) -> str | None:
+    """What is wrong with a shard that the manifest lists, down to a single flipped bit; None if it is sound."""
     path = folder / shard["file"]
     if not path.is_file():
-        return f"{path} is in the manifest and missing on disk"
+        return f"{path} is in the manifest but missing on disk"
     if path.stat().st_size != shard["bytes"] or checksum(path) != shard[CHECKSUM]:
         return f"{path} is not what the harvest wrote (its checksum differs from the manifest's)"
     return None
 
 
 def read_manifest(folder: Path) -> Json:
-    """What a store says of itself; raises ValueError where there is none, or it cannot be read."""
+    """Read a store's manifest; raises ValueError if it is missing, unreadable or of another version."""
     path = folder / MANIFEST
     if not path.is_file():
         raise ValueError(f"{folder} holds no features (no {MANIFEST}); run data_pipelines.harvest on the recipe")
@@ -266,15 +257,15 @@ def read_manifest(folder: Path) -> Json:
     except ValueError as error:
         raise ValueError(
             f"{path} cannot be read ({error}); remove it together with {path.with_name('stage.json')} and harvest "
-            "again: whole shards are reused"
+            "again (undamaged shards are reused)"
         ) from error
     if not all(CHECKSUM in shard for shard in about["shards"]):
-        raise ValueError(f"{path} lists shards without {CHECKSUM}: another version wrote it; harvest again")
+        raise ValueError(f"{path} lists shards without {CHECKSUM}, because another version wrote it; harvest again")
     return about
 
 
 def _open(path: Path) -> Any:
     try:
-        return safe_open(path, "pt").__enter__()  # stays open, mapped, for the life of the process
+        return safe_open(path, "pt").__enter__()  # stays open and mapped while its store uses it
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} cannot be read as a shard ({error}); remove it and harvest again") from error

@@ -1,4 +1,4 @@
-"""A stage of a run: a folder that knows what it was made from, so that it is reused, resumed or refused."""
+"""A stage of a run: a folder that records its inputs, so its output is reused, resumed or refused."""
 
 import hashlib
 import json
@@ -30,13 +30,13 @@ def file_digest(path: Path) -> str:
 
 
 def checksum(path: Path) -> str:
-    """Of a large file: it finds damage, as fast as disks read, which SHA-256 does not; it does not find forgery."""
+    """A fast checksum (xxh3) for large files: it detects damage at disk speed, but not deliberate forgery."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def differences(found: Json, wanted: Json, wording: str) -> list[str]:
-    """One line for each key whose values differ; `wording` has a place for the found one and one for the wanted."""
+    """One line per key whose values differ; `wording` has two placeholders, the found and the wanted value."""
     return [
         f"{key}: " + wording.format(repr(found.get(key)), repr(wanted.get(key)))
         for key in sorted(found.keys() | wanted.keys())
@@ -45,15 +45,15 @@ def differences(found: Json, wanted: Json, wording: str) -> list[str]:
 
 
 class Stage:
-    """`folder/stage.json` holds the inputs; the stage is complete when it says so."""
+    """A folder with a stage.json that records the stage's inputs and whether it is complete."""
 
     def __init__(self, name: str, folder: Path, inputs: Json) -> None:
         self.name, self.folder = name, folder
-        self.inputs: Json = json.loads(json.dumps(inputs))  # as they read back: tuples become lists
+        self.inputs: Json = json.loads(json.dumps(inputs))  # as JSON reads them back: tuples become lists
         self.path = folder / "stage.json"
 
     def is_complete(self) -> bool:
-        """Whether the output is there; an output made from other inputs is a ValueError that names the differences."""
+        """Whether the output is complete; raises ValueError naming the differences if it was made from other inputs."""
         inputs = self.claimed_for()
         if inputs is None:
             return False
@@ -61,7 +61,7 @@ class Stage:
         return bool(json.loads(self.path.read_text())["complete"])
 
     def claimed_for(self) -> Json | None:
-        """The inputs that the folder was made from or claimed for, if it was."""
+        """The inputs recorded in the folder, or None if no run has claimed it."""
         if not self.path.is_file():
             return None
         inputs: Json = json.loads(self.path.read_text())["inputs"]
@@ -72,7 +72,7 @@ class Stage:
         return hashlib.sha256(json.dumps(self.inputs, sort_keys=True).encode()).hexdigest()
 
     def begin(self) -> None:
-        """Claim the folder for these inputs; what an interrupted run left there may be reused."""
+        """Claim the folder for these inputs; what an interrupted run left in it may be reused."""
         if not self.is_complete():
             write_text(self.path, json.dumps({"inputs": self.inputs, "complete": False}, indent=1))
 
@@ -80,12 +80,12 @@ class Stage:
         write_text(self.path, json.dumps({"inputs": self.inputs, "complete": True, "facts": facts}, indent=1))
 
     def facts(self) -> Json:
-        """What `finish` recorded."""
+        """The facts that `finish` recorded."""
         found: Json = json.loads(self.path.read_text())["facts"]
         return found
 
     def digest(self) -> str:
-        """Identity of a complete stage, an input of the next one."""
+        """The identity of the complete stage, an input of the next stage."""
         return file_digest(self.path)
 
     def _refuse_difference(self, found: Json) -> None:
@@ -94,13 +94,15 @@ class Stage:
             raise ValueError(
                 f"the {self.name} in {self.folder} were made from other inputs:\n  "
                 + "\n  ".join(different)
-                + f"\nchoose another run_dir, put the recipe back, or remove {self.folder}"
+                + f"\nchoose another run_dir, undo the change in the recipe, or remove {self.folder}"
             )
 
 
 def target_identity(folder: Path) -> str:
-    """A digest that changes with a target's config and weights and stays cheap for hundreds of gigabytes: the sizes
-    and both ends of every weight file."""
+    """A digest of a target's config and weights that is cheap for hundreds of gigabytes.
+
+    It covers config.json, and the name, size, first and last MiB of every weight file.
+    """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     end = 1 << 20
     for path in sorted(folder.glob("*.safetensors")):

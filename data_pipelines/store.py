@@ -1,4 +1,4 @@
-"""Stores of features: check one, look at one, or make one of several.
+"""Feature stores: verify one, show its statistics, or merge several into one.
 
     python -m data_pipelines.store verify runs/tiny/features
     python -m data_pipelines.store stats  runs/tiny/features
@@ -12,27 +12,25 @@ import json
 import shutil
 from pathlib import Path
 
-from data_pipelines.shards import MANIFEST, FeatureStore, damage, read_manifest, shard_name
+from data_pipelines.shards import MANIFEST, FeatureStore, read_manifest, shard_damage, shard_name
 from data_pipelines.stage import CHECKSUM, Json, Stage, differences, file_digest, target_identity, write_text
 from heads.target_config import locate_target
 from recipes import Recipe
 
 SPLITS = ("train", "heldout")
-SAME = ("taps", "dtype", "target")  # of a manifest: what stores must share to be one
+MERGE_KEYS = ("taps", "dtype", "target")  # manifest keys that must be equal in stores to merge
 
 
 def verify(folder: Path) -> list[str]:
-    """What is wrong with each shard of a store; an empty list for a sound one."""
+    """One message per damaged or unlisted shard of a store; empty if the store is sound."""
     listed = read_manifest(folder)["shards"]
     foreign = sorted({path.name for path in folder.glob("*.safetensors")} - {shard["file"] for shard in listed})
-    found = [damage(folder, shard) for shard in listed] + [
-        f"{folder / name} is not in the manifest" for name in foreign
-    ]
-    return [what for what in found if what]
+    found = [shard_damage(folder, shard) for shard in listed]
+    return [problem for problem in found if problem] + [f"{folder / name} is not in the manifest" for name in foreign]
 
 
 def stats(folder: Path) -> Json:
-    """The sizes of a store, and what it was made from."""
+    """The sizes of a store and the origin that its manifest records."""
     about = read_manifest(folder)
     found = origin(about)
     for split in SPLITS:
@@ -49,21 +47,20 @@ def stats(folder: Path) -> Json:
 
 
 def merge(into: Path, sources: list[Path]) -> Stage:
-    """Copy the shards of several stores into one, in their order; whole or not at all.
+    """Copy the shards of several stores, in order, into one new store, which appears only when complete.
 
-    A shard that several of them hold comes once.
-
-    Raises ValueError where they hold other states, or one is damaged.
+    A shard that several stores share is copied once. Raises ValueError if the stores differ in taps, dtype or target,
+    or if one is damaged.
     """
     abouts = [read_manifest(source) for source in sources]
     for source, about in zip(sources[1:], abouts[1:], strict=True):
-        mine, its = ({key: found.get(key) for key in SAME} for found in (abouts[0], about))
+        mine, its = ({key: found.get(key) for key in MERGE_KEYS} for found in (abouts[0], about))
         if different := differences(mine, its, f"{{}} in {sources[0]}, {{}} in {source}"):
-            raise ValueError("stores of other states cannot be one:\n  " + "\n  ".join(different))
-    if wrong := [what for source in sources for what in verify(source)]:
-        raise ValueError("\n  ".join(["damaged:", *wrong]))
+            raise ValueError("these stores cannot be merged:\n  " + "\n  ".join(different))
+    if problems := [problem for source in sources for problem in verify(source)]:
+        raise ValueError("\n  ".join(["stores to merge are damaged:", *problems]))
     if into.exists():
-        raise ValueError(f"{into} is there; give a folder that is not, or remove it")
+        raise ValueError(f"{into} exists already; give another folder, or remove it")
     partial = into.with_name(into.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -75,7 +72,7 @@ def merge(into: Path, sources: list[Path]) -> Stage:
             shutil.copy(source / shard["file"], partial / shard_name(split, index))
             shards.append({**shard, "file": shard_name(split, index)})
     merged_from = [file_digest(source / MANIFEST) for source in sources]
-    about = {**{key: abouts[0].get(key) for key in SAME}, "merged_from": [origin(found) for found in abouts]}
+    about = {**{key: abouts[0].get(key) for key in MERGE_KEYS}, "merged_from": [origin(found) for found in abouts]}
     write_text(partial / MANIFEST, json.dumps({**about, "shards": shards}, indent=1))
     stage = Stage("features", partial, {"taps": abouts[0]["taps"], "merged_from": merged_from})
     stage.begin()
@@ -85,19 +82,21 @@ def merge(into: Path, sources: list[Path]) -> Stage:
 
 
 def origin(about: Json) -> Json:
-    """What a manifest says besides its shards."""
+    """A manifest without its list of shards."""
     return {key: value for key, value in about.items() if key != "shards"}
 
 
-def adopt(recipe: Recipe, folder: Path, taps: tuple[int, ...]) -> Stage:
-    """A store as the features of a recipe; raises ValueError where it is of another target or lacks a tap."""
+def existing_store(recipe: Recipe, folder: Path, taps: tuple[int, ...]) -> Stage:
+    """An existing store as the features stage of a recipe; raises ValueError for another target or a missing tap."""
     about = read_manifest(folder)
     identity = target_identity(locate_target(recipe.target.path, recipe.target.revision))
     if about["target"]["sha256"] != identity:
-        raise ValueError(f"data.store: {folder} was made with the target {about['target']}, which is not target.path")
+        raise ValueError(
+            f"data.store: {folder} was made with the target {about['target']}, which is not target.path; choose another"
+        )
     if not set(taps) <= set(about["taps"]):
         raise ValueError(
-            f"data.store: {folder} holds taps {about['taps']}, the head reads {list(taps)}; choose another"
+            f"data.store: {folder} holds taps {about['taps']}, but the head reads {list(taps)}; choose another"
         )
     inputs = Stage("features", folder, {}).claimed_for()
     assert inputs is not None
@@ -106,19 +105,19 @@ def adopt(recipe: Recipe, folder: Path, taps: tuple[int, ...]) -> Stage:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["verify", "stats", "merge"])
-    parser.add_argument("folder", type=Path, help="the store; for merge, where the new one goes")
-    parser.add_argument("sources", type=Path, nargs="*", help="for merge: the stores to copy from")
+    parser.add_argument("command", choices=["verify", "stats", "merge"])
+    parser.add_argument("folder", type=Path, help="the store; for merge, the folder of the new store")
+    parser.add_argument("sources", type=Path, nargs="*", help="for merge: the stores to merge")
     arguments = parser.parse_args()
     try:
-        if arguments.what == "merge":
+        if arguments.command == "merge":
             print(merge(arguments.folder, arguments.sources).folder, stats(arguments.folder))
-        elif arguments.what == "stats":
+        elif arguments.command == "stats":
             print(json.dumps(stats(arguments.folder), indent=1))
-        elif wrong := verify(arguments.folder):
-            raise ValueError("\n  ".join([f"{len(wrong)} shards are damaged:", *wrong]))
+        elif problems := verify(arguments.folder):
+            raise ValueError("\n  ".join([f"{len(problems)} shards are damaged or not listed:", *problems]))
         else:
-            print(f"{arguments.folder}: every shard is what the manifest says")
+            print(f"{arguments.folder}: every shard matches the manifest")
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
 

@@ -1,4 +1,4 @@
-"""A target in a process and on a device of its own, which reads the next samples while a head trains on these."""
+"""A target in a separate process on its own device, which reads the next samples while the head trains."""
 
 import multiprocessing
 import signal
@@ -13,7 +13,7 @@ from recipes.schema import TargetSection
 
 
 class TargetProcess:
-    """What `tap` gives, computed elsewhere; ends with this process, or when it is closed."""
+    """Runs `tap` in another process, which ends when closed or when this process ends."""
 
     def __init__(self, section: TargetSection, taps: tuple[int, ...], device: str) -> None:
         self.device = device
@@ -23,28 +23,30 @@ class TargetProcess:
         self._process = context.Process(target=serve, args=(section, taps, its_end), daemon=True)
         self._process.start()
         its_end.close()
-        self._lock = Lock()  # samples to train on are asked for in a thread, those held out are not
+        self._lock = Lock()  # training samples are requested from a thread, held-out ones from the main thread
 
-    def ask(self, texts: list[list[int]]) -> States:
-        """Raises ValueError where the process has ended."""
+    def tap(self, texts: list[list[int]]) -> States:
+        """The states of the texts; raises ValueError if the process has ended."""
         try:
             with self._lock:
                 self._pipe.send(texts)
                 answer = self._pipe.recv_bytes()
         except (EOFError, OSError) as error:
             raise ValueError(
-                f"data.online_devices: the target's process on {self.device} has ended; see what it said above"
+                f"data.online_devices: the target's process on {self.device} has ended; see its error message above"
             ) from error
         return States(**load(answer))
 
     def close(self) -> None:
-        self._pipe.close()  # which ends it
+        self._pipe.close()  # the process ends when its pipe closes
         self._process.join()
 
 
 def serve(section: TargetSection, taps: tuple[int, ...], pipe: Connection) -> None:
-    """Answer until the other end is closed, or its process is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the training saves first, and then closes
+    """Answer requests until the pipe is closed or the other process is gone."""
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches all processes; training saves first, then closes this one
     target = TargetModel.load(section, taps)
     while True:
         try:

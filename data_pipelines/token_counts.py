@@ -1,4 +1,4 @@
-"""How often each token was written, kept beside a store, so that a draft vocabulary needs no pass over it."""
+"""Token counts saved next to a feature store, so that choosing a draft vocabulary needs no pass over the shards."""
 
 import hashlib
 import json
@@ -13,12 +13,12 @@ COUNTS = "token_counts.json"
 
 
 def shards_identity(shards: list[Json]) -> str:
-    """Of the content of the shards that a manifest lists."""
+    """A digest of the content of the listed shards."""
     return hashlib.sha256("".join(shard[CHECKSUM] for shard in shards).encode()).hexdigest()
 
 
 def write_counts(folder: Path, counted: dict[str, Tensor]) -> None:
-    """Counts [vocab] by the identity of the shards that they were taken over."""
+    """Save token counts [vocab], keyed by the identity of the shards that they cover."""
     kept = {
         identity: {str(token): int(counts[token]) for token in counts.nonzero().flatten().tolist()}
         for identity, counts in counted.items()
@@ -27,7 +27,7 @@ def write_counts(folder: Path, counted: dict[str, Tensor]) -> None:
 
 
 def read_counts(folder: Path, shards: list[Json], vocab_size: int) -> Tensor | None:
-    """The counts that were kept for these very shards, if any were. [vocab]"""
+    """The saved counts of exactly these shards, or None if there are none. [vocab]"""
     path = folder / COUNTS
     kept = json.loads(path.read_text()).get(shards_identity(shards)) if path.is_file() else None
     if kept is None:

@@ -33,7 +33,7 @@ from heads.frozen import FrozenTarget
 from heads.medusa import MedusaHead
 from heads.target_config import locate_target
 from recipes import Recipe, run_command
-from recipes.tuned import refuse_original_target
+from recipes.tuned_target import refuse_original_target
 
 
 def main() -> None:

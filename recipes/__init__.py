@@ -1,4 +1,4 @@
-"""Recipes: one typed file describes a whole run, and every command takes it and `section.key=value` overrides."""
+"""Recipes: one typed YAML file describes a whole run; every command takes it, plus `section.key=value` overrides."""
 
 from recipes.command_line import recipe_from_command_line, run_command
 from recipes.load import RecipeError, load_recipe

@@ -1,6 +1,6 @@
-"""What the schema alone cannot know: files that must exist, and sizes that the target's config.json limits.
+"""Checks that need more than one field's type: files that must exist, sections that must agree, the target's own sizes.
 
-These checks read the untyped values, so that they also report on a recipe whose other fields are wrong.
+They read the untyped values, so they still run when other fields of the recipe are wrong.
 """
 
 import json
@@ -11,50 +11,57 @@ from typing import Any
 
 from recipes.schema import HUB_PREFIX, PYTHON_STDLIB, DecodeSection, MedusaSection, TrainSection
 
-Finding = tuple[str, str]  # section.key, and "WHAT IS ALLOWED; what to do"
-CLOCKED = ("adaptive", "cost_aware", "searched_cost_aware")  # growths that go by measured times
-FROM_HERE = "paths start from the current directory"
+RecipeMistake = tuple[str, str]  # section.key, and "WHAT IS ALLOWED; what to do"
+TIMED_GROWTHS = ("adaptive", "cost_aware", "searched_cost_aware")  # these depend on measured step times
+RELATIVE_PATHS = "relative paths start from the current directory"
 
 
-def check_against_disk(values: dict[str, Any]) -> Iterator[Finding]:
-    """Every missing file, and every size that the target's own sizes rule out."""
+def check_against_disk(values: dict[str, Any]) -> Iterator[RecipeMistake]:
+    """Yield every missing file, every contradiction between sections, and every size that does not fit the target."""
     data, target, head = (dict_or_empty(values.get(section)) for section in ("data", "target", "head"))
     prompts, heldout_prompts, path = data.get("prompts"), data.get("heldout_prompts"), target.get("path")
     built_in = isinstance(prompts, str) and (prompts == PYTHON_STDLIB or prompts.startswith(HUB_PREFIX))
     if isinstance(prompts, str) and not built_in and not Path(os.path.expanduser(prompts)).exists():
-        allowed = (
-            f"an existing file or dataset folder, {HUB_PREFIX}org/name:split or the word {PYTHON_STDLIB} is allowed"
-        )
-        yield "data.prompts", f"{allowed}; put the prompts there ({FROM_HERE})"
+        allowed = f"an existing file or dataset folder, {HUB_PREFIX}org/name:split or {PYTHON_STDLIB} is allowed"
+        yield "data.prompts", f"{allowed}; put the prompts there ({RELATIVE_PATHS})"
     if isinstance(heldout_prompts, str) and not Path(os.path.expanduser(heldout_prompts)).is_file():
-        yield "data.heldout_prompts", f"an existing file is allowed; put the prompts there ({FROM_HERE})"
+        yield "data.heldout_prompts", f"an existing file is allowed; put the prompts there ({RELATIVE_PATHS})"
     train, kind = dict_or_empty(values.get("train")), head.get("kind")
     if train.get("regression_weight") and kind != "eagle1":
-        yield "train.regression_weight", f"0 or null is allowed, as {kind} guesses no feature; choose head.kind eagle1"
+        yield (
+            "train.regression_weight",
+            f"0 or null is allowed, as {kind} predicts no features; remove it, or choose head.kind eagle1",
+        )
     if kind == "medusa":
-        yield from check_levels(head, train, dict_or_empty(values.get("decode")))
+        yield from check_medusa_depth(head, train, dict_or_empty(values.get("decode")))
     if dict_or_empty(values.get("joint")).get("mode") is not None:
         yield from check_joint(head, train, target)
-    yield from check_spread(target, data, dict_or_empty(values.get("decode")))
+    yield from check_shared_target(target, data, dict_or_empty(values.get("decode")))
     if isinstance(path, str) and path and is_local(path):
         yield from check_target(Path(os.path.expanduser(path)), head)
 
 
-def check_levels(head: dict[str, Any], train: dict[str, Any], decode: dict[str, Any]) -> Iterator[Finding]:
-    """Medusa has a head for each level of the drafts: all are trained, and no deeper one is drafted."""
+def check_medusa_depth(head: dict[str, Any], train: dict[str, Any], decode: dict[str, Any]) -> Iterator[RecipeMistake]:
+    """Medusa has one head per draft level: training unrolls all of them, and decoding can draft no deeper."""
     heads = head.get("medusa_heads", MedusaSection.model_fields["medusa_heads"].default)
     unroll = train.get("unroll", TrainSection.model_fields["unroll"].default)
     depth = decode.get("depth", DecodeSection.model_fields["depth"].default)
     if unroll != heads:
-        yield "train.unroll", f"{heads} is allowed, a step for each of head.medusa_heads; write train.unroll: {heads}"
+        yield (
+            "train.unroll",
+            f"{heads} is allowed, one step per Medusa head (head.medusa_heads); write train.unroll: {heads}",
+        )
     if isinstance(heads, int) and isinstance(depth, int) and depth > heads:
-        yield "decode.depth", f"1 to {heads} is allowed, as head.medusa_heads says; lower it, or train more heads"
+        yield (
+            "decode.depth",
+            f"1 to {heads} is allowed, one level per Medusa head; lower it, or raise head.medusa_heads",
+        )
 
 
-def check_joint(head: dict[str, Any], train: dict[str, Any], target: dict[str, Any]) -> Iterator[Finding]:
-    """What goes together with a target that changes under its heads."""
+def check_joint(head: dict[str, Any], train: dict[str, Any], target: dict[str, Any]) -> Iterator[RecipeMistake]:
+    """Reject fields that cannot be combined with training the target together with its heads (joint.mode)."""
     if head.get("kind") != "medusa":
-        yield "joint.mode", f"null is allowed for {head.get('kind')}; choose head.kind medusa"
+        yield "joint.mode", f"null is allowed with head.kind {head.get('kind')}; remove it, or choose head.kind medusa"
     places = {"head": head, "train": train, "target": target}
     for section, field in (
         ("head", "draft_vocab_size"),
@@ -65,43 +72,52 @@ def check_joint(head: dict[str, Any], train: dict[str, Any], target: dict[str, A
         ("target", "zero_stage"),
     ):
         if places[section].get(field) is not None:
-            yield f"{section}.{field}", f"null is allowed together with joint.mode; leave {field} out"
+            yield f"{section}.{field}", f"null is allowed with joint.mode; remove {field}"
     if train.get("export", "newest") != "newest":
-        yield "train.export", "newest is allowed together with joint.mode; choose it"
+        yield "train.export", "newest is allowed with joint.mode; choose newest"
 
 
-def check_spread(target: dict[str, Any], data: dict[str, Any], decode: dict[str, Any]) -> Iterator[Finding]:
-    """What does not go together with a target on several ranks or devices."""
+def check_shared_target(
+    target: dict[str, Any], data: dict[str, Any], decode: dict[str, Any]
+) -> Iterator[RecipeMistake]:
+    """Reject fields that cannot be combined with a target spread over several ranks or devices."""
     online = data.get("mode") == "online"
-    if online:  # each rank of a training asks for other samples than the rest, and not all of them at a time
+    if online:  # training ranks read different samples at different times; a shared target needs them in step
         for field in ("tp_plan", "zero_stage"):
             if target.get(field) is not None:
-                yield f"target.{field}", f"null is allowed with data.mode online; leave {field} out"
+                yield f"target.{field}", f"null is allowed with data.mode online; remove {field}"
     if online and data.get("online_devices") is not None and target.get("device_map") is not None:
-        yield "target.device_map", "null is allowed with data.online_devices, which are the target's; leave one out"
-    if target.get("tp_plan") is not None and data.get("draft_head") is not None and decode.get("growth") in CLOCKED:
-        allowed = "another growth is allowed with target.tp_plan and data.draft_head"
-        yield "decode.growth", f"{allowed}, as its ranks must draft alike and their clocks differ; choose dynamic"
+        yield (
+            "target.device_map",
+            "null is allowed with data.online_devices, which place the target already; remove one of them",
+        )
+    if (
+        target.get("tp_plan") is not None
+        and data.get("draft_head") is not None
+        and decode.get("growth") in TIMED_GROWTHS
+    ):
+        allowed = "a growth that measures no times is allowed with target.tp_plan and data.draft_head"
+        yield "decode.growth", f"{allowed}, because all ranks must draft the same tree; choose dynamic"
 
 
 def is_local(path: str) -> bool:
-    """Is it clearly a folder of this machine, rather than a hub name?"""
+    """Whether a target path is clearly a local folder and not a hub name."""
     return path.startswith((".", "/", "~")) or Path(Path(path).parts[0]).is_dir()
 
 
-def check_target(folder: Path, head: dict[str, Any]) -> Iterator[Finding]:
-    """Is the folder a model, and does the head fit it?"""
+def check_target(folder: Path, head: dict[str, Any]) -> Iterator[RecipeMistake]:
+    """Check that the folder holds a model and that the head's taps and draft vocabulary fit it."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except OSError:
         allowed = "a folder with a model's config.json, or a hub name, is allowed"
-        yield "target.path", f"{allowed}; put the model there ({FROM_HERE})"
+        yield "target.path", f"{allowed}; put the model there ({RELATIVE_PATHS})"
         return
     except ValueError as error:
-        yield "target.path", f"a folder with a readable config.json is allowed; mend it ({error})"
+        yield "target.path", f"a folder with a readable config.json is allowed; fix the file ({error})"
         return
     sizes = dict_or_empty(config)
-    sizes = dict_or_empty(sizes.get("text_config")) or sizes  # a multimodal model keeps its decoder's sizes there
+    sizes = dict_or_empty(sizes.get("text_config")) or sizes  # multimodal models keep the decoder's sizes there
     layers, vocab_size = sizes.get("num_hidden_layers", sizes.get("n_layer")), sizes.get("vocab_size")
     taps, draft_vocab_size = head.get("taps"), head.get("draft_vocab_size")
     taps = taps if isinstance(taps, list) else []
@@ -109,7 +125,10 @@ def check_target(folder: Path, head: dict[str, Any]) -> Iterator[Finding]:
         allowed = f"hidden states 0 to {layers} of a target with {layers} layers are allowed"
         yield "head.taps", f"{allowed}; replace {', '.join(map(str, beyond))}"
     if isinstance(vocab_size, int) and isinstance(draft_vocab_size, int) and draft_vocab_size > vocab_size:
-        yield "head.draft_vocab_size", f"at most the target's {vocab_size} tokens are allowed; null takes them all"
+        yield (
+            "head.draft_vocab_size",
+            f"1 to the target's {vocab_size} tokens are allowed; lower it, or null for all of them",
+        )
 
 
 def dict_or_empty(value: object) -> dict[str, Any]:

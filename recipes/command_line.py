@@ -1,4 +1,4 @@
-"""The front end of every command: a recipe, then `section.key=value` overrides, and nothing else."""
+"""The command line shared by every command: a recipe, then `section.key=value` overrides, and nothing else."""
 
 import argparse
 import io
@@ -9,21 +9,21 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from recipes.allocator import keep_freed_memory
 from recipes.fields import recipe_fields
 from recipes.load import RecipeError, load_recipe
-from recipes.memory import keep_freed_memory
 from recipes.schema import Recipe
 
 
 class RecipeParser(argparse.ArgumentParser):
-    """argparse, with the table of all fields at the end of --help."""
+    """An argument parser whose --help ends with the table of all recipe fields."""
 
     def format_help(self) -> str:
         return f"{super().format_help()}\nfields of a recipe:\n{field_table()}"
 
 
 def recipe_from_command_line(doc: str | None, argv: Sequence[str] | None = None) -> Recipe:
-    """The recipe that the command line names; `doc` opens --help, mistakes go to stderr and end the process with 2."""
+    """Load the recipe named on the command line; mistakes go to stderr and exit with status 2. `doc` opens --help."""
     command = command_name()
     parser = RecipeParser(
         prog=command,
@@ -33,7 +33,9 @@ def recipe_from_command_line(doc: str | None, argv: Sequence[str] | None = None)
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("recipe", help="YAML file, such as recipes/tiny.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="put over the file's value; YAML")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="replaces the file's value; written as YAML"
+    )
     arguments = parser.parse_args(argv)
     try:
         return load_recipe(arguments.recipe, arguments.overrides)
@@ -43,7 +45,7 @@ def recipe_from_command_line(doc: str | None, argv: Sequence[str] | None = None)
 
 
 def run_command(doc: str | None, run: Callable[[Recipe], object]) -> None:
-    """The whole of a command's `main`: what a user got wrong ends it with one message, never with a traceback."""
+    """Run a command on the recipe from the command line; user mistakes end it with one message and no traceback."""
     recipe = recipe_from_command_line(doc)
     keep_freed_memory()
     try:
@@ -53,13 +55,13 @@ def run_command(doc: str | None, run: Callable[[Recipe], object]) -> None:
 
 
 def command_name() -> str:
-    """How the running command is started: a module by -m, a script by its path."""
+    """The running command as the user typed it: `python -m MODULE` or `python SCRIPT`."""
     spec = sys.modules["__main__"].__spec__
     return f"python {sys.argv[0]}" if spec is None else f"python -m {spec.name}"
 
 
 def field_table() -> str:
-    """All fields with type, default and description, as wide as the terminal."""
+    """The table of all recipe fields with type, default and description, as wide as the terminal."""
     table = Table("field", "type", "default", "description", box=None, pad_edge=False, header_style="")
     for field in recipe_fields().values():
         table.add_row(field.path, field.allowed, field.default or "required", field.description)

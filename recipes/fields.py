@@ -1,4 +1,4 @@
-"""The fields of a recipe in words, generated from the schema: for error reports and for --help."""
+"""Every recipe field described in words, generated from the schema, for error reports and --help."""
 
 import json
 from dataclasses import dataclass
@@ -15,20 +15,20 @@ BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveM
 class FieldInWords:
     path: str  # section.key, or key at the top of a recipe
     allowed: str  # "a whole number > 0, or null"
-    choices: tuple[str, ...]  # every allowed word, where only some words are allowed
-    default: str | None  # as written in YAML; None where the field must be given
+    choices: tuple[str, ...]  # the allowed words of a field with fixed choices, else empty
+    default: str | None  # as written in YAML; None if the field is required
     description: str
 
 
 @cache
 def recipe_sections() -> dict[str, dict[str, type[Section]]]:
-    """The sections of a recipe by name, each by its `kind`; where there is but one kind, its name is empty."""
+    """The sections of a recipe by name, then by `kind`; a section with a single kind has the kind ""."""
     found = {name: kinds_of(field.annotation) for name, field in Recipe.model_fields.items()}
     return {name: kinds for name, kinds in found.items() if kinds}
 
 
 def kinds_of(annotation: Any) -> dict[str, type[Section]]:
-    """The sections that a field of the recipe may hold."""
+    """The section types that a field of the recipe accepts, by kind; empty for a plain field."""
     models = [model for model in get_args(annotation) or (annotation,) if isinstance(model, type)]
     sections = [model for model in models if issubclass(model, Section)]
     if len(sections) == 1:
@@ -37,7 +37,7 @@ def kinds_of(annotation: Any) -> dict[str, type[Section]]:
 
 
 def section_keys(name: str, kind: str | None = None) -> list[str]:
-    """The keys of a section, of one kind or of any; "" is the top of a recipe."""
+    """The keys of a section for one kind, or for all kinds if None; "" names the top level of a recipe."""
     if not name:
         return list(Recipe.model_fields)
     kinds = recipe_sections()[name]
@@ -47,7 +47,7 @@ def section_keys(name: str, kind: str | None = None) -> list[str]:
 
 @cache
 def recipe_fields() -> dict[str, FieldInWords]:
-    """Every field by its path, in the order of the schema."""
+    """Every field by its path, in schema order."""
     schemas = {name: schema for name, schema in properties(Recipe).items() if name not in recipe_sections()}
     for section in recipe_sections():
         schemas |= {f"{section}.{name}": schema for name, schema in section_properties(section).items()}
@@ -55,7 +55,7 @@ def recipe_fields() -> dict[str, FieldInWords]:
 
 
 def section_properties(name: str) -> dict[str, dict[str, Any]]:
-    """A section's fields as JSON schemas, those of all its kinds together."""
+    """The JSON schemas of a section's fields, all its kinds merged."""
     kinds = {kind: properties(model) for kind, model in recipe_sections()[name].items()}
     merged = {}
     for key in section_keys(name):
@@ -69,7 +69,7 @@ def section_properties(name: str) -> dict[str, dict[str, Any]]:
 
 
 def properties(model: type[Section]) -> dict[str, dict[str, Any]]:
-    """A model's fields as JSON schemas."""
+    """The JSON schemas of a section's fields, by name."""
     return dict(model.model_json_schema()["properties"])
 
 
@@ -79,7 +79,7 @@ def field_in_words(path: str, schema: dict[str, Any]) -> FieldInWords:
 
 
 def allowed_values(schema: dict[str, Any]) -> str:
-    """A field's JSON schema in words."""
+    """The values that a field's JSON schema allows, in words."""
     if "anyOf" in schema:
         return ", or ".join(allowed_values(choice) for choice in schema["anyOf"])
     if "const" in schema:
@@ -99,5 +99,5 @@ def allowed_values(schema: dict[str, Any]) -> str:
 
 
 def in_yaml(value: object) -> str:
-    """A default as one would write it in a recipe."""
+    """A value as written in a recipe."""
     return value if isinstance(value, str) else json.dumps(value)

@@ -1,4 +1,4 @@
-"""JSONL files, read so that a broken line is named."""
+"""Reading JSONL files."""
 
 import json
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """Rows of a JSONL file; a broken line is a ValueError that names it."""
+    """Yield the rows of a JSONL file; raises ValueError naming the file and line of a broken row."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -17,5 +17,7 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
             except (json.JSONDecodeError, UnicodeDecodeError) as error:
                 raise ValueError(f"{path} line {number} is not JSON ({error}); fix or remove the line") from error
             if not isinstance(row, dict):
-                raise ValueError(f"{path} line {number} is {type(row).__name__}, a JSON object is needed")
+                raise ValueError(
+                    f"{path} line {number} is {type(row).__name__}, a JSON object is needed; fix or remove the line"
+                )
             yield row

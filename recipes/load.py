@@ -17,19 +17,19 @@ from recipes.schema import Recipe
 
 
 class RecipeError(ValueError):
-    """A recipe that cannot be used; its text is the whole report, one line per mistake."""
+    """A recipe that cannot be used; the message lists every mistake, one per line."""
 
 
 class RecipeLoader(yaml.SafeLoader):
-    """YAML with the floats of version 1.2, where 1e-4 is a number, and without dates, which no recipe has."""
+    """YAML 1.1 with the floats of YAML 1.2, where 1e-4 is a number, and without dates, which no recipe needs."""
 
-    yaml_implicit_resolvers = {  # noqa: RUF012 (PyYAML's own way to extend a loader)
+    yaml_implicit_resolvers = {  # noqa: RUF012 (how PyYAML extends a loader)
         first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":float", ":timestamp"))]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
 
-# Resolvers are tried in order and this one comes after the integers, so it may match them too.
+# Resolvers are tried in order. Integers come first, so this pattern may match them too.
 RecipeLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(
@@ -41,14 +41,14 @@ RecipeLoader.add_implicit_resolver(
 
 @dataclass
 class RawRecipe:
-    """A recipe before it is typed: what was given, where it stands, and what is wrong with it so far."""
+    """A recipe before validation: the values given, where each was given, and the mistakes found so far."""
 
     values: dict[str, Any] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)  # section.key -> "line 3" or "override section.key=value"
     mistakes: list[str] = field(default_factory=list)
 
     def given(self, path: str) -> str:
-        """The value at section.key, as the report shows it."""
+        """The value at section.key as the report shows it."""
         holder: Any = self.values
         for key in path.split(".", 1):
             if not isinstance(holder, dict) or key not in holder:
@@ -60,12 +60,12 @@ class RawRecipe:
     def add_mistake(self, path: str, allowed_and_advice: str) -> None:
         place = f" ({self.places[path]})" if path in self.places else ""
         line = f"{path}: {self.given(path)} given, {allowed_and_advice}{place}"
-        if line not in self.mistakes:  # two bad items of one list are one mistake
+        if line not in self.mistakes:  # two bad items in one list count as one mistake
             self.mistakes.append(line)
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe in a YAML file with overrides on top; raises RecipeError with every mistake at once."""
+    """Load a YAML recipe and apply the overrides; raises RecipeError listing every mistake."""
     raw = read_recipe_file(Path(path))
     for override in overrides:
         apply_override(raw, override)
@@ -84,16 +84,16 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def read_recipe_file(path: Path) -> RawRecipe:
-    """The file's values and the line of each; raises RecipeError where there is no mapping to read."""
+    """Read a recipe file's values and their line numbers; raises RecipeError if it is not a YAML mapping."""
     try:
         loader = RecipeLoader(path.read_text(encoding="utf-8"))
         document = loader.get_single_node()
     except OSError as error:
         raise RecipeError(f"{path}: {error.strerror}; give the path of a recipe, such as recipes/tiny.yaml") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path}: not YAML: {in_one_line(error)}; mend the file there") from error
+        raise RecipeError(f"{path}: not YAML: {in_one_line(error)}; fix the file there") from error
     raw = RawRecipe()
-    if document is None:  # an empty file: every required field will be reported
+    if document is None:  # an empty file: every required field is reported later
         return raw
     if not isinstance(document, yaml.MappingNode):
         raise RecipeError(f"{path}: not a recipe; write sections, each with `key: value` lines below it")
@@ -101,23 +101,23 @@ def read_recipe_file(path: Path) -> RawRecipe:
     try:
         values = loader.construct_document(document)
     except (yaml.YAMLError, ValueError) as error:
-        raise RecipeError(f"{path}: not YAML: {in_one_line(error)}; mend the file there") from error
+        raise RecipeError(f"{path}: not YAML: {in_one_line(error)}; fix the file there") from error
     raw.values = with_text_keys(values)
     for name in recipe_sections():
-        if raw.values.get(name, ...) is None:  # a heading whose keys are all commented out
+        if raw.values.get(name, ...) is None:  # a section whose keys are all commented out
             raw.values[name] = {}
         elif isinstance(raw.values.get(name), dict):
             raw.values[name] = with_text_keys(raw.values[name])
     for key, line in repeated:
-        raw.mistakes.append(f"{key}: given in {raw.places[key]} and in {line}, once is allowed; remove one of them")
+        raw.mistakes.append(f"{key}: given in {raw.places[key]} and in {line}, once is allowed; remove one")
     return raw
 
 
 def record_lines(mapping: yaml.MappingNode, places: dict[str, str], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Note the line of every key and of every section's keys; yields those that stand there a second time."""
+    """Record the line of every key, section keys included; yields each repeated key with its second line."""
     for key, value in mapping.value:
         path, line = f"{prefix}{key.value}", f"line {key.start_mark.line + 1}"
-        if path in places and key.value != "<<":  # `<<` merges another mapping and may come often
+        if path in places and key.value != "<<":  # `<<` merges another mapping and may be repeated
             yield path, line
         places.setdefault(path, line)
         if not prefix and isinstance(value, yaml.MappingNode):
@@ -125,15 +125,15 @@ def record_lines(mapping: yaml.MappingNode, places: dict[str, str], prefix: str 
 
 
 def apply_override(raw: RawRecipe, override: str) -> None:
-    """Put one `section.key=value` over the file's values; the value is read as YAML."""
+    """Replace one of the file's values by `section.key=value`; the value is read as YAML."""
     path, equals, text = override.partition("=")
     if not equals or not path:
-        raw.mistakes.append(f"{path}: {override!r} given, section.key=value is allowed; write, say, train.steps=100")
+        raw.mistakes.append(f"{path}: {override!r} given, section.key=value is allowed; for example train.steps=100")
         return
     raw.places[path] = f"override {override}"
     section, dot, key = path.partition(".")
     try:
-        value = yaml.load(text, RecipeLoader)  # a SafeLoader, whatever the name
+        value = yaml.load(text, RecipeLoader)  # RecipeLoader is a SafeLoader
     except (yaml.YAMLError, ValueError) as error:
         raw.mistakes.append(f"{path}: {text!r} given, YAML is allowed; put it in quotes ({in_one_line(error)})")
         return
@@ -145,22 +145,22 @@ def apply_override(raw: RawRecipe, override: str) -> None:
 
 
 def add_schema_mistake(raw: RawRecipe, details: ErrorDetails) -> None:
-    """Put what pydantic found into the words of the report."""
+    """Add one pydantic error to the report, in the report's words."""
     section, *inside = map(str, details["loc"])
     kind = inside.pop(0) if inside and inside[0] in recipe_sections().get(section, {}) else ""
     if details["type"].startswith("union_tag"):
         inside = ["kind"]
-    path = ".".join([section, *inside[:1]])  # a list's item is reported with its whole list
+    path = ".".join([section, *inside[:1]])  # a bad list item is reported as the whole list
     known = recipe_fields().get(path)
     if details["type"] == "extra_forbidden":
         raw.add_mistake(path, unknown_key(path, kind))
-    elif details["type"] == "value_error":  # of a field, or of fields of a section that do not go together
+    elif details["type"] == "value_error":  # from a validator of one field or of a whole section
         raw.add_mistake(path, str(details["ctx"]["error"]))
     elif known is None:
         keys = ", ".join(section_keys(path))
         raw.add_mistake(path, f"a section is allowed, with keys of {keys}; write them below `{path}:`, one per line")
     else:
-        advice = "add it" if raw.given(path) == "nothing" else "write such a value"
+        advice = "add it" if raw.given(path) == "nothing" else "change it"
         given = details.get("ctx", {}).get("tag", details["input"])
         if near := difflib.get_close_matches(str(given), known.choices, n=1):
             advice = f"did you mean {near[0]}?"
@@ -170,12 +170,12 @@ def add_schema_mistake(raw: RawRecipe, details: ErrorDetails) -> None:
 
 
 def unknown_key(path: str, kind: str) -> str:
-    """What to say of a key that the schema does not have: its likely meaning and its neighbours."""
+    """The message for a key that is not in the schema: the allowed keys and what was probably meant."""
     section, _, key = path.rpartition(".")
     keys = section_keys(section, kind)
     if path in recipe_fields():
         others = " or ".join(other for other in recipe_sections()[section] if key in section_keys(section, other))
-        return f"but with kind {kind} only {', '.join(keys)} are allowed; remove it, or choose kind {others}"
+        return f"but kind {kind} allows only {', '.join(keys)}; remove it, or choose kind {others}"
     elsewhere = [other for other in recipe_fields() if other.rpartition(".")[2] == key]
     meant = difflib.get_close_matches(key, keys, n=1) or elsewhere
     advice = f"did you mean {' or '.join(meant)}?" if meant else "remove it"
@@ -183,12 +183,12 @@ def unknown_key(path: str, kind: str) -> str:
 
 
 def with_text_keys(mapping: dict[Any, Any]) -> dict[str, Any]:
-    """A mapping whose keys are text, as every key of a recipe is; 1: and on: are reported as unknown keys."""
+    """Convert keys to text, so YAML keys such as `1:` and `on:` are reported as unknown keys."""
     return {str(key): value for key, value in mapping.items()}
 
 
 def in_one_line(error: Exception) -> str:
-    """A YAML error without the excerpt of the file."""
+    """A YAML error in one line, without the excerpt of the file."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: {error.problem}"
     return " ".join(str(error).split())

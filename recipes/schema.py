@@ -1,4 +1,4 @@
-"""The typed recipe: every knob of a run is one field here, with its unit, its range and its default."""
+"""The typed recipe: every setting of a run is one field here, with its unit, range and default."""
 
 import os
 from pathlib import Path
@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-PYTHON_STDLIB = "python-stdlib"  # the one value of data.prompts that names a built-in corpus instead of a file
-HUB_PREFIX = "hf:"  # what data.prompts begins with when it names a dataset of the Hugging Face hub
+PYTHON_STDLIB = "python-stdlib"  # the data.prompts value that names the built-in corpus
+HUB_PREFIX = "hf:"  # data.prompts starts with it to name a Hugging Face hub dataset
 
-# Sections are strict (a quoted "600" is no number), but YAML knows neither tuples nor paths, so these two convert.
+# Sections are strict: a quoted "600" is not a number. YAML has neither tuples nor paths, so those types convert.
 HomePath = Annotated[Path, Field(strict=False), AfterValidator(lambda path: Path(os.path.expanduser(path)))]
 HomeText = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
 Temperature = Annotated[float, Field(ge=0)]
@@ -44,155 +44,171 @@ Baselines = Annotated[tuple[Baseline, ...], Field(strict=False, min_length=1)]
 
 
 class Section(BaseModel):
-    """What all sections share: unknown keys fail, values keep their type, nothing changes after loading."""
+    """Base of all sections: unknown keys fail, types are strict, and nothing changes after loading."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class TargetSection(Section):
-    """The big model, whose output speculative decoding reproduces."""
+    """The target model, whose output speculative decoding reproduces."""
 
-    path: HomeText = Field(description="Local folder, or hub name such as org/name.")
+    path: HomeText = Field(description="Local folder or hub name (org/name) of the target.")
     revision: str | None = Field(default=None, description="Hub branch, tag or commit; null is the default branch.")
-    dtype: Dtype = Field(description="Number format that the target computes in.")
+    dtype: Dtype = Field(description="Number format of the target's weights and computation.")
     device: str = Field(
-        default="auto", description="auto is cuda if there is one, else cpu; or a torch device, cuda:1."
+        default="auto", description="Torch device, such as cuda:1; auto is cuda if available, else cpu."
     )
     device_map: Literal["auto"] | None = Field(
         default=None,
-        description="auto spreads the layers over all devices of the process, for targets larger than one.",
+        description="auto spreads the layers over all devices of the process, for a target too large for one; null is "
+        "one.",
     )
     tp_plan: Literal["auto"] | None = Field(
         default=None,
         description="auto splits every layer over all ranks of the launch, which compute each batch together (tensor "
-        "parallel, by transformers' plan for the model).",
+        "parallelism, by transformers' plan for the model); null does not.",
     )
     zero_stage: Literal[3] | None = Field(
         default=None,
-        description="3 shares the weights out among all ranks of the launch, each with batches of its own; a layer is "
-        "gathered when it computes (DeepSpeed's ZeRO).",
+        description="3 divides the weights among all ranks of the launch and gathers a layer when it computes; each "
+        "rank "
+        "has its own batches (DeepSpeed ZeRO-3). null keeps whole weights.",
     )
-    trust_remote_code: bool = Field(default=False, description="Run the model code that a hub repository ships.")
+    trust_remote_code: bool = Field(default=False, description="Run Python code shipped with the model.")
     attention: Literal["auto", "sdpa", "eager"] = Field(
-        default="auto", description="The target's attention code; auto is the fastest that computes it exactly."
+        default="auto", description="Attention implementation of the target; auto is the fastest exact one."
     )
     compile: bool = Field(
         default=False,
-        description="Compile the layers of target and head (torch.compile) for decode steps of fixed shapes, as CUDA "
-        "graphs replay them; the first texts wait for it.",
+        description="Compile target and head layers (torch.compile) for the fixed-shape decode steps that CUDA graphs "
+        "replay; the first texts wait for compilation.",
     )
 
     @model_validator(mode="after")
-    def spread_in_one_way(self) -> "TargetSection":
-        ways = {"device_map": self.device_map, "tp_plan": self.tp_plan, "zero_stage": self.zero_stage}
-        given = [way for way, value in ways.items() if value is not None]
+    def one_kind_of_sharing(self) -> "TargetSection":
+        fields = {"device_map": self.device_map, "tp_plan": self.tp_plan, "zero_stage": self.zero_stage}
+        given = [name for name, value in fields.items() if value is not None]
         if len(given) > 1:
-            raise ValueError(f"one of {', '.join(ways)} is allowed; remove {given[0]}")
+            raise ValueError(f"one of {', '.join(fields)} is allowed; remove {given[0]}")
         return self
 
     @property
     def spans_ranks(self) -> bool:
-        """Whether the ranks of a launch hold one target together."""
+        """Whether the ranks of a launch hold one target between them."""
         return self.tp_plan is not None or self.zero_stage is not None
 
 
 class DataSection(Section):
-    """Which prompts the target answers, and how its answers become training features."""
+    """The prompts that the target answers, and how its answers become training features."""
 
     prompts: HomeText = Field(
-        description="Prompts or conversations to train on: a .jsonl, .parquet or .txt file, a folder that datasets "
-        f"saved, {HUB_PREFIX}org/name:split, or the word {PYTHON_STDLIB}."
+        description="Prompts or conversations to train on: a .jsonl, .parquet or .txt file, a folder written by the "
+        f"datasets library, {HUB_PREFIX}org/name:split, or {PYTHON_STDLIB} (built in)."
     )
-    heldout_prompts: HomePath = Field(description="File of prompts that are never trained on, of the same kinds.")
+    heldout_prompts: HomePath = Field(
+        description="File of prompts kept for measurements, never trained on; same formats."
+    )
     responses: Literal["target", "given"] = Field(
         default="target",
-        description="target: the target answers each prompt, which is what decides acceptance; given: conversations "
-        "as they are.",
+        description="target: train on the target's own answers, which gives the best acceptance; given: train on the "
+        "conversations as they are.",
     )
     turns: Literal["all", "last"] = Field(
-        default="all", description="Which of the assistant's turns of a given conversation are trained on."
+        default="all", description="Assistant turns of a given conversation that are trained on."
     )
     max_bad_fraction: float = Field(
-        default=0.01, ge=0, le=1, description="Share of unusable rows up to which a run goes on; all are reported."
+        default=0.01, ge=0, le=1, description="Largest share of unusable rows before the run stops; all are reported."
     )
     folder: Annotated[HomePath | None, Field(strict=False)] = Field(
         default=None,
-        description="Folder of prompts, responses and features, which several recipes may share; null is run_dir.",
+        description="Folder for prompts, responses and features; several recipes may share it. null is run_dir.",
     )
     store: Annotated[HomePath | None, Field(strict=False)] = Field(
         default=None,
-        description="Folder of features to train on as they are, such as a merged store; null is those of the prompts.",
+        description="Folder of an existing feature store to train on, such as a merged one; null harvests from the "
+        "prompts.",
     )
-    num_prompts: int = Field(gt=0, description="Prompts to train on.")
-    prompt_tokens: int = Field(default=1024, gt=0, description="Longest prompt, in tokens.")
-    response_tokens: int = Field(default=1024, gt=0, description="Longest response that the target writes, in tokens.")
+    num_prompts: int = Field(gt=0, description="Number of prompts to train on.")
+    prompt_tokens: int = Field(
+        default=1024, gt=0, description="Longest prompt, in tokens; longer ones lose their beginning."
+    )
+    response_tokens: int = Field(default=1024, gt=0, description="Longest response, in tokens.")
     temperatures: Temperatures = Field(
-        default=(0.0, 0.7, 1.0), description="Response i is sampled at temperature i of these, in turn; 0 is greedy."
+        default=(0.0, 0.7, 1.0), description="Sampling temperatures, used in turn for the responses; 0 is greedy."
     )
-    generate_batch: int = Field(default=32, gt=0, description="Responses written at once.")
-    harvest_batch: int = Field(default=8, gt=0, description="Samples whose features are read in one target forward.")
-    heldout_samples: int = Field(default=64, gt=0, description="Samples kept out of training for held-out metrics.")
-    shard_samples: int = Field(default=512, gt=0, description="Samples per shard file of features.")
+    generate_batch: int = Field(default=32, gt=0, description="Responses generated in one batch.")
+    harvest_batch: int = Field(default=8, gt=0, description="Samples in one target forward of the harvest.")
+    heldout_samples: int = Field(default=64, gt=0, description="Held-out samples for metrics, never trained on.")
+    shard_samples: int = Field(default=512, gt=0, description="Samples per feature shard.")
     shuffle_shards: int | None = Field(
         default=None,
         gt=0,
-        description="Shards read from at a time, whose samples are shuffled together; null is all of them.",
+        description="Shards shuffled together and read at a time; null is all of them.",
     )
     dtype: Literal["float32", "bfloat16", "float16", "float8", "int8"] = Field(
         default="bfloat16",
-        description="Number format of the stored features; float8 and int8 have a scale per token and tap.",
+        description="Number format of stored features; float8 and int8 keep one scale per token and tap.",
     )
     mode: Literal["offline", "online"] = Field(
         default="offline",
-        description="offline: features are stored, then trained on; online: the target makes them as training goes.",
+        description="offline: store all features, then train; online: the target computes them during training.",
     )
     cache_gigabytes: float = Field(
         default=0.0,
         ge=0,
-        description="Features that data.mode online keeps in memory, per rank and split, in 10^9 bytes.",
+        description="Memory for features kept by data.mode online, per process and split, in 10^9 bytes.",
     )
     online_devices: Devices | None = Field(
         default=None,
-        description="Devices of processes that run the target of data.mode online while the head trains, one for each "
-        "rank in turn, such as [cuda:4, cuda:5]; null runs it in the training process.",
+        description="Devices for separate target processes with data.mode online, assigned to the training processes "
+        "in "
+        "turn, such as [cuda:4, cuda:5]; null runs the target in the training process.",
     )
     server: str | None = Field(
-        default=None, description="URL of an OpenAI-compatible server of the target that writes the responses."
+        default=None,
+        description="URL of an OpenAI-compatible server that runs the target and writes the responses; null is none.",
     )
-    server_retries: int = Field(default=5, ge=0, description="Further tries of a request that the server fails.")
+    server_retries: int = Field(default=5, ge=0, description="Retries of a failed request to data.server.")
     draft_head: Annotated[HomePath | None, Field(strict=False)] = Field(
-        default=None, description="Folder of a head with which the responses are written sooner; null is none."
+        default=None,
+        description="Folder of a head that speeds up writing the responses (speculative decoding); null is none.",
     )
 
     @model_validator(mode="after")
     def fields_agree(self) -> "DataSection":
         if self.responses == "given" and self.prompts == PYTHON_STDLIB:
-            raise ValueError(f"responses given needs conversations in prompts, {PYTHON_STDLIB} has none; name a file")
+            raise ValueError(
+                f"responses given needs conversations in prompts; {PYTHON_STDLIB} has none, so name a file"
+            )
         writers = ["server"] * (self.server is not None) + ["draft_head"] * (self.draft_head is not None)
         writers += ["responses given"] * (self.responses == "given")
         if len(writers) > 1:
             raise ValueError(f"one of server, draft_head and responses given is allowed; remove {writers[0]}")
         if self.mode == "online" and self.store is not None:
-            raise ValueError("mode online makes its features itself; remove store, or choose mode offline")
+            raise ValueError("mode online computes its own features; remove store, or choose mode offline")
         if self.mode != "online" and self.online_devices is not None:
-            raise ValueError("online_devices are for mode online; remove them, or choose it")
+            raise ValueError("online_devices are for mode online; remove them, or choose mode online")
         return self
 
 
 class LayerSection(Section):
-    """The sizes that all draft heads of one decoder layer have; null is the target's own."""
+    """Sizes shared by the heads that are one decoder layer; null copies the target's size."""
 
     kind: str
-    intermediate_size: int | None = Field(default=None, gt=0, description="Width of the head's MLP, in features.")
-    num_heads: int | None = Field(default=None, gt=0, description="Attention heads.")
-    num_kv_heads: int | None = Field(default=None, gt=0, description="Key and value heads, a divisor of num_heads.")
+    intermediate_size: int | None = Field(
+        default=None, gt=0, description="Width of the MLP, in features; null is the target's."
+    )
+    num_heads: int | None = Field(default=None, gt=0, description="Attention heads; null is the target's.")
+    num_kv_heads: int | None = Field(
+        default=None, gt=0, description="Key and value heads, a divisor of num_heads; null is the target's."
+    )
 
     @field_validator("num_kv_heads")
     @classmethod
     def kv_heads_divide_heads(cls, num_kv_heads: int | None, section: ValidationInfo) -> int | None:
         num_heads = section.data.get("num_heads")
         if num_heads is not None and num_kv_heads is not None and num_heads % num_kv_heads:
-            raise ValueError(f"a divisor of num_heads, {num_heads}, is allowed; change either of them")
+            raise ValueError(f"a divisor of num_heads, {num_heads}, is allowed; change one of them")
         return num_kv_heads
 
 
@@ -207,40 +223,49 @@ class Eagle3Section(LayerSection):
 
     kind: Literal["eagle3"] = Field(description="Architecture of the draft head.")
     hidden_size: int | None = Field(
-        default=None, gt=0, description="Width of the head, in features; another than the target's adds an embedding."
+        default=None,
+        gt=0,
+        description="Width of the head, in features; null is the target's. A different width gets its own embedding.",
     )
     draft_vocab_size: int | None = Field(
         default=None, gt=0, description="Most frequent tokens that the head may draft; null is the whole vocabulary."
     )
     taps: Taps | None = Field(
         default=None,
-        description="Target hidden_states indices that the head reads (i enters layer i); null is 2, L//2, L-3.",
+        description="Target hidden states that the head reads, by index (0 is the embedding); null is 2, L//2 and L-3 "
+        "of "
+        "L layers.",
     )
-    fc_norm: bool = Field(default=False, description="Normalise each tap before they are joined (EAGLE-3.1).")
-    norm_output: bool = Field(default=False, description="Feed the normalised feature to the next step (EAGLE-3.1).")
+    fc_norm: bool = Field(default=False, description="Normalize each tap before joining them (EAGLE-3.1).")
+    norm_output: bool = Field(
+        default=False, description="Feed the normalized feature to the next draft step (EAGLE-3.1)."
+    )
 
     @field_validator("taps")
     @classmethod
     def taps_ascend(cls, taps: tuple[int, ...] | None) -> tuple[int, ...] | None:
         if taps is not None and list(taps) != sorted(set(taps)):
-            raise ValueError(f"ascending indices, each once, are allowed; write {sorted(set(taps))}")
+            raise ValueError(f"ascending indices without repeats are allowed; write {sorted(set(taps))}")
         return taps
 
 
 class MedusaSection(Section):
-    """Medusa heads (arXiv 2401.10774), or Hydra's (2402.05109) when they are sequential."""
+    """Medusa heads (arXiv 2401.10774), or Hydra heads (2402.05109) with sequential."""
 
     kind: Literal["medusa"] = Field(description="Architecture of the draft head.")
-    medusa_heads: int = Field(default=4, gt=0, le=32, description="Tokens guessed ahead, a head for each.")
-    medusa_layers: int = Field(default=1, gt=0, description="Residual blocks of each head.")
+    medusa_heads: int = Field(
+        default=4, gt=0, le=32, description="Number of Medusa heads; head i predicts the token at depth i."
+    )
+    medusa_layers: int = Field(default=1, gt=0, description="Residual blocks per Medusa head.")
     sequential: bool = Field(
-        default=False, description="Each head also reads the tokens that were drafted before its own (Hydra)."
+        default=False, description="Each Medusa head also reads the tokens drafted before its own (Hydra)."
     )
     lm_head_rank: int | None = Field(
         default=None,
         gt=0,
-        description="All heads share the target's lm_head, and each adds a linear layer of this rank; null is an "
-        "lm_head of its own for each.",
+        description="All Medusa heads share the target's lm_head, each with a low-rank addition of this rank; null "
+        "gives "
+        "each its own lm_head.",
     )
     draft_vocab_size: int | None = Field(
         default=None, gt=0, description="Most frequent tokens that the head may draft; null is the whole vocabulary."
@@ -251,88 +276,106 @@ HeadSection = Annotated[Eagle1Section | Eagle3Section | MedusaSection, Field(dis
 
 
 class TrainSection(Section):
-    """How the head is fitted to the stored features."""
+    """How the head is trained on the features."""
 
     steps: int = Field(gt=0, description="Optimizer steps.")
-    batch_size: int = Field(default=8, gt=0, description="Sequences per optimizer step, all ranks together.")
+    batch_size: int = Field(default=8, gt=0, description="Samples per optimizer step, over all processes.")
     accumulate: int = Field(
-        default=1, gt=0, description="Pieces that each rank cuts its share of a batch into; more take less memory."
+        default=1, gt=0, description="Micro-batches per optimizer step and process; more of them need less memory."
     )
     precision: Dtype = Field(
-        default="float32", description="Number format that the head computes in; weights and losses stay in float32."
+        default="float32", description="Number format of the head's computation; weights and losses stay in float32."
     )
     pack_tokens: int | None = Field(
         default=None,
         gt=0,
-        description="Samples of a step share rows of at most so many tokens, a longer one has its own; null pads each.",
+        description="Pack the samples of a step into rows of at most this many tokens; null pads each sample.",
     )
-    learning_rate: float = Field(default=1e-4, gt=0, description="AdamW's peak learning rate, per step.")
-    warmup_steps: int = Field(default=100, ge=0, description="Steps over which the learning rate rises from zero.")
+    learning_rate: float = Field(default=1e-4, gt=0, description="AdamW's peak learning rate.")
+    warmup_steps: int = Field(default=100, ge=0, description="Steps in which the learning rate rises from zero.")
     schedule: Literal["cosine", "linear", "constant"] = Field(
-        default="cosine", description="The learning rate behind its peak: it falls to zero, or constant: stays there."
+        default="cosine",
+        description="Learning rate after warm-up: cosine and linear fall to zero, constant stays at the peak.",
     )
     optimizer: Literal["adamw", "muon"] = Field(
-        default="adamw", description="muon updates the layer's matrices with Muon and everything else with AdamW."
+        default="adamw",
+        description="adamw updates all weights; muon updates the layer's matrices, with AdamW for the rest.",
     )
-    muon_learning_rate: float = Field(default=0.02, gt=0, description="Muon's peak learning rate, per step.")
-    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay, times the learning rate.")
-    betas: Betas = Field(default=(0.9, 0.95), description="AdamW's decay of the mean and the mean square, per step.")
-    clip_norm: float = Field(default=0.5, gt=0, description="Largest gradient norm; longer gradients are scaled to it.")
+    muon_learning_rate: float = Field(default=0.02, gt=0, description="Muon's peak learning rate.")
+    weight_decay: float = Field(
+        default=0.0, ge=0, description="Decoupled weight decay, multiplied by the learning rate."
+    )
+    betas: Betas = Field(
+        default=(0.9, 0.95), description="AdamW's decay per step of the gradient's mean and mean square."
+    )
+    clip_norm: float = Field(
+        default=0.5, gt=0, description="Largest gradient norm; larger gradients are scaled down to it."
+    )
     ema_decay: float | None = Field(
         default=None,
         gt=0,
         lt=1,
-        description="Share of an average of the weights that each step keeps; the average is what is measured and "
-        "exported. null is none.",
+        description="Decay per step of an exponential moving average of the weights, which is then measured and "
+        "exported; "
+        "null is no average.",
     )
     unroll: int = Field(
-        default=7, gt=0, le=32, description="Training-time-test depth: steps on the head's own features."
+        default=7,
+        gt=0,
+        le=32,
+        description="Depths trained by unrolling the head on its own output (training-time test).",
     )
     unroll_decay: float = Field(
-        default=0.8, gt=0, le=1, description="Weight of an unroll step over that of the one before."
+        default=0.8, gt=0, le=1, description="Loss weight of each unroll step, relative to the step before."
     )
     unroll_weights: Weights | None = Field(
-        default=None, description="Weight of each unroll step, in turn; null leaves them to unroll_decay."
+        default=None, description="Loss weight of each unroll step; null uses unroll_decay."
     )
     objective: Objective = Field(
         default="soft_cross_entropy",
-        description="Loss between the head's distribution and the target's; the acceptance ones are the LK losses.",
+        description="Loss between the head's and the target's distributions; log_ and blended_acceptance are the LK "
+        "losses.",
     )
     objective_weight: float | None = Field(
-        default=None, gt=0, description="Weight of the objective; null is 0.1 for eagle1 and 1 for other heads."
+        default=None, gt=0, description="Weight of the objective; null is 0.1 for eagle1, 1 for other heads."
     )
     regression_weight: float | None = Field(
         default=None,
         ge=0,
-        description="Weight of the smooth-L1 distance to the target's feature; null is 1 for eagle1, others have none.",
+        description="Weight of the smooth-L1 loss to the target's features; null is 1 for eagle1, 0 for other heads.",
     )
     input_noise: float | None = Field(
         default=None,
         ge=0,
-        description="Width of the noise on input features, times 512 / tokens; null is 0.2 for eagle1, 0 for others.",
+        description="Width of the uniform input noise, scaled by 512 / tokens; null is 0.2 for eagle1, 0 for other "
+        "heads.",
     )
     activation_checkpointing: bool = Field(
-        default=False, description="Keep less of each unroll step in memory and compute it again for the gradient."
+        default=False, description="Save memory by recomputing unroll steps in the backward pass."
     )
     checkpoint_every: int = Field(default=500, gt=0, description="Steps between checkpoints.")
-    keep_checkpoints: int = Field(default=2, gt=0, description="Newest checkpoints kept.")
+    keep_checkpoints: int = Field(default=2, gt=0, description="Number of newest checkpoints kept.")
     eval_every: int = Field(default=500, gt=0, description="Steps between measurements on held-out data.")
-    eval_prompts: int = Field(default=8, ge=0, description="Held-out prompts decoded at each measurement; 0 is none.")
+    eval_prompts: int = Field(
+        default=8, ge=0, description="Held-out prompts decoded at each measurement; 0 decodes none."
+    )
     export: Literal["newest", "best"] = Field(
         default="newest",
-        description="Weights that become the head: the last ones, or those with the longest accepted length (mean of "
-        "temperatures 0 and 1) at a measurement.",
+        description="Weights to export: the newest, or the best by measured acceptance length (mean of temperatures 0 "
+        "and 1).",
     )
     log_every: int = Field(default=10, gt=0, description="Steps between logged metrics.")
     dry_run: bool = Field(
-        default=False, description="Print sizes, memory, disk and steps of the run, and end before anything is spent."
+        default=False, description="Print the run's sizes, memory, disk space and steps, then exit without running it."
     )
 
     @field_validator("export")
     @classmethod
     def best_is_measured(cls, export: str, section: ValidationInfo) -> str:
         if export == "best" and section.data.get("eval_prompts") == 0:
-            raise ValueError("newest is allowed while train.eval_prompts is 0; decode prompts, or take the newest")
+            raise ValueError(
+                "newest is allowed while train.eval_prompts is 0; choose newest, or raise train.eval_prompts"
+            )
         return export
 
     @field_validator("unroll_weights")
@@ -342,92 +385,102 @@ class TrainSection(Section):
     ) -> tuple[float, ...] | None:
         unroll = section.data.get("unroll")
         if weights is not None and unroll is not None and len(weights) != unroll:
-            raise ValueError(f"a list of {unroll} weights, one for each of train.unroll, is allowed; change either")
+            raise ValueError(f"a list of {unroll} weights is allowed, one per unroll step; change it or train.unroll")
         if weights is not None and not any(weights):
-            raise ValueError("a list with a weight above 0 is allowed; otherwise nothing is learnt")
+            raise ValueError("a list with at least one weight above 0 is allowed; change one of them")
         return weights
 
 
 class JointSection(Section):
-    """Medusa-2: the target's layers learn with the heads; its embedding, final norm and lm_head stay as they are."""
+    """Medusa-2: the target's layers train with the heads; its embedding, final norm and lm_head stay frozen."""
 
     mode: Literal["lora", "full"] | None = Field(
         default=None,
-        description="What of the target's layers learns beside a Medusa head: low-rank additions (LoRA, needs peft) or "
-        "all, in float32; null leaves the target alone.",
+        description="Train the target's layers together with the Medusa heads: lora trains low-rank additions (needs "
+        "peft), full trains all layer weights in float32; null trains the heads only.",
     )
-    lora_rank: int = Field(default=32, gt=0, description="Rank of the additions of mode lora.")
-    learning_rate: float = Field(default=1e-4, ge=0, description="AdamW's peak learning rate for the target, per step.")
-    warmup_steps: int = Field(default=0, ge=0, description="Steps at the start in which the heads alone are trained.")
+    lora_rank: int = Field(default=32, gt=0, description="Rank of the low-rank additions with mode lora.")
+    learning_rate: float = Field(default=1e-4, ge=0, description="AdamW's peak learning rate for the target.")
+    warmup_steps: int = Field(default=0, ge=0, description="Steps at the start that train the heads alone.")
     distill_weight: float = Field(
         default=1.0,
         ge=0,
-        description="Weight of the KL divergence between the original's and the tuned target's next token.",
+        description="Weight of the KL divergence between the original and the tuned target's next-token distributions.",
     )
 
 
 class DecodeSection(Section):
-    """How drafts are made and grow, and how text is decoded."""
+    """How draft tokens are chosen and how text is decoded."""
 
     drafter: DrafterKind = Field(
         default="head",
-        description="Who drafts. head: the trained one; draft_model: another model; early_exit: the target's first "
-        "layers; prompt_lookup: what followed the same words before; suffix: the same in a corpus; lookahead: the "
+        description="Source of draft tokens. head: the trained head; draft_model: a smaller model; early_exit: the "
+        "target's first layers; prompt_lookup: repeats of earlier text; suffix: repeats of a corpus; lookahead: the "
         "target's own parallel guesses.",
     )
     draft_model: HomeText | None = Field(
-        default=None, description="Folder or hub name of a model that drafts; with another tokenizer, a chain of text."
+        default=None,
+        description="Folder or hub name of the draft model; with a different tokenizer it drafts a chain of text.",
     )
     exit_layers: int | None = Field(
-        default=None, gt=0, description="Layers of the target that early_exit runs; null is half of them."
+        default=None, gt=0, description="Target layers that early_exit runs; null is half of them."
     )
-    ngram: int = Field(default=3, gt=0, description="Longest run of tokens that prompt_lookup and suffix look up.")
+    ngram: int = Field(default=3, gt=0, description="Longest token sequence that prompt_lookup and suffix search for.")
     corpus: Annotated[HomePath | None, Field(strict=False)] = Field(
-        default=None, description="JSONL file of texts for suffix: rows with tokens, or with prompt and response."
+        default=None, description="JSONL file of texts for suffix; rows hold tokens, or prompt and response."
     )
     growth: Literal["chain", "adaptive", "fixed", "searched", "searched_cost_aware", "dynamic", "cost_aware"] = Field(
         default="dynamic",
-        description="Shape of the drafts. chain: one token per level; adaptive: a chain as long as recent acceptance "
-        "pays for; fixed: the tree of decode.paths; searched: the best tree of fixed shape, as fitted to the head; "
-        "dynamic: the likeliest nodes (EAGLE-2); cost_aware, searched_cost_aware: as deep and large as the measured "
-        "costs of this machine's steps pay for.",
+        description="Shape of the draft tree. chain: one token per level; adaptive: a chain whose length follows "
+        "recent "
+        "acceptance; fixed: the tree of decode.paths; searched: the fixed shape fitted to the head; dynamic: the "
+        "likeliest nodes (EAGLE-2); cost_aware, searched_cost_aware: dynamic and searched, with depth and size chosen "
+        "from the step times measured on this machine.",
     )
     depth: int = Field(
-        default=5, gt=0, le=64, description="Levels drafted per target step, one head step each; or the most."
+        default=5, gt=0, le=64, description="Levels drafted per target step; the most, if growth chooses the depth."
     )
     width: int = Field(
-        default=4, gt=0, description="Nodes expanded per level of a dynamic tree, and children of each; a chain has 1."
+        default=4, gt=0, description="Nodes expanded per level of a dynamic tree, and children per node; a chain has 1."
     )
     nodes: int = Field(
-        default=16, gt=0, description="Drafted nodes of a tree that one target step verifies; or the most."
+        default=16,
+        gt=0,
+        description="Draft tokens per tree, the root not counted; the most, if growth chooses the size.",
     )
     paths: Paths | None = Field(
         default=None,
-        description="Every node of a fixed tree by the child numbers that lead to it: [[0], [1], [0, 0]].",
+        description="Nodes of a fixed tree, each as the child ranks on its path from the root: [[0], [1], [0, 0]].",
     )
     acceptance: Literal["seeded", "rejection", "typical"] = Field(
         default="seeded",
-        description="How drafts are accepted when sampling. seeded: the very text of plain decoding with this seed; "
+        description="Acceptance rule when sampling. seeded: exactly the text of plain decoding with this seed; "
         "rejection: the same distribution, by rejection sampling; typical: Medusa's rule, which is lossy.",
     )
-    typical_epsilon: float = Field(default=0.09, gt=0, le=1, description="Typical acceptance: chance that suffices.")
+    typical_epsilon: float = Field(
+        default=0.09, gt=0, le=1, description="Typical acceptance: probability that is always enough."
+    )
     typical_delta: float = Field(
-        default=0.3, gt=0, description="Typical acceptance: chance that suffices, times exp(-entropy)."
+        default=0.3, gt=0, description="Typical acceptance: this times exp(-entropy) is also enough."
     )
-    top_k: int | None = Field(default=None, gt=0, description="Sample from so many likeliest tokens; null is all.")
-    top_p: float = Field(default=1.0, gt=0, le=1, description="Sample from the likeliest tokens of this total chance.")
-    min_p: float = Field(default=0.0, ge=0, le=1, description="Leave out tokens below this share of the likeliest's.")
+    top_k: int | None = Field(default=None, gt=0, description="Sample from this many likeliest tokens; null is all.")
+    top_p: float = Field(
+        default=1.0, gt=0, le=1, description="Sample from the likeliest tokens with this total probability."
+    )
+    min_p: float = Field(default=0.0, ge=0, le=1, description="Drop tokens below this share of the top probability.")
     repetition_penalty: float = Field(
-        default=1.0, gt=0, description="Divides the logits of tokens of prompt and output; 1 is none."
+        default=1.0, gt=0, description="Makes tokens already in the prompt or output less likely; 1 is no penalty."
     )
-    presence_penalty: float = Field(default=0.0, description="Taken from the logits of tokens of the output, once.")
+    presence_penalty: float = Field(
+        default=0.0, description="Subtracted once from the logit of each token in the output."
+    )
     frequency_penalty: float = Field(
-        default=0.0, description="Taken from the logits of the output's tokens, each time."
+        default=0.0, description="Subtracted from a token's logit for each time it is in the output."
     )
     max_new_tokens: int = Field(default=512, gt=0, description="Longest output, in tokens.")
-    max_batch: int = Field(default=16, gt=0, description="Sequences decoded together, where many are given.")
+    max_batch: int = Field(default=16, gt=0, description="Sequences decoded together in one batch.")
     seed: int = Field(
-        default=0, ge=0, lt=2**63, description="Seed of the sampling noise; it alone decides a sampled text."
+        default=0, ge=0, lt=2**63, description="Seed of the Gumbel noise; the same seed samples the same text."
     )
 
     @model_validator(mode="after")
@@ -436,100 +489,118 @@ class DecodeSection(Section):
             if self.drafter == kind and self.model_dump()[field] is None:
                 raise ValueError(f"drafter {kind} needs {field}; give decode.{field}")
         if self.drafter != "head" and self.growth in ("adaptive", "cost_aware"):
-            raise ValueError(f"growth {self.growth} goes by a head's costs; {self.drafter} allows chain or dynamic")
+            raise ValueError(
+                f"growth {self.growth} needs a head's measured costs; {self.drafter} allows chain or dynamic"
+            )
         if self.drafter != "head" and self.growth in ("searched", "searched_cost_aware"):
-            raise ValueError(f"growth {self.growth} was fitted to a head; {self.drafter} allows chain or dynamic")
+            raise ValueError(
+                f"growth {self.growth} needs a tree fitted to a head; {self.drafter} allows chain or dynamic"
+            )
         if self.drafter in ("prompt_lookup", "suffix", "lookahead") and self.growth == "fixed":
-            raise ValueError(f"growth fixed asks for children at every node; {self.drafter} allows chain or dynamic")
+            raise ValueError(
+                f"growth fixed needs ranked children at every node; {self.drafter} allows chain or dynamic"
+            )
         if (self.growth == "fixed") != (self.paths is not None):
             raise ValueError("growth fixed and paths go together; give both or neither")
         if self.acceptance == "rejection" and self.growth not in ("chain", "fixed", "searched"):
             raise ValueError(
-                f"acceptance rejection allows growth chain, fixed or searched; {self.growth} looks at tokens that "
-                f"were drawn before it keeps them, which would bias the output"
+                f"acceptance rejection allows growth chain, fixed or searched; {self.growth} keeps or drops sampled "
+                f"tokens by their values, which would bias the output"
             )
         return self
 
 
 class ReportSection(Section):
-    """What the closing report measures."""
+    """What the report measures."""
 
     prompts: Annotated[HomePath | None, Field(strict=False)] = Field(
         default=None,
-        description="JSONL file of prompts by category, such as Spec-Bench's; null is the held-out ones.",
+        description="JSONL file of prompts by category, such as Spec-Bench's; null is the held-out prompts.",
     )
-    num_prompts: int = Field(default=80, gt=0, description="Prompts decoded per row, of each category in turn.")
-    batches: Batches = Field(default=(1,), description="Prompts decoded together; every row is measured with each.")
+    num_prompts: int = Field(
+        default=80, gt=0, description="Prompts decoded for each row of the table, taken from each category in turn."
+    )
+    batches: Batches = Field(default=(1,), description="Batch sizes; every row is measured with each.")
     temperatures: Temperatures = Field(
         default=(0.0, 0.7), description="Sampling temperatures; every row is measured at each."
     )
     head: Annotated[HomePath | None, Field(strict=False)] = Field(
-        default=None, description="Folder of the head to measure; null is the one that this run trained."
+        default=None, description="Folder of the head to measure; null is the head of this run."
     )
     other_heads: Folders = Field(
         default={},
-        description="Further heads of this target to measure beside it, {name: folder}: their rows bear the name, and "
-        "they draft as the recipe says, no deeper than they have levels.",
+        description="More heads of this target to measure, {name: folder}; their rows carry the name. They draft as "
+        "the "
+        "recipe says, up to their own depth.",
     )
-    warmup_prompts: int = Field(default=3, ge=0, description="Prompts decoded before the clock starts.")
+    warmup_prompts: int = Field(default=3, ge=0, description="Prompts decoded before timing starts.")
     threads: int | None = Field(
-        default=None, gt=0, description="CPU threads of each worker; null is torch's own choice, shared among them."
+        default=None, gt=0, description="CPU threads per worker; null divides torch's default among the workers."
     )
     workers: int = Field(
         default=1,
         gt=0,
-        description="Processes that share the prompts, on a CPU: a small target leaves cores idle that one more uses. "
-        "Each prompt is still decoded in all ways by one of them, in turn.",
+        description="Processes that share the prompts on a CPU, for targets too small to use all cores. One process "
+        "decodes a prompt with every method.",
     )
     baselines: Baselines = Field(
         default=("generate", "plain", "untrained", "chain", "tree"),
-        description="Rows of the table: our plain loop; generate of transformers, alone, with prompt lookup and with "
-        "the draft model; each head as a chain and as a tree, an untrained one; the drafters that need no training.",
+        description="Rows of the table. plain: our plain decoding; generate, generate_lookup, generate_assisted: "
+        "transformers' generate, alone, with prompt lookup, with the draft model; chain, tree: each head; untrained: a "
+        "random head; others: the drafter of that name.",
     )
 
     @field_validator("baselines")
     @classmethod
     def other_heads_have_rows(cls, baselines: tuple[str, ...], section: ValidationInfo) -> tuple[str, ...]:
         if section.data.get("other_heads") and {"chain", "tree"}.isdisjoint(baselines):
-            raise ValueError("chain or tree is needed among them, to measure report.other_heads; add one")
+            raise ValueError("a list with chain or tree is allowed with report.other_heads; add one of them")
         return baselines
 
 
 class ExportSection(Section):
-    """How a head is written for a serving engine."""
+    """How the head is exported for a serving engine."""
 
     format: Literal["native", "vllm", "sglang", "tensorrt_llm", "eagle", "speculators", "medusa"] = Field(
         default="vllm",
-        description="Whose contract the export must meet. vllm, sglang and tensorrt_llm read the same files; eagle and "
-        "medusa are the layouts of the authors' code, native only has to load here.",
+        description="Format of the export. vllm, sglang and tensorrt_llm read the same files; eagle and medusa are the "
+        "layouts of the authors' code; native loads in headstart only.",
     )
     head: Annotated[HomePath | None, Field(strict=False)] = Field(
-        default=None, description="Folder of the head to export; null is the one that this run trained."
+        default=None, description="Folder of the head to export; null is the head of this run."
     )
     folder: Annotated[HomePath | None, Field(strict=False)] = Field(
         default=None, description="Folder to write; null is RUN_DIR/export/FORMAT."
     )
-    dtype: Dtype | None = Field(default=None, description="Number format of the weights; null keeps the head's.")
-    overwrite: bool = Field(default=False, description="Replace a head that is in the folder, or in push_to, already.")
+    dtype: Dtype | None = Field(
+        default=None, description="Number format of the exported weights; null keeps the head's."
+    )
+    overwrite: bool = Field(default=False, description="Replace an existing head in the folder or in push_to.")
     push_to: str | None = Field(
-        default=None, min_length=1, description="Hub repository, org/name, to upload the folder to; null is none."
+        default=None,
+        min_length=1,
+        description="Hub repository (org/name) to upload the folder to; null uploads nothing.",
     )
 
 
 class LogSection(Section):
-    """Where metrics go besides the terminal and metrics.jsonl."""
+    """Where metrics are logged besides the terminal and metrics.jsonl."""
 
     wandb: Literal["auto", "online", "offline", "disabled"] = Field(
-        default="auto", description="auto is online when WANDB_API_KEY or WANDB_MODE is set, else offline."
+        default="auto",
+        description="Weights & Biases mode; auto is online if WANDB_API_KEY or WANDB_MODE is set, else offline.",
     )
-    project: str = Field(default="headstart", min_length=1, description="Weights & Biases project.")
+    project: str = Field(default="headstart", min_length=1, description="Weights & Biases project name.")
 
 
 class Recipe(Section):
-    """One run, from prompts to report; every stage finds its input and puts its output under run_dir."""
+    """One run, from prompts to report; every stage reads and writes below run_dir (prompts to features: "
+    "data.folder)."""
 
-    run_dir: HomePath = Field(description="Folder of everything that the run writes.")
-    seed: int = Field(default=0, ge=0, lt=2**31, description="Seed of responses, initial weights and batch order.")
+    run_dir: HomePath = Field(description="Folder for everything that the run writes.")
+    seed: int = Field(
+        default=0, ge=0, lt=2**31, description="Seed of the prompts, responses, initial weights and batch order."
+    )
     target: TargetSection
     data: DataSection
     head: HeadSection

@@ -6,12 +6,12 @@ from functools import partial
 
 import pytest
 
-from data_pipelines.background import Behind
+from data_pipelines.background import BackgroundThread
 
 
 def test_with_nothing_ahead_the_caller_does_the_work() -> None:
     threads: list[int] = []
-    with Behind(ahead=0) as behind:
+    with BackgroundThread(max_pending=0) as behind:
         behind.add(lambda: threads.append(threading.get_ident()))
         assert threads == [threading.get_ident()]
 
@@ -23,7 +23,7 @@ def test_everything_is_done_in_order_when_the_block_ends() -> None:
         time.sleep(0.001)
         done.append(number)
 
-    with Behind(ahead=3) as behind:
+    with BackgroundThread(max_pending=3) as behind:
         for number in range(10):
             behind.add(partial(work, number))
     assert done == list(range(10))
@@ -37,7 +37,7 @@ def test_no_more_than_so_many_pieces_are_unfinished() -> None:
         gate.wait()
 
     def add_three() -> None:
-        with Behind(ahead=2) as behind:
+        with BackgroundThread(max_pending=2) as behind:
             for number in range(3):
                 behind.add(wait)
                 added.append(number)
@@ -61,7 +61,7 @@ def test_an_error_comes_out_at_the_next_piece_or_at_the_end(more: int) -> None:
         raise ValueError("the disk is full")
 
     def add_all() -> None:
-        with Behind(ahead=1) as behind:
+        with BackgroundThread(max_pending=1) as behind:
             behind.add(fail)
             for number in range(more):
                 behind.add(partial(done.append, number))
@@ -79,7 +79,7 @@ def test_an_error_of_the_caller_drops_what_has_not_begun() -> None:
         done.append("first")
 
     def add_two() -> None:
-        with Behind(ahead=2) as behind:
+        with BackgroundThread(max_pending=2) as behind:
             behind.add(first)
             behind.add(partial(done.append, "second"))
             threading.Timer(0.02, gate.set).start()

@@ -194,7 +194,7 @@ def test_a_template_that_does_not_write_tool_calls_is_refused() -> None:
         (
             "{% for m in messages %}[{{ m.role }}]{% if m.role == 'user' and messages[-1].role == 'assistant' %}"
             "{{ m.content | upper }}{% else %}{{ m.content }}{% endif %}{% endfor %}",
-            "otherwise once",
+            "changes the turns before an answer",
         ),
     ],
 )
@@ -214,5 +214,5 @@ def test_a_token_across_the_border_of_the_words_is_refused() -> None:
     )
     assert len(tokenizer(" the")["input_ids"]) == 1
     chat = Conversation([{"role": "user", "content": "hi"}, {"role": "assistant", "content": "the"}])
-    with pytest.raises(BadRow, match="across the border"):
+    with pytest.raises(BadRow, match="spans the boundary"):
         ChatTemplate(tokenizer).masked(chat, "all")

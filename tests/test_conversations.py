@@ -13,8 +13,8 @@ from tiny_run import build_run, build_target, build_tokenizer, tiny_recipe
 from data_pipelines.conversations import Conversation, parse_row
 from data_pipelines.harvest import harvest
 from data_pipelines.inspect import inspect
-from data_pipelines.prompts import INTAKE_REPORT, encode_prompt, make_prompts, read_prompts
-from data_pipelines.row_report import Intake
+from data_pipelines.prompts import ROW_REPORT, encode_prompt, make_prompts, read_prompts
+from data_pipelines.row_report import RowReport
 from data_pipelines.rows import BadRow, read_rows
 from data_pipelines.shards import FeatureStore
 from recipes import Recipe
@@ -76,26 +76,34 @@ def test_a_tool_call_means_the_same_as_json_text_and_as_a_mapping() -> None:
 @pytest.mark.parametrize(
     ("row", "kind", "why"),
     [
-        ({"question": "why?"}, "unknown form", r"fields \['question'\] given, a row needs prompt or text"),
+        ({"question": "why?"}, "unknown form", r"fields \['question'\] given; a row needs prompt or text"),
         ({"prompt": ""}, "empty", "a row needs prompt or text"),
         ({"prompt": 5}, "unknown form", "a row needs prompt or text"),
-        ({"messages": []}, "empty", "no turn to answer"),
-        ({"messages": [{"role": "assistant", "content": "alone"}]}, "empty", "no turn to answer"),
+        ({"messages": []}, "empty", "no user turn to answer"),
+        ({"messages": [{"role": "assistant", "content": "alone"}]}, "empty", "no user turn to answer"),
         ({"messages": ["hello"]}, "unknown form", "messages"),
         ({"messages": [{"content": "from nobody"}]}, "role", "turn 1 is by None"),
         (
             {"messages": [*turns("a", "b"), {"role": "assistant", "content": "c"}]},
             "role",
-            "assistant right after assist",
+            "assistant right after a turn by assistant",
         ),
         ({"messages": [*turns("a"), {"role": "system", "content": "late"}]}, "role", "turn 2 is by system right after"),
         ({"messages": turns("a", "")}, "empty", "turn 2 by assistant is empty"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "unknown form", "something else than text"),
-        ({"tokens": [1, 2], "loss_mask": [1]}, "unknown form", "of one length"),
-        ({"tokens": [1, "2"]}, "unknown form", "no list of int"),
-        ({"messages": turns("a"), "tools": "{"}, "broken", "tools are not JSON"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "unknown form",
+            "contains parts that are not text",
+        ),
+        ({"tokens": [1, 2], "loss_mask": [1]}, "unknown form", "must have the same length"),
+        ({"tokens": [1, "2"]}, "unknown form", "not a list of int"),
+        ({"messages": turns("a"), "tools": "{"}, "broken", "tools: not JSON"),
         ({"messages": [{"role": ["user"], "content": "a"}]}, "role", r"turn 1 is by \['user'\]"),
-        ({"messages": [*turns("a"), {"role": "assistant", "tool_calls": 3}]}, "unknown form", "tool_calls is no list"),
+        (
+            {"messages": [*turns("a"), {"role": "assistant", "tool_calls": 3}]},
+            "unknown form",
+            "tool_calls is not a list",
+        ),
     ],
 )
 def test_a_row_that_is_no_sample_says_why(row: dict[str, Any], kind: str, why: str) -> None:
@@ -146,16 +154,18 @@ def test_bad_rows_are_counted_and_listed_with_their_lines(tmp_path: Path) -> Non
     good = json.dumps({"prompt": "good"})
     bad = ["{", "", json.dumps({"messages": []}), good, "7", json.dumps({"tokens": [1, 300]}), '{"prompt": "\\ud800"}']
     path.write_text("\n".join([good, *bad, "[" * 9999, good]) + "\n")
-    intake = Intake(str(path))
-    rows = read_prompts(build_tokenizer(), section(), None, intake)
+    report = RowReport(str(path))
+    rows = read_prompts(build_tokenizer(), section(), None, report)
     assert [row["id"] for row in rows] == [0, 1, 2]
-    report = intake.report()
-    assert report["rows"] == 9
-    assert report["bad"] == {"broken": 4, "empty": 1, "unknown token": 1}
-    assert [row["line"] for row in report["bad_rows"]] == [2, 4, 6, 7, 8, 9]
-    intake.check(0.67)
-    with pytest.raises(ValueError, match=r"6 of 9 rows are bad.*66\.00%(.|\n)*line 2: not JSON(.|\n)*line 4: no turn"):
-        intake.check(0.66)
+    found = report.to_json()
+    assert found["rows"] == 9
+    assert found["bad"] == {"broken": 4, "empty": 1, "unknown token": 1}
+    assert [row["line"] for row in found["bad_rows"]] == [2, 4, 6, 7, 8, 9]
+    report.check(0.67)
+    with pytest.raises(
+        ValueError, match=r"6 of 9 rows are unusable.*66\.00%(.|\n)*line 2: not JSON(.|\n)*line 4: no user turn"
+    ):
+        report.check(0.66)
 
 
 def test_a_stage_with_too_many_bad_rows_stops_and_leaves_its_report(tmp_path: Path) -> None:
@@ -163,9 +173,9 @@ def test_a_stage_with_too_many_bad_rows_stops_and_leaves_its_report(tmp_path: Pa
     with (tmp_path / "prompts.jsonl").open("a") as file:
         file.write('{"prompt": "cut')
     count = "data.num_prompts=99"
-    with pytest.raises(ValueError, match=r"1 of 15 rows are bad(.|\n)*prompts\.jsonl line 15: not JSON"):
+    with pytest.raises(ValueError, match=r"1 of 15 rows are unusable(.|\n)*prompts\.jsonl line 15: not JSON"):
         make_prompts(tiny_recipe(tmp_path, count))
-    report = json.loads((tmp_path / "run" / "prompts" / INTAKE_REPORT).read_text())
+    report = json.loads((tmp_path / "run" / "prompts" / ROW_REPORT).read_text())
     assert [row["line"] for row in report[0]["bad_rows"]] == [15]
     stage = make_prompts(tiny_recipe(tmp_path, count, "data.max_bad_fraction=0.1"))
     assert stage.facts()["train"] == 14
@@ -174,10 +184,10 @@ def test_a_stage_with_too_many_bad_rows_stops_and_leaves_its_report(tmp_path: Pa
 
 def test_an_empty_prompt_file_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text("\n")
-    intake = Intake(str(tmp_path / "prompts.jsonl"))
-    assert read_prompts(build_tokenizer(), section(), 3, intake) == []
-    with pytest.raises(ValueError, match=r"prompts\.jsonl holds no prompts"):
-        intake.check(1.0)
+    report = RowReport(str(tmp_path / "prompts.jsonl"))
+    assert read_prompts(build_tokenizer(), section(), 3, report) == []
+    with pytest.raises(ValueError, match=r"prompts\.jsonl has no prompts"):
+        report.check(1.0)
 
 
 def test_messages_need_a_chat_template() -> None:
@@ -200,11 +210,11 @@ def test_the_target_answers_the_last_user_turn() -> None:
 
 def test_long_prompts_keep_their_end_and_count_as_cut(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "prompts.jsonl", *({"prompt": text} for text in ("abcdefgh", "xyz", "never used")))
-    tokenizer, intake = build_tokenizer(), Intake(str(path))
-    first, second = read_prompts(tokenizer, section(prompt_tokens=4), 2, intake)
+    tokenizer, report = build_tokenizer(), RowReport(str(path))
+    first, second = read_prompts(tokenizer, section(prompt_tokens=4), 2, report)
     assert first == {"id": 0, "tokens": tokenizer("abcdefgh")["input_ids"][-4:], "cut": True}
     assert second == {"id": 1, "tokens": tokenizer("xyz")["input_ids"], "cut": False}
-    assert intake.report()["cut"] == [1]
+    assert report.to_json()["cut"] == [1]
 
 
 # Conversations as they are
@@ -244,7 +254,7 @@ def test_given_conversations_become_features_with_the_mask_of_their_words(tmp_pa
     assert trained_on[1] == tokenizer.decode(tokenizer("plain text")["input_ids"][1:])
     assert store[2].loss_mask.tolist() == [False, which == "all", False, True]
     assert len(store) == 3
-    [report, _] = json.loads((recipe.prompts_dir / INTAKE_REPORT).read_text())
+    [report, _] = json.loads((recipe.prompts_dir / ROW_REPORT).read_text())
     assert [(row["line"], row["kind"]) for row in report["bad_rows"]] == [(4, "too long")]
     assert store.about["mask_rule"] == f"{which} turns of the assistant"
 
@@ -269,7 +279,7 @@ def test_inspect_colours_what_is_trained_on_and_names_what_was_dropped(tmp_path:
     green = re.findall(r"\x1b\[1;32m(.*?)\x1b\[0m", shown)
     assert green[:2] == ["first words<|im_end|>", "last words<|im_end|>"]
     assert "too long" in shown
-    assert "tokens of a sample" in shown
+    assert "tokens per sample" in shown
 
 
 @pytest.mark.parametrize(
@@ -277,7 +287,7 @@ def test_inspect_colours_what_is_trained_on_and_names_what_was_dropped(tmp_path:
     [
         ({"responses": "given", "server": "http://x"}, "one of server, draft_head and responses given"),
         ({"draft_head": Path("head"), "server": "http://x"}, "one of server, draft_head and responses given"),
-        ({"mode": "online", "store": Path("features")}, "mode online makes its features itself"),
+        ({"mode": "online", "store": Path("features")}, "mode online computes its own features"),
     ],
 )
 def test_fields_that_contradict_each_other_are_refused(fields: dict[str, Any], why: str) -> None:

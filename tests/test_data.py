@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from data_pipelines import prompts as prompts_module
 from data_pipelines.batches import Batch
 from data_pipelines.demo.python_stdlib import SourceFile, source_files
-from data_pipelines.harvest import check_teacher, harvest
+from data_pipelines.harvest import check_teacher_logits, harvest
 from data_pipelines.prompts import make_prompts, stdlib_prompts
 from data_pipelines.sample_order import SampleOrder
 from data_pipelines.shards import FeatureStore, Sample, stored_taps
@@ -393,7 +393,7 @@ def test_a_target_whose_logits_are_scaled_behind_its_lm_head_is_refused(tmp_path
     recipe = tiny_recipe(tmp_path)
     make_prompts(recipe)
     target = TargetModel.load(recipe.target, taps=())
-    check_teacher(recipe, target)
+    check_teacher_logits(recipe, target)
     target.model.lm_head.register_forward_hook(lambda module, args, logits: logits * 3 + 1)
     with pytest.raises(ValueError, match=r"target\.path: the logits of .* differ by"):
-        check_teacher(recipe, target)
+        check_teacher_logits(recipe, target)

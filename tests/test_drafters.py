@@ -477,15 +477,15 @@ def test_a_recipe_selects_its_drafter(target_folder: Path, tmp_path: Path) -> No
     [
         ({"drafter": "draft_model"}, "drafter draft_model needs draft_model; give decode.draft_model"),
         ({"drafter": "suffix"}, "drafter suffix needs corpus; give decode.corpus"),
-        ({"drafter": "lookahead", "growth": "adaptive"}, "growth adaptive goes by a head's costs"),
-        ({"drafter": "early_exit", "growth": "searched"}, "growth searched was fitted to a head"),
+        ({"drafter": "lookahead", "growth": "adaptive"}, "growth adaptive needs a head's measured costs"),
+        ({"drafter": "early_exit", "growth": "searched"}, "growth searched needs a tree fitted to a head"),
         (
             {"drafter": "prompt_lookup", "growth": "searched_cost_aware"},
-            "growth searched_cost_aware was fitted to a head; prompt_lookup allows chain or dynamic",
+            "growth searched_cost_aware needs a tree fitted to a head; prompt_lookup allows chain or dynamic",
         ),
         (
             {"drafter": "prompt_lookup", "growth": "fixed", "paths": [[0]]},
-            "growth fixed asks for children at every node",
+            "growth fixed needs ranked children at every node",
         ),
     ],
 )

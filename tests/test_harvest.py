@@ -21,7 +21,7 @@ from accelerate import Accelerator, PartialState
 from tiny_run import build_run, build_tokenizer, tiny_recipe
 from torch.testing import assert_close
 
-from data_pipelines.completion_client import CompletionServer
+from data_pipelines.completion_client import CompletionClient
 from data_pipelines.harvest import harvest
 from data_pipelines.prompts import make_prompts
 from data_pipelines.responses import append_lines, journal_rows, sampling_of
@@ -56,7 +56,7 @@ def test_a_harvest_that_the_disk_cannot_hold_is_refused_before_it_starts(
     needed *= bytes_per_token(32, 3, "float32")
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=needed - 1))
-    with pytest.raises(ValueError, match=r"the features need .* GB left; choose another data\.folder"):
+    with pytest.raises(ValueError, match=r"data\.folder: the features need .* GB left; choose another data\.folder"):
         harvest(recipe)
     assert not list(recipe.features_dir.glob("*.safetensors"))
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=int(needed * 1.02)))
@@ -73,7 +73,7 @@ def test_a_disk_without_room_for_the_prompts_is_refused_before_a_response_is_wri
     tokens = sum(len(row["tokens"]) for row in rows[:16])
     per_token = bytes_per_token(32, 3, "float32")
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=tokens * per_token - 1))
-    with pytest.raises(ValueError, match=r"the features need .* GB left; choose another data\.folder"):
+    with pytest.raises(ValueError, match=r"data\.folder: the features need .* GB left; choose another data\.folder"):
         harvest(recipe)
     assert not recipe.responses_dir.exists()
     harvest(tiny_recipe(tmp_path, "data.mode=online"))
@@ -167,7 +167,7 @@ def test_text_of_a_server_without_token_ids_is_encoded_and_closed(server: tuple[
     handler.says_ids = False
     tokenizer = build_tokenizer()
     prompt = tokenizer("target")["input_ids"]
-    [found] = CompletionServer(f"{url}/v1", tokenizer, retries=0).complete([prompt], [Sampling()], 8)
+    [found] = CompletionClient(f"{url}/v1", tokenizer, retries=0).complete([prompt], [Sampling()], 8)
     assert tokenizer.decode(found) == tokenizer.decode(prompt[::-1]) + str(tokenizer.eos_token)
 
 
@@ -189,17 +189,17 @@ def test_waits_between_tries_grow(server: tuple[str, type[Server]]) -> None:
     url, handler = server
     handler.failures = iter([500, 502, 503, 504])
     waits: list[float] = []
-    asked = CompletionServer(url, build_tokenizer(), 3, waits.append)
+    asked = CompletionClient(url, build_tokenizer(), 3, waits.append)
     with pytest.raises(ValueError, match="status 504"):
         asked.complete([[1, 2]], [Sampling()], 4)
     assert waits == [1.0, 2.0, 4.0]
 
 
 def test_all_requests_of_a_batch_are_in_flight_at_once(server: tuple[str, type[Server]]) -> None:
-    """Those beyond a hundred waited for a connection, and timed out."""
+    """Those beyond a hundred waited for a connection, and time_second_run out."""
     url, handler = server
     handler.together = threading.Barrier(120)
-    asked = CompletionServer(url, build_tokenizer(), retries=0)
+    asked = CompletionClient(url, build_tokenizer(), retries=0)
     prompts = [[number, 7] for number in range(120)]
     assert asked.complete(prompts, [Sampling()] * 120, 4) == [prompt[::-1] for prompt in prompts]
 
@@ -208,7 +208,7 @@ def test_all_requests_of_a_batch_are_in_flight_at_once(server: tuple[str, type[S
 def test_an_answer_of_another_form_is_named(server: tuple[str, type[Server]], odd: object) -> None:
     url, handler = server
     handler.odd = odd
-    asked = CompletionServer(url, build_tokenizer(), retries=0)
+    asked = CompletionClient(url, build_tokenizer(), retries=0)
     with pytest.raises(ValueError, match=r"data\.server: http.* answers without choices"):
         asked.complete([[1, 2]], [Sampling()], 4)
 

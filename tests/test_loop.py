@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_run import contents, modified
+from tiny_run import contents, modified, write_shard
 from torch.testing import assert_close
 
 from data_pipelines.batches import Batch
 from data_pipelines.sample_order import SampleOrder
-from data_pipelines.shards import FeatureStore, Sample, shard_name, write_manifest, write_shard
+from data_pipelines.shards import FeatureStore, Sample, shard_name, write_manifest
 from heads.checkpoint import load_head, save_head
 from heads.eagle1 import Eagle1Head
 from heads.eagle3 import Eagle3Head

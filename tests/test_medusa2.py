@@ -258,9 +258,12 @@ def test_the_head_is_reported_and_exported_with_the_tuned_target_alone(make_reci
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("head={kind: eagle1}", "joint.mode: 'lora' given, null is allowed for eagle1; choose head.kind medusa"),
+        (
+            "head={kind: eagle1}",
+            "joint.mode: 'lora' given, null is allowed with head.kind eagle1; remove it, or choose head.kind medusa",
+        ),
         ("head={kind: medusa, medusa_heads: 2, draft_vocab_size: 80}", "head.draft_vocab_size: 80 given, null"),
-        ("train.pack_tokens=64", "train.pack_tokens: 64 given, null is allowed together with joint.mode"),
+        ("train.pack_tokens=64", "train.pack_tokens: 64 given, null is allowed with joint.mode"),
         ("train.ema_decay=0.9", "train.ema_decay: 0.9 given, null is allowed"),
         ("joint={mode: half}", "joint.mode: 'half' given, one of lora, full"),
         ("joint={mode: lora, rank: 4}", "joint.rank: 4 given, but there is no such key"),

@@ -135,13 +135,13 @@ def test_a_targets_process_that_is_gone_is_named(harvested: Path) -> None:
     process = TargetProcess(online(harvested).target, TAPS, "cpu")
     process._process.kill()
     with pytest.raises(ValueError, match=r"data\.online_devices: the target's process on cpu has ended"):
-        process.ask([[1, 2]])
+        process.tap([[1, 2]])
     process.close()
 
 
 @pytest.mark.slow
 def test_a_closed_target_process_ends(harvested: Path) -> None:
     process = TargetProcess(online(harvested).target, TAPS, "cpu")
-    assert process.ask([[1, 2, 3]]).last_hidden.shape == (3, 32)
+    assert process.tap([[1, 2, 3]]).last_hidden.shape == (3, 32)
     process.close()
     assert process._process.exitcode == 0

@@ -94,7 +94,7 @@ def test_several_heads_are_measured_beside_each_other(trained: Recipe, tmp_path:
     card = measured(recipe, recipe.head_dir)
     assert card.count("| tree |") == 2  # a row for each batch size
     assert "early" not in card
-    with pytest.raises(ValueError, match=r"chain or tree is needed among them, to measure report\.other_heads"):
+    with pytest.raises(ValueError, match=r"a list with chain or tree is allowed with report\.other_heads"):
         tiny_recipe(trained.run_dir.parent, "report.baselines=[plain]", f"report.other_heads={{{folders}}}")
 
 

@@ -164,7 +164,7 @@ def test_a_family_without_a_plan_is_refused() -> None:
         (["target.zero_stage=3", "data.mode=online"], r"target\.zero_stage: .* null is allowed with data\.mode online"),
         (
             ["target.tp_plan=auto", "data.draft_head=head", "decode.growth=cost_aware"],
-            r"decode\.growth: .* as its ranks must draft alike",
+            r"decode\.growth: .* because all ranks must draft the same tree",
         ),
         (["data.online_devices=[cpu]"], "online_devices are for mode online"),
         (["data.mode=online", "data.online_devices=[cpu]", "target.device_map=auto"], r"target\.device_map: .* null"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_run import tiny_recipe
+from tiny_run import tiny_recipe, write_shard
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.testing import assert_close
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from data_pipelines.batches import Batch
-from data_pipelines.shards import FeatureStore, Sample, write_manifest, write_shard
+from data_pipelines.shards import FeatureStore, Sample, write_manifest
 from heads.base import DraftHead
 from heads.checkpoint import new_head
 from heads.eagle1 import Eagle1Head, Eagle1Layer

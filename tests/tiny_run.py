@@ -11,7 +11,7 @@ from accelerate import PartialState
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from data_pipelines.shards import Sample
+from data_pipelines.shards import Sample, ShardBuffer, stored_states, stored_tokens
 from recipes import Recipe, load_recipe
 
 VOCAB_SIZE = 300
@@ -128,6 +128,15 @@ def tiny_recipe(folder: Path, *overrides: str) -> Recipe:
     """The recipe of a folder that `build_run` filled, for use inside this process."""
     PartialState(cpu=True)  # the first one of a process settles the device
     return load_recipe(folder / "recipe.yaml", overrides)
+
+
+def write_shard(path: Path, samples: list[Sample], taps: tuple[int, ...], made_from: str, storage: str) -> None:
+    """Write complete samples as a shard; `storage` is a data.dtype."""
+    buffer = ShardBuffer([len(sample.tokens) for sample in samples])
+    for number, sample in enumerate(samples):
+        states = stored_states(taps, sample.taps, sample.last_hidden, storage)
+        buffer.put([number], {**stored_tokens(sample.tokens, sample.loss_mask), **states})
+    buffer.write(path, made_from)
 
 
 def assert_same_sample(found: Sample, expected: Sample) -> None:

@@ -1,21 +1,21 @@
-"""Post-train the demo target on its own text: sure of what it writes, as large models are, and with fewer loops.
+"""Post-train the demo target on its own text, so that its distributions are sharper and it loops less.
 
     python -m data_pipelines.demo.post_train base post_trained
 
-The base is what data_pipelines.demo.target made; the committed target is two such rounds behind one, as its card
-says. Large chat models are far surer of their text than a small model of source code is, and a draft head's figures at
-temperature 1 follow that; and a small model that decodes greedily falls into loops, which are easy to draft. Both are
-changed as they are in large models, in small:
+The base is a model made by data_pipelines.demo.target. The committed target had two rounds of this post-training; its
+card has the commands. Large chat models are far more confident in their text than a small model of source code, and a
+draft head's acceptance at temperature 1 depends on that. A small model also falls into loops when it decodes greedily,
+and loops are easy to draft. The post-training of large models changes both, and so do these two steps on a small scale:
 
-1. Rejection sampling: the base writes several continuations of prompts from its training files. Those that loop are
-   rejected, and those in which valid Python becomes invalid. The others are good, most of all the ones that the base is
-   surest of (best of N by the model's own likelihood; Huang et al., "Self-Improvement in Language Models: The
-   Sharpening Mechanism", arXiv 2412.01951).
+1. Rejection sampling: the base writes several continuations of prompts from its training files. Continuations that loop
+   or turn valid Python into invalid Python are rejected. The rest are good, and those that the base itself finds most
+   likely are preferred (best of N by the model's own likelihood; Huang et al., "Self-Improvement in Language Models:
+   The Sharpening Mechanism", arXiv 2412.01951).
 2. Fine-tuning on pairs of a good and a rejected continuation of the same prompt by direct preference optimization
-   (Rafailov et al., arXiv 2305.18290), with the good one's own loss beside it (as for Llama 3, arXiv 2407.21783).
+   (Rafailov et al., arXiv 2305.18290), plus the next-token loss of the good one (as for Llama 3, arXiv 2407.21783).
 
-Both may be done again with the result as base. Samples are kept beside the result in parts, each drawn by a process of
-its own; an interrupted run draws those that are missing.
+The result can be the base of another round. Samples are saved next to the result in parts, each drawn by its own
+process; an interrupted run draws only the missing parts.
 """
 
 import argparse
@@ -37,33 +37,33 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data_pipelines.demo.python_stdlib import source_files
 from data_pipelines.demo.target import add_options, held_out_loss, optimizers_of, token_stream
+from recipes.allocator import keep_freed_memory
 from recipes.jsonl import read_jsonl
-from recipes.memory import keep_freed_memory
 
 PROMPT_LENGTHS = (32, 40, 48, 56, 64)
-JUDGED_PROMPTS = 64
+QUALITY_PROMPTS = 64
 Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that the result depends on, besides the base and the standard library's version."""
+    """Everything that the result depends on, except the base and the version of the standard library."""
 
     seed: int = 0
     parts: int = 2
-    prompts: int = 1536  # of each part
-    samples: int = 4  # continuations of a prompt
+    prompts: int = 1536  # per part
+    samples: int = 4  # continuations per prompt
     temperature: float = 0.35
     response_tokens: int = 128
-    keep: int = 2  # pairs of a prompt, at most
+    keep: int = 2  # most pairs per prompt
     epochs: int = 1
     batch_size: int = 6  # pairs
     warmup_steps: int = 30
     muon_lr: float = 1e-3
     adam_lr: float = 2e-4
-    beta: float = 0.1  # of direct preference optimization
-    own_loss: float = 1.0  # weight of the good continuations' own loss, per token
-    sharpness: float = 2.5  # the last norm's weight is multiplied by it at the start, about where training would lead
+    beta: float = 0.1  # beta of direct preference optimization
+    own_loss: float = 1.0  # weight of the good continuations' next-token loss
+    sharpness: float = 2.5  # initial factor on the final norm's weight, close to where training would take it
 
 
 @dataclass(frozen=True)
@@ -73,21 +73,21 @@ class Answer:
 
 
 def is_python_so_far(text: str) -> bool:
-    """Whether whole lines of Python begin so: more may be missing at their end, but nothing is wrong."""
+    """Whether the whole lines of a text could be the start of valid Python."""
     lines = textwrap.dedent(text[: text.rfind("\n") + 1])
     if not lines.strip():
         return False
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            codeop.compile_command(lines, symbol="exec")  # None where more is needed
+            codeop.compile_command(lines, symbol="exec")  # returns None if the code is incomplete
     except (SyntaxError, ValueError, OverflowError):
         return False
     return True
 
 
 def loops(tokens: list[int], longest: int = 40, times: int = 3, at_least: int = 24) -> bool:
-    """Whether a piece of up to `longest` tokens comes `times` in a row, over `at_least` tokens."""
+    """Whether a sequence of up to `longest` tokens repeats `times` in a row, covering `at_least` tokens or more."""
     for period in range(1, longest + 1):
         run = period
         for now, before in zip(tokens[period:], tokens, strict=False):
@@ -98,7 +98,7 @@ def loops(tokens: list[int], longest: int = 40, times: int = 3, at_least: int = 
 
 
 def draw_prompts(tokenizer: Any, seed: int, settings: Settings) -> list[list[int]]:
-    """Prompts that begin with a line of a training file, longer files giving more of them; the shortest first."""
+    """Draw prompts that start at a line of a training file, in proportion to file length; the shortest come first."""
     rng = random.Random(seed)
     texts = [file.text for file in source_files() if not file.held_out]
     weights = [len(text) for text in texts]
@@ -114,7 +114,7 @@ def draw_prompts(tokenizer: Any, seed: int, settings: Settings) -> list[list[int
 
 
 def draw_part(base: Path, part: int, path: Path, settings: Settings) -> None:
-    """Write one part's samples, a line each: {prompt, response}."""
+    """Write the samples of one part, one {prompt, response} per line."""
     torch.set_num_threads(1)
     keep_freed_memory()
     seed = settings.seed * settings.parts + part
@@ -141,7 +141,7 @@ def draw_part(base: Path, part: int, path: Path, settings: Settings) -> None:
 
 
 def draw(base: Path, folder: Path, settings: Settings) -> list[Answer]:
-    """All samples; parts that are there already are read."""
+    """Return all samples; missing parts are drawn first, each in its own process."""
     paths = [folder / f"samples-{part}.jsonl" for part in range(settings.parts)]
     context = multiprocessing.get_context("spawn")
     missing = [(part, path) for part, path in enumerate(paths) if not path.exists()]
@@ -152,12 +152,12 @@ def draw(base: Path, folder: Path, settings: Settings) -> list[Answer]:
         process.join()
     failed = [str(path) for _, path in missing if not path.exists()]
     if failed:
-        raise SystemExit(f"{', '.join(failed)}: not written, see above; run the same command again")
+        raise SystemExit(f"{', '.join(failed)} not written, see the error above; run the same command again")
     return [Answer(**row) for path in paths for row in read_jsonl(path)]
 
 
 def is_good(answer: Answer, tokenizer: Any) -> bool:
-    """Without a loop and an end, and Python that is valid so far stays so."""
+    """Whether a response has no loop and no end of text, and does not turn valid Python into invalid Python."""
     if tokenizer.eos_token_id in answer.response or loops(answer.response):
         return False
     prompt = str(tokenizer.decode(answer.prompt))
@@ -169,7 +169,7 @@ def chunks(items: list[Item], size: int) -> list[list[Item]]:
 
 
 def collate(answers: list[Answer], length: int) -> tuple[Tensor, Tensor]:
-    """Tokens [answers, length + 1], and which of the next tokens are a response's [answers, length]."""
+    """Padded tokens [answers, length + 1], and a mask of next tokens in the response [answers, length]."""
     tokens, wanted = torch.zeros(len(answers), length + 1, dtype=torch.long), torch.zeros(len(answers), length)
     for row, answer in enumerate(answers):
         text = answer.prompt + answer.response
@@ -179,7 +179,7 @@ def collate(answers: list[Answer], length: int) -> tuple[Tensor, Tensor]:
 
 
 def log_likelihoods(model: nn.Module, tokens: Tensor, wanted: Tensor) -> Tensor:
-    """Log of the chance of each whole response. [answers]"""
+    """The log-likelihood of each whole response. [answers]"""
     logits = model(tokens[:, :-1], use_cache=False).logits  # [answers, length, vocab]
     losses = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
     return -(losses.view_as(wanted) * wanted).sum(1)
@@ -187,7 +187,7 @@ def log_likelihoods(model: nn.Module, tokens: Tensor, wanted: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two continuations of one prompt, and by how much the model before was surer of the good one."""
+    """A good and a bad continuation of one prompt; `margin` is their log-likelihood difference before training."""
 
     good: Answer
     bad: Answer
@@ -195,8 +195,10 @@ class Pair:
 
 
 @torch.no_grad()
-def surest(model: nn.Module, answers: list[Answer], length: int) -> dict[tuple[int, ...], list[tuple[float, Answer]]]:
-    """By prompt, its different answers behind their log-likelihoods, the likeliest first."""
+def by_likelihood(
+    model: nn.Module, answers: list[Answer], length: int
+) -> dict[tuple[int, ...], list[tuple[float, Answer]]]:
+    """The distinct answers to each prompt with their log-likelihoods, likeliest first."""
     found: dict[tuple[int, ...], dict[tuple[int, ...], tuple[float, Answer]]] = {}
     for batch in track(chunks(answers, 64), "likelihoods"):
         for answer, chance in zip(batch, log_likelihoods(model, *collate(batch, length)).tolist(), strict=True):
@@ -205,8 +207,8 @@ def surest(model: nn.Module, answers: list[Answer], length: int) -> dict[tuple[i
 
 
 def pairs(model: nn.Module, good: list[Answer], bad: list[Answer], length: int, keep: int) -> list[Pair]:
-    """Of each prompt up to `keep` pairs of a good and a bad answer, no two alike, those that the model is surest of."""
-    better, worse = surest(model, good, length), surest(model, bad, length)
+    """For each prompt, up to `keep` pairs of its likeliest distinct good and bad answers."""
+    better, worse = by_likelihood(model, good, length), by_likelihood(model, bad, length)
     return [
         Pair(one, other, chance - other_chance)
         for prompt in better
@@ -219,7 +221,7 @@ def pairs(model: nn.Module, good: list[Answer], bad: list[Answer], length: int, 
 def preference_loss(
     model: nn.Module, tokens: Tensor, wanted: Tensor, margins: Tensor, beta: float, own_loss: float
 ) -> Tensor:
-    """Equation 7 of direct preference optimization, good ones in the first half, plus the own loss of these."""
+    """DPO loss (equation 7) plus the next-token loss of the good answers, which are the first half of the batch."""
     chances = log_likelihoods(model, tokens, wanted)
     good, bad = chances.chunk(2)
     preferred = -nn.functional.logsigmoid(beta * (good - bad - margins)).mean()
@@ -251,18 +253,18 @@ def fine_tune(model: Any, given: list[Pair], length: int, settings: Settings) ->
 
 
 @dataclass(frozen=True)
-class Judged:
-    """What a model writes behind held-out prompts."""
+class TextQuality:
+    """Measurements of a model's continuations of held-out prompts."""
 
-    entropy: float  # nats per token, of its own distributions
-    distinct: float  # mean share of different tokens in a text
-    looping: int  # texts
-    valid: int  # texts that stay valid Python ...
-    could: int  # ... of those whose prompt is
+    entropy: float  # of the next-token distributions, in nats per token
+    distinct: float  # mean share of distinct tokens in a text
+    looping: int  # texts that loop
+    valid: int  # texts that stay valid Python after a valid prompt
+    valid_prompts: int  # prompts that are valid Python so far
 
 
 @torch.no_grad()
-def judge(model: Any, tokenizer: Any, prompts: list[str], temperature: float, length: int) -> Judged:
+def measure_text(model: Any, tokenizer: Any, prompts: list[str], temperature: float, length: int) -> TextQuality:
     torch.manual_seed(0)
     encoded = [torch.tensor(tokenizer(prompt)["input_ids"]) for prompt in prompts]
     tokens = nn.utils.rnn.pad_sequence(encoded, batch_first=True, padding_side="left")
@@ -278,25 +280,25 @@ def judge(model: Any, tokenizer: Any, prompts: list[str], temperature: float, le
     )
     texts = out.sequences[:, tokens.shape[1] :].tolist()
     log_p = torch.stack(out.logits, 1).log_softmax(-1)  # [prompts, length, vocab]
-    could = [(prompt, text) for prompt, text in zip(prompts, texts, strict=True) if is_python_so_far(prompt)]
-    return Judged(
+    continued = [(prompt, text) for prompt, text in zip(prompts, texts, strict=True) if is_python_so_far(prompt)]
+    return TextQuality(
         entropy=float(-(log_p.exp() * log_p).sum(-1).mean()),
         distinct=sum(len(set(text)) / len(text) for text in texts) / len(texts),
         looping=sum(loops(text) for text in texts),
-        valid=sum(is_python_so_far(prompt + str(tokenizer.decode(text))) for prompt, text in could),
-        could=len(could),
+        valid=sum(is_python_so_far(prompt + str(tokenizer.decode(text))) for prompt, text in continued),
+        valid_prompts=len(continued),
     )
 
 
 def load(folder: Path) -> tuple[Any, Any]:
-    """In float32; the demo's own file, so nothing of the folder is executed."""
+    """Load a tokenizer and a model in float32, without running code from the folder."""
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     return tokenizer, model.eval()
 
 
 def write_card(folder: Path, base: Path, rows: list[str], facts: dict[str, object], settings: Settings) -> None:
-    """The base's card with a section on what was done since."""
+    """Write the base's card with a section on this post-training."""
     card = (base / "README.md").read_text()
     changed = " ".join(f"--{name} {v}" for name, v in asdict(settings).items() if v != asdict(Settings())[name])
     section = f"""
@@ -305,10 +307,11 @@ def write_card(folder: Path, base: Path, rows: list[str], facts: dict[str, objec
     python -m data_pipelines.demo.post_train {base.name} {folder.name} {changed}
 
 {base.name} wrote {facts["samples"]:,} continuations of prompts from its training files at temperature
-{settings.temperature:g}. {facts["good"]:,} of them neither loop nor turn valid Python into invalid. Direct preference
-optimization learned from up to {settings.keep} pairs of a prompt, a good one and another:
-{facts["pairs"]:,} pairs in {facts["steps"]:,} steps. Held-out loss is then {facts["nats"]:.3f} nats per token: who is
-sure of his own text is a worse judge of others'. What both write behind {JUDGED_PROMPTS} of the held-out prompts,
+{settings.temperature:g}. {facts["good"]:,} of them neither loop nor turn valid Python into invalid Python. Direct
+preference optimization used up to {settings.keep} pairs of a good and a rejected continuation per prompt:
+{facts["pairs"]:,} pairs in {facts["steps"]:,} steps. The held-out loss after it is {facts["nats"]:.3f} nats per token;
+it is higher than before the post-training, because a model that is more confident in its own text predicts other text
+less well. The table compares what both models write after {QUALITY_PROMPTS} held-out prompts,
 {settings.response_tokens} tokens each:
 
 | model | temperature | entropy, nats/token | distinct tokens | texts that loop | stay valid Python |
@@ -320,8 +323,12 @@ sure of his own text is a worse judge of others'. What both write behind {JUDGED
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("base", type=Path, help="folder of the model that data_pipelines.demo.target made")
-    parser.add_argument("folder", type=Path, help="where the model and its card go, and the samples meanwhile")
+    parser.add_argument(
+        "base",
+        type=Path,
+        help="folder of the model to post-train, made by data_pipelines.demo.target or by this command",
+    )
+    parser.add_argument("folder", type=Path, help="folder for the model, its card and, until it is done, the samples")
     add_options(parser, asdict(Settings()))
     arguments = vars(parser.parse_args())
     base: Path = arguments.pop("base")
@@ -332,13 +339,13 @@ def main() -> None:
 
     answers = draw(base, folder, settings)
     tokenizer, model = load(base)
-    prompts = [row["prompt"] for row in read_jsonl(base / "heldout_prompts.jsonl")][:JUDGED_PROMPTS]
-    rows = judged_rows(base.name, model, tokenizer, prompts, settings)
+    prompts = [row["prompt"] for row in read_jsonl(base / "heldout_prompts.jsonl")][:QUALITY_PROMPTS]
+    rows = quality_rows(base.name, model, tokenizer, prompts, settings)
     length = max(PROMPT_LENGTHS) + settings.response_tokens
     with torch.no_grad():
         model.model.norm.weight.mul_(settings.sharpness)
-    judged = [is_good(answer, tokenizer) for answer in answers]
-    good, bad = ([answer for answer, ok in zip(answers, judged, strict=True) if ok is kind] for kind in (True, False))
+    accepted = [is_good(answer, tokenizer) for answer in answers]
+    good, bad = ([answer for answer, ok in zip(answers, accepted, strict=True) if ok is kind] for kind in (True, False))
     kept = pairs(model, good, bad, length, settings.keep)
     print(f"{len(answers):,} samples, {len(good):,} good, {len(kept):,} pairs", flush=True)
     fine_tune(model.train(), kept, length, settings)
@@ -348,7 +355,7 @@ def main() -> None:
             shutil.copyfile(file, folder / file.name)
     model.eval().bfloat16().save_pretrained(folder)
     tokenizer, model = load(folder)
-    rows += judged_rows(folder.name, model, tokenizer, prompts, settings)
+    rows += quality_rows(folder.name, model, tokenizer, prompts, settings)
     held_out = token_stream(tokenizer.backend_tokenizer, [file for file in source_files() if file.held_out])
     facts: dict[str, object] = {
         "samples": len(answers),
@@ -363,13 +370,13 @@ def main() -> None:
     print("\n".join(rows), f"written to {folder}", sep="\n")
 
 
-def judged_rows(name: str, model: Any, tokenizer: Any, prompts: list[str], settings: Settings) -> list[str]:
+def quality_rows(name: str, model: Any, tokenizer: Any, prompts: list[str], settings: Settings) -> list[str]:
     rows = []
     for temperature in (0.0, 1.0):
-        found = judge(model, tokenizer, prompts, temperature, settings.response_tokens)
+        found = measure_text(model, tokenizer, prompts, temperature, settings.response_tokens)
         rows.append(
             f"| {name} | {temperature:g} | {found.entropy:.2f} | {found.distinct:.2f} | "
-            f"{found.looping} of {len(prompts)} | {found.valid} of {found.could} |"
+            f"{found.looping} of {len(prompts)} | {found.valid} of {found.valid_prompts} |"
         )
     return rows
 

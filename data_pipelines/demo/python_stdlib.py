@@ -1,4 +1,4 @@
-"""The demo's corpus: the source of the Python standard library that runs this process, no download needed."""
+"""The demo's corpus: the source code of the running Python's standard library, so no download is needed."""
 
 import hashlib
 import sysconfig
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# Tests, vendored copies and generated tables (code pages, help topics) are not the Python that people write.
+# Skip tests, vendored copies and generated tables (code pages, help topics): people do not write such code by hand.
 SKIPPED_FOLDERS = frozenset({"site-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"})
 HELD_OUT_PERCENT = 5
 
@@ -18,12 +18,12 @@ class SourceFile:
 
     @property
     def held_out(self) -> bool:
-        """A property of the name alone, so it is the same on every machine and for every Python version."""
+        """Whether the file is held out; decided by its name, so the same on every machine and Python version."""
         return int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:4], "big") % 100 < HELD_OUT_PERCENT
 
 
 def source_files() -> Iterator[SourceFile]:
-    """Every module of the standard library, in the order of its name."""
+    """Every module of the standard library, in order of its path."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)

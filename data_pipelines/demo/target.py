@@ -1,13 +1,13 @@
-"""Train the embedded demo target: a small Llama that writes Python, learned from the standard library's source.
+"""Train the bundled demo target: a small Llama that writes Python, trained on the standard library's source code.
 
     python -m data_pipelines.demo.target base
 
-The committed target is made of two such runs and data_pipelines.demo.post_train behind them; its card has the commands.
-So users never run this; it is here so that anyone can check, change or better it. It trains on a GPU if there is one.
-An interrupted run continues from its last checkpoint.
+The committed target took two such runs, then data_pipelines.demo.post_train; its card has the commands. Users need not
+run this; it is here so that anyone can check, change or improve the target. It trains on a GPU if there is one, and an
+interrupted run continues from its last checkpoint.
 
-A model this small falls into loops when it decodes greedily. `--repeated_share` mixes in windows in which a piece of
-text repeats itself, and teaches that each time makes the next one less likely (DITTO, Xu et al., arXiv 2206.02369).
+A model this small falls into loops when it decodes greedily. `--repeated_share` adds windows in which a piece of text
+repeats, and trains each repetition to make the next one less likely (DITTO, Xu et al., arXiv 2206.02369).
 """
 
 import argparse
@@ -30,12 +30,12 @@ from data_pipelines.demo.python_stdlib import SourceFile, source_files
 from inference.target.model import pick_device
 
 END_OF_TEXT = "<|endoftext|>"
-QUICK_LOOK = 40_000  # held-out tokens scored now and then during training; all of them at the end
+QUICK_LOOK = 40_000  # held-out tokens scored during training; all are scored at the end
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that the result depends on, besides the standard library's version."""
+    """Everything that the result depends on, except the version of the standard library."""
 
     seed: int = 0
     vocab_size: int = 1024
@@ -46,14 +46,14 @@ class Settings:
     max_positions: int = 512
     steps: int = 6000
     batch_tokens: int = 2048
-    short_length: int = 256  # the cheap length of most of the training ...
-    long_share: float = 0.2  # ... and the share of steps at its end that see max_positions
+    short_length: int = 256  # window length of the first steps, in tokens
+    long_share: float = 0.2  # share of steps, at the end, with windows of max_positions
     warmup_steps: int = 100
     muon_lr: float = 0.02
     adam_lr: float = 3e-3
     weight_decay: float = 0.02
-    repeated_share: float = 0.0  # of each batch's windows: a piece repeated to its end, see repetition_loss
-    repetition_decay: float = 0.5  # a repeated token's wanted probability over that of its time before
+    repeated_share: float = 0.0  # share of windows that end in repetitions, see repetition_loss
+    repetition_decay: float = 0.5  # wanted probability of a repeated token, relative to its previous occurrence
     num_prompts: int = 200
 
 
@@ -75,7 +75,7 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
 
 
 def token_stream(tokenizer: Tokenizer, files: list[SourceFile]) -> Tensor:
-    """All files one after another, each closed by the end-of-text token."""
+    """All files as one token sequence, each file followed by the end-of-text token."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     stream = [token for encoded in tokenizer.encode_batch([f.text for f in files]) for token in [*encoded.ids, end]]
     return torch.tensor(stream)  # [tokens]
@@ -116,7 +116,7 @@ def window_length(step: int, settings: Settings) -> int:
 
 
 def sample_batch(stream: Tensor, step: int, windows: int, length: int, settings: Settings) -> Tensor:
-    """Windows at random offsets, drawn from (seed, step) alone, so that a resumed run sees the same ones."""
+    """Windows at random offsets, a function of (seed, step) alone, so a resumed run sees the same windows."""
     generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + step)
     starts = torch.randint(len(stream) - length - 1, (windows,), generator=generator)
     return torch.stack([stream[start : start + length + 1] for start in starts.tolist()])  # [batch, seq + 1]
@@ -124,18 +124,18 @@ def sample_batch(stream: Tensor, step: int, windows: int, length: int, settings:
 
 @dataclass(frozen=True)
 class Repetitions:
-    """Windows of some text whose last piece repeats to the end."""
+    """Windows in which, after a lead, one piece of text repeats to the end."""
 
     tokens: Tensor  # [windows, length + 1]
-    repeated: Tensor  # [windows, length + 1], true from the piece's second time on
-    earlier: Tensor  # [windows, length + 1], where the piece before has the same token
+    repeated: Tensor  # [windows, length + 1], true from the second occurrence on
+    earlier: Tensor  # [windows, length + 1], position of the same token in the previous occurrence
 
     def to(self, device: torch.device) -> "Repetitions":
         return Repetitions(self.tokens.to(device), self.repeated.to(device), self.earlier.to(device))
 
 
 def sample_repetitions(stream: Tensor, step: int, windows: int, length: int, settings: Settings) -> Repetitions:
-    """Leads of up to 64 tokens, then a piece of 4 to 48 over and over, drawn from (seed, step) alone."""
+    """Leads of up to 64 tokens, then a repeated piece of 4 to 48 tokens; a function of (seed, step) alone."""
     generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + step + 500_000)
     starts = torch.randint(len(stream) - length - 1, (windows, 1), generator=generator)
     periods = torch.randint(4, 49, (windows, 1), generator=generator)
@@ -146,7 +146,7 @@ def sample_repetitions(stream: Tensor, step: int, windows: int, length: int, set
 
 
 def repetition_loss(logits: Tensor, batch: Repetitions, decay: float) -> Tensor:
-    """A repeated token's probability should be `decay` times that of its time before (DITTO, equation 4)."""
+    """Train a repeated token to `decay` times the probability of its previous occurrence (DITTO, equation 4)."""
     chance = logits.softmax(-1).gather(-1, batch.tokens[:, 1:, None]).squeeze(-1)  # [windows, length]
     wanted = decay * chance.detach().gather(1, batch.earlier[:, 1:] - 1)
     repeated = batch.repeated[:, 1:]
@@ -160,7 +160,7 @@ def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def training_loss(model: nn.Module, texts: Tensor, repetitions: Repetitions, decay: float) -> Tensor:
-    """Next-token loss of the texts, plus the repetition loss in proportion to its share of the windows."""
+    """Next-token loss of the texts plus the repetition loss, weighted by its number of windows."""
     loss = next_token_loss(model, texts)
     if len(repetitions.tokens):
         logits = model(repetitions.tokens[:, :-1], use_cache=False).logits
@@ -181,7 +181,7 @@ def held_out_loss(model: nn.Module, stream: Tensor, length: int) -> float:
 def optimizers_of(
     model: nn.Module, muon_lr: float, adam_lr: float, weight_decay: float
 ) -> tuple[list[torch.optim.Optimizer], list[nn.Parameter]]:
-    """Muon on the layers' matrices, AdamW on the rest; and that rest."""
+    """Muon for the layers' matrices and AdamW for the other parameters; also returns those other parameters."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name]
     rest = [p for name, p in model.named_parameters() if not (p.ndim == 2 and ".layers." in name)]
     muon = torch.optim.Muon(matrices, lr=muon_lr, weight_decay=weight_decay)
@@ -233,7 +233,7 @@ def train(model: LlamaForCausalLM, stream: Tensor, held_out: Tensor, settings: S
 
 
 def held_out_prompts(tokenizer: Tokenizer, files: list[SourceFile], settings: Settings) -> list[dict[str, object]]:
-    """Prompts of 32 to 64 tokens that begin with a line of a held-out file, longer files giving more of them."""
+    """Draw prompts of 32 to 64 tokens that start at a line of a held-out file, in proportion to file length."""
     rng = random.Random(settings.seed)
     weights = [len(f.text) for f in files]
     prompts: list[dict[str, object]] = []
@@ -257,12 +257,12 @@ language: code
 ---
 # headstart demo target
 
-A {facts["parameters"]:,}-parameter `LlamaForCausalLM` that writes Python. It exists so that headstart can train and
-measure draft heads with no download; it is not a useful code model.
+A {facts["parameters"]:,}-parameter `LlamaForCausalLM` that writes Python. It lets headstart train and measure draft
+heads without a download; it is not a useful code model.
 
 - Data: the standard library of Python {facts["python"]} without tests, generated tables and vendored code:
-  {facts["train_tokens"]:,} tokens to train on; {facts["held_out_files"]} files ({facts["held_out_tokens"]:,} tokens),
-  chosen by a hash of their name, held out. The text stays under the PSF licence.
+  {facts["train_tokens"]:,} training tokens; {facts["held_out_files"]} files ({facts["held_out_tokens"]:,} tokens),
+  chosen by a hash of their name, are held out. The text is under the PSF licence.
 - Tokenizer: byte-level BPE, {settings.vocab_size} entries, trained on the same training files.
 - Held-out loss: {facts["nats_per_token"]:.3f} nats per token, **{facts["bits_per_byte"]:.3f} bits per byte**.
 - Command: `python -m data_pipelines.demo.target assets/demo_target`, seed {settings.seed}, torch {torch.__version__},
@@ -275,14 +275,16 @@ Settings: `{json.dumps(asdict(settings))}`
 
 
 def add_options(parser: argparse.ArgumentParser, defaults: dict[str, Any]) -> None:
-    """An option for each setting."""
+    """Add one option per setting."""
     for name, value in defaults.items():
         parser.add_argument(f"--{name}", type=type(value), default=value, help=f"default {value}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where the model, the tokenizer, the prompts and the card go")
+    parser.add_argument(
+        "folder", type=Path, help="folder for the model, the tokenizer, the held-out prompts and the card"
+    )
     parser.add_argument("--start_from", type=Path, help="folder of a model made by this command, to train it further")
     add_options(parser, asdict(Settings()))
     arguments = vars(parser.parse_args())
@@ -302,8 +304,8 @@ def main() -> None:
     model = build_model(settings)
     if start_from is not None:
         model.load_state_dict(load_file(start_from / "model.safetensors"))
-    device: Any = pick_device("auto")  # transformers' own `to` is mistyped
-    model.to(device)  # the windows are the same everywhere
+    device: Any = pick_device("auto")  # the type annotation of transformers' `to` is wrong
+    model.to(device)  # the training windows do not depend on the device
     checkpoint = folder / "training.ckpt"
     train(model, stream, held_out, settings, checkpoint)
 

@@ -41,7 +41,7 @@ from inference.sampling import sampling_from_recipe
 from inference.target.model import TargetModel, pick_device
 from inference.target.tokenizer import load_tokenizer, text_of
 from recipes import Recipe, run_command
-from recipes.tuned import refuse_original_target
+from recipes.tuned_target import refuse_original_target
 
 Runs = list[list[Run]]  # of each way, on each few prompts that are decoded together
 

@@ -1,0 +1,94 @@
+"""Recipe fields that no other test sets reach the code that they are for."""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import wandb
+from tiny_run import tiny_recipe
+
+from data_pipelines.sample_order import SampleOrder
+from data_pipelines.shards import FeatureStore
+from inference.report.command import report
+from inference.sampling import sampling_from_recipe
+from inference.target.model import TargetModel
+from recipes import Recipe
+from recipes.schema import DecodeSection
+from trainers.run import run
+from trainers.tracking import Tracker
+
+
+def test_every_sampling_field_of_a_recipe_is_used_in_decoding() -> None:
+    fields: dict[str, Any] = {
+        "top_k": 7,
+        "top_p": 0.9,
+        "min_p": 0.02,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.4,
+        "typical_epsilon": 0.05,
+        "typical_delta": 0.2,
+        "seed": 11,
+    }
+    sampling = sampling_from_recipe(DecodeSection(acceptance="typical", **fields), temperature=0.6)
+    assert {name: vars(sampling)[name] for name in fields} == fields
+    assert (sampling.temperature, sampling.rule) == (0.6, "typical")
+
+
+def test_the_target_is_loaded_with_the_recipes_attention_and_compilation(harvested: Path) -> None:
+    loaded = [
+        TargetModel.load(tiny_recipe(harvested, *overrides).target, ())
+        for overrides in ((), ("target.attention=eager", "target.compile=true"))
+    ]
+    assert [target.model.config._attn_implementation for target in loaded] == ["sdpa", "eager"]
+    assert [target.compiles for target in loaded] == [False, True]
+
+
+def test_the_report_uses_as_many_cpu_threads_as_the_recipe_says(
+    harvested: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", counts.append)
+    small = "report.num_prompts=1", "report.warmup_prompts=0", "report.temperatures=[0]", "report.baselines=[plain]"
+    folders = f"run_dir={tmp_path}", f"data.folder={harvested / 'run'}"
+    report(tiny_recipe(harvested, *folders, *small, "report.threads=3"))
+    assert counts == [3]
+
+
+def test_metrics_go_to_the_recipes_wandb_project(
+    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, Any] = {}
+
+    def init(**given: Any) -> SimpleNamespace:
+        settings.update(given)
+        return SimpleNamespace(finish=lambda: None)
+
+    monkeypatch.setattr(wandb, "init", init)
+    with Tracker(make_recipe("run", "log.wandb=offline", "log.project=drafts"), 0, True):
+        pass
+    assert (settings["project"], settings["mode"]) == ("drafts", "offline")
+
+
+def test_training_reads_from_as_many_shards_at_a_time_as_the_recipe_says(
+    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shards of 5, 5 and 2 samples, one at a time: an epoch is 4 steps of 3 samples and changes the shard twice."""
+    announced: list[int] = []
+
+    def expect(store: FeatureStore, numbers: Sequence[int]) -> None:
+        announced.extend(numbers if len(store) == 12 else [])  # the held-out store has 4 samples
+
+    monkeypatch.setattr(FeatureStore, "expect", expect)
+    recipe = make_recipe("run", "data.shuffle_shards=1", "train.steps=4")
+    run(recipe)
+    store = FeatureStore(recipe.features_dir, "train")
+    assert sorted(announced) == list(range(12))
+    order = SampleOrder(store.shard_sizes, recipe.seed, window=1)
+    assert announced == [number for step in range(4) for number in order.of_step(step, recipe.train.batch_size)]
+    shards = [store.places[number][0] for number in announced]
+    assert sum(before != after for before, after in pairwise(shards)) == 2
