@@ -16,6 +16,7 @@ from data_pipelines.shards import MANIFEST, FeatureStore, damage, read_manifest,
 from data_pipelines.stage import CHECKSUM, Json, Stage, differences, file_digest, target_identity, write_text
 from heads.target_config import locate_target
 from recipes import Recipe
+from recipes.command_line import command_name
 
 SPLITS = ("train", "heldout")
 SAME = ("taps", "dtype", "target")  # of a manifest: what stores must share to be one
@@ -105,7 +106,9 @@ def adopt(recipe: Recipe, folder: Path, taps: tuple[int, ...]) -> Stage:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog=command_name(), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["verify", "stats", "merge"])
     parser.add_argument("folder", type=Path, help="the store; for merge, where the new one goes")
     parser.add_argument("sources", type=Path, nargs="*", help="for merge: the stores to copy from")

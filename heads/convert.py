@@ -15,11 +15,12 @@ from heads.formats.files import HeadFiles, check_free
 from heads.formats.published import import_head, widest_dtype
 from heads.frozen import FrozenTarget
 from heads.target_config import locate_target
+from recipes.command_line import command_name
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m heads.convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=command_name(), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("path", type=Path, help="folder with a head's config.json and weights")
     parser.add_argument("out", type=Path, help="folder to write, which must not exist yet")
