@@ -134,7 +134,7 @@ def test_an_unknown_subcommand_is_refused_with_the_nearest_name(
         headstart(monkeypatch, name, "recipes/tiny.yaml")
     assert stop.value.code == 2
     error = capsys.readouterr().err
-    assert f"no command {name!r}" in error
+    assert f"unknown command {name!r}" in error
     assert advice in error
     assert all(known in error for known in cli.COMMANDS)
 

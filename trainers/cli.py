@@ -166,8 +166,8 @@ def overview() -> str:
 
 def unknown_command(name: str) -> str:
     near = difflib.get_close_matches(name, COMMANDS, n=1)
-    advice = f"did you mean {near[0]}?" if near else "see headstart --help"
-    return f"headstart: no command {name!r}, only {', '.join(COMMANDS)}; {advice}"
+    advice = f"did you mean {near[0]}?" if near else "headstart --help says what each does"
+    return f"headstart: unknown command {name!r}; choose {', '.join(COMMANDS)}; {advice}"
 
 
 if __name__ == "__main__":
