@@ -16,8 +16,6 @@ from importlib.util import find_spec
 
 from recipes import recipe_from_command_line
 
-SCRIPTS = {"eagle1": "trainers.eagle", "eagle3": "trainers.eagle", "medusa": "trainers.medusa"}  # by head.kind
-
 TRAIN_HELP = """Train the recipe's draft head in this process, after running whatever stages before it are missing.
 
 The recipe's head.kind chooses the script: trainers/eagle.py (eagle1, eagle3) or trainers/medusa.py (medusa). To train
@@ -125,7 +123,8 @@ def main() -> None:
 
 def training_script() -> str:
     """The script that trains the recipe's kind of head; a wrong recipe and --help end the process here."""
-    module = SCRIPTS[recipe_from_command_line(TRAIN_HELP).head.kind]
+    kind = recipe_from_command_line(TRAIN_HELP).head.kind
+    module = "trainers.medusa" if kind == "medusa" else "trainers.eagle"
     script = module.replace(".", "/") + ".py"
     print(f"training in one process; to use several GPUs: accelerate launch {script} RECIPE", flush=True)
     return module
