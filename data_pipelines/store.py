@@ -16,6 +16,7 @@ from data_pipelines.shards import MANIFEST, FeatureStore, read_manifest, shard_d
 from data_pipelines.stage import CHECKSUM, Json, Stage, differences, file_digest, target_identity, write_text
 from heads.target_config import locate_target
 from recipes import Recipe
+from recipes.command_line import command_name
 
 SPLITS = ("train", "heldout")
 MERGE_KEYS = ("taps", "dtype", "target")  # manifest keys that must be equal in stores to merge
@@ -104,7 +105,9 @@ def existing_store(recipe: Recipe, folder: Path, taps: tuple[int, ...]) -> Stage
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog=command_name(), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("command", choices=["verify", "stats", "merge"])
     parser.add_argument("folder", type=Path, help="the store; for merge, the folder of the new store")
     parser.add_argument("sources", type=Path, nargs="*", help="for merge: the stores to merge")

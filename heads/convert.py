@@ -18,11 +18,12 @@ from heads.formats.files import HeadFiles, check_can_write
 from heads.formats.published import import_head, widest_dtype
 from heads.frozen import FrozenTarget
 from heads.target_config import locate_target
+from recipes.command_line import command_name
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m heads.convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=command_name(), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("path", type=Path, help="folder with the published head's config.json and weights")
     parser.add_argument("out", type=Path, help="folder to write the converted head to; it must not exist yet")

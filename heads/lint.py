@@ -22,11 +22,12 @@ from heads.formats.files import HeadFiles
 from heads.formats.violation import Violation
 from heads.frozen import FrozenTarget
 from heads.target_config import locate_target
+from recipes.command_line import command_name
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m heads.lint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=command_name(), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("export", type=Path, help="folder with the head's config.json and weights")
     parser.add_argument("--target", required=True, help="folder or hub name of the model that the head drafts for")

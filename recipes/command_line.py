@@ -55,9 +55,11 @@ def run_command(doc: str | None, run: Callable[[Recipe], object]) -> None:
 
 
 def command_name() -> str:
-    """The running command as the user typed it: `python -m MODULE` or `python SCRIPT`."""
+    """How the user started the running command: `headstart NAME`, `python -m MODULE` or `python SCRIPT`."""
+    if sys.argv[0].startswith("headstart "):  # put there by trainers/cli.py
+        return sys.argv[0]
     spec = sys.modules["__main__"].__spec__
-    return f"python {sys.argv[0]}" if spec is None else f"python -m {spec.name}"
+    return f"python {sys.argv[0]}" if spec is None else f"python -m {spec.name.removesuffix('.__main__')}"
 
 
 def field_table() -> str:

@@ -11,5 +11,10 @@ Ctrl-C once, saves behind the running step first.
 from recipes import run_command
 from trainers.run import run
 
-if __name__ == "__main__":
+
+def main() -> None:
     run_command(__doc__, run)
+
+
+if __name__ == "__main__":
+    main()

@@ -9,5 +9,10 @@ Stopped or killed at any step, the same command continues from the newest checkp
 from recipes import run_command
 from trainers.run import run
 
-if __name__ == "__main__":
+
+def main() -> None:
     run_command(__doc__, run)
+
+
+if __name__ == "__main__":
+    main()

@@ -34,6 +34,7 @@ from inference.report.tables import rich_table
 from inference.request import Request
 from inference.target.model import TargetModel, pick_device
 from inference.target.tokenizer import load_tokenizer
+from recipes.command_line import command_name
 from recipes.jsonl import read_jsonl
 from recipes.schema import TargetSection
 
@@ -61,7 +62,7 @@ class Diagnosis:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m inference.doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=command_name(), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("head", type=Path, help="folder of the head as it was trained")
     parser.add_argument("target", help="folder or hub name of the model that it drafts for")

@@ -1,0 +1,166 @@
+"""Laws of the `headstart` command: each subcommand is the module that `python -m` runs, and --help is quick."""
+
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from recipes.command_line import command_name
+from trainers import cli
+
+ROOT = Path(__file__).resolve().parents[1]
+MODULES = {name: command.module for name, command in cli.COMMANDS.items() if command.module is not None}
+
+# What pip writes into the environment's bin/ for the entry point.
+CONSOLE_SCRIPT = "import sys\nfrom trainers.cli import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
+
+
+def headstart(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["bin/headstart", *arguments])
+    cli.main()
+
+
+def test_the_package_installs_the_command() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"headstart": "trainers.cli:main"}
+
+
+def test_every_stage_has_a_subcommand() -> None:
+    stages = "harvest inspect store train calibrate report export lint doctor convert"
+    assert list(cli.COMMANDS) == stages.split()
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_subcommand_runs_the_main_of_its_module_with_the_arguments(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[str]] = []
+    module = import_module(cli.entry_module(MODULES[name]))
+    monkeypatch.setattr(module, "main", lambda: seen.append(sys.argv))
+    headstart(monkeypatch, name, "one", "--two")
+    assert seen == [[f"headstart {name}", "one", "--two"]]
+
+
+def test_the_entry_module_is_what_python_m_runs() -> None:
+    assert cli.entry_module("heads.lint") == "heads.lint"
+    assert cli.entry_module("inference.report") == "inference.report.__main__"
+    for module in MODULES.values():
+        source = import_module(cli.entry_module(module)).__file__
+        assert source is not None
+        assert Path(source).read_text().endswith('\n\nif __name__ == "__main__":\n    main()\n')
+
+
+@pytest.mark.parametrize(
+    ("recipe", "script"),
+    [
+        ("tiny.yaml", "trainers.eagle"),
+        ("tiny_eagle1.yaml", "trainers.eagle"),
+        ("tiny_medusa.yaml", "trainers.medusa"),
+    ],
+)
+def test_train_runs_the_script_of_the_recipes_kind_of_head(
+    recipe: str, script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(import_module(script), "main", lambda: seen.append(sys.argv))
+    headstart(monkeypatch, "train", f"recipes/{recipe}", "train.steps=1")
+    assert seen == [["headstart train", f"recipes/{recipe}", "train.steps=1"]]
+    assert f"accelerate launch {script.replace('.', '/')}.py RECIPE" in capsys.readouterr().out
+
+
+def test_train_refuses_a_wrong_recipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as stop:
+        headstart(monkeypatch, "train", "recipes/tiny.yaml", "train.steps=0")
+    assert stop.value.code == 2
+    assert "train.steps: 0 given" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_help_of_a_subcommand_is_the_modules_own_and_names_the_command_that_was_typed(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        headstart(monkeypatch, name, "--help")
+    assert stop.value.code == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"usage: headstart {name} ")
+    module = cli.COMMANDS[name].module
+    if module is None:
+        assert "accelerate launch" in printed
+        return
+    entry = import_module(cli.entry_module(module))
+    document = (
+        entry.__doc__ if entry.main.__module__ == entry.__name__ else import_module(entry.main.__module__).__doc__
+    )
+    assert document is not None
+    assert document.splitlines()[0] in printed
+
+
+@pytest.mark.parametrize("arguments", [[], ["-h"], ["--help"]])
+def test_help_lists_every_subcommand_in_the_order_of_the_data_flow(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    headstart(monkeypatch, *arguments)
+    printed = capsys.readouterr().out
+    places = [printed.index(f"\n  {name} ") for name in cli.COMMANDS]
+    assert places == sorted(places)
+    assert all(f"headstart {name} {command.example}" in printed for name, command in cli.COMMANDS.items())
+    assert max(map(len, printed.splitlines())) <= 120
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    program = (
+        "import sys; sys.argv = ['headstart', '--help']; from trainers.cli import main; main(); print(*sys.modules)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    modules = ended.stdout.splitlines()[-1].split()
+    assert "trainers.cli" in modules
+    assert not {"torch", "transformers", "accelerate"} & set(modules)
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"), [("reprot", "did you mean report?"), ("harvests", "did you mean harvest?"), ("zzz", "--help")]
+)
+def test_an_unknown_subcommand_is_refused_with_the_nearest_name(
+    name: str, advice: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        headstart(monkeypatch, name, "recipes/tiny.yaml")
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert f"unknown command {name!r}" in error
+    assert advice in error
+    assert all(known in error for known in cli.COMMANDS)
+
+
+def test_usage_names_the_package_rather_than_its_main_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python -m inference.report --help` called itself `python -m inference.report.__main__`."""
+    monkeypatch.setattr(sys, "argv", ["inference/report/__main__.py", "--help"])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", find_spec("inference.report.__main__"))
+    assert command_name() == "python -m inference.report"
+
+
+@pytest.mark.slow
+def test_workers_that_the_report_spawns_do_not_run_the_command_again(tmp_path: Path) -> None:
+    script = tmp_path / "headstart"
+    script.write_text(CONSOLE_SCRIPT)
+    settings = ["report.workers=2", "report.num_prompts=2", "report.warmup_prompts=0", "decode.max_new_tokens=4"]
+    settings += ["report.baselines=[plain, prompt_lookup]", "report.temperatures=[0.0]", f"run_dir={tmp_path}/run"]
+    settings += ["report.prompts=assets/demo_target/heldout_prompts.jsonl"]
+    ended = subprocess.run(
+        [sys.executable, str(script), "report", "recipes/tiny.yaml", *settings],
+        cwd=ROOT,
+        env={"PATH": "", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("written to") == 1
+    assert (tmp_path / "run/report/report.json").is_file()

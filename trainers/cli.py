@@ -1,0 +1,173 @@
+"""The `headstart` command: the commands of every folder under one name.
+
+    headstart --help
+    headstart report recipes/tiny.yaml
+    headstart report --help
+
+Each subcommand runs the `main` of a module that `python -m` runs too. The module is imported only when it is asked
+for, so `headstart --help` answers without loading torch.
+"""
+
+import difflib
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+
+from recipes import recipe_from_command_line
+
+TRAIN_HELP = """Train the recipe's draft head in this process, after running whatever stages before it are missing.
+
+The recipe's head.kind chooses the script: trainers/eagle.py (eagle1, eagle3) or trainers/medusa.py (medusa). To train
+on several GPUs, let accelerate start that script, one process for each GPU:
+
+    accelerate launch --config_file recipes/launch/ddp.yaml --num_processes 8 trainers/eagle.py RECIPE
+"""
+
+
+@dataclass(frozen=True)
+class Command:
+    module: str | None  # what `python -m` runs; None: the recipe decides
+    does: str
+    reads: str
+    writes: str
+    example: str  # arguments
+
+
+COMMANDS = {  # in data-flow order
+    "harvest": Command(
+        "data_pipelines.harvest",
+        "Let the target answer the prompts, and store its hidden states while it reads the answers.",
+        "prompts, target",
+        "RUN_DIR/prompts, responses, features",
+        "recipes/tiny.yaml",
+    ),
+    "inspect": Command(
+        "data_pipelines.inspect",
+        "Show training samples coloured by loss mask, their lengths, and the rows that gave no sample.",
+        "RUN_DIR/prompts, responses",
+        "nothing (makes RUN_DIR/prompts if it is missing)",
+        "recipes/tiny.yaml",
+    ),
+    "store": Command(
+        "data_pipelines.store",
+        "Verify, measure or merge stores of features.",
+        "folders of features",
+        "a merged folder (merge only)",
+        "verify runs/tiny/features",
+    ),
+    "train": Command(
+        None,
+        "Train a head in one process. Harvests first if needed, and continues a run that was stopped.",
+        "RUN_DIR/features, target's embedding, norm, lm_head",
+        "RUN_DIR/checkpoints, head, metrics.jsonl",
+        "recipes/tiny.yaml train.steps=100",
+    ),
+    "calibrate": Command(
+        "inference.calibrate",
+        "Fit how much the head's scores can be trusted at each depth. Training ends with this too.",
+        "RUN_DIR/head or report.head, held-out prompts",
+        "the head's config.json",
+        "recipes/tiny_full.yaml report.head=runs/imported",
+    ),
+    "report": Command(
+        "inference.report",
+        "Decode the same prompts with several methods: acceptance length, speed, and whether the texts are equal.",
+        "RUN_DIR/head or report.head, target, prompts",
+        "RUN_DIR/report",
+        "recipes/tiny_full.yaml report.head=assets/demo_head",
+    ),
+    "export": Command(
+        "heads.export",
+        "Write the head for a serving engine, after checking it against what that engine's loader reads.",
+        "RUN_DIR/head or export.head",
+        "RUN_DIR/export/FORMAT",
+        "recipes/tiny.yaml export.format=vllm",
+    ),
+    "lint": Command(
+        "heads.lint",
+        "Check a folder with a head against each engine's loader, without running the engine.",
+        "a head's folder, target",
+        "nothing",
+        "runs/tiny/export/vllm --target assets/demo_target",
+    ),
+    "doctor": Command(
+        "inference.doctor",
+        "Find where a head, or an export of it, loses acceptance.",
+        "one or two heads' folders, target, held-out prompts",
+        "nothing",
+        "runs/tiny/head assets/demo_target runs/tiny/export/vllm",
+    ),
+    "convert": Command(
+        "heads.convert",
+        "Bring a published head in, so that every command here can use it.",
+        "a published head's folder, target",
+        "a head's folder",
+        "path/to/head runs/imported --target meta-llama/Llama-3.1-8B-Instruct",
+    ),
+}
+
+
+def main() -> None:
+    if not sys.argv[1:] or sys.argv[1] in ("-h", "--help"):
+        print(overview())
+        return
+    name, arguments = sys.argv[1], sys.argv[2:]
+    if name not in COMMANDS:
+        print(unknown_command(name), file=sys.stderr)
+        raise SystemExit(2)
+    sys.argv = [f"headstart {name}", *arguments]  # what the command's own --help shows as its name
+    module = COMMANDS[name].module or training_script()
+    import_module(entry_module(module)).main()
+
+
+def training_script() -> str:
+    """The script that trains the recipe's kind of head; a wrong recipe and --help end the process here."""
+    kind = recipe_from_command_line(TRAIN_HELP).head.kind
+    module = "trainers.medusa" if kind == "medusa" else "trainers.eagle"
+    script = module.replace(".", "/") + ".py"
+    print(f"training in one process; to use several GPUs: accelerate launch {script} RECIPE", flush=True)
+    return module
+
+
+def entry_module(module: str) -> str:
+    """The module that `python -m MODULE` runs, which is `__main__` for a package."""
+    spec = find_spec(module)
+    assert spec is not None
+    return module if spec.submodule_search_locations is None else f"{module}.__main__"
+
+
+def overview() -> str:
+    """The text of `headstart --help`."""
+    lines = [
+        "usage: headstart COMMAND ...            headstart COMMAND --help lists what it takes",
+        "",
+        "Train draft heads for speculative decoding, and decode with them losslessly. In data-flow order:",
+    ]
+    for name, command in COMMANDS.items():
+        lines += [
+            "",
+            f"  {name:<11}{command.does}",
+            f"{'':13}reads {command.reads}; writes {command.writes}",
+            f"{'':13}$ headstart {name} {command.example}",
+        ]
+    scripts = "trainers/eagle.py or trainers/medusa.py"
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "RUN_DIR is the recipe's run_dir. Any field of a recipe can be set on the command line: section.key=value.",
+            f"On several GPUs, train with: accelerate launch {scripts} RECIPE",
+            "and harvest with: accelerate launch -m data_pipelines.harvest RECIPE",
+        ]
+    )
+
+
+def unknown_command(name: str) -> str:
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    advice = f"did you mean {near[0]}?" if near else "headstart --help says what each does"
+    return f"headstart: unknown command {name!r}; choose {', '.join(COMMANDS)}; {advice}"
+
+
+if __name__ == "__main__":
+    main()
