@@ -250,7 +250,7 @@ class BatchSampling:
         self.temperatures = torch.tensor([sampling.temperature for sampling in samplings], device=device)
         self.typical_epsilon = torch.tensor([[sampling.typical_epsilon] for sampling in samplings], device=device)
         self.typical_delta = torch.tensor([[sampling.typical_delta] for sampling in samplings], device=device)
-        # Then warp and scores return the logits themselves, which keeps the fastest kind of step free of overhead.
+        # If true, warp and scores return the logits unchanged, so the fastest kind of step has no overhead.
         self.keeps_logits = self.all_greedy and not self.needs_history and not any(s.logit_bias for s in samplings)
         members: dict[Sampling, list[int]] = {}
         for row, sampling in enumerate(samplings):

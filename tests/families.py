@@ -109,7 +109,7 @@ def make_family(name: str, seed: int = 0, **config: Any) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         settings = AutoConfig.for_model(model_type, **{**sizes, **config})
-        settings.eos_token_id = None  # GLM-4 replaces None by its own
+        settings.eos_token_id = None  # GLM-4's config replaces None with its own default
         model = AutoModelForCausalLM.from_config(settings)
         with torch.no_grad():
             for parameter in model.parameters():

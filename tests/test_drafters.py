@@ -129,7 +129,7 @@ LEAST_ACCEPTANCE_LENGTH = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_drafter_writes_what_plain_decoding_writes(
+def test_every_drafter_yields_the_text_of_plain_decoding(
     target: TargetModel, made: dict[str, Drafter], plain: list[list[int]], name: str
 ) -> None:
     """Greedy and sampled, alone and in batches whose rows come and go, with dynamic and static shapes."""
@@ -253,11 +253,8 @@ def test_prompt_lookup_follows_the_longest_ngram_and_prefers_the_latest() -> Non
     text = [1, 2, 3, 9, 9, 7, 2, 3, 5, 8, 2, 3, 4, 1, 2, 3]
     chain = PromptLookup(TreeLimits(3, 1, 3), 3)
     assert drafted_paths(chain, text) == {(9,), (9, 9), (9, 9, 7)}  # 1 2 3 occurred once before
-    assert drafted_paths(PromptLookup(TreeLimits(3, 1, 3), 2), text) == {
-        (4,),
-        (4, 1),
-        (4, 1, 2),
-    }  # 2 3 occurred three times before
+    bigrams = PromptLookup(TreeLimits(3, 1, 3), 2)
+    assert drafted_paths(bigrams, text) == {(4,), (4, 1), (4, 1, 2)}  # 2 3 occurred three times before
     wide = drafted_paths(PromptLookup(TreeLimits(2, 3, 6), 2), text)
     assert wide == {(4,), (5,), (9,), (4, 1), (5, 8), (9, 9)}
     assert drafted_paths(chain, text, remaining=1) == {(9,)}
@@ -420,11 +417,8 @@ def test_a_draft_model_with_another_tokenizer_reads_each_token_once(target: Targ
     counted.clear()
     tree = drafter.draft(verified_text(whole[:8], 99), NO_CACHE)
     handle.remove()
-    assert counted == [
-        2,
-        1,
-        1,
-    ]  # of its three draft tokens the first two are in the cache; it reads the third, and the root
+    # Of its three draft tokens, the first two are in the cache. It reads the third together with the root.
+    assert counted == [2, 1, 1]
     assert tree.tokens[0].tolist() == whole[7:11]
 
 

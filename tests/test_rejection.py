@@ -73,9 +73,7 @@ class Scheme:
             parents.append(torch.where(columns.flatten(1) < 0, -1, numbers))
             tokens.append(IDS[columns].flatten(1))
             first += frontier.shape[1]
-        log_qs.append(
-            torch.full((*tokens[-1].shape, SYMBOLS), torch.nan)
-        )  # leaves have no children, so this must not be read
+        log_qs.append(torch.full((*tokens[-1].shape, SYMBOLS), torch.nan))  # leaves have no q', so nothing may read it
         proposals = Proposals(torch.cat([*proposed, torch.full_like(tokens[-1], -1)], 1), torch.cat(log_qs, 1))
         return Tree(torch.cat(tokens, 1), torch.cat(parents, 1), proposals)
 

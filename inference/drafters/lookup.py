@@ -31,9 +31,9 @@ class Continuations:
 
     @classmethod
     def of_longest_match(cls, text: list[int], ngram: int) -> tuple["Continuations", int]:
-        """Find the longest n-gram, up to `ngram` tokens, at the text's end that occurred before; 0 is no match.
+        """Find the longest n-gram, of up to `ngram` tokens, that ends the text and occurred before.
 
-        Returns its earlier occurrences, the latest first, and its length.
+        Returns its earlier occurrences, the latest first, and its length, which is 0 if there is none.
         """
         tokens, total = numpy.asarray(text), len(text)
         ends = numpy.flatnonzero(tokens[:-1] == tokens[-1])  # where earlier occurrences end

@@ -104,7 +104,7 @@ class OtherTokenizerDrafter:
         return generated
 
     def reuse_cache(self, tokens: list[int], count: int, previous: list[CachedText]) -> tuple[int, CachedText]:
-        """Take the cached text with the longest common prefix; returns how many tokens need not be read again, and it.
+        """Find the cached text with the longest common prefix; returns how many tokens it saves reading, and the text.
 
         The last token is always read again, as its logits are needed.
         """
