@@ -1,6 +1,7 @@
 """Laws of the training command, run as a process: it makes everything, and continues however it was stopped."""
 
 import random
+import runpy
 import shutil
 import signal
 import subprocess
@@ -76,6 +77,34 @@ def test_a_run_killed_at_any_moment_ends_in_the_same_head(finished: Path, tmp_pa
     expected = (finished / "run/head/model.safetensors").read_bytes()
     assert (killed / "head/model.safetensors").read_bytes() == expected, f"killed after step {last} of 60, at {left}"
     assert not list(killed.glob("*/*.partial"))
+
+
+@pytest.mark.parametrize(
+    ("script", "head", "said"),
+    [
+        (
+            "trainers/medusa.py",
+            "{kind: eagle3}",
+            "error: head.kind: eagle3 given, trainers/medusa.py trains medusa; start it with: accelerate launch "
+            "trainers/eagle.py RECIPE",
+        ),
+        (
+            "trainers/eagle.py",
+            "{kind: medusa, medusa_heads: 3}",
+            "error: head.kind: medusa given, trainers/eagle.py trains eagle1 and eagle3; start it with: accelerate "
+            "launch trainers/medusa.py RECIPE",
+        ),
+    ],
+)
+def test_a_trainer_refuses_the_head_of_the_other_trainer_and_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, head: str, said: str
+) -> None:
+    recipe = build_run(tmp_path)
+    monkeypatch.setattr(sys, "argv", [script, str(recipe), f"head={head}"])
+    with pytest.raises(SystemExit) as refusal:
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    assert refusal.value.code == said
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
