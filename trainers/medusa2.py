@@ -70,7 +70,10 @@ class TrainableTarget(nn.Module):
         """Load what `state` returned; raises ValueError if it belongs to another target."""
         for name, parameter in self.trained.items():
             if name not in state or state[name].shape != parameter.shape:
-                raise ValueError(f"the checkpoint does not fit the target: {name} is missing or of another shape")
+                raise ValueError(
+                    f"the checkpoint does not fit the target: {name} is missing or has another shape; choose another "
+                    "run_dir"
+                )
             parameter.copy_(state[name])
         optimizer_state = {name: each for name, each in state.items() if name not in self.trained}
         set_optimizer_state(self.model, [self.optimizer], optimizer_state)
@@ -100,7 +103,7 @@ class TrainableTarget(nn.Module):
 
 
 def trainable_section(recipe: Recipe, device: torch.device) -> TargetSection:
-    """The target section in the number format of training: float32 for whole layers, its own below adapters."""
+    """The target section to train with: float32 if whole layers learn, the recipe's own dtype under adapters."""
     dtype = "float32" if recipe.joint.mode == "full" else recipe.target.dtype
     return recipe.target.model_copy(update={"dtype": dtype, "device": str(device)})
 
@@ -184,7 +187,7 @@ class JointHead(UnrolledHead):
         log_p = frozen.logits(supervision.last_hidden[part]).log_softmax(-1)  # [chunk, vocab]
         log_q = frozen.logits(tuned[0]).log_softmax(-1)
         distances = (log_p.exp() * (log_p - log_q)).sum(-1)  # [chunk]
-        total = distances.where(supervision.reached(1)[0, part], 0.0).sum()
+        total = distances.where(supervision.can_predict(1)[0, part], 0.0).sum()
         return total, total.detach()
 
 

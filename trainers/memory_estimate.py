@@ -33,15 +33,15 @@ class HeadSizes:
     activations: int
 
 
-def head_sizes(recipe: Recipe, target: TargetConfig, rows: int, longest: int, device: torch.device) -> HeadSizes:
-    """Sizes on a rank that trains on `rows` samples of `longest` tokens at once; nothing is allocated."""
+def head_sizes(recipe: Recipe, target: TargetConfig, samples: int, longest: int, device: torch.device) -> HeadSizes:
+    """Sizes on a rank that trains on `samples` sequences of `longest` tokens at once; nothing is allocated."""
     vocab = draft_vocab(recipe.head, torch.zeros(target.vocab_size, dtype=torch.long))
     with torch.device("meta"):
         head = KINDS[recipe.head.kind].from_section(recipe.head, frozen_without_weights(target), vocab)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device(device):
         head, frozen = head.to_empty(device=device), frozen_without_weights(target)
         weights = sum(parameter.nbytes for parameter in head.parameters())
-        activations = activation_bytes(recipe, head, frozen, rows, longest)
+        activations = activation_bytes(recipe, head, frozen, samples, longest)
         draft_lm_head = 0 if vocab.is_full else len(vocab.ids) * target.hidden_size * 4
         optimizers = sum(
             parameter.nbytes * (1 if isinstance(optimizer, torch.optim.Muon) else 2)
@@ -71,8 +71,8 @@ class TargetSizes:
     activations: int
 
 
-def target_sizes(recipe: Recipe, rows: int, longest: int, device: torch.device) -> TargetSizes:
-    """Sizes of the target that joint.mode trains on `rows` samples of `longest` tokens; nothing is allocated.
+def target_sizes(recipe: Recipe, samples: int, longest: int, device: torch.device) -> TargetSizes:
+    """Sizes of the target that joint.mode trains on `samples` sequences of `longest` tokens; nothing is allocated.
 
     Raises ValueError if joint.mode is lora and peft is missing.
     """
@@ -84,7 +84,7 @@ def target_sizes(recipe: Recipe, rows: int, longest: int, device: torch.device) 
         trained = [weight for weight in weights if weight.requires_grad]
         own = {storage_of(tensor) for tensor in [*weights, *target.model.buffers()]}
         with SavedForBackward(own) as saved:
-            hidden = trainable(torch.zeros(rows, longest, dtype=torch.long))
+            hidden = trainable(torch.zeros(samples, longest, dtype=torch.long))
         gradients = sum(weight.nbytes for weight in trained)
         return TargetSizes(
             trained_parameters=sum(weight.numel() for weight in trained),
@@ -102,19 +102,19 @@ def frozen_without_weights(target: TargetConfig) -> FrozenTarget:
     return FrozenTarget(target, embedding, torch.empty(target.hidden_size), None, lm_head)
 
 
-def activation_bytes(recipe: Recipe, head: DraftHead, frozen: FrozenTarget, rows: int, longest: int) -> int:
+def activation_bytes(recipe: Recipe, head: DraftHead, frozen: FrozenTarget, samples: int, longest: int) -> int:
     """The batch, what autograd saves in the unroll, and one chunk of scores with its gradient."""
     unrolled = UnrolledHead(
         head, Teacher(frozen, head.vocab), Objective.from_recipe(recipe), recipe.train.activation_checkpointing
     )
     stored = sum(1 for tap in head.taps if tap < frozen.config.num_layers) * frozen.config.hidden_size
     batch = Batch(
-        tokens=torch.zeros(rows, longest, dtype=torch.long),
-        loss_mask=torch.ones(rows, longest, dtype=torch.bool),
-        taps=torch.empty(rows, longest, stored),
-        last_hidden=torch.empty(rows, longest, frozen.config.hidden_size),
+        tokens=torch.zeros(samples, longest, dtype=torch.long),
+        loss_mask=torch.ones(samples, longest, dtype=torch.bool),
+        taps=torch.empty(samples, longest, stored),
+        last_hidden=torch.empty(samples, longest, frozen.config.hidden_size),
     )
-    places = torch.zeros(rows * longest, dtype=torch.long)
+    places = torch.zeros(samples * longest, dtype=torch.long)
     supervision = Supervision(places, places, places, batch.last_hidden.flatten(0, 1), outside=0)
     own = {storage_of(tensor) for tensor in [*head.parameters(), *head.buffers()]}
     unroll = unrolled.objective.unroll

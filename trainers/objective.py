@@ -20,28 +20,25 @@ from trainers.chunked_loss import score_in_chunks
 
 CHUNK_LOGITS = 2**25  # logits scored at once: 128 MiB in float32, and a few times that in intermediate results
 CACHED_LOGITS = 2**19  # the limit on a CPU, where a chunk that fits the cache takes two thirds of the time
-CACHED_POSITIONS = 64  # a CPU still scores at least so many positions, since smaller matrix products are slow
+CACHED_POSITIONS = 64  # the least that a CPU scores at once, since smaller matrix products are inefficient
 NOISE_LENGTH = 512  # sample length, in tokens, at which EAGLE-1's input noise has its nominal width
-PAPER_WEIGHTS = {
-    "eagle1": (0.1, 1.0, 0.2),
-    "eagle3": (1.0, 0.0, 0.0),
-    "medusa": (1.0, 0.0, 0.0),
-}  # objective_weight, regression_weight, input_noise
+# head.kind -> objective_weight, regression_weight and input_noise of its paper
+PAPER_WEIGHTS = {"eagle1": (0.1, 1.0, 0.2), "eagle3": (1.0, 0.0, 0.0), "medusa": (1.0, 0.0, 0.0)}
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What training minimises: a weighted sum of two losses at each unroll step, summed over weighted steps."""
+    """What training minimises: an objective and a feature regression, weighted, and summed over weighted unroll steps."""
 
-    name: str
+    name: str  # a key of heads.losses.OBJECTIVES
     weight: float
     regression_weight: float
-    input_noise: float
+    input_noise: float  # width of the noise on the features at NOISE_LENGTH tokens; 0 for none
     unroll_weights: tuple[float, ...]
 
     @classmethod
     def from_recipe(cls, recipe: Recipe) -> "Objective":
-        """Weights that the recipe leaves open are those of the head's paper."""
+        """The recipe's objective; what the recipe leaves open is taken from the paper of the head."""
         train = recipe.train
         given = train.objective_weight, train.regression_weight, train.input_noise
         paper = zip(given, PAPER_WEIGHTS[recipe.head.kind], strict=True)
@@ -70,10 +67,10 @@ class Supervision:
 
     def counts(self, unroll: int) -> Tensor:
         """How many positions each unroll step can predict. [unroll]"""
-        return self.reached(unroll).sum(1).float()
+        return self.can_predict(unroll).sum(1).float()
 
-    def reached(self, unroll: int) -> Tensor:
-        """Whether index j - 1 - k of step k exists for a position, that is, j > k. [unroll, positions]"""
+    def can_predict(self, unroll: int) -> Tensor:
+        """Whether step k can predict each position, that is, whether index j - 1 - k exists. [unroll, positions]"""
         return self.places > torch.arange(unroll, device=self.places.device).unsqueeze(1)
 
 
@@ -111,7 +108,7 @@ class Teacher:
 class UnrollScores(NamedTuple):
     """The loss, and sums over the positions that each unroll step could predict, [unroll] each.
 
-    A tuple: FSDP2 and DeepSpeed search tuples for the loss, to gather the weights before its gradient is taken.
+    A tuple, because FSDP2 and DeepSpeed look for the loss in tuples: they gather the weights before its gradient.
     """
 
     loss: Tensor  # scalar; carries the gradient
@@ -119,9 +116,7 @@ class UnrollScores(NamedTuple):
     losses: Tensor
     hits: Tensor  # how often the head's first choice is the target's
     accepted: Tensor  # expected acceptances: sum of min(p, q) over the draft vocabulary
-    divergence: Tensor | None = (
-        None  # Medusa-2: KL(original || tuned), summed over the positions of unroll step 0; scalar
-    )
+    divergence: Tensor | None = None  # Medusa-2: KL(original || tuned), summed over the positions of unroll step 0
 
     def sums(self) -> Tensor:
         """Counts, losses, hits and expected acceptances, [4, unroll], to add up over batches and ranks."""
@@ -142,8 +137,10 @@ class UnrolledHead(nn.Module):
     def forward(
         self, batch: Batch, supervision: Supervision, counts: Tensor, noise: Tensor | None = None
     ) -> UnrollScores:
-        """Score every unroll step. The loss of a step is a mean over its `counts` positions, [unroll], of all ranks
-        together; `noise` is added to the features."""
+        """Score every unroll step; `noise` is EAGLE-1's input noise.
+
+        `counts` are the positions of each step on all ranks, [unroll]; each step's loss is a sum divided by its count.
+        """
         hidden = self.unroll(batch, supervision, noise)
         weights = torch.tensor(self.objective.unroll_weights, device=counts.device) / counts.clamp(min=1)
         # The chunks add up losses with weights around 1: in half precision the gradients of a mean would vanish.
@@ -191,8 +188,8 @@ class UnrolledHead(nn.Module):
         with torch.no_grad():
             hits = (log_q.argmax(-1) == log_p.argmax(-1)).float()
             accepted = acceptance(log_q, log_p)
-        reached = supervision.reached(objective.unroll)[:, part]
-        losses, hits, accepted = (each.where(reached, 0.0).sum(1) for each in (losses, hits, accepted))
+        predicted = supervision.can_predict(objective.unroll)[:, part]
+        losses, hits, accepted = (each.where(predicted, 0.0).sum(1) for each in (losses, hits, accepted))
         return (weights * losses).sum(), torch.stack([losses.detach(), hits, accepted])
 
 
@@ -214,8 +211,8 @@ def input_noise(
 ) -> Tensor:
     """EAGLE-1's uniform noise around zero for the features of each sample. [batch, longest row, size]
 
-    It is `width` wide at 512 tokens and inversely proportional to the sample's length. Each sample's noise depends
-    on its key and length, not on the rest of the batch.
+    Its range is `width` for a sample of 512 tokens and inversely proportional to the sample's length. It depends on
+    the sample's key and length only, not on the rest of the batch.
     """
     noise = []
     for length, key in zip(lengths, keys, strict=True):

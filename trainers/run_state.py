@@ -111,4 +111,8 @@ def refuse_misfit(head: nn.Module, found: Snapshot) -> None:
     ]
     wrong += [f"{key}: no such weight" for key in sorted(found.optimizers) if key.rpartition(".")[0] not in shapes]
     if wrong:
-        raise ValueError(f"the checkpoint of step {found.step} does not fit the head: " + "; ".join(wrong[:8]))
+        raise ValueError(
+            f"the checkpoint of step {found.step} does not fit the head: "
+            + "; ".join(wrong[:8])
+            + "; choose another run_dir"
+        )

@@ -41,7 +41,7 @@ def train_step(training: Training, step: int, numbers: list[int], interrupted: b
     sums, divergences = torch.zeros(4, unroll, device=accelerator.device), []
     while micro_batches:  # backwards: the features of the last one counted are still in memory
         micro_batch = with_features(training, micro_batches.pop())
-        noise = feature_noise(training, step, micro_batch)
+        noise = draw_input_noise(training, step, micro_batch)
         with head.micro_batch(is_last=not micro_batches):
             with autocast(section, accelerator.device):
                 scores = head.forward(micro_batch.features, micro_batch.supervision, counts, noise)
@@ -115,8 +115,8 @@ def read_features(training: Training, numbers: list[int]) -> tuple[Batch, list[i
     return Batch.collate(samples, dtype, training.accelerator.device, packing), lengths
 
 
-def feature_noise(training: Training, step: int, micro_batch: MicroBatch) -> Tensor | None:
-    """EAGLE-1's input noise, a function of (seed, step, sample); None if the objective has none."""
+def draw_input_noise(training: Training, step: int, micro_batch: MicroBatch) -> Tensor | None:
+    """EAGLE-1's input noise, a function of seed, step and sample; None if the objective has none."""
     head = training.head.unrolled
     if not head.objective.input_noise:
         return None
