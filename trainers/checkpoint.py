@@ -30,7 +30,7 @@ class Snapshot:
     optimizers: Tensors  # their state, named as in fc.weight.exp_avg
     average: Tensors  # the moving average of the weights; empty without train.ema_decay
     loss_scale: dict[str, float]
-    target: Tensors = field(default_factory=dict)  # weights of it that joint.mode trains, and their optimizer state
+    target: Tensors = field(default_factory=dict)  # what joint.mode trains of it, with optimizer state
 
     @property
     def exported(self) -> Tensors:
@@ -56,6 +56,7 @@ class Checkpoints:
         self.inputs: Json = json.loads(json.dumps(inputs))
 
     def steps(self, kind: str = "step") -> list[int]:
+        """The steps of the whole checkpoints, ascending; `kind` is step or best."""
         paths = (path for path in self.folder.glob(f"{kind}-*") if path.suffix == "")
         return sorted(int(path.name.removeprefix(f"{kind}-")) for path in paths)
 
@@ -71,9 +72,13 @@ class Checkpoints:
 
         Raises ValueError if it cannot be written; earlier checkpoints are then still whole.
         """
-        files = {"head": snapshot.weights, "optimizers": snapshot.optimizers, "average": snapshot.average}
-        files["target"] = snapshot.target
-        files = {name: tensors for name, tensors in files.items() if tensors}
+        every = {
+            "head": snapshot.weights,
+            "optimizers": snapshot.optimizers,
+            "average": snapshot.average,
+            "target": snapshot.target,
+        }
+        files = {name: tensors for name, tensors in every.items() if tensors}
         state = {"step": snapshot.step, "loss_scale": snapshot.loss_scale, "files": list(files), "inputs": self.inputs}
         self._write(self.path(snapshot.step), files, state)
         for old in self.steps()[: -self.keep]:
@@ -144,8 +149,8 @@ class Checkpoints:
     def _write(self, path: Path, files: dict[str, Tensors], state: Json) -> None:
         partial = path.with_name(path.name + ".partial")
         try:
-            for left in self.folder.glob("*.partial"):
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
+            for leftover in self.folder.glob("*.partial"):
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
             partial.mkdir(parents=True)
             for name, tensors in files.items():
                 on_cpu = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}

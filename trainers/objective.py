@@ -28,7 +28,7 @@ PAPER_WEIGHTS = {"eagle1": (0.1, 1.0, 0.2), "eagle3": (1.0, 0.0, 0.0), "medusa":
 
 @dataclass(frozen=True)
 class Objective:
-    """What training minimises: an objective and a feature regression, weighted, and summed over weighted unroll steps."""
+    """What training minimises: the named loss plus a feature regression, summed over weighted unroll steps."""
 
     name: str  # a key of heads.losses.OBJECTIVES
     weight: float

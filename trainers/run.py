@@ -91,10 +91,13 @@ def train_and_export(
         recipe.checkpoints_dir, checkpoint_inputs(recipe, features), recipe.train.keep_checkpoints
     )
     finished = is_exported(recipe, checkpoints)
-    decodes = recipe.train.eval_prompts and accelerator.is_main_process and not finished
-    decoding = start_decoding(recipe, head, train_store) if decodes else None
-    trains_target = recipe.joint.mode is not None and not finished
-    target = TrainableTarget.load(recipe, accelerator.device) if trains_target else None
+    decoding: HeldOutDecoding | None = None
+    target: TrainableTarget | None = None
+    if not finished:
+        if recipe.train.eval_prompts and accelerator.is_main_process:
+            decoding = start_decoding(recipe, head, train_store)
+        if recipe.joint.mode is not None:
+            target = TrainableTarget.load(recipe, accelerator.device)
     inputs = TrainingInputs(frozen, train_store, heldout_store, decoding, target)
     train(recipe, head, inputs, accelerator, checkpoints)
     if accelerator.is_main_process:
