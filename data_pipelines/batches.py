@@ -1,4 +1,4 @@
-"""Training batches from stored samples: one sample per row, or several packed into a row."""
+"""Samples with the target's hidden states, and training batches of them: one sample per row, or several packed."""
 
 from dataclasses import dataclass
 
@@ -7,8 +7,22 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from data_pipelines.shards import Sample
 from heads.packing import Documents
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sequence of tokens, the prompt first, with the target's hidden states at each of them."""
+
+    tokens: Tensor  # [seq], int64
+    loss_mask: Tensor  # [seq], bool: the tokens that the target wrote
+    taps: Tensor  # [seq, taps * hidden]: the tapped hidden states except the last one, in ascending order
+    last_hidden: Tensor  # [seq, hidden]: before the final norm
+
+
+def tapped(stored: Tensor, last_hidden: Tensor, taps: tuple[int, ...], num_layers: int) -> Tensor:
+    """What a head with these taps reads: the stored taps, plus the last hidden state if it is one of them."""
+    return torch.cat([stored, last_hidden], dim=-1) if taps[-1] == num_layers else stored
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +10,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from data_pipelines.batches import Sample, tapped
 from data_pipelines.stage import CHECKSUM, Json, checksum, write_text
 from data_pipelines.state_encoding import decode, encode
 from data_pipelines.token_counts import read_counts
 
 MANIFEST = "manifest.json"
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One sequence with its features; token 0 is the first of the prompt."""
-
-    tokens: Tensor  # [seq], int64
-    loss_mask: Tensor  # [seq], bool: the tokens to train on
-    taps: Tensor  # [seq, taps * hidden]: tapped hidden states below the last one, in ascending order
-    last_hidden: Tensor  # [seq, hidden]: before the final norm
-
-
-def tapped(stored: Tensor, last_hidden: Tensor, taps: tuple[int, ...], num_layers: int) -> Tensor:
-    """What a head with these taps reads: the stored taps, plus the last hidden state if it is one of them."""
-    return torch.cat([stored, last_hidden], dim=-1) if taps[-1] == num_layers else stored
 
 
 def stored_taps(taps: tuple[int, ...], num_layers: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Every family of a folder on all ranks together and on each alone, for test_shared_target.py:
+"""Every model in a folder, shared by all ranks and on each rank alone, for test_target_on_ranks.py:
 
 accelerate launch ... tests/families_on_ranks.py FOLDER {tp_plan,zero_stage} RESULT
 """
@@ -20,14 +20,14 @@ from recipes.schema import TargetSection
 
 TEXTS = [list(range(3, 43)), [7, 8, 9], [50] * 20]
 REQUESTS = [Request([5, 6, 7], 6), Request([9, 4], 9, Sampling(0.8, seed=1))]
-ASKED: dict[str, dict[str, Any]] = {"tp_plan": {"tp_plan": "auto"}, "zero_stage": {"zero_stage": 3}}
+FIELDS: dict[str, dict[str, Any]] = {"tp_plan": {"tp_plan": "auto"}, "zero_stage": {"zero_stage": 3}}
 
 
-def largest_error(folder: Path, way: str) -> float | str:
-    """Of the states of three texts, over the largest state; what is wrong with what it writes; or why it is refused."""
+def largest_error(folder: Path, field: str) -> float | str:
+    """The largest error of a hidden state relative to the largest state, or a text that says what went wrong."""
     alone = TargetModel.load(TargetSection(path=str(folder), dtype="float32", device="cpu"), (1, 2))
     try:
-        shared = TargetModel.load(TargetSection(path=str(folder), dtype="float32", **ASKED[way]), (1, 2))
+        shared = TargetModel.load(TargetSection(path=str(folder), dtype="float32", **FIELDS[field]), (1, 2))
     except ValueError as error:
         return f"refused: {error}"
     found = []
@@ -37,7 +37,7 @@ def largest_error(folder: Path, way: str) -> float | str:
         return texts, tap(shared, TEXTS)
 
     shared.ranks.carry_out(ask, lambda ask: found.extend([ask("text"), ask("states")]))
-    if not found:  # the first rank leads, and tells
+    if not found:  # only the first rank leads, and it reports
         return "follows"
     texts, states = found[0]
     if texts != [generation.tokens for generation in generate_batch(alone, REQUESTS)]:
@@ -49,9 +49,9 @@ def largest_error(folder: Path, way: str) -> float | str:
     )
 
 
-def main(folder: str, way: str, result: str) -> None:
+def main(folder: str, field: str, result: str) -> None:
     start_processes()
-    errors = {path.name: largest_error(path, way) for path in sorted(Path(folder).iterdir())}
+    errors = {path.name: largest_error(path, field) for path in sorted(Path(folder).iterdir())}
     if dist.get_rank() == 0:
         Path(result).write_text(json.dumps(errors, indent=1))
 

@@ -1,4 +1,4 @@
-"""What each rank of a launch holds of a target, for test_shared_target.py:
+"""How much of a target each rank of a launch holds, for test_target_on_ranks.py:
 
 accelerate launch ... tests/held_by_rank.py RECIPE RESULT section.key=value ...
 """
@@ -19,14 +19,14 @@ from recipes import load_recipe
 
 
 def held(parameter: nn.Parameter) -> int:
-    """Numbers of a parameter that are here for good."""
+    """How many values of a parameter this rank keeps between forward passes."""
     if isinstance(parameter, DTensor):
         return parameter.to_local().numel()
     return vars(parameter)["ds_tensor"].numel() if "ds_tensor" in vars(parameter) else parameter.numel()
 
 
 def main(recipe_path: str, result: str, *overrides: str) -> None:
-    """Writes the numbers that each rank holds before and behind its passes, one more on each rank than on the last."""
+    """Write how many values each rank holds before and after its forward passes; rank r makes r + 1 of them."""
     start_processes()
     target = TargetModel.load(load_recipe(Path(recipe_path), overrides).target, (2, 7))
     counts = [sum(map(held, target.model.parameters()))]

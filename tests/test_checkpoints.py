@@ -1,4 +1,4 @@
-"""Laws of checkpoints: whole or not at all, exact, and refused rather than guessed."""
+"""Laws of checkpoints: written whole or not at all, restored exactly, and refused if in doubt."""
 
 import json
 import resource
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from recipes.schema import TrainSection
 from trainers.checkpoint import Checkpoints, Snapshot
 from trainers.optimizers import build_optimizers
-from trainers.ranks.head_on_ranks import named_state, put_state
+from trainers.ranks.head_on_ranks import named_optimizer_state, set_optimizer_state
 from trainers.run_state import refuse_misfit
 
 
 def snapshot(step: int, average: dict[str, Tensor] | None = None) -> Snapshot:
-    moments = {"fc.weight.exp_avg": torch.full((3, 4), float(step)), "fc.weight.step": torch.tensor(float(step))}
-    return Snapshot(step, {"fc.weight": torch.full((3, 4), float(step))}, moments, average or {}, {"factor": 1.0})
+    optimizers = {"fc.weight.exp_avg": torch.full((3, 4), float(step)), "fc.weight.step": torch.tensor(float(step))}
+    return Snapshot(step, {"fc.weight": torch.full((3, 4), float(step))}, optimizers, average or {}, {"factor": 1.0})
 
 
 def saved(folder: Path, *steps: int, keep: int = 2, **inputs: object) -> Checkpoints:
@@ -70,17 +70,17 @@ def cut_in_half(path: Path) -> None:
 def test_an_unreadable_newest_checkpoint_stops_with_its_name(
     tmp_path: Path, file: str, damage: Callable[[Path], None]
 ) -> None:
-    """Going back to the one before is the user's decision."""
+    """Going back to the one before it is the user's decision."""
     checkpoints = saved(tmp_path, 5)
     checkpoints.save(snapshot(10, average={"fc.weight": torch.ones(3, 4)}))
     damage(tmp_path / "step-10" / file)
-    with pytest.raises(ValueError, match=r"step-10 cannot be read .* remove it to resume from the one before"):
+    with pytest.raises(ValueError, match=r"step-10 cannot be read .* remove it to resume from the one before it"):
         checkpoints.load()
     shutil.rmtree(tmp_path / "step-10")
     assert loaded_step(checkpoints) == 5
 
 
-def test_a_state_that_lacks_something_stops_too(tmp_path: Path) -> None:
+def test_a_state_file_that_lacks_a_key_stops_too(tmp_path: Path) -> None:
     checkpoints = saved(tmp_path, 5)
     path = tmp_path / "step-5/state.json"
     state = json.loads(path.read_text())
@@ -90,7 +90,7 @@ def test_a_state_that_lacks_something_stops_too(tmp_path: Path) -> None:
         checkpoints.load()
 
 
-def test_a_checkpoint_of_other_inputs_is_refused_with_each_difference(tmp_path: Path) -> None:
+def test_a_checkpoint_made_from_other_inputs_is_refused_with_each_difference(tmp_path: Path) -> None:
     saved(tmp_path, 5, seed=1, betas=(0.9, 0.95), unroll=7)
     assert loaded_step(saved(tmp_path, seed=1, betas=(0.9, 0.95), unroll=7)) == 5
     with pytest.raises(ValueError, match="step-5 belongs to another recipe") as refusal:
@@ -103,13 +103,13 @@ def test_a_checkpoint_of_other_inputs_is_refused_with_each_difference(tmp_path: 
 
 
 def test_a_full_disk_leaves_the_checkpoint_before_and_says_so(tmp_path: Path) -> None:
-    """The limit on the size of a file stands for the end of the disk: the kernel refuses the write."""
+    """A limit on file size stands in for a full disk: the kernel refuses the write."""
     checkpoints = saved(tmp_path, 5)
     large = Snapshot(10, {"fc.weight": torch.zeros(1 << 16)}, {}, {}, {"factor": 1.0})
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, before[1]))
     try:
-        with pytest.raises(ValueError, match=r"step-10 cannot be written .* whole: step-5; make room"):
+        with pytest.raises(ValueError, match=r"step-10 cannot be written .* whole checkpoints: step-5; make room"):
             checkpoints.save(large)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -131,7 +131,7 @@ def test_the_best_weights_outlive_rotation(tmp_path: Path) -> None:
     assert checkpoints.load_best(best)["fc.weight"].eq(4).all()
 
 
-def test_accepted_lengths_of_other_prompts_are_not_compared(tmp_path: Path) -> None:
+def test_acceptance_lengths_on_different_prompts_are_not_compared(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, {}, keep=1)
     checkpoints.offer_best(2, snapshot(2).weights, 3.0, {"eval_prompts": 2})
     checkpoints.offer_best(4, snapshot(4).weights, 2.0, {"eval_prompts": 8})
@@ -146,7 +146,7 @@ def small_head(optimizer: str) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_checkpoint_gives_back_weights_and_optimizers_exactly(tmp_path: Path, optimizer: str) -> None:
+def test_a_checkpoint_restores_weights_and_optimizers_exactly(tmp_path: Path, optimizer: str) -> None:
     def update(head: nn.Module, optimizers: list[torch.optim.Optimizer], number: int) -> None:
         generator = torch.Generator().manual_seed(number)
         for parameter in head.parameters():
@@ -157,22 +157,22 @@ def test_a_checkpoint_gives_back_weights_and_optimizers_exactly(tmp_path: Path, 
     head, optimizers = small_head(optimizer)
     for number in range(3):
         update(head, optimizers, number)
-    moments = dict(named_state(head, optimizers))
+    state = dict(named_optimizer_state(head, optimizers))
     kept = "fc.weight.momentum_buffer" if optimizer == "muon" else "fc.weight.exp_avg"
-    assert {kept, "lm_head.bias.exp_avg_sq"} < moments.keys()
-    Checkpoints(tmp_path, {}, 2).save(Snapshot(3, head.state_dict(), moments, {}, {}))
+    assert {kept, "lm_head.bias.exp_avg_sq"} < state.keys()
+    Checkpoints(tmp_path, {}, 2).save(Snapshot(3, head.state_dict(), state, {}, {}))
     update(head, optimizers, 3)
     again, optimizers_again = small_head(optimizer)
     found = Checkpoints(tmp_path, {}, 2).load()
     assert found is not None
     again.load_state_dict(found.weights)
-    put_state(again, optimizers_again, found.moments)
+    set_optimizer_state(again, optimizers_again, found.optimizers)
     update(again, optimizers_again, 3)
     for name, tensor in head.state_dict().items():
         assert again.state_dict()[name].equal(tensor), name
 
 
-def test_a_checkpoint_of_another_head_is_refused_by_tensor() -> None:
+def test_a_checkpoint_of_another_head_is_refused_tensor_by_tensor() -> None:
     head = nn.ModuleDict({"fc": nn.Linear(4, 3, bias=False)})
     refuse_misfit(head, snapshot(5))
     wrong = Snapshot(5, {"fc.weight": torch.zeros(3, 5)}, {"norm.weight.exp_avg": torch.zeros(3)}, {}, {})

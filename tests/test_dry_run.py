@@ -1,4 +1,4 @@
-"""Laws of the plan: what cannot work is refused before the first step, and a dry run spends nothing."""
+"""Laws of the dry run: sizes that cannot work are refused before the first step, and nothing is written."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,11 +24,11 @@ def frozen(harvested: Path) -> FrozenTarget:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["train.batch_size=13"], r"train\.batch_size: 13 sequences of 12 to train on"),
-        (["train.accumulate=4"], r"train\.accumulate: 4 pieces of a rank's 3 sequences"),
+        (["train.batch_size=13"], r"train\.batch_size: 13 given, up to 12 is allowed for 12 training samples"),
+        (["train.accumulate=4"], r"train\.accumulate: 4 given, up to 3 is allowed for the 3 sequences of each rank"),
     ],
 )
-def test_sizes_that_cannot_work_are_refused_before_anything_is_spent(
+def test_sizes_that_cannot_work_are_refused_before_anything_is_written(
     make_recipe: Callable[..., Recipe], options: list[str], message: str
 ) -> None:
     recipe = make_recipe("run", *options)
@@ -38,14 +38,14 @@ def test_sizes_that_cannot_work_are_refused_before_anything_is_spent(
     assert modified(recipe.run_dir) == before
 
 
-def test_ranks_samples_and_held_out_samples_are_counted(make_recipe: Callable[..., Recipe]) -> None:
+def test_too_many_ranks_and_missing_samples_are_refused(make_recipe: Callable[..., Recipe]) -> None:
     recipe = make_recipe("run")
     refuse_sizes(recipe, 3, 12, 4)
-    with pytest.raises(ValueError, match=r"train\.batch_size: 3 sequences for 4 ranks"):
+    with pytest.raises(ValueError, match=r"train\.batch_size: 3 given, 4 or more is allowed on 4 ranks"):
         refuse_sizes(recipe, 4, 12, 4)
     with pytest.raises(ValueError, match="no samples to train on"):
         refuse_sizes(recipe, 1, 0, 4)
-    with pytest.raises(ValueError, match=r"data\.heldout_prompts: .* gave no sample"):
+    with pytest.raises(ValueError, match=r"data\.heldout_prompts: .* given, which yields no held-out sample"):
         refuse_sizes(recipe, 1, 12, 0)
 
 
@@ -72,15 +72,15 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
 def test_online_training_needs_no_disk_for_features(
     make_recipe: Callable[..., Recipe], harvested: Path, tmp_path: Path, features: str
 ) -> None:
-    """Whether or not an earlier run left some."""
+    """Whether or not an earlier run left features there."""
     config = TargetConfig.from_folder(harvested / "target")
     make_recipe("run")
     sizes = DataSizes.of(make_recipe("run", "data.mode=online", f"data.folder={tmp_path / features}"), config)
     assert (sizes.samples, sizes.feature_bytes) == (12, 0)
 
 
-def test_a_store_that_the_recipe_names_is_what_is_counted(make_recipe: Callable[..., Recipe], harvested: Path) -> None:
-    """It was the run's own folder, which is empty then."""
+def test_the_store_that_the_recipe_names_is_measured(make_recipe: Callable[..., Recipe], harvested: Path) -> None:
+    """The plan used to look in the run's own folder, which is empty then."""
     store = harvested / "run" / "features"
     recipe = tiny_recipe(harvested, "run_dir=/nowhere", f"data.store={store}")
     sizes = DataSizes.of(recipe, TargetConfig.from_folder(harvested / "target"))
@@ -90,19 +90,19 @@ def test_a_store_that_the_recipe_names_is_what_is_counted(make_recipe: Callable[
 
 
 @pytest.mark.parametrize("storage", ["int8", "float8"])
-def test_a_dry_run_knows_features_in_8_bits_before_they_are_there(
+def test_a_dry_run_plans_8_bit_features_before_the_harvest(
     make_recipe: Callable[..., Recipe], capsys: pytest.CaptureFixture[str], tmp_path: Path, storage: str
 ) -> None:
-    """It looked for a number format of torch by that name and ended in a traceback."""
+    """It used to look for a torch dtype of that name and ended in a traceback."""
     run(make_recipe("run", "train.dry_run=true", f"data.folder={tmp_path / 'nothing'}", f"data.dtype={storage}"))
     assert "plan of" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("head", ["{kind: eagle3, draft_vocab_size: 80}", "{kind: eagle1}"])
-def test_planned_activations_are_about_what_a_step_keeps(
+def test_planned_activations_grow_with_what_a_step_keeps(
     make_recipe: Callable[..., Recipe], frozen: FrozenTarget, head: str
 ) -> None:
-    """More unrolling, longer samples and more of them keep more; checkpointing keeps less."""
+    """More unroll steps and more or longer samples keep more; checkpointing and half precision keep less."""
     recipe = make_recipe("run", f"head={head}")
 
     def planned(rows: int, longest: int, *options: str) -> int:

@@ -1,4 +1,4 @@
-"""Laws of launches: however many ranks there are and however they share the head, the training is the same one."""
+"""Laws of launches: training is the same on any number of ranks and under any kind of parallelism."""
 
 import importlib.util
 import re
@@ -26,7 +26,7 @@ from trainers.ranks.launch import refuse_deepspeed, refuse_for_slices, refuse_ha
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is an extra: pip install -e .[deepspeed]"
 )
-WAYS = [
+CONFIGS = [
     ("ddp", 1),
     ("ddp", 2),
     ("fsdp2", 1),
@@ -39,16 +39,18 @@ WAYS = [
 
 
 @pytest.mark.parametrize(
-    ("way", "kind"),
+    ("config_name", "kind"),
     [("one", "NO"), ("ddp", "MULTI_GPU"), ("fsdp2", "FSDP"), ("zero2", "DEEPSPEED"), ("zero3", "DEEPSPEED")],
 )
-def test_a_launch_file_says_how_ranks_share_and_nothing_that_a_recipe_says(way: str, kind: str) -> None:
-    config = load_config_from_file(str(LAUNCHES / f"{way}.yaml"))  # raises ValueError for keys that accelerate ignores
+def test_a_launch_file_chooses_the_parallelism_and_nothing_that_a_recipe_sets(config_name: str, kind: str) -> None:
+    config = load_config_from_file(
+        str(LAUNCHES / f"{config_name}.yaml")
+    )  # raises ValueError for keys that accelerate ignores
     assert config.distributed_type == kind
-    assert config.num_processes == (1 if way == "one" else -1)  # -1: accelerate asks for --num_processes
+    assert config.num_processes == (1 if config_name == "one" else -1)  # -1: accelerate asks for --num_processes
     assert config.mixed_precision == "no"
-    assert config.fsdp_config.get("fsdp_version") == (2 if way == "fsdp2" else None)
-    assert config.deepspeed_config.get("zero_stage") == {"zero2": 2, "zero3": 3}.get(way)
+    assert config.fsdp_config.get("fsdp_version") == (2 if config_name == "fsdp2" else None)
+    assert config.deepspeed_config.get("zero_stage") == {"zero2": 2, "zero3": 3}.get(config_name)
     assert not config.deepspeed_config.keys() & {"gradient_clipping", "gradient_accumulation_steps"}
 
 
@@ -57,20 +59,26 @@ def test_every_launch_file_is_tested() -> None:
 
 
 @pytest.mark.parametrize("asked", [{"optimizer": "muon"}, {"ema_decay": 0.99}])
-def test_what_needs_whole_weights_is_refused_where_ranks_hold_slices(asked: dict[str, Any]) -> None:
+def test_muon_and_the_moving_average_are_refused_where_ranks_hold_slices(asked: dict[str, Any]) -> None:
     refuse_for_slices(TrainSection(steps=1), "FSDP2")
-    with pytest.raises(ValueError, match=rf"train\.{next(iter(asked))}: .* under FSDP2 .* allowed, or launch with"):
+    [(field, value)] = asked.items()
+    with pytest.raises(
+        ValueError,
+        match=rf"train\.{field}: {value} given, .* is allowed under FSDP2, .* or launch with recipes/launch/ddp\.yaml",
+    ):
         refuse_for_slices(TrainSection.model_validate({"steps": 1, **asked}), "FSDP2")
 
 
 def test_half_precision_is_refused_under_deepspeed() -> None:
     refuse_half_precision(TrainSection(steps=1))
-    with pytest.raises(ValueError, match=r"train\.precision: bfloat16 and DeepSpeed .* float32 is allowed"):
+    with pytest.raises(
+        ValueError, match=r"train\.precision: bfloat16 given, float32 is allowed under DeepSpeed; choose float32"
+    ):
         refuse_half_precision(TrainSection(steps=1, precision="bfloat16"))
 
 
 @pytest.mark.parametrize("asked", [{"zero_stage": 1}, {"zero_stage": 3, "offload_optimizer_device": "cpu"}])
-def test_a_launch_of_deepspeed_that_nobody_tested_is_refused(asked: dict[str, Any]) -> None:
+def test_untested_deepspeed_settings_are_refused(asked: dict[str, Any]) -> None:
     refuse_deepspeed(DeepSpeedPlugin(zero_stage=3))
     with pytest.raises(ValueError, match=r"DeepSpeed for stage \d, offloading to .*zero2\.yaml or zero3\.yaml"):
         refuse_deepspeed(DeepSpeedPlugin(**asked))
@@ -78,7 +86,7 @@ def test_a_launch_of_deepspeed_that_nobody_tested_is_refused(asked: dict[str, An
 
 @pytest.fixture(scope="module")
 def harvested(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder whose run went as far as the features."""
+    """A folder whose run has harvested its features."""
     folder = tmp_path_factory.mktemp("harvested")
     build_run(folder)
     harvest(tiny_recipe(folder))
@@ -86,8 +94,8 @@ def harvested(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(harvested: Path) -> dict[str, Tensor]:
-    """What the steps of rank_steps.py give in one process."""
+def one_process(harvested: Path) -> dict[str, Tensor]:
+    """The result of the steps of rank_steps.py in one process."""
     finish(launch("one", 1, "tests/rank_steps.py", harvested, harvested / "one.safetensors"))
     found = load_file(harvested / "one.safetensors")
     norms = [float(found[f"norm.{step}"]) for step in range(4)]
@@ -96,7 +104,7 @@ def alone(harvested: Path) -> dict[str, Tensor]:
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """To 1e-5 of the largest entry of each tensor: ranks add up in another order, and float32 has 7 digits."""
+    """Equal to 1e-5 of each tensor's largest entry: ranks add up in another order, and float32 has 7 digits."""
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         error = float((found[name] - tensor).abs().max() / tensor.abs().max())
@@ -104,35 +112,35 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "ranks"), WAYS)
-def test_every_way_of_sharing_takes_the_same_steps(
-    harvested: Path, alone: dict[str, Tensor], tmp_path: Path, way: str, ranks: int
+@pytest.mark.parametrize(("config_name", "ranks"), CONFIGS)
+def test_every_launch_takes_the_same_steps(
+    harvested: Path, one_process: dict[str, Tensor], tmp_path: Path, config_name: str, ranks: int
 ) -> None:
-    """Loss, gradient, its norm, weights and optimizer state, by full name."""
-    finish(launch(way, ranks, "tests/rank_steps.py", harvested, tmp_path / "result.safetensors"))
-    assert_same(load_file(tmp_path / "result.safetensors"), alone)
+    """Loss, gradient, gradient norm, weights and optimizer state agree, tensor by tensor."""
+    finish(launch(config_name, ranks, "tests/rank_steps.py", harvested, tmp_path / "result.safetensors"))
+    assert_same(load_file(tmp_path / "result.safetensors"), one_process)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "ranks"), WAYS[1::2])
-def test_every_way_of_sharing_takes_up_what_a_single_process_left(
-    harvested: Path, alone: dict[str, Tensor], tmp_path: Path, way: str, ranks: int
+@pytest.mark.parametrize(("config_name", "ranks"), CONFIGS[1::2])
+def test_every_launch_resumes_what_a_single_process_saved(
+    harvested: Path, one_process: dict[str, Tensor], tmp_path: Path, config_name: str, ranks: int
 ) -> None:
-    """Its third and fourth step, that is, from weights and optimizer state behind the second."""
-    begun, result = harvested / "one.half", tmp_path / "result.safetensors"
-    finish(launch(way, ranks, "tests/rank_steps.py", harvested, result, begun))
+    """The third and fourth step, from the weights and optimizer state after the second."""
+    saved, result = harvested / "one.half", tmp_path / "result.safetensors"
+    finish(launch(config_name, ranks, "tests/rank_steps.py", harvested, result, saved))
     earlier = re.compile(r"(loss|norm|gradient)\.[01]\b")
-    assert_same(load_file(result), {name: tensor for name, tensor in alone.items() if not earlier.match(name)})
+    assert_same(load_file(result), {name: tensor for name, tensor in one_process.items() if not earlier.match(name)})
 
 
 LONGER = "train.steps=40", "train.checkpoint_every=2", "train.eval_every=20", "train.eval_prompts=1"
 
 
-def killed_behind(process: subprocess.Popen[str], metrics: Path, step: int) -> None:
-    """SIGKILL to the launcher and all its ranks, once so many steps were logged."""
+def kill_after_step(process: subprocess.Popen[str], metrics: Path, step: int) -> None:
+    """Kill the launcher and all its ranks with SIGKILL once the log holds `step` lines."""
     deadline = time.monotonic() + 900
     while process.poll() is None and (not metrics.exists() or metrics.read_text().count("\n") < step):
-        assert time.monotonic() < deadline, f"step {step} is not reached: ranks wait for each other"
+        assert time.monotonic() < deadline, f"step {step} was not reached: the ranks are waiting for each other"
         time.sleep(0.05)
     if process.poll() is None:
         for each in [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]:
@@ -143,28 +151,28 @@ def killed_behind(process: subprocess.Popen[str], metrics: Path, step: int) -> N
 
 @pytest.mark.slow
 @needs_deepspeed
-def test_a_run_goes_on_under_any_other_launch_and_ends_in_the_same_head(harvested: Path, tmp_path: Path) -> None:
-    """Begun by two ranks of one way, killed, and taken up by those of the next from its checkpoints."""
-    whole, handed_on = tmp_path / "whole", tmp_path / "handed_on"
+def test_a_run_continues_under_any_other_launch_and_ends_in_the_same_head(harvested: Path, tmp_path: Path) -> None:
+    """Two ranks of one launch are killed, and two of the next continue from their checkpoints, four times over."""
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     shutil.copytree(harvested / "run", whole)
     finish(launch("one", 1, "trainers/eagle.py", harvested / "recipe.yaml", *LONGER, f"run_dir={whole}"))
-    for stage in ("prompts", "responses"):  # the ranks harvest
-        shutil.copytree(harvested / "run" / stage, handed_on / stage)
-    arguments = [harvested / "recipe.yaml", *LONGER, f"run_dir={handed_on}"]
-    for number, way in enumerate(["zero3", "ddp", "fsdp2", "zero2"], start=1):
-        before = newest(handed_on)
-        process = launch(way, 2, "trainers/eagle.py", *arguments)
-        killed_behind(process, handed_on / "metrics.jsonl", step=8 * number)
-        assert before < newest(handed_on) < 40, way
+    for stage in ("prompts", "responses"):  # the ranks harvest the features themselves
+        shutil.copytree(harvested / "run" / stage, resumed / stage)
+    arguments = [harvested / "recipe.yaml", *LONGER, f"run_dir={resumed}"]
+    for number, config_name in enumerate(["zero3", "ddp", "fsdp2", "zero2"], start=1):
+        before = newest(resumed)
+        process = launch(config_name, 2, "trainers/eagle.py", *arguments)
+        kill_after_step(process, resumed / "metrics.jsonl", step=8 * number)
+        assert before < newest(resumed) < 40, config_name
     finish(launch("zero3", 2, "trainers/eagle.py", *arguments))
-    assert contents(handed_on / "features") == contents(whole / "features")
-    one, many = (load_file(folder / "head/model.safetensors") for folder in (whole, handed_on))
+    assert contents(resumed / "features") == contents(whole / "features")
+    one, many = (load_file(folder / "head/model.safetensors") for folder in (whole, resumed))
     assert_close(many, one, rtol=1e-3, atol=1e-4)
-    config = [(folder / "head/config.json").read_text() for folder in (whole, handed_on)]
+    config = [(folder / "head/config.json").read_text() for folder in (whole, resumed)]
     assert config[0] == config[1]
-    files = [sorted(path.name for path in folder.glob("checkpoints/step-40/*")) for folder in (whole, handed_on)]
+    files = [sorted(path.name for path in folder.glob("checkpoints/step-40/*")) for folder in (whole, resumed)]
     assert files[0] == files[1] == ["head.safetensors", "optimizers.safetensors", "state.json"]
-    states = [load_file(folder / "checkpoints/step-40/optimizers.safetensors") for folder in (whole, handed_on)]
+    states = [load_file(folder / "checkpoints/step-40/optimizers.safetensors") for folder in (whole, resumed)]
     assert states[0].keys() == states[1].keys()
 
 

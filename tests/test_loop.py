@@ -1,4 +1,4 @@
-"""Laws of the training loop: a killed run ends in the same weights, and nothing goes wrong in silence."""
+"""Laws of the training loop: a killed run ends in the same weights, and nothing fails silently."""
 
 import json
 import math
@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from tiny_run import contents, modified, write_shard
 from torch.testing import assert_close
 
-from data_pipelines.batches import Batch
+from data_pipelines.batches import Batch, Sample
 from data_pipelines.sample_order import SampleOrder
-from data_pipelines.shards import FeatureStore, Sample, shard_name, write_manifest
+from data_pipelines.shards import FeatureStore, shard_name, write_manifest
 from heads.checkpoint import load_head, save_head
 from heads.eagle1 import Eagle1Head
 from heads.eagle3 import Eagle3Head
@@ -37,12 +37,12 @@ def frozen(harvested: Path) -> FrozenTarget:
 
 
 class Killed(BaseException):
-    """What no code of ours may catch."""
+    """Derives from BaseException, so that no code of ours catches it."""
 
 
 @pytest.fixture
 def kill_in_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Any]:
-    """`with kill_in_step(n)`: training in there dies in its n-th step."""
+    """`with kill_in_step(n)`: training inside dies in its n-th step."""
 
     class Trap:
         def __init__(self, step: int) -> None:
@@ -66,13 +66,13 @@ def kill_in_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Any]:
 
 
 def rows(recipe: Recipe) -> list[tuple[int, str]]:
-    """(step, what was measured) of every row of the metrics."""
+    """(step, train or heldout) of every row of metrics.jsonl."""
     lines = [json.loads(line) for line in recipe.metrics_path.read_text().splitlines()]
     return [(line["step"], next(name.partition("/")[0] for name in line if "/" in name)) for line in lines]
 
 
 def numbers(recipe: Recipe) -> list[dict[str, float]]:
-    """All rows but for what the clock says."""
+    """All rows of metrics.jsonl without the values that depend on the clock."""
     lines = [json.loads(line) for line in recipe.metrics_path.read_text().splitlines()]
     return [{name: value for name, value in line.items() if "per_second" not in name} for line in lines]
 
@@ -82,9 +82,9 @@ def numbers(recipe: Recipe) -> list[dict[str, float]]:
 def test_a_resumed_run_ends_like_an_uninterrupted_one(
     make_recipe: Callable[..., Recipe], kill_in_step: Callable[[int], Any], optimizer: str, killed_in: int
 ) -> None:
-    """steps        1 2 3 4 5 6 7 8, checkpoints behind 4 and 8
+    """steps        1 2 3 4 5 6 7 8, checkpoints after 4 and 8
     killed in 7     1 2 3 4 5 6 x
-    resumed                 5 6 7 8   the same weights, moments and numbers, bit for bit"""
+    resumed                 5 6 7 8   the same weights, optimizer state and metrics, bit for bit"""
     options = f"train.optimizer={optimizer}", "train.muon_learning_rate=0.02", "train.weight_decay=0.01"
     whole, cut = make_recipe("whole", *options), make_recipe("cut", *options)
     run(whole)
@@ -108,10 +108,10 @@ EAGLE_1_RUN = "head={kind: eagle1}", "train.activation_checkpointing=true", "tra
 def test_an_eagle_1_run_resumes_and_ends_in_a_head_that_can_be_loaded(
     make_recipe: Callable[..., Recipe], kill_in_step: Callable[[int], Any], frozen: FrozenTarget
 ) -> None:
-    """Its input noise is drawn anew in every step, the same for the same step."""
+    """Its input noise differs from step to step, and is the same whenever a step is repeated."""
     whole, cut = make_recipe("whole", *EAGLE_1_RUN), make_recipe("cut", *EAGLE_1_RUN)
     for recipe in (whole, cut):
-        shutil.rmtree(recipe.features_dir)  # those of an EAGLE-3 head
+        shutil.rmtree(recipe.features_dir)  # they hold the taps of an EAGLE-3 head
     run(whole)
     with kill_in_step(6):
         run(cut)
@@ -127,7 +127,7 @@ def test_an_eagle_1_run_resumes_and_ends_in_a_head_that_can_be_loaded(
 def test_a_plain_eagle_3_head_is_saved_with_the_scales_of_its_taps(
     make_recipe: Callable[..., Recipe], harvested: Path, frozen: FrozenTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The saved head reads the target's hidden states as they are, and gives the features that were trained."""
+    """The saved head reads unscaled hidden states, and projects them to the same features as in training."""
     trained: list[Eagle3Head] = []
 
     def watching(head: Eagle3Head, folder: Path) -> None:
@@ -144,19 +144,19 @@ def test_a_plain_eagle_3_head_is_saved_with_the_scales_of_its_taps(
     assert torch.equal(saved.project(taps), head.project(taps))
 
 
-def test_what_is_logged_does_not_change_the_weights(make_recipe: Callable[..., Recipe]) -> None:
-    """Measuring, logging and saving more often, and decoding held-out prompts, leave the training alone."""
-    seldom, often = make_recipe("seldom", "train.log_every=8"), make_recipe("often")
-    run(seldom)
+def test_measuring_and_logging_do_not_change_the_weights(make_recipe: Callable[..., Recipe]) -> None:
+    """Measuring and logging more often, and decoding held-out prompts, leave the weights as they are."""
+    rarely, often = make_recipe("rarely", "train.log_every=8"), make_recipe("often")
+    run(rarely)
     run(often.model_copy(update={"train": often.train.model_copy(update={"eval_every": 2, "eval_prompts": 1})}))
-    weights = [contents(recipe.head_dir)["model.safetensors"] for recipe in (seldom, often)]
+    weights = [contents(recipe.head_dir)["model.safetensors"] for recipe in (rarely, often)]
     assert weights[0] == weights[1]
     taus = [line["heldout/tau"] for line in numbers(often) if "heldout/tau" in line]
     assert len(taus) == 4
     assert all(1 <= tau <= often.decode.depth + 1 for tau in taus)
 
 
-def test_every_step_trains_on_its_samples_of_the_order(
+def test_every_step_trains_on_its_samples_in_the_shuffled_order(
     make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe, seen, train_step = make_recipe("run"), [], loop.train_step
@@ -192,8 +192,8 @@ def test_a_checkpoint_of_another_recipe_is_refused_by_field(
     assert contents(other.run_dir) == before
 
 
-def stopped_in(recipe: Recipe, step: int, what: str) -> None:
-    """A run stops in this step, counted from 1, before the step has touched the weights."""
+def assert_stops_in(recipe: Recipe, step: int, what: str) -> None:
+    """The run stops in this step, counted from 1, before the step has changed the weights."""
     spoiled = SampleOrder([5, 5, 2], recipe.seed).of_step(step - 1, recipe.train.batch_size)
     with pytest.raises(ValueError, match=f"the {what} of step {step} is not finite") as refusal:
         run(recipe)
@@ -207,10 +207,10 @@ def stopped_in(recipe: Recipe, step: int, what: str) -> None:
     assert all(tensor.isfinite().all() for tensor in newest.values())
 
 
-def test_a_loss_that_is_not_finite_stops_at_once_with_its_step_and_samples(
+def test_a_non_finite_loss_stops_at_once_and_names_its_step_and_samples(
     make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not when the next metrics are due: by then the samples are others and the weights are gone."""
+    """Waiting until the next metrics are due would name other samples and spoil the weights."""
     steps, collate = iter(range(1, 9)), Batch.collate
 
     def spoil_the_third(samples: list[Sample], *rest: Any) -> Batch:
@@ -220,16 +220,16 @@ def test_a_loss_that_is_not_finite_stops_at_once_with_its_step_and_samples(
         return batch
 
     monkeypatch.setattr(Batch, "collate", spoil_the_third)
-    stopped_in(make_recipe("run", "train.log_every=8", "train.checkpoint_every=1"), step=3, what="loss")
+    assert_stops_in(make_recipe("run", "train.log_every=8", "train.checkpoint_every=1"), step=3, what="loss")
 
 
-def test_a_gradient_that_is_not_finite_stops_before_it_reaches_the_weights(make_recipe: Callable[..., Recipe]) -> None:
-    """The loss of weights around 1e30 is a number, as they are normalised; its derivative is not."""
+def test_a_non_finite_gradient_stops_before_it_reaches_the_weights(make_recipe: Callable[..., Recipe]) -> None:
+    """With weights around 1e30 the loss is finite, because norms rescale them, but its gradient is not."""
     options = "train.learning_rate=1e30", "train.warmup_steps=0", "train.log_every=8", "train.checkpoint_every=1"
-    stopped_in(make_recipe("run", *options), step=2, what="gradient")
+    assert_stops_in(make_recipe("run", *options), step=2, what="gradient")
 
 
-def test_features_that_are_not_finite_are_named_by_shard_and_row(make_recipe: Callable[..., Recipe]) -> None:
+def test_non_finite_features_are_named_by_shard_and_row(make_recipe: Callable[..., Recipe]) -> None:
     recipe = make_recipe("run")
     features, names = FeatureStore(recipe.features_dir, "train"), ["train-00000.safetensors", "train-00001.safetensors"]
     about = {key: value for key, value in features.about.items() if key != "shards"}
@@ -249,7 +249,7 @@ def test_features_that_are_not_finite_are_named_by_shard_and_row(make_recipe: Ca
 def test_a_float16_overflow_skips_the_step_and_halves_the_scale(
     make_recipe: Callable[..., Recipe], kill_in_step: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """2^30 is too much and is halved step by step until nothing overflows, in a resumed run too."""
+    """A scale of 2^30 overflows and is halved step by step until it does not, in a resumed run too."""
     monkeypatch.setattr(LossScale, "START", 2.0**30)
     options = "train.precision=float16", "train.steps=24", "train.checkpoint_every=4", "train.eval_every=200"
     whole, cut = make_recipe("whole", *options), make_recipe("cut", *options)
@@ -263,7 +263,7 @@ def test_a_float16_overflow_skips_the_step_and_halves_the_scale(
     assert 6 < last["train/skipped_steps"] < 20
 
 
-def test_the_average_is_resumed_exactly_and_becomes_the_head(
+def test_the_moving_average_is_resumed_exactly_and_becomes_the_head(
     make_recipe: Callable[..., Recipe], kill_in_step: Callable[[int], Any]
 ) -> None:
     options = "train.ema_decay=0.5", "train.checkpoint_every=1", "train.keep_checkpoints=8"
@@ -292,9 +292,9 @@ def test_the_average_is_resumed_exactly_and_becomes_the_head(
 def test_the_best_measured_weights_can_be_exported_afterwards(
     make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Accepted length 3, 5 and 4 behind steps 2, 4 and 6, each the mean of two temperatures."""
+    """Acceptance lengths 3, 5 and 4 after steps 2, 4 and 6, each the mean of two temperatures."""
     scores = iter((3.0, 5.0, 4.0))
-    monkeypatch.setattr(loop, "decoded_scores", lambda decoding: {**NO_SCORES, "heldout/score": next(scores)})
+    monkeypatch.setattr(loop, "decoding_metrics", lambda decoding: {**NO_SCORES, "heldout/score": next(scores)})
     options = "train.steps=6", "train.eval_every=2", "train.checkpoint_every=2", "train.keep_checkpoints=3"
     recipe = make_recipe("run", *options).model_copy()
     decoding = "train.eval_prompts=2"
@@ -316,22 +316,22 @@ NO_SCORES = {"heldout/tau": 1.0, "heldout/tau_t1": 1.0}
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_in_a_step_that_is_measured_loses_nothing(
+def test_a_signal_in_a_step_that_is_to_be_measured_loses_nothing(
     make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, number: int, code: int
 ) -> None:
-    """Told so in step 4, behind which a measurement is due: it saves first, and measures when it is resumed."""
+    """The signal arrives in step 4, after which a measurement is due: the run saves first, and measures on resuming."""
     whole, stopped, train_step, steps = make_recipe("whole"), make_recipe("stopped"), loop.train_step, iter(range(1, 9))
     before = signal.getsignal(signal.SIGINT)
     run(whole)
 
-    def told(training: Training, step: int, numbers: list[int], interrupted: bool) -> Any:
+    def signalled(training: Training, step: int, numbers: list[int], interrupted: bool) -> Any:
         if next(steps) == 4:
             os.kill(os.getpid(), number)
-            interrupted = True  # as it is read behind the signal
+            interrupted = True  # the loop would have read this after the signal
         return train_step(training, step, numbers, interrupted)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "train_step", told)
+        patch.setattr(loop, "train_step", signalled)
         with pytest.raises(SystemExit) as ended:
             run(stopped)
     assert ended.value.code == code
@@ -343,7 +343,7 @@ def test_a_signal_in_a_step_that_is_measured_loses_nothing(
     assert numbers(stopped) == numbers(whole)
 
 
-def test_a_packed_run_sees_the_samples_of_a_padded_one_and_ends_in_all_but_the_same_head(
+def test_a_packed_run_ends_in_the_head_of_a_padded_run_up_to_rounding(
     make_recipe: Callable[..., Recipe],
 ) -> None:
     heads, losses = [], []
@@ -353,7 +353,7 @@ def test_a_packed_run_sees_the_samples_of_a_padded_one_and_ends_in_all_but_the_s
         heads.append(load_file(recipe.head_dir / "model.safetensors"))
         losses.append([row["train/loss_0"] for row in numbers(recipe) if "train/loss_0" in row])
     assert_close(losses[1], losses[0], rtol=1e-3, atol=1e-4)
-    assert_close(heads[1], heads[0], rtol=1e-3, atol=1e-4)  # they add up in another order
+    assert_close(heads[1], heads[0], rtol=1e-3, atol=1e-4)  # packed sums add up in another order
 
 
 def test_a_wandb_run_starts_offline_and_keeps_its_id_when_resumed(make_recipe: Callable[..., Recipe]):

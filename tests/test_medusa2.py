@@ -1,4 +1,4 @@
-"""Laws of Medusa-2: the target learns with its heads, and without a learning rate it stays what it was, bit for bit."""
+"""Laws of Medusa-2: the target learns with its heads; with a learning rate of 0 it stays the same, bit for bit."""
 
 import json
 import shutil
@@ -27,8 +27,8 @@ from inference.sampling import Sampling
 from inference.target.model import TargetModel
 from recipes import Recipe
 from trainers import loop
-from trainers.medusa2 import JointHead, LiveTarget
-from trainers.memory_estimate import Saved, live_sizes, storage_of
+from trainers.medusa2 import JointHead, TrainableTarget
+from trainers.memory_estimate import SavedForBackward, storage_of, target_sizes
 from trainers.objective import Objective, Teacher, UnrolledHead
 from trainers.run import run
 
@@ -43,11 +43,11 @@ def joint(mode: str, **fields: float) -> str:
 
 
 class Killed(BaseException):
-    """What no code of ours may catch."""
+    """Derives from BaseException, so that no code of ours catches it."""
 
 
 def killed_in(step: int, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training dies in a step, counted from 1."""
+    """Run until training dies in a step, counted from 1."""
     left, train_step = iter(range(step - 1)), loop.train_step
 
     def dying(*arguments: Any) -> Any:
@@ -62,17 +62,17 @@ def killed_in(step: int, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def joint_head(recipe: Recipe, folder: Path) -> tuple[JointHead, Batch]:
-    """Heads at the start of their training beside the target, and a batch of the harvest."""
+    """Untrained heads with their target, and a batch of harvested samples."""
     frozen = FrozenTarget.from_folder(folder / "target", torch.float32)
     vocab = draft_vocab(recipe.head, torch.zeros(frozen.config.vocab_size, dtype=torch.long))
     head = new_head(recipe.head, frozen, vocab, seed=0)
-    live, store = LiveTarget.load(recipe, torch.device("cpu")), FeatureStore(recipe.features_dir, "train", ())
-    unrolled = JointHead(head, Teacher(frozen, vocab), Objective.from_recipe(recipe), live, False)
+    target, store = TrainableTarget.load(recipe, torch.device("cpu")), FeatureStore(recipe.features_dir, "train", ())
+    unrolled = JointHead(head, Teacher(frozen, vocab), Objective.from_recipe(recipe), target, False)
     return unrolled, Batch.collate([store[number] for number in range(4)], torch.float32)
 
 
 @modes
-def test_the_head_on_the_tuned_target_changes_no_token(make_recipe: MakeRecipe, harvested: Path, mode: str) -> None:
+def test_the_head_changes_no_token_of_the_tuned_target(make_recipe: MakeRecipe, harvested: Path, mode: str) -> None:
     recipe = make_recipe("run", *MEDUSA, joint(mode), "train.eval_prompts=1")
     run(recipe)
     section = recipe.target.model_copy(update={"path": str(recipe.tuned_target_dir)})
@@ -93,7 +93,7 @@ def test_the_head_on_the_tuned_target_changes_no_token(make_recipe: MakeRecipe, 
 
 
 @modes
-def test_without_a_learning_rate_the_target_stays_bit_identical(
+def test_with_a_learning_rate_of_0_the_target_stays_bit_identical(
     make_recipe: MakeRecipe, harvested: Path, mode: str
 ) -> None:
     recipe = make_recipe("run", *MEDUSA, joint(mode, learning_rate=0.0, warmup_steps=0))
@@ -106,46 +106,46 @@ def test_without_a_learning_rate_the_target_stays_bit_identical(
 
 
 @modes
-def test_the_loss_of_an_unchanged_target_is_medusa_1s_on_its_live_features(
+def test_the_loss_on_an_unchanged_target_is_that_of_medusa_1(
     make_recipe: MakeRecipe, harvested: Path, mode: str
 ) -> None:
     recipe = make_recipe("run", *MEDUSA, joint(mode))
     unrolled, batch = joint_head(recipe, harvested)
     with torch.no_grad():
-        live = replace(batch, last_hidden=unrolled.live(batch.tokens))
-    assert_close(live.last_hidden[batch.loss_mask], batch.last_hidden[batch.loss_mask])
+        computed = replace(batch, last_hidden=unrolled.target(batch.tokens))
+    assert_close(computed.last_hidden[batch.loss_mask], batch.last_hidden[batch.loss_mask])
     alone = UnrolledHead(unrolled.head, unrolled.teacher, unrolled.objective)
-    supervision = alone.teacher.supervise(live)
+    supervision = alone.teacher.supervise(computed)
     counts = supervision.counts(2)
-    expected = alone(live, supervision, counts)
-    unrolled.tunes = False
+    expected = alone(computed, supervision, counts)
+    unrolled.tunes_target = False
     scores = unrolled(batch, alone.teacher.supervise(batch), counts)
     assert scores.loss.equal(expected.loss)
-    unrolled.tunes = True  # the divergence from what was harvested is all that comes to it
+    unrolled.tunes_target = True  # adds only the divergence from the harvested features, which is rounding
     scores = unrolled(batch, alone.teacher.supervise(batch), counts)
     assert scores.sums().equal(expected.sums())
     assert_close(scores.loss, expected.loss)
 
 
 def test_the_heads_loss_and_the_divergence_both_reach_the_target(make_recipe: MakeRecipe, harvested: Path) -> None:
-    """The gradient is that of the definition, written out: cross-entropies of the heads, and KL(original || tuned)."""
+    """The gradient equals that of the definition: cross-entropies of the heads plus KL(original || tuned)."""
     recipe = make_recipe("run", *MEDUSA, joint("full", distill_weight=0.7))
     unrolled, batch = joint_head(recipe, harvested)
     frozen, head = unrolled.teacher.frozen, unrolled.head
     with torch.no_grad():
-        for parameter in [*head.parameters(), *unrolled.live.trained.values()]:
+        for parameter in [*head.parameters(), *unrolled.target.trained.values()]:
             parameter.add_(torch.randn_like(parameter) * 0.05)
     supervision = unrolled.teacher.supervise(batch)
     counts = supervision.counts(2)
     scores = unrolled(batch, supervision, counts)
     scores.loss.backward()
-    found = {name: parameter.grad for name, parameter in unrolled.live.trained.items()}
-    unrolled.live.zero_grad()
+    found = {name: parameter.grad for name, parameter in unrolled.target.trained.items()}
+    unrolled.target.zero_grad()
 
-    last_hidden = unrolled.live(batch.tokens)
+    last_hidden = unrolled.target(batch.tokens)
     log_q, log_p = (frozen.logits(each).log_softmax(-1) for each in (last_hidden, batch.last_hidden))
     features, expected = head.project(last_hidden), torch.zeros(())
-    for row, column in batch.loss_mask.nonzero().tolist():  # the token that is guessed
+    for row, column in batch.loss_mask.nonzero().tolist():  # the token to be drafted
         if column >= 2:
             here = log_p[row, column - 1], log_q[row, column - 1]
             expected = expected + 0.7 * (here[0].exp() * (here[0] - here[1])).sum() / counts[0]
@@ -162,14 +162,14 @@ def test_the_heads_loss_and_the_divergence_both_reach_the_target(make_recipe: Ma
                 expected = expected + 0.8**level * soft / counts[level]
     assert_close(scores.loss, expected)
     expected.backward()
-    for name, parameter in unrolled.live.trained.items():
+    for name, parameter in unrolled.target.trained.items():
         assert found[name] is not None
         assert_close(found[name], parameter.grad, atol=1e-5, rtol=1e-3)
 
 
 @modes
 def test_the_divergence_from_the_original_is_logged(make_recipe: MakeRecipe, harvested: Path, mode: str) -> None:
-    """Per token, over the held-out samples, and the same by decoding them with both targets."""
+    """Per token, over the held-out samples; reading them with both targets gives the same."""
     recipe = make_recipe("run", *MEDUSA, joint(mode), "train.eval_every=8")
     run(recipe)
     lines = [json.loads(line) for line in recipe.metrics_path.read_text().splitlines()]
@@ -196,18 +196,18 @@ def test_a_dry_run_counts_the_target(make_recipe: MakeRecipe, capsys: pytest.Cap
     run(recipe)
     said = " ".join(capsys.readouterr().out.split())
     target = TargetModel.load(recipe.target, ())
-    live = LiveTarget(target, recipe)
-    learning = sum(weight.numel() for weight in live.trained.values())
-    parameters = sum(weight.numel() for weight in live.model.parameters())
-    assert f"{learning:,} of {parameters:,} parameters learn, joint.mode {mode}" in said
-    sizes = live_sizes(recipe, 3, 36, torch.device("cpu"))
-    assert (sizes.weights, sizes.gradients, sizes.moments) == (4 * parameters, 4 * learning, 8 * learning)
-    with Saved({storage_of(tensor) for tensor in target.model.state_dict(keep_vars=True).values()}) as kept:
-        live(torch.zeros(3, 36, dtype=torch.long))
-    assert 0.8 * kept.num_bytes < sizes.activations < 1.25 * kept.num_bytes
+    trainable = TrainableTarget(target, recipe)
+    trained = sum(weight.numel() for weight in trainable.trained.values())
+    parameters = sum(weight.numel() for weight in trainable.model.parameters())
+    assert f"{trained:,} of {parameters:,} parameters learn, joint.mode {mode}" in said
+    sizes = target_sizes(recipe, 3, 36, torch.device("cpu"))
+    assert (sizes.weights, sizes.gradients, sizes.optimizer) == (4 * parameters, 4 * trained, 8 * trained)
+    with SavedForBackward({storage_of(tensor) for tensor in target.model.state_dict(keep_vars=True).values()}) as saved:
+        trainable(torch.zeros(3, 36, dtype=torch.long))
+    assert 0.8 * saved.num_bytes < sizes.activations < 1.25 * saved.num_bytes
 
 
-def test_during_the_warm_up_the_heads_alone_are_trained(make_recipe: MakeRecipe, harvested: Path) -> None:
+def test_only_the_heads_are_trained_during_the_warm_up(make_recipe: MakeRecipe, harvested: Path) -> None:
     recipe = make_recipe("run", *MEDUSA, joint("lora", warmup_steps=8))
     run(recipe)
     before, after = (
@@ -224,7 +224,7 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(
     make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, mode: str, step: int
 ) -> None:
     """killed in 7     1 2 3 4 5 6 x
-    resumed                 5 6 7 8   the same heads, target and moments, bit for bit"""
+    resumed                 5 6 7 8   the same heads, target and optimizer state, bit for bit"""
     whole, resumed = (make_recipe(name, *MEDUSA, joint(mode)) for name in ("whole", "resumed"))
     run(whole)
     killed_in(step, resumed, monkeypatch)
@@ -234,7 +234,7 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(
         assert one == other
 
 
-def test_a_target_that_was_not_written_is_written_by_the_same_command(make_recipe: MakeRecipe) -> None:
+def test_the_same_command_writes_a_tuned_target_that_is_missing(make_recipe: MakeRecipe) -> None:
     recipe = make_recipe("run", *MEDUSA, joint("lora"))
     run(recipe)
     before = contents(recipe.tuned_target_dir)
@@ -243,7 +243,7 @@ def test_a_target_that_was_not_written_is_written_by_the_same_command(make_recip
     assert contents(recipe.tuned_target_dir) == before
 
 
-def test_the_head_is_reported_and_exported_with_the_tuned_target_alone(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+def test_the_head_is_reported_and_exported_only_with_the_tuned_target(make_recipe: MakeRecipe, tmp_path: Path) -> None:
     options = (*MEDUSA, joint("lora"), "report.num_prompts=1", "report.warmup_prompts=0", "report.temperatures=[0.9]")
     recipe = make_recipe("run", *options)
     run(recipe)
@@ -269,15 +269,16 @@ def test_the_head_is_reported_and_exported_with_the_tuned_target_alone(make_reci
         ("joint={mode: lora, rank: 4}", "joint.rank: 4 given, but there is no such key"),
     ],
 )
-def test_what_does_not_go_together_is_refused(harvested: Path, override: str, said: str) -> None:
+def test_recipes_that_medusa_2_cannot_train_are_refused(harvested: Path, override: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         tiny_recipe(harvested, *MEDUSA, joint("lora"), override)
 
 
-def test_shares_of_a_target_are_refused(make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sharding_the_trained_target_is_refused(make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = make_recipe("run", *MEDUSA, joint("lora"))
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(
-        ValueError, match=r"joint.mode: given in a launch of FSDP2 or DeepSpeed, .* launch with recipes/launch/one.yaml"
+        ValueError,
+        match=r"joint.mode: lora given, null is allowed under FSDP2 or DeepSpeed; launch with recipes/launch/one.yaml",
     ):
         run(recipe)

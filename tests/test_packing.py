@@ -108,7 +108,7 @@ def test_no_sample_predicts_the_first_token_of_the_next(frozen: FrozenTarget) ->
     found = Teacher(frozen, DraftVocab.full(VOCAB)).supervise(batch)
     assert found.columns.tolist() == [0, 1, 3]
     assert found.places.tolist() == [0, 1, 0]
-    assert found.reached(2).tolist() == [[False, True, False], [False, False, False]]
+    assert found.can_predict(2).tolist() == [[False, True, False], [False, False, False]]
 
 
 def test_positions_restart_at_each_sample() -> None:

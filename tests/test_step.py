@@ -1,4 +1,4 @@
-"""Laws of a step: pieces, ranks and number formats change its rounding alone; rates are functions of the step."""
+"""Laws of a step: micro-batches and number formats only change rounding; learning rates depend on the step alone."""
 
 import itertools
 import shutil
@@ -25,16 +25,16 @@ from trainers.precision import LossScale
 from trainers.ranks.head_on_ranks import ReplicatedHead
 from trainers.ranks.launch import start_accelerator
 from trainers.run import build_head, run
-from trainers.run_state import Materials, Training
-from trainers.step import Share, StepResult, train_step
+from trainers.run_state import Training, TrainingInputs
+from trainers.step import StepResult, count_micro_batches, train_step
 
 
 def one_step(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> tuple[StepResult, dict[str, Tensor]]:
-    """What the first step says, and its gradient before it is clipped."""
+    """The result of the first step, and its gradient before clipping."""
     found: dict[str, Tensor] = {}
 
-    def watching(ranks: ReplicatedHead, scale: float) -> float:
-        for name, parameter in ranks.unrolled.head.named_parameters():
+    def watching(head_on_ranks: ReplicatedHead, scale: float) -> float:
+        for name, parameter in head_on_ranks.unrolled.head.named_parameters():
             assert parameter.grad is not None
             found[name] = parameter.grad / scale
         return 1.0
@@ -52,33 +52,32 @@ def start_training(recipe: Recipe) -> Training:
     head = build_head(recipe, frozen, vocab, stores[0])
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for parameter in head.parameters():  # no path through it is silent
+        for parameter in head.parameters():  # a zero weight would hide a path through the head
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    return Training.start(
-        recipe, head, Materials(frozen, stores[0], stores[1], None), start_accelerator(recipe.train), None
-    )
+    inputs = TrainingInputs(frozen, stores[0], stores[1], None)
+    return Training.start(recipe, head, inputs, start_accelerator(recipe), None)
 
 
 @pytest.mark.parametrize("head", ["{kind: eagle3, draft_vocab_size: 80}", "{kind: eagle1}"])
-def test_pieces_of_a_batch_give_its_loss_and_gradient(
+def test_micro_batches_give_the_loss_and_gradient_of_the_whole_batch(
     make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, head: str
 ) -> None:
-    """They differ in length, in supervised tokens and, for EAGLE-1, in noise."""
+    """The samples differ in length, in supervised tokens and, for EAGLE-1, in input noise."""
     name = "run" if "eagle3" in head else "eagle1"
     options = f"head={head}", "train.batch_size=7"
     if name == "eagle1":
-        shutil.rmtree(make_recipe(name).features_dir)  # those of an EAGLE-3 head
+        shutil.rmtree(make_recipe(name).features_dir)  # it holds the taps of an EAGLE-3 head
     whole, gradient = one_step(make_recipe(name, *options), monkeypatch)
     for count in (2, 3, 7):
-        result, pieces = one_step(make_recipe(name, *options, f"train.accumulate={count}"), monkeypatch)
+        result, split = one_step(make_recipe(name, *options, f"train.accumulate={count}"), monkeypatch)
         assert_close(result.sums, whole.sums, rtol=1e-5, atol=1e-5)
         assert result.num_tokens == whole.num_tokens
         largest = {key: float(value.abs().max()) for key, value in gradient.items()}
-        for key, value in pieces.items():
+        for key, value in split.items():
             assert_close(value, gradient[key], rtol=1e-5, atol=1e-5 * largest[key])
 
 
-def test_one_piece_of_features_is_read_at_a_time(
+def test_one_micro_batch_of_features_is_in_memory_at_a_time(
     make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alive: list[weakref.ref[Batch]] = []
@@ -93,16 +92,18 @@ def test_one_piece_of_features_is_read_at_a_time(
     monkeypatch.setattr(Batch, "collate", watching)
     recipe = make_recipe("run", "train.batch_size=8", "train.accumulate=4")
     one_step(recipe, monkeypatch)
-    assert len(alive) == 4 + 3  # counted, then learnt from, the last one without reading it again
-    assert most[0] <= 2  # the next one is there before the name lets go of the one before
-    share = Share(start_training(recipe), 0, list(range(8)))
-    share.count()
-    assert not any(found.last_hidden.untyped_storage().nbytes() for found in share.found)
+    assert len(alive) == 4 + 3  # counted, then trained on; the last one is not read again
+    assert most[0] <= 2  # the next one is read before the variable drops the one before
+    *earlier, last = count_micro_batches(start_training(recipe), list(range(8)))
+    assert len(earlier) == 3
+    assert not any(each.supervision.last_hidden.untyped_storage().nbytes() for each in earlier)
+    assert [each.features for each in earlier] == [None] * 3
+    assert last.features is not None  # with one micro-batch nothing is read twice
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("bfloat16", 0.1), ("float16", 0.02)])
 @pytest.mark.parametrize("head", ["{kind: eagle3, draft_vocab_size: 80}", "{kind: eagle1}"])
-def test_half_precision_is_close_to_float32_and_keeps_weights_and_losses_in_it(
+def test_half_precision_is_close_to_float32_and_keeps_weights_and_losses_in_float32(
     make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, precision: str, tolerance: float, head: str
 ) -> None:
     name = "run" if "eagle3" in head else "eagle1"
@@ -136,15 +137,19 @@ def test_a_loss_scale_grows_again_after_a_long_run_of_good_steps() -> None:
     assert scale.factor == 2 * LossScale.START
 
 
-def test_what_accelerate_was_told_cannot_contradict_the_recipe(
+def test_a_launch_that_contradicts_the_recipe_is_refused(
     make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    with pytest.raises(ValueError, match=r"train\.precision: bfloat16 in the recipe and --mixed_precision fp16"):
+    with pytest.raises(
+        ValueError, match=r"train\.precision: bfloat16 in the recipe contradicts --mixed_precision fp16"
+    ):
         run(make_recipe("run", "train.precision=bfloat16"))
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
-    with pytest.raises(ValueError, match=r"train\.accumulate: 1 in the recipe and --gradient_accumulation_steps 4"):
+    with pytest.raises(
+        ValueError, match=r"train\.accumulate: 1 in the recipe contradicts --gradient_accumulation_steps 4"
+    ):
         run(make_recipe("run"))
 
 
@@ -160,7 +165,7 @@ def test_the_learning_rate_of_every_schedule_is_a_function_of_the_step_alone() -
         assert factors[49] > 0
 
 
-def test_the_learning_rate_is_a_function_of_the_step_alone() -> None:
+def test_the_learning_rates_of_both_optimizers_are_a_function_of_the_step_alone() -> None:
     section = TrainSection(steps=50, warmup_steps=10, learning_rate=1e-3, muon_learning_rate=2e-2, optimizer="muon")
     head = nn.ModuleDict({"fc": nn.Linear(4, 4, bias=False), "lm_head": nn.Linear(4, 4, bias=False)})
 
@@ -178,6 +183,6 @@ def test_the_learning_rate_is_a_function_of_the_step_alone() -> None:
     assert_close(list(adamw[:10]), [1e-4 * (step + 1) for step in range(10)])  # linear, never zero
     assert max(adamw) == adamw[10] == 1e-3
     assert all(later < earlier for earlier, later in itertools.pairwise(adamw[10:]))
-    assert_close(adamw[30], 1e-3 * 0.5)  # half way down the cosine
+    assert_close(adamw[30], 1e-3 * 0.5)  # halfway down the cosine
     assert 0 < adamw[49] < 1e-3 * 0.01
     assert_close([rate * 20 for rate in adamw], list(muon))

@@ -1,4 +1,4 @@
-"""Laws of targets that no rank could hold: split or sliced over ranks, they give what one process gives."""
+"""Laws of targets that ranks hold together: split by tensor parallel or ZeRO, they give what one process gives."""
 
 import importlib.util
 import json
@@ -23,16 +23,16 @@ from heads.frozen import FrozenTarget
 from inference.target.ranks import load_zero_slices, refuse_split
 from recipes import Recipe, load_recipe
 from recipes.schema import TargetSection
-from trainers.run import refuse_lone_decoding
+from trainers.ranks.launch import refuse_lone_decoding
 
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is an extra: pip install -e .[deepspeed]"
 )
-WAYS = ["target.tp_plan=auto", pytest.param("target.zero_stage=3", marks=needs_deepspeed)]
+OVERRIDES = ["target.tp_plan=auto", pytest.param("target.zero_stage=3", marks=needs_deepspeed)]
 
 
 def assert_same_harvest(found: Path, expected: Path) -> None:
-    """The same texts, and their states to the rounding of float32."""
+    """Both hold the same texts, and the same hidden states up to the rounding of float32."""
     names = sorted(path.name for path in (expected / "responses").glob("*.jsonl"))
     assert {path.name for path in (found / "responses").iterdir()} == {*names, "stage.json"}
     for name in names:
@@ -46,18 +46,22 @@ def assert_same_harvest(found: Path, expected: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-def test_ranks_that_hold_a_target_together_harvest_what_one_process_does(
-    harvested: Path, tmp_path: Path, way: str
+@pytest.mark.parametrize("override", OVERRIDES)
+def test_ranks_that_share_a_target_harvest_what_one_process_harvests(
+    harvested: Path, tmp_path: Path, override: str
 ) -> None:
-    """Its responses too, whose numbers of steps differ from rank to rank."""
-    finish(launch_module("ddp", 2, "data_pipelines.harvest", harvested / "recipe.yaml", way, f"run_dir={tmp_path}"))
+    """Responses too, although the number of decode steps differs from rank to rank."""
+    finish(
+        launch_module("ddp", 2, "data_pipelines.harvest", harvested / "recipe.yaml", override, f"run_dir={tmp_path}")
+    )
     assert_same_harvest(tmp_path, harvested / "run")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-def test_they_take_up_what_one_process_left(harvested: Path, tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize("override", OVERRIDES)
+def test_ranks_that_share_a_target_resume_a_harvest_of_one_process(
+    harvested: Path, tmp_path: Path, override: str
+) -> None:
     run = tmp_path / "run"
     shutil.copytree(harvested / "run", run)
     for folder, gone in (("responses", "train-00001.jsonl"), ("features", "train-00000.safetensors")):
@@ -66,30 +70,36 @@ def test_they_take_up_what_one_process_left(harvested: Path, tmp_path: Path, way
         (run / folder / gone).unlink()
     written = (harvested / "run" / "responses" / "train-00001.jsonl").read_text()
     (run / "responses" / "train-00001.jsonl.journal").write_text(written[: len(written) // 2])
-    finish(launch_module("ddp", 2, "data_pipelines.harvest", harvested / "recipe.yaml", way, f"run_dir={run}"))
+    finish(launch_module("ddp", 2, "data_pipelines.harvest", harvested / "recipe.yaml", override, f"run_dir={run}"))
     assert_same_harvest(run, harvested / "run")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-def test_a_head_drafts_for_them_and_the_text_is_the_same(harvested: Path, tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize("override", OVERRIDES)
+def test_drafting_with_a_head_for_a_shared_target_leaves_its_text_the_same(
+    harvested: Path, tmp_path: Path, override: str
+) -> None:
     recipe = tiny_recipe(harvested)
     frozen = FrozenTarget.from_folder(harvested / "target", torch.float32)
     vocab = draft_vocab(recipe.head, FeatureStore(recipe.features_dir, "train").token_counts(300))
     save_head(new_head(recipe.head, frozen, vocab, 0), tmp_path / "head")
     draft = f"data.draft_head={tmp_path / 'head'}"
     finish(
-        launch_module("ddp", 2, "data_pipelines.harvest", harvested / "recipe.yaml", way, draft, f"run_dir={tmp_path}")
+        launch_module(
+            "ddp", 2, "data_pipelines.harvest", harvested / "recipe.yaml", override, draft, f"run_dir={tmp_path}"
+        )
     )
     assert_same_harvest(tmp_path, harvested / "run")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-def test_each_rank_holds_its_part_and_ranks_may_differ_in_work(harvested: Path, tmp_path: Path, way: str) -> None:
-    """About half of all weights (norms are small, and whole in tensor parallel), before and behind their passes."""
+@pytest.mark.parametrize("override", OVERRIDES)
+def test_each_rank_holds_half_the_target_and_ranks_may_have_different_amounts_of_work(
+    harvested: Path, tmp_path: Path, override: str
+) -> None:
+    """About half of all weights, before and after the forward passes; tensor parallel keeps the small norms whole."""
     result = tmp_path / "held.json"
-    finish(launch("ddp", 2, "tests/held_by_rank.py", harvested / "recipe.yaml", result, way))
+    finish(launch("ddp", 2, "tests/held_by_rank.py", harvested / "recipe.yaml", result, override))
     everything = 2 * 300 * 32 + 7 * (32 * (32 + 16 + 16 + 32) + 3 * 32 * 64) + 15 * 32
     held = json.loads(result.read_text())
     assert held == [[held[0][0]] * 2] * 2
@@ -97,14 +107,14 @@ def test_each_rank_holds_its_part_and_ranks_may_differ_in_work(harvested: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-def test_every_family_has_the_states_and_writes_the_text_that_it_has_alone(tmp_path: Path, way: str) -> None:
-    """Where transformers has a plan for it; the others are refused, and can be sliced."""
+@pytest.mark.parametrize("override", OVERRIDES)
+def test_every_family_has_the_same_states_and_text_on_ranks_as_alone(tmp_path: Path, override: str) -> None:
+    """Families without a tensor-parallel plan in transformers are refused under tp_plan; ZeRO splits all of them."""
     models = {name: make() for name, make in FAMILIES.items() if name != "int8"}
     for name, model in models.items():
         model.save_pretrained(tmp_path / "models" / name)
     result = tmp_path / "errors.json"
-    kind = way.removeprefix("target.").partition("=")[0]
+    kind = override.removeprefix("target.").partition("=")[0]
     finish(launch("ddp", 2, "tests/families_on_ranks.py", tmp_path / "models", kind, result))
     planless = {name for name, model in models.items() if model.config.base_model_tp_plan is None}
     assert len(planless) < len(models) / 2
@@ -121,23 +131,23 @@ def test_every_family_has_the_states_and_writes_the_text_that_it_has_alone(tmp_p
 @pytest.mark.slow
 @needs_deepspeed
 def test_a_sliced_target_is_harvested_and_then_a_sliced_head_trained(harvested: Path, tmp_path: Path) -> None:
-    way = "target.zero_stage=3"
-    finish(launch("zero3", 2, "trainers/eagle.py", harvested / "recipe.yaml", way, f"run_dir={tmp_path}"))
+    override = "target.zero_stage=3"
+    finish(launch("zero3", 2, "trainers/eagle.py", harvested / "recipe.yaml", override, f"run_dir={tmp_path}"))
     assert_same_harvest(tmp_path, harvested / "run")
     assert (tmp_path / "head" / "model.safetensors").is_file()
 
 
-def test_one_process_loads_such_a_target_whole(harvested: Path, tmp_path: Path) -> None:
-    """As the report does, with the recipe of the harvest."""
+def test_one_process_loads_a_target_meant_for_ranks_whole(harvested: Path, tmp_path: Path) -> None:
+    """The report does so with the recipe of the harvest."""
     harvest(tiny_recipe(harvested, "target.tp_plan=auto", f"run_dir={tmp_path}"))
     assert_same_harvest(tmp_path, harvested / "run")
 
 
-# What cannot be
+# Refusals
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "ranks"), [(4, 2, 4), (4, 4, 3), (6, 3, 2)])
-def test_heads_that_do_not_come_out_even_are_refused(heads: int, kv_heads: int, ranks: int) -> None:
+def test_attention_heads_that_ranks_cannot_share_evenly_are_refused(heads: int, kv_heads: int, ranks: int) -> None:
     config = LlamaConfig(hidden_size=heads * 8, num_attention_heads=heads, num_key_value_heads=kv_heads)
     refuse_split(config, 1)
     with pytest.raises(ValueError, match=rf"target\.tp_plan: auto given, {ranks} ranks cannot share {heads} attention"):
@@ -151,7 +161,7 @@ def test_zero_without_deepspeed_says_what_to_install(monkeypatch: pytest.MonkeyP
         load_zero_slices(section, partial(LlamaForCausalLM, LlamaConfig()))
 
 
-def test_a_family_without_a_plan_is_refused() -> None:
+def test_a_family_without_a_tensor_parallel_plan_is_refused() -> None:
     with pytest.raises(ValueError, match=r"no plan for a 'gpt2' model; choose target\.zero_stage 3"):
         refuse_split(GPT2Config(), 2)
 
@@ -170,9 +180,7 @@ def test_a_family_without_a_plan_is_refused() -> None:
         (["data.mode=online", "data.online_devices=[cpu]", "target.device_map=auto"], r"target\.device_map: .* null"),
     ],
 )
-def test_what_does_not_go_with_a_target_on_many_ranks_is_refused(
-    harvested: Path, overrides: list[str], why: str
-) -> None:
+def test_recipes_that_contradict_a_shared_target_are_refused(harvested: Path, overrides: list[str], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         load_recipe(harvested / "recipe.yaml", overrides)
 

@@ -1,4 +1,4 @@
-"""Laws of training: the loss is the paper's, a killed run ends in the same weights, nothing goes wrong in silence."""
+"""Laws of the training loss: it is the paper's, and how it is computed changes neither the loss nor its gradient."""
 
 import math
 from collections.abc import Callable
@@ -15,8 +15,8 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from data_pipelines.batches import Batch
-from data_pipelines.shards import FeatureStore, Sample, write_manifest
+from data_pipelines.batches import Batch, Sample
+from data_pipelines.shards import FeatureStore, write_manifest
 from heads.base import DraftHead
 from heads.checkpoint import new_head
 from heads.eagle1 import Eagle1Head, Eagle1Layer
@@ -53,7 +53,7 @@ def samples(harvested: Path) -> list[Sample]:
 
 
 def random_head(harvested: Path, frozen: FrozenTarget, **section: Any) -> Eagle3Head:
-    """A head none of whose weights is zero, so that every path through it counts."""
+    """A head without zero weights, which would hide paths through it."""
     size = section.get("draft_vocab_size")
     counts = FeatureStore(tiny_recipe(harvested).features_dir, "train").token_counts(frozen.config.vocab_size)
     vocab = DraftVocab.full(len(counts)) if size is None else DraftVocab.most_frequent(counts, size)
@@ -74,7 +74,7 @@ def unrolled_loss(
     objective: Objective = EAGLE_3,
     checkpointing: bool = False,
 ) -> Tensor:
-    """The loss as the training loop takes it; `counts` are those of a larger batch that this one is a part of."""
+    """The loss as the training loop computes it; `counts` are those of a larger batch that contains this one."""
     unrolled = UnrolledHead(head, Teacher(frozen, head.vocab), objective, checkpointing)
     supervision = unrolled.teacher.supervise(batch)
     return unrolled(batch, supervision, supervision.counts(UNROLL) if counts is None else counts).loss
@@ -100,8 +100,10 @@ def rotated(states: Tensor, first_position: int, theta: float) -> Tensor:
 
 
 def reference_loss(head: Eagle3Head, samples: list[Sample], target_logits: list[Tensor]) -> tuple[Tensor, int]:
-    """EAGLE-3's training-time test as the reference states it: every sample alone, every mask in full, every shift
-    by position. Also counts the positions whose target argmax the head cannot draft."""
+    """EAGLE-3's training-time test written out: each sample alone, masks in full, shifts by position.
+
+    Also counts the positions whose target argmax the head cannot draft.
+    """
     layer, attention, shape, ids = head.midlayer, head.midlayer.self_attn, head.shape, head.vocab.ids
     sums, counts, outside = [torch.zeros(()) for _ in range(UNROLL)], [0] * UNROLL, 0
     for sample, target in zip(samples, target_logits, strict=True):
@@ -124,7 +126,7 @@ def reference_loss(head: Eagle3Head, samples: list[Sample], target_logits: list[
             groups = shape.num_heads // shape.num_kv_heads
             keys.append(rotated(key, k, head.target.rope.theta).repeat_interleave(groups, dim=0))
             values.append(value.repeat_interleave(groups, dim=0))
-            # k = 2, T = 3:   1 . .  1 . .  1 . .   causal over step 0, then the own index of each later step
+            # k = 2, T = 3:   1 . .  1 . .  1 . .   causal over step 0, then only its own index of each later step
             #                 1 1 .  . 1 .  . 1 .
             #                 1 1 1  . . 1  . . 1
             mask = torch.cat([torch.ones(length, length).tril(), *[torch.eye(length)] * k], dim=-1).bool()
@@ -135,7 +137,7 @@ def reference_loss(head: Eagle3Head, samples: list[Sample], target_logits: list[
             hidden = hidden + layer.mlp(normed(hidden, layer.post_attention_layernorm))
             guesses = (normed(hidden, head.norm) @ head.lm_head.weight.T).log_softmax(-1)
             for t in range(length):
-                last = t + 1 + k  # the token fed last; what comes behind it is guessed
+                last = t + 1 + k  # the last token fed; the head predicts the one after it
                 if last + 1 < length and supervised[last + 1] and inside[last]:
                     sums[k] = sums[k] - (target[last, ids].softmax(-1) * guesses[t]).sum()
                     counts[k] += 1
@@ -146,7 +148,7 @@ def reference_loss(head: Eagle3Head, samples: list[Sample], target_logits: list[
 @pytest.mark.parametrize(
     "section", [*VARIANTS.values(), EAGLE_31], ids=["whole vocabulary", "draft vocabulary", "EAGLE-3.1"]
 )
-def test_the_loss_is_the_reference_written_densely(
+def test_the_loss_of_eagle_3_is_that_of_the_paper_written_out(
     harvested: Path, frozen: FrozenTarget, samples: list[Sample], section: dict[str, Any]
 ) -> None:
     head = random_head(harvested, frozen, **section)
@@ -160,13 +162,15 @@ def test_the_loss_is_the_reference_written_densely(
     assert Teacher(frozen, head.vocab).supervise(batch).outside == outside
     assert (outside > 0) == (not head.vocab.is_full)
     expected_gradients = gradients(head, expected)
-    assert not [name for name, gradient in expected_gradients.items() if gradient.abs().max() < 1e-4]  # all take part
+    assert not [name for name, gradient in expected_gradients.items() if gradient.abs().max() < 1e-4]  # none is unused
     assert_close(gradients(head, loss), expected_gradients, rtol=1e-5, atol=1e-5)
 
 
 def reference_eagle1_loss(head: Eagle1Head, samples: list[Sample], outputs: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """EAGLE-1's loss, unrolled: every sample alone, every mask in full. `outputs` are the target's logits and its last
-    hidden states behind the final norm."""
+    """EAGLE-1's unrolled loss written out: each sample alone, masks in full.
+
+    `outputs` are the target's logits and its last hidden states after the final norm.
+    """
     [layer], shape = head.layers, head.shape
     assert isinstance(layer, Eagle1Layer)
     assert head.input_scale is not None
@@ -208,13 +212,13 @@ def random_eagle1_head(frozen: FrozenTarget) -> Eagle1Head:
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in head.parameters():
-            # Little, as un-normed features grow from step to step.
+            # Small changes, because features without a norm grow from step to step.
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
     return head
 
 
-def test_the_loss_of_eagle_1_is_the_paper_written_densely(harvested: Path, samples: list[Sample]) -> None:
-    """In float64, as un-normed features grow from step to step."""
+def test_the_loss_of_eagle_1_is_that_of_the_paper_written_out(harvested: Path, samples: list[Sample]) -> None:
+    """In float64, because features without a norm grow from step to step."""
     frozen = FrozenTarget.from_folder(harvested / "target", torch.float64)
     head = random_eagle1_head(frozen).double()
     model = AutoModelForCausalLM.from_pretrained(harvested / "target", dtype=torch.float64)
@@ -230,13 +234,13 @@ def test_the_loss_of_eagle_1_is_the_paper_written_densely(harvested: Path, sampl
 
 
 def batch_for(head: DraftHead, samples: list[Sample]) -> Batch:
-    """The samples as harvested for the head: of EAGLE-1's only tap, the last hidden state, there is no second copy."""
+    """The samples as harvested for the head: EAGLE-1 taps only the last hidden state, which is not stored twice."""
     kept = slice(0, 0) if head.kind == "eagle1" else slice(None)
     return Batch.collate([replace(sample, taps=sample.taps[:, kept]) for sample in samples], head.embedding.dtype)
 
 
 def each_head(harvested: Path, frozen: FrozenTarget) -> list[tuple[DraftHead, Objective]]:
-    """Every way in which a head is trained that chunks and checkpoints could get wrong."""
+    """Heads and objectives that chunks and activation checkpoints could each get wrong."""
     limited = random_head(harvested, frozen, **EAGLE_31)
     others = [replace(EAGLE_3, name=name) for name in OBJECTIVES if name != EAGLE_3.name]
     return [
@@ -264,7 +268,7 @@ def test_chunks_change_neither_loss_nor_gradient(
 def test_no_tensor_holds_the_logits_of_all_positions(
     harvested: Path, frozen: FrozenTarget, samples: list[Sample], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither the head's nor the target's, neither forward nor backward."""
+    """Neither the head's logits nor the target's, forward or backward."""
     head, batch = random_head(harvested, frozen, draft_vocab_size=90), Batch.collate(samples * 2, torch.float32)
     largest = {90: 0, 300: 0}  # positions of a tensor over the draft vocabulary, and over the target's
 
@@ -282,14 +286,14 @@ def test_no_tensor_holds_the_logits_of_all_positions(
         gradients(head, unrolled_loss(head, batch, frozen))
     num_positions = int(batch.loss_mask.sum())
     assert num_positions > 32
-    assert largest[300] <= 32  # the embedding and lm_head, transposed, have as many rows as the target is wide
+    assert largest[300] <= 32  # the transposed embedding and lm_head have one row per hidden unit
     assert largest[90] <= max(32, 6 * 300 // 90)
 
 
 def test_a_batch_without_a_supervised_position_has_no_loss_and_no_gradient(
     harvested: Path, frozen: FrozenTarget, samples: list[Sample]
 ) -> None:
-    """As a rank may find in its share."""
+    """Such a batch may be all that a rank gets."""
     head, batch = random_head(harvested, frozen, draft_vocab_size=90), Batch.collate(samples, torch.float32)
     batch.loss_mask.zero_()
     loss = unrolled_loss(head, batch, frozen, counts=torch.full((UNROLL,), 5.0))
@@ -300,7 +304,7 @@ def test_a_batch_without_a_supervised_position_has_no_loss_and_no_gradient(
 def test_activation_checkpoints_leave_loss_and_gradient_as_they_are(
     harvested: Path, frozen: FrozenTarget, samples: list[Sample]
 ) -> None:
-    """A step that is computed again must find the keys that it found the first time, and no more."""
+    """A step that is computed again must see exactly the keys that it saw the first time."""
     for head, objective in each_head(harvested, frozen)[:4]:
         batch = batch_for(head, samples)
         plain = unrolled_loss(head, batch, frozen, objective=objective)
@@ -309,7 +313,7 @@ def test_activation_checkpoints_leave_loss_and_gradient_as_they_are(
         assert_close(gradients(head, saving), gradients(head, plain), rtol=0, atol=0)
 
 
-def test_noise_belongs_to_its_sample_and_step() -> None:
+def test_input_noise_depends_on_its_sample_and_step_alone() -> None:
     noise = input_noise(0.2, [3, 64, 512], ["0 5 11", "0 5 12", "0 5 13"], 400, "cpu")
     assert noise.shape == (3, 512, 400)
     for row, length in enumerate([3, 64, 512]):
@@ -317,14 +321,14 @@ def test_noise_belongs_to_its_sample_and_step() -> None:
         assert 0.99 * edge < noise[row].abs().max() <= edge
         assert abs(noise[row, :length].mean()) < 0.1 * edge
         assert not noise[row, length:].any()
-    assert torch.equal(input_noise(0.2, [64], ["0 5 12"], 400, "cpu")[0], noise[1, :64])  # whoever is beside it
+    assert torch.equal(input_noise(0.2, [64], ["0 5 12"], 400, "cpu")[0], noise[1, :64])  # in any batch
     assert not torch.equal(input_noise(0.2, [64], ["0 6 12"], 400, "cpu")[0], noise[1, :64])
 
 
-def test_noise_is_laid_on_the_features_of_the_target_alone(
+def test_input_noise_is_added_only_to_the_features_of_the_target(
     harvested: Path, frozen: FrozenTarget, samples: list[Sample]
 ) -> None:
-    """Adding it to the projected features is the same as reading a text whose features were so."""
+    """The loss equals that of a head whose projection already adds the noise."""
     head = random_eagle1_head(frozen)
     batch = batch_for(head, samples)
     unrolled = UnrolledHead(head, Teacher(frozen, head.vocab), EAGLE_1)
@@ -341,7 +345,7 @@ def test_noise_is_laid_on_the_features_of_the_target_alone(
     assert_close(unrolled(batch, supervision, supervision.counts(UNROLL)).loss, noisy)
 
 
-def test_an_objective_is_its_papers_unless_the_recipe_says_otherwise(make_recipe: Callable[..., Recipe]) -> None:
+def test_an_objective_is_that_of_the_paper_unless_the_recipe_says_otherwise(make_recipe: Callable[..., Recipe]) -> None:
     assert Objective.from_recipe(make_recipe("a", "train.unroll=4")) == EAGLE_3
     eagle1 = "head={kind: eagle1}", "train.unroll=4"
     assert Objective.from_recipe(make_recipe("b", *eagle1)) == EAGLE_1
@@ -368,7 +372,7 @@ def test_tap_sizes_are_medians_that_one_huge_token_does_not_move(tmp_path: Path)
 
 
 def padded(batch: Batch, count: int, garbage: bool) -> Batch:
-    """The batch with `count` more places behind it; `garbage` also fills what lies behind each sample's end."""
+    """The batch with `count` more columns; `garbage` fills everything after the end of each sample."""
 
     def widened(tensor: Tensor) -> Tensor:
         wider = tensor.new_zeros(tensor.shape[0], tensor.shape[1] + count, *tensor.shape[2:])
@@ -377,17 +381,17 @@ def padded(batch: Batch, count: int, garbage: bool) -> Batch:
 
     wide = Batch(widened(batch.tokens), widened(batch.loss_mask), widened(batch.taps), widened(batch.last_hidden))
     if garbage:
-        behind = wide.loss_mask.flip(1).cumsum(1).flip(1) == 0  # a sample ends with its response
-        assert behind[:, -count:].all()
-        wide.tokens[behind] = torch.randint(1, 300, (int(behind.sum()),))
+        after_end = wide.loss_mask.flip(1).cumsum(1).flip(1) == 0  # a sample ends with its response
+        assert after_end[:, -count:].all()
+        wide.tokens[after_end] = torch.randint(1, 300, (int(after_end.sum()),))
         for features in (wide.taps, wide.last_hidden):
-            features[behind] = torch.randn(int(behind.sum()), features.shape[-1]) * 30
+            features[after_end] = torch.randn(int(after_end.sum()), features.shape[-1]) * 30
     return wide
 
 
-@pytest.mark.parametrize("garbage", [False, True], ids=["padding", "garbage behind the end"])
+@pytest.mark.parametrize("garbage", [False, True], ids=["padding", "garbage after the end"])
 @pytest.mark.parametrize("section", VARIANTS.values(), ids=VARIANTS.keys())
-def test_what_lies_behind_a_samples_end_changes_neither_loss_nor_gradient(
+def test_padding_after_a_sample_changes_neither_loss_nor_gradient(
     harvested: Path, frozen: FrozenTarget, samples: list[Sample], section: dict[str, Any], garbage: bool
 ) -> None:
     head = random_head(harvested, frozen, **section)
@@ -398,11 +402,12 @@ def test_what_lies_behind_a_samples_end_changes_neither_loss_nor_gradient(
     assert_close(gradients(head, wider), gradients(head, loss), rtol=1e-5, atol=1e-6)
 
 
-def test_no_position_is_scored_on_what_the_sample_does_not_hold(
+def test_no_position_is_scored_on_tokens_outside_its_sample(
     harvested: Path, frozen: FrozenTarget, samples: list[Sample]
 ) -> None:
-    """The last scored index is T - 3: it takes token T - 2 and guesses token T - 1, which the target's hidden state
-    of T - 2 stands for. So the last token, the last hidden state and the last two taps are never used."""
+    """The last scored index is T - 3: it takes token T - 2 and is scored against the target's distribution of token
+    T - 1, which comes from the hidden state at T - 2. So the last token, the last hidden state and the last two taps
+    are never used."""
     head = random_head(harvested, frozen)
 
     def loss_with(change: Callable[[Sample], None]) -> Tensor:
@@ -425,7 +430,7 @@ def test_no_position_is_scored_on_what_the_sample_does_not_hold(
 def test_parts_of_a_batch_add_up_to_its_gradient(
     harvested: Path, frozen: FrozenTarget, samples: list[Sample], section: dict[str, Any]
 ) -> None:
-    """Ranks hold samples of different lengths; dividing by the positions of all of them is what makes this true."""
+    """Ranks hold samples of different lengths; this is true because each divides by the positions of all ranks."""
     head = random_head(harvested, frozen, **section)
     whole = Batch.collate(samples, torch.float32)
     counts = Teacher(frozen, head.vocab).supervise(whole).counts(UNROLL)

@@ -1,6 +1,7 @@
-"""Laws of the command, in processes of their own: it makes everything, and however it is stopped it goes on."""
+"""Laws of the training command, run as a process: it makes everything, and continues however it was stopped."""
 
 import random
+import runpy
 import shutil
 import signal
 import subprocess
@@ -17,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def start(recipe: Path, *overrides: str) -> subprocess.Popen[str]:
-    """The documented command, in a process of its own and from another folder."""
+    """Start the documented command as a process, from another folder."""
     command = [sys.executable, str(ROOT / "trainers/eagle.py"), str(recipe), "log.wandb=auto", *overrides]
     return subprocess.Popen(
         command,
@@ -40,14 +41,14 @@ LONGER = "train.steps=60", "train.checkpoint_every=5", "train.eval_every=20"
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which the command ran from nothing to a head."""
+    """A folder in which the command has made everything from prompts to head."""
     folder = tmp_path_factory.mktemp("finished")
     output = finish(start(build_run(folder), *LONGER, "train.eval_prompts=1"))
     assert "head written to" in output
     return folder
 
 
-def test_one_command_makes_everything_and_the_same_again_changes_nothing(finished: Path) -> None:
+def test_one_command_makes_everything_and_running_it_again_changes_nothing(finished: Path) -> None:
     before = contents(finished / "run")
     folders = {name.partition("/")[0] for name in before}
     assert folders == {"prompts", "responses", "features", "checkpoints", "metrics.jsonl", "head"}
@@ -70,16 +71,44 @@ def test_a_run_killed_at_any_moment_ends_in_the_same_head(finished: Path, tmp_pa
     time.sleep(random.SystemRandom().uniform(0, 0.01))
     process.kill()
     output, _ = process.communicate()
-    assert process.returncode in (-signal.SIGKILL, 0), output  # 0: a busy machine let it end before we looked
+    assert process.returncode in (-signal.SIGKILL, 0), output  # 0: on a busy machine it may end before it is killed
     left = sorted(path.name for path in killed.glob("*/step-*"))
     finish(start(finished / "recipe.yaml", *LONGER, f"run_dir={killed}"))
     expected = (finished / "run/head/model.safetensors").read_bytes()
-    assert (killed / "head/model.safetensors").read_bytes() == expected, f"killed behind step {last} of 60, at {left}"
+    assert (killed / "head/model.safetensors").read_bytes() == expected, f"killed after step {last} of 60, at {left}"
     assert not list(killed.glob("*/*.partial"))
 
 
+@pytest.mark.parametrize(
+    ("script", "head", "said"),
+    [
+        (
+            "trainers/medusa.py",
+            "{kind: eagle3}",
+            "error: head.kind: eagle3 given, trainers/medusa.py trains medusa; start it with: accelerate launch "
+            "trainers/eagle.py RECIPE",
+        ),
+        (
+            "trainers/eagle.py",
+            "{kind: medusa, medusa_heads: 3}",
+            "error: head.kind: medusa given, trainers/eagle.py trains eagle1 and eagle3; start it with: accelerate "
+            "launch trainers/medusa.py RECIPE",
+        ),
+    ],
+)
+def test_a_trainer_refuses_the_head_of_the_other_trainer_and_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, head: str, said: str
+) -> None:
+    recipe = build_run(tmp_path)
+    monkeypatch.setattr(sys, "argv", [script, str(recipe), f"head={head}"])
+    with pytest.raises(SystemExit) as refusal:
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    assert refusal.value.code == said
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.slow
-def test_two_ranks_write_the_same_files_and_all_but_the_same_head(finished: Path, tmp_path: Path) -> None:
+def test_two_ranks_write_the_same_files_and_the_same_head_up_to_rounding(finished: Path, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command = [*torchrun, str(ROOT / "trainers/eagle.py"), str(finished / "recipe.yaml"), *LONGER]
     environment = {**quiet_environment(ROOT), "ACCELERATE_USE_CPU": "true"}
@@ -87,12 +116,12 @@ def test_two_ranks_write_the_same_files_and_all_but_the_same_head(finished: Path
     for stage in ("prompts", "responses", "features"):
         assert contents(tmp_path / "run" / stage) == contents(finished / "run" / stage)
     one, two = (load_file(folder / "run/head/model.safetensors") for folder in (finished, tmp_path))
-    assert_close(two, one, rtol=1e-3, atol=1e-4)  # they add up in another order
+    assert_close(two, one, rtol=1e-3, atol=1e-4)  # ranks add up in another order
 
 
 @pytest.mark.slow
-def test_two_ranks_hand_over_to_one_behind_the_same_sample(finished: Path, tmp_path: Path) -> None:
-    """SIGTERM to all of the launch; one rank, which reads the whole batch in two pieces, goes on with the next one."""
+def test_one_rank_continues_after_the_last_sample_of_two(finished: Path, tmp_path: Path) -> None:
+    """SIGTERM stops a launch of two ranks; one rank continues with the next batch, in two micro-batches."""
     run_dir = tmp_path / "run"
     for stage in ("prompts", "responses", "features"):
         shutil.copytree(finished / "run" / stage, run_dir / stage)
@@ -106,11 +135,11 @@ def test_two_ranks_hand_over_to_one_behind_the_same_sample(finished: Path, tmp_p
     process.terminate()
     output, _ = process.communicate(timeout=120)
     assert process.returncode != 0
-    assert "saved behind step" in output
+    assert "saved after step" in output
     stopped = max(int(path.name.removeprefix("step-")) for path in (run_dir / "checkpoints").glob("step-*"))
     assert 8 <= stopped < 60
     output = finish(start(finished / "recipe.yaml", *LONGER, f"run_dir={run_dir}", "train.accumulate=2"))
-    assert f"resuming behind step {stopped}" in output
+    assert f"resuming after step {stopped}" in output
     one, handed = (load_file(folder / "run/head/model.safetensors") for folder in (finished, tmp_path))
     assert_close(handed, one, rtol=1e-3, atol=1e-4)
 
@@ -122,7 +151,7 @@ def wait_for_rows(metrics: Path, count: int, process: subprocess.Popen[str]) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_saves_behind_the_running_step_and_the_same_command_goes_on(
+def test_a_signal_saves_after_the_current_step_and_the_same_command_continues(
     finished: Path, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
     stopped = tmp_path / "run"
@@ -135,7 +164,7 @@ def test_a_signal_saves_behind_the_running_step_and_the_same_command_goes_on(
     output, _ = process.communicate(timeout=60)
     assert process.returncode == code, output
     [left] = (stopped / "checkpoints").glob("step-*")
-    assert f"{number.name}: saved behind step {left.name.removeprefix('step-')} and stopped" in output
+    assert f"{number.name}: saved after step {left.name.removeprefix('step-')} and stopped" in output
     assert "Traceback" not in output
     finish(start(finished / "recipe.yaml", *options))
     expected = (finished / "run/head/model.safetensors").read_bytes()

@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: safetensors only, whole or not at all, and exact."""
+"""Checkpoints of a training run: safetensors only, written whole or not at all, and exact."""
 
 import json
 import os
@@ -19,18 +19,18 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All that moves during training, whole and by parameter name, however many ranks hold it.
+    """Everything that training changes: whole tensors by parameter name, however many ranks hold them.
 
-    Batches, noise and learning rates are functions of (seed, step), so `step` is also the place in the data, and there
-    is no generator whose state would have to be kept.
+    Batches, input noise and learning rates are functions of (seed, step), so `step` also says where the run is in the
+    data, and no generator state needs to be saved.
     """
 
     step: int  # steps done
     weights: Tensors
-    moments: Tensors  # the optimizers' state, as fc.weight.exp_avg
-    average: Tensors  # of the weights; empty without train.ema_decay
+    optimizers: Tensors  # their state, named as in fc.weight.exp_avg
+    average: Tensors  # the moving average of the weights; empty without train.ema_decay
     loss_scale: dict[str, float]
-    target: Tensors = field(default_factory=dict)  # what of it joint.mode trains, with moments as NAME.exp_avg
+    target: Tensors = field(default_factory=dict)  # what joint.mode trains of it, with optimizer state
 
     @property
     def exported(self) -> Tensors:
@@ -40,22 +40,23 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Best:
-    """The weights with the longest accepted length so far, and how that was measured."""
+    """The weights with the longest acceptance length so far, and how it was measured."""
 
     step: int
-    score: float
-    measured: Json
+    score: float  # mean acceptance length over the measured temperatures
+    conditions: Json
     folder: Path
 
 
 class Checkpoints:
-    """`folder/step-N` is the run after N steps, for the newest few; `folder/best-N` holds the best weights alone."""
+    """`folder/step-N` holds the run after N steps, for the newest few N; `folder/best-N` the best weights alone."""
 
     def __init__(self, folder: Path, inputs: Json, keep: int) -> None:
         self.folder, self.keep = folder, keep
         self.inputs: Json = json.loads(json.dumps(inputs))
 
     def steps(self, kind: str = "step") -> list[int]:
+        """The steps of the whole checkpoints, ascending; `kind` is step or best."""
         paths = (path for path in self.folder.glob(f"{kind}-*") if path.suffix == "")
         return sorted(int(path.name.removeprefix(f"{kind}-")) for path in paths)
 
@@ -67,13 +68,17 @@ class Checkpoints:
         return self.folder / f"step-{step}"
 
     def save(self, snapshot: Snapshot) -> None:
-        """Write beside, then rename; only then older ones go, so a full disk or a kill costs nothing.
+        """Write to a partial folder, rename it, then remove older checkpoints: a full disk or a kill costs nothing.
 
-        Raises ValueError when it cannot be written; those from before are whole.
+        Raises ValueError if it cannot be written; earlier checkpoints are then still whole.
         """
-        files = {"head": snapshot.weights, "optimizers": snapshot.moments, "average": snapshot.average}
-        files["target"] = snapshot.target
-        files = {name: tensors for name, tensors in files.items() if tensors}
+        every = {
+            "head": snapshot.weights,
+            "optimizers": snapshot.optimizers,
+            "average": snapshot.average,
+            "target": snapshot.target,
+        }
+        files = {name: tensors for name, tensors in every.items() if tensors}
         state = {"step": snapshot.step, "loss_scale": snapshot.loss_scale, "files": list(files), "inputs": self.inputs}
         self._write(self.path(snapshot.step), files, state)
         for old in self.steps()[: -self.keep]:
@@ -82,7 +87,7 @@ class Checkpoints:
     def load(self) -> Snapshot | None:
         """The newest checkpoint, None if there is none.
 
-        Raises ValueError when it was made by another recipe or cannot be read; nothing restarts silently.
+        Raises ValueError if another recipe made it or it cannot be read: a run never restarts silently.
         """
         newest = self.newest()
         if newest == 0:
@@ -91,28 +96,28 @@ class Checkpoints:
         try:
             state = json.loads((path / STATE).read_text())
             files = {name: load_file(path / f"{name}.safetensors") for name in state["files"]}
-            moments, average, target = (files.get(name, {}) for name in ("optimizers", "average", "target"))
-            snapshot = Snapshot(int(state["step"]), files["head"], moments, average, state["loss_scale"], target)
+            optimizers, average, target = (files.get(name, {}) for name in ("optimizers", "average", "target"))
+            snapshot = Snapshot(int(state["step"]), files["head"], optimizers, average, state["loss_scale"], target)
             inputs = state["inputs"]
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            raise ValueError(f"{path} cannot be read ({error}); remove it to resume from the one before") from error
+            raise ValueError(f"{path} cannot be read ({error}); remove it to resume from the one before it") from error
         self._refuse_difference(path, inputs)
         return snapshot
 
-    def offer_best(self, step: int, weights: Tensors, score: float, measured: Json) -> None:
-        """Keep these weights in place of the best ones so far, if they are better or those were measured otherwise."""
+    def offer_best(self, step: int, weights: Tensors, score: float, conditions: Json) -> None:
+        """Replace the best weights so far if these score higher, or if the scores were measured differently."""
         best, before = self.best(), self.steps("best")
-        measured = json.loads(json.dumps(measured))
-        if best is not None and best.measured == measured and best.score >= score:
+        conditions = json.loads(json.dumps(conditions))
+        if best is not None and best.conditions == conditions and best.score >= score:
             return
-        state = {"step": step, "score": score, "measured": measured, "inputs": self.inputs}
+        state = {"step": step, "score": score, "measured": conditions, "inputs": self.inputs}
         self._write(self.folder / f"best-{step}", {"head": weights}, state)
         for old in before:
             if old != step:
                 shutil.rmtree(self.folder / f"best-{old}")
 
     def best(self) -> Best | None:
-        """The best weights so far. Raises ValueError when they are another recipe's or cannot be read."""
+        """The best weights so far. Raises ValueError if another recipe made them or they cannot be read."""
         found = []
         for step in self.steps("best"):  # two, if the process died between writing one and removing the other
             path = self.folder / f"best-{step}"
@@ -121,7 +126,7 @@ class Checkpoints:
                 found.append(Best(step, float(state["score"]), state["measured"], path))
                 inputs = state["inputs"]
             except (OSError, ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path} cannot be read ({error}); remove it to go on without") from error
+                raise ValueError(f"{path} cannot be read ({error}); remove it to continue without it") from error
             self._refuse_difference(path, inputs)
         return max(found, key=lambda best: best.score, default=None)
 
@@ -132,20 +137,20 @@ class Checkpoints:
             raise ValueError(f"{best.folder} cannot be read ({error}); choose train.export=newest") from error
 
     def exported(self) -> Json | None:
-        """What `note_export` noted last."""
+        """What `note_export` recorded last."""
         path = self.folder / "exported.json"
         found: Json | None = json.loads(path.read_text()) if path.is_file() else None
         return found
 
     def note_export(self, what: Json) -> None:
-        """Remember which weights became the run's head."""
+        """Record which weights became the run's head."""
         write_text(self.folder / "exported.json", json.dumps(what))
 
     def _write(self, path: Path, files: dict[str, Tensors], state: Json) -> None:
         partial = path.with_name(path.name + ".partial")
         try:
-            for left in self.folder.glob("*.partial"):
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
+            for leftover in self.folder.glob("*.partial"):
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
             partial.mkdir(parents=True)
             for name, tensors in files.items():
                 on_cpu = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
@@ -161,8 +166,8 @@ class Checkpoints:
             shutil.rmtree(partial, ignore_errors=True)
             kept = ", ".join(f"step-{step}" for step in self.steps()) or "none before it"
             raise ValueError(
-                f"{path} cannot be written ({error}); checkpoints that are whole: {kept}; make room, then the same "
-                "command goes on from the newest"
+                f"{path} cannot be written ({error}); whole checkpoints: {kept}; make room, then the same "
+                "command continues from the newest"
             ) from error
 
     def _refuse_difference(self, path: Path, found: Any) -> None:
@@ -171,12 +176,12 @@ class Checkpoints:
             raise ValueError(
                 f"{path} belongs to another recipe:\n  "
                 + "\n  ".join(different)
-                + f"\nchoose another run_dir, put the recipe back, or remove {self.folder} to train anew"
+                + f"\nchoose another run_dir, put the recipe back, or remove {self.folder} to start over"
             )
 
 
 def flush(path: Path) -> None:
-    """Bring a file or a folder's entries to the disk, so that a rename never outlives what it names."""
+    """Force a file or a folder's entries to disk, so that no rename reaches the disk before the data it names."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

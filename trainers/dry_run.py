@@ -1,4 +1,4 @@
-"""What a run will take, known before anything is spent: sizes that cannot work are refused, the rest is a table."""
+"""What a training run will take, known before it starts: sizes that cannot work are refused, the rest is a table."""
 
 import math
 from dataclasses import dataclass
@@ -13,41 +13,45 @@ from data_pipelines.state_encoding import bytes_per_token
 from heads.checkpoint import head_taps
 from heads.target_config import TargetConfig, locate_target
 from recipes import Recipe
-from trainers.memory_estimate import HeadSizes, LiveSizes, head_sizes, live_sizes
+from trainers.memory_estimate import HeadSizes, TargetSizes, head_sizes, target_sizes
 
 
 def refuse_sizes(recipe: Recipe, num_ranks: int, num_samples: int, num_heldout: int | None = None) -> None:
-    """ValueError for what could not be trained on, or would repeat a sample within a batch."""
+    """Raises ValueError if there is nothing to train or measure on, or a batch would repeat a sample or be empty."""
     section = recipe.train
     if num_samples == 0:
         raise ValueError("the features hold no samples to train on; check data.num_prompts and harvest again")
     if num_heldout == 0:
-        raise ValueError(f"data.heldout_prompts: {recipe.data.heldout_prompts} gave no sample to measure on; add some")
+        raise ValueError(
+            f"data.heldout_prompts: {recipe.data.heldout_prompts} given, which yields no held-out sample; add prompts"
+        )
     if section.batch_size < num_ranks:
         raise ValueError(
-            f"train.batch_size: {section.batch_size} sequences for {num_ranks} ranks; give each rank at least one"
+            f"train.batch_size: {section.batch_size} given, {num_ranks} or more is allowed on {num_ranks} ranks; give "
+            "each rank one sequence or more"
         )
     if section.batch_size // num_ranks < section.accumulate:
+        most = section.batch_size // num_ranks
         raise ValueError(
-            f"train.accumulate: {section.accumulate} pieces of a rank's {section.batch_size // num_ranks} sequences "
-            f"(train.batch_size {section.batch_size} on {num_ranks} ranks); lower it or raise train.batch_size"
+            f"train.accumulate: {section.accumulate} given, up to {most} is allowed for the {most} sequences of each "
+            f"rank (train.batch_size {section.batch_size} on {num_ranks} ranks); lower it or raise train.batch_size"
         )
     if section.batch_size > num_samples:
         raise ValueError(
-            f"train.batch_size: {section.batch_size} sequences of {num_samples} to train on; lower it or raise "
-            "data.num_prompts"
+            f"train.batch_size: {section.batch_size} given, up to {num_samples} is allowed for {num_samples} "
+            "training samples; lower it or raise data.num_prompts"
         )
 
 
 @dataclass(frozen=True)
 class DataSizes:
-    """Of the training split, as it is on disk or as large as the recipe allows."""
+    """Sizes of the training split: measured if it is on disk, otherwise the largest that the recipe allows."""
 
     is_measured: bool
     samples: int
     tokens: int
-    longest: int  # tokens of a sample that memory is planned for
-    feature_bytes: int
+    longest: int  # tokens of the longest sample that memory is planned for
+    feature_bytes: int  # of both splits
 
     @classmethod
     def of(cls, recipe: Recipe, target: TargetConfig) -> "DataSizes":
@@ -65,72 +69,72 @@ class DataSizes:
 
 
 def print_plan(recipe: Recipe, num_ranks: int, device: torch.device) -> None:
-    """The whole plan as a table on the terminal; raises ValueError for sizes that cannot work."""
+    """Print the whole plan as a table; raises ValueError for sizes that cannot work."""
     folder = locate_target(recipe.target.path, recipe.target.revision, ["config.json"])
     target = TargetConfig.from_folder(folder)
     data = DataSizes.of(recipe, target)
     refuse_sizes(recipe, num_ranks, data.samples)
-    rows = math.ceil(math.ceil(recipe.train.batch_size / num_ranks) / recipe.train.accumulate)
-    sizes = head_sizes(recipe, target, rows, data.longest, device)
+    samples = math.ceil(math.ceil(recipe.train.batch_size / num_ranks) / recipe.train.accumulate)  # per micro-batch
+    head = head_sizes(recipe, target, samples, data.longest, device)
+    trained = None if recipe.joint.mode is None else target_sizes(recipe, samples, data.longest, device)
+    needs = head_needs(recipe, head, samples, data)
+    if trained is not None:
+        needs += target_needs(recipe, trained, samples, data)
     table = Table("what", "how much", "why", title=f"plan of {recipe.run_dir}, {num_ranks} ranks", box=None)
-    needs, live = head_needs(recipe, sizes, rows, data), None
-    if recipe.joint.mode is not None:
-        live = live_sizes(recipe, rows, data.longest, device)
-        needs += target_needs(recipe, live, rows, data)
-    for row in [*head_rows(sizes), *memory_rows(needs), *data_rows(recipe, data, sizes, live)]:
+    for row in [parameter_row(head), *memory_rows(needs), *data_rows(recipe, data, head, trained)]:
         table.add_row(*row)
     weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    table.add_row("the target itself", decimal(weights) if weights else "unknown", measuring(recipe))
+    table.add_row("the target itself", decimal(weights) if weights else "unknown", target_note(recipe))
     Console(width=120, highlight=False).print(table)
     print("dry run: nothing was written")
 
 
-Row = tuple[str, str, str]
-Need = tuple[str, int, str]  # of memory, in bytes
+Row = tuple[str, str, str]  # what, how much, why
+Need = tuple[str, int, str]  # what, bytes of memory, why
 
 
-def head_rows(sizes: HeadSizes) -> list[Row]:
-    parts = ", ".join(f"{name} {count:,}" for name, count in sizes.parts.items())
-    return [("parameters of the head", f"{sum(sizes.parts.values()):,}", parts)]
+def parameter_row(sizes: HeadSizes) -> Row:
+    parts = ", ".join(f"{name} {count:,}" for name, count in sizes.parameters.items())
+    return "parameters of the head", f"{sum(sizes.parameters.values()):,}", parts
 
 
-def head_needs(recipe: Recipe, sizes: HeadSizes, rows: int, data: DataSizes) -> list[Need]:
-    piece = f"{rows} samples of {data.longest} tokens, train.unroll {recipe.train.unroll}"
+def head_needs(recipe: Recipe, sizes: HeadSizes, samples: int, data: DataSizes) -> list[Need]:
+    micro_batch = f"{samples} samples of {data.longest} tokens, train.unroll {recipe.train.unroll}"
     return [
         ("weights, per rank", sizes.weights, "float32"),
         ("gradients, per rank", sizes.weights, "float32"),
-        ("optimizer, per rank", sizes.moments, recipe.train.optimizer),
-        ("average, per rank", sizes.average, f"train.ema_decay {recipe.train.ema_decay}"),
-        ("the target's two ends, per rank", sizes.frozen, "embedding, norm and lm_head in float32"),
-        ("activations, per rank, about", sizes.activations, f"{piece}, {recipe.train.precision}"),
+        ("optimizer, per rank", sizes.optimizers, recipe.train.optimizer),
+        ("moving average, per rank", sizes.average, f"train.ema_decay {recipe.train.ema_decay}"),
+        ("the target's embedding and lm_head, per rank", sizes.frozen, "frozen, with the final norm, in float32"),
+        ("activations, per rank, about", sizes.activations, f"{micro_batch}, {recipe.train.precision}"),
     ]
 
 
-def target_needs(recipe: Recipe, sizes: LiveSizes, rows: int, data: DataSizes) -> list[Need]:
-    """Of the target that is trained beside the heads."""
-    learning = f"{sizes.learning:,} of {sizes.parameters:,} parameters learn, joint.mode {recipe.joint.mode}"
+def target_needs(recipe: Recipe, sizes: TargetSizes, samples: int, data: DataSizes) -> list[Need]:
+    """Memory for the target that is trained with its heads."""
+    learning = f"{sizes.trained_parameters:,} of {sizes.parameters:,} parameters learn, joint.mode {recipe.joint.mode}"
     return [
         ("weights of the target", sizes.weights, learning),
         ("gradients of the target", sizes.gradients, "float32"),
-        ("optimizer of the target", sizes.moments, "adamw"),
-        ("activations of the target, about", sizes.activations, f"{rows} samples of {data.longest} tokens"),
+        ("optimizer of the target", sizes.optimizer, "adamw"),
+        ("activations of the target, about", sizes.activations, f"{samples} samples of {data.longest} tokens"),
     ]
 
 
 def memory_rows(needs: list[Need]) -> list[Row]:
     total = sum(size for _, size, _ in needs)
     return [(name, decimal(size), why) for name, size, why in needs if size] + [
-        ("all of these, per rank, about", decimal(total), "as data parallel; shares of FSDP and ZeRO are smaller")
+        ("total memory, per rank, about", decimal(total), "as data parallel; FSDP and ZeRO hold slices")
     ]
 
 
-def data_rows(recipe: Recipe, data: DataSizes, sizes: HeadSizes, live: LiveSizes | None) -> list[Row]:
+def data_rows(recipe: Recipe, data: DataSizes, head: HeadSizes, trained: TargetSizes | None) -> list[Row]:
     at_most, why = ("", "as harvested") if data.is_measured else ("at most ", "not harvested yet; lengths are unknown")
     epoch = data.samples / recipe.train.batch_size
-    files = sizes.weights + sizes.moments + sizes.average
-    if live is not None:
-        files += live.gradients + live.moments  # what learns of the target is as large as its gradients
-    checkpoints = recipe.train.keep_checkpoints * files + (sizes.weights if recipe.train.eval_prompts else 0)
+    checkpoint = head.weights + head.optimizers + head.average
+    if trained is not None:
+        checkpoint += trained.gradients + trained.optimizer  # the trained weights are as large as their gradients
+    checkpoints = recipe.train.keep_checkpoints * checkpoint + (head.weights if recipe.train.eval_prompts else 0)
     return [
         ("tokens per epoch", f"{at_most}{data.tokens:,}", f"{data.samples:,} samples, {why}"),
         ("steps per epoch", f"{epoch:,.1f}", f"train.batch_size {recipe.train.batch_size}"),
@@ -140,10 +144,11 @@ def data_rows(recipe: Recipe, data: DataSizes, sizes: HeadSizes, live: LiveSizes
     ]
 
 
-def measuring(recipe: Recipe) -> str:
+def target_note(recipe: Recipe) -> str:
+    """Where the target is loaded."""
     if recipe.data.mode == "online":
         where = "on every rank" if recipe.data.online_devices is None else "on data.online_devices"
-        return f"{where} while training, and once more on the main one, which decodes train.eval_prompts"
+        return f"{where} while training, and again on the main rank, which decodes train.eval_prompts"
     if not recipe.train.eval_prompts:
         return "only for the harvest, as train.eval_prompts is 0"
     return "on every rank of the harvest, and on the main rank while training"

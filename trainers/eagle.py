@@ -1,19 +1,21 @@
-"""Train an EAGLE draft head; stages that are missing before it are run, those that are there are reused.
+"""Train an EAGLE-1 or EAGLE-3 draft head: run the stages before it that are missing, and reuse the others.
 
     accelerate launch trainers/eagle.py recipes/tiny.yaml
     accelerate launch trainers/eagle.py recipes/llama3_8b.yaml train.learning_rate=1e-4
-    python trainers/eagle.py recipes/llama3_8b.yaml train.dry_run=true   # what it would take; spends nothing
+    python trainers/eagle.py recipes/llama3_8b.yaml train.dry_run=true   # print what it would take, then exit
 
 Killed at any step, the same command continues from the newest checkpoint and ends in the same weights. SIGTERM, or
-Ctrl-C once, saves behind the running step first.
+Ctrl-C once, finishes the current step, saves and exits.
 """
+
+from functools import partial
 
 from recipes import run_command
 from trainers.run import run
 
 
 def main() -> None:
-    run_command(__doc__, run)
+    run_command(__doc__, partial(run, script="trainers/eagle.py"))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""An exponential moving average of a head's weights: less noisy than the weights of any one step."""
+"""An exponential moving average of a head's weights, which fluctuates less than the weights of any one step."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 
-class Average:
-    """Follows the trained parameters of a module, elementwise and in their own format.
+class MovingAverage:
+    """Averages the trained parameters of a module, elementwise and in their own number format.
 
-    It keeps `decay` of itself at each step, and less in the beginning, so that it soon forgets the initial weights.
+    Each step keeps `decay` of the average, and less during the first steps so that the initial weights fade quickly.
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
@@ -20,13 +20,13 @@ class Average:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take in the weights behind a step, counted from 0."""
+        """Add the weights after a step to the average; steps are counted from 0."""
         keep = min(self.decay, (1 + step) / (10 + step))
         torch._foreach_lerp_(list(self.tensors.values()), list(self.parameters.values()), 1 - keep)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The module holds the average while this lasts, and its own weights again afterwards."""
+        """The module holds the average inside the context, and its own weights again afterwards."""
         self._swap()
         try:
             yield

@@ -1,4 +1,4 @@
-"""What a head is worth while it trains: held-out accuracy at each depth, and accepted length by real decoding."""
+"""How good a head is while it trains: held-out accuracy at each depth, and the acceptance length of real decoding."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -22,62 +22,64 @@ from recipes.jsonl import read_jsonl
 from trainers.checkpoint import Tensors
 from trainers.objective import UnrolledHead
 
-TEMPERATURES = {"tau": 0.0, "tau_t1": 1.0}  # accepted length is measured greedily and where sampling is hardest
+TEMPERATURES = {"tau": 0.0, "tau_t1": 1.0}  # metric of acceptance length -> the temperature it is measured at
 
 
 @dataclass(frozen=True)
-class Decoding:
-    """A target and a head beside it that drafts for it, both in the target's number format.
+class HeldOutDecoding:
+    """Decodes held-out prompts with a target and a copy of the head, both in the target's number format.
 
-    The head under training computes in float32 and may lie in shares on many ranks; this one takes over its weights.
+    The head under training computes in float32 and may be sharded over many ranks; the copy takes over its weights.
     """
 
     recipe: Recipe
     target: TargetModel
     head: DraftHead
 
-    def take(self, head: Tensors, target: Tensors) -> None:
-        """Decode with these weights of the head, and of the target where training changes them."""
+    def load_weights(self, head: Tensors, target: Tensors) -> None:
+        """Decode with these weights from now on; `target` holds only the weights that training has changed."""
         self.head.load_state_dict(head)
         found = self.target.model.load_state_dict(target, strict=False)
         assert not found.unexpected_keys, found.unexpected_keys
 
-    def stats(self, temperature: float) -> DecodeStats:
-        """Of tree decoding on the first held-out prompts, as the recipe decodes."""
+    def decode(self, temperature: float) -> DecodeStats:
+        """Decode the prompts as the recipe says; returns the statistics of all of them."""
         drafter = HeadDrafter(self.head, growth_from_recipe(self.recipe.decode, self.target, self.head))
         sampling, stats = sampling_from_recipe(self.recipe.decode, temperature), DecodeStats()
         requests = [Request(prompt, self.new_tokens, sampling) for prompt in self.prompts()]
         for generation in generate_batch(self.target, requests, drafter, self.recipe.decode.max_batch):
             stats.add(generation.stats)
-        self.target.kept(SpareSteps).clear()  # the training needs their memory
+        self.target.kept(SpareSteps).clear()  # training needs their memory
         return stats
 
-    def calibration(self) -> Calibration:
-        """Fitted on the same prompts."""
-        found = fit_calibration(self.target, self.head, self.prompts(), self.recipe.decode.depth, self.new_tokens)
+    def fit_calibration(self) -> Calibration:
+        """A calibration of the head, fitted on the same prompts."""
+        calibration = fit_calibration(self.target, self.head, self.prompts(), self.recipe.decode.depth, self.new_tokens)
         self.target.kept(SpareSteps).clear()
-        return found
+        return calibration
 
     @property
     def new_tokens(self) -> int:
         return min(self.recipe.decode.max_new_tokens, self.recipe.data.response_tokens)
 
     def prompts(self) -> list[list[int]]:
-        """The first held-out ones."""
+        """The first `train.eval_prompts` held-out prompts, as tokens."""
         rows = list(read_jsonl(self.recipe.prompts_dir / "heldout.jsonl"))[: self.recipe.train.eval_prompts]
         for row in rows:
             check_length(self.target, row["tokens"], self.new_tokens)
         return [row["tokens"] for row in rows]
 
     def conditions(self) -> dict[str, Any]:
-        """What accepted lengths must have in common to be compared."""
+        """The settings that two acceptance lengths must share to be comparable."""
         return {"eval_prompts": self.recipe.train.eval_prompts, **self.recipe.decode.model_dump(mode="json")}
 
 
 @torch.no_grad()
-def held_out_scores(unrolled: UnrolledHead, store: SampleStore, batch_size: int) -> dict[str, float]:
-    """Loss, top-1 accuracy and expected acceptance at each depth over the held-out samples; of a target under training
-    also its divergence from the original, in nats a token."""
+def held_out_metrics(unrolled: UnrolledHead, store: SampleStore, batch_size: int) -> dict[str, float]:
+    """Loss, top-1 accuracy and expected acceptance rate at each depth over the held-out samples.
+
+    If the target is trained too, also its divergence from the original in nats per token.
+    """
     embedding, unroll = unrolled.head.embedding, unrolled.objective.unroll
     total = torch.zeros(4, unroll)
     outside, divergences = 0, []
@@ -95,11 +97,11 @@ def held_out_scores(unrolled: UnrolledHead, store: SampleStore, batch_size: int)
     metrics = {"heldout/outside_vocab": outside / max(outside + float(total[0, 0]), 1)}
     if divergences:
         metrics["heldout/divergence"] = sum(divergences) / max(float(total[0, 0]), 1)
-    return {**depth_metrics("heldout", total), **metrics}
+    return {**metrics_by_depth("heldout", total), **metrics}
 
 
-def depth_metrics(prefix: str, sums: torch.Tensor) -> dict[str, float]:
-    """Means from the sums [4, unroll] of UnrollScores."""
+def metrics_by_depth(prefix: str, sums: torch.Tensor) -> dict[str, float]:
+    """Means at each depth from `UnrollScores.sums`, [4, unroll]."""
     counts = sums[0].clamp(min=1)
     metrics = {}
     for name, values in (("loss", sums[1]), ("accuracy", sums[2]), ("acceptance", sums[3])):
@@ -108,13 +110,14 @@ def depth_metrics(prefix: str, sums: torch.Tensor) -> dict[str, float]:
     return metrics
 
 
-def decoded_scores(decoding: Decoding) -> dict[str, float]:
-    """Accepted length at both temperatures, their mean, and the share of steps that accepted at least 1, 2, ..."""
+def decoding_metrics(decoding: HeldOutDecoding) -> dict[str, float]:
+    """Acceptance length at each temperature, their mean, and the share of steps that accept at least 1, 2, ... draft
+    tokens."""
     metrics = {}
-    if decoding.recipe.decode.growth.startswith("searched"):  # a tree that suits the head as it is now
-        decoding.head.calibration = decoding.calibration()
+    if decoding.recipe.decode.growth.startswith("searched"):  # search the best tree for the present weights
+        decoding.head.calibration = decoding.fit_calibration()
     for name, temperature in TEMPERATURES.items():
-        stats = decoding.stats(temperature)
+        stats = decoding.decode(temperature)
         metrics[f"heldout/{name}"] = stats.acceptance_length
         for depth, share in enumerate(stats.acceptance, start=1):
             metrics[f"heldout/{name}_accepts_{depth}"] = share

@@ -1,11 +1,11 @@
-"""SIGTERM and the first Ctrl-C: a request to stop behind the running step, not in the middle of it."""
+"""SIGTERM and the first Ctrl-C finish the current step, save a checkpoint and then exit."""
 
 import signal
 from types import FrameType
 
 
 class Interrupts:
-    """A context manager that notes these signals instead of dying of them; a second Ctrl-C ends the process at once."""
+    """A context manager that records these signals for the training loop; a second Ctrl-C ends the process at once."""
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -13,14 +13,14 @@ class Interrupts:
         self.received: int | None = None
 
     def __enter__(self) -> "Interrupts":
-        self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
+        self._handlers = {number: signal.signal(number, self._record) for number in self.SIGNALS}
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         self.received = number
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -30,10 +30,10 @@ class Interrupts:
 
     @property
     def exit_code(self) -> int:
-        """128 and the signal's number, as shells report it."""
+        """128 plus the signal's number, as shells report it."""
         return 128 + self._number
 
     @property
     def _number(self) -> int:
-        """On a rank that stops because another one was told to, SIGTERM."""
+        """The signal; SIGTERM on a rank that stops because another rank received one."""
         return signal.SIGTERM if self.received is None else self.received

@@ -1,4 +1,4 @@
-"""The training loop of draft heads: deterministic, resumable at any step, the same on one rank or many."""
+"""The training loop of draft heads: deterministic, resumable after any step, the same on one rank or many."""
 
 import math
 import time
@@ -9,46 +9,47 @@ from data_pipelines.sample_order import SampleOrder
 from heads.base import DraftHead
 from recipes import Recipe
 from trainers.checkpoint import Checkpoints
-from trainers.evaluation import TEMPERATURES, decoded_scores, depth_metrics, held_out_scores
+from trainers.evaluation import TEMPERATURES, decoding_metrics, held_out_metrics, metrics_by_depth
 from trainers.interrupt import Interrupts
-from trainers.run_state import Materials, Training, copied
-from trainers.step import StepResult, share_of, train_step
+from trainers.precision import autocast
+from trainers.run_state import Training, TrainingInputs, weights_on_cpu
+from trainers.step import StepResult, samples_of_rank, train_step
 from trainers.tracking import Tracker
 
 
 def train(
-    recipe: Recipe, head: DraftHead, materials: Materials, accelerator: Accelerator, checkpoints: Checkpoints
+    recipe: Recipe, head: DraftHead, inputs: TrainingInputs, accelerator: Accelerator, checkpoints: Checkpoints
 ) -> None:
-    """Fit the head, from the newest checkpoint if there is one; the result is the last checkpoint.
+    """Fit the head, starting from the newest checkpoint if there is one; the last checkpoint is the result.
 
-    Raises ValueError when a loss or a gradient is not finite, naming the step and its samples, or a checkpoint cannot
-    be read or written; SystemExit with a shell's code behind the step in which SIGTERM or Ctrl-C came.
+    Raises ValueError if a loss or a gradient is not finite, naming the step and its samples, or if a checkpoint cannot
+    be read or written. Raises SystemExit with a shell's exit code after the step in which SIGTERM or Ctrl-C arrived.
     """
     section, found = recipe.train, checkpoints.load()
     done = 0 if found is None else found.step
     measured = done == 0 or done % section.eval_every or Tracker.has_measured(recipe, done)
     if done >= section.steps and measured:
         return
-    training = Training.start(recipe, head, materials, accelerator, found)
-    order = SampleOrder(materials.train.shard_sizes, recipe.seed, recipe.data.shuffle_shards)
+    training = Training.start(recipe, head, inputs, accelerator, found)
+    order = SampleOrder(inputs.train.shard_sizes, recipe.seed, recipe.data.shuffle_shards)
     with Tracker(recipe, done, accelerator.is_main_process) as tracker, Interrupts() as interrupts:
         if done:
-            tracker.say(f"resuming behind step {done}")
-        if not measured:  # the process was stopped just before
+            tracker.say(f"resuming after step {done}")
+        if not measured:  # the process was stopped between saving and measuring
             measure(training, checkpoints, tracker, done)
-        pace = Pace()
-        materials.train.expect(share_of(accelerator, order.of_step(done, section.batch_size)))
+        speed = Speed()
+        inputs.train.expect(samples_of_rank(accelerator, order.of_step(done, section.batch_size)))
         for step in range(done, section.steps):
-            factor = training.ranks.set_learning_rates(section, step)
-            with pace:
+            factor = training.head.set_learning_rates(section, step)
+            with speed:
                 numbers = order.of_step(step, section.batch_size)
-                if step + 1 < section.steps:  # read while this one is computed
-                    materials.train.expect(share_of(accelerator, order.of_step(step + 1, section.batch_size)))
+                if step + 1 < section.steps:  # read while this step is computed
+                    inputs.train.expect(samples_of_rank(accelerator, order.of_step(step + 1, section.batch_size)))
                 result = train_step(training, step, numbers, interrupts.received is not None)
-            pace.num_tokens += result.num_tokens
+            speed.num_tokens += result.num_tokens
             if (step + 1) % section.log_every == 0:
-                metrics = step_metrics(training, result, section.learning_rate * factor, pace.tokens_per_second())
-                tracker.log(step + 1, metrics, headline(metrics, section.unroll))
+                metrics = step_metrics(training, result, section.learning_rate * factor, speed.tokens_per_second())
+                tracker.log(step + 1, metrics, progress_text(metrics, section.unroll))
             last = step + 1 == section.steps
             if not result.interrupted and (last or (step + 1) % section.eval_every == 0):
                 measure(training, checkpoints, tracker, step + 1)
@@ -56,7 +57,7 @@ def train(
                 save(training, checkpoints, step + 1)
             tracker.advance(step + 1)
             if result.interrupted:
-                tracker.say(f"{interrupts.name}: saved behind step {step + 1} and stopped; the same command goes on")
+                tracker.say(f"{interrupts.name}: saved after step {step + 1} and stopped; the same command continues")
                 raise SystemExit(interrupts.exit_code)
 
 
@@ -68,37 +69,43 @@ def save(training: Training, checkpoints: Checkpoints, step: int) -> None:
 
 
 def measure(training: Training, checkpoints: Checkpoints, tracker: Tracker, step: int) -> None:
-    """Held-out numbers, on the main rank alone; the best weights so far are kept."""
-    recipe, decoding = training.recipe, training.materials.decoding
-    with training.measured() as whole:
-        if whole is not None:
-            with training.autocast():
-                metrics = held_out_scores(whole, training.materials.heldout, recipe.train.batch_size)
-            accuracies = " ".join(f"{metrics[f'heldout/accuracy_{k}']:.3f}" for k in range(recipe.train.unroll))
-            said = f"step {step}: held-out loss {metrics['heldout/loss_0']:.3f}, accuracy by depth {accuracies}"
-            if decoding is not None:
-                weights = copied(whole.head)
-                decoding.take(weights, training.target_weights())
-                metrics |= decoded_scores(decoding)
-                said += ", accepted length " + ", ".join(
-                    f"{metrics[f'heldout/{name}']:.2f} at temperature {temperature:g}"
-                    for name, temperature in TEMPERATURES.items()
-                )
-                if recipe.decode.acceptance == "typical":
-                    said += " (typical acceptance, LOSSY)"
-                checkpoints.offer_best(step, weights, metrics["heldout/score"], decoding.conditions())
-            if "heldout/divergence" in metrics:
-                said += f", KL(original || tuned target) {metrics['heldout/divergence']:.4f} nats a token"
-            tracker.log(step, metrics, f"measured behind step {step}")
+    """Log the held-out metrics, computed on the main rank alone, and keep the best weights so far."""
+    recipe, inputs = training.recipe, training.inputs
+    with training.exported_head() as exported:
+        if exported is not None:
+            with autocast(recipe.train, training.accelerator.device):
+                metrics = held_out_metrics(exported, inputs.heldout, recipe.train.batch_size)
+            if inputs.decoding is not None:
+                weights = weights_on_cpu(exported.head)
+                inputs.decoding.load_weights(weights, {} if inputs.target is None else inputs.target.weights())
+                metrics |= decoding_metrics(inputs.decoding)
+                checkpoints.offer_best(step, weights, metrics["heldout/score"], inputs.decoding.conditions())
+            tracker.log(step, metrics, f"measured after step {step}")
             tracker.chart_acceptance(step, metrics)
-            tracker.say(said)
+            tracker.say(f"step {step}: {measured_text(recipe, metrics)}")
     training.accelerator.wait_for_everyone()
+
+
+def measured_text(recipe: Recipe, metrics: dict[str, float]) -> str:
+    """The held-out metrics as one line of the console."""
+    accuracies = " ".join(f"{metrics[f'heldout/accuracy_{k}']:.3f}" for k in range(recipe.train.unroll))
+    text = f"held-out loss {metrics['heldout/loss_0']:.3f}, accuracy by depth {accuracies}"
+    if "heldout/score" in metrics:
+        text += ", acceptance length " + ", ".join(
+            f"{metrics[f'heldout/{name}']:.2f} at temperature {temperature:g}"
+            for name, temperature in TEMPERATURES.items()
+        )
+        if recipe.decode.acceptance == "typical":
+            text += " (typical acceptance, LOSSY)"
+    if "heldout/divergence" in metrics:
+        text += f", KL(original || tuned target) {metrics['heldout/divergence']:.4f} nats per token"
+    return text
 
 
 def step_metrics(
     training: Training, result: StepResult, learning_rate: float, tokens_per_second: float
 ) -> dict[str, float]:
-    metrics = {**depth_metrics("train", result.sums), "train/learning_rate": learning_rate}
+    metrics = {**metrics_by_depth("train", result.sums), "train/learning_rate": learning_rate}
     if math.isfinite(result.gradient_norm):
         metrics["train/gradient_norm"] = result.gradient_norm
     if result.divergence is not None:
@@ -106,22 +113,24 @@ def step_metrics(
     return {**metrics, **training.loss_scale.metrics(), "train/tokens_per_second": tokens_per_second}
 
 
-def headline(metrics: dict[str, float], unroll: int) -> str:
-    chances = " ".join(f"{metrics[f'train/acceptance_{k}']:.2f}" for k in range(unroll))
-    return f"loss {metrics['train/loss_0']:.3f}, accepts {chances}, {metrics['train/tokens_per_second']:.0f} tokens/s"
+def progress_text(metrics: dict[str, float], unroll: int) -> str:
+    """A step's metrics as the progress bar shows them."""
+    rates = " ".join(f"{metrics[f'train/acceptance_{k}']:.2f}" for k in range(unroll))
+    speed = f"{metrics['train/tokens_per_second']:.0f} tokens/s"
+    return f"loss {metrics['train/loss_0']:.3f}, acceptance by depth {rates}, {speed}"
 
 
-class Pace:
-    """Tokens per second of the steps since the last question, without what measuring and saving take in between."""
+class Speed:
+    """Measures tokens per second while its context is open, so time for saving and measuring is not counted."""
 
     def __init__(self) -> None:
-        self.num_tokens, self._seconds, self._began = 0, 0.0, 0.0
+        self.num_tokens, self._seconds, self._started = 0, 0.0, 0.0
 
     def __enter__(self) -> None:
-        self._began = time.perf_counter()
+        self._started = time.perf_counter()
 
     def __exit__(self, *exc: object) -> None:
-        self._seconds += time.perf_counter() - self._began
+        self._seconds += time.perf_counter() - self._started
 
     def tokens_per_second(self) -> float:
         rate = self.num_tokens / self._seconds

@@ -1,17 +1,19 @@
-"""Train Medusa or Hydra heads; stages that are missing before it are run, those that are there are reused.
+"""Train Medusa or Hydra heads: run the stages before them that are missing, and reuse the others.
 
     accelerate launch trainers/medusa.py recipes/tiny_medusa.yaml
-    accelerate launch trainers/medusa.py recipes/tiny_medusa.yaml head.sequential=true
+    accelerate launch trainers/medusa.py recipes/tiny_medusa.yaml head.sequential=true   # Hydra
 
 Stopped or killed at any step, the same command continues from the newest checkpoint and ends in the same weights.
 """
+
+from functools import partial
 
 from recipes import run_command
 from trainers.run import run
 
 
 def main() -> None:
-    run_command(__doc__, run)
+    run_command(__doc__, partial(run, script="trainers/medusa.py"))
 
 
 if __name__ == "__main__":

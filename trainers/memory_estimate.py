@@ -1,4 +1,4 @@
-"""How much memory training a head takes: counted on tensors that have shapes and no content."""
+"""How much memory training a head takes, measured on fake tensors: shapes without data."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from heads.frozen import FrozenTarget
 from heads.target_config import TargetConfig
 from inference.target.model import TargetModel
 from recipes import Recipe
-from trainers.medusa2 import LiveTarget, trained_target
+from trainers.medusa2 import TrainableTarget, trainable_section
 from trainers.objective import Objective, Supervision, Teacher, UnrolledHead, positions_at_once
 from trainers.optimizers import build_optimizers
 from trainers.precision import autocast
@@ -23,117 +23,118 @@ from trainers.precision import autocast
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """Parameters by part of the head; everything else in bytes."""
+    """What training a head keeps in memory on one rank, in bytes."""
 
-    parts: dict[str, int]
+    parameters: dict[str, int]  # number of parameters of each submodule, not bytes
     weights: int
-    moments: int  # the optimizers' state
+    optimizers: int  # their state
     average: int
-    frozen: int
+    frozen: int  # the target's embedding, final norm and lm_head
     activations: int
 
 
-def head_sizes(recipe: Recipe, target: TargetConfig, rows: int, longest: int, device: torch.device) -> HeadSizes:
-    """Of one rank that trains on `rows` samples of `longest` tokens at once; nothing is allocated."""
+def head_sizes(recipe: Recipe, target: TargetConfig, samples: int, longest: int, device: torch.device) -> HeadSizes:
+    """Sizes on a rank that trains on `samples` sequences of `longest` tokens at once; nothing is allocated."""
     vocab = draft_vocab(recipe.head, torch.zeros(target.vocab_size, dtype=torch.long))
     with torch.device("meta"):
-        head = KINDS[recipe.head.kind].from_section(recipe.head, empty_ends(target), vocab)
+        head = KINDS[recipe.head.kind].from_section(recipe.head, frozen_without_weights(target), vocab)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device(device):
-        head, frozen = head.to_empty(device=device), empty_ends(target)
+        head, frozen = head.to_empty(device=device), frozen_without_weights(target)
         weights = sum(parameter.nbytes for parameter in head.parameters())
-        activations = activation_bytes(recipe, head, frozen, rows, longest)
-        drafted = 0 if vocab.is_full else len(vocab.ids) * target.hidden_size * 4
-        moments = sum(
+        activations = activation_bytes(recipe, head, frozen, samples, longest)
+        draft_lm_head = 0 if vocab.is_full else len(vocab.ids) * target.hidden_size * 4
+        optimizers = sum(
             parameter.nbytes * (1 if isinstance(optimizer, torch.optim.Muon) else 2)
             for optimizer in build_optimizers(head, recipe.train)
             for group in optimizer.param_groups
             for parameter in group["params"]
         )
         return HeadSizes(
-            parts={name: sum(p.numel() for p in child.parameters()) for name, child in head.named_children()},
+            parameters={name: sum(p.numel() for p in child.parameters()) for name, child in head.named_children()},
             weights=weights,
-            moments=moments,
+            optimizers=optimizers,
             average=0 if recipe.train.ema_decay is None else weights,
-            frozen=2 * frozen.embedding.nbytes + drafted,
+            frozen=2 * frozen.embedding.nbytes + draft_lm_head,
             activations=activations,
         )
 
 
 @dataclass(frozen=True)
-class LiveSizes:
-    """Of a target under training, in bytes but for the counts of parameters."""
+class TargetSizes:
+    """What training the target with its heads keeps in memory, in bytes."""
 
-    learning: int
-    parameters: int
+    trained_parameters: int  # number of parameters, not bytes
+    parameters: int  # number of parameters, not bytes
     weights: int
     gradients: int
-    moments: int
+    optimizer: int  # its state
     activations: int
 
 
-def live_sizes(recipe: Recipe, rows: int, longest: int, device: torch.device) -> LiveSizes:
-    """Of the target that joint.mode trains, on `rows` samples of `longest` tokens at once; nothing is allocated.
+def target_sizes(recipe: Recipe, samples: int, longest: int, device: torch.device) -> TargetSizes:
+    """Sizes of the target that joint.mode trains on `samples` sequences of `longest` tokens; nothing is allocated.
 
-    Raises ValueError where LoRA is asked for and peft is missing.
+    Raises ValueError if joint.mode is lora and peft is missing.
     """
-    target = TargetModel.without_weights(trained_target(recipe, device))
-    live = LiveTarget(target, recipe)
+    target = TargetModel.without_weights(trainable_section(recipe, device))
+    trainable = TrainableTarget(target, recipe)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device(device):
         target.model.to_empty(device=device)
         weights = list(target.model.parameters())
-        learning = [weight for weight in weights if weight.requires_grad]
+        trained = [weight for weight in weights if weight.requires_grad]
         own = {storage_of(tensor) for tensor in [*weights, *target.model.buffers()]}
-        with Saved(own) as kept:
-            hidden = live(torch.zeros(rows, longest, dtype=torch.long))
-        gradients = sum(weight.nbytes for weight in learning)
-        return LiveSizes(
-            learning=sum(weight.numel() for weight in learning),
+        with SavedForBackward(own) as saved:
+            hidden = trainable(torch.zeros(samples, longest, dtype=torch.long))
+        gradients = sum(weight.nbytes for weight in trained)
+        return TargetSizes(
+            trained_parameters=sum(weight.numel() for weight in trained),
             parameters=sum(weight.numel() for weight in weights),
             weights=sum(weight.nbytes for weight in weights),
             gradients=gradients,
-            moments=2 * gradients,
-            activations=kept.num_bytes + hidden.nbytes,
+            optimizer=2 * gradients,
+            activations=saved.num_bytes + hidden.nbytes,
         )
 
 
-def empty_ends(target: TargetConfig) -> FrozenTarget:
+def frozen_without_weights(target: TargetConfig) -> FrozenTarget:
+    """A frozen target of the right shapes; its values are undefined."""
     embedding, lm_head = (torch.empty(target.vocab_size, target.hidden_size) for _ in range(2))
     return FrozenTarget(target, embedding, torch.empty(target.hidden_size), None, lm_head)
 
 
-def activation_bytes(recipe: Recipe, head: DraftHead, frozen: FrozenTarget, rows: int, longest: int) -> int:
-    """The batch, what the unroll keeps for its gradient, and one chunk of scores with its gradient."""
+def activation_bytes(recipe: Recipe, head: DraftHead, frozen: FrozenTarget, samples: int, longest: int) -> int:
+    """The batch, what autograd saves in the unroll, and one chunk of scores with its gradient."""
     unrolled = UnrolledHead(
         head, Teacher(frozen, head.vocab), Objective.from_recipe(recipe), recipe.train.activation_checkpointing
     )
     stored = sum(1 for tap in head.taps if tap < frozen.config.num_layers) * frozen.config.hidden_size
     batch = Batch(
-        tokens=torch.zeros(rows, longest, dtype=torch.long),
-        loss_mask=torch.ones(rows, longest, dtype=torch.bool),
-        taps=torch.empty(rows, longest, stored),
-        last_hidden=torch.empty(rows, longest, frozen.config.hidden_size),
+        tokens=torch.zeros(samples, longest, dtype=torch.long),
+        loss_mask=torch.ones(samples, longest, dtype=torch.bool),
+        taps=torch.empty(samples, longest, stored),
+        last_hidden=torch.empty(samples, longest, frozen.config.hidden_size),
     )
-    places = torch.zeros(rows * longest, dtype=torch.long)
+    places = torch.zeros(samples * longest, dtype=torch.long)
     supervision = Supervision(places, places, places, batch.last_hidden.flatten(0, 1), outside=0)
     own = {storage_of(tensor) for tensor in [*head.parameters(), *head.buffers()]}
     unroll = unrolled.objective.unroll
     with autocast(recipe.train, head.embedding.device):
-        with Saved(own) as kept:
+        with SavedForBackward(own) as saved:
             hidden = unrolled.unroll(batch, supervision, None)
-        with Saved(own) as scored:
+        with SavedForBackward(own) as scored:
             part = slice(0, positions_at_once(unroll * len(head.vocab.ids), head.embedding.device))
             unrolled.score(supervision, torch.ones(unroll), hidden[:, part], part)
-    return batch.taps.nbytes + 2 * batch.last_hidden.nbytes + kept.num_bytes + hidden.nbytes + 2 * scored.num_bytes
+    return batch.taps.nbytes + 2 * batch.last_hidden.nbytes + saved.num_bytes + hidden.nbytes + 2 * scored.num_bytes
 
 
-class Saved:
-    """A context manager that adds up the storages that autograd keeps, each once, but for those in `known`."""
+class SavedForBackward:
+    """A context manager that adds up the storages that autograd saves, each once, except those in `known`."""
 
     def __init__(self, known: set[int]) -> None:
         self.known, self.tensors = known, dict[int, Tensor]()
         self._hooks = saved_tensors_hooks(self._keep, lambda tensor: tensor)
 
-    def __enter__(self) -> "Saved":
+    def __enter__(self) -> "SavedForBackward":
         self._hooks.__enter__()
         return self
 
@@ -142,7 +143,7 @@ class Saved:
 
     def _keep(self, tensor: Tensor) -> Tensor:
         if storage_of(tensor) not in self.known:
-            self.tensors[storage_of(tensor)] = tensor  # held, so that no later storage takes its number
+            self.tensors[storage_of(tensor)] = tensor  # kept alive, so that no later storage gets the same id
         return tensor
 
     @property

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from data_pipelines.batches import Batch, in_rows
-from data_pipelines.shards import tapped
+from data_pipelines.batches import Batch, in_rows, tapped
 from heads.base import DraftHead
 from heads.frozen import FrozenTarget, at_least_float32
 from heads.losses import OBJECTIVES, acceptance, feature_distance
@@ -19,33 +18,30 @@ from heads.vocab import DraftVocab
 from recipes import Recipe
 from trainers.chunked_loss import score_in_chunks
 
-CHUNK_LOGITS = 2**25  # scored at once: 128 MiB in float32, and a few times as much in what is computed from them
-CACHED_LOGITS = 2**19  # the same on a CPU, where what stays in its cache takes two thirds of the time
-CACHED_POSITIONS = 64  # but never less on a CPU than makes a matrix product worth its while
-NOISE_LENGTH = 512  # tokens of the sample on which EAGLE-1's noise has its nominal width
-PAPERS = {
-    "eagle1": (0.1, 1.0, 0.2),
-    "eagle3": (1.0, 0.0, 0.0),
-    "medusa": (1.0, 0.0, 0.0),
-}  # objective_weight, regression_weight, input_noise
+CHUNK_LOGITS = 2**25  # logits scored at once: 128 MiB in float32, and a few times that in intermediate results
+CACHED_LOGITS = 2**19  # the limit on a CPU, where a chunk that fits the cache takes two thirds of the time
+CACHED_POSITIONS = 64  # the least that a CPU scores at once, since smaller matrix products are inefficient
+NOISE_LENGTH = 512  # sample length, in tokens, at which EAGLE-1's input noise has its nominal width
+# head.kind -> objective_weight, regression_weight and input_noise of its paper
+PAPER_WEIGHTS = {"eagle1": (0.1, 1.0, 0.2), "eagle3": (1.0, 0.0, 0.0), "medusa": (1.0, 0.0, 0.0)}
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What training minimises: a weighted sum of two losses at each unroll step, and of the steps."""
+    """What training minimises: the named loss plus a feature regression, summed over weighted unroll steps."""
 
-    name: str
+    name: str  # a key of heads.losses.OBJECTIVES
     weight: float
     regression_weight: float
-    input_noise: float
+    input_noise: float  # width of the noise on the features at NOISE_LENGTH tokens; 0 for none
     unroll_weights: tuple[float, ...]
 
     @classmethod
     def from_recipe(cls, recipe: Recipe) -> "Objective":
-        """What the recipe leaves open is as in the paper of its head."""
+        """The recipe's objective; what the recipe leaves open is taken from the paper of the head."""
         train = recipe.train
         given = train.objective_weight, train.regression_weight, train.input_noise
-        paper = zip(given, PAPERS[recipe.head.kind], strict=True)
+        paper = zip(given, PAPER_WEIGHTS[recipe.head.kind], strict=True)
         weight, regression_weight, noise = (default if own is None else own for own, default in paper)
         decayed = tuple(train.unroll_decay**k for k in range(train.unroll))
         return cls(train.objective, weight, regression_weight, noise, train.unroll_weights or decayed)
@@ -59,39 +55,39 @@ class Objective:
 class Supervision:
     """The positions whose next token the target wrote and the head can draft.
 
-    Position j stands for the target's distribution of token j + 1. Unroll step k predicts it from index j - 1 - k of
+    At position j the target gives the distribution of token j + 1. Unroll step k predicts it from index j - 1 - k of
     the same sample.
     """
 
-    rows: Tensor  # [positions], row of the batch
-    columns: Tensor  # [positions], where in the row
-    places: Tensor  # [positions], j: where in its sample
-    last_hidden: Tensor  # [positions, hidden]; the target's distribution is read off it when it is needed
-    outside: int  # supervised positions left out because the target's choice is not in the draft vocabulary
+    rows: Tensor  # [positions], row in the batch
+    columns: Tensor  # [positions], column in the row
+    places: Tensor  # [positions], j: index within the sample
+    last_hidden: Tensor  # [positions, hidden]; the target's distributions are computed from it a chunk at a time
+    outside: int  # positions left out because the target's choice is not in the draft vocabulary
 
     def counts(self, unroll: int) -> Tensor:
-        """How many positions each step can predict: those with an index k + 1 places before them. [unroll]"""
-        return self.reached(unroll).sum(1).float()
+        """How many positions each unroll step can predict. [unroll]"""
+        return self.can_predict(unroll).sum(1).float()
 
-    def reached(self, unroll: int) -> Tensor:
-        """[unroll, positions]"""
+    def can_predict(self, unroll: int) -> Tensor:
+        """Whether step k can predict each position, that is, whether index j - 1 - k exists. [unroll, positions]"""
         return self.places > torch.arange(unroll, device=self.places.device).unsqueeze(1)
 
 
 class Teacher:
-    """The target's side of training; it is the same for every unroll step."""
+    """The target's distributions, which every unroll step is scored against."""
 
     def __init__(self, frozen: FrozenTarget, vocab: DraftVocab) -> None:
         self.frozen, self.vocab = frozen, vocab
-        self.drafted = frozen.within(vocab)
+        self.within_vocab = frozen.within(vocab)
 
     @torch.no_grad()
     def supervise(self, batch: Batch) -> Supervision:
-        """Where a batch has something to say."""
+        """Find the supervised positions of a batch."""
         written = torch.zeros_like(batch.loss_mask)
         written[:, :-1] = batch.loss_mask[:, 1:]
         if batch.documents is not None:
-            written[:, :-1] &= batch.documents.places[:, 1:] > 0  # no sample foretells the next one's first token
+            written[:, :-1] &= batch.documents.places[:, 1:] > 0  # no sample predicts the first token of the next
         rows, columns = written.nonzero(as_tuple=True)
         places = columns if batch.documents is None else batch.documents.places[rows, columns]
         last_hidden = batch.last_hidden[rows, columns]  # [positions, hidden]
@@ -106,78 +102,83 @@ class Teacher:
     @torch.no_grad()
     def log_p(self, last_hidden: Tensor) -> Tensor:
         """The target's distribution within the draft vocabulary. [positions, draft_vocab]"""
-        return self.drafted.logits(last_hidden).log_softmax(-1)
+        return self.within_vocab.logits(last_hidden).log_softmax(-1)
 
 
 class UnrollScores(NamedTuple):
     """The loss, and sums over the positions that each unroll step could predict, [unroll] each.
 
-    A tuple, so that FSDP2 and DeepSpeed find the loss in it and have the weights there when its gradient is taken.
+    A tuple, because FSDP2 and DeepSpeed look for the loss in tuples: they gather the weights before its gradient.
     """
 
     loss: Tensor  # scalar; carries the gradient
     counts: Tensor
     losses: Tensor
-    hits: Tensor  # the head's first guess is the target's
-    accepted: Tensor  # sum of min(p, q) within the draft vocabulary
-    divergence: Tensor | None = None  # Medusa-2: KL(original || tuned), summed over the first step's positions; scalar
+    hits: Tensor  # how often the head's first choice is the target's
+    accepted: Tensor  # expected acceptances: sum of min(p, q) over the draft vocabulary
+    divergence: Tensor | None = None  # Medusa-2: KL(original || tuned), summed over the positions of unroll step 0
 
     def sums(self) -> Tensor:
-        """[4, unroll] for reduction over ranks and logging."""
+        """Counts, losses, hits and expected acceptances, [4, unroll], to add up over batches and ranks."""
         return torch.stack([self.counts, self.losses, self.hits, self.accepted])
 
 
 class UnrolledHead(nn.Module):
-    """A head under training; one module, so that data-parallel wrappers see a single forward."""
+    """A head under training: one module with a single forward, as data-parallel wrappers need."""
 
     def __init__(
         self, head: DraftHead, teacher: Teacher, objective: Objective, activation_checkpointing: bool = False
     ) -> None:
         super().__init__()
         self.head, self.teacher, self.objective = head, teacher, objective
-        saving = partial(checkpoint, self.run_step, use_reentrant=False, preserve_rng_state=False)
-        self.step = saving if activation_checkpointing else self.run_step
+        checkpointed = partial(checkpoint, self.run_step, use_reentrant=False, preserve_rng_state=False)
+        self.step = checkpointed if activation_checkpointing else self.run_step
 
     def forward(
         self, batch: Batch, supervision: Supervision, counts: Tensor, noise: Tensor | None = None
     ) -> UnrollScores:
-        """The loss is a mean over `counts` positions at each step (all ranks' [unroll]); `noise` is the features'."""
+        """Score every unroll step; `noise` is EAGLE-1's input noise.
+
+        `counts` are the positions of each step on all ranks, [unroll]; each step's loss is a sum divided by its count.
+        """
         hidden = self.unroll(batch, supervision, noise)
         weights = torch.tensor(self.objective.unroll_weights, device=counts.device) / counts.clamp(min=1)
-        # Inside, losses are sums with weights around 1: in half precision the gradients of a mean would vanish.
+        # The chunks add up losses with weights around 1: in half precision the gradients of a mean would vanish.
         score = partial(self.score, supervision, weights / weights.max())
         chunk = positions_at_once(self.objective.unroll * len(self.head.vocab.ids), hidden.device)
         loss, sums = score_in_chunks(score, hidden, self.head.logits_parameters, chunk)
         return UnrollScores(loss * weights.max(), supervision.counts(self.objective.unroll), *sums)
 
     def unroll(self, batch: Batch, supervision: Supervision, noise: Tensor | None) -> Tensor:
-        """The head's hidden states of each step where they are scored. [unroll, positions, feature]"""
+        """The head's hidden state that predicts each position, at each step. [unroll, positions, feature]"""
         head, target, cache = self.head, self.head.target, UnrollCache(documents=batch.documents)
         features = head.project(tapped(batch.taps, batch.last_hidden, head.taps, target.num_layers))
         features = features if noise is None else features + noise.to(features.dtype)  # [batch, seq, feature]
         scored = []
         for k in range(self.objective.unroll):
-            # Ground-truth tokens are fed: index t takes token t + 1 + k. What is rolled in at the end of a sample, from
-            # the row's other end or the next sample, is seen only by indices behind it, and none of them is scored.
+            # Index t takes the ground-truth token t + 1 + k. At a sample's end `roll` brings in tokens from the row's
+            # start or the next sample; only the sample's later indices see them, and none of those is scored.
             tokens = batch.tokens.roll(-1 - k, dims=1)
             hidden, cache = self.step(k, features, tokens, cache)
-            # Where step k cannot reach, the sample's index 0 stands in; `score` leaves it out.
+            # A position that step k cannot predict takes index 0 of its sample here, and `score` masks it out.
             scored.append(hidden[supervision.rows, supervision.columns - supervision.places.clamp(max=1 + k)])
             features = head.feedback(hidden, features, tokens)
         return torch.stack(scored)
 
     def run_step(self, k: int, features: Tensor, tokens: Tensor, cache: UnrollCache) -> tuple[Tensor, UnrollCache]:
-        """The head's hidden state at every index and the keys up to this step; a pure function, so that computing it
-        again for a checkpoint's gradient is safe."""
+        """The head's hidden state at every index, and the cache with this step's keys.
+
+        A pure function, so that activation checkpointing can compute it again.
+        """
         grown = UnrollCache(cache.keys, cache.values, cache.documents)
         places = torch.arange(tokens.shape[1], device=tokens.device)
         positions = k + (places if cache.documents is None else cache.documents.places)
         return self.head(features, tokens, positions, cache=grown, level=k), grown
 
     def score(self, supervision: Supervision, weights: Tensor, hidden: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-        """The weighted sum of a chunk's losses, and sums [3, unroll] of losses, hits and accepted chances."""
+        """The weighted loss of a chunk of positions, and its sums [3, unroll] of losses, hits and acceptances."""
         objective, last_hidden = self.objective, supervision.last_hidden[part]
-        log_p = self.teacher.log_p(last_hidden)  # [chunk, draft_vocab], for all steps
+        log_p = self.teacher.log_p(last_hidden)  # [chunk, draft_vocab], the same for all steps
         log_q = at_least_float32(self.head.unrolled_logits(hidden)).log_softmax(-1)  # [unroll, chunk, draft_vocab]
         losses = objective.weight * OBJECTIVES[objective.name](log_q, log_p)  # [unroll, chunk]
         if objective.regression_weight:
@@ -187,13 +188,13 @@ class UnrolledHead(nn.Module):
         with torch.no_grad():
             hits = (log_q.argmax(-1) == log_p.argmax(-1)).float()
             accepted = acceptance(log_q, log_p)
-        reached = supervision.reached(objective.unroll)[:, part]
-        losses, hits, accepted = (each.where(reached, 0.0).sum(1) for each in (losses, hits, accepted))
+        predicted = supervision.can_predict(objective.unroll)[:, part]
+        losses, hits, accepted = (each.where(predicted, 0.0).sum(1) for each in (losses, hits, accepted))
         return (weights * losses).sum(), torch.stack([losses.detach(), hits, accepted])
 
 
 def positions_at_once(logits: int, device: torch.device) -> int:
-    """How many positions of so many logits each are scored together."""
+    """How many positions to score at once, given the logits of one position."""
     limit = CHUNK_LOGITS // logits
     if device.type == "cpu":
         limit = min(limit, max(CACHED_LOGITS // logits, CACHED_POSITIONS))
@@ -208,9 +209,10 @@ def input_noise(
     device: torch.device | str,
     packing: list[list[int]] | None = None,
 ) -> Tensor:
-    """Uniform noise around zero on the features of each sample, `width` wide at 512 tokens and inversely to its length.
+    """EAGLE-1's uniform noise around zero for the features of each sample. [batch, longest row, size]
 
-    Of (key, place) alone, whatever else is in the batch. [batch, longest row, size] (EAGLE-1)
+    Its range is `width` for a sample of 512 tokens and inversely proportional to the sample's length. It depends on
+    the sample's key and length only, not on the rest of the batch.
     """
     noise = []
     for length, key in zip(lengths, keys, strict=True):

@@ -1,4 +1,4 @@
-"""Optimizers of a head and their learning-rate schedules."""
+"""The optimizers of a head and their learning-rate schedules."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from recipes.schema import TrainSection
 
-# The learning rate over its peak, from the share of the steps behind the warm-up.
+# The learning rate over its peak, as a function of the share of the steps after the warm-up that are done.
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "cosine": lambda share: 0.5 * (1 + math.cos(math.pi * share)),
     "linear": lambda share: 1 - share,
@@ -18,10 +18,10 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 
 
 def build_optimizers(head: nn.Module, section: TrainSection) -> list[Optimizer]:
-    """AdamW for everything, or Muon for the matrices inside the head and AdamW for norms, embedding and lm_head."""
+    """AdamW for everything, or Muon for the inner matrices and AdamW for norms, biases, embedding and lm_head."""
     named = [(name, parameter) for name, parameter in head.named_parameters() if parameter.requires_grad]
-    inside = [p for name, p in named if p.ndim == 2 and not name.startswith(("embed_tokens", "lm_head"))]
-    matrices = inside if section.optimizer == "muon" else []
+    inner = [p for name, p in named if p.ndim == 2 and not name.startswith(("embed_tokens", "lm_head"))]
+    matrices = inner if section.optimizer == "muon" else []
     matrix_ids = {id(p) for p in matrices}
     rest = [p for _, p in named if id(p) not in matrix_ids]
     optimizers: list[Optimizer] = [
@@ -33,10 +33,10 @@ def build_optimizers(head: nn.Module, section: TrainSection) -> list[Optimizer]:
 
 
 def set_learning_rates(optimizers: list[Optimizer], section: TrainSection, step: int) -> float:
-    """Linear warm-up, then `train.schedule`; a pure function of the step. Returns the factor on the peak rates."""
-    warm = min(1.0, (step + 1) / max(section.warmup_steps, 1))
-    past = max(step - section.warmup_steps, 0) / max(section.steps - section.warmup_steps, 1)
-    factor = warm * SCHEDULES[section.schedule](min(past, 1.0))
+    """Linear warm-up, then `train.schedule`: a function of the step alone. Returns the ratio to the peak rates."""
+    warmup = min(1.0, (step + 1) / max(section.warmup_steps, 1))
+    done = max(step - section.warmup_steps, 0) / max(section.steps - section.warmup_steps, 1)
+    factor = warmup * SCHEDULES[section.schedule](min(done, 1.0))
     for optimizer, peak in zip(optimizers, (section.learning_rate, section.muon_learning_rate), strict=False):
         for group in optimizer.param_groups:
             group["lr"] = peak * factor

@@ -1,42 +1,22 @@
-"""The number formats of training: what the head computes in, and the loss scale that float16 cannot do without."""
-
-import os
+"""The number formats of training: autocast, and the loss scale that float16 needs."""
 
 import torch
 
 from recipes.schema import TrainSection
 
-ACCELERATE_NAMES = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
-
 
 def autocast(section: TrainSection, device: torch.device) -> torch.autocast:
-    """Matrix products in `train.precision`; weights, norms' sums, softmaxes and losses stay in float32."""
+    """Matrix products in `train.precision`; weights, softmaxes, losses and the sums of norms stay in float32."""
     enabled = section.precision != "float32"
-    dtype = getattr(torch, section.precision) if enabled else torch.bfloat16  # asked for even when it is not used
+    dtype = getattr(torch, section.precision) if enabled else torch.bfloat16  # torch checks it even when disabled
     return torch.autocast(device.type, dtype=dtype, enabled=enabled)
 
 
-def refuse_contradiction(section: TrainSection) -> None:
-    """The recipe decides. What `accelerate launch` sets unasked may stand; ValueError where it was asked otherwise."""
-    mine, its = ACCELERATE_NAMES[section.precision], os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if its not in ("no", mine):
-        raise ValueError(
-            f"train.precision: {section.precision} in the recipe and --mixed_precision {its} of accelerate launch (or "
-            f"mixed_precision of its configuration) contradict each other; drop the latter"
-        )
-    steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
-    if steps not in ("1", str(section.accumulate)):
-        raise ValueError(
-            f"train.accumulate: {section.accumulate} in the recipe and --gradient_accumulation_steps {steps} of "
-            "accelerate launch (or of its configuration) contradict each other; drop the latter"
-        )
-
-
 class LossScale:
-    """What a float16 loss is multiplied with, so that small gradients do not vanish; 1 in every other precision.
+    """The factor on a float16 loss that keeps small gradients from vanishing; 1 in every other precision.
 
-    A gradient that overflows costs its step and halves the scale; a long run of good steps doubles it. Powers of two,
-    so scaling is exact.
+    A gradient that overflows skips its step and halves the scale; a long run of finite steps doubles it. The scale is a
+    power of two, so scaling is exact.
     """
 
     START, LARGEST, GOOD_STEPS = 2.0**16, 2.0**24, 2000
@@ -47,7 +27,7 @@ class LossScale:
         self.good_steps, self.skipped = 0, 0
 
     def update(self, step: int, finite: bool) -> None:
-        """Learn what became of a step's gradient; raises ValueError when no scale is left to try."""
+        """Adapt to whether a step's gradient was finite; raises ValueError if it was not at a scale of 1."""
         if finite:
             self.good_steps += 1
             if self.active and self.good_steps == self.GOOD_STEPS:

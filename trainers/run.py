@@ -17,16 +17,17 @@ from inference.target.model import TargetModel
 from recipes import Recipe
 from trainers.checkpoint import Checkpoints, Tensors
 from trainers.dry_run import print_plan, refuse_sizes
-from trainers.evaluation import Decoding
+from trainers.evaluation import HeldOutDecoding
 from trainers.loop import train
-from trainers.medusa2 import LiveTarget
-from trainers.precision import refuse_contradiction
-from trainers.ranks.launch import refuse_many_for_joint, start_accelerator
-from trainers.run_state import Materials
+from trainers.medusa2 import TrainableTarget
+from trainers.ranks.launch import refuse_lone_decoding, start_accelerator
+from trainers.run_state import TrainingInputs
 
-# Fields of the train section that change nothing about the weights, so that a run may resume with others. Pieces of a
-# batch add up in another order, as ranks do.
-ONLY_WATCHING = {
+SCRIPTS = {"eagle1": "trainers/eagle.py", "eagle3": "trainers/eagle.py", "medusa": "trainers/medusa.py"}
+
+# Fields of the train section that may change when a run is resumed: they leave the weights as they are, but for the
+# order of additions.
+MAY_CHANGE_ON_RESUME = {
     "accumulate",
     "activation_checkpointing",
     "checkpoint_every",
@@ -39,15 +40,15 @@ ONLY_WATCHING = {
 }
 
 
-def run(recipe: Recipe) -> None:
-    """Run the stages that are missing and train the head; killed at any moment, the same command goes on.
+def run(recipe: Recipe, script: str | None = None) -> None:
+    """Run the missing stages, then train and export the head; after a kill, the same command continues.
 
-    Raises ValueError for what a user got wrong, as early as it can be known.
+    `script` is the trainer that the user started; without it every kind of head is trained. Raises ValueError for a
+    mistake in the recipe or the launch, as early as it can be detected.
     """
-    refuse_contradiction(recipe.train)
-    accelerator = start_accelerator(recipe.train)
-    if recipe.joint.mode is not None:
-        refuse_many_for_joint(accelerator)
+    if script is not None:
+        refuse_other_script(recipe, script)
+    accelerator = start_accelerator(recipe)
     if recipe.train.dry_run:
         if accelerator.is_main_process:
             print_plan(recipe, accelerator.num_processes, accelerator.device)
@@ -58,64 +59,64 @@ def run(recipe: Recipe) -> None:
     target_folder = locate_target(recipe.target.path, recipe.target.revision)
     frozen = FrozenTarget.from_folder(target_folder, dtype=torch.float32, device=accelerator.device)
     taps = stored_taps(head_taps(recipe.head, frozen.config), frozen.config.num_layers)
-    with open_stores(recipe, features, taps) as stores:
-        train_on(recipe, accelerator, features, frozen, stores)
+    with open_stores(recipe, features, taps) as (train_store, heldout_store):
+        train_and_export(recipe, accelerator, features, frozen, train_store, heldout_store)
 
 
-def train_on(
+def refuse_other_script(recipe: Recipe, script: str) -> None:
+    """Raises ValueError if another script trains the recipe's kind of head."""
+    kind, kinds = recipe.head.kind, [kind for kind in SCRIPTS if SCRIPTS[kind] == script]
+    if kind not in kinds:
+        raise ValueError(
+            f"head.kind: {kind} given, {script} trains {' and '.join(kinds)}; start it with: accelerate launch "
+            f"{SCRIPTS[kind]} RECIPE"
+        )
+
+
+def train_and_export(
     recipe: Recipe,
     accelerator: Accelerator,
     features: Stage,
     frozen: FrozenTarget,
-    stores: tuple[SampleStore, SampleStore],
+    train_store: SampleStore,
+    heldout_store: SampleStore,
 ) -> None:
-    """Train the head on what was harvested and write it, unless that is done."""
-    refuse_sizes(recipe, accelerator.num_processes, len(stores[0]), len(stores[1]))
-
-    vocab = draft_vocab(recipe.head, stores[0].token_counts(frozen.config.vocab_size))
-    head = build_head(recipe, frozen, vocab, stores[0])
-    checkpoints = Checkpoints(recipe.checkpoints_dir, run_inputs(recipe, features), recipe.train.keep_checkpoints)
+    """Train the head on the harvested samples and write it, unless an earlier run has already done so."""
+    refuse_sizes(recipe, accelerator.num_processes, len(train_store), len(heldout_store))
+    vocab = draft_vocab(recipe.head, train_store.token_counts(frozen.config.vocab_size))
+    head = build_head(recipe, frozen, vocab, train_store)
     if accelerator.is_main_process:
-        describe(head, stores[0])
-    complete = is_exported(recipe, checkpoints)
-    decodes = recipe.train.eval_prompts and accelerator.is_main_process and not complete
-    decoding = start_decoding(recipe, head, stores[0]) if decodes else None
-    live = LiveTarget.load(recipe, accelerator.device) if recipe.joint.mode and not complete else None
-    train(recipe, head, Materials(frozen, stores[0], stores[1], decoding, live), accelerator, checkpoints)
+        describe(head, train_store)
+    checkpoints = Checkpoints(
+        recipe.checkpoints_dir, checkpoint_inputs(recipe, features), recipe.train.keep_checkpoints
+    )
+    finished = is_exported(recipe, checkpoints)
+    decoding: HeldOutDecoding | None = None
+    target: TrainableTarget | None = None
+    if not finished:
+        if recipe.train.eval_prompts and accelerator.is_main_process:
+            decoding = start_decoding(recipe, head, train_store)
+        if recipe.joint.mode is not None:
+            target = TrainableTarget.load(recipe, accelerator.device)
+    inputs = TrainingInputs(frozen, train_store, heldout_store, decoding, target)
+    train(recipe, head, inputs, accelerator, checkpoints)
     if accelerator.is_main_process:
-        if not complete:
-            tuned = {} if live is None else export_target(recipe, live, checkpoints)
-            export(recipe, build_head(recipe, frozen, vocab, stores[0]), checkpoints, decoding, tuned)
+        if not finished:
+            export(recipe, inputs, build_head(recipe, frozen, vocab, train_store), checkpoints)
         with_target = "" if recipe.joint.mode is None else f" target.path={recipe.tuned_target_dir}"
         print(f"head written to {recipe.head_dir}; next: python -m inference.report RECIPE{with_target}")
 
 
-def refuse_lone_decoding(recipe: Recipe, num_ranks: int) -> None:
-    """Raises ValueError where the main rank is to decode with a target that all ranks hold together."""
-    if recipe.target.spans_ranks and recipe.train.eval_prompts and num_ranks > 1:
-        raise ValueError(
-            f"train.eval_prompts: {recipe.train.eval_prompts} given, 0 is allowed while {num_ranks} ranks hold the "
-            "target together (target.tp_plan or zero_stage), as the main one decodes alone; write 0, or train with "
-            "one process and target.device_map auto"
-        )
-
-
 def build_head(recipe: Recipe, frozen: FrozenTarget, vocab: DraftVocab, store: SampleStore) -> DraftHead:
-    """The head before its first step, where `frozen` is and trained in float32."""
+    """The head before its first step, in float32 and on the device of `frozen`."""
     head = new_head(recipe.head, frozen, vocab, recipe.seed).to(frozen.embedding.device)
     if isinstance(head, Eagle3Head) and not head.shape.fc_norm:
         head.scale_taps(store.tap_sizes(head.taps, frozen.config.num_layers))
     return head
 
 
-def start_decoding(recipe: Recipe, head: DraftHead, store: SampleStore) -> Decoding:
-    """The target, and a second head for it in its own number format."""
-    target = TargetModel.load(recipe.target, head.taps)
-    beside = build_head(recipe, target.frozen, head.vocab, store).to(target.dtype)
-    return Decoding(recipe, target, beside.eval().requires_grad_(False))
-
-
 def describe(head: DraftHead, store: SampleStore) -> None:
+    """Print the sizes of the head, its draft vocabulary and the training data."""
     vocab, parameters = head.vocab, sum(parameter.numel() for parameter in head.parameters())
     coverage = vocab.coverage(store.token_counts(vocab.target_size))
     print(
@@ -125,61 +126,67 @@ def describe(head: DraftHead, store: SampleStore) -> None:
     )
 
 
-def run_inputs(recipe: Recipe, features: Stage) -> Json:
-    """What a checkpoint must have been made from."""
+def checkpoint_inputs(recipe: Recipe, features: Stage) -> Json:
+    """Everything that decides the weights; a run resumes only from checkpoints with the same inputs."""
     joint = {} if recipe.joint.mode is None else recipe.joint.model_dump()
     return {
         "features": features.digest(),
         "seed": recipe.seed,
         **{f"head.{field}": value for field, value in recipe.head.model_dump().items()},
-        **{f"train.{field}": value for field, value in recipe.train.model_dump(exclude=ONLY_WATCHING).items()},
+        **{f"train.{field}": value for field, value in recipe.train.model_dump(exclude=MAY_CHANGE_ON_RESUME).items()},
         **{f"joint.{field}": value for field, value in joint.items()},
     }
 
 
 def is_exported(recipe: Recipe, checkpoints: Checkpoints) -> bool:
-    """Whether the run is over and its head is of the weights that the recipe asks for."""
+    """Whether the run is finished and has exported the weights that `train.export` names."""
     folders = [recipe.head_dir] if recipe.joint.mode is None else [recipe.head_dir, recipe.tuned_target_dir]
-    there = all((folder / "config.json").is_file() for folder in folders)
     return (
-        there
+        all((folder / "config.json").is_file() for folder in folders)
         and checkpoints.newest() == recipe.train.steps
         and (checkpoints.exported() or {}).get("export") == recipe.train.export
     )
 
 
-def export_target(recipe: Recipe, live: LiveTarget, checkpoints: Checkpoints) -> Tensors:
-    """Write the tuned target of the newest checkpoint as a plain folder; returns the weights that were tuned."""
-    newest = checkpoints.load()
-    assert newest is not None
-    live.restore(newest.target)
-    live.save(recipe, recipe.tuned_target_dir)
-    print(f"tuned target written to {recipe.tuned_target_dir}")
-    return live.weights()
+def start_decoding(recipe: Recipe, head: DraftHead, store: SampleStore) -> HeldOutDecoding:
+    """Load the target, and build a second head in the target's number format to decode with."""
+    target = TargetModel.load(recipe.target, head.taps)
+    decoding_head = build_head(recipe, target.frozen, head.vocab, store).to(target.dtype)
+    return HeldOutDecoding(recipe, target, decoding_head.eval().requires_grad_(False))
 
 
-def export(
-    recipe: Recipe, head: DraftHead, checkpoints: Checkpoints, decoding: Decoding | None, tuned: Tensors
-) -> None:
-    """Calibrate on the target with its tuned weights and write the newest weights or the best, from a checkpoint."""
+def export(recipe: Recipe, inputs: TrainingInputs, head: DraftHead, checkpoints: Checkpoints) -> None:
+    """Write the newest or best weights as a calibrated head, and the target if it was trained too."""
+    tuned = {} if inputs.target is None else export_target(recipe, inputs.target, checkpoints)
     step, weights = exported_weights(recipe, checkpoints)
     head.load_state_dict(weights)
-    if decoding is not None:
-        decoding.take(weights, tuned)
-        head.calibration = decoding.calibration()
+    if inputs.decoding is not None:
+        inputs.decoding.load_weights(weights, tuned)
+        head.calibration = inputs.decoding.fit_calibration()
     save_head(head, recipe.head_dir)
     checkpoints.note_export({"export": recipe.train.export, "step": step})
 
 
+def export_target(recipe: Recipe, target: TrainableTarget, checkpoints: Checkpoints) -> Tensors:
+    """Write the tuned target of the newest checkpoint as a Hugging Face folder; returns its tuned weights."""
+    newest = checkpoints.load()
+    assert newest is not None
+    target.restore(newest.target)
+    target.save(recipe, recipe.tuned_target_dir)
+    print(f"tuned target written to {recipe.tuned_target_dir}")
+    return target.weights()
+
+
 def exported_weights(recipe: Recipe, checkpoints: Checkpoints) -> tuple[int, Tensors]:
-    """Which step's weights become the head, and these weights."""
+    """The head's weights that `train.export` names, and the step they come from."""
     if recipe.train.export == "best":
         best = checkpoints.best()
         if best is None:
             raise ValueError(
-                f"train.export: best in the recipe, but nothing was measured in {checkpoints.folder}; choose newest"
+                f"train.export: best given, newest is allowed because {checkpoints.folder} holds no measured weights; "
+                "choose newest"
             )
-        print(f"the best of the measured weights are those of step {best.step}: accepted length {best.score:.2f}")
+        print(f"exporting the weights of step {best.step}: acceptance length {best.score:.2f}, the longest measured")
         return best.step, checkpoints.load_best(best)
     newest = checkpoints.load()
     assert newest is not None

@@ -1,10 +1,9 @@
-"""What training works on, what moves while it does, and the way from there to a checkpoint and back."""
+"""What training reads, what it changes, and how a run starts from a checkpoint and is saved to one."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
 from accelerate import Accelerator
 from torch import nn
 
@@ -13,107 +12,96 @@ from heads.base import DraftHead
 from heads.frozen import FrozenTarget
 from recipes import Recipe
 from trainers.checkpoint import Snapshot, Tensors
-from trainers.ema import Average
-from trainers.evaluation import Decoding
-from trainers.medusa2 import JointHead, JointRanks, LiveTarget
+from trainers.ema import MovingAverage
+from trainers.evaluation import HeldOutDecoding
+from trainers.medusa2 import JointHead, JointHeadOnRanks, TrainableTarget
 from trainers.objective import Objective, Teacher, UnrolledHead
-from trainers.precision import LossScale, autocast
+from trainers.precision import LossScale
 from trainers.ranks.head_on_ranks import HeadOnRanks
-from trainers.ranks.launch import share_out
+from trainers.ranks.launch import distribute_head
 
 
 @dataclass(frozen=True)
-class Materials:
-    """What training works on besides the head."""
+class TrainingInputs:
+    """What a training run reads besides the recipe."""
 
     frozen: FrozenTarget
     train: SampleStore
     heldout: SampleStore
-    decoding: Decoding | None  # to measure accepted length on the main rank; None when the recipe decodes no prompts
-    live: LiveTarget | None = None  # the target itself where joint.mode trains it too
+    decoding: HeldOutDecoding | None  # measures acceptance length on the main rank; None without train.eval_prompts
+    target: TrainableTarget | None = None  # the whole target, if joint.mode trains it together with the heads
 
 
 @dataclass(frozen=True)
 class Training:
-    """A run between its steps."""
+    """A training run between two steps."""
 
     recipe: Recipe
-    materials: Materials
+    inputs: TrainingInputs
     accelerator: Accelerator
-    ranks: HeadOnRanks
-    average: Average | None
+    head: HeadOnRanks
+    average: MovingAverage | None
     loss_scale: LossScale
 
     @classmethod
     def start(
-        cls, recipe: Recipe, head: DraftHead, materials: Materials, accelerator: Accelerator, found: Snapshot | None
+        cls, recipe: Recipe, head: DraftHead, inputs: TrainingInputs, accelerator: Accelerator, found: Snapshot | None
     ) -> "Training":
-        """From a snapshot if there is one; raises ValueError where it does not fit the head."""
+        """Start a new run, or continue from a snapshot; raises ValueError if the snapshot does not fit the head."""
         section = recipe.train
         if found is not None:
             refuse_misfit(head, found)
             head.load_state_dict(found.weights)
-            if materials.live is not None:
-                materials.live.restore(found.target)
-        ranks = start_head(recipe, head, materials, accelerator)
-        average = None if section.ema_decay is None else Average(head, section.ema_decay)
-        training = cls(recipe, materials, accelerator, ranks, average, LossScale(section))
+            if inputs.target is not None:
+                inputs.target.restore(found.target)
+        head_on_ranks = start_head(recipe, head, inputs, accelerator)
+        average = None if section.ema_decay is None else MovingAverage(head, section.ema_decay)
+        training = cls(recipe, inputs, accelerator, head_on_ranks, average, LossScale(section))
         if found is not None:
-            ranks.restore(found.moments)
+            head_on_ranks.restore_optimizers(found.optimizers)
             training.loss_scale.restore(found.loss_scale)
             if average is not None:
                 average.restore(found.average)
         return training
 
-    def target_weights(self) -> Tensors:
-        """Those that training has changed."""
-        return {} if self.materials.live is None else self.materials.live.weights()
-
-    @property
-    def objective(self) -> Objective:
-        return self.ranks.unrolled.objective
-
-    def autocast(self) -> torch.autocast:
-        return autocast(self.recipe.train, self.accelerator.device)
-
     @contextmanager
-    def measured(self) -> Iterator[UnrolledHead | None]:
-        """The head with the weights that are measured and exported, on the main rank; all ranks enter."""
+    def exported_head(self) -> Iterator[UnrolledHead | None]:
+        """The head with the weights that are measured and exported, on the main rank; every rank must enter."""
         if self.average is None:
-            yield self.ranks.whole()
+            yield self.head.whole()
         else:
             with self.average.in_place():
-                yield self.ranks.whole()
+                yield self.head.whole()
 
     def snapshot(self, step: int) -> Snapshot | None:
-        """All that a checkpoint holds, on the main rank; all ranks enter."""
+        """Everything that a checkpoint holds, on the main rank; every rank must call it, the others get None."""
         average: Tensors = {}
         if self.average is not None:
-            with self.measured() as whole:
-                average = {} if whole is None else copied(whole.head)
-        whole, moments = self.ranks.whole(), self.ranks.state()
+            with self.exported_head() as exported:
+                average = {} if exported is None else weights_on_cpu(exported.head)
+        whole, optimizers = self.head.whole(), self.head.optimizer_state()
         if whole is None:
             return None
-        target = {} if self.materials.live is None else self.materials.live.state()
-        return Snapshot(step, whole.head.state_dict(), moments, average, self.loss_scale.state(), target)
+        target = {} if self.inputs.target is None else self.inputs.target.state()
+        return Snapshot(step, whole.head.state_dict(), optimizers, average, self.loss_scale.state(), target)
 
 
-def start_head(recipe: Recipe, head: DraftHead, materials: Materials, accelerator: Accelerator) -> HeadOnRanks:
-    """The head as the ranks hold it, alone or with the target that is trained beside it."""
-    teacher, objective = Teacher(materials.frozen, head.vocab), Objective.from_recipe(recipe)
+def start_head(recipe: Recipe, head: DraftHead, inputs: TrainingInputs, accelerator: Accelerator) -> HeadOnRanks:
+    """Put the head on the ranks, together with the target if joint.mode trains it too."""
+    teacher, objective = Teacher(inputs.frozen, head.vocab), Objective.from_recipe(recipe)
     section, checkpointing = recipe.train, recipe.train.activation_checkpointing
-    if materials.live is None:
-        return share_out(accelerator, UnrolledHead(head, teacher, objective, checkpointing), section)
-    return JointRanks(accelerator, JointHead(head, teacher, objective, materials.live, checkpointing), section)
+    if inputs.target is None:
+        return distribute_head(accelerator, UnrolledHead(head, teacher, objective, checkpointing), section)
+    return JointHeadOnRanks(accelerator, JointHead(head, teacher, objective, inputs.target, checkpointing), section)
 
 
-def copied(head: DraftHead) -> Tensors:
-    """The weights, on the CPU and apart from the head's own."""
+def weights_on_cpu(head: DraftHead) -> Tensors:
+    """A copy of the head's weights on the CPU."""
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in head.state_dict().items()}
 
 
 def refuse_misfit(head: nn.Module, found: Snapshot) -> None:
-    """Every tensor must belong to a weight of this head, and none may be missing."""
+    """Raises ValueError unless the snapshot has exactly the head's tensors, each of the same shape."""
     shapes = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
     wrong = [
         f"{name}: checkpoint {tuple(tensors[name].shape) if name in tensors else 'nothing'}, head {shapes.get(name)}"
@@ -121,6 +109,10 @@ def refuse_misfit(head: nn.Module, found: Snapshot) -> None:
         for name in sorted(shapes.keys() | tensors.keys())
         if name not in tensors or tuple(tensors[name].shape) != shapes.get(name)
     ]
-    wrong += [f"{key}: no such weight" for key in sorted(found.moments) if key.rpartition(".")[0] not in shapes]
+    wrong += [f"{key}: no such weight" for key in sorted(found.optimizers) if key.rpartition(".")[0] not in shapes]
     if wrong:
-        raise ValueError(f"the checkpoint of step {found.step} does not fit the head: " + "; ".join(wrong[:8]))
+        raise ValueError(
+            f"the checkpoint of step {found.step} does not fit the head: "
+            + "; ".join(wrong[:8])
+            + "; choose another run_dir"
+        )

@@ -1,135 +1,143 @@
-"""One optimizer step from a global batch, the same on one rank or many, in one piece or several."""
+"""One optimizer step on a global batch; ranks and micro-batches change its rounding and nothing else."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from data_pipelines.batches import Batch, pack
+from data_pipelines.batches import Batch, Sample, pack
 from data_pipelines.sample_stores import SampleStore
-from data_pipelines.shards import Sample
 from trainers.objective import Supervision, input_noise
+from trainers.precision import autocast
 from trainers.run_state import Training
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step says about itself, all ranks together."""
+    """What a step measured, summed over all ranks."""
 
-    sums: Tensor  # [4, unroll], of UnrollScores
-    num_tokens: int  # read, without padding
+    sums: Tensor  # [4, unroll], see UnrollScores.sums
+    num_tokens: int  # tokens read, without padding
     gradient_norm: float  # before clipping; not finite if float16 overflowed and the step was skipped
-    interrupted: bool  # whether a rank was told to stop
-    divergence: float | None  # Medusa-2: KL(original || tuned) of a token, in nats; None in its warm-up and elsewhere
+    interrupted: bool  # whether any rank was told to stop
+    divergence: float | None  # KL(original || tuned) in nats per token; None unless Medusa-2 tunes the target
 
 
 def train_step(training: Training, step: int, numbers: list[int], interrupted: bool = False) -> StepResult:
-    """One update from the samples of a global batch; `interrupted` is what this rank has to tell the others.
+    """Update the weights once from the samples of a global batch; `interrupted` tells the other ranks to stop.
 
-    The loss is a sum over supervised tokens divided by their number in the whole batch, whatever the ranks and pieces.
-    Raises ValueError before the update where it would put something not finite into the weights.
+    The loss is a sum over supervised tokens divided by their number in the global batch, so it does not depend on the
+    number of ranks or micro-batches. Raises ValueError before the update if it would make a weight non-finite.
     """
-    accelerator, ranks = training.accelerator, training.ranks
-    share = Share(training, step, share_of(accelerator, numbers))
-    with training.autocast():
-        counts = accelerator.reduce(share.count(), "sum")
-    sums, divergences = torch.zeros(4, training.objective.unroll, device=accelerator.device), []
-    for batch, supervision, noise, last in share.pieces():
-        with ranks.part(last):
-            with training.autocast():
-                scores = ranks.forward(batch, supervision, counts, noise)
-            ranks.backward(scores.loss * training.loss_scale.factor)
+    accelerator, head, loss_scale = training.accelerator, training.head, training.loss_scale
+    section, unroll = training.recipe.train, head.unrolled.objective.unroll
+    with autocast(section, accelerator.device):
+        micro_batches = count_micro_batches(training, samples_of_rank(accelerator, numbers))
+        counts = torch.stack([each.supervision.counts(unroll) for each in micro_batches]).sum(0)
+        counts = accelerator.reduce(counts, "sum")  # [unroll], known before the first gradient is taken
+    num_tokens = sum(sum(each.lengths) for each in micro_batches)
+    sums, divergences = torch.zeros(4, unroll, device=accelerator.device), []
+    while micro_batches:  # backwards: the features of the last one counted are still in memory
+        micro_batch = with_features(training, micro_batches.pop())
+        noise = draw_input_noise(training, step, micro_batch)
+        with head.micro_batch(is_last=not micro_batches):
+            with autocast(section, accelerator.device):
+                scores = head.forward(micro_batch.features, micro_batch.supervision, counts, noise)
+            head.backward(scores.loss * loss_scale.factor)
         sums += scores.sums()
-        if scores.divergence is not None:  # on one process alone
+        if scores.divergence is not None:  # only where one process trains the target too, so it needs no reduction
             divergences.append(float(scores.divergence))
-    more = torch.tensor([share.num_tokens, interrupted], device=accelerator.device, dtype=sums.dtype)
+    more = torch.tensor([num_tokens, interrupted], device=accelerator.device, dtype=sums.dtype)
     *flat, num_tokens, stops = accelerator.reduce(torch.cat([sums.flatten(), more]), "sum").tolist()
     refuse_non_finite(training, "loss", sum(flat), step, numbers)
-    gradient_norm = ranks.update(training.loss_scale.factor)
+    gradient_norm = head.update(loss_scale.factor)
     finite = math.isfinite(gradient_norm)
-    if not training.loss_scale.active:
+    if not loss_scale.active:
         refuse_non_finite(training, "gradient", gradient_norm, step, numbers)
-    training.loss_scale.update(step, finite)
+    loss_scale.update(step, finite)
     if finite and training.average is not None:
         training.average.update(step)
-    divergence = sum(divergences) / max(flat[0], 1) if divergences else None  # first of the sums is the first count
+    divergence = sum(divergences) / max(flat[0], 1) if divergences else None  # flat[0]: positions of unroll step 0
     return StepResult(torch.tensor(flat).view(sums.shape), int(num_tokens), gradient_norm, stops > 0, divergence)
 
 
-def share_of(accelerator: Accelerator, numbers: list[int]) -> list[int]:
-    """This rank's samples of a global batch."""
+def samples_of_rank(accelerator: Accelerator, numbers: list[int]) -> list[int]:
+    """This rank's samples of a global batch, by number."""
     return numbers[accelerator.process_index :: accelerator.num_processes]
 
 
-class Share:
-    """A rank's samples of a step, cut into pieces; the features of one piece at a time are in memory."""
+@dataclass(frozen=True)
+class MicroBatch:
+    """The samples of a rank that are in memory together; the gradients of a step's micro-batches add up."""
 
-    def __init__(self, training: Training, step: int, numbers: list[int]) -> None:
-        self.training, self.step = training, step
-        count = training.recipe.train.accumulate
-        self.numbers = [numbers[piece::count] for piece in range(count)]
-        self.found: list[Supervision] = []  # where each piece is supervised, without its hidden states
-        self.lengths: list[list[int]] = []  # of each piece's samples
+    numbers: list[int]  # of its samples in the store
+    lengths: list[int]  # tokens of each sample
+    supervision: Supervision  # its last_hidden is empty while the features are not in memory
+    features: Batch | None
 
-    def count(self) -> Tensor:
-        """The positions that each unroll step can predict, [unroll]: known before the first gradient is taken."""
-        for numbers in self.numbers:
-            samples = self.samples(numbers)
-            self.lengths.append([len(sample.tokens) for sample in samples])
-            batch = self.collate(samples)
-            supervision = self.training.ranks.unrolled.teacher.supervise(batch)
-            self.found.append(replace(supervision, last_hidden=batch.last_hidden.new_empty(0)))
-        self.held = batch, supervision  # with one piece nothing is read twice
-        return torch.stack([each.counts(self.training.objective.unroll) for each in self.found]).sum(0)
 
-    def pieces(self) -> Iterator[tuple[Batch, Supervision, Tensor | None, bool]]:
-        """Each with its supervision, its noise, and whether it is the last; the one that was read last comes first."""
-        batch, supervision = self.held
-        del self.held
-        for piece in reversed(range(len(self.numbers))):
-            if piece + 1 < len(self.numbers):
-                batch, places = self.collate(self.samples(self.numbers[piece])), self.found[piece]
-                supervision = replace(places, last_hidden=batch.last_hidden[places.rows, places.columns])
-            yield batch, supervision, self.noise(piece), piece == 0
+def count_micro_batches(training: Training, numbers: list[int]) -> list[MicroBatch]:
+    """Read a rank's samples once to find the supervised positions; only the last micro-batch keeps its features."""
+    section = training.recipe.train
+    found: list[MicroBatch] = []
+    for first in range(section.accumulate):
+        found = [without_features(each) for each in found]
+        own = numbers[first :: section.accumulate]
+        features, lengths = read_features(training, own)
+        found.append(MicroBatch(own, lengths, training.head.unrolled.teacher.supervise(features), features))
+    return found
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(map(sum, self.lengths))
 
-    def samples(self, numbers: list[int]) -> list[Sample]:
-        return [self.training.materials.train[number] for number in numbers]
+def without_features(micro_batch: MicroBatch) -> MicroBatch:
+    supervision = micro_batch.supervision
+    empty = supervision.last_hidden.new_empty(0)
+    return replace(micro_batch, supervision=replace(supervision, last_hidden=empty), features=None)
 
-    def collate(self, samples: list[Sample]) -> Batch:
-        dtype, device = self.training.materials.frozen.embedding.dtype, self.training.accelerator.device
-        return Batch.collate(samples, dtype, device, self.packing([len(sample.tokens) for sample in samples]))
 
-    def packing(self, lengths: list[int]) -> list[list[int]] | None:
-        return pack(lengths, self.training.recipe.train.pack_tokens)
+def with_features(training: Training, micro_batch: MicroBatch) -> MicroBatch:
+    """The micro-batch with its features in memory, read again unless they still are."""
+    if micro_batch.features is not None:
+        return micro_batch
+    features, _ = read_features(training, micro_batch.numbers)
+    places = micro_batch.supervision
+    supervision = replace(places, last_hidden=features.last_hidden[places.rows, places.columns])
+    return replace(micro_batch, supervision=supervision, features=features)
 
-    def noise(self, piece: int) -> Tensor | None:
-        width, head = self.training.objective.input_noise, self.training.ranks.unrolled.head
-        if not width:
-            return None
-        keys = [f"{self.training.recipe.seed} {self.step} {number}" for number in self.numbers[piece]]
-        lengths, device = self.lengths[piece], self.training.accelerator.device
-        return input_noise(width, lengths, keys, head.feature_size, device, self.packing(lengths))
+
+def read_features(training: Training, numbers: list[int]) -> tuple[Batch, list[int]]:
+    """A batch of these samples on the rank's device, and the tokens of each sample."""
+    samples = [training.inputs.train[number] for number in numbers]
+    lengths = [len(sample.tokens) for sample in samples]
+    packing = pack(lengths, training.recipe.train.pack_tokens)
+    dtype = training.inputs.frozen.embedding.dtype
+    return Batch.collate(samples, dtype, training.accelerator.device, packing), lengths
+
+
+def draw_input_noise(training: Training, step: int, micro_batch: MicroBatch) -> Tensor | None:
+    """EAGLE-1's input noise, a function of seed, step and sample; None if the objective has none."""
+    head = training.head.unrolled
+    if not head.objective.input_noise:
+        return None
+    recipe, lengths = training.recipe, micro_batch.lengths
+    keys = [f"{recipe.seed} {step} {number}" for number in micro_batch.numbers]
+    packing, size = pack(lengths, recipe.train.pack_tokens), head.head.feature_size
+    return input_noise(head.objective.input_noise, lengths, keys, size, training.accelerator.device, packing)
 
 
 def refuse_non_finite(training: Training, what: str, value: float, step: int, numbers: list[int]) -> None:
-    """Stop at a value that is not finite, and say which samples it came from."""
+    """Raises ValueError with the samples of the step if `value` is not finite."""
     if math.isfinite(value):
         return
-    store = training.materials.train
+    store = training.inputs.train
     spoiled = [number for number in numbers if not is_finite(store[number])]
     if spoiled:
         advice = f"the features of samples {named(store, spoiled)} are not finite; harvest again, in another data.dtype"
     else:
         advice = (
-            f"it comes of finite features (samples {named(store, numbers)}); lower train.learning_rate, or let "
-            "train.precision be float32"
+            f"its features are finite (samples {named(store, numbers)}); lower train.learning_rate, or choose "
+            "train.precision float32"
         )
     raise ValueError(f"the {what} of step {step + 1} is not finite: {advice}; the last checkpoint is good")
 

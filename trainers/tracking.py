@@ -1,4 +1,4 @@
-"""Where the numbers of a training run go: metrics.jsonl always, wandb as configured, the progress bar."""
+"""Where the metrics of a training run go: always to metrics.jsonl, to wandb as configured, to the progress bar."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from recipes import Recipe
 
 
 class Tracker:
-    """A context manager; on other ranks than the main one everything is a no-op."""
+    """A context manager; every method does nothing on ranks other than the main one."""
 
     def __init__(self, recipe: Recipe, first_step: int, active: bool) -> None:
         self.recipe, self.first_step, self.active = recipe, first_step, active
@@ -27,8 +27,8 @@ class Tracker:
         self.progress.start()
         self.task = self.progress.add_task("training", total=self.recipe.train.steps, completed=self.first_step)
         if self.active:
-            self.recipe.run_dir.mkdir(parents=True, exist_ok=True)  # the harvest may lie elsewhere
-            self._drop_rows_behind(self.first_step)
+            self.recipe.run_dir.mkdir(parents=True, exist_ok=True)  # the harvest may be elsewhere
+            self._drop_rows_after(self.first_step)
             mode = wandb_mode(self.recipe.log.wandb)
             if mode != "disabled":
                 self.run = wandb.init(
@@ -50,17 +50,18 @@ class Tracker:
     def advance(self, step: int) -> None:
         self.progress.update(self.task, completed=step)
 
-    def log(self, step: int, values: dict[str, float], headline: str) -> None:
+    def log(self, step: int, values: dict[str, float], progress_text: str) -> None:
+        """Write one row of metrics, and show `progress_text` beside the progress bar."""
         if not self.active:
             return
         with self.recipe.metrics_path.open("a") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
         if self.run is not None:
             self.run.log(values, step=step)
-        self.progress.update(self.task, description=headline)
+        self.progress.update(self.task, description=progress_text)
 
     def chart_acceptance(self, step: int, metrics: dict[str, float]) -> None:
-        """The held-out acceptance of each depth as a curve, on wandb; the log holds its numbers."""
+        """Draw the held-out acceptance rate by depth on wandb; metrics.jsonl holds the numbers."""
         if self.run is None:
             return
         prefix = "heldout/acceptance_"
@@ -71,24 +72,24 @@ class Tracker:
 
     def say(self, text: str) -> None:
         if self.active:
-            self.progress.console.print(text, highlight=False, soft_wrap=True)  # a log has no width
+            self.progress.console.print(text, highlight=False, soft_wrap=True)  # a log file has no width
 
     @staticmethod
     def has_measured(recipe: Recipe, step: int) -> bool:
-        """Whether the log holds what was measured behind a step."""
+        """Whether metrics.jsonl holds the held-out metrics of a step."""
         rows = recipe.metrics_path.read_text().splitlines() if recipe.metrics_path.exists() else []
         found = [json.loads(row) for row in rows if row]
         return any(row["step"] == step and any(name.startswith("heldout/") for name in row) for row in found)
 
     def _run_id(self) -> str:
-        """One wandb run for each run_dir, however often it is resumed."""
+        """One wandb run per run_dir, however often it is resumed."""
         path = self.recipe.run_dir / "wandb_run_id"
         if not path.exists():
             write_text(path, uuid.uuid4().hex[:8])
         return path.read_text()
 
-    def _drop_rows_behind(self, step: int) -> None:
-        """A resumed run repeats the steps behind its checkpoint; their old rows go, so that each stands once."""
+    def _drop_rows_after(self, step: int) -> None:
+        """A resumed run repeats the steps after its checkpoint, so their old rows are removed."""
         path = self.recipe.metrics_path
         if path.exists():
             rows = [line for line in path.read_text().splitlines() if line and json.loads(line)["step"] <= step]
@@ -103,7 +104,7 @@ def wandb_mode(setting: str) -> Any:
 
 
 def commit() -> str:
-    """The git commit of this code, with a plus where files differ from it; "unknown" outside a repository."""
+    """The git commit of this code, followed by + if files have changed since; "unknown" outside a repository."""
     here = Path(__file__).parent
     try:
         command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]

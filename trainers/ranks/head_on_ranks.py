@@ -1,6 +1,6 @@
-"""The head as the ranks of a launch hold it, and the way back to plain tensors by parameter name.
+"""A head as the ranks of a launch train it together, and its optimizer state as plain tensors by parameter name.
 
-Here is the plain case, where every rank holds all of it; fsdp2.py and zero.py share the weights out.
+Here every rank holds the whole head; fsdp2.py and zero.py give each rank slices of it.
 """
 
 import copy
@@ -23,55 +23,57 @@ from trainers.optimizers import build_optimizers, set_learning_rates
 
 
 class HeadOnRanks(ABC):
-    """An unrolled head under training by all ranks together, with its optimizers.
+    """An unrolled head and its optimizers, trained by all ranks together.
 
-    Its methods are for all ranks at once. Losses are parts of a sum over all ranks: gradients are added up.
+    Every rank must call each method. The loss is a sum over the ranks, so gradients are summed too, not averaged.
     """
 
-    unrolled: UnrolledHead  # what this rank holds of it
-    optimizers: list[Optimizer]  # whose learning rates count
+    unrolled: UnrolledHead  # this rank's copy or slices
+    module: nn.Module  # runs the forward of `unrolled` on this rank's samples
+    optimizers: list[Optimizer]  # their learning rates are the ones in effect
 
     def __init__(self, accelerator: Accelerator, section: TrainSection) -> None:
         self.accelerator, self.clip_norm = accelerator, section.clip_norm
 
     def set_learning_rates(self, section: TrainSection, step: int) -> float:
-        """As the step wants them; returns the factor on the peak rates."""
+        """Set the rates of a step; returns their ratio to the peak rates."""
         return set_learning_rates(self.optimizers, section, step)
 
-    @abstractmethod
-    def forward(self, *inputs: object) -> UnrollScores:
-        """What `UnrolledHead.forward` gives for this rank's share."""
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[object]:
+        """Encloses forward and backward of one micro-batch; the gradient is complete after the last one."""
+        return nullcontext()
 
-    @abstractmethod
+    def forward(self, *inputs: object) -> UnrollScores:
+        """`UnrolledHead.forward` on this rank's samples."""
+        scores: UnrollScores = self.module(*inputs)
+        return scores
+
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of this rank's part of the loss."""
+        self.accelerator.backward(loss * self.accelerator.num_processes)  # undoes the averaging over ranks
 
     @abstractmethod
     def update(self, scale: float = 1.0) -> float:
-        """Undo the loss's scale, clip the gradient, step and forget it; returns its norm before clipping.
+        """Unscale and clip the gradient, step, and clear it; returns the gradient's norm before clipping.
 
-        Where the norm is not finite the weights stay as they are.
+        The weights stay unchanged if the norm is not finite.
         """
 
     @abstractmethod
     def whole(self) -> UnrolledHead | None:
-        """The head with all its weights on the main rank, None on others; valid until the next update."""
+        """The head with all its weights on the main rank, None on the others; valid until the next update."""
 
     @abstractmethod
-    def state(self) -> dict[str, Tensor]:
-        """The optimizers' state as `fc.weight.exp_avg`, on the main rank's CPU; empty on others."""
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """Every optimizer tensor by name, such as `fc.weight.exp_avg`, on the main rank's CPU; empty on the others."""
 
-    @abstractmethod
-    def restore(self, state: dict[str, Tensor]) -> None:
-        """Put back what `state` gave, however many ranks there were and however they shared."""
-
-    def part(self, last: bool) -> AbstractContextManager[object]:
-        """Around forward and backward of a part of the batch; the gradient is complete after the last one."""
-        return nullcontext()
+    def restore_optimizers(self, state: dict[str, Tensor]) -> None:
+        """Load what `optimizer_state` returned, under any number of ranks and any launch."""
+        set_optimizer_state(self.unrolled.head, self.optimizers, state)
 
 
 class ReplicatedHead(HeadOnRanks):
-    """One process, or data parallel: every rank holds everything."""
+    """One process, or data parallel: every rank holds the whole head."""
 
     def __init__(self, accelerator: Accelerator, unrolled: UnrolledHead, section: TrainSection) -> None:
         super().__init__(accelerator, section)
@@ -79,15 +81,11 @@ class ReplicatedHead(HeadOnRanks):
         self.optimizers = build_optimizers(unrolled.head, section)
         self.module, *self.prepared = accelerator.prepare(unrolled, *self.optimizers)
         if isinstance(self.module, DistributedDataParallel):
-            # The only buffers are the target's and never change; sending them at each step would cost gigabytes.
+            # The only buffers are the target's and never change; broadcasting them each step would cost gigabytes.
             self.module.broadcast_buffers = False
 
-    def forward(self, *inputs: object) -> UnrollScores:
-        scores: UnrollScores = self.module(*inputs)
-        return scores
-
-    def backward(self, loss: Tensor) -> None:
-        self.accelerator.backward(loss * self.accelerator.num_processes)  # undoes the averaging over ranks
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[object]:
+        return nullcontext() if is_last else self.accelerator.no_sync(self.module)
 
     def update(self, scale: float = 1.0) -> float:
         norm = unscale_and_clip(self.unrolled, scale, self.clip_norm)
@@ -97,23 +95,17 @@ class ReplicatedHead(HeadOnRanks):
     def whole(self) -> UnrolledHead | None:
         return self.unrolled if self.accelerator.is_main_process else None
 
-    def state(self) -> dict[str, Tensor]:
-        state = named_state(self.unrolled.head, self.optimizers)
+    def optimizer_state(self) -> dict[str, Tensor]:
+        state = named_optimizer_state(self.unrolled.head, self.optimizers)
         return {name: value.detach().cpu() for name, value in state} if self.accelerator.is_main_process else {}
-
-    def restore(self, state: dict[str, Tensor]) -> None:
-        put_state(self.unrolled.head, self.optimizers, state)
-
-    def part(self, last: bool) -> AbstractContextManager[object]:
-        return nullcontext() if last else self.accelerator.no_sync(self.module)
 
 
 def unscale_and_clip(module: nn.Module, scale: float, clip_norm: float) -> float:
-    """The gradient's norm over all ranks, before clipping."""
+    """Returns the norm of the unscaled gradient over all ranks, before clipping."""
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     if scale != 1.0:
         torch._foreach_div_(gradients, scale)
-    return float(gathered(nn.utils.clip_grad_norm_(module.parameters(), clip_norm)))
+    return float(full_tensor(nn.utils.clip_grad_norm_(module.parameters(), clip_norm)))
 
 
 def step_if_finite(optimizers: list[Optimizer], norm: float) -> None:
@@ -123,67 +115,67 @@ def step_if_finite(optimizers: list[Optimizer], norm: float) -> None:
         optimizer.zero_grad()
 
 
-def spare_and_shared(accelerator: Accelerator, unrolled: UnrolledHead) -> tuple[UnrolledHead | None, UnrolledHead]:
-    """What stays whole, on the main rank alone, and what is to be shared out; they have the same buffers."""
+def whole_and_sharded(accelerator: Accelerator, unrolled: UnrolledHead) -> tuple[UnrolledHead | None, UnrolledHead]:
+    """The head that stays whole, on the main rank only, and the one to shard; both use the same buffers."""
     if not accelerator.is_main_process:
         return None, unrolled
-    common = [*unrolled.buffers(), unrolled.teacher]
-    return unrolled, copy.deepcopy(unrolled, {id(each): each for each in common})
+    shared = [*unrolled.buffers(), unrolled.teacher]
+    return unrolled, copy.deepcopy(unrolled, {id(each): each for each in shared})
 
 
 @torch.no_grad()
-def filled(spare: UnrolledHead | None, weights: Iterator[tuple[str, Tensor]]) -> UnrolledHead | None:
-    """Take the weights into the spare; without one they are gathered all the same, as every rank must."""
-    goals = {} if spare is None else dict(spare.head.named_parameters())
+def copy_weights(weights: Iterator[tuple[str, Tensor]], whole: UnrolledHead | None) -> UnrolledHead | None:
+    """Copy gathered weights into the whole head; ranks without one consume the iterator too, as gathering needs all."""
+    parameters = {} if whole is None else dict(whole.head.named_parameters())
     for name, weight in weights:
-        if name in goals:
-            goals[name].copy_(weight)
-    return spare
+        if name in parameters:
+            parameters[name].copy_(weight)
+    return whole
 
 
-def on_main_rank(accelerator: Accelerator, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Gather one tensor after the other, on all ranks; the main rank's CPU keeps them."""
+def copy_to_main_cpu(accelerator: Accelerator, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Gather the tensors one after another, on every rank; only the main rank keeps them, on its CPU."""
     kept = {}
     for name, tensor in tensors:
         if accelerator.is_main_process:
-            kept[name] = tensor.detach().to("cpu", copy=True)  # ZeRO has one number of steps for many parameters
+            kept[name] = tensor.detach().to("cpu", copy=True)  # a copy: under ZeRO many parameters share one step count
     return kept
 
 
-def gathered(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def named_state(head: nn.Module, optimizers: list[Optimizer]) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the optimizers' state as (parameter.what, tensor)."""
+def named_optimizer_state(module: nn.Module, optimizers: list[Optimizer]) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the optimizers' state, named PARAMETER.KEY."""
     for optimizer in optimizers:
-        for name, parameter in head.named_parameters():
-            for what, value in optimizer.state.get(parameter, {}).items():
-                yield f"{name}.{what}", torch.as_tensor(value)
+        for name, parameter in module.named_parameters():
+            for key, value in optimizer.state.get(parameter, {}).items():
+                yield f"{name}.{key}", torch.as_tensor(value)
 
 
-def put_state(head: nn.Module, optimizers: list[Optimizer], state: dict[str, Tensor]) -> None:
-    """The inverse of `named_state`; what has its parameter's shape is shared out as that is."""
-    owners = {parameter: optimizer for optimizer in optimizers for parameter in held(optimizer)}
-    for name, parameter in head.named_parameters():
+def set_optimizer_state(module: nn.Module, optimizers: list[Optimizer], state: dict[str, Tensor]) -> None:
+    """The inverse of `named_optimizer_state`; a tensor of its parameter's shape is sharded like the parameter."""
+    owners = {parameter: optimizer for optimizer in optimizers for parameter in parameters_of(optimizer)}
+    for name, parameter in module.named_parameters():
         own: dict[str, Any] = {}
-        for what, value in state_of(name, state).items():
+        for key, value in state_of_parameter(name, state).items():
             if value.shape != parameter.shape:
-                own[what] = value.clone()  # the number of steps, which torch keeps on the CPU
+                own[key] = value.clone()  # the step count, which torch keeps on the CPU
             elif isinstance(parameter, DTensor):
                 # Every rank has read the same file, so nothing needs to be sent.
                 whole = value.to(parameter.device)
-                own[what] = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+                own[key] = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
             else:
-                own[what] = value.to(parameter.device, copy=True)
+                own[key] = value.to(parameter.device, copy=True)
         if own:
             owners[parameter].state[parameter] = own
 
 
-def held(optimizer: Optimizer) -> list[Tensor]:
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def state_of(name: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What belongs to a parameter: `exp_avg` for `fc.weight.exp_avg`."""
+def state_of_parameter(name: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The entries of one parameter by key: `exp_avg` for `fc.weight.exp_avg`."""
     return {key.rpartition(".")[2]: value for key, value in state.items() if key.rpartition(".")[0] == name}

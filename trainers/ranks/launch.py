@@ -1,95 +1,131 @@
-"""What `accelerate launch` asked for: the ranks, what they cannot do, and how they hold the head.
+"""What `accelerate launch` asked for: how many ranks, how they hold the head, and what they cannot do.
 
-How the ranks share is the launch's choice (recipes/launch/), not the recipe's: a checkpoint of one fits all others.
+Parallelism belongs to the launch (recipes/launch/), not to the recipe: a checkpoint of one launch fits every other.
 """
+
+import os
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, DistributedType, InitProcessGroupKwargs, parse_flag_from_env
 
 from data_pipelines.shard_work import RANK_TIMEOUT
+from recipes import Recipe
 from recipes.schema import TrainSection
 from trainers.objective import UnrolledHead
 from trainers.ranks.fsdp2 import FullyShardedHead
 from trainers.ranks.head_on_ranks import HeadOnRanks, ReplicatedHead
 
+ACCELERATE_PRECISION = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}  # train.precision -> its name there
 
-def start_accelerator(section: TrainSection) -> Accelerator:
-    """The ranks as `accelerate launch` asked for them, in float32; without a GPU they are processes on the CPU.
 
-    Raises ValueError where the recipe asks for what such ranks cannot do.
+def start_accelerator(recipe: Recipe) -> Accelerator:
+    """Join the ranks of the launch, in float32; without a GPU the ranks are processes on the CPU.
+
+    Raises ValueError if the launch contradicts the recipe, or cannot do what the recipe asks for.
     """
+    refuse_contradiction(recipe.train)
     on_cpu = not torch.accelerator.is_available()
-    waiting = InitProcessGroupKwargs(timeout=RANK_TIMEOUT)
+    process_group = InitProcessGroupKwargs(timeout=RANK_TIMEOUT)
     if on_cpu and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
-        # accelerate starts DeepSpeed only where it believes in a GPU.
-        on_cpu, waiting = False, InitProcessGroupKwargs(backend="gloo", timeout=RANK_TIMEOUT)
-    accelerator = Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=[waiting])
+        # With cpu=True accelerate would not start DeepSpeed.
+        on_cpu, process_group = False, InitProcessGroupKwargs(backend="gloo", timeout=RANK_TIMEOUT)
+    accelerator = Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=[process_group])
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        refuse_for_slices(section, "DeepSpeed")
-        refuse_half_precision(section)
+        refuse_for_slices(recipe.train, "DeepSpeed")
+        refuse_half_precision(recipe.train)
         refuse_deepspeed(accelerator.state.deepspeed_plugin)
-        # While this lives, transformers cuts up every model that it loads: the target too, which the main rank alone
-        # loads to decode with. The others would wait for ever.
+        # While this exists, transformers shards every model it loads, also the target that only the main rank loads
+        # to decode with; it would wait for the other ranks forever.
         accelerator.state.deepspeed_plugin.dschf = None
-    elif parse_flag_from_env("ACCELERATE_USE_FSDP"):
-        refuse_for_slices(section, "FSDP2")
+    elif is_fsdp():
+        refuse_for_slices(recipe.train, "FSDP2")
+    if recipe.joint.mode is not None:
+        refuse_for_joint(recipe.joint.mode, accelerator)
     return accelerator
 
 
-def refuse_for_slices(section: TrainSection, way: str) -> None:
-    """What needs whole weights on every rank."""
-    if section.optimizer == "muon":
+def is_fsdp() -> bool:
+    return parse_flag_from_env("ACCELERATE_USE_FSDP")
+
+
+def distribute_head(accelerator: Accelerator, unrolled: UnrolledHead, section: TrainSection) -> HeadOnRanks:
+    """Put a head on the ranks as the launch asked for.
+
+    `unrolled` stays whole on the main rank; `HeadOnRanks.whole` copies the trained weights back into it.
+    """
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        from trainers.ranks.zero import ZeroHead  # DeepSpeed is an extra and may not be installed
+
+        return ZeroHead(accelerator, unrolled, section)
+    if is_fsdp():
+        return FullyShardedHead(accelerator, unrolled, section)
+    return ReplicatedHead(accelerator, unrolled, section)
+
+
+def refuse_contradiction(section: TrainSection) -> None:
+    """Raises ValueError if the launch sets another precision or accumulation than the recipe."""
+    precision, launched = ACCELERATE_PRECISION[section.precision], os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if launched not in ("no", precision):
         raise ValueError(
-            f"train.optimizer: muon turns whole matrices, and under {way} a rank holds slices of them; adamw is "
-            "allowed, or launch with recipes/launch/ddp.yaml or one.yaml"
+            f"train.precision: {section.precision} in the recipe contradicts --mixed_precision {launched} of "
+            "accelerate launch (or mixed_precision in its configuration); drop the latter"
         )
+    steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if steps not in ("1", str(section.accumulate)):
+        raise ValueError(
+            f"train.accumulate: {section.accumulate} in the recipe contradicts --gradient_accumulation_steps {steps} "
+            "of accelerate launch (or gradient_accumulation_steps in its configuration); drop the latter"
+        )
+
+
+def refuse_for_slices(section: TrainSection, sharding: str) -> None:
+    """Raises ValueError for what needs whole weights on every rank: Muon and the moving average."""
+    slices = f"under {sharding}, where each rank holds slices of the weights"
+    elsewhere = "or launch with recipes/launch/ddp.yaml or one.yaml"
+    if section.optimizer == "muon":
+        raise ValueError(f"train.optimizer: muon given, adamw is allowed {slices}; choose adamw, {elsewhere}")
     if section.ema_decay is not None:
         raise ValueError(
-            f"train.ema_decay: {section.ema_decay} averages whole weights, under {way} a rank holds slices of them; "
-            "null is allowed, or launch with recipes/launch/ddp.yaml or one.yaml"
+            f"train.ema_decay: {section.ema_decay} given, null is allowed {slices}; choose null, {elsewhere}"
         )
 
 
-def refuse_many_for_joint(accelerator: Accelerator) -> None:
-    """A target under training is on one process, and not shared out."""
-    shared_out = accelerator.distributed_type == DistributedType.DEEPSPEED or parse_flag_from_env("ACCELERATE_USE_FSDP")
-    if accelerator.num_processes > 1 or shared_out:
-        way = "FSDP2 or DeepSpeed" if shared_out else f"{accelerator.num_processes} processes"
+def refuse_for_joint(mode: str, accelerator: Accelerator) -> None:
+    """Raises ValueError unless one process trains the target, with nothing sharded."""
+    sharded = accelerator.distributed_type == DistributedType.DEEPSPEED or is_fsdp()
+    if accelerator.num_processes > 1 or sharded:
+        launched = "FSDP2 or DeepSpeed" if sharded else f"{accelerator.num_processes} processes"
         raise ValueError(
-            f"joint.mode: given in a launch of {way}, one plain process is allowed; launch with "
-            "recipes/launch/one.yaml, or leave joint out"
+            f"joint.mode: {mode} given, null is allowed under {launched}; launch with recipes/launch/one.yaml, or "
+            "leave joint out"
         )
 
 
 def refuse_half_precision(section: TrainSection) -> None:
-    """DeepSpeed switches autocast off and scales losses by itself."""
+    """Raises ValueError unless DeepSpeed trains in float32: it disables autocast and scales losses itself."""
     if section.precision != "float32":
         raise ValueError(
-            f"train.precision: {section.precision} and DeepSpeed do not go together; float32 is allowed, or launch "
-            "with recipes/launch/fsdp2.yaml or ddp.yaml"
+            f"train.precision: {section.precision} given, float32 is allowed under DeepSpeed; choose float32, or "
+            "launch with recipes/launch/fsdp2.yaml or ddp.yaml"
         )
 
 
 def refuse_deepspeed(plugin: DeepSpeedPlugin) -> None:
-    """What DeepSpeed could do, but nothing here has proved to train the same."""
+    """Raises ValueError for DeepSpeed settings that no test has shown to train the same head."""
     offloaded = {plugin.offload_optimizer_device, plugin.offload_param_device} - {None, "none"}
     if plugin.zero_stage not in (2, 3) or offloaded:
         raise ValueError(
             f"the launch asks DeepSpeed for stage {plugin.zero_stage}, offloading to {sorted(offloaded) or 'nothing'}; "
-            "2 or 3 without offloading is allowed: take recipes/launch/zero2.yaml or zero3.yaml"
+            "stage 2 or 3 without offloading is allowed: take recipes/launch/zero2.yaml or zero3.yaml"
         )
 
 
-def share_out(accelerator: Accelerator, unrolled: UnrolledHead, section: TrainSection) -> HeadOnRanks:
-    """Give every rank its share of a head, as the launch asked for.
-
-    What comes in stays whole on the main rank; there `HeadOnRanks.whole` brings the trained weights back into it.
-    """
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        from trainers.ranks.zero import ZeroHead  # needs DeepSpeed, which need not be installed
-
-        return ZeroHead(accelerator, unrolled, section)
-    if parse_flag_from_env("ACCELERATE_USE_FSDP"):
-        return FullyShardedHead(accelerator, unrolled, section)
-    return ReplicatedHead(accelerator, unrolled, section)
+def refuse_lone_decoding(recipe: Recipe, num_ranks: int) -> None:
+    """Raises ValueError if the main rank should decode alone with a target that all ranks hold together."""
+    if recipe.target.spans_ranks and recipe.train.eval_prompts and num_ranks > 1:
+        raise ValueError(
+            f"train.eval_prompts: {recipe.train.eval_prompts} given, 0 is allowed while {num_ranks} ranks hold the "
+            "target together (target.tp_plan or zero_stage), because the main rank decodes alone; write 0, or train "
+            "with one process and target.device_map auto"
+        )
