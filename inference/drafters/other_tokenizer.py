@@ -11,10 +11,10 @@ from inference.drafter import Verified
 from inference.drafters.trie import Trie, side_by_side
 from inference.masks import Block
 from inference.target.model import TargetModel
+from inference.target.tokenizer import REPLACEMENT_CHARACTER
 from inference.tree import Tree
 
 LOOKBEHIND = 8  # tokens of the target's text that are encoded again with what was drafted behind them
-UNFINISHED = "\ufffd"  # what a decoder puts for a character whose last bytes are yet to come
 
 
 @runtime_checkable  # the shape checks of the tests look at instances
@@ -70,14 +70,14 @@ class OtherTokenizerDrafter:
         """Target tokens that may follow; none where the two texts cannot be brought together."""
         certain = decoded(self.targets, text)
         tokens = list(self.own(certain)["input_ids"])
-        if certain.endswith(UNFINISHED) or not tokens or len(tokens) + room > self.model.max_positions:
+        if certain.endswith(REPLACEMENT_CHARACTER) or not tokens or len(tokens) + room > self.model.max_positions:
             return []
         written = self.write(tokens, room, before)
         start = decoded(self.own, tokens)
         whole = decoded(self.own, tokens + written)
         if not whole.startswith(start):
             return []
-        return self.encode(text[-LOOKBEHIND:], whole[len(start) :].rstrip(UNFINISHED))
+        return self.encode(text[-LOOKBEHIND:], whole[len(start) :].rstrip(REPLACEMENT_CHARACTER))
 
     def write(self, tokens: list[int], count: int, before: list[Read]) -> list[int]:
         """What the draft model writes behind its tokens, greedily."""
