@@ -365,8 +365,8 @@ def test_a_run_on_anothers_harvest_ends_in_a_better_head_and_a_drawn_tree(tmp_pa
     losses = [line["train/loss_1"] for line in lines if "train/loss_1" in line]
     assert losses[-1] < losses[0]
     outcomes = report(recipe)
-    assert {outcome.way for outcome in outcomes} == {"generate", "plain", "untrained", "chain", "tree"}
-    assert all(o.identical == o.prompts == 2 for o in outcomes if o.way != "generate")
+    assert {outcome.method for outcome in outcomes} == {"generate", "plain", "untrained", "chain", "tree"}
+    assert all(o.identical == o.prompts == 2 for o in outcomes if o.method != "generate")
     assert (recipe.report_dir / "tree.png").read_bytes().startswith(b"\x89PNG")
     if not sequential:
         lossy = recipe.model_copy(update={"decode": recipe.decode.model_copy(update={"acceptance": "typical"})})
