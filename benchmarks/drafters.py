@@ -30,7 +30,7 @@ from inference.drafters.lookup import Lookup, PromptLookup
 from inference.drafters.model import EarlyExit, ModelDrafter
 from inference.drafters.trie import Noise, Shape, Trie
 from inference.inputs import held_out_prompts
-from inference.report.compare import Watch
+from inference.report.runs import TokenTimes
 from inference.target.model import TargetModel
 from recipes import Recipe, run_command
 
@@ -117,14 +117,14 @@ def run(recipe: Recipe) -> None:
         return lambda prompt: (generate(target, prompt, new_tokens, drafter=drafter).tokens, 1)
 
     def assisted(prompt: list[int]) -> tuple[list[int], int]:
-        watch = Watch()
-        text = target.generate([prompt], new_tokens, assistant=(draft, depth), streamer=watch)[0]
-        return text, watch.blocks[1][1]
+        times = TokenTimes()
+        text = target.generate([prompt], new_tokens, assistant=(draft, depth), streamer=times)[0]
+        return text, times.blocks[1][1]
 
     def lookup(prompt: list[int]) -> tuple[list[int], int]:
-        watch = Watch()
-        text = target.generate([prompt], new_tokens, prompt_lookup=depth, streamer=watch)[0]
-        return text, watch.blocks[1][1]
+        times = TokenTimes()
+        text = target.generate([prompt], new_tokens, prompt_lookup=depth, streamer=times)[0]
+        return text, times.blocks[1][1]
 
     rows = [
         Row("plain", ours(None)),

@@ -31,7 +31,8 @@ from inference.drafters.growth import Dynamic
 from inference.drafters.head import HeadDrafter
 from inference.inputs import head_folder, taps_to_read
 from inference.report.command import machine, report_prompts
-from inference.report.compare import Way, compare
+from inference.report.compare import compare
+from inference.report.runs import Method
 from inference.report.tables import as_tables
 from inference.sampling import BatchSampling, Sampling
 from inference.target.model import TargetModel
@@ -245,15 +246,15 @@ def demo(console: Console, recipe: Recipe) -> None:
     target = TargetModel.load(recipe.target, taps_to_read(recipe))
     head = load_head(head_folder(recipe), target.frozen)
     depth = recipe.decode.depth
-    ways = [
-        Way("generate", transformers=True),
-        Way("plain"),
-        Way("chain", HeadDrafter(head, Dynamic.chain(depth))),
-        Way("tree", HeadDrafter(head, Dynamic(depth, recipe.decode.width, recipe.decode.nodes))),
+    methods = [
+        Method("generate", transformers=True),
+        Method("plain"),
+        Method("chain", HeadDrafter(head, Dynamic.chain(depth))),
+        Method("tree", HeadDrafter(head, Dynamic(depth, recipe.decode.width, recipe.decode.nodes))),
     ]
     for temperature in recipe.report.temperatures:
         sampling = Sampling(temperature, seed=recipe.decode.seed)
-        found = compare(ways, target, report_prompts(recipe), recipe.decode.max_new_tokens, sampling, 1)
+        found = compare(methods, target, report_prompts(recipe), recipe.decode.max_new_tokens, sampling, 1)
         for table in as_tables(found):
             console.print(table)
 
