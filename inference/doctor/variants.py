@@ -1,4 +1,7 @@
-"""Other readings of a head's own files, each tried alone: one that guesses clearly better is what it was trained as."""
+"""Variants of how a head's own files are interpreted, each tried alone.
+
+A variant that guesses clearly better is most likely what the head was trained with.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -9,112 +12,121 @@ import torch
 
 from heads.frozen import FrozenTarget
 from heads.target_config import Rope
-from inference.doctor.export_parts import DTYPE_COST
-from inference.doctor.findings import Finding, drop
-from inference.doctor.reading import NORM_FLAGS, Measure, Reading
+from inference.doctor.export_parts import MIN_DTYPE_LOSS
+from inference.doctor.findings import Finding, largest_loss
+from inference.doctor.interpretation import NORM_FLAGS, Interpretation, Measure
 
 COMMON_BASES = (1e4, 5e5, 1e6)
-GAIN, RELATIVE_GAIN = 0.05, 0.1  # of the mean accuracy, from which on another reading is the better one
+MIN_GAIN, MIN_RELATIVE_GAIN = 0.05, 0.1  # mean accuracy that a variant must gain to be reported
 
 
 @dataclass(frozen=True)
-class Otherwise:
-    """Another reading of the head's own files, and what it would mean if it were the better one."""
+class Variant:
+    """Another interpretation of the head's files, and the finding to report if it guesses better."""
 
     category: str
     found: str
     right: str
-    reading: Reading
+    interpretation: Interpretation
     advice: str
-    likely: bool = False  # of readings that do as well this one is meant
+    preferred: bool = False  # report this one if others do equally well
 
 
-def other_readings(reading: Reading, frozen: FrozenTarget) -> Iterator[Otherwise]:
-    """All that are worth a try."""
-    if reading.kind != "medusa":  # which reads no token
-        for shift in {-1, 0, 1} - {reading.shift}:
-            beside = f"token t{1 + shift:+d}".replace("+0", "")
-            yield Otherwise(
-                "token shift",
-                "drafting hands the head feature t with token t+1",
-                f"it guesses best with {beside} beside feature t",
-                replace(reading, shift=shift),
-                "train again with the tokens one place ahead of the features"
-                + (" (it was trained with the token to guess in sight)" if shift == 1 else ""),
-            )
-        yield from other_ropes(reading, frozen)
-    if reading.kind == "eagle3":
-        yield from other_taps(reading, frozen)
-        yield from other_norms(reading)
-        yield from other_maps(reading)
+def variants_of(head: Interpretation, frozen: FrozenTarget) -> Iterator[Variant]:
+    """Every variant worth trying; each differs from `head` in one thing."""
+    if head.kind != "medusa":  # Medusa heads read no tokens and have no positions
+        yield from shift_variants(head)
+        yield from rope_variants(head, frozen)
+    if head.kind == "eagle3":
+        yield from tap_variants(head, frozen)
+        yield from norm_variants(head)
+        yield from map_variants(head)
 
 
-def other_taps(reading: Reading, frozen: FrozenTarget) -> Iterator[Otherwise]:
-    taps, last = reading.taps, frozen.config.num_layers
+def shift_variants(head: Interpretation) -> Iterator[Variant]:
+    for shift in {-1, 0, 1} - {head.shift}:
+        beside = f"token t{1 + shift:+d}".replace("+0", "")
+        found, right = (
+            "drafting pairs feature t with token t+1",
+            f"the head guesses best with {beside} beside feature t",
+        )
+        advice = "train again with the tokens one place ahead of the features"
+        if shift == 1:
+            advice += " (in training the head saw the token it had to guess)"
+        yield Variant("token shift", found, right, replace(head, shift=shift), advice)
+
+
+def tap_variants(head: Interpretation, frozen: FrozenTarget) -> Iterator[Variant]:
+    taps, last = head.taps, frozen.config.num_layers
     orders = set(permutations(taps)) if len(taps) <= 3 else {taps[::-1]}
     moved = {tuple(tap + by for tap in taps) for by in (-1, 1)}
     for other in sorted((orders | moved) - {taps}):
         if min(other) >= 0 and max(other) <= last:
-            found, right = f"the head is handed hidden_states {list(taps)}", f"it guesses best with {list(other)}"
+            found, right = f"the head reads hidden_states {list(taps)}", f"it guesses best with {list(other)}"
             advice = "write these into config.json, or train again with taps in ascending order"
-            yield Otherwise("taps", found, right, replace(reading, taps=other), advice)
+            yield Variant("taps", found, right, replace(head, taps=other), advice)
 
 
-def other_norms(reading: Reading) -> Iterator[Otherwise]:
+def norm_variants(head: Interpretation) -> Iterator[Variant]:
     for flag in NORM_FLAGS:
-        on = bool(reading.config.get(flag))
+        on = bool(head.config.get(flag))
         found, right = f"{flag} is {str(on).lower()}", f"the head guesses best with {str(not on).lower()}"
         advice = f"set {flag} to {str(not on).lower()} in config.json"
-        yield Otherwise("norm", found, right, reading.with_config(**{flag: not on}), advice)
+        yield Variant("norm", found, right, head.with_config(**{flag: not on}), advice)
 
 
-def other_ropes(reading: Reading, frozen: FrozenTarget) -> Iterator[Otherwise]:
-    own = reading.rope
+def rope_variants(head: Interpretation, frozen: FrozenTarget) -> Iterator[Variant]:
+    own = head.rope
     ropes = [frozen.config.rope, *(Rope(theta=base) for base in COMMON_BASES)]
     for number, other in enumerate(ropes):
         if other != own and other not in ropes[:number]:
             found, right = f"base {own.theta:g} ({own.kind})", f"it guesses best with {other.theta:g} ({other.kind})"
             advice = "write that rope_theta into config.json"
-            likely = other == frozen.config.rope
-            yield Otherwise("RoPE base", found, right, reading.with_config(**other.to_config()), advice, likely)
+            preferred = other == frozen.config.rope
+            yield Variant("RoPE base", found, right, head.with_config(**other.to_config()), advice, preferred)
 
 
-def other_maps(reading: Reading) -> Iterator[Otherwise]:
-    columns = torch.arange(len(reading.ids))
-    if torch.equal(reading.ids, columns):
+def map_variants(head: Interpretation) -> Iterator[Variant]:
+    columns = torch.arange(len(head.ids))
+    if torch.equal(head.ids, columns):
         return
-    ids = reading.ids - columns
-    found, right = f"d2t as offsets gives {reading.ids[:4].tolist()}...", f"as ids it gives {ids[:4].tolist()}..."
+    ids = head.ids - columns
+    found = f"d2t read as offsets gives token ids {head.ids[:4].tolist()}..."
+    right = f"read as token ids it gives {ids[:4].tolist()}..., and the head guesses best with those"
     advice = "write target id minus draft id into d2t"
-    yield Otherwise("vocabulary map", found, right, replace(reading, ids=ids), advice)
+    yield Variant("vocabulary map", found, right, replace(head, ids=ids), advice)
 
 
-def better_readings(reading: Reading, frozen: FrozenTarget, measure: Measure, tokens: int) -> Iterator[Finding]:
-    """The readings that are clearly better on so many tokens, the best first, each on top of those before it."""
-    now, named = measure(reading), set[str]()
-    chance = 2 * (0.25 / tokens) ** 0.5  # two standard errors of an accuracy around a half
+def find_better_variants(
+    head: Interpretation, frozen: FrozenTarget, measure: Measure, tokens: int
+) -> Iterator[Finding]:
+    """The variants that are clearly better on this many tokens, best first; each is tried on top of those before it."""
+    now, reported = measure(head), set[str]()
+    chance = 2 * (0.25 / tokens) ** 0.5  # two standard errors of an accuracy near one half
     while True:
-        tried = [other for other in other_readings(reading, frozen) if other.category not in named]
-        scored = [(measure(other.reading), other) for other in tried]
+        tried = [variant for variant in variants_of(head, frozen) if variant.category not in reported]
+        scored = [(measure(variant.interpretation), variant) for variant in tried]
         if not scored:
             return
-        best, other = max(scored, key=lambda pair: mean(pair[0]))
-        as_well = [(score, one) for score, one in scored if mean(score) >= mean(best) - chance]
-        alike = [pair for pair in as_well if pair[1].category == other.category and pair[1].likely]
-        best, other = next(iter(alike), (best, other))
-        if mean(best) < mean(now) + max(GAIN, RELATIVE_GAIN * mean(now), chance):
+        best, variant = max(scored, key=lambda pair: mean(pair[0]))
+        equally_good = [(score, other) for score, other in scored if mean(score) >= mean(best) - chance]
+        alike = [pair for pair in equally_good if pair[1].category == variant.category and pair[1].preferred]
+        best, variant = next(iter(alike), (best, variant))
+        if mean(best) < mean(now) + max(MIN_GAIN, MIN_RELATIVE_GAIN * mean(now), chance):
             return
-        yield Finding(other.category, other.found, other.right, drop(best, now), other.advice)
-        named.add(other.category)
-        reading, now = other.reading, best
+        yield Finding(variant.category, variant.found, variant.right, largest_loss(best, now), variant.advice)
+        reported.add(variant.category)
+        head, now = variant.interpretation, best
 
 
-def number_format(reading: Reading, measure: Measure) -> Iterator[Finding]:
-    """Does the head lose in the number format that it is stored in?"""
-    dtype = reading.stored_dtype
+def check_number_format(head: Interpretation, measure: Measure) -> Iterator[Finding]:
+    """Yield a finding if the head guesses worse in the number format it is stored in than in float32."""
+    dtype = head.stored_dtype
     if dtype in (None, torch.float32):
         return
-    wide, stored = measure(replace(reading, dtype=torch.float32)), measure(replace(reading, dtype=dtype))
-    if mean(wide) - mean(stored) >= DTYPE_COST:
+    wide, stored = measure(replace(head, dtype=torch.float32)), measure(replace(head, dtype=dtype))
+    if mean(wide) - mean(stored) >= MIN_DTYPE_LOSS:
         name = str(dtype).removeprefix("torch.")
-        yield Finding("dtype", f"computed in {name}", "float32", drop(wide, stored), "serve it in a wider format")
+        yield Finding(
+            "dtype", f"computed in {name}", "float32", largest_loss(wide, stored), "serve it in a wider format"
+        )
