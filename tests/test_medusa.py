@@ -24,7 +24,7 @@ from heads.medusa import MedusaHead
 from heads.static_tree import StaticTree, search_tree
 from heads.vocab import DraftVocab
 from inference.cache import KVCache
-from inference.calibrate import RANKS, Tally, fit_calibration, tally_texts, written
+from inference.calibrate import RANKS, Tally, fit_calibration, tally_texts, write_texts
 from inference.decode import Request, generate, generate_batch
 from inference.drafter import Verified
 from inference.drafters.cost_aware import CostAwareFixed, growth_from_recipe
@@ -221,7 +221,7 @@ def test_dear_nodes_make_a_small_tree() -> None:
 def test_ranks_are_counted_as_the_target_chose(reader: TargetModel, make_head: MakeHead, sequential: bool) -> None:
     head = make_head("medusa", vocab=LIMITED, sequential=sequential)
     tally = Tally.empty(torch.ones(3, 1), RANKS)
-    tally_texts(tally, reader, head, written(reader, head, [PROMPT], 3, 20, [Sampling()]))
+    tally_texts(tally, reader, head, write_texts(reader, head, [PROMPT], 3, 20, [Sampling()]))
     hits, tried = torch.zeros(3, RANKS), torch.zeros(3)
     text = PROMPT + generate(reader, PROMPT, 20).tokens
     features = head.project(reader.forward(torch.tensor([text])).taps)[0]
