@@ -150,8 +150,8 @@ def accuracies(
         taps = torch.cat([replay.states[tap] for tap in interpretation.taps], dim=-1).to(dtype)
         scored = score_taps(head, taps, replay.text, replay.prompt, Sampling(), levels, interpretation.shift)
         for level, found in enumerate(scored):
-            right = ids[found.quiet.argmax(dim=1)] == replay.text[0, level + 2 :]
-            finite = found.quiet.isfinite().all(dim=1)
+            right = ids[found.without_noise.argmax(dim=1)] == replay.text[0, level + 2 :]
+            finite = found.without_noise.isfinite().all(dim=1)
             hits[level] += int((right & finite & found.written).sum())
             tried[level] += int(found.written.sum())
     return [hit / max(count, 1) for hit, count in zip(hits, tried, strict=True)]
