@@ -1,9 +1,10 @@
-"""Is the output the target's own? Every held-out prompt, greedy, against `generate` of transformers; and sampled.
+"""Is the output exactly the target's own? Checked on every held-out prompt, greedy and sampled.
 
     python benchmarks/lossless.py recipes/tiny_full.yaml report.head=assets/demo_head
 
-Prints how many texts are identical for plain decoding, a chain, the recipe's tree, a wide tree and a head with random
-weights. Exit code 1 if one differs.
+Prints how many texts equal the reference for plain decoding, a chain, the recipe's tree, a wide tree and a head with
+random weights. The reference is transformers' `generate` when greedy and plain decoding when sampling. Exit code 1 if a
+text differs.
 """
 
 import sys
@@ -52,7 +53,7 @@ def check(recipe: Recipe) -> None:
     all_same = True
     for temperature in recipe.report.temperatures:
         sampling = replace(sampling_from_recipe(recipe.decode, temperature), rule="seeded")
-        # transformers samples with noise of its own, so plain decoding is the reference there.
+        # transformers samples with other random numbers, so its sampled texts differ from ours.
         reference = Method("generate", transformers=True) if temperature == 0 else Method("plain")
         same = dict.fromkeys((method.name for method in methods), 0)
         for prompt in track(prompts, description=f"temperature {temperature:g}"):
