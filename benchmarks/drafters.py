@@ -1,14 +1,14 @@
-"""Drafters without training against assisted generation of transformers, and against each other, greedily.
+"""Drafters that need no training, compared with transformers' assisted generation and with each other, greedily.
 
     python benchmarks/drafters.py recipes/tiny_full.yaml report.threads=1
 
-The draft model is derived from the target: its first quarter of layers, saved with its embedding, norm and lm_head as a
-model of its own, so that both sides draft with the very same one. Calls are the target's own, counted by a hook on it.
-tau leaves the prompt's pass out on both sides, its call and the tokens that came of it: there transformers judges
-drafts already, and we take one token. The column beside it counts every call and every token. Prompt lookup is measured
-by the rules of transformers (the first place of the longest n-gram) and by ours (the latest ones, around a loop).
+The draft model is the first quarter of the target's layers with its embedding, norm and lm_head, so both sides draft
+with the same model. Target calls are counted by a hook on the target. The acceptance length (tau) leaves out the
+prefill on both sides, its call and its tokens, because transformers already verifies draft tokens there while we take
+one token; tokens/call counts every call and every token. Prompt lookup is measured with transformers' rule (the first
+occurrence of the longest n-gram) and with ours (the latest occurrences, continued around a loop).
 
-Exit code 1 if a tau of ours is more than 2 % below that of transformers with the same drafts.
+Exit code 1 if our acceptance length is more than 2 % below that of transformers with the same drafts.
 """
 
 import copy
@@ -30,23 +30,25 @@ from inference.drafters.lookup import Lookup, PromptLookup
 from inference.drafters.model import EarlyExit, ModelDrafter
 from inference.drafters.trie import GumbelRow, TreeLimits, Trie
 from inference.inputs import held_out_prompts
-from inference.report.compare import Watch
+from inference.report.runs import TokenTimes
 from inference.target.model import TargetModel
 from recipes import Recipe, run_command
 
-TRANSFORMERS_NGRAM = 2  # its max_matching_ngram_size, by default
-ALLOWED = 0.98  # of the tau of transformers
+TRANSFORMERS_NGRAM = 2  # default of its max_matching_ngram_size
+MIN_RATIO = 0.98  # of our acceptance length over that of transformers
 
 
 @dataclass
 class Row:
+    """One drafter, with its sums over prompts."""
+
     name: str
-    run: Callable[[list[int]], tuple[list[int], int]]  # new tokens, and how many of them came of the prompt's pass
+    run: Callable[[list[int]], tuple[list[int], int]]  # new tokens, and how many of them the prefill gave
     calls: int = 0
     tokens: int = 0
-    prompts: int = 0  # as many calls read a prompt
-    first: int = 0  # tokens out of these
-    same: int = 0
+    prompts: int = 0  # also the number of prefill calls
+    first: int = 0  # tokens that prefills gave
+    same: int = 0  # texts equal to plain decoding's
     seconds: float = 0.0
 
     @property
@@ -55,7 +57,7 @@ class Row:
 
 
 class FirstMatch(Lookup):
-    """A chain of what stands behind the first place of the longest n-gram, up to the end of the text."""
+    """Drafts the tokens after the first occurrence of the longest n-gram, as transformers does."""
 
     def __init__(self, depth: int, ngram: int) -> None:
         super().__init__(TreeLimits(depth, 1, depth))
@@ -70,7 +72,7 @@ class FirstMatch(Lookup):
 
 
 def first_layers_alone(target: TargetModel, count: int) -> TargetModel:
-    """A model of its own, with copies of the target's weights."""
+    """A model of the target's first `count` layers, with copies of its weights."""
     config = copy.deepcopy(target.model.config)
     config.num_hidden_layers = count
     model = type(target.model)(config)
@@ -80,7 +82,7 @@ def first_layers_alone(target: TargetModel, count: int) -> TargetModel:
 
 
 def measure(rows: list[Row], target: TargetModel, prompts: list[list[int]]) -> None:
-    """Every row on every prompt, in turns; the first row's text is the reference."""
+    """Run every row on every prompt in alternation; the first row's text is the reference."""
     calls: list[int] = []
     hook = target.model.register_forward_pre_hook(lambda *_: calls.append(1))
     for number, prompt in enumerate(track(prompts, transient=True)):
@@ -117,21 +119,21 @@ def run(recipe: Recipe) -> None:
         return lambda prompt: (generate(target, prompt, new_tokens, drafter=drafter).tokens, 1)
 
     def assisted(prompt: list[int]) -> tuple[list[int], int]:
-        watch = Watch()
-        text = target.generate([prompt], new_tokens, assistant=(draft, depth), streamer=watch)[0]
-        return text, watch.blocks[1][1]
+        times = TokenTimes()
+        text = target.generate([prompt], new_tokens, assistant=(draft, depth), streamer=times)[0]
+        return text, times.blocks[1][1]
 
     def lookup(prompt: list[int]) -> tuple[list[int], int]:
-        watch = Watch()
-        text = target.generate([prompt], new_tokens, prompt_lookup=depth, streamer=watch)[0]
-        return text, watch.blocks[1][1]
+        times = TokenTimes()
+        text = target.generate([prompt], new_tokens, prompt_lookup=depth, streamer=times)[0]
+        return text, times.blocks[1][1]
 
     rows = [
         Row("plain", ours(None)),
         Row("transformers, draft model", assisted),
         Row("draft model", ours(ModelDrafter(draft, Dynamic.chain(depth), target))),
         Row("transformers, prompt lookup", lookup),
-        Row("prompt lookup by its rules", ours(FirstMatch(depth, TRANSFORMERS_NGRAM))),
+        Row("prompt lookup, transformers' rule", ours(FirstMatch(depth, TRANSFORMERS_NGRAM))),
         Row("prompt lookup", ours(PromptLookup(limits, TRANSFORMERS_NGRAM))),
         Row("draft model, tree", ours(ModelDrafter(draft, tree, target))),
         Row("prompt lookup, tree", ours(PromptLookup(TreeLimits(depth, tree.width, tree.nodes), recipe.decode.ngram))),
@@ -139,8 +141,8 @@ def run(recipe: Recipe) -> None:
         Row("early exit at 3/4", ours(EarlyExit(target, max(3 * layers // 4, 1), Dynamic.chain(depth)))),
     ]
     measure(rows, target, prompts)
-    table = Table(title=f"{len(prompts)} prompts x {new_tokens} tokens, {depth} drafts")
-    for column in ("drafter", "target calls", "tokens/call", "tau", "same text", "tokens/s"):
+    table = Table(title=f"{len(prompts)} prompts x {new_tokens} tokens, depth {depth}")
+    for column in ("drafter", "target calls", "tokens/call", "acceptance length", "same text", "tokens/s"):
         table.add_column(column, justify="left" if column == "drafter" else "right")
     for row in rows:
         rates = f"{row.tokens / row.calls:.3f}", f"{row.acceptance_length:.3f}"
@@ -149,11 +151,11 @@ def run(recipe: Recipe) -> None:
     pairs = [(rows[1], rows[2]), (rows[3], rows[4]), (rows[3], rows[5])]
     for theirs, our in pairs:
         print(
-            f"{our.name}: tau {our.acceptance_length:.3f}, "
-            f"{our.acceptance_length / theirs.acceptance_length - 1:+.2%} of {theirs.name}, "
-            f"{theirs.acceptance_length:.3f}"
+            f"{our.name}: acceptance length {our.acceptance_length:.3f}, "
+            f"{our.acceptance_length / theirs.acceptance_length - 1:+.2%} against {theirs.name} "
+            f"({theirs.acceptance_length:.3f})"
         )
-    sys.exit(0 if all(our.acceptance_length >= ALLOWED * theirs.acceptance_length for theirs, our in pairs) else 1)
+    sys.exit(0 if all(our.acceptance_length >= MIN_RATIO * theirs.acceptance_length for theirs, our in pairs) else 1)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""How close decoding comes to what the memory of a CUDA device allows, on an 8B shape and on the demo target.
+"""How close decoding comes to the memory bandwidth limit of a CUDA device, for an 8B shape and the demo target.
 
     python benchmarks/gpu.py recipes/tiny_full.yaml report.head=assets/demo_head
 
-For a Llama-3-8B-shaped target of random weights in bfloat16: plain decoding against transformers' `generate` and
-against the bandwidth limit (bytes of the weights over the measured speed of a copy), a verify step by its nodes, an
-EAGLE-3 cycle and the speed-ups that follow, each with the layers as they are and compiled. For the demo target: tau and
-speed as they are. Needs no network. Without CUDA it says so; `BENCHMARK_SHAPE=tiny` then runs the same on the CPU at a
-toy size, to try the script.
+For a target of Llama-3-8B's shape with random weights in bfloat16: plain decoding compared with transformers'
+`generate` and with the bandwidth limit (measured copy bandwidth over the bytes of the weights), a verify step by number
+of nodes, and an EAGLE-3 step with the speed-up it gives at several acceptance lengths; each with eager and with
+compiled layers. For the demo target: the report's own tables. Needs no network. Without CUDA it says so and measures
+nothing; `BENCHMARK_SHAPE=tiny` then runs the same on the CPU at a toy size, to try the script.
 """
 
 import os
@@ -31,7 +31,8 @@ from inference.drafters.growth import Dynamic
 from inference.drafters.head import HeadDrafter
 from inference.inputs import head_folder, taps_to_read
 from inference.report.command import machine, report_prompts
-from inference.report.compare import Way, compare
+from inference.report.compare import compare
+from inference.report.runs import Method
 from inference.report.tables import as_tables
 from inference.request import Request
 from inference.sampling import BatchSampling, Sampling
@@ -71,7 +72,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Setting:
-    """A random target and head, and how far to go with them."""
+    """A target and head with random weights, and the sizes to measure."""
 
     target: TargetModel
     head: DraftHead
@@ -95,7 +96,7 @@ def random_setting(config: LlamaConfig, device: torch.device, prompt: int, new_t
 
 
 def seconds(work: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:
-    """Mean of `repeats` runs, after three to warm up."""
+    """Mean seconds of `repeats` runs, after three warm-up runs."""
     for _ in range(3):
         work()
     synchronise(device)
@@ -111,12 +112,12 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def as_is_and_compiled(setting: Setting, name: str, measure: Callable[[], Result]) -> dict[str, Result]:
-    """What is measured with the layers as they are, and with target.compile."""
-    found = {name: measure()}
+def eager_and_compiled(setting: Setting, prefix: str, measure: Callable[[], Result]) -> dict[str, Result]:
+    """The measurement with eager layers and with target.compile, by prefix + eager or compiled."""
+    found = {f"{prefix}eager": measure()}
     setting.target.kept(SpareSteps).clear()
     setting.target.compiles = True
-    found[f"{name}, compiled"] = measure()
+    found[f"{prefix}compiled"] = measure()
     setting.target.kept(SpareSteps).clear()
     setting.target.compiles = False
     return found
@@ -130,7 +131,7 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def decode_rate(setting: Setting, drafter: Drafter | None, static: bool) -> float:
-    """Tokens per second behind a prompt, the prompt's own pass left out."""
+    """Tokens per second after the prefill."""
     prompt = torch.arange(setting.prompt).remainder(setting.target.config.vocab_size).tolist()
     for _ in range(2):  # the first one warms up
         loop = DecodeLoop(setting.target, [Request(prompt, setting.new_tokens)], drafter, static=static)
@@ -147,7 +148,7 @@ def decode_rate(setting: Setting, drafter: Drafter | None, static: bool) -> floa
 
 
 def generate_rate(setting: Setting) -> float:
-    """The same of transformers' `generate`: the difference of a long and a short run."""
+    """The same for transformers' `generate`, from the difference between a long and a short run."""
     prompt = torch.arange(setting.prompt).remainder(setting.target.config.vocab_size).tolist()
     times = []
     for new_tokens in (4, 8, 8 + setting.new_tokens // 2):
@@ -161,7 +162,7 @@ def generate_rate(setting: Setting) -> float:
 
 @torch.inference_mode()
 def verify_seconds(setting: Setting, nodes: int) -> float:
-    """A target step of so many nodes behind the prompt, choices included."""
+    """Seconds of a target step that verifies this many nodes after the prompt, the choice of tokens included."""
     target, device = setting.target, setting.target.device
     cache = target.new_cache(setting.prompt + nodes, static=True)
     cache.set_lengths([setting.prompt])
@@ -172,8 +173,8 @@ def verify_seconds(setting: Setting, nodes: int) -> float:
 
 
 @torch.inference_mode()
-def cycle_seconds(setting: Setting, growth: Dynamic) -> float:
-    """A whole cycle without what the host does: the draft and the target step."""
+def decode_step_seconds(setting: Setting, growth: Dynamic) -> float:
+    """Seconds of a whole decode step, draft and verify, without the host's share."""
     target, device = setting.target, setting.target.device
     drafter = HeadDrafter(setting.head, growth)
     cache = target.new_cache(setting.prompt + drafter.max_nodes + 1, drafter.cache_shape, static=True)
@@ -197,64 +198,65 @@ def cycle_seconds(setting: Setting, growth: Dynamic) -> float:
 def eight_billion(console: Console, device: torch.device, config: LlamaConfig, prompt: int, new_tokens: int) -> None:
     setting = random_setting(config, device, prompt, new_tokens)
     weights = sum(p.numel() * p.element_size() for p in setting.target.model.parameters())
-    weights -= setting.target.frozen.embedding.nbytes  # of the input embedding a step reads one row
+    weights -= setting.target.frozen.embedding.nbytes  # a step reads only one row of the input embedding
     bandwidth = copy_bandwidth(device)
     limit = bandwidth / weights
     console.print(
-        f"{weights / 1e9:.2f} GB of weights per step, copies at {bandwidth / 1e9:,.0f} GB/s: at most {limit:.1f}/s"
+        f"a step reads {weights / 1e9:.2f} GB of weights, and copies run at {bandwidth / 1e9:,.0f} GB/s: at most "
+        f"{limit:.1f} tokens/s without drafts"
     )
 
-    table = Table(title=f"plain decoding behind a prompt of {prompt} tokens")
-    for column in ("way", "tokens/s", "of the limit"):
-        table.add_column(column, justify="left" if column == "way" else "right")
+    table = Table(title=f"plain decoding after a prompt of {prompt} tokens")
+    for column in ("method", "tokens/s", "of the limit"):
+        table.add_column(column, justify="left" if column == "method" else "right")
     rates = {
         "generate": generate_rate(setting),
         "ours, changing shapes": decode_rate(setting, None, static=False),
-        **as_is_and_compiled(setting, "ours, captured", lambda: decode_rate(setting, None, static=True)),
+        **eager_and_compiled(setting, "ours, captured, ", lambda: decode_rate(setting, None, static=True)),
     }
-    for way, rate in rates.items():
-        table.add_row(way, f"{rate:.1f}", f"{rate / limit:.0%}")
+    for method, rate in rates.items():
+        table.add_row(method, f"{rate:.1f}", f"{rate / limit:.0%}")
     console.print(table)
 
-    table = Table(title="a captured target step")
-    for column in ("way", "nodes", "ms", "x 1 node"):
-        table.add_column(column, justify="left" if column == "way" else "right")
-    steps = as_is_and_compiled(setting, "layers", lambda: {nodes: verify_seconds(setting, nodes) for nodes in NODES})
-    for way, costs in steps.items():
+    table = Table(title="captured target step, by number of nodes")
+    for column in ("layers", "nodes", "ms", "over 1 node"):
+        table.add_column(column, justify="left" if column == "layers" else "right")
+    steps = eager_and_compiled(setting, "", lambda: {nodes: verify_seconds(setting, nodes) for nodes in NODES})
+    for layers, costs in steps.items():
         for nodes, cost in costs.items():
-            table.add_row(way, str(nodes), f"{1000 * cost:.2f}", f"{cost / costs[1]:.2f}")
+            table.add_row(layers, str(nodes), f"{1000 * cost:.2f}", f"{cost / costs[1]:.2f}")
     console.print(table)
 
-    table = Table(title=f"an EAGLE-3 cycle of depth {DEPTH}, and the speed-up over plain decoding that follows")
-    for column in ("way", "drafts", "ms", "x 1 node", "tau 3", "tau 4", "tau 5"):
-        table.add_column(column, justify="left" if column in ("way", "drafts") else "right")
+    table = Table(title=f"EAGLE-3 decode step of depth {DEPTH}, with its speed-up by acceptance length")
+    for column in ("layers", "tree", "ms", "over 1 node", "length 3", "length 4", "length 5"):
+        table.add_column(column, justify="left" if column in ("layers", "tree") else "right")
     shapes = {"chain": Dynamic.chain(DEPTH), "tree of 31": Dynamic(DEPTH, 8, 31), "tree of 63": Dynamic(DEPTH, 10, 63)}
-    cycles = as_is_and_compiled(
-        setting, "layers", lambda: {name: cycle_seconds(setting, growth) for name, growth in shapes.items()}
+    decode_steps = eager_and_compiled(
+        setting, "", lambda: {name: decode_step_seconds(setting, growth) for name, growth in shapes.items()}
     )
-    for way, found in cycles.items():
+    for layers, found in decode_steps.items():
         for name, cost in found.items():
-            one = steps[way][1]
-            gains = [f"{tau * one / cost:.2f} x" for tau in (3, 4, 5)]
-            table.add_row(way, name, f"{1000 * cost:.2f}", f"{cost / one:.2f}", *gains)
+            one = steps[layers][1]
+            speedups = [f"{length * one / cost:.2f}" for length in (3, 4, 5)]
+            table.add_row(layers, name, f"{1000 * cost:.2f}", f"{cost / one:.2f}", *speedups)
     console.print(table)
 
 
 def demo(console: Console, recipe: Recipe) -> None:
-    """The real head on the real small target, whose steps are so short that the host's share shows."""
+    """The demo head on the demo target, whose steps are so short that the host's share shows."""
     make_prompts(recipe)
     target = TargetModel.load(recipe.target, taps_to_read(recipe))
     head = load_head(head_folder(recipe), target.frozen)
     depth = recipe.decode.depth
-    ways = [
-        Way("generate", transformers=True),
-        Way("plain"),
-        Way("chain", HeadDrafter(head, Dynamic.chain(depth))),
-        Way("tree", HeadDrafter(head, Dynamic(depth, recipe.decode.width, recipe.decode.nodes))),
+    methods = [
+        Method("generate", transformers=True),
+        Method("plain"),
+        Method("chain", HeadDrafter(head, Dynamic.chain(depth))),
+        Method("tree", HeadDrafter(head, Dynamic(depth, recipe.decode.width, recipe.decode.nodes))),
     ]
     for temperature in recipe.report.temperatures:
         sampling = Sampling(temperature, seed=recipe.decode.seed)
-        found = compare(ways, target, report_prompts(recipe), recipe.decode.max_new_tokens, sampling, 1)
+        found = compare(methods, target, report_prompts(recipe), recipe.decode.max_new_tokens, sampling, 1)
         for table in as_tables(found):
             console.print(table)
 
@@ -270,7 +272,7 @@ def run(recipe: Recipe) -> None:
     elif os.environ.get("BENCHMARK_SHAPE") == "tiny":
         device, config, prompt, new_tokens = torch.device("cpu"), TOY, 32, 32
     else:
-        console.print("no CUDA device here: nothing is measured")
+        console.print("no CUDA device found: nothing is measured")
         return
     console.print(", ".join(f"{name} {value}" for name, value in machine().items()))
     eight_billion(console, device, config, prompt, new_tokens)

@@ -1,8 +1,10 @@
-"""What a harvest costs beside the target's own forward, how fast its store is read, and what 8 bits cost in tau.
+"""What a harvest costs over the target's bare forward, how fast features are read, and what 8-bit storage costs.
 
     python benchmarks/harvest.py recipes/tiny.yaml
 
-Works in RUN_DIR/bench_harvest, which it makes anew, with 256 of the recipe's prompts and heads of 200 steps.
+Deletes RUN_DIR/bench_harvest and works there, with 256 of the recipe's prompts and heads trained for 200 steps. A row
+of the table is one storage format of the features; its last columns are the trained head's acceptance length (tau) and
+how much that differs from float32.
 """
 
 import shutil
@@ -31,8 +33,8 @@ from recipes.jsonl import read_jsonl
 from trainers.eagle import run
 
 PROMPTS, HELDOUT, STEPS = 256, 32, 200
-SHARD = 64  # samples of a shard
-EVAL_PROMPTS = 16  # decoded for tau; few would drown what a storage costs in noise
+SHARD = 64  # samples per shard
+EVAL_PROMPTS = 16  # decoded for the acceptance length; fewer would be too imprecise to show what a storage costs
 REPEATS = 6  # of each timing
 STORAGES = ("float32", "bfloat16", "float8", "int8")
 
@@ -42,7 +44,7 @@ def main() -> None:
 
 
 def benchmark(recipe: Recipe) -> None:
-    """Print one table."""
+    """Harvest, time and train with each storage format, and print one table."""
     PartialState()
     folder = recipe.run_dir / "bench_harvest"
     shutil.rmtree(folder, ignore_errors=True)
@@ -53,53 +55,53 @@ def benchmark(recipe: Recipe) -> None:
         "harvest tokens/s",
         "of bare forward",
         "read tokens/s",
-        "trained",
-        "tau",
+        "training tokens/s",
+        "acceptance length",
         "change",
     )
     exact = 0.0
     for storage in STORAGES:
         small = smaller(recipe, storage)
-        for name in ("prompts", "responses"):  # written once
+        for name in ("prompts", "responses"):  # the same for every format
             if storage != STORAGES[0]:
                 shutil.copytree(folder / STORAGES[0] / name, small.run_dir / name)
         harvest(small)
-        columns, tau = measured(small)
-        exact = exact or tau
-        table.add_row(storage, *columns, f"{tau:.2f}", f"{tau / exact - 1:+.1%}")
+        columns, length = measured(small)
+        exact = exact or length
+        table.add_row(storage, *columns, f"{length:.2f}", f"{length / exact - 1:+.1%}")
     Console(width=120).print(table)
 
 
 def measured(recipe: Recipe) -> tuple[list[str], float]:
-    """The columns of the table, of a recipe whose features are there, and the accepted length of its head."""
+    """The table's columns for a recipe whose features are harvested, and the acceptance length of its trained head."""
     store = FeatureStore(recipe.features_dir, "train")
     target = TargetModel.load(recipe.target, tuple(store.taps))
     work = [piece for piece in prompt_shards(recipe) if piece.split == "train"]
     if recipe.data.dtype == "float32":
-        refuse_other_states(store, target, harvested_batches(recipe, work))
-    # Shard by shard, a second or so each: a machine that changes its speed within minutes is the same for neighbours.
-    turns = [
-        in_turns(
+        check_states(store, target, harvested_batches(recipe, work))
+    # Timed shard by shard, about a second each: the machine's speed drifts over minutes, hardly between neighbours.
+    timings = [
+        alternate(
             partial(forward_only, target, harvested_batches(recipe, [piece])),
             partial(harvest_again, recipe, target, piece),
         )
         for piece in work
     ]
-    share = median(its / mine for bare, full in turns for its, mine in zip(bare, full, strict=True))
-    [read_seconds] = map(min, in_turns(lambda: read_epoch(recipe)))
+    share = median(alone / whole for bare, full in timings for alone, whole in zip(bare, full, strict=True))
+    [read_seconds] = map(min, alternate(lambda: read_epoch(recipe)))
     run(recipe)
     lines = list(read_jsonl(recipe.metrics_path))
     trained = max(line["train/tokens_per_second"] for line in lines if "train/tokens_per_second" in line)
-    tau = [line["heldout/tau"] for line in lines if "heldout/tau" in line][-1]
+    length = [line["heldout/tau"] for line in lines if "heldout/tau" in line][-1]
     size = sum(path.stat().st_size for path in recipe.features_dir.glob("train-*.safetensors")) / store.num_tokens
     plain = bytes_per_token(target.config.hidden_size, len(target.taps), "bfloat16")
-    harvested, read = store.num_tokens / sum(min(full) for _, full in turns), store.num_tokens / read_seconds
+    harvested, read = store.num_tokens / sum(min(full) for _, full in timings), store.num_tokens / read_seconds
     speeds = [f"{harvested:,.0f}", f"{share:.0%}", f"{read:,.0f}", f"{trained:,.0f}"]
-    return [f"{size:,.0f}", f"{size / plain:.2f}", *speeds], tau
+    return [f"{size:,.0f}", f"{size / plain:.2f}", *speeds], length
 
 
 def smaller(recipe: Recipe, storage: str) -> Recipe:
-    """The recipe with little data and few steps, in a folder of its own."""
+    """The recipe with little data, few steps and its own folder."""
     data = {
         "num_prompts": PROMPTS,
         "heldout_samples": HELDOUT,
@@ -131,7 +133,7 @@ class HarvestBatch:
 
 
 def harvested_batches(recipe: Recipe, work: list[ShardPrompts]) -> list[HarvestBatch]:
-    """Those of the harvest itself."""
+    """The same batches that the harvest itself forms."""
     found, first = [], 0
     for piece in work:
         texts = [Text.from_row(row).tokens for row in read_jsonl(responses_path(recipe, piece))]
@@ -146,8 +148,8 @@ def padded(target: TargetModel, texts: list[list[int]]) -> Tensor:
     return torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=target.device)
 
 
-def refuse_other_states(store: FeatureStore, target: TargetModel, batches: list[HarvestBatch]) -> None:
-    """The bare forward must compute what is stored: transformers' own hidden states, to the rounding of float32."""
+def check_states(store: FeatureStore, target: TargetModel, batches: list[HarvestBatch]) -> None:
+    """Check that the stored features are transformers' own hidden states, up to float32 rounding."""
     for batch in batches:
         with torch.inference_mode():
             output = target.model(padded(target, batch.texts), use_cache=False, output_hidden_states=True)
@@ -159,7 +161,7 @@ def refuse_other_states(store: FeatureStore, target: TargetModel, batches: list[
 
 
 def forward_only(target: TargetModel, batches: list[HarvestBatch]) -> None:
-    """The target over the batches of a harvest, and nothing else."""
+    """Run the target over the batches of a harvest, and nothing else."""
     for batch in batches:
         with torch.inference_mode():
             target.model(input_ids=padded(target, batch.texts), use_cache=False, logits_to_keep=1)
@@ -168,24 +170,24 @@ def forward_only(target: TargetModel, batches: list[HarvestBatch]) -> None:
 
 
 def harvest_again(recipe: Recipe, target: TargetModel, piece: ShardPrompts) -> None:
-    """The same with everything that a harvest does, from reading the responses to the checksum of the shard."""
+    """Harvest a shard again, from reading the responses to its checksum."""
     path = recipe.features_dir / shard_name(piece.split, piece.index)
     path.rename(path.with_suffix(".kept"))
-    with show_progress([piece], PartialState(), "a harvest, for the clock") as meter:
+    with show_progress([piece], PartialState(), "timing a harvest") as meter:
         write_features(recipe, target.taps, partial(tap, target), target.device, [piece], "a benchmark", meter)
     path.with_suffix(".kept").replace(path)
     note_path(path).unlink()
 
 
 def read_epoch(recipe: Recipe) -> None:
-    """Every sample once, in the batches of training; the first time the shards are checked too."""
+    """Read every sample once, in batches as in training; the first time also checks the shards."""
     store, size = FeatureStore(recipe.features_dir, "train"), recipe.train.batch_size
     for start in range(0, len(store), size):
         Batch.collate([store[n] for n in range(start, min(start + size, len(store)))], torch.float32)
 
 
-def in_turns(*works: Callable[[], None]) -> list[list[float]]:
-    """Seconds of a few runs of each; they take turns at going first, so that a busy machine hits all alike."""
+def alternate(*works: Callable[[], None]) -> list[list[float]]:
+    """Seconds of REPEATS runs of each function; they take turns at going first, so a busy machine hits all alike."""
     times: list[list[float]] = [[] for _ in works]
     order = list(zip(works, times, strict=True))
     for _ in range(REPEATS):

@@ -1,9 +1,10 @@
-"""Is the output the target's own? Every held-out prompt, greedy, against `generate` of transformers; and sampled.
+"""Is the output exactly the target's own? Checked on every held-out prompt, greedy and sampled.
 
     python benchmarks/lossless.py recipes/tiny_full.yaml report.head=assets/demo_head
 
-Prints how many texts are identical for plain decoding, a chain, the recipe's tree, a wide tree and a head with random
-weights. Exit code 1 if one differs.
+Prints how many texts equal the reference for plain decoding, a chain, the recipe's tree, a wide tree and a head with
+random weights. The reference is transformers' `generate` when greedy and plain decoding when sampling. Exit code 1 if a
+text differs.
 """
 
 import sys
@@ -19,7 +20,7 @@ from inference.drafters.cost_aware import growth_from_recipe
 from inference.drafters.growth import Dynamic
 from inference.drafters.head import HeadDrafter
 from inference.inputs import head_folder, held_out_prompts, taps_to_read
-from inference.report.compare import Way, run_way
+from inference.report.runs import Method, run_method
 from inference.sampling import sampling_from_recipe
 from inference.target.model import TargetModel
 from recipes import Recipe, run_command
@@ -39,27 +40,27 @@ def check(recipe: Recipe) -> None:
     for parameter in random_head.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
     depth = recipe.decode.depth
-    ways = [
-        Way("plain"),
-        Way("chain", HeadDrafter(head, Dynamic.chain(depth))),
-        Way("tree", HeadDrafter(head, growth_from_recipe(recipe.decode, target, head))),
-        Way("wide tree", HeadDrafter(head, Dynamic(depth=3, width=10, nodes=60))),
-        Way("random head", HeadDrafter(random_head, Dynamic(depth=3, width=4, nodes=16))),
+    methods = [
+        Method("plain"),
+        Method("chain", HeadDrafter(head, Dynamic.chain(depth))),
+        Method("tree", HeadDrafter(head, growth_from_recipe(recipe.decode, target, head))),
+        Method("wide tree", HeadDrafter(head, Dynamic(depth=3, width=10, nodes=60))),
+        Method("random head", HeadDrafter(random_head, Dynamic(depth=3, width=4, nodes=16))),
     ]
     table = Table(title=f"{len(prompts)} prompts x {recipe.decode.max_new_tokens} tokens, {recipe.target.dtype}")
-    for column in ("temperature", "reference", *(way.name for way in ways)):
+    for column in ("temperature", "reference", *(method.name for method in methods)):
         table.add_column(column, justify="right")
     all_same = True
     for temperature in recipe.report.temperatures:
         sampling = replace(sampling_from_recipe(recipe.decode, temperature), rule="seeded")
-        # transformers samples with noise of its own, so plain decoding is the reference there.
-        reference = Way("generate", transformers=True) if temperature == 0 else Way("plain")
-        same = dict.fromkeys((way.name for way in ways), 0)
+        # transformers samples with other random numbers, so its sampled texts differ from ours.
+        reference = Method("generate", transformers=True) if temperature == 0 else Method("plain")
+        same = dict.fromkeys((method.name for method in methods), 0)
         for prompt in track(prompts, description=f"temperature {temperature:g}"):
-            expected, _ = run_way(reference, target, prompt, recipe.decode.max_new_tokens, sampling)
-            for way in ways:
-                tokens, _ = run_way(way, target, prompt, recipe.decode.max_new_tokens, sampling)
-                same[way.name] += tokens == expected
+            expected, _ = run_method(reference, target, prompt, recipe.decode.max_new_tokens, sampling)
+            for method in methods:
+                tokens, _ = run_method(method, target, prompt, recipe.decode.max_new_tokens, sampling)
+                same[method.name] += tokens == expected
         table.add_row(f"{temperature:g}", reference.name, *(f"{count}/{len(prompts)}" for count in same.values()))
         all_same &= all(count == len(prompts) for count in same.values())
     Console().print(table)

@@ -1,12 +1,12 @@
-"""Four kinds of heads from one harvest, with the same steps: tokens per target step of each, in several trees.
+"""Acceptance length of four kinds of heads trained on one harvest with the same steps, with several draft trees.
 
     python benchmarks/medusa.py recipes/tiny.yaml decode.depth=4
     python benchmarks/medusa.py recipes/tiny_full.yaml decode.depth=4 report.head=assets/demo_head
 
-Each kind is the head of its own tiny recipe, with that recipe's optimizer; data, steps, batch and trees are those of
-the recipe named here, and all are unrolled as deep as it drafts. Each is trained below RUN_DIR/compare, or taken from
-there; an EAGLE-3 head that is there already may be named as report.head. All are calibrated on the report's first
-prompts and decode the others.
+Each kind takes its head and optimizer from its own tiny recipe. Data, steps, batch size and trees come from the recipe
+given here, and every kind is unrolled to that recipe's draft depth. Heads are trained in RUN_DIR/compare and reused if
+they are there; report.head may name an EAGLE-3 head that is trained already. All heads are calibrated on the report's
+first prompts and decode the others.
 """
 
 import random
@@ -40,10 +40,10 @@ KINDS = {
     "EAGLE-1": ("tiny_eagle1.yaml",),
     "EAGLE-3": ("tiny_full.yaml",),
 }
-CALIBRATION = 8  # of the report's prompts are calibrated on, as in training
+CALIBRATION = 8  # first prompts of the report, which heads are calibrated on
 RANDOM_TREES, RANKS = 20, 10
 COLUMNS = ("head", "parameters", "untrained", "chain", "searched tree", "dynamic tree")
-Tau = Callable[[DraftHead, Growth], float]
+AcceptanceLength = Callable[[DraftHead, Growth], float]
 NodePath = tuple[int, ...]
 
 
@@ -54,13 +54,13 @@ def main() -> None:
 def compare(recipe: Recipe) -> None:
     torch.set_num_threads(recipe.report.threads or torch.get_num_threads())
     recipes = {name: variant(recipe, name) for name in KINDS}
-    harvest(recipes["EAGLE-3"])  # whose taps serve all
+    harvest(recipes["EAGLE-3"])  # its taps serve all kinds
     for name, each in recipes.items():
         if not (head_folder(recipe, name) / "config.json").is_file():
             run(each)
     for temperature in recipe.report.temperatures:
-        title = f"tokens per target step, temperature {temperature:g}, {recipe.decode.nodes} nodes"
-        table = Table(title=f"{title}, {recipe.train.steps} steps of {recipe.train.batch_size}")
+        title = f"acceptance length, temperature {temperature:g}, {recipe.decode.nodes} draft tokens"
+        table = Table(title=f"{title}, {recipe.train.steps} training steps of batch {recipe.train.batch_size}")
         for column in COLUMNS:
             table.add_column(column, justify="left" if column == "head" else "right")
         for name, each in recipes.items():
@@ -71,7 +71,7 @@ def compare(recipe: Recipe) -> None:
 
 
 def variant(recipe: Recipe, name: str) -> Recipe:
-    """A kind's own recipe, on the data of this one and with its steps and trees."""
+    """The recipe of a kind of head, with the data, steps and trees of the given recipe."""
     (file, *overrides), depth = KINDS[name], recipe.decode.depth
     if file == "tiny_medusa.yaml":
         overrides += [f"head.medusa_heads={depth}", f"train.unroll={depth}", f"decode.depth={depth}"]
@@ -99,7 +99,7 @@ def head_folder(recipe: Recipe, name: str) -> Path:
 
 
 def calibrated(recipe: Recipe, folder: Path) -> tuple[TargetModel, DraftHead]:
-    """A head and its target; every head is calibrated alike, on prompts that none is measured on."""
+    """Load a head and its target and calibrate the head on prompts that are not measured."""
     frozen = FrozenTarget.from_folder(locate_target(recipe.target.path, recipe.target.revision), torch.float32)
     target = TargetModel.load(recipe.target, load_head(folder, frozen).taps)
     head, decode = load_head(folder, target.frozen), recipe.decode
@@ -109,38 +109,41 @@ def calibrated(recipe: Recipe, folder: Path) -> tuple[TargetModel, DraftHead]:
 
 
 def row(recipe: Recipe, folder: Path, name: str, temperature: float) -> list[str]:
-    """One of the table."""
+    """The table row of one kind of head."""
     target, head = calibrated(recipe, folder)
     untrained = new_head(recipe.head, target.frozen, head.vocab, recipe.seed).eval().requires_grad_(False)
-    tau, decode = taker(recipe, target, temperature), recipe.decode
+    length, decode = length_meter(recipe, target, temperature), recipe.decode
     searched = Fixed(searched_tree(head).best(decode.nodes))
     lengths = [
-        tau(untrained, searched),
-        tau(head, Dynamic.chain(decode.depth)),
-        tau(head, searched),
-        tau(head, Dynamic(decode.depth, decode.width, decode.nodes)),
+        length(untrained, searched),
+        length(head, Dynamic.chain(decode.depth)),
+        length(head, searched),
+        length(head, Dynamic(decode.depth, decode.width, decode.nodes)),
     ]
     size = sum(parameter.numel() for parameter in head.parameters())
-    return [name, f"{size:,}", *(f"{length:.2f}" for length in lengths)]
+    return [name, f"{size:,}", *(f"{each:.2f}" for each in lengths)]
 
 
 def against_random_trees(recipe: Recipe, folder: Path, temperature: float) -> str:
-    """Is the searched tree better than any of those that were drawn? All on the same texts, which no tree changes."""
+    """Compare the searched tree with random ones on the same texts, which do not depend on the tree."""
     target, head = calibrated(recipe, folder)
-    texts = [ranked(target, head, request, recipe.decode.depth) for request in requests(recipe, temperature)]
+    texts = [ranks_of_text(target, head, request, recipe.decode.depth) for request in requests(recipe, temperature)]
     nodes, generator, found = recipe.decode.nodes, random.Random(recipe.seed), searched_tree(head)
     trees = [random_tree(nodes, recipe.decode.depth, generator) for _ in range(RANDOM_TREES)]
-    drawn = [walked(texts, tree) for tree in trees]
+    drawn = [length_from_ranks(texts, tree) for tree in trees]
     return (
-        f"Medusa-1, {nodes} nodes: the searched tree {walked(texts, found.best(nodes)):.2f} (expected of greedy and "
-        f"sampled text together: {found.expected(nodes):.2f}); of {RANDOM_TREES} random ones the best "
-        f"{max(drawn):.2f}, the mean {sum(drawn) / len(drawn):.2f}"
+        f"Medusa-1, acceptance length with {nodes} draft tokens: searched tree "
+        f"{length_from_ranks(texts, found.best(nodes)):.2f} (expected over greedy and sampled text: "
+        f"{found.expected(nodes):.2f}); {RANDOM_TREES} random trees: best {max(drawn):.2f}, "
+        f"mean {sum(drawn) / len(drawn):.2f}"
     )
 
 
-def ranked(target: TargetModel, head: DraftHead, request: Request, depth: int) -> list[list[int]]:
-    """Of a text that the target writes: found[t][k] is which of the guesses of level k, made when token t of it was the
-    newest, became its token t + 1 + k."""
+def ranks_of_text(target: TargetModel, head: DraftHead, request: Request, depth: int) -> list[list[int]]:
+    """The ranks of a text's tokens among the head's guesses, for a text that the target writes.
+
+    found[t][k] is the rank of token t + 1 + k among the guesses at level k, made when token t was the last one known.
+    """
     (written,) = generate_batch(target, [request], HeadDrafter(head, Dynamic.chain(depth)))
     text, prompt = torch.tensor([request.prompt + written.tokens]), len(request.prompt)
     found: list[list[int]] = [[] for _ in written.tokens]
@@ -152,11 +155,11 @@ def ranked(target: TargetModel, head: DraftHead, request: Request, depth: int) -
     return found
 
 
-def walked(texts: list[list[list[int]]], tree: Sequence[NodePath]) -> float:
-    """tau of decoding these texts with a tree, without decoding them again."""
+def length_from_ranks(texts: list[list[list[int]]], tree: Sequence[NodePath]) -> float:
+    """The acceptance length of decoding these texts with a tree, computed from the ranks."""
     known, tokens, steps = set(tree), 0, 0
     for ranks in texts:
-        newest = 0  # the first token comes out of the prompt's pass
+        newest = 0  # the first token comes from the prefill
         while newest + 1 < len(ranks):
             path: NodePath = ()
             while len(path) < len(ranks[newest]) and (*path, ranks[newest][len(path)]) in known:
@@ -166,17 +169,17 @@ def walked(texts: list[list[list[int]]], tree: Sequence[NodePath]) -> float:
     return tokens / steps
 
 
-def taker(recipe: Recipe, target: TargetModel, temperature: float) -> Tau:
-    """What gives tau of a head with a way to grow, over all prompts that were not calibrated on."""
+def length_meter(recipe: Recipe, target: TargetModel, temperature: float) -> AcceptanceLength:
+    """A function that measures the acceptance length of a head with a growth, over the prompts not calibrated on."""
     asked, decode = requests(recipe, temperature), recipe.decode
 
-    def tau(head: DraftHead, growth: Growth) -> float:
+    def acceptance_length(head: DraftHead, growth: Growth) -> float:
         stats = DecodeStats()
         for generation in generate_batch(target, asked, HeadDrafter(head, growth), decode.max_batch):
             stats.add(generation.stats)
         return stats.acceptance_length
 
-    return tau
+    return acceptance_length
 
 
 def requests(recipe: Recipe, temperature: float) -> list[Request]:
@@ -187,7 +190,7 @@ def requests(recipe: Recipe, temperature: float) -> list[Request]:
 
 
 def random_tree(nodes: int, depth: int, generator: random.Random) -> tuple[NodePath, ...]:
-    """Grown node by node from whatever may come next."""
+    """A tree grown node by node; each node is drawn from those whose parent and earlier siblings are in the tree."""
     tree: list[NodePath] = []
     candidates: list[NodePath] = [(0,)]
     while len(tree) < nodes:

@@ -1,10 +1,10 @@
-"""Is a head that speculators trained served in vLLM as it is decoded here? Steps and accepted drafts at each depth.
+"""Does vLLM serve a head trained by speculators as we decode it? Compares steps and accepted draft tokens by depth.
 
     python benchmarks/served.py recipes/tiny.yaml train.steps=100 train.unroll=3 --peer speculators=VENV --vllm VENV
 
-speculators trains and saves the head as in train_quality.py, on the features of the recipe's run. vLLM (its environment
-is that of `make check-vllm`) serves what was saved as it stands, heads.convert brings it in, and both decode the same
-prompts greedily: tests/interop/check_vllm.py compares them and prints its table. Exit code 1 if anything differs.
+speculators trains and saves the head as in train_quality.py, on the features of the recipe's run. vLLM serves the saved
+files unchanged (`make check-vllm` makes its environment), heads.convert imports them here, and both decode the same
+prompts greedily. tests/interop/check_vllm.py compares them and prints its table. Exit code 1 if anything differs.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from heads.target_config import locate_target
 from recipes import Recipe
 from recipes.command_line import recipe_from_command_line
 
-RATE = 1e-2  # the best of train_quality's sweep for so few steps
+RATE = 1e-2  # the best in train_quality's sweep for this few steps
 
 
 def run(recipe: Recipe, peer: str, vllm: str) -> int:
@@ -42,7 +42,7 @@ def main() -> None:
     given, arguments = parser.parse_known_args()
     recipe = recipe_from_command_line(__doc__, arguments)
     if given.vllm is None or given.peer is None or given.peer[0] != PEER:
-        raise SystemExit(f"error: --peer {PEER}=VENV and --vllm VENV are needed; --help says what they are")
+        raise SystemExit(f"error: --peer {PEER}=VENV and --vllm VENV are needed; --help explains them")
     try:
         sys.exit(run(recipe, given.peer[1], str(given.vllm / "bin/python")))
     except ValueError as error:

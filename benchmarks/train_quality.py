@@ -1,12 +1,13 @@
-"""What a head is worth that we train, and one that speculators trains: same features, size, batches, steps and decoder.
+"""Acceptance length of our head and of one that speculators trains: same features, size, batches, steps and decoder.
 
     python benchmarks/train_quality.py recipes/tiny.yaml train.steps=600 --peer speculators=VENV
 
-Ours is trained by trainers/eagle.py with the recipe's settings. Theirs is trained in their environment (train_step.py
-says how to make it) with their model, whose lm_head stays the target's, loss (KL, every unroll step weighted alike),
-optimizers (Muon and AdamW), linear schedule and clipping; the recipe gives the architecture, the number of unroll steps
-and the very batches. Either learning rate is the best of a sweep of shorter runs, by tau on prompts apart. The table
-shows tau of both on the recipe's held-out prompts, as a chain and as the recipe's tree, without calibration.
+trainers/eagle.py trains ours with the recipe's settings. Theirs is trained in an environment of speculators
+(train_step.py says how to make it) with its own model, whose lm_head stays the target's, its loss (KL, equal weights
+for all unroll steps), optimizers (Muon and AdamW), linear schedule and clipping; architecture, number of unroll steps
+and batches are the recipe's. Both learning rates are the best of a sweep of shorter runs, by acceptance length on
+separate prompts. The table shows the acceptance length (tau) of both heads on the recipe's held-out prompts, as a chain
+and with the recipe's tree, without calibration.
 """
 
 import argparse
@@ -44,18 +45,18 @@ from recipes.schema import Eagle3Section
 
 ROOT = Path(__file__).resolve().parents[1]
 PEER = "speculators"
-OUR_RATES = (0.5, 1.0, 2.0)  # times the recipe's
-THEIR_RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)  # the first is their default, of Muon and AdamW alike
-SWEEP_SHARE = 4  # a run of the sweep has a quarter of the steps
+OUR_RATES = (0.5, 1.0, 2.0)  # factors of the recipe's learning rates
+THEIR_RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)  # the first is the default of both its Muon and its AdamW
+SWEEP_SHARE = 4  # runs of the sweep have a quarter of the steps
 SWEEP_PROMPTS = 6
 TEMPERATURES = (0.0, 1.0)
 GROWTHS = ("chain", "tree")
 
-Train = Callable[[float, int, Path], Path]  # rate, steps and an empty folder; gives the folder of the head
+Train = Callable[[float, int, Path], Path]  # (rate, steps, empty folder) -> folder of the head
 
 
 def train_ours(arguments: list[str], recipe: Recipe, rate: float, steps: int, folder: Path) -> Path:
-    """trainers/eagle.py as a user starts it, on the features of the recipe's run."""
+    """Train with trainers/eagle.py as a user starts it, on the features of the recipe's run."""
     for stage in (recipe.prompts_dir, recipe.responses_dir, recipe.features_dir):
         (folder / stage.name).symlink_to(stage.absolute())
     train = recipe.train
@@ -76,11 +77,12 @@ def train_ours(arguments: list[str], recipe: Recipe, rate: float, steps: int, fo
 
 
 def train_theirs(python: str, recipe: Recipe, target: Path, rate: float, steps: int, folder: Path) -> Path:
+    """Train with speculators in its environment and import the head; raises ValueError for a head it cannot match."""
     section, config = recipe.head, TargetConfig.from_folder(target)
     if not isinstance(section, Eagle3Section) or section.draft_vocab_size or section.hidden_size:
         raise ValueError(
-            f"head: {section.model_dump()} given, an eagle3 head of the target's width and whole vocabulary is allowed "
-            "here; take recipes/tiny.yaml"
+            f"head: {section.model_dump()} given, an eagle3 head with the target's width and whole vocabulary is "
+            "allowed; use recipes/tiny.yaml"
         )
     store = FeatureStore(recipe.features_dir, "train")
     order = SampleOrder(store.shard_sizes, recipe.seed, recipe.data.shuffle_shards)
@@ -105,7 +107,7 @@ def train_theirs(python: str, recipe: Recipe, target: Path, rate: float, steps: 
 
 
 def call(command: list[str], folder: Path) -> None:
-    """Raises ValueError with the end of what the command printed when it fails."""
+    """Run a command; if it fails, raises ValueError with the end of its output."""
     log = folder / "log.txt"
     with log.open("w") as out:
         code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, check=False).returncode
@@ -113,11 +115,11 @@ def call(command: list[str], folder: Path) -> None:
         raise ValueError(f"{' '.join(command[:3])} ended with {code}:\n{log.read_text()[-2000:]}")
 
 
-def tau(
-    recipe: Recipe, target: TargetModel, head: DraftHead, way: str, temperature: float, prompts: list[list[int]]
+def acceptance_length(
+    recipe: Recipe, target: TargetModel, head: DraftHead, growth: str, temperature: float, prompts: list[list[int]]
 ) -> float:
-    """Tokens per target step over all prompts."""
-    decode = recipe.decode.model_copy(update={"growth": "chain"}) if way == "chain" else recipe.decode
+    """Mean tokens per verify step over all prompts, drafting a chain or the recipe's tree."""
+    decode = recipe.decode.model_copy(update={"growth": "chain"}) if growth == "chain" else recipe.decode
     drafter, stats = HeadDrafter(head, growth_from_recipe(decode, target, head)), DecodeStats()
     sampling = Sampling(temperature, seed=decode.seed)
     for prompt in prompts:
@@ -126,14 +128,14 @@ def tau(
 
 
 def best_rate(
-    train: Train, rates: tuple[float, ...], steps: int, worth: Callable[[Path], float], console: Console
+    train: Train, rates: tuple[float, ...], steps: int, measure: Callable[[Path], float], console: Console
 ) -> float:
-    """The rate of the sweep whose head has the largest tau."""
+    """The rate of the sweep whose head has the largest acceptance length."""
     found = {}
     for rate in rates:
         with tempfile.TemporaryDirectory() as folder:
-            found[rate] = worth(train(rate, steps, Path(folder)))
-        console.print(f"  rate {rate:g}, {steps} steps: tau {found[rate]:.2f}")
+            found[rate] = measure(train(rate, steps, Path(folder)))
+        console.print(f"  rate {rate:g}, {steps} steps: acceptance length {found[rate]:.2f}")
     return max(rates, key=found.__getitem__)
 
 
@@ -143,32 +145,38 @@ def run(recipe: Recipe, arguments: list[str], peers: dict[str, str]) -> None:
     console.print(", ".join(f"{name} {value}" for name, value in machine().items()))
     harvest(recipe)
     folder = locate_target(recipe.target.path, recipe.target.revision)
-    ways: dict[str, tuple[Train, tuple[float, ...]]] = {
+    trainers: dict[str, tuple[Train, tuple[float, ...]]] = {
         "headstart": (partial(train_ours, arguments, recipe), OUR_RATES)
     }
     if PEER in peers:
-        ways[PEER] = (partial(train_theirs, peers[PEER], recipe, folder), THEIR_RATES)
+        trainers[PEER] = (partial(train_theirs, peers[PEER], recipe, folder), THEIR_RATES)
     else:
-        console.print(f"{PEER} is not measured; benchmarks/train_step.py --help says how to get it")
+        console.print(f"{PEER} is not measured; benchmarks/train_step.py --help says how to install it")
     everything = held_out_prompts(with_prompts(recipe, recipe.report.num_prompts + SWEEP_PROMPTS))
     prompts, apart = everything[: recipe.report.num_prompts], everything[recipe.report.num_prompts :]
     taps = recipe.head.taps if isinstance(recipe.head, Eagle3Section) else None
     target = TargetModel.load(recipe.target, taps or TargetConfig.from_folder(folder).default_taps())
 
-    def worth(head: Path) -> float:
-        return tau(recipe, target, load_head(head, target.frozen), "tree", 0.0, apart)
+    def measure(head: Path) -> float:
+        return acceptance_length(recipe, target, load_head(head, target.frozen), "tree", 0.0, apart)
 
-    table = Table(title=f"tau on {len(prompts)} held-out prompts behind {recipe.train.steps} steps")
+    table = Table(
+        title=f"acceptance length on {len(prompts)} held-out prompts after {recipe.train.steps} training steps"
+    )
     table.add_column("head")
-    for column in ("rate", *(f"{way}, T {temperature:g}" for temperature in TEMPERATURES for way in GROWTHS)):
+    for column in ("rate", *(f"{growth}, T {temperature:g}" for temperature in TEMPERATURES for growth in GROWTHS)):
         table.add_column(column, justify="right")
-    for name, (train, rates) in ways.items():
+    for name, (train, rates) in trainers.items():
         console.print(f"{name}:")
-        rate = best_rate(train, rates, recipe.train.steps // SWEEP_SHARE, worth, console)
+        rate = best_rate(train, rates, recipe.train.steps // SWEEP_SHARE, measure, console)
         with tempfile.TemporaryDirectory() as place:
             head = load_head(train(rate, recipe.train.steps, Path(place)), target.frozen)
-        taus = [tau(recipe, target, head, way, t, prompts) for t in TEMPERATURES for way in GROWTHS]
-        table.add_row(name, f"{rate:g}", *(f"{each:.2f}" for each in taus))
+        lengths = [
+            acceptance_length(recipe, target, head, growth, temperature, prompts)
+            for temperature in TEMPERATURES
+            for growth in GROWTHS
+        ]
+        table.add_row(name, f"{rate:g}", *(f"{each:.2f}" for each in lengths))
     console.print(table)
 
 

@@ -1,16 +1,16 @@
-"""What a training step of EAGLE-3 costs, forward and backward, beside SpecForge and speculators.
+"""What an EAGLE-3 training step (forward and backward) costs, compared with SpecForge and speculators.
 
     python benchmarks/train_step.py
     python benchmarks/train_step.py --peer specforge=VENV --peer speculators=VENV
 
-On a CPU, one thread: CPU seconds, and the growth of the resident memory over what the process had before its first
-step. Every contender is a process of its own, and they take turns step by step, so that a busy machine hits all alike;
-still, read the ratios. Under the table stands how our memory grows with the length, and which of the bars are met. On
-CUDA the same at the shapes of Llama-3-8B, one contender after the other: tokens per second, and the most memory that a
-step allocates on top.
+On a CPU with one thread it measures CPU seconds, and how much resident memory grows over what the process had before
+its first step. Every contender is a process of its own, and they alternate step by step, so a busy machine hits all of
+them; rely on the ratios only. A second table shows how our memory grows with the sequence length, a third which of our
+bars are met. On CUDA it measures the same at the shapes of Llama-3-8B, one contender after the other: tokens per
+second, and the peak memory that a step allocates.
 
-A peer is a virtual environment with these packages in it. Its own requirements name a serving engine, so it goes
-without them (`--no-deps`); torch is the version that we are measured with, its CUDA build where there is a device.
+A peer is a virtual environment with these packages. Its own requirements include a serving engine, so it is installed
+without them (`--no-deps`); torch is the version that we are measured with, as a CUDA build if there is a device.
 
     python -m venv VENV && VENV/bin/pip install torch==2.13.0
     VENV/bin/pip install --no-deps specforge==0.2.0
@@ -21,8 +21,9 @@ without them (`--no-deps`); torch is the version that we are measured with, its 
     VENV/bin/pip install transformers==5.19.0 datasets==5.1.0 hs-connectors==0.9.0 pydantic-settings loguru rich tqdm \
         typer click httpx psutil openai torch==2.13.0
 
-Each takes the fastest way that runs: on a CPU SpecForge dense attention, the compact teacher and the in-place loss (in
-torch, see peers/specforge_step.py), speculators SDPA and its eager loss; on CUDA both FlexAttention and fused losses.
+Each contender uses its fastest configuration that runs. On a CPU that is dense attention, the compact teacher and the
+in-place loss (in torch, see peers/specforge_step.py) for SpecForge, and SDPA with the eager loss for speculators; on
+CUDA it is FlexAttention and fused losses for both.
 """
 
 import argparse
@@ -69,33 +70,35 @@ LLAMA3_8B = Case(
 )
 DEVICE_CASES = {f"1 x {seq}": replace(LLAMA3_8B, seq=seq) for seq in (2048, 8192)}
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
-RIVAL = "specforge"  # the fastest of the peers on a CPU
-SPEED_BARS = {SMALL: 1.0, LARGE_VOCAB: 1.0, LONG: 1.5, LONGEST: 6.0}  # times its speed
-MEMORY_BAR = 0.2  # of its growth at the longest case
-LINEAR_BAR = 1.1  # growth per token at a length, over that at half the length
+RIVAL = "specforge"  # the fastest peer on a CPU
+SPEED_BARS = {SMALL: 1.0, LARGE_VOCAB: 1.0, LONG: 1.5, LONGEST: 6.0}  # our speed over its, at least
+MEMORY_BAR = 0.2  # our memory growth over its at the longest case, at most
+LINEAR_BAR = 1.1  # memory growth per token over that at half the length, at most
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one step: the least of several, since whatever else runs on the machine only adds."""
+    """The cost of one step: the least time of several, because other work can only add to it, and the most memory."""
 
     cpu: float  # seconds
     wall: float
-    growth: float  # MiB
+    growth: float  # MiB of memory on top of what was in use before the first step
 
 
 @dataclass(frozen=True)
 class Bar:
+    """A goal for our training step, and what was measured."""
+
     text: str
     value: float
     met: bool
 
 
 class Contender:
-    """A process of benchmarks/peers that takes a step when told to."""
+    """A process of benchmarks/peers that runs a training step on request."""
 
     def __init__(self, name: str, python: str, case: Case) -> None:
-        # torch is told the number of threads by itself; this is for the libraries beside it.
+        # The process sets torch's number of threads itself; this is for other libraries.
         environment = {**os.environ, "OMP_NUM_THREADS": str(case.threads)}
         command = [python, "-W", "ignore", "-m", f"peers.{name}_step", json.dumps(asdict(case))]
         self.name = name
@@ -105,11 +108,11 @@ class Contender:
         self.versions = self.answer()
 
     def answer(self) -> dict[str, Any]:
-        """Raises ValueError when the process has ended; what it had to say is on stderr."""
+        """The next line of the process; raises ValueError if it has ended, after its own error on stderr."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise ValueError(f"{self.name}: its process ended with {self.process.wait()}, see above")
+            raise ValueError(f"{self.name}: its process ended with code {self.process.wait()}; its error is above")
         found: dict[str, Any] = json.loads(line)
         return found
 
@@ -120,7 +123,7 @@ class Contender:
         return self.answer()
 
     def close(self) -> None:
-        self.process.communicate()  # the end of its input ends it
+        self.process.communicate()  # the process exits at the end of its input
 
 
 @contextmanager
@@ -134,7 +137,7 @@ def contenders(pythons: dict[str, str], case: Case) -> Iterator[list[Contender]]
 
 
 def measure(pythons: dict[str, str], case: Case, repeats: int) -> tuple[dict[str, Cost], dict[str, Any]]:
-    """Each contender's cost, taking turns step by step behind one step that warms up; and their versions."""
+    """The cost and the versions of each contender; they alternate step by step after one warm-up step."""
     with contenders(pythons, case) as rivals:
         answers: dict[str, list[dict[str, Any]]] = {rival.name: [] for rival in rivals}
         for _ in range(1 + repeats):
@@ -154,10 +157,10 @@ def least(answers: list[dict[str, Any]]) -> Cost:
 
 
 def cpu_table(costs: dict[str, dict[str, Cost]]) -> Table:
-    table = Table(title="one step on one thread, h 256, unroll 7; x is over ours")
+    table = Table(title="one training step on one thread, hidden size 256, unroll 7")
     table.add_column("case")
     table.add_column("trainer")
-    for column in ("CPU s", "x", "MiB of growth", "x"):
+    for column in ("CPU s", "over ours", "MiB of growth", "over ours"):
         table.add_column(column, justify="right")
     for case, found in costs.items():
         for name, cost in found.items():
@@ -173,11 +176,11 @@ def times_ours(found: dict[str, Cost], name: str, field: str) -> float:
 
 
 def device_table(pythons: dict[str, str], repeats: int) -> Table:
-    """One contender at a time has the device; where one fails, its row says so and stderr says why."""
+    """Measure the contenders one at a time on the device; a failure is named in its row and explained on stderr."""
     table = Table(title=f"one step on {torch.cuda.get_device_name()}, shapes of Llama-3-8B, bfloat16, unroll 7")
     table.add_column("case")
     table.add_column("trainer")
-    for column in ("tokens/s", "MiB on top"):
+    for column in ("tokens/s", "MiB of growth"):
         table.add_column(column, justify="right")
     for title, case in DEVICE_CASES.items():
         for name, python in pythons.items():
@@ -192,7 +195,7 @@ def device_table(pythons: dict[str, str], repeats: int) -> Table:
 
 
 def lengths_table(growths: dict[int, float]) -> Table:
-    table = Table(title="ours alone: memory of one sequence")
+    table = Table(title="our memory growth, by length of one sequence")
     for column in ("tokens", "MiB of growth", "KiB per token"):
         table.add_column(column, justify="right")
     for length, growth in growths.items():
@@ -205,7 +208,8 @@ def peer_bars(costs: dict[str, dict[str, Cost]]) -> list[Bar]:
     for case, least_ratio in SPEED_BARS.items():
         if case in costs:
             ratio = times_ours(costs[case], RIVAL, "cpu")
-            bars.append(Bar(f"{case}: {least_ratio:g} times the speed of {RIVAL}", ratio, ratio >= least_ratio))
+            text = f"{case}: at least {least_ratio:g} times the speed of {RIVAL}"
+            bars.append(Bar(text, ratio, ratio >= least_ratio))
     if LONGEST in costs:
         share = 1 / times_ours(costs[LONGEST], RIVAL, "growth")
         bars.append(Bar(f"{LONGEST}: at most {MEMORY_BAR:g} of the memory of {RIVAL}", share, share <= MEMORY_BAR))
@@ -217,7 +221,7 @@ def linear_bar(growths: dict[int, float]) -> Bar:
     worst = max(after / before for before, after in pairwise(per_token))
     lengths = f"{min(growths)} to {max(growths)}"
     text = (
-        f"memory linear in the length, {lengths} tokens: per token at most {LINEAR_BAR:g} times that of half the length"
+        f"memory linear in the length, {lengths} tokens: per token at most {LINEAR_BAR:g} times that at half the length"
     )
     return Bar(text, worst, worst <= LINEAR_BAR)
 
@@ -230,12 +234,12 @@ def bars_table(bars: list[Bar]) -> Table:
 
 
 def peer_python(text: str) -> tuple[str, str]:
-    """`specforge=VENV` of the command line, as the peer's name and its Python."""
+    """Parse `specforge=VENV` into the peer's name and its Python; an argparse error names what is allowed."""
     name, _, venv = text.partition("=")
     python = Path(venv).expanduser().absolute() / "bin" / "python"
     if name not in PEERS or not python.exists():
         raise argparse.ArgumentTypeError(
-            f"{text!r}: NAME=VENV is allowed, NAME one of {', '.join(PEERS)} and VENV its virtual environment's folder"
+            f"{text!r} given, NAME=VENV is allowed: NAME one of {', '.join(PEERS)}, VENV the folder of its environment"
         )
     return name, str(python)
 
@@ -243,13 +247,27 @@ def peer_python(text: str) -> tuple[str, str]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--peer", type=peer_python, action="append", default=[], metavar="NAME=VENV", help=f"one of {', '.join(PEERS)}"
+        "--peer",
+        type=peer_python,
+        action="append",
+        default=[],
+        metavar="NAME=VENV",
+        help=f"measure a peer too: {' or '.join(PEERS)}",
     )
-    parser.add_argument("--repeats", type=int, default=3, help="measured steps of each contender and case")
-    parser.add_argument("--longest", type=int, default=max(LENGTHS), help="leave out longer sequences; in tokens")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="steps to measure per contender and case (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--longest",
+        type=int,
+        default=max(LENGTHS),
+        help="longest sequence to measure, in tokens (default: %(default)s)",
+    )
     found = parser.parse_args()
     if found.repeats < 1 or found.longest < min(LENGTHS):
-        parser.error(f"--repeats of at least 1 and --longest of at least {min(LENGTHS)} are allowed")
+        parser.error(
+            f"--repeats {found.repeats} and --longest {found.longest} given, at least 1 and {min(LENGTHS)} are allowed"
+        )
     return found
 
 
@@ -286,10 +304,10 @@ def run(console: Console, pythons: dict[str, str], repeats: int, longest: int) -
         console.print(bars_table(bars))
     missing = [name for name in PEERS if name not in names]
     if missing:
-        console.print(f"not measured: {', '.join(missing)}; --help says how to get a peer and name it with --peer")
+        console.print(f"not measured: {', '.join(missing)}; --help says how to install a peer and pass it as --peer")
 
     if not torch.cuda.is_available():
-        console.print("no CUDA device here: the shapes of Llama-3-8B are not measured")
+        console.print("no CUDA device found: the shapes of Llama-3-8B are not measured")
         return
     console.print(device_table(pythons, repeats))
 

@@ -1,9 +1,16 @@
-"""Fit a head's calibration on texts that the target writes itself: how sure its scores are, depth by depth, how much
-the target's noise says beside them, and which tree of fixed shape suits it best.
+"""Fit a head's calibration: scale its scores, weight the Gumbel noise, and search the best draft tree of fixed shape.
 
     python -m inference.calibrate recipes/tiny_full.yaml report.head=assets/demo_head
 
-Training does this at its end; this command does it for any head, and writes the result into the head's config.json.
+The target writes texts from held-out prompts, greedily and sampled, and the head scores every token of them, at each
+depth given the true tokens before it. Three things are then chosen so that the target's tokens become likeliest:
+
+  multipliers         by depth, for greedy and for sampled text: an inverse temperature of the head's scores, so that
+                      their softmax estimates how likely the target accepts a draft token
+  weight of noise     by depth: how much of the target's Gumbel noise is added to the head's scores when sampling
+  searched tree       the draft tree of fixed shape that holds the most of the target's tokens
+
+Training does this at its end. This command does it for any head and writes the result into the head's config.json.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,34 +34,36 @@ from inference.sampling import BatchSampling, Sampling
 from inference.target.model import TargetModel
 from recipes import Recipe, run_command
 
-CANDIDATES = torch.logspace(-0.6, 0.7, 53)  # multipliers tried: 0.25 to 5
-WEIGHTS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0)  # of the noise, tried with every fourth of these
-TEMPERATURES = (0.7, 1.0)  # what `sampled` is fitted on
-CHILDREN = 4  # as many as trees usually have of a node: scores count where drafting would get to, easier text than all
-RANKS = 16  # of a level's guesses that a tree may hold
-NODES = 64  # of the tree that is stored; smaller ones are the first of its nodes
+CANDIDATES = torch.logspace(-0.6, 0.7, 53)  # multipliers to try: 0.25 to 5
+WEIGHTS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0)  # of Gumbel noise, tried with every fourth multiplier
+TEMPERATURES = (0.7, 1.0)  # of the sampled texts
+CHILDREN = 4  # usual children of a node: scores are fitted where drafting gets to, which is easier text than all
+RANKS = 16  # guesses per depth that the searched tree may hold
+NODES = 64  # of the searched tree; a smaller tree is made of its first nodes
 
 
 @dataclass
 class Tally:
-    """What the target's own choices say of a head's scores, level by level."""
+    """Sums over texts of the target: how well each multiplier and weight fits, and how often each guess was right."""
 
-    weights: Float[Tensor, "levels weights"]  # of the noise, that were tried; the last one ranks the guesses
-    multipliers: Float[Tensor, " multipliers"]  # that were tried
-    losses: Float[Tensor, "levels weights multipliers"]  # sums of -log of the chance given to the choice, for each
-    hits: Float[Tensor, "levels ranks"]  # how often the choice was the guess of each rank, the ones before it in a tree
-    tried: Float[Tensor, " levels"]  # how often the ones before it were in a tree
+    weights: Float[Tensor, "depth weights"]  # of Gumbel noise, to try; guesses are ranked with the last one
+    multipliers: Float[Tensor, " multipliers"]  # to try
+    losses: Float[Tensor, "depth weights multipliers"]  # sums of -log of the probability given to the target's token
+    hits: Float[Tensor, "depth ranks"]  # how often the guess of each rank was the target's token
+    tried: Float[Tensor, " depth"]  # how often all tokens before were among the guesses, so that a tree could hold them
 
     @classmethod
-    def empty(cls, weights: Float[Tensor, "levels weights"], ranks: int, every: int = 1) -> "Tally":
-        """To try every multiplier, or every second, third, ... of them."""
-        multipliers, levels = CANDIDATES[::every], len(weights)
+    def empty(cls, weights: Float[Tensor, "depth weights"], ranks: int, every: int = 1) -> "Tally":
+        """A tally that tries every multiplier, or with `every` = 2, 3, ... every second, third, ... one."""
+        multipliers, depth = CANDIDATES[::every], len(weights)
         losses = torch.zeros(*weights.shape, len(multipliers), dtype=torch.float64)
-        return cls(weights, multipliers, losses, losses.new_zeros(levels, ranks), losses.new_zeros(levels))
+        return cls(weights, multipliers, losses, losses.new_zeros(depth, ranks), losses.new_zeros(depth))
 
     def best(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Multipliers and weights of the noise, level by level, under which the choices are likeliest; a level that was
-        never scored keeps 1 and its last weight."""
+        """The multiplier and the weight of Gumbel noise with the least loss, by depth.
+
+        A depth that was never scored gets multiplier 1 and its last weight.
+        """
         flat = self.losses.flatten(1)
         found, scored = flat.argmin(dim=1), flat.sum(dim=1) > 0
         multipliers = self.multipliers[found % len(self.multipliers)]
@@ -64,11 +73,12 @@ class Tally:
             tuple(torch.where(scored, weights, self.weights[:, -1]).tolist()),
         )
 
-    def accuracies(self) -> Float[Tensor, "levels ranks"]:
-        """Chance of each rank; what was never seen has half a case."""
+    def accuracies(self) -> Float[Tensor, "depth ranks"]:
+        """How often the guess of each rank is correct given a correct prefix; every outcome counts half a case more."""
         return (self.hits + 0.5) / (self.tried.unsqueeze(1) + 0.5 * (self.hits.shape[1] + 1))
 
     def with_ranks_of(self, other: "Tally") -> "Tally":
+        """This tally with the other's hits added."""
         return replace(self, hits=self.hits + other.hits, tried=self.tried + other.tried)
 
 
@@ -76,13 +86,12 @@ class Tally:
 def fit_calibration(
     target: TargetModel, head: DraftHead, prompts: Sequence[list[int]], depth: int, new_tokens: int
 ) -> Calibration:
-    """The multipliers and weights of the noise under which the target's own choices are likeliest, given that it chose
-    the tokens before; and the tree that holds most of them."""
+    """Fit multipliers and weights of Gumbel noise down to `depth`, and the tree, on what the target writes."""
     ranks, ones = min(RANKS, len(head.vocab.ids)), torch.ones(depth, 1)
     greedy = Tally.empty(ones, ranks)
-    tally_texts(greedy, target, head, written(target, head, prompts, depth, new_tokens, [Sampling()]))
-    warm = [Sampling(temperature, seed=1) for temperature in TEMPERATURES]
-    texts = written(target, head, prompts, depth, new_tokens, warm)
+    tally_texts(greedy, target, head, write_texts(target, head, prompts, depth, new_tokens, [Sampling()]))
+    samplings = [Sampling(temperature, seed=1) for temperature in TEMPERATURES]
+    texts = write_texts(target, head, prompts, depth, new_tokens, samplings)
     coarse = Tally.empty(torch.tensor(WEIGHTS).repeat(depth, 1), ranks, every=4)
     tally_texts(coarse, target, head, texts)
     sampled = Tally.empty(torch.tensor(coarse.best()[1]).unsqueeze(1), ranks)
@@ -91,7 +100,7 @@ def fit_calibration(
     return Calibration(greedy.best()[0], *sampled.best(), tree)
 
 
-def written(
+def write_texts(
     target: TargetModel,
     head: DraftHead,
     prompts: Sequence[list[int]],
@@ -99,7 +108,7 @@ def written(
     new_tokens: int,
     samplings: Sequence[Sampling],
 ) -> list[tuple[Request, list[int]]]:
-    """What the target answers to the prompts."""
+    """The target's response to each prompt under each sampling."""
     drafter = HeadDrafter(head, Dynamic.chain(depth))  # it only saves time: the text is the target's
     found = []
     for sampling in samplings:
@@ -110,32 +119,37 @@ def written(
 
 
 def tally_texts(tally: Tally, target: TargetModel, head: DraftHead, texts: Sequence[tuple[Request, list[int]]]) -> None:
-    """Count in what the target wrote, as deep as the tally goes."""
+    """Add the target's texts to the tally, at all of its depths."""
     for request, tokens in texts:
         text = torch.tensor([request.prompt + tokens], device=target.device)
         levels = score_text(target, head, text, len(request.prompt), request.sampling, len(tally.weights))
-        add_text(tally, levels, request.sampling.temperature or 1.0)
+        tally_text(tally, levels, request.sampling.temperature or 1.0)
 
 
 @dataclass(frozen=True)
 class LevelScores:
-    """How a level scores each token of a text, and which columns the target chose; the first ones go unread."""
+    """How a head scores the tokens of a text at one depth, and which token the target chose.
 
-    quiet: Float[Tensor, "choices draft_vocab"]  # scores without noise
-    noise: Float[Tensor, "choices draft_vocab"]  # the target's
-    columns: Int[Tensor, " choices"]  # -1 where the head cannot draft the choice
-    written: Bool[Tensor, " choices"]  # by the target
+    Row t of depth k (from 0) is about the token at position t + 2 + k.
+    """
+
+    without_noise: Float[Tensor, "choices draft_vocab"]  # warped logits
+    gumbel: Float[Tensor, "choices draft_vocab"]  # the target's Gumbel noise at that position
+    columns: Int[Tensor, " choices"]  # of the target's choice; -1 if the draft vocabulary lacks it
+    written: Bool[Tensor, " choices"]  # did the target write the token? False within the prompt
 
     def scores(self, weight: float) -> Float[Tensor, "choices draft_vocab"]:
-        """With so much of the noise."""
-        return torch.add(self.quiet, self.noise, alpha=weight)
+        """Scores with this weight of the Gumbel noise."""
+        return torch.add(self.without_noise, self.gumbel, alpha=weight)
 
 
 def score_text(
     target: TargetModel, head: DraftHead, text: Int[Tensor, "1 seq"], prompt: int, sampling: Sampling, depth: int
 ) -> Iterator[LevelScores]:
-    """Level by level: index t of level k predicts the token of position t + 2 + k from the true ones before it, which
-    is the chance of a child whose parents were all accepted."""
+    """Yield the head's scores depth by depth, each token predicted from the true tokens before it.
+
+    That is how the head scores a child whose ancestors were all accepted. The first `prompt` tokens are the prompt.
+    """
     yield from score_taps(head, target.forward(text[:, :-1], last_only=True).taps, text, prompt, sampling, depth)
 
 
@@ -148,7 +162,7 @@ def score_taps(
     depth: int,
     shift: int = 0,
 ) -> Iterator[LevelScores]:
-    """The same from hidden states that are there already; `shift` moves the tokens that the head reads beside them."""
+    """`score_text` from taps that are known already; `shift` moves the tokens that the head reads beside them."""
     batch = BatchSampling([sampling], text.device)
     ids = head.vocab.ids.to(text.device)
     column = torch.full((head.vocab.target_size,), -1, device=text.device)
@@ -159,19 +173,19 @@ def score_taps(
         tokens = text[:, 1:].roll(-level - shift, dims=1)
         hidden = head(features, tokens, positions + level, cache=cache, level=level)
         at = positions[: len(positions) - 1 - level] + level + 2
-        quiet = batch.warp(head.logits(hidden[:, : len(at)], level), None, ids)[0].float()
-        yield LevelScores(quiet, batch.gumbel(at.unsqueeze(0), ids)[0], column[text[0, at]], at >= prompt)
+        logits = batch.warp(head.logits(hidden[:, : len(at)], level), None, ids)[0].float()
+        yield LevelScores(logits, batch.gumbel(at.unsqueeze(0), ids)[0], column[text[0, at]], at >= prompt)
         features = head.feedback(hidden, features, tokens)
 
 
-def add_text(tally: Tally, levels: Iterator[LevelScores], unit: float = 1.0) -> None:
-    """Count a text in, whose scores are multiplied with `unit` in any case: its temperature, see `Calibration`."""
-    inside: Tensor | None = None  # indexes all of whose choices so far were among the ranked guesses
-    drafted: Tensor | None = None  # those all of whose choices so far a tree is likely to hold
+def tally_text(tally: Tally, levels: Iterator[LevelScores], unit: float = 1.0) -> None:
+    """Add one text to the tally; all scores are multiplied by `unit`, the text's temperature (see `Calibration`)."""
+    rankable: Tensor | None = None  # rows whose tokens at every depth so far are among the ranked guesses
+    drafted: Tensor | None = None  # rows whose tokens at every depth so far would most likely be drafted
     for level, found in enumerate(levels):
         known = found.columns >= 0
         drafted = found.written if drafted is None else drafted[: len(known)]
-        counted = drafted & known  # what the head cannot draft says nothing about its scores
+        counted = drafted & known  # a token outside the draft vocabulary says nothing about the scores
         columns = found.columns[counted]
         for tried, weight in enumerate(tally.weights[level].tolist()):
             scores = found.scores(weight)
@@ -181,11 +195,11 @@ def add_text(tally: Tally, levels: Iterator[LevelScores], unit: float = 1.0) -> 
                 tally.losses[level, tried, number] += loss.cpu()
         chosen = scores.gather(1, found.columns.clamp(min=0).unsqueeze(1))
         ranks = torch.where(known, (scores > chosen).sum(1), len(scores[0]))
-        inside = found.written if inside is None else inside[: len(ranks)]
-        hits = torch.bincount(ranks[inside], minlength=tally.hits.shape[1])[: tally.hits.shape[1]]
+        rankable = found.written if rankable is None else rankable[: len(ranks)]
+        hits = torch.bincount(ranks[rankable], minlength=tally.hits.shape[1])[: tally.hits.shape[1]]
         tally.hits[level] += hits.cpu()
-        tally.tried[level] += int(inside.sum())
-        inside, drafted = inside & (ranks < tally.hits.shape[1]), drafted & (ranks < CHILDREN)
+        tally.tried[level] += int(rankable.sum())
+        rankable, drafted = rankable & (ranks < tally.hits.shape[1]), drafted & (ranks < CHILDREN)
 
 
 def main() -> None:
@@ -193,7 +207,7 @@ def main() -> None:
 
 
 def calibrate(recipe: Recipe) -> None:
-    """Fit the calibration of the report's head on the report's prompts, and save it with the head."""
+    """Fit the calibration of the report's head on the report's prompts and save it with the head."""
     folder = head_folder(recipe)
     taps = taps_to_read(recipe)
     target = TargetModel.load(recipe.target, taps)

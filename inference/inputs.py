@@ -1,4 +1,4 @@
-"""What the commands read, as a recipe names it: the heads to measure, their taps, and held-out prompts."""
+"""What a recipe tells the inference commands to read: heads to measure, their taps, and held-out prompts."""
 
 from itertools import islice
 from pathlib import Path
@@ -8,10 +8,11 @@ from heads.target_config import TargetConfig, locate_target
 from recipes import Recipe
 from recipes.jsonl import read_jsonl
 
-OWN = ""  # the name of the recipe's own head, whose rows in a table have no prefix
+OWN_HEAD = ""  # name of the recipe's own head: its rows in the report have no prefix
 
 
 def held_out_prompts(recipe: Recipe) -> list[list[int]]:
+    """The first report.num_prompts held-out prompts of the run, as tokens; raises ValueError if there are none yet."""
     path = recipe.prompts_dir / "heldout.jsonl"
     if not path.is_file():
         raise ValueError(f"{path} is missing; make it with: python -m data_pipelines.prompts RECIPE")
@@ -23,11 +24,11 @@ def head_folder(recipe: Recipe) -> Path:
 
 
 def head_folders(recipe: Recipe) -> dict[str, Path]:
-    """Of every head to be measured, by the name that its rows bear."""
-    return {OWN: head_folder(recipe), **recipe.report.other_heads}
+    """The folder of every head to measure, by the name that prefixes its rows in the report."""
+    return {OWN_HEAD: head_folder(recipe), **recipe.report.other_heads}
 
 
 def taps_to_read(recipe: Recipe) -> tuple[int, ...]:
-    """The union of the taps of all heads to measure; raises ValueError for a head that does not fit the target."""
+    """The union of the taps that the heads read; raises ValueError for a head that does not fit the target."""
     target = TargetConfig.from_folder(locate_target(recipe.target.path, recipe.target.revision))
     return tuple(sorted({tap for folder in head_folders(recipe).values() for tap in load_taps(folder, target)}))

@@ -1,4 +1,4 @@
-"""Decodes with compiled layers, for test_compiled.py, where no shape check of the tests stands in the compiler's way:
+"""Decode with compiled layers for test_compiled.py, in a process without the shape checks that hinder the compiler.
 
 python tests/compiled_steps.py BACKEND
 """
@@ -24,7 +24,7 @@ CONFIG = LlamaConfig(
     vocab_size=97,
     hidden_size=32,
     intermediate_size=48,
-    num_hidden_layers=10,  # more than the times that the compiler makes a function anew by default
+    num_hidden_layers=10,  # more than the compiler's default limit of recompilations of one function
     num_attention_heads=4,
     num_key_value_heads=2,
     initializer_range=0.4,
@@ -35,7 +35,7 @@ PROMPT = [5, 6, 7]
 
 
 def main(backend: str) -> None:
-    """Prints the texts of both ways, the graphs behind the first and the last one, and forwards left in the layers."""
+    """Print as JSON: plain and compiled texts, graphs compiled after the first and last text, layers left patched."""
     torch.manual_seed(0)
     target = TargetModel(LlamaForCausalLM(CONFIG), (2, 5, 7))
     head = new_head(Eagle3Section(kind="eagle3"), target.frozen, DraftVocab.full(97), seed=1).eval()
@@ -51,13 +51,13 @@ def main(backend: str) -> None:
     compiled = [generate(target, [*PROMPT], 24, sampling, drafter, static=True).tokens for sampling in samplings]
     longer = generate(target, [*range(30)], 24, samplings[0], drafter, static=True).tokens
     left = ["forward" for layer in [*target.layers, *head.decoder_layers] if "forward" in vars(layer)]
-    told = {
+    result = {
         "plain": [*plain, generate(target, [*range(30)], 24).tokens],
         "compiled": [*compiled, longer],
         "graphs": [graphs, counters["stats"]["unique_graphs"]],
         "left": left,
     }
-    print(json.dumps(told))
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Laws of comparisons: intervals that hold the truth, categories, divergences, and how each token came."""
+"""Laws of comparing methods: intervals cover the truth, figures by category, divergences, traces, and the page."""
 
 import json
 import math
@@ -11,13 +11,14 @@ from scripted import Hidden, Oracle
 from tiny_run import build_tokenizer
 
 from inference.decode import generate
-from inference.report.compare import Way, compare, divergence, run_together
+from inference.report.compare import compare, divergence
 from inference.report.page import coloured, on_terminal, page, pieces
 from inference.report.questions import Prompt, read_questions
+from inference.report.runs import Method, run_batch
 from inference.report.statistics import speedup
 from inference.report.svg import Scale, tree_drawing
-from inference.report.tables import spread
-from inference.report.trace import Step, Trace, trace
+from inference.report.tables import low_to_high
+from inference.report.trace import Trace, TracedStep, trace
 from inference.sampling import Sampling
 from inference.target.model import TargetModel
 
@@ -25,12 +26,12 @@ PROMPTS = [Prompt([5, 6, 7, 11], "one"), Prompt([3], "two"), Prompt([*range(20)]
 
 
 @pytest.mark.parametrize("units", [4, 6, 12, 50])
-def test_intervals_hold_the_true_speedup(units: int) -> None:
-    """Prompts that are slow for both ways, noise of each, and a gain that differs by prompt: 1.7 on the whole.
+def test_intervals_cover_the_true_speedup(units: int) -> None:
+    """Simulated prompts: some are slow for both methods, each run has timing noise, and the gain varies around 1.7.
 
-    Of 95 % intervals 90 % at least must hold it.
+    At least 90 % of the 95 % intervals must cover 1.7.
     """
-    runs, held = 120, 0
+    runs, covered = 120, 0
     random = numpy.random.default_rng(0)
     for seed in range(runs):
         tokens = random.integers(60, 129, units)
@@ -39,37 +40,37 @@ def test_intervals_hold_the_true_speedup(units: int) -> None:
         seconds = base * gain / 1.7 * random.lognormal(-0.005, 0.1, units)
         found = speedup(seconds.tolist(), tokens.tolist(), base.tolist(), tokens.tolist(), seed)
         assert found.low < found.value < found.high
-        held += found.low <= 1.7 <= found.high
-    assert held >= 0.9 * runs
-    assert held < runs  # or they would be too wide to say anything
+        covered += found.low <= 1.7 <= found.high
+    assert covered >= 0.9 * runs
+    assert covered < runs  # intervals that almethods cover it would be too wide
 
 
-def test_a_way_beside_itself_is_as_fast_as_itself() -> None:
+def test_the_speedup_of_a_method_over_itself_is_exactly_one() -> None:
     found = speedup([1.0, 2.0, 4.0], [10, 20, 30], [1.0, 2.0, 4.0], [10, 20, 30], 0)
     assert (found.low, found.value, found.high) == (1.0, 1.0, 1.0)
 
 
-def test_of_one_unit_of_work_no_interval_is_known() -> None:
+def test_a_single_prompt_gives_no_interval() -> None:
     found = speedup([2.0], [30], [1.0], [10], 0)
     assert found.value == pytest.approx(1.5)
     assert math.isnan(found.low)
     assert math.isnan(found.high)
-    assert spread(found) == "?"
+    assert low_to_high(found) == "?"
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-def test_every_way_is_told_what_it_did_by_category(target: TargetModel, batch: int) -> None:
+def test_every_method_has_the_same_text_latencies_and_figures_by_category(target: TargetModel, batch: int) -> None:
     whole = [prompt.tokens + generate(target, prompt.tokens, 9).tokens for prompt in PROMPTS]
-    ways = [Way("plain"), Way("generate", transformers=True), Way("oracle", Oracle(*whole, ahead=3))]
-    ways.append(Way("generate_lookup", transformers=True, lookup=3))
-    found = {o.way: o for o in compare(ways, target, PROMPTS, 9, Sampling(), 1, batch)}
+    methods = [Method("plain"), Method("generate", transformers=True), Method("oracle", Oracle(*whole, ahead=3))]
+    methods.append(Method("generate_lookup", transformers=True, lookup=3))
+    found = {o.method: o for o in compare(methods, target, PROMPTS, 9, Sampling(), 1, batch)}
     assert set(found) == {"plain", "generate", "oracle", *(["generate_lookup"] if batch == 1 else [])}
     assert all(o.identical == o.prompts == 3 and o.divergences == [] and o.batch == batch for o in found.values())
-    assert found["oracle"].tau_by_category == {"one": 4, "two": 4}
-    assert found["plain"].tau_by_category == {"one": 1, "two": 1}
+    assert found["oracle"].acceptance_length_by_category == {"one": 4, "two": 4}
+    assert found["plain"].acceptance_length_by_category == {"one": 1, "two": 1}
     assert all(o.new_tokens == 27 for o in found.values())
     for outcome in found.values():
-        if batch == 1 or not outcome.way.startswith("generate"):
+        if batch == 1 or not outcome.method.startswith("generate"):
             assert outcome.first_token > 0
             assert 0 < outcome.per_token[0] <= outcome.per_token[1]
         assert outcome.stats.seconds > 0
@@ -77,19 +78,19 @@ def test_every_way_is_told_what_it_did_by_category(target: TargetModel, batch: i
 
 
 def test_seconds_of_a_batch_are_wall_time(target: TargetModel) -> None:
-    """Not the sum of what each row waited."""
-    run = run_together(Way("plain"), target, [prompt.tokens for prompt in PROMPTS], 9, Sampling())
+    """Rows wait at the same time, so their waits must not be added up."""
+    run = run_batch(Method("plain"), target, [prompt.tokens for prompt in PROMPTS], 9, Sampling())
     waited = [stats.seconds for stats in run.stats]
     assert max(waited) <= 1.1 * run.seconds < sum(waited)
 
 
-def test_a_divergence_is_where_and_by_how_much(target: TargetModel) -> None:
+def test_a_divergence_has_its_position_and_margin(target: TargetModel) -> None:
     for sampling in (Sampling(), Sampling(1.0, seed=2), Sampling(repetition_penalty=1.3)):
         plain = generate(target, [5, 6, 7], 8, sampling).tokens
         other = [*plain[:4], (plain[4] + 1) % 97, 1, 2]
         found = divergence(2, [5, 6, 7], other, plain, target, sampling)
         assert (found.prompt, found.position) == (2, 4)
-        assert found.margin > 0  # plain decoding chose the likelier one
+        assert found.margin > 0  # plain decoding chose the token with the higher score
     assert math.isnan(divergence(0, [5, 6, 7], plain[:3], plain, target, Sampling()).margin)
 
 
@@ -106,24 +107,24 @@ def test_questions_come_from_each_category_in_turn(tmp_path: Path) -> None:
     assert [p.tokens for p in read_questions(path, tokenizer, 3, 2)] == [p.tokens[-3:] for p in found[:2]]
     path.write_text('{"category": "math"}\n')
     with pytest.raises(
-        ValueError, match=r"report\.prompts: row 1 of .* has fields \['category'\], turns or prompt needed"
+        ValueError, match=r"report\.prompts: row 1 of .* has fields \['category'\]; give it turns .* or prompt"
     ):
         read_questions(path, tokenizer, 10, 3)
 
 
-def test_a_trace_is_the_text_and_the_trees_it_came_from(target: TargetModel) -> None:
+def test_a_trace_holds_the_whole_text_and_the_accepted_path_of_each_tree(target: TargetModel) -> None:
     prompt = [5, 6, 7, 11]
     tokens = generate(target, prompt, 14).tokens
     found = trace("hidden", Hidden(prompt + tokens, ahead=3), target, prompt, 14, Sampling())
-    assert [found.first, *(token for step in found.steps for token in step.taken)] == tokens
+    assert [found.first, *(token for step in found.steps for token in step.added)] == tokens
     for step in found.steps:
-        assert [step.tokens[node] for node in step.path[1:]] == step.taken[: len(step.path) - 1]
+        assert [step.tokens[node] for node in step.path[1:]] == step.added[: len(step.path) - 1]
         assert [step.parents[node] for node in step.path] == [-1, *step.path[:-1]]
-        assert len(step.taken) - len(step.path) in (0, -1)  # the bonus, but where the text ended before it
+        assert len(step.added) - len(step.path) in (0, -1)  # 0: the bonus token; -1: the text ended before it
 
 
 class Balanced(HTMLParser):
-    """Every tag is closed in its turn, none is a script, and nothing is fetched."""
+    """Checks that tags are closed in order, none is a script, and nothing is fetched."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,17 +151,19 @@ class Balanced(HTMLParser):
 
 
 def letters(tokens: list[int]) -> str:
-    """Texts that would break a page if they were not escaped."""
+    """Text that would break the page if it were not escaped."""
     return "".join("<&>\"'"[token % 5] for token in tokens)
 
 
-def test_a_page_is_whole_and_tells_every_token(target: TargetModel) -> None:
+def test_a_page_is_valid_html_and_shows_every_token(target: TargetModel) -> None:
     prompt = [5, 6, 7, 11]
     tokens = generate(target, prompt, 14).tokens
     hidden = Hidden(prompt + tokens, ahead=3)
     found = trace("<hidden>", hidden, target, prompt, 14, Sampling())
-    outcomes = compare([Way("plain"), Way("<hidden>", hidden)], target, [Prompt(prompt, "a & b")], 14, Sampling(), 0)
-    outcomes[1].tau_by_category = outcomes[0].tau_by_category = {"a & b": 1.5, "<c>": 2.0}
+    outcomes = compare(
+        [Method("plain"), Method("<hidden>", hidden)], target, [Prompt(prompt, "a & b")], 14, Sampling(), 0
+    )
+    outcomes[1].acceptance_length_by_category = outcomes[0].acceptance_length_by_category = {"a & b": 1.5, "<c>": 2.0}
     parsed = Balanced()
     parsed.feed(page("a <title>", [outcomes], [found], letters))
     assert parsed.open == []
@@ -173,7 +176,7 @@ def test_a_page_is_whole_and_tells_every_token(target: TargetModel) -> None:
 
 
 def bytes_of(tokens: list[int]) -> str:
-    """A byte a token, of which a character may need several."""
+    """One byte per token, so a character may need several tokens."""
     return bytes(tokens).decode(errors="replace")
 
 
@@ -186,27 +189,27 @@ def bytes_of(tokens: list[int]) -> str:
         (" ", [" €"], (" ", [["", "", "€"]])),
     ],
 )
-def test_a_character_of_several_tokens_comes_with_the_last(
+def test_a_character_of_several_tokens_belongs_to_the_last(
     prompt: str, steps: list[str], wanted: tuple[str, list[list[str]]]
 ) -> None:
     first, *rest = [list(words.encode()) for words in steps]
-    taken = [first[1:], *rest] if first[1:] else rest
-    found = Trace("way", list(prompt.encode()), first[0], [Step([0], [-1], [0], tokens) for tokens in taken])
+    added = [first[1:], *rest] if first[1:] else rest
+    found = Trace("method", list(prompt.encode()), first[0], [TracedStep([0], [-1], [0], tokens) for tokens in added])
     assert pieces(found, bytes_of) == wanted
 
 
-def test_lines_of_a_plot_are_round_numbers_and_hold_all_values() -> None:
-    for most in (0.37, 1.0, 5.0, 8.0, 64.0, 117.3):
-        scale = Scale.over([most / 3, most], 100.0, 0.0)
+def test_grid_lines_are_round_numbers_and_no_value_is_beyond_them() -> None:
+    for largest in (0.37, 1.0, 5.0, 8.0, 64.0, 117.3):
+        scale = Scale.over([largest / 3, largest], 100.0, 0.0)
         assert scale.place(0.0) == 100
-        assert 0 <= scale.place(most) < 100
+        assert 0 <= scale.place(largest) < 100
         assert scale.lines[-1] == pytest.approx(scale.end)
         assert 3 <= len(scale.lines) <= 6
         assert f"{scale.step:e}"[0] in "125"
 
 
-def test_a_drawn_tree_has_every_node_and_its_path() -> None:
-    """0 - 1 - 3    the taken path is 0 1 3
+def test_a_drawn_tree_has_every_node_and_the_accepted_path() -> None:
+    """0 - 1 - 3    the accepted path is 0 1 3
     \\- 2
     """
     drawn = tree_drawing(["a", "b", "c", "d"], [-1, 0, 0, 1], [0, 1, 3])

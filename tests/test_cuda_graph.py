@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 from heads.calibration import Calibration
 from heads.eagle3 import Eagle3Head
 from inference import decode
-from inference.calibrate import WEIGHTS, LevelScores, Tally, add_text, fit_calibration
+from inference.calibrate import WEIGHTS, LevelScores, Tally, fit_calibration, tally_text
 from inference.cuda_graph import SpareSteps
 from inference.decode import DecodeLoop, generate, generate_batch
 from inference.drafters.growth import Dynamic, Fixed
@@ -147,7 +147,7 @@ def test_scores_count_only_where_a_tree_would_get_to() -> None:
         columns, written = torch.zeros(count, dtype=torch.long), torch.ones(count, dtype=torch.bool)
         tally, none = Tally.empty(torch.ones(2, 1), 10), torch.zeros(count, vocab)
         levels = [LevelScores(quiet, none, columns, written) for quiet in (first, second)]
-        add_text(tally, iter(levels))
+        tally_text(tally, iter(levels))
         return tally.best()[0][1]
 
     sure, unsure = [2.0] * 9 + [-2.0], [-2.0] * 9 + [2.0]
@@ -167,7 +167,7 @@ def test_noise_counts_as_much_as_the_target_follows_it() -> None:
 
     def fitted(choices: Tensor) -> float:
         tally = Tally.empty(torch.tensor([WEIGHTS]), 4, every=4)
-        add_text(tally, iter([LevelScores(log_q, noise, choices, torch.ones(count, dtype=torch.bool))]))
+        tally_text(tally, iter([LevelScores(log_q, noise, choices, torch.ones(count, dtype=torch.bool))]))
         return tally.best()[1][0]
 
     assert (fitted(unmoved), fitted(followed)) == (0.0, 1.0)

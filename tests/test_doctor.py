@@ -1,4 +1,4 @@
-"""The law of the doctor: each planted fault is named, with its cost, and a good head is left alone."""
+"""The law of the doctor: it names each planted fault with its cost and finds nothing in a good head."""
 
 import hashlib
 import json
@@ -27,17 +27,17 @@ Config = dict[str, Any]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def texts_are_written_once() -> Iterator[None]:
-    """By the demo target, however many heads are judged on them."""
-    load, written = cache(doctor.load_target), cache(doctor.replay)
+def replay_texts_once() -> Iterator[None]:
+    """The demo target replays the prompts once for all tests, which examine different heads on the same texts."""
+    load, replayed = cache(doctor.load_target), cache(doctor.replay)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(doctor, "load_target", load)
-        patch.setattr(doctor, "replay", lambda target, prompts, count: written(target, Prompts(prompts), count))
+        patch.setattr(doctor, "replay", lambda target, prompts, count: replayed(target, Prompts(prompts), count))
         yield
 
 
 class Prompts(list[list[int]]):
-    """A list that a cache can look up."""
+    """A hashable list of prompts, as `cache` needs."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(str(self))
@@ -45,7 +45,7 @@ class Prompts(list[list[int]]):
 
 @pytest.fixture
 def copied(tmp_path: Path) -> Callable[[str], Path]:
-    """A copy of the demo head whose vocabulary lacks every seventh token, so that it has a map."""
+    """Copies the demo head without every seventh token of its vocabulary, so that it has a vocabulary map."""
 
     def copy(name: str) -> Path:
         folder = tmp_path / name
@@ -67,7 +67,7 @@ def categories(diagnosis: Diagnosis) -> list[str]:
     return [finding.category for finding in diagnosis.findings]
 
 
-def test_a_good_head_and_its_export_get_no_finding(copied: Callable[[str], Path]) -> None:
+def test_a_good_head_and_its_export_have_no_findings(copied: Callable[[str], Path]) -> None:
     found = diagnose(copied("head"), str(TARGET), copied("export"), OPTIONS)
     assert found.findings == []
     assert found.served == found.trained
@@ -94,7 +94,7 @@ def shuffle_map(tensors: Tensors) -> None:
 
 
 def round_coarsely(tensors: Tensors) -> None:
-    """To whole multiples of most of their size, as a format of very few bits does."""
+    """Round to multiples of 0.9 standard deviations, as a format of very few bits does."""
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and tensor.ndim == 2:
             step = 0.9 * tensor.std()
@@ -102,7 +102,7 @@ def round_coarsely(tensors: Tensors) -> None:
 
 
 def overflow(tensors: Tensors) -> None:
-    """What float16 makes of a weight beyond 65504."""
+    """Write a weight beyond 65504, which is infinite in float16."""
     tensors["fc.weight"] = tensors["fc.weight"].half()
     tensors["fc.weight"][0, :4] = 1e6
 
@@ -153,7 +153,7 @@ def test_a_fault_planted_in_a_head_is_named_without_an_export(
     assert category in categories(found), [str(finding) for finding in found.findings]
 
 
-def test_of_bases_that_do_as_well_the_target_s_is_named(tmp_path: Path) -> None:
+def test_if_several_rope_bases_guess_equally_well_the_target_s_is_named(tmp_path: Path) -> None:
     shutil.copytree(HEAD, tmp_path / "head")
     edit_config(tmp_path / "head", lambda config: config.update(rope(50.0)))
     [found] = diagnose(tmp_path / "head", str(TARGET), None, OPTIONS).findings
@@ -161,12 +161,12 @@ def test_of_bases_that_do_as_well_the_target_s_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("changed", [False, True])
-def test_another_chat_template_than_the_harvest_s_is_named(
+def test_a_chat_template_that_changed_since_the_harvest_is_named(
     copied: Callable[[str], Path], tmp_path: Path, changed: bool
 ) -> None:
     target = tmp_path / "target"
     shutil.copytree(TARGET, target)
-    digest = hashlib.sha256(b"None").hexdigest()  # of no template, as data_pipelines/prompts.py takes it
+    digest = hashlib.sha256(b"None").hexdigest()  # of a missing template, as data_pipelines/prompts.py computes it
     (tmp_path / "features").mkdir()
     (tmp_path / "features" / "manifest.json").write_text(json.dumps({"chat_template_sha256": digest}))
     if changed:
@@ -177,7 +177,7 @@ def test_another_chat_template_than_the_harvest_s_is_named(
 
 
 def copy_the_token(tensors: Tensors) -> None:
-    """Where training on tokens one place too far ahead ends: each index looks at itself alone, and says what it saw."""
+    """The head that training on tokens one place too far ahead gives: each index copies the token it reads."""
     embedding = load_file(TARGET / "model.safetensors")["model.embed_tokens.weight"].float()
     token, nothing = torch.eye(128), torch.zeros(128, 128)
     for name in ("q_proj", "k_proj", "v_proj"):
@@ -191,10 +191,10 @@ def copy_the_token(tensors: Tensors) -> None:
         tensors[name] = torch.zeros_like(tensors[name])
 
 
-def guess_two_on(tensors: Tensors) -> None:
-    """Where training on tokens one place too far behind ends: each index says what came two behind the token it saw.
+def guess_two_ahead(tensors: Tensors) -> None:
+    """The head that training on tokens one place too far back gives: each index guesses two places after its token.
 
-    It knows by heart what the target writes, so that nothing but the shift is wrong with it.
+    It memorises the target's texts, so the shift is its only fault.
     """
     copy_the_token(tensors)
     embedding = load_file(TARGET / "model.safetensors")["model.embed_tokens.weight"].float()
@@ -212,9 +212,9 @@ SHORT = Options(count=3, new_tokens=32, depth=1)
 
 
 @pytest.mark.parametrize(
-    ("plant", "beside", "least"), [(copy_the_token, "token t+2", 0.99), (guess_two_on, "token t", 0.5)]
+    ("plant", "beside", "least"), [(copy_the_token, "token t+2", 0.99), (guess_two_ahead, "token t", 0.5)]
 )
-def test_a_head_that_saw_another_token_is_named(
+def test_a_head_trained_with_shifted_tokens_is_named(
     tmp_path: Path, plant: Callable[[Tensors], None], beside: str, least: float
 ) -> None:
     shutil.copytree(HEAD, tmp_path / "head")
@@ -223,14 +223,14 @@ def test_a_head_that_saw_another_token_is_named(
     found = findings[0]
     assert len(findings) == 1, [str(finding) for finding in findings]
     assert found.category == "token shift"
-    assert found.right == f"it guesses best with {beside} beside feature t"
-    assert float(found.cost.split()[4]) >= least
+    assert found.right == f"the head guesses best with {beside} beside feature t"
+    assert float(found.cost.split()[8]) >= least
 
 
 @pytest.mark.parametrize(
     ("kind", "layout"), [("eagle3", "speculators"), ("eagle3", "eagle"), ("eagle1", "vllm"), ("medusa", "medusa")]
 )
-def test_exports_of_every_layout_are_read_as_they_were_trained(
+def test_exports_of_every_layout_have_no_findings_and_equal_accuracy(
     make_head: Callable[..., Any], target_folder: Path, tmp_path: Path, kind: str, layout: str
 ) -> None:
     export = exported(make_head(kind), tmp_path, target_folder, layout)
@@ -241,7 +241,7 @@ def test_exports_of_every_layout_are_read_as_they_were_trained(
     assert found.served == found.trained
 
 
-def test_the_command_prints_a_table_and_its_exit_code_tells_good_from_bad(
+def test_the_command_prints_a_table_and_its_exit_code_tells_if_anything_was_found(
     copied: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     head, export = copied("head"), copied("export")
@@ -254,19 +254,20 @@ def test_the_command_prints_a_table_and_its_exit_code_tells_good_from_bad(
     assert "HEAD, as trained" in printed
     assert "EXPORT, as served" in printed
     assert "taps: EXPORT has [3, 9, 14]; right: HEAD was trained with [2, 8, 13]; cost: accuracy at depth 1" in printed
+    assert "; fix: write the trained taps in the engine's own numbering" in printed
     with pytest.raises(SystemExit) as ended:
         main([str(head), str(TARGET), str(head), *few])
     assert ended.value.code == 0
 
 
-def test_bad_input_is_named(tmp_path: Path) -> None:
+def test_wrong_input_is_named(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="--count: 0 given, 1 or more is allowed"):
         main([str(HEAD), str(TARGET), "--count", "0"])
     with pytest.raises(ValueError, match=r"--samples: .*none.jsonl not found; name a JSONL file"):
         diagnose(HEAD, str(TARGET), None, Options(samples=tmp_path / "none.jsonl"))
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": "def"}\n')
-    with pytest.raises(ValueError, match=r"row 1 has \['text'\]; tokens \(a list\) or prompt"):
+    with pytest.raises(ValueError, match=r"row 1 has \['text'\]; give it tokens \(a list\) or prompt"):
         diagnose(HEAD, str(TARGET), None, Options(samples=rows))
     with pytest.raises(ValueError, match=r"--manifest: .* not found"):
         diagnose(HEAD, str(TARGET), None, Options(manifest=tmp_path / "none.json", count=1, new_tokens=2))

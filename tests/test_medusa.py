@@ -24,7 +24,7 @@ from heads.medusa import MedusaHead
 from heads.static_tree import StaticTree, search_tree
 from heads.vocab import DraftVocab
 from inference.cache import KVCache
-from inference.calibrate import RANKS, Tally, fit_calibration, tally_texts, written
+from inference.calibrate import RANKS, Tally, fit_calibration, tally_texts, write_texts
 from inference.decode import generate, generate_batch
 from inference.drafter import Verified, VerifiedOnHost
 from inference.drafters.cost_aware import CostAwareShape, growth_from_recipe
@@ -233,7 +233,7 @@ def test_the_tally_counts_the_rank_of_the_targets_choice_given_a_correct_prefix(
 ) -> None:
     head = make_head("medusa", vocab=LIMITED, sequential=sequential)
     tally = Tally.empty(torch.ones(3, 1), RANKS)
-    tally_texts(tally, reader, head, written(reader, head, [PROMPT], 3, 20, [Sampling()]))
+    tally_texts(tally, reader, head, write_texts(reader, head, [PROMPT], 3, 20, [Sampling()]))
     hits, tried = torch.zeros(3, RANKS), torch.zeros(3)
     text = PROMPT + generate(reader, PROMPT, 20).tokens
     features = head.project(reader.forward(torch.tensor([text])).taps)[0]
@@ -377,8 +377,8 @@ def test_a_run_on_another_runs_harvest_trains_a_head_and_draws_its_tree(tmp_path
     losses = [line["train/loss_1"] for line in lines if "train/loss_1" in line]
     assert losses[-1] < losses[0]
     outcomes = report(recipe)
-    assert {outcome.way for outcome in outcomes} == {"generate", "plain", "untrained", "chain", "tree"}
-    assert all(o.identical == o.prompts == 2 for o in outcomes if o.way != "generate")
+    assert {outcome.method for outcome in outcomes} == {"generate", "plain", "untrained", "chain", "tree"}
+    assert all(o.identical == o.prompts == 2 for o in outcomes if o.method != "generate")
     assert (recipe.report_dir / "tree.png").read_bytes().startswith(b"\x89PNG")
     if not sequential:
         lossy = recipe.model_copy(update={"decode": recipe.decode.model_copy(update={"acceptance": "typical"})})

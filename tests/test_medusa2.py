@@ -252,7 +252,7 @@ def test_the_head_is_reported_and_exported_only_with_the_tuned_target(make_recip
             command(recipe)
     recipe = make_recipe("run", *options, f"target.path={recipe.tuned_target_dir}")
     assert (export(recipe) / "model.safetensors").is_file()
-    assert all(outcome.identical == 1 for outcome in report(recipe) if outcome.way != "generate")
+    assert all(outcome.identical == 1 for outcome in report(recipe) if outcome.method != "generate")
 
 
 @pytest.mark.parametrize(

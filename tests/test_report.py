@@ -1,4 +1,4 @@
-"""Laws of the report: what it prints is what was decoded, and what is missing is named before any work."""
+"""Laws of the report: its figures are those of the decoding, and missing input is named before any work."""
 
 import json
 import shutil
@@ -15,8 +15,9 @@ from heads.export import export
 from heads.formats.card import measured
 from heads.frozen import FrozenTarget
 from heads.vocab import DraftVocab
-from inference.report.command import in_turn, report
-from inference.report.compare import Outcome, Run
+from inference.report.command import interleave, report
+from inference.report.compare import Outcome
+from inference.report.runs import Run
 from recipes import Recipe
 from recipes.schema import Eagle3Section, HeadSection, MedusaSection
 from trainers.run import run
@@ -36,37 +37,36 @@ def outcomes(trained: Recipe) -> list[Outcome]:
     return report(trained)
 
 
-def test_every_way_writes_the_same_text_and_the_files_say_so(trained: Recipe, outcomes: list[Outcome]) -> None:
-    assert {o.way for o in outcomes} == {"generate", "plain", "untrained", "chain", "tree"}
-    assert all(o.identical == o.prompts == 2 for o in outcomes if o.way != "generate" or o.temperature == 0)
+def test_every_method_writes_the_same_text_and_the_files_say_so(trained: Recipe, outcomes: list[Outcome]) -> None:
+    assert {o.method for o in outcomes} == {"generate", "plain", "untrained", "chain", "tree"}
+    assert all(o.identical == o.prompts == 2 for o in outcomes if o.method != "generate" or o.temperature == 0)
     written = json.loads((trained.report_dir / "report.json").read_text())
+    assert [row["way"] for row in written["outcomes"]] == [o.method for o in outcomes]
     assert [row["tau"] for row in written["outcomes"]] == [o.stats.acceptance_length for o in outcomes]
     assert (trained.report_dir / "report.md").read_text().count("| plain |") == len(trained.report.temperatures)
     assert (trained.report_dir / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_card_of_an_export_shows_what_was_measured_of_its_head_and_of_no_other(
-    trained: Recipe, outcomes: list[Outcome]
-) -> None:
+def test_the_card_of_an_export_shows_figures_of_its_own_head_only(trained: Recipe, outcomes: list[Outcome]) -> None:
     def measured(**fields: object) -> str:
         section = trained.export.model_copy(update={"format": "native", "overwrite": True, **fields})
         readme = export(trained.model_copy(update={"export": section})) / "README.md"
         return readme.read_text().partition("## Measured\n\n")[2].partition("\n\n## ")[0]
 
-    rates = {(o.temperature, o.batch): o.tokens_per_second for o in outcomes if o.way == "plain"}
+    rates = {(o.temperature, o.batch): o.tokens_per_second for o in outcomes if o.method == "plain"}
     for o in outcomes:
         ratio = o.tokens_per_second / rates[o.temperature, o.batch]
-        row = f"| {o.way} | {o.temperature:g} | {o.batch} | 2 | {o.stats.acceptance_length:.2f} | {ratio:.2f} |"
+        row = f"| {o.method} | {o.temperature:g} | {o.batch} | 2 | {o.stats.acceptance_length:.2f} | {ratio:.2f} |"
         assert row in measured()
     assert f"on prompts of `{trained.data.heldout_prompts}`, at most 8 new tokens each" in measured()
     shutil.copytree(trained.head_dir, trained.run_dir / "copy")
     assert measured(head=trained.run_dir / "copy").startswith("Not measured.")
-    (trained.head_dir / "model.safetensors").touch()  # trained anew since
+    (trained.head_dir / "model.safetensors").touch()  # trained again since the report
     assert measured().startswith("Not measured.")
 
 
-def test_several_heads_are_measured_beside_each_other(trained: Recipe, tmp_path: Path) -> None:
-    """Of other taps, of another kind, and with fewer levels than the recipe drafts; the card tells of its own alone."""
+def test_several_heads_are_compared_in_one_report(trained: Recipe, tmp_path: Path) -> None:
+    """Heads with other taps, of another kind, and with fewer levels than the recipe drafts; the card shows its own."""
     frozen = FrozenTarget.from_folder(Path(trained.target.path), torch.float32)
     sections: dict[str, HeadSection] = {
         "early": Eagle3Section(kind="eagle3", taps=(0, 1)),
@@ -84,7 +84,7 @@ def test_several_heads_are_measured_beside_each_other(trained: Recipe, tmp_path:
         "report.baselines=[chain, tree, generate_lookup]",
         f"report.other_heads={{{folders}}}",
     )
-    found = {(o.way, o.batch): o for o in report(recipe)}
+    found = {(o.method, o.batch): o for o in report(recipe)}
     heads = {f"{name} {kind}".strip() for name in ("", *sections) for kind in ("chain", "tree")}
     assert found.keys() == {*product({"plain", *heads}, (1, 2)), ("generate_lookup", 1)}
     assert all(o.identical == o.prompts == 2 for o in found.values())
@@ -98,28 +98,28 @@ def test_several_heads_are_measured_beside_each_other(trained: Recipe, tmp_path:
         tiny_recipe(trained.run_dir.parent, "report.baselines=[plain]", f"report.other_heads={{{folders}}}")
 
 
-@pytest.mark.slow  # a process starts
-def test_workers_measure_what_one_process_does(trained: Recipe) -> None:
-    """Three prompts among two processes, in batches of two as well: the same texts and steps, in the same places."""
+@pytest.mark.slow  # it starts a process
+def test_workers_write_the_same_texts_as_one_process(trained: Recipe) -> None:
+    """Two processes share three prompts, singly and in batches of two: same texts and steps, in the same order."""
     settings = ("report.num_prompts=3", "report.temperatures=[0.7]", "report.batches=[1, 2]")
     outcomes = [
         report(tiny_recipe(trained.run_dir.parent, *settings, f"report.workers={workers}")) for workers in (1, 2)
     ]
     for alone, shared in zip(*outcomes, strict=True):
-        assert (alone.way, alone.batch, alone.new_tokens) == (shared.way, shared.batch, shared.new_tokens)
-        if not alone.way.startswith("generate"):
+        assert (alone.method, alone.batch, alone.new_tokens) == (shared.method, shared.batch, shared.new_tokens)
+        if not alone.method.startswith("generate"):
             assert alone.identical == shared.identical == 3
         assert (alone.stats.steps, alone.stats.accepted_at_depth) == (
             shared.stats.steps,
             shared.stats.accepted_at_depth,
         )
-    with pytest.raises(ValueError, match=r"report\.workers: 2 given, 1 is allowed on meta; leave it out"):
+    with pytest.raises(ValueError, match=r"report\.workers: 2 given, 1 is allowed on meta because .*; leave it out"):
         report(tiny_recipe(trained.run_dir.parent, "report.workers=2", "target.device=meta"))
 
 
-def test_in_turn_puts_shares_back_together() -> None:
+def test_interleave_puts_the_shares_of_workers_back_in_order() -> None:
     units = [Run([[number]], [], 0.0, [], []) for number in range(7)]
-    assert in_turn((units[0::3], units[1::3], units[2::3])) == units
+    assert interleave((units[0::3], units[1::3], units[2::3])) == units
 
 
 def test_a_report_without_a_head_names_the_folder(tmp_path: Path) -> None:

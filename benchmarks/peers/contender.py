@@ -1,6 +1,6 @@
-"""One contender of benchmarks/train_step.py, in a process and with a Python of its own: a step whenever it is told to.
+"""One contender of benchmarks/train_step.py: a process with its own Python that runs a training step on request.
 
-Needs torch alone, so that it runs in a peer's environment. Reads /proc, so it needs Linux.
+It imports torch only, so that it runs in a peer's environment. It reads /proc, so it needs Linux.
 """
 
 import json
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 MIB = 2**20
-OUTSIDE = 0.1  # size of the lm_head's rows that are not in the draft vocabulary, over that of the others
+OUTSIDE = 0.1  # scale of the lm_head's rows outside the draft vocabulary
 
-Step = Callable[[], Tensor]  # forward and backward; gives the loss
+Step = Callable[[], Tensor]  # forward and backward; returns the loss
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Case:
     num_kv_heads: int = 4
     mlp: int = 688
     unroll: int = 7
-    num_layers: int = 16  # of the target; nothing of it but the ends is ever computed
+    num_layers: int = 16  # of the target, which never runs: only its embedding, norm and lm_head are used
     device: str = "cpu"
     dtype: str = "float32"
     threads: int = 1
@@ -53,7 +53,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Inputs:
-    """A target's ends and a batch, the same for every contender; draft id i stands for token i."""
+    """A target's embedding, norm and lm_head, and a batch: the same for every contender. Draft id i is token i."""
 
     embedding: Tensor  # [vocab, hidden]
     norm: Tensor  # [hidden]
@@ -71,8 +71,8 @@ class Inputs:
             return torch.randn(*shape, generator=generator, device=case.device, dtype=case.torch_dtype)
 
         lm_head = normal(case.vocab, case.hidden) / math.sqrt(case.hidden)
-        # What the target would say lies within the draft vocabulary, as it mostly does in earnest: some contenders
-        # leave out the other positions, and would be ahead by that alone.
+        # The target's choices fall into the draft vocabulary, as most do in practice: some contenders skip the other
+        # positions and would look faster for that alone.
         lm_head[case.draft_vocab :] *= OUTSIDE
         mask = torch.zeros(case.batch, case.seq, dtype=torch.bool, device=case.device)
         mask[:, case.seq // 2 :] = True
@@ -88,12 +88,12 @@ class Inputs:
 
 
 def serve(make_step: Callable[[Case, Inputs], Step], packages: tuple[str, ...]) -> None:
-    """Do a step for each line on stdin and answer with its cost; argv names the case. The first answer says who it is.
+    """Run a step for each line on stdin and answer with its cost in JSON; the case is in argv, versions come first.
 
-    Raises ValueError when a loss is not finite.
+    Raises ValueError if a loss is not finite.
     """
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    sys.stdout = sys.stderr  # a library that prints must not answer in our place
+    sys.stdout = sys.stderr  # what libraries print must not mix with the answers
     case = Case(**json.loads(sys.argv[1]))
     torch.manual_seed(0)
     torch.set_num_threads(case.threads)
@@ -102,7 +102,7 @@ def serve(make_step: Callable[[Case, Inputs], Step], packages: tuple[str, ...]) 
     say(answers, {"python": platform.python_version(), **versions})
     start = memory_in_use(case.device)
     for _ in sys.stdin:
-        forget_peak(case.device)  # that of imports, or of compiling something in the first step
+        forget_peak(case.device)  # the peak of imports, or of compilation in the first step
         wall, cpu = time.perf_counter(), time.process_time()
         loss = step()
         if case.device != "cpu":
@@ -119,12 +119,12 @@ def say(answers: Any, content: dict[str, Any]) -> None:
 
 
 def memory_in_use(device: str) -> float:
-    """MiB: of the process on a CPU, of the allocator's tensors on CUDA."""
+    """Memory in MiB: the process's resident memory on a CPU, the allocated tensors on CUDA."""
     return resident("VmRSS") if device == "cpu" else torch.cuda.memory_allocated() / MIB
 
 
 def forget_peak(device: str) -> None:
-    """Let `peak_memory` begin anew."""
+    """Reset `peak_memory`."""
     if device == "cpu":
         Path("/proc/self/clear_refs").write_text("5")
     else:
@@ -132,10 +132,11 @@ def forget_peak(device: str) -> None:
 
 
 def peak_memory(device: str) -> float:
-    """The most MiB that were in use since `forget_peak`."""
+    """The peak of `memory_in_use` since `forget_peak`, in MiB."""
     return resident("VmHWM") if device == "cpu" else torch.cuda.max_memory_allocated() / MIB
 
 
 def resident(field: str) -> float:
+    """A memory field of /proc/self/status, in MiB."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) / 1024

@@ -1,4 +1,4 @@
-"""Our training step, as trainers/loop.py takes it."""
+"""Our EAGLE-3 training step, as trainers/step.py runs it."""
 
 import torch
 from peers.contender import Case, Inputs, Step, serve

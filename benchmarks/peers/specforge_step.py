@@ -1,7 +1,7 @@
-"""SpecForge's training step of EAGLE-3: its model and its objective.
+"""SpecForge's EAGLE-3 training step, with its own model and objective.
 
-Its loss is a Triton kernel that writes the gradient over the logits. Where Triton does not run, on a CPU, the same is
-done here with torch: masked positions are skipped and the logits' memory becomes the gradient's.
+Its loss is a Triton kernel that writes the gradient over the logits. Triton does not run on a CPU, so there the loss is
+computed with torch in the same way: masked positions are skipped and the gradient reuses the logits' memory.
 """
 
 from typing import Any
@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig
 
-DECAY = 0.8  # of the loss from one unroll step to the next: SpecForge's default
+DECAY = 0.8  # factor of the loss from one unroll step to the next; SpecForge's default
 
 
 class InPlaceLoss(torch.autograd.Function):
-    """Mean over all positions of the masked soft cross-entropy; stands in for `LogSoftmaxLoss`."""
+    """Masked soft cross-entropy, averaged over all positions; replaces SpecForge's `LogSoftmaxLoss`."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, position_mask: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ def make_step(case: Case, inputs: Inputs) -> Step:
         draft.t2d.copy_(torch.arange(case.vocab) < case.draft_vocab)  # d2t, the offsets, are zeros
     model = eagle3.OnlineEagle3Model(draft, length=case.unroll, attention_backend=attention)
 
-    # Index t holds the features of token t and the token of t + 1, and is scored against the target behind that.
+    # Index t holds the features of token t and token t + 1, and is scored against the target's choice after that.
     shifted = [functional.pad(each[:, 1:], (0, 1)) for each in (inputs.tokens, inputs.loss_mask.long())]
     last_hidden = functional.pad(inputs.last_hidden[:, 1:], (0, 0, 0, 1))
     attention_mask = torch.ones_like(inputs.tokens, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""The training step of EAGLE-3 in speculators: its model, its packing of a batch into one row, its loss."""
+"""speculators' EAGLE-3 training step, with its own model, loss and packing of a batch into one row."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ DECAY = 0.8
 
 
 def make_step(case: Case, inputs: Inputs) -> Step:
-    on_cpu = case.device == "cpu"  # FlexAttention has no gradient there, and Triton does not run
+    on_cpu = case.device == "cpu"  # where FlexAttention has no gradient and Triton does not run
     sizes: dict[str, Any] = {
         "hidden_size": case.hidden,
         "intermediate_size": case.mlp,
@@ -48,7 +48,7 @@ def make_step(case: Case, inputs: Inputs) -> Step:
         for lm_head in (model.lm_head, model.verifier_lm_head):
             lm_head.weight.copy_(inputs.lm_head[: case.draft_vocab])
 
-    # Index t of a document holds the features of token t, and token and target of t + 1; documents lie end to end.
+    # Index t of a document holds the features of token t, and token t + 1 with its target. Documents lie end to end.
     def packed(each: Tensor) -> Tensor:
         return each.flatten(0, 1).unsqueeze(0)
 

@@ -1,8 +1,7 @@
-"""Train an EAGLE-3 head with speculators, in its own environment and from our features.
+"""Train an EAGLE-3 head with speculators, in its own environment, on our features.
 
-Its trainer moves the model to an accelerator and waits for one at each step, so it does not run on a CPU. What it does
-between the two is done here with its own parts: model, packing, loss, optimizers, schedule, clipping, and its defaults
-for all that the job leaves open.
+speculators' trainer needs an accelerator and does not run on a CPU. This script repeats its training loop with its own
+model, packing, loss, optimizers, schedule and clipping, and with its defaults for everything that the job leaves open.
 """
 
 import json
@@ -20,12 +19,12 @@ from speculators.train.trainer import TrainerConfig
 from torch import Tensor
 from transformers import LlamaConfig, get_linear_schedule_with_warmup
 
-CLIP_NORM = 1.0  # in speculators a constant of the training loop
-WARMUP_SHARE = 100  # its default: one hundredth of the steps
+CLIP_NORM = 1.0  # a constant in speculators' training loop
+WARMUP_SHARE = 100  # its default warm-up is one hundredth of the steps
 
 
 def read_samples(shards: list[str], taps: list[int]) -> list[dict[str, Tensor]]:
-    """Our shards, of a float format, as samples of its data set."""
+    """Read our shards, stored in a float format, as samples of speculators' data set."""
     samples = []
     for shard in shards:
         tensors = load_file(shard)

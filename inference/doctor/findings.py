@@ -1,4 +1,4 @@
-"""What the doctor finds, a line each; and what is found without measuring anything: by files, template and length."""
+"""Findings of the doctor, one line each, and those that need no measurement: files, chat template, context length."""
 
 import hashlib
 import json
@@ -12,10 +12,10 @@ from heads.formats.files import HeadFiles
 from heads.formats.subject import MEDUSA, Subject, layout_of
 from heads.formats.violation import Violation
 from heads.frozen import FrozenTarget
-from inference.doctor.reading import Reading
+from inference.doctor.interpretation import Interpretation
 from inference.target.tokenizer import load_tokenizer
 
-CATEGORIES = (  # what the place or text of a breach holds -> its category
+CATEGORIES = (  # a word in the place or text of a contract's breach -> the category of the finding
     ("max_position_embeddings", "context length"),
     ("finite numbers", "dtype"),
     ("aux_hidden_state", "taps"),
@@ -30,7 +30,7 @@ CATEGORIES = (  # what the place or text of a breach holds -> its category
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the diagnosis."""
+    """One fault: what was found, what would be right, what it costs, and how to fix it."""
 
     category: str
     found: str
@@ -39,13 +39,13 @@ class Finding:
     advice: str
 
     def __str__(self) -> str:
-        return f"{self.category}: {self.found}; right: {self.right}; cost: {self.cost}; to do: {self.advice}"
+        return f"{self.category}: {self.found}; right: {self.right}; cost: {self.cost}; fix: {self.advice}"
 
 
-def drop(right: list[float], wrong: list[float]) -> str:
-    """The depth that loses most."""
+def largest_loss(right: list[float], wrong: list[float]) -> str:
+    """The accuracy at the depth that loses most, in words."""
     level = max(range(len(right)), key=lambda level: right[level] - wrong[level])
-    return f"accuracy at depth {level + 1} {right[level]:.2f} -> {wrong[level]:.2f}"
+    return f"accuracy at depth {level + 1} is {wrong[level]:.2f} instead of {right[level]:.2f}"
 
 
 def category_of(breach: Violation) -> str:
@@ -55,11 +55,12 @@ def category_of(breach: Violation) -> str:
 
 def as_finding(breach: Violation, folder: Path) -> Finding:
     found = f"{folder.name}: {breach.where} is {str(breach.value)[:60]}"
-    return Finding(category_of(breach), found, breach.allowed, "not measured, named by the files", f"mend {folder}")
+    cost = "not measured, found by inspecting the files"
+    return Finding(category_of(breach), found, breach.allowed, cost, f"correct the files in {folder}")
 
 
 def head_breaches(files: HeadFiles, frozen: FrozenTarget) -> list[Finding]:
-    """What keeps a head from drafting as it should wherever it runs, by its files alone."""
+    """Faults in a head's files that matter in every engine."""
     subject = Subject(files, layout_of(files), frozen)
     rules: list[Callable[[Subject, str], Iterator[Violation]]] = [tensor_rules.finite]
     if subject.layout not in MEDUSA:
@@ -70,13 +71,13 @@ def head_breaches(files: HeadFiles, frozen: FrozenTarget) -> list[Finding]:
 
 
 def export_breaches(files: HeadFiles, frozen: FrozenTarget, engine: str) -> list[Finding]:
-    """What the engine's contract has against an export."""
+    """Errors that the engine's contract finds in an export."""
     breaches = violations(files, frozen, [engine])
     return [as_finding(breach, files.folder) for breach in breaches if breach.severity == "error"]
 
 
-def named_once(measured: list[Finding], by_files: list[Finding]) -> list[Finding]:
-    """What was measured, and of the files what no measurement has named; one line for each category."""
+def with_unmeasured(measured: list[Finding], by_files: list[Finding]) -> list[Finding]:
+    """The measured findings, then those from the files in categories without a finding so far; all of `files`."""
     kept, seen = list(measured), {finding.category for finding in measured}
     for finding in by_files:
         if finding.category not in seen or finding.category == "files":
@@ -86,20 +87,21 @@ def named_once(measured: list[Finding], by_files: list[Finding]) -> list[Finding
 
 
 def other_template(manifest: Path, target: Path) -> Iterator[Finding]:
-    """Was the head trained on conversations in another template than the target's tokenizer has now?"""
+    """Yield a finding if the head was trained with another chat template than the target's tokenizer has now."""
     trained = json.loads(manifest.read_text()).get("chat_template_sha256")
     now = hashlib.sha256(str(load_tokenizer(target).chat_template).encode()).hexdigest()
     if trained is not None and trained != now:
-        advice = "give TARGET its template back, or harvest and train again"
-        found = f"TARGET's chat template has the hash {now[:12]}"
-        cost = "not measured: every conversation begins otherwise than those trained on"
-        yield Finding("template", found, f"{trained[:12]}, as {manifest} says", cost, advice)
+        found = f"TARGET's chat template has hash {now[:12]}"
+        right = f"hash {trained[:12]}, which {manifest} records for training"
+        cost = "not measured; every conversation starts differently from those the head was trained on"
+        advice = "restore TARGET's chat template, or harvest and train again"
+        yield Finding("template", found, right, cost, advice)
 
 
-def beyond(reading: Reading, lengths: Sequence[int]) -> str | None:
-    """Share of the replayed tokens that lie behind the positions that config.json gives the head."""
-    limit = reading.config.get("max_position_embeddings")
+def share_past_limit(head: Interpretation, lengths: Sequence[int]) -> str | None:
+    """The share of replayed tokens after the last position that config.json allows; None if there are none."""
+    limit = head.config.get("max_position_embeddings")
     if not isinstance(limit, int) or max(lengths) <= limit:
         return None
     share = sum(max(length - limit, 0) for length in lengths) / sum(lengths)
-    return f"{share:.0%} of the replayed tokens stand behind position {limit}"
+    return f"{share:.0%} of the replayed tokens are after position {limit}"

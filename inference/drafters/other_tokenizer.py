@@ -15,10 +15,10 @@ from inference.cache import PAGE, KVCache
 from inference.drafter import Verified, VerifiedOnHost
 from inference.drafters.trie import Trie, batch_tries
 from inference.target.model import TargetModel
+from inference.target.tokenizer import REPLACEMENT_CHARACTER
 from inference.tree import Block, Tree
 
 CONTEXT = 8  # last tokens of the text that are encoded together with the drafted text, as tokens may span the border
-UNFINISHED = "\ufffd"  # what a decoder puts for a character whose last bytes are yet to come
 
 
 @runtime_checkable  # the shape checks in tests use isinstance
@@ -77,14 +77,14 @@ class OtherTokenizerDrafter:
         """Target tokens for the next `count` tokens of the draft model; none if the text cannot be translated."""
         text_so_far = decode_text(self.target_tokenizer, text)
         tokens = list(self.draft_tokenizer(text_so_far)["input_ids"])
-        if text_so_far.endswith(UNFINISHED) or not tokens or len(tokens) + count > self.model.max_positions:
+        if text_so_far.endswith(REPLACEMENT_CHARACTER) or not tokens or len(tokens) + count > self.model.max_positions:
             return []
         generated = self.generate(tokens, count, previous)
         before = decode_text(self.draft_tokenizer, tokens)
         after = decode_text(self.draft_tokenizer, tokens + generated)
         if not after.startswith(before):
             return []
-        return self.encode_continuation(text[-CONTEXT:], after[len(before) :].rstrip(UNFINISHED))
+        return self.encode_continuation(text[-CONTEXT:], after[len(before) :].rstrip(REPLACEMENT_CHARACTER))
 
     def generate(self, tokens: list[int], count: int, previous: list[CachedText]) -> list[int]:
         """The draft model's greedy continuation, up to `count` tokens."""

@@ -1,4 +1,4 @@
-"""`python -m inference.report`. Workers that are spawned do not import this file, so it must stay a shim."""
+"""`python -m inference.report`. Spawned workers do not import this file, so the command itself is in command.py."""
 
 from inference.report.command import main
 

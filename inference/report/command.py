@@ -1,4 +1,4 @@
-"""What heads and drafters are worth: plain against speculative decoding, with the output checked throughout.
+"""Compare decoding methods on the same prompts: speed, acceptance length, and whether the text is the target's own.
 
     python -m inference.report recipes/tiny.yaml
     python -m inference.report recipes/tiny_full.yaml report.head=assets/demo_head
@@ -8,8 +8,19 @@
     python -m inference.report recipes/tiny_full.yaml report.head=assets/demo_head \\
         'report.other_heads={medusa: runs/medusa/head}' decode.depth=4
 
-Prints tables and writes report.json, report.md, report.png and report.html to RUN_DIR/report, and a searched tree as
-tree.png.
+Every method of report.baselines decodes the same prompts, at each of report.temperatures and in each of
+report.batches. Methods alternate prompt by prompt, so that a slow phase of the machine hits all of them.
+
+The tables show, for each method:
+  acceptance length   mean number of tokens per verify step, the bonus token included (tau)
+  tokens/s            new tokens per second of wall time, prefill included
+  speed-up            tokens/s over plain decoding, with its 95 % interval over prompts
+  same text           prompts whose text equals plain decoding's, token by token
+and the acceptance rate by depth, latencies and distinct tokens. The first prompt's text is printed with its draft
+tokens coloured.
+
+Prints the tables and writes report.json, report.md, report.png and report.html to RUN_DIR/report, and a searched tree
+as tree.png.
 """
 
 import platform
@@ -30,12 +41,13 @@ from heads.checkpoint import load_head
 from heads.target_config import locate_target
 from inference.decode import check_length
 from inference.inputs import head_folders, held_out_prompts, taps_to_read
-from inference.report.compare import Outcome, Run, Way, in_batches, run_all, summarise_all
+from inference.report.compare import Outcome, able_to_batch, run_interleaved, summarise_methods
 from inference.report.files import draw_searched_trees, write_report
-from inference.report.methods import OF_HEADS, build_ways
+from inference.report.methods import NEED_A_HEAD, build_methods
 from inference.report.page import on_terminal
 from inference.report.questions import Prompt, read_questions
-from inference.report.tables import as_tables
+from inference.report.runs import Method, Run
+from inference.report.tables import NOTE, as_tables
 from inference.report.trace import Trace, trace
 from inference.sampling import sampling_from_recipe
 from inference.target.model import TargetModel, pick_device
@@ -43,33 +55,44 @@ from inference.target.tokenizer import load_tokenizer, text_of
 from recipes import Recipe, run_command
 from recipes.tuned_target import refuse_original_target
 
-Runs = list[list[Run]]  # of each way, on each few prompts that are decoded together
+MethodRuns = list[list[Run]]  # for each method, its runs on the batches of prompts in order
 
 
 @dataclass(frozen=True)
-class Contest:
-    """Everything that takes part: prompts, target, heads by name, and the ways to decode."""
+class Benchmark:
+    """All that is loaded for a report: prompts, target, heads by name, and the methods to compare."""
 
     prompts: list[Prompt]
     target: TargetModel
     heads: dict[str, DraftHead]
-    ways: list[Way]
+    methods: list[Method]
 
     @classmethod
-    def load(cls, recipe: Recipe) -> "Contest":
-        """Raises ValueError for a head that does not fit or prompts that are missing."""
+    def load(cls, recipe: Recipe) -> "Benchmark":
+        """Raises ValueError for a head that does not fit the target or for missing prompts."""
         section, prompts = recipe.report, report_prompts(recipe)
         torch.set_num_threads(section.threads or max(torch.get_num_threads() // section.workers, 1))
         # Cheap checks come before the target is loaded.
         taps = taps_to_read(recipe) if needs_head(recipe) else ()
         if section.workers > 1 and (device := pick_device(recipe.target.device)).type != "cpu":
-            raise ValueError(f"report.workers: {section.workers} given, 1 is allowed on {device}; leave it out")
+            raise ValueError(
+                f"report.workers: {section.workers} given, 1 is allowed on {device} because workers share a CPU; "
+                "leave it out"
+            )
         target = TargetModel.load(recipe.target, taps)
         for prompt in prompts:
             check_length(target, prompt.tokens, recipe.decode.max_new_tokens)
         folders = head_folders(recipe) if needs_head(recipe) else {}
         heads = {name: load_head(folder, target.frozen) for name, folder in folders.items()}
-        return cls(prompts, target, heads, build_ways(recipe, target, heads))
+        return cls(prompts, target, heads, build_methods(recipe, target, heads))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What one table of the report is measured at."""
+
+    temperature: float
+    batch: int
 
 
 def main() -> None:
@@ -77,48 +100,52 @@ def main() -> None:
 
 
 def report(recipe: Recipe) -> list[Outcome]:
-    """Measure, print and write; raises ValueError for a head that does not fit or prompts that are missing."""
+    """Measure every method, print the tables and write the files.
+
+    Raises ValueError for a head that does not fit the target or for missing prompts.
+    """
     refuse_original_target(recipe, recipe.report.head)
-    contest, console = Contest.load(recipe), Console()
-    outcomes = measure(recipe, contest, console)
+    benchmark, console = Benchmark.load(recipe), Console()
+    outcomes = measure(recipe, benchmark, console)
     folder = locate_target(recipe.target.path, recipe.target.revision)
     text = partial(text_of, load_tokenizer(folder, recipe.target.trust_remote_code))
-    traces = trace_ways(recipe, contest)
+    traces = trace_methods(recipe, benchmark)
     for one in traces:
-        console.rule(f"{one.way}: drafted tokens on green, the deeper the darker; bonus tokens underlined")
+        console.rule(f"{one.method}: draft tokens on green, darker with depth; bonus tokens underlined")
         console.print(on_terminal(one, text))
     about = {**machine(), "processes": recipe.report.workers} if recipe.report.workers > 1 else machine()
     folders = head_folders(recipe) if needs_head(recipe) else {}
     written = write_report(recipe, about, folders, outcomes, traces, text)
-    written += draw_searched_trees(recipe, contest.heads)
+    written += draw_searched_trees(recipe, benchmark.heads)
     console.print(f"written to {recipe.report_dir}: {', '.join(written)}", highlight=False)
     return outcomes
 
 
-def measure(recipe: Recipe, contest: Contest, console: Console) -> list[Outcome]:
-    """Every way at every temperature and batch size, the tables printed as they come."""
+def measure(recipe: Recipe, benchmark: Benchmark, console: Console) -> list[Outcome]:
+    """Measure every method at every setting; each setting's tables are printed as soon as they are ready."""
     outcomes: list[Outcome] = []
-    for (temperature, batch), runs in zip(settings(recipe), all_runs(recipe, contest, console), strict=True):
-        ways = in_batches(contest.ways, batch)
-        if left_out := [way.name for way in contest.ways if way not in ways]:
-            console.print(f"not in batches of {batch}, as transformers drafts for one prompt: {', '.join(left_out)}")
-        sampling = sampling_from_recipe(recipe.decode, temperature)
-        found = summarise_all(ways, runs, contest.target, contest.prompts, sampling, batch)
+    console.print(NOTE, highlight=False)
+    for setting, runs in zip(settings(recipe), all_runs(recipe, benchmark, console), strict=True):
+        methods = able_to_batch(benchmark.methods, setting.batch)
+        if left_out := [method.name for method in benchmark.methods if method not in methods]:
+            names = ", ".join(left_out)
+            console.print(f"left out in batches of {setting.batch}, where transformers does not draft: {names}")
+        sampling = sampling_from_recipe(recipe.decode, setting.temperature)
+        found = summarise_methods(methods, runs, benchmark.target, benchmark.prompts, sampling, setting.batch)
         for table in as_tables(found):
             console.print(table)
         outcomes += found
     return outcomes
 
 
-def settings(recipe: Recipe) -> list[tuple[float, int]]:
-    """Temperatures and batch sizes."""
-    return list(product(recipe.report.temperatures, recipe.report.batches))
+def settings(recipe: Recipe) -> list[Setting]:
+    return [Setting(*pair) for pair in product(recipe.report.temperatures, recipe.report.batches)]
 
 
-def all_runs(recipe: Recipe, contest: Contest, console: Console) -> Iterator[Runs]:
-    """Setting by setting; with several workers the others' shares are waited for, and put in their places."""
+def all_runs(recipe: Recipe, benchmark: Benchmark, console: Console) -> Iterator[MethodRuns]:
+    """The runs of each setting; several workers share the batches of prompts, and their runs are put back in order."""
     count = recipe.report.workers
-    own = (runs_of_share(recipe, contest, setting, 0, console) for setting in settings(recipe))
+    own = (runs_of_share(recipe, benchmark, setting, 0, console) for setting in settings(recipe))
     if count == 1:
         yield from own
         return
@@ -126,33 +153,37 @@ def all_runs(recipe: Recipe, contest: Contest, console: Console) -> Iterator[Run
         others = [pool.submit(runs_of_worker, recipe, number) for number in range(1, count)]
         shares = [list(own), *(other.result() for other in others)]
     for at_setting in zip(*shares, strict=True):
-        yield [in_turn(of_way) for of_way in zip(*at_setting, strict=True)]
+        yield [interleave(shares_of_method) for shares_of_method in zip(*at_setting, strict=True)]
 
 
-def in_turn(shares: tuple[list[Run], ...]) -> list[Run]:
-    """The first of each share, then the second of each, ..."""
+def interleave(shares: tuple[list[Run], ...]) -> list[Run]:
+    """The first run of each share, then the second of each, and so on: the inverse of dealing out batches in turn."""
     return [share[place] for place in range(len(shares[0])) for share in shares if place < len(share)]
 
 
-def runs_of_worker(recipe: Recipe, number: int) -> list[Runs]:
-    """What a further process does: its share at every setting, with a target and drafters of its own."""
-    contest = Contest.load(recipe)
-    return [runs_of_share(recipe, contest, setting, number, Console(quiet=True)) for setting in settings(recipe)]
+def runs_of_worker(recipe: Recipe, number: int) -> list[MethodRuns]:
+    """Run in a process of its own, with its own target and drafters: the worker's share at every setting."""
+    benchmark = Benchmark.load(recipe)
+    return [runs_of_share(recipe, benchmark, setting, number, Console(quiet=True)) for setting in settings(recipe)]
 
 
-def runs_of_share(recipe: Recipe, contest: Contest, setting: tuple[float, int], number: int, console: Console) -> Runs:
-    """Each way on a worker's share of the prompts."""
-    (temperature, batch), section = setting, recipe.report
-    ways, sampling = in_batches(contest.ways, batch), sampling_from_recipe(recipe.decode, temperature)
-    units = [contest.prompts[start : start + batch] for start in range(0, len(contest.prompts), batch)]
-    about = f"decoding {len(contest.prompts)} prompts in {len(ways)} ways at temperature {temperature}"
-    with console.status(about):
-        own = units[number :: section.workers]
-        return run_all(ways, contest.target, own, recipe.decode.max_new_tokens, sampling, section.warmup_prompts)
+def runs_of_share(recipe: Recipe, benchmark: Benchmark, setting: Setting, number: int, console: Console) -> MethodRuns:
+    """Run each method on one worker's share of the prompts."""
+    section, prompts, batch = recipe.report, benchmark.prompts, setting.batch
+    methods = able_to_batch(benchmark.methods, batch)
+    sampling = sampling_from_recipe(recipe.decode, setting.temperature)
+    batches = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
+    share = batches[number :: section.workers]
+    with console.status(
+        f"decoding {len(prompts)} prompts with {len(methods)} methods at temperature {setting.temperature:g}"
+    ):
+        return run_interleaved(
+            methods, benchmark.target, share, recipe.decode.max_new_tokens, sampling, section.warmup_prompts
+        )
 
 
 def report_prompts(recipe: Recipe) -> list[Prompt]:
-    """Of the recipe's question file, by category, or else the held-out ones."""
+    """The prompts of the recipe's question file, each with its category, or else the run's held-out prompts."""
     section = recipe.report
     if section.prompts is None:
         return [Prompt(tokens, "held-out") for tokens in held_out_prompts(recipe)]
@@ -164,10 +195,11 @@ def report_prompts(recipe: Recipe) -> list[Prompt]:
 
 
 def needs_head(recipe: Recipe) -> bool:
-    return not set(OF_HEADS).isdisjoint(recipe.report.baselines)
+    return not set(NEED_A_HEAD).isdisjoint(recipe.report.baselines)
 
 
 def machine() -> dict[str, Any]:
+    """The hardware and versions that figures were measured with."""
     device = pick_device("auto")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return {
@@ -179,13 +211,13 @@ def machine() -> dict[str, Any]:
     }
 
 
-def trace_ways(recipe: Recipe, contest: Contest) -> list[Trace]:
-    """How each way that drafts came by its text on one prompt, at the first temperature."""
+def trace_methods(recipe: Recipe, benchmark: Benchmark) -> list[Trace]:
+    """Trace each method that drafts, on the first prompt at the first temperature."""
     sampling = sampling_from_recipe(recipe.decode, recipe.report.temperatures[0])
-    prompt, new_tokens = contest.prompts[0].tokens, recipe.decode.max_new_tokens
+    prompt, new_tokens = benchmark.prompts[0].tokens, recipe.decode.max_new_tokens
     lossy = "" if sampling.lossless else " (typical acceptance, LOSSY)"
     return [
-        trace(way.name + lossy, way.drafter, contest.target, prompt, new_tokens, sampling)
-        for way in contest.ways
-        if way.drafter is not None
+        trace(method.name + lossy, method.drafter, benchmark.target, prompt, new_tokens, sampling)
+        for method in benchmark.methods
+        if method.drafter is not None
     ]

@@ -1,4 +1,4 @@
-"""A report's files: JSON with every figure, Markdown, pictures and the page."""
+"""Write the report: JSON with every figure, Markdown, a figure, the HTML page, and pictures of searched trees."""
 
 import json
 from collections.abc import Mapping
@@ -8,10 +8,10 @@ from typing import Any
 
 from heads.base import DraftHead
 from inference.drafters.cost_aware import searched_tree
+from inference.inputs import OWN_HEAD
 from inference.report.compare import Outcome
-from inference.report.methods import OWN
 from inference.report.page import Detokenize, page
-from inference.report.tables import as_markdown, draw
+from inference.report.tables import NOTE, as_markdown, draw
 from inference.report.trace import Trace
 from inference.report.tree_picture import draw_tree
 from recipes import Recipe
@@ -25,24 +25,24 @@ def write_report(
     traces: list[Trace],
     text: Detokenize,
 ) -> list[str]:
-    """Into the recipe's report folder; `folders` are those of the heads by name. Returns the files' names."""
+    """Write into the recipe's report folder and return the file names; `folders` holds the heads' folders by name."""
     folder = recipe.report_dir
     folder.mkdir(parents=True, exist_ok=True)
     settings = product(recipe.report.temperatures, recipe.report.batches)
     groups = {(t, b): [o for o in outcomes if (o.temperature, o.batch) == (t, b)] for t, b in settings}
-    others = {name: str(path) for name, path in folders.items() if name != OWN}
+    others = {name: str(path) for name, path in folders.items() if name != OWN_HEAD}
     content: dict[str, Any] = {
         "machine": machine,
-        "head": str(folders[OWN]) if folders else None,
+        "head": str(folders[OWN_HEAD]) if folders else None,
         "other_heads": others,
         "recipe": recipe.model_dump(mode="json"),
         "outcomes": [outcome.as_json() for outcome in outcomes],
     }
     (folder / "report.json").write_text(json.dumps(content, indent=1) + "\n")
-    heads = [f"Head `{folders[OWN]}`", *(f"{name} `{path}`" for name, path in others.items())] if folders else []
+    heads = [f"Head `{folders[OWN_HEAD]}`", *(f"{name} `{path}`" for name, path in others.items())] if folders else []
     about = ", ".join(f"{name} {value}" for name, value in machine.items())
     tables = "\n".join(as_markdown(found) for found in groups.values())
-    (folder / "report.md").write_text(f"{'; '.join([*heads, about])}.\n\n{tables}")
+    (folder / "report.md").write_text(f"{'; '.join([*heads, about])}.\n\n{NOTE}\n\n{tables}")
     whole_page = page(f"headstart on {recipe.target.path}", list(groups.values()), traces, text)
     (folder / "report.html").write_text(whole_page, encoding="utf-8")
     draw(groups).savefig(folder / "report.png", dpi=150)
@@ -50,9 +50,9 @@ def write_report(
 
 
 def draw_searched_trees(recipe: Recipe, heads: Mapping[str, DraftHead]) -> list[str]:
-    """The trees that were fitted to the heads, where the recipe grows those; returns the files' names."""
+    """Draw each head's searched tree if the recipe drafts with it; returns the file names."""
     files = []
     for name, head in heads.items() if recipe.decode.growth.startswith("searched") else ():
-        files.append("tree.png" if name == OWN else f"tree_{name}.png")
+        files.append("tree.png" if name == OWN_HEAD else f"tree_{name}.png")
         draw_tree(searched_tree(head), recipe.decode.nodes).savefig(recipe.report_dir / files[-1], dpi=150)
     return files

@@ -1,4 +1,7 @@
-"""The report as one page without scripts: plots, and texts coloured by how each token came; the same on a terminal."""
+"""The report as one HTML page without scripts: tables, plots, and texts coloured by each token's draft depth.
+
+The coloured texts are also made for the terminal.
+"""
 
 from collections.abc import Callable, Sequence
 from html import escape
@@ -7,18 +10,18 @@ from rich.text import Text
 
 from inference.report.compare import Outcome
 from inference.report.svg import Series, category_plot, legend, line_plot, tree_drawing
-from inference.report.tables import cells, further_tables, heading
-from inference.report.trace import Step, Trace
+from inference.report.tables import COLUMNS, NOTE, cells, further_tables, heading
+from inference.report.trace import Trace, TracedStep
+from inference.target.tokenizer import REPLACEMENT_CHARACTER
 
 Detokenize = Callable[[list[int]], str]
 
-# By depth of the draft: the deeper, the stronger; a bonus token is plain.
+# One colour per draft depth, stronger with depth; bonus tokens have none.
 SHADES = ("#d9f0d3", "#b8e2b0", "#93d08c", "#6abb6b", "#43a24f", "#1f7d34", "#0f6126")
-LIGHT_INK = 6  # from this depth on letters are white
+LIGHT_INK = 6  # from this depth on, letters are white
 ON_DARK = ("#1c3322", "#1f4227", "#22522c", "#256331", "#277034", "#4fae58", "#8fd694")
-DARK_INK = 6  # from this depth on letters are black, on a dark page
-LOOKBEHIND = 8  # tokens of the prompt that are decoded with the text, so that its first token is read behind them
-UNFINISHED = "\ufffd"  # what a decoder puts for a character whose last bytes are yet to come
+DARK_INK = 6  # on a dark page: from this depth on, letters are black
+PROMPT_CONTEXT = 8  # last tokens of the prompt, decoded with the text: a first token may need the ones before it
 STYLE = """
 :root { color-scheme: light dark; --ink: #222; --faint: #666; --paper: #fff; --panel: #f6f6f6; --line: #ddd;
   --taken: #0f6f2b; --bonus: #c2680b }
@@ -46,8 +49,8 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--panel); 
 """
 
 
-def shades(colours: Sequence[str], inks: tuple[str, str], turn: int) -> str:
-    """A class for each depth; letters take the second ink from depth `turn` on."""
+def shade_rules(colours: Sequence[str], inks: tuple[str, str], turn: int) -> str:
+    """CSS classes d1, d2, ... for the depths; letters take the second ink from depth `turn` on."""
     return "\n".join(
         f".d{depth} {{ background: {colour}; color: {inks[depth >= turn]} }}"
         for depth, colour in enumerate(colours, start=1)
@@ -55,79 +58,84 @@ def shades(colours: Sequence[str], inks: tuple[str, str], turn: int) -> str:
 
 
 def style() -> str:
-    on_dark = shades(ON_DARK, ("#eee", "#111"), DARK_INK)
-    on_light = shades(SHADES, ("#111", "#fff"), LIGHT_INK)
+    on_dark = shade_rules(ON_DARK, ("#eee", "#111"), DARK_INK)
+    on_light = shade_rules(SHADES, ("#111", "#fff"), LIGHT_INK)
     return f"{STYLE}{on_light}\n@media (prefers-color-scheme: dark) {{ {on_dark} }}\n"
 
 
 def shade(depth: int) -> int:
-    """The number of a depth's shade, from 1."""
+    """The number of the shade for a depth, from 1; deeper levels share the last one."""
     return min(depth, len(SHADES))
 
 
 def page(title: str, groups: Sequence[list[Outcome]], traces: Sequence[Trace], text: Detokenize) -> str:
-    """`groups` are the outcomes that were measured alike."""
-    body = [f"<h1>{escape(title)}</h1>"]
+    """Each group holds the outcomes of one temperature and batch size."""
+    body = [f"<h1>{escape(title)}</h1><p>{escape(NOTE)}</p>"]
     for outcomes in groups:
         tables = [cells(outcomes), *further_tables(outcomes)]
         body += [f"<h2>{escape(heading(outcomes))}</h2>", *map(html_table, tables), *plots(outcomes)]
     if traces:
         samples = "".join(f'<span class="d{depth}"> {depth} </span>' for depth in range(1, len(SHADES) + 1))
         body.append(
-            f"<h2>How each token came</h2><p>Drafted at depth {samples}, or deeper; the underlined token of each "
-            "step is the bonus. Point at a step to see its tree, what was taken in bold.</p>"
+            f"<h2>Where each token came from</h2><p>Draft tokens at depth {samples} or deeper; each step's bonus token "
+            "is underlined. Point at a step to see its draft tree, with the accepted path in bold.</p>"
         )
-        body += [f"<h3>{escape(one.way)}</h3>{coloured(one, text)}" for one in traces]
+        body += [f"<h3>{escape(one.method)}</h3>{coloured(one, text)}" for one in traces]
     viewport = '<meta name="viewport" content="width=device-width, initial-scale=1">'
     head = f'<meta charset="utf-8">{viewport}<title>{escape(title)}</title><style>{style()}</style>'
     return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>{"".join(body)}</body></html>\n'
 
 
 def plots(outcomes: list[Outcome]) -> list[str]:
-    """Acceptance by depth, speed against tree size, and tau by category where there are several."""
+    """Acceptance rate by depth, speed against tree size, and acceptance length by category if there are several."""
     if not any(outcome.stats.drafted for outcome in outcomes):
         return []
-    # All ways are in each plot, so that each keeps its colour; those that draft nothing have no depths.
+    # Every plot gets every method, even those without drafts, so that colours agree between plots.
     depths = [
-        Series(o.way, [(float(d), share) for d, share in enumerate(o.stats.acceptance, start=1)]) for o in outcomes
+        Series(o.method, [(float(d), share) for d, share in enumerate(o.stats.acceptance, start=1)]) for o in outcomes
     ]
-    sizes = [Series(o.way, [(o.stats.drafted / max(o.stats.steps, 1), o.tokens_per_second)]) for o in outcomes]
-    found = [legend([o.way for o in outcomes])]
-    found.append(line_plot("share of steps that accept at least d drafts", "d", depths))
-    found.append(line_plot("tokens per second by drafted nodes per step", "nodes", sizes))
-    categories = list(outcomes[0].tau_by_category)
+    sizes = [Series(o.method, [(o.stats.drafted / max(o.stats.steps, 1), o.tokens_per_second)]) for o in outcomes]
+    found = [legend([o.method for o in outcomes])]
+    found.append(line_plot("acceptance rate by depth (share of verify steps)", "depth", depths))
+    found.append(line_plot("tokens/s by size of the draft tree", "draft tokens per step", sizes))
+    categories = list(outcomes[0].acceptance_length_by_category)
     if len(categories) > 1:
-        taus = [Series(o.way, [(o.tau_by_category[c], i + 0.5) for i, c in enumerate(categories)]) for o in outcomes]
-        plot = category_plot("tokens per target step (tau) by category", categories, taus)
+        lengths = [
+            Series(o.method, [(o.acceptance_length_by_category[c], i + 0.5) for i, c in enumerate(categories)])
+            for o in outcomes
+        ]
+        plot = category_plot("acceptance length by category", categories, lengths)
         found.append(f'<div class="wide">{plot}</div>')
     return found
 
 
 def html_table(rows: list[list[str]]) -> str:
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in rows[0])
+    """The first row is the header; pointing at a column shows what it means."""
+    tips = [f' title="{escape(COLUMNS[cell])}"' if cell in COLUMNS else "" for cell in rows[0]]
+    head = "".join(f"<th{tip}>{escape(cell)}</th>" for tip, cell in zip(tips, rows[0], strict=True))
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows[1:])
     return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
 
 
 def pieces(trace: Trace, text: Detokenize) -> tuple[str, list[list[str]]]:
-    """What the first token adds to the prompt's text, and what each token of each step does.
+    """The text that the first token adds to the prompt, and the text that each token of each step adds.
 
-    A character that several tokens spell comes with the last of them, so all pieces together are the text.
+    A character spelled by several tokens belongs to the last of them, so the pieces joined are the whole text.
     """
-    tokens = [trace.first, *(token for step in trace.steps for token in step.taken)]
-    before = trace.prompt[-LOOKBEHIND:]
+    tokens = [trace.first, *(token for step in trace.steps for token in step.added)]
+    before = trace.prompt[-PROMPT_CONTEXT:]
     done, found = len(text(before)), []
     for end in range(1, len(tokens) + 1):
         whole = text(before + tokens[:end])
-        certain = whole if end == len(tokens) else whole.rstrip(UNFINISHED)
+        certain = whole if end == len(tokens) else whole.rstrip(REPLACEMENT_CHARACTER)
         found.append(certain[done:])
         done = max(done, len(certain))
     ends = iter(found[1:])
-    return found[0], [[next(ends) for _ in step.taken] for step in trace.steps]
+    return found[0], [[next(ends) for _ in step.added] for step in trace.steps]
 
 
 def coloured(trace: Trace, text: Detokenize) -> str:
-    """A text as spans, a step's tree hidden in each."""
+    """The text as HTML: one span per step, which holds the step's draft tree to show on hover."""
     first, by_step = pieces(trace, text)
     parts = [f'<span class="prompt">{escape(text(trace.prompt))}</span>{escape(first)}']
     for step, words in zip(trace.steps, by_step, strict=True):
@@ -140,13 +148,13 @@ def coloured(trace: Trace, text: Detokenize) -> str:
     return f"<pre>{''.join(parts)}</pre>"
 
 
-def labels(step: Step, text: Detokenize) -> list[str]:
-    """Of a tree's nodes; blanks are dots, so that they show."""
+def labels(step: TracedStep, text: Detokenize) -> list[str]:
+    """The text of each node, with spaces as visible dots."""
     return [repr(text([token]))[1:-1].replace(" ", "·") for token in step.tokens]
 
 
 def on_terminal(trace: Trace, text: Detokenize) -> Text:
-    """The same colours with rich; bonus tokens are underlined."""
+    """The text in the same colours for rich, bonus tokens underlined."""
     first, by_step = pieces(trace, text)
     found = Text(text(trace.prompt), style="dim")
     found.append(first, style="not dim")

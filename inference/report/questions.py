@@ -1,4 +1,4 @@
-"""Prompts to measure with, by category: Spec-Bench's question files (arXiv 2401.07851), or a run's held-out prompts."""
+"""Prompts to measure with, each in a category: read from question files such as Spec-Bench's (arXiv 2401.07851)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,22 +15,25 @@ class Prompt:
 
 
 def read_questions(path: Path, tokenizer: Tokenizer, longest: int, count: int) -> list[Prompt]:
-    """`count` prompts of a JSONL file, of each category in turn, cut to their last `longest` tokens.
+    """The first `count` prompts of a JSONL file, taken from each category in turn, cut to their last `longest` tokens.
 
-    A row holds `turns`, of which the first is asked (a later one needs the answer to the one before), or a `prompt`.
-    Its category is its `category`, else its `source`. Raises ValueError for a row with neither turns nor prompt.
+    A row has `turns`, of which only the first is asked because a later one needs the answer before it, or a `prompt`.
+    Its category is its `category`, else its `source`. Raises ValueError for a row with neither `turns` nor `prompt`.
     """
     by_category: dict[str, list[str]] = {}
     for number, row in enumerate(read_jsonl(path), start=1):
         category = str(row.get("category", row.get("source", "all")))
         if row.get("turns"):
-            by_category.setdefault(category, []).append(asked(row["turns"][0], tokenizer))
+            by_category.setdefault(category, []).append(as_chat(row["turns"][0], tokenizer))
         elif row.get("prompt"):
             by_category.setdefault(category, []).append(row["prompt"])
         else:
-            raise ValueError(f"report.prompts: row {number} of {path} has fields {sorted(row)}, turns or prompt needed")
-    chosen = [question for _, question in zip(range(count), in_turn(by_category), strict=False)]
-    # The template has written the special tokens already.
+            raise ValueError(
+                f"report.prompts: row {number} of {path} has fields {sorted(row)}; "
+                "give it turns (a list) or prompt (text)"
+            )
+    chosen = [question for _, question in zip(range(count), round_robin(by_category), strict=False)]
+    # A chat template writes the special tokens itself.
     templated = tokenizer.chat_template is not None
     prompts = []
     for category, text in chosen:
@@ -39,16 +42,16 @@ def read_questions(path: Path, tokenizer: Tokenizer, longest: int, count: int) -
     return prompts
 
 
-def asked(question: str, tokenizer: Tokenizer) -> str:
-    """In the chat template where there is one, else as it is."""
+def as_chat(question: str, tokenizer: Tokenizer) -> str:
+    """The question in the tokenizer's chat template, unchanged if it has none."""
     if tokenizer.chat_template is None:
         return question
     turns = [{"role": "user", "content": question}]
     return str(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
 
 
-def in_turn(by_category: dict[str, list[str]]) -> Iterator[tuple[str, str]]:
-    """(category, text): the first of each category, then the second of each, ..."""
+def round_robin(by_category: dict[str, list[str]]) -> Iterator[tuple[str, str]]:
+    """Yield (category, text): the first text of each category, then the second of each, and so on."""
     for place in range(max(map(len, by_category.values()), default=0)):
         for category, texts in by_category.items():
             if place < len(texts):

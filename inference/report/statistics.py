@@ -1,4 +1,4 @@
-"""What can be said of timings: ratios with their uncertainty, and quantiles."""
+"""Statistics of timings: speed-ups with a confidence interval, and quantiles."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ RESAMPLES = 2000
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate, and where it would be expected with other prompts of the same kind."""
+    """An estimate and the range in which other prompts of the same kind would put it."""
 
     value: float
     low: float
@@ -25,26 +25,27 @@ def speedup(
     base_tokens: Sequence[int],
     seed: int,
 ) -> Interval:
-    """Tokens per second over a baseline's, with its 95 % interval, from both ways' times on the same units of work.
+    """Tokens per second divided by the baseline's, with its 95 % interval, from both methods' runs on the same units.
 
-    A bootstrap over units, in pairs, so that what makes a unit slow for both cancels out (Efron, 1979); the interval is
-    the basic one of the logarithm, widened as Student's t would a mean's. Of a single unit it is nan: nothing is known.
+    A unit is a prompt or a batch of prompts. A paired bootstrap over units (Efron, 1979): what makes a unit slow for
+    both methods cancels out. The interval is the basic bootstrap interval of the logarithm, widened as Student's t
+    widens the interval of a mean. With one unit its ends are nan, because nothing is known about the spread.
     """
-    parts = numpy.array([tokens, base_seconds, seconds, base_tokens], dtype=float)  # [4, units]
-    units = parts.shape[1]
+    measured = numpy.array([tokens, base_seconds, seconds, base_tokens], dtype=float)  # [4, units]
+    units = measured.shape[1]
     drawn = numpy.random.default_rng(seed).integers(units, size=(RESAMPLES, units))
-    sums = parts[:, drawn].sum(axis=2)  # [4, resamples]
-    value = log_ratio(parts.sum(axis=1))
+    sums = measured[:, drawn].sum(axis=2)  # [4, resamples]
+    value = log_ratio(measured.sum(axis=1))
     if units == 1:
         return Interval(float(numpy.exp(value)), float("nan"), float("nan"))
-    # A bootstrap draws from the units it has, whose spread is too small by sqrt((n - 1) / n); few units have fat tails.
+    # Resampling a small sample underestimates its spread by sqrt((n - 1) / n), and few units have heavy tails.
     wider = (units / (units - 1)) ** 0.5 * student_over_normal(units - 1)
     low, high = numpy.quantile(log_ratio(sums) - value, (0.025, 0.975)) * wider
     return Interval(*(float(numpy.exp(found)) for found in (value, value - high, value - low)))
 
 
 def student_over_normal(freedom: int) -> float:
-    """The 97.5 % quantile of Student's t over the normal one, by its expansion in 1 / degrees of freedom (Fisher)."""
+    """The 97.5 % quantile of Student's t over the normal one, by Fisher's expansion in 1 / degrees of freedom."""
     z = 1.96
     terms = (
         z,

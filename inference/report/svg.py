@@ -1,4 +1,4 @@
-"""Plots as inline SVG: lines, points and trees, without any library or script; the page's style gives their colours."""
+"""Plots and draft trees as inline SVG without scripts; text, grid and tree colours come from the page's style."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from html import escape
 
 COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e", "#9498a0")
 WIDTH, HEIGHT, LEFT, RIGHT, BOTTOM, TOP = 460.0, 260.0, 46.0, 16.0, 40.0, 24.0
-NAMES, ROW = 150.0, 20.0  # of a plot by category: room for its names, and for each of them
+NAMES, ROW = 150.0, 20.0  # a plot by category: width of the names, height of a row
 
 
 @dataclass(frozen=True)
@@ -18,30 +18,32 @@ class Series:
 
 @dataclass(frozen=True)
 class Scale:
-    """From values to places of the drawing, 0 to the first round number that all values lie below."""
+    """An axis that starts at 0 and ends at the first round number no value exceeds."""
 
-    first: float  # where 0 lies
-    last: float  # where the end lies
-    step: float  # between lines
-    end: float
+    first: float  # coordinate of 0
+    last: float  # coordinate of `end`
+    step: float  # between grid lines
+    end: float  # the largest value shown
 
     @classmethod
     def over(cls, values: Sequence[float], first: float, last: float) -> "Scale":
-        most = max(values, default=1.0) or 1.0
-        power = 10.0 ** math.floor(math.log10(most / 5))
-        step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= most / 5)
-        return cls(first, last, step, step * math.ceil(most / step - 1e-9))
+        largest = max(values, default=1.0) or 1.0
+        power = 10.0 ** math.floor(math.log10(largest / 5))
+        step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= largest / 5)
+        return cls(first, last, step, step * math.ceil(largest / step - 1e-9))
 
     @property
     def lines(self) -> list[float]:
+        """Values of the grid lines."""
         return [self.step * number for number in range(round(self.end / self.step) + 1)]
 
     def place(self, value: float) -> float:
+        """The coordinate of a value."""
         return self.first + (self.last - self.first) * value / self.end
 
 
 def line_plot(title: str, x_label: str, series: Sequence[Series]) -> str:
-    """Points of each series, joined; hover names them."""
+    """A line through the points of each series; hovering over a point shows its values."""
     points = [point for one in series for point in one.points]
     across = Scale.over([x for x, _ in points], LEFT + 8, WIDTH - RIGHT)
     up = Scale.over([y for _, y in points], HEIGHT - BOTTOM, TOP)
@@ -63,7 +65,7 @@ def line_plot(title: str, x_label: str, series: Sequence[Series]) -> str:
 
 
 def category_plot(title: str, categories: Sequence[str], series: Sequence[Series]) -> str:
-    """A row for each category, with a dot of each series; of a point, x is its value and y the middle of its row."""
+    """One row per category with a dot for each series; a point is (value, middle of the row, counted in rows)."""
     width, height = 2 * WIDTH, TOP + ROW * len(categories) + BOTTOM
     across = Scale.over([x for one in series for x, _ in one.points], NAMES, width - RIGHT)
     parts = []
@@ -108,21 +110,21 @@ def legend(names: Sequence[str]) -> str:
 
 
 def tree_drawing(labels: Sequence[str], parents: Sequence[int], path: Sequence[int]) -> str:
-    """A tree from left to right, leaves below each other, the path that was taken in bold."""
+    """A draft tree from left to right, one row per leaf, the accepted path in bold."""
     children: dict[int, list[int]] = {}
     depths = [0] * len(parents)
     for node, parent in enumerate(parents):
         if parent >= 0:
             children.setdefault(parent, []).append(node)
             depths[node] = depths[parent] + 1
-    rows, order, next_row = [0.0] * len(parents), list(range(len(parents))), 0
     leaves = [node for node in depth_first(children) if node not in children]
-    for node in leaves:
-        rows[node], next_row = float(next_row), next_row + 1
-    for node in reversed(order):  # parents precede their children
+    rows = [0.0] * len(parents)
+    for row, leaf in enumerate(leaves):
+        rows[leaf] = float(row)
+    for node in reversed(range(len(parents))):  # parents precede their children
         if node in children:
             rows[node] = sum(rows[child] for child in children[node]) / len(children[node])
-    width, height = 76 * (max(depths) + 1) + 8, 20 * max(next_row, 1) + 8
+    width, height = 76 * (max(depths) + 1) + 8, 20 * max(len(leaves), 1) + 8
     places = [(8 + 76 * depth, 16 + 20 * row) for depth, row in zip(depths, rows, strict=True)]
     parts = []
     for node, (x, y) in enumerate(places):
@@ -134,7 +136,7 @@ def tree_drawing(labels: Sequence[str], parents: Sequence[int], path: Sequence[i
             )
         parts.append(f'<text x="{x}" y="{y:.0f}" class="{style}">{escape(labels[node][:8])}</text>')
     size = f'viewBox="0 0 {width} {height:.0f}" style="width:{width}px"'
-    return f'<svg {size} role="img" aria-label="the tree of this step">{"".join(parts)}</svg>'
+    return f'<svg {size} role="img" aria-label="draft tree of this step">{"".join(parts)}</svg>'
 
 
 def depth_first(children: dict[int, list[int]]) -> list[int]:

@@ -1,6 +1,7 @@
-"""The report's outcomes as tables for the terminal and for Markdown, and as a figure."""
+"""The report's outcomes as tables for the terminal and Markdown, and as a figure."""
 
 import math
+from textwrap import fill
 
 from matplotlib.figure import Figure
 from rich.table import Table
@@ -8,35 +9,37 @@ from rich.table import Table
 from inference.report.compare import Outcome
 from inference.report.statistics import Interval
 
-COLUMNS = (
-    "way",
-    "tau",
-    "tokens/s",
-    "x plain",
-    "95 %",
-    "x generate",
-    "same text",
-    "distinct",
-    "first token",
-    "per token p50",
-    "p95",
-)
-ON_TERMINAL = 7  # of these columns fit 80 characters; the others make a table of their own
+COLUMNS = {
+    "method": "how the prompts were decoded; generate is transformers' own, plain is our loop without drafts",
+    "acceptance length": "mean number of tokens per verify step, the bonus token included (tau)",
+    "tokens/s": "new tokens per second of wall time, prefill included",
+    "speed-up": "tokens/s over plain decoding",
+    "95 % interval": "of the speed-up over plain decoding, from a bootstrap over prompts",
+    "speed-up over generate": "tokens/s over transformers' own generate",
+    "same text": "prompts whose text equals plain decoding's, token by token",
+    "distinct tokens": "mean share of distinct tokens in a text; low for a text that loops",
+    "first token (ms)": "median time until the first token",
+    "per token p50 (ms)": "median time per later token",
+    "p95 (ms)": "95th percentile of the time per later token",
+}
+FIRST_TABLE = 6  # columns of the terminal's first table; the others follow in a second one, so both fit 100 characters
+HEADER_WIDTH = 13  # characters per line of a header on a terminal
+NOTE = "Acceptance length: tokens per verify step, the bonus token included (tau). Speed-up: over plain decoding."
 
 
 def cells(outcomes: list[Outcome]) -> list[list[str]]:
-    """The first table's rows, one for each way, the heading first; times in ms."""
+    """The main table: a header, then a row for each method."""
     rows = [list(COLUMNS)]
     for outcome in outcomes:
-        ratios, plain = outcome.speedups, outcome.speedups["plain"]
+        speedups, over_plain = outcome.speedups, outcome.speedups["plain"]
         rows.append(
             [
-                outcome.way,
+                outcome.method,
                 f"{outcome.stats.acceptance_length:.2f}",
                 f"{outcome.tokens_per_second:.1f}",
-                f"{plain.value:.2f}",
-                "" if outcome.way == "plain" else spread(plain),
-                f"{ratios['generate'].value:.2f}" if "generate" in ratios else "",
+                f"{over_plain.value:.2f}",
+                "" if outcome.method == "plain" else low_to_high(over_plain),
+                f"{speedups['generate'].value:.2f}" if "generate" in speedups else "",
                 same_text(outcome),
                 f"{outcome.distinct:.2f}",
                 *(milliseconds(seconds) for seconds in (outcome.first_token, *outcome.per_token)),
@@ -46,26 +49,25 @@ def cells(outcomes: list[Outcome]) -> list[list[str]]:
 
 
 def further_tables(outcomes: list[Outcome]) -> list[list[list[str]]]:
-    """What the first table has no room for: speed beside transformers' drafting, and tau by category."""
+    """Tables that only some reports have: speed-up over transformers' own drafting, acceptance length by category."""
     tables = []
     baselines = [name for name in outcomes[0].speedups if name.startswith("generate")]
     if baselines not in ([], ["generate"]):
-        rows = [[o.way, *(f"{one.value:.2f} ({spread(one)})" for one in over(o, baselines))] for o in outcomes]
-        tables.append([["tokens/s (95 %)", *(f"x {name}" for name in baselines)], *rows])
-    categories = list(outcomes[0].tau_by_category)
+        rows = [
+            [o.method, *(f"{o.speedups[name].value:.2f} ({low_to_high(o.speedups[name])})" for name in baselines)]
+            for o in outcomes
+        ]
+        tables.append([["speed-up (95 % interval)", *(f"over {name}" for name in baselines)], *rows])
+    categories = list(outcomes[0].acceptance_length_by_category)
     if len(categories) > 1:
-        ahead = [o for o in outcomes if o.stats.tokens > o.stats.steps]  # the others yield one token a step everywhere
-        rows = [[name, *(f"{o.tau_by_category[name]:.2f}" for o in ahead)] for name in categories]
-        tables.append([["tau", *(o.way for o in ahead)], *rows])
+        drafting = [o for o in outcomes if o.stats.tokens > o.stats.steps]  # without drafts it is 1 in every category
+        rows = [[name, *(f"{o.acceptance_length_by_category[name]:.2f}" for o in drafting)] for name in categories]
+        tables.append([["acceptance length", *(o.method for o in drafting)], *rows])
     return tables
 
 
-def spread(interval: Interval) -> str:
+def low_to_high(interval: Interval) -> str:
     return "?" if math.isnan(interval.low) else f"{interval.low:.2f}-{interval.high:.2f}"
-
-
-def over(outcome: Outcome, baselines: list[str]) -> list[Interval]:
-    return [outcome.speedups[name] for name in baselines]
 
 
 def milliseconds(seconds: float) -> str:
@@ -73,55 +75,51 @@ def milliseconds(seconds: float) -> str:
 
 
 def same_text(outcome: Outcome) -> str:
-    """How many texts are plain decoding's, where that is to be expected."""
-    if is_lossy(outcome):
+    """How many texts equal plain decoding's, or why they need not."""
+    if outcome.is_lossy:
         return "lossy"
-    # transformers draws its own random numbers, and rejection sampling other ones: another text, equally likely.
-    other_noise = outcome.way.startswith("generate") or (outcome.rule == "rejection" and outcome.stats.drafted > 0)
-    if other_noise and outcome.temperature > 0:
-        return "own noise"
+    if outcome.draws_other_random_numbers:
+        return "different random numbers"
     return f"{outcome.identical}/{outcome.prompts}"
 
 
-def is_lossy(outcome: Outcome) -> bool:
-    """Is the text another than the target's, by a rule that takes what is likely enough?"""
-    return outcome.rule == "typical" and outcome.stats.drafted > 0
-
-
 def divergence_lines(outcomes: list[Outcome]) -> list[str]:
-    """Of each way whose texts differ, how close the two tokens were where they first did."""
+    """For each method with texts unlike plain decoding's: how many, and how close to a tie the first difference was."""
     lines = []
     for outcome in outcomes:
         margins = [found.margin for found in outcome.divergences]
         if margins:
             lines.append(
-                f"{outcome.way} differs from plain in {len(margins)} texts, at margins of up to {max(margins):.2g}"
+                f"{outcome.method} differs from plain in {len(margins)} of {outcome.prompts} texts; "
+                f"largest margin in logits at the first difference: {max(margins):.2g}"
             )
     return lines
 
 
 def heading(outcomes: list[Outcome]) -> str:
-    per_way = sum(outcome.new_tokens for outcome in outcomes) // len(outcomes)
+    tokens = sum(outcome.new_tokens for outcome in outcomes) // len(outcomes)
     first = outcomes[0]
     together = "" if first.batch == 1 else f" in batches of {first.batch}"
-    lossy = "; typical acceptance, LOSSY" if any(map(is_lossy, outcomes)) else ""
-    return f"temperature {first.temperature:g}, {first.prompts} prompts{together}, {per_way} tokens each way{lossy}"
+    lossy = "; typical acceptance, LOSSY" if any(outcome.is_lossy for outcome in outcomes) else ""
+    return f"temperature {first.temperature:g}, {first.prompts} prompts{together}, {tokens} tokens per method{lossy}"
 
 
 def as_tables(outcomes: list[Outcome]) -> list[Table]:
-    caption = "\n".join([acceptance_by_depth(outcomes), *divergence_lines(outcomes)])
+    caption = "\n".join([*acceptance_lines(outcomes), *divergence_lines(outcomes)])
     rows = cells(outcomes)
-    tables = [rich_table(heading(outcomes), [row[:ON_TERMINAL] for row in rows])]
-    tables.append(rich_table("", [[row[0], *row[ON_TERMINAL:]] for row in rows]))
+    tables = [rich_table(heading(outcomes), [row[:FIRST_TABLE] for row in rows])]
+    tables.append(rich_table("", [[row[0], *row[FIRST_TABLE:]] for row in rows]))
     tables += [rich_table("", table) for table in further_tables(outcomes)]
     tables[-1].caption, tables[-1].caption_justify = caption, "left"
     return tables
 
 
 def rich_table(title: str, rows: list[list[str]]) -> Table:
+    """A table for the terminal; the first row is the header, the first column is aligned left."""
     table = Table(title=title)
     for number, column in enumerate(rows[0]):
-        table.add_column(column, justify="right" if number else "left", overflow="fold")
+        header = fill(column, HEADER_WIDTH, break_long_words=False) if column in COLUMNS else column
+        table.add_column(header, justify="right" if number else "left", overflow="fold")
     for row in rows[1:]:
         table.add_row(*row)
     return table
@@ -129,8 +127,8 @@ def rich_table(title: str, rows: list[list[str]]) -> Table:
 
 def as_markdown(outcomes: list[Outcome]) -> str:
     tables = map(markdown_table, [cells(outcomes), *further_tables(outcomes)])
-    lines = [*acceptance_by_depth(outcomes).split("\n"), *divergence_lines(outcomes)]
-    return "\n\n".join([f"{heading(outcomes)}:", *tables, "; ".join(line for line in lines if line) + "."]) + "\n"
+    lines = "\n".join(f"- {line}" for line in [*acceptance_lines(outcomes), *divergence_lines(outcomes)])
+    return "\n\n".join([f"{heading(outcomes)}:", *tables, *([lines] if lines else [])]) + "\n"
 
 
 def markdown_table(rows: list[list[str]]) -> str:
@@ -138,36 +136,38 @@ def markdown_table(rows: list[list[str]]) -> str:
     return "\n".join([lines[0], "| --- " + "| ---: " * (len(rows[0]) - 1) + "|", *lines[1:]])
 
 
-def acceptance_by_depth(outcomes: list[Outcome]) -> str:
-    """One line for each way that drafts: the share of its steps that accepted at least 1, 2, ... drafts."""
+def acceptance_lines(outcomes: list[Outcome]) -> list[str]:
+    """For each method that drafts, the share of its steps that accepted at least 1, 2, ... draft tokens."""
     lines = []
     for outcome in outcomes:
         shares = outcome.stats.acceptance
         if shares:
-            lines.append(f"{outcome.way} accepts at depth 1, 2, ...: " + " ".join(f"{share:.2f}" for share in shares))
-    return "\n".join(lines)
+            lines.append(f"acceptance rate by depth, {outcome.method}: " + " ".join(f"{share:.2f}" for share in shares))
+    return lines
 
 
 def draw(groups: dict[tuple[float, int], list[Outcome]]) -> Figure:
-    """Tokens per second, tau and acceptance by depth, a row of panels for each temperature and batch size."""
+    """Speed, acceptance length and acceptance rate by depth: a row of panels for each temperature and batch size."""
     figure = Figure(figsize=(13, 3.6 * len(groups)), layout="constrained")
     panels = figure.subplots(len(groups), 3, squeeze=False)
     for (speed, length, depth), ((temperature, batch), outcomes) in zip(panels, groups.items(), strict=True):
-        names = [f"{o.way}\n(lossy)" if is_lossy(o) else o.way for o in outcomes]
+        names = [f"{o.method}\n(lossy)" if o.is_lossy else o.method for o in outcomes]
         colours = [f"C{i}" for i in range(len(outcomes))]
         for panel, values, title in (
-            (speed, [o.tokens_per_second for o in outcomes], "tokens per second"),
-            (length, [o.stats.acceptance_length for o in outcomes], "tokens per target step (tau)"),
+            (speed, [o.tokens_per_second for o in outcomes], "tokens/s"),
+            (length, [o.stats.acceptance_length for o in outcomes], "acceptance length"),
         ):
             panel.bar_label(panel.bar(names, values, color=colours), fmt="%.2f" if panel is length else "%.0f")
             panel.set_title(f"{title}, temperature {temperature:g}, batch {batch}")
             panel.tick_params(axis="x", rotation=30 if len(names) > 5 else 0)
             panel.margins(y=0.15)
+        speed.set_ylabel("tokens/s")
+        length.set_ylabel("tokens per verify step")
         for outcome, colour in zip(outcomes, colours, strict=True):
             shares = outcome.stats.acceptance
             if shares:
-                depth.plot(range(1, len(shares) + 1), shares, marker="o", color=colour, label=outcome.way)
-        depth.set(title="share of steps that accept at least d drafts", xlabel="d", ylim=(0, 1))
+                depth.plot(range(1, len(shares) + 1), shares, marker="o", color=colour, label=outcome.method)
+        depth.set(title="acceptance rate by depth", xlabel="depth", ylabel="share of verify steps", ylim=(0, 1))
         depth.set_xticks(range(1, max((len(o.stats.accepted_at_depth) for o in outcomes), default=1) + 1))
         if depth.has_data():
             depth.legend()

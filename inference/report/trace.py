@@ -1,4 +1,4 @@
-"""How each token of a text came: drafted at a depth, a bonus, or out of the prompt's pass; with the trees behind it."""
+"""Follow one text step by step: each step's draft tree, the path accepted in it, and the tokens it added."""
 
 from dataclasses import dataclass
 
@@ -13,27 +13,27 @@ from inference.tree import Tree
 
 
 @dataclass(frozen=True)
-class Step:
-    """One tree, and what was taken of it."""
+class TracedStep:
+    """One draft tree and what the target accepted of it."""
 
-    tokens: list[int]  # of its nodes, the root first
-    parents: list[int]
-    path: list[int]  # the nodes that were taken, the root first
-    taken: list[int]  # the tokens that the step added, the bonus last
+    tokens: list[int]  # of each node, the root token first
+    parents: list[int]  # of each node; -1 for the root
+    path: list[int]  # accepted nodes, the root first
+    added: list[int]  # tokens that the step added to the text, the bonus token last
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A text, step by step."""
+    """A text and the steps that wrote it."""
 
-    way: str
+    method: str
     prompt: list[int]
-    first: int  # the token out of the prompt's pass
-    steps: list[Step]
+    first: int  # the token that the prefill yields
+    steps: list[TracedStep]
 
 
-class Recorder:
-    """A drafter that writes down what another one drafts."""
+class RecordingDrafter:
+    """Drafts as another drafter does and keeps its trees."""
 
     static_shapes = False
 
@@ -42,7 +42,7 @@ class Recorder:
         self.taps, self.cache_shape = drafter.taps, drafter.cache_shape
         self.compilable_layers = drafter.compilable_layers
         self.max_nodes, self.depth = drafter.max_nodes, drafter.depth
-        self.trees: list[tuple[int, Tree]] = []  # with how long the text was
+        self.trees: list[tuple[int, Tree]] = []  # (tokens of the text so far, tree)
 
     def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
         self.drafter.prefill(taps, text, row)
@@ -55,26 +55,26 @@ class Recorder:
 
 
 def trace(
-    way: str, drafter: Drafter, target: TargetModel, prompt: list[int], max_new_tokens: int, sampling: Sampling
+    method: str, drafter: Drafter, target: TargetModel, prompt: list[int], max_new_tokens: int, sampling: Sampling
 ) -> Trace:
-    """Decode a prompt and tell how."""
-    recorder = Recorder(drafter)
+    """Decode a prompt and record every step."""
+    recorder = RecordingDrafter(drafter)
     text = prompt + generate(target, prompt, max_new_tokens, sampling, recorder, static=False).tokens
     ends = [length for length, _ in recorder.trees[1:]] + [len(text)]
-    steps = [step(tree, text[length:end]) for (length, tree), end in zip(recorder.trees, ends, strict=True)]
-    return Trace(way, prompt, text[len(prompt)], steps)
+    steps = [traced_step(tree, text[length:end]) for (length, tree), end in zip(recorder.trees, ends, strict=True)]
+    return Trace(method, prompt, text[len(prompt)], steps)
 
 
-def step(tree: Tree, taken: list[int]) -> Step:
-    """What a step took of its tree; nodes that hang nowhere are left out."""
+def traced_step(tree: Tree, added: list[int]) -> TracedStep:
+    """Find the path of the added tokens in the tree; padding nodes, which have no parent, are left out."""
     tokens, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
     kept = [0, *(node for node, parent in enumerate(parents) if parent >= 0)]
     number = {node: place for place, node in enumerate(kept)}
     tokens, parents = [tokens[node] for node in kept], [number.get(parents[node], -1) for node in kept]
     child = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
     path = [0]
-    for token in taken:
+    for token in added:
         if (path[-1], token) not in child:
             break
         path.append(child[path[-1], token])
-    return Step(tokens, parents, path, taken)
+    return TracedStep(tokens, parents, path, added)

@@ -1,4 +1,4 @@
-"""A picture of a tree of fixed shape: each node as thick as the chance that the target goes there."""
+"""A picture of a draft tree of fixed shape: the thicker an edge, the likelier the target accepts the node after it."""
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -7,7 +7,7 @@ from heads.static_tree import Path, StaticTree
 
 
 def draw_tree(tree: StaticTree, nodes: int) -> Figure:
-    """The root on the left, a column for each level, the likeliest child on top."""
+    """The root on the left, one column per depth, the likeliest child at the top."""
     paths = tree.best(nodes)
     places = rows(paths)
     depth, height = max(map(len, paths)), max(places.values())
@@ -18,14 +18,14 @@ def draw_tree(tree: StaticTree, nodes: int) -> Figure:
         panel.plot([len(above), len(path)], [-places[above], -places[path]], color="C0", lw=0.4 + 5 * chance, zorder=1)
         panel.text(len(path) + 0.04, -places[path], f"{path[-1]}: {chance:.2f}", fontsize=7, va="center")
     panel.scatter([len(path) for path in places], [-row for row in places.values()], s=14, color="C1", zorder=2)
-    panel.set_title(f"{len(paths)} nodes, {tree.expected(nodes):.2f} tokens per step expected", fontsize=9)
+    panel.set_title(f"{len(paths)} draft tokens, expected acceptance length {tree.expected(nodes):.2f}", fontsize=9)
     panel.set_axis_off()
     panel.set_xlim(-0.2, depth + 0.6)
     return figure
 
 
 def rows(paths: tuple[Path, ...]) -> dict[Path, int]:
-    """Where each node stands, the root included: leaves one below the other, parents beside their first child."""
+    """The row of each node, the root included: leaves take one row each, a parent shares the row of its first child."""
     known, leaf = set(paths), 0
     places: dict[Path, int] = {}
     for path in sorted([(), *paths]):

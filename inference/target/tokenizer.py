@@ -5,7 +5,9 @@ from pathlib import Path
 from transformers import AutoTokenizer
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-__all__ = ["Tokenizer", "load_tokenizer", "same_tokenizer", "text_of"]
+__all__ = ["REPLACEMENT_CHARACTER", "Tokenizer", "load_tokenizer", "same_tokenizer", "text_of"]
+
+REPLACEMENT_CHARACTER = "\ufffd"  # a decoder writes it while the last bytes of a character are still missing
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Tokenizer:

@@ -1,13 +1,21 @@
-"""What the target's own noise in the drafts gains: accepted length by temperature and by size of the tree.
+"""How much acceptance length drafting with the target's Gumbel noise gains, by temperature and size of the tree.
 
-    python benchmarks/noise.py recipes/tiny_full.yaml report.head=assets/demo_head report.num_prompts=169
+    python benchmarks/gumbel.py recipes/tiny_full.yaml report.head=assets/demo_head report.num_prompts=169
 
-Beside it, as *top-k*, the same tree with EAGLE's children, which are the head's likeliest tokens and do not look at the
-noise. Trees (depth x width, nodes) are the recipe's and two that are in use elsewhere, *share* is tau over the one at
-temperature 0, *from* the low end of its 95 % interval over prompts, *nats* the target's entropy per token. There is one
-greedy text behind a prompt, and one sampled text per seed. Nothing here is timed, so other work on the machine does no
-harm. Some 40 minutes on one core for 169 prompts, which are all of the demo's but the 31 that served to calibrate its
-head.
+Columns of the table, where the acceptance length (tau) is the mean number of tokens per verify step:
+  tree     depth x width, draft tokens; the recipe's tree and two in use elsewhere
+  T        temperature
+  seeds    sampled texts per prompt, each with its own seed; there is one greedy text per prompt
+  nats     the target's entropy per token
+  T = 0    acceptance length at temperature 0
+  Gumbel   acceptance length at T when children are ranked with the target's Gumbel noise, as headstart does
+  share    that over the one at temperature 0
+  from     the low end of the share's 95 % interval over prompts
+  top-k    acceptance length at T with EAGLE's children: the head's likeliest tokens, without Gumbel noise
+  share    that over the one at temperature 0
+
+Nothing is timed, so other work on the machine does no harm. About 40 minutes on one core for 169 prompts: all of the
+demo's held-out prompts but the 31 that its head was calibrated on.
 """
 
 from dataclasses import dataclass
@@ -32,14 +40,14 @@ from inference.sampling import BatchSampling, Sampling
 from inference.target.model import TargetModel
 from recipes import Recipe, run_command
 
-IN_USE = (Dynamic(5, 8, 31), Dynamic(7, 10, 59))  # SGLang's documentation and the paper on EAGLE-3, less the root
-CASES = ((0, 0.3, 1), (0, 0.6, 1), (0, 1.0, 10), (1, 1.0, 5), (2, 1.0, 5))  # which tree, temperature, seeds per prompt
-SPACING = 1000  # from a prompt's seed to its next one
-COLUMNS = ("tree", "T", "seeds", "nats", "T = 0", "noise", "share", "from", "top-k", "share")  # fit 80 characters
+USED_ELSEWHERE = (Dynamic(5, 8, 31), Dynamic(7, 10, 59))  # SGLang's documentation, the EAGLE-3 paper; without the root
+CASES = ((0, 0.3, 1), (0, 0.6, 1), (0, 1.0, 10), (1, 1.0, 5), (2, 1.0, 5))  # tree, temperature, seeds per prompt
+SPACING = 1000  # difference between the seeds of a prompt
+COLUMNS = ("tree", "T", "seeds", "nats", "T = 0", "Gumbel", "share", "from", "top-k", "share")  # fit 80 characters
 
 
-class WithoutNoise(HeadDrafter):
-    """Children by the head's own probability, as in EAGLE-2 and 3: the drafter does not look at the noise."""
+class WithoutGumbel(HeadDrafter):
+    """Ranks children by the head's own probability, as EAGLE-2 and EAGLE-3 do, and ignores the Gumbel noise."""
 
     def chances(self, level: int, logits: Tensor, roots: Tensor, sampling: BatchSampling, frontier: Frontier) -> Tensor:
         return sampling.warp(logits, frontier.history, self.ids)
@@ -47,7 +55,7 @@ class WithoutNoise(HeadDrafter):
 
 @dataclass(frozen=True)
 class Writer:
-    """Lets the target write behind the same prompts, each with seeds of its own."""
+    """Lets the target continue the same prompts under different trees, temperatures and drafters."""
 
     target: TargetModel
     head: DraftHead
@@ -58,7 +66,7 @@ class Writer:
     def texts(
         self, tree: Dynamic, temperature: float, seeds: int = 1, drafter: type[HeadDrafter] = HeadDrafter
     ) -> list[Generation]:
-        """All prompts with their first seed, then all with their second, ..."""
+        """The texts of all prompts with their first seed, then with their second, and so on."""
         requests = [
             Request(prompt, self.new_tokens, Sampling(temperature, seed=self.seed + SPACING * turn + number))
             for turn in range(seeds)
@@ -67,7 +75,7 @@ class Writer:
         return generate_batch(self.target, requests, drafter(self.head, tree))
 
     def entropy(self, texts: list[Generation], temperature: float) -> float:
-        """Of what the target chose from, over the texts that it wrote at this temperature, nats per token."""
+        """The entropy of the target's distributions over texts it wrote at this temperature, in nats per token."""
         total, count = 0.0, 0
         for prompt, text in zip(cycle(self.prompts), texts, strict=False):
             tokens = torch.tensor([prompt + text.tokens], device=self.target.device)
@@ -87,43 +95,43 @@ def run(recipe: Recipe) -> None:
     target = TargetModel.load(recipe.target, taps_to_read(recipe))
     head = load_head(folder, target.frozen)
     writer = Writer(target, head, prompts, decode.max_new_tokens, decode.seed)
-    trees = [Dynamic(decode.depth, decode.width, decode.nodes), *IN_USE]
+    trees = [Dynamic(decode.depth, decode.width, decode.nodes), *USED_ELSEWHERE]
 
     greedy = [writer.texts(tree, 0.0) for tree in track(trees, description="greedy", transient=True)]
-    table = Table(title=f"what the target's noise in the drafts gains, {len(prompts)} prompts", pad_edge=False)
+    table = Table(title=f"acceptance length with Gumbel noise in the drafts, {len(prompts)} prompts", pad_edge=False)
     for column in COLUMNS:
         table.add_column(column, justify="left" if column == "tree" else "right")
     for number, temperature, seeds in track(CASES, description="sampled", transient=True):
         base, tree = greedy[number], trees[number]
-        noise, top = (writer.texts(tree, temperature, seeds, way) for way in (HeadDrafter, WithoutNoise))
-        share = of_greedy(noise, base)
+        gumbel, top = (writer.texts(tree, temperature, seeds, drafter) for drafter in (HeadDrafter, WithoutGumbel))
+        share = over_greedy(gumbel, base)
         table.add_row(
             f"{tree.depth}x{tree.width}, {tree.nodes}",
             f"{temperature:g}",
             f"{seeds}",
-            f"{writer.entropy(noise, temperature):.2f}",
-            f"{tau_of(base):.2f}",
-            f"{tau_of(noise):.2f}",
+            f"{writer.entropy(gumbel, temperature):.2f}",
+            f"{acceptance_length(base):.2f}",
+            f"{acceptance_length(gumbel):.2f}",
             f"{share.value:.3f}",
             f"{share.low:.2f}",
-            f"{tau_of(top):.2f}",
-            f"{of_greedy(top, base).value:.3f}",
+            f"{acceptance_length(top):.2f}",
+            f"{over_greedy(top, base).value:.3f}",
         )
     Console().print(table)
 
 
-def tau_of(texts: list[Generation]) -> float:
+def acceptance_length(texts: list[Generation]) -> float:
     total = DecodeStats()
     for text in texts:
         total.add(text.stats)
     return total.acceptance_length
 
 
-def of_greedy(texts: list[Generation], greedy: list[Generation]) -> Interval:
-    """tau over tau at temperature 0, the prompts being what varies; tokens per step compare as per second."""
+def over_greedy(texts: list[Generation], greedy: list[Generation]) -> Interval:
+    """Acceptance length over that at temperature 0, with an interval over prompts: a speed-up in tokens per step."""
     steps, tokens, greedy_steps, greedy_tokens = (
-        [sum(getattr(text.stats, name) for text in way[number :: len(greedy)]) for number in range(len(greedy))]
-        for way in (texts, greedy)
+        [sum(getattr(text.stats, name) for text in each[number :: len(greedy)]) for number in range(len(greedy))]
+        for each in (texts, greedy)
         for name in ("steps", "tokens")
     )
     return speedup(steps, tokens, greedy_steps, greedy_tokens, seed=0)

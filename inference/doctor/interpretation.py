@@ -1,4 +1,4 @@
-"""A head's files taken apart, so that each part can be exchanged alone: taps, norms, vocabulary, rope, weights."""
+"""A head's files split into parts that can be exchanged one by one: taps, norms, vocabulary map, RoPE, weights."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,30 +25,30 @@ NORM_FLAGS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual"
 
 
 @dataclass(frozen=True)
-class Replay:
-    """A text of the target's own and all hidden states that any reading of the head may ask for."""
+class ReplayedText:
+    """A prompt with the target's own response, and every hidden state that an interpretation of the head may read."""
 
     text: Int[Tensor, "1 seq"]
-    prompt: int  # tokens of it that the target did not write
-    states: dict[int, Float[Tensor, "1 before hidden"]]
+    prompt: int  # length of the prompt in tokens
+    states: dict[int, Float[Tensor, "1 before hidden"]]  # by tap, for every token but the last
 
 
 @dataclass(frozen=True)
-class Reading:
-    """One way to understand a head's files."""
+class Interpretation:
+    """One way to interpret a head's files; the doctor changes one field at a time and measures again."""
 
     folder: Path
     kind: str
-    config: dict[str, Any]  # flat, as our own layout has it
-    tensors: dict[str, Tensor]  # without the maps of the vocabulary
-    taps: tuple[int, ...]  # in the order in which the head gets them
-    ids: Int[Tensor, " draft_vocab"]  # what is drafted for each column; any numbers, as an engine would add them up
-    shift: int = 0  # of the tokens against the features
-    dtype: torch.dtype | None = None  # that it computes in; None is the target's
+    config: dict[str, Any]  # flat, as in our own layout
+    tensors: dict[str, Tensor]  # without the vocabulary maps
+    taps: tuple[int, ...]  # in the order in which the head reads them
+    ids: Int[Tensor, " draft_vocab"]  # token id of each logits column, as the engine computes it; may be out of range
+    shift: int = 0  # places by which the tokens are moved against the features
+    dtype: torch.dtype | None = None  # the head computes in it; None: the target's
 
     @classmethod
-    def trained(cls, files: HeadFiles, frozen: FrozenTarget) -> "Reading":
-        """By our own note, where the head has one; raises ValueError for no known layout."""
+    def trained(cls, files: HeadFiles, frozen: FrozenTarget) -> "Interpretation":
+        """As the head was trained, by our note in config.json if it has one; ValueError for an unknown layout."""
         subject, found = translate(files, frozen)
         tensors, size = dict(found.tensors), frozen.config.vocab_size
         offsets, ids = tensors.get("d2t"), tensors.get("token_map")
@@ -56,14 +56,14 @@ class Reading:
             ids = torch.arange(size) if offsets is None else torch.arange(len(offsets)) + offsets.long()
         bias = tensors.get("fc.bias")
         if bias is not None and not bool(bias.any()):
-            del tensors["fc.bias"]  # the same as none
+            del tensors["fc.bias"]  # a zero bias changes nothing
         kept = {name: tensor for name, tensor in tensors.items() if name not in MAPS}
         taps = subject.taps if subject.kind == "eagle3" else (frozen.config.num_layers,)
         return cls(files.folder, subject.kind, found.config, kept, taps, ids.long())
 
     @classmethod
-    def served(cls, files: HeadFiles, frozen: FrozenTarget, engine: str) -> "Reading":
-        """As an engine reads it, to whom our own note says nothing."""
+    def served(cls, files: HeadFiles, frozen: FrozenTarget, engine: str) -> "Interpretation":
+        """As an engine interprets it, which does not read our own note."""
         subject = Subject(files, layout_of(files), frozen)
         note = {"headstart": {"kind": subject.kind}}
         bare = HeadFiles(files.folder, {**files.config, **note}, files.tensors)
@@ -73,13 +73,18 @@ class Reading:
         return replace(found, taps=tuple(captured_taps(Subject(bare, subject.layout, frozen), engine)))
 
     def head(self, frozen: FrozenTarget) -> DraftHead:
-        """Raises ValueError for tensors that do not fit. As in the engines, a norm without weights has ones, and
-        weights of a norm that config.json does not ask for go unread."""
-        config, tensors = dict(self.config), {**self.norms(frozen), **self.tensors}
+        """Build the head; raises ValueError for tensors that do not fit.
+
+        As in the engines, norms without weights get ones, and weights of norms that config.json does not enable are
+        ignored.
+        """
+        config, tensors = dict(self.config), {**self.unit_norms(frozen), **self.tensors}
         for flag, prefix in (("fc_norm", "fc_norm."), ("norm_before_fc", "input_norm.")):
             if not config.get(flag):
                 tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(prefix)}
-        if len(self.ids) != frozen.config.vocab_size:  # columns alone matter here: `ids` stands beside
+        if (
+            len(self.ids) != frozen.config.vocab_size
+        ):  # the map only has to be valid: `ids` is applied to the logits columns later
             stand_in = {"eagle3": "d2t", "medusa": "token_map", "eagle1": "d2t"}[self.kind]
             columns = torch.arange(len(self.ids))
             tensors[stand_in] = torch.zeros_like(columns) if stand_in == "d2t" else columns
@@ -91,8 +96,8 @@ class Reading:
         }
         return head_from_files(self.folder, config, tensors, frozen)
 
-    def norms(self, frozen: FrozenTarget) -> dict[str, Tensor]:
-        """Ones for each norm that the head has."""
+    def unit_norms(self, frozen: FrozenTarget) -> dict[str, Tensor]:
+        """A weight of ones for each norm that a head of this kind may have."""
         target, hidden = frozen.config.hidden_size, self.config.get("hidden_size", frozen.config.hidden_size)
         if self.kind == "medusa":
             return {}
@@ -106,7 +111,7 @@ class Reading:
             **{f"fc_norm.{number}.weight": torch.ones(target) for number in range(len(self.taps))},
         }
 
-    def with_config(self, **keys: Any) -> "Reading":
+    def with_config(self, **keys: Any) -> "Interpretation":
         return replace(self, config={**self.config, **keys})
 
     @property
@@ -115,39 +120,45 @@ class Reading:
 
     @property
     def stored_dtype(self) -> torch.dtype | None:
-        """The number format that an engine takes from config.json; None where it says nothing."""
+        """The number format that config.json names; None if it names none."""
         name = self.config.get("torch_dtype") or self.config.get("dtype")
         known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
         return known.get(str(name))
 
 
-Measure = Callable[[Reading], list[float]]  # accuracy per depth; ValueError where a reading cannot be computed
+Measure = Callable[[Interpretation], list[float]]  # accuracy by depth; ValueError if the head cannot be computed
 
 
 @torch.inference_mode()
-def accuracies(reading: Reading, replays: Sequence[Replay], frozen: FrozenTarget, depth: int) -> list[float]:
-    """How often the head's likeliest guess is the target's choice, level by level, given the true tokens before it.
+def accuracies(
+    interpretation: Interpretation, replays: Sequence[ReplayedText], frozen: FrozenTarget, depth: int
+) -> list[float]:
+    """How often the head's top guess is the target's choice, at each depth, given the true tokens before it.
 
-    Raises ValueError for a reading that cannot be computed.
+    Raises ValueError if the head cannot be computed with this interpretation.
     """
-    dtype = reading.dtype or frozen.embedding.dtype
-    head = reading.head(in_dtype(frozen, dtype))
-    if missing := sorted(set(reading.taps) - replays[0].states.keys()):
-        raise ValueError(f"{reading.folder}: hidden_states {missing} asked for, 0 to {frozen.config.num_layers} exist")
+    dtype = interpretation.dtype or frozen.embedding.dtype
+    head = interpretation.head(in_dtype(frozen, dtype))
+    if missing := sorted(set(interpretation.taps) - replays[0].states.keys()):
+        raise ValueError(
+            f"{interpretation.folder}: taps {missing} given, but the target has hidden_states 0 to "
+            f"{frozen.config.num_layers}; correct the taps"
+        )
     levels = min(depth, head.max_levels or depth)
-    hits, tried, ids = [0] * levels, [0] * levels, reading.ids.to(frozen.embedding.device)
+    hits, tried, ids = [0] * levels, [0] * levels, interpretation.ids.to(frozen.embedding.device)
     for replay in replays:
-        taps = torch.cat([replay.states[tap] for tap in reading.taps], dim=-1).to(dtype)
-        scored = score_taps(head, taps, replay.text, replay.prompt, Sampling(), levels, reading.shift)
+        taps = torch.cat([replay.states[tap] for tap in interpretation.taps], dim=-1).to(dtype)
+        scored = score_taps(head, taps, replay.text, replay.prompt, Sampling(), levels, interpretation.shift)
         for level, found in enumerate(scored):
-            right = ids[found.quiet.argmax(dim=1)] == replay.text[0, level + 2 :]
-            finite = found.quiet.isfinite().all(dim=1)
+            right = ids[found.without_noise.argmax(dim=1)] == replay.text[0, level + 2 :]
+            finite = found.without_noise.isfinite().all(dim=1)
             hits[level] += int((right & finite & found.written).sum())
             tried[level] += int(found.written.sum())
     return [hit / max(count, 1) for hit, count in zip(hits, tried, strict=True)]
 
 
 def in_dtype(frozen: FrozenTarget, dtype: torch.dtype) -> FrozenTarget:
+    """The target's frozen tensors in another number format."""
     return replace(
         frozen,
         embedding=frozen.embedding.to(dtype),
