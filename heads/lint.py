@@ -5,9 +5,10 @@
 
 Mistakes in a head's files seldom raise an error in an engine; they silently cost acceptance. Each one found is a line:
 engine, severity, config.json key or tensor, what the file holds, what is allowed. An error means that the engine fails
-or drafts worse than the head was trained to; a warning is correct only if the head was trained that way. Without
---engine, an export of ours is checked for the engines that it was exported for, any other head for every engine that
-reads its layout. Exit code 1 if there is an error, 0 otherwise.
+or drafts worse than the head was trained to; a warning marks a value that is correct only if the head was trained that
+way. Without --engine, an export of ours is checked for the engines that its config.json names, and any other head for
+every engine that reads its layout except the authors' own code (eagle, medusa). Exit code 1 if there is an error, 0
+otherwise.
 """
 
 import argparse

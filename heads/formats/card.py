@@ -155,24 +155,19 @@ def measured(recipe: Recipe, source: Path) -> str:
         "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     outcomes = report["outcomes"]
-    plain = {
-        (outcome["temperature"], outcome["batch"]): outcome["tokens_per_second"]
-        for outcome in outcomes
-        if outcome["way"] == "plain"
-    }
+    plain = {key_of(each): each["tokens_per_second"] for each in outcomes if each["way"] == "plain"}
     for outcome in outcomes:
-        if outcome["way"].partition(" ")[0] in report["other_heads"]:
+        method, (temperature, batch) = outcome["way"], key_of(outcome)
+        if method.partition(" ")[0] in report["other_heads"]:
             continue
-        ratio = outcome["tokens_per_second"] / plain[outcome["temperature"], outcome["batch"]]
-        row = [
-            outcome["way"],
-            f"{outcome['temperature']:g}",
-            str(outcome["batch"]),
-            str(outcome["prompts"]),
-            f"{outcome['tau']:.2f}",
-        ]
-        lines.append("| " + " | ".join([*row, f"{ratio:.2f}"]) + " |")
+        length, speedup = outcome["tau"], outcome["tokens_per_second"] / plain[temperature, batch]
+        lines.append(f"| {method} | {temperature:g} | {batch} | {outcome['prompts']} | {length:.2f} | {speedup:.2f} |")
     return "\n".join([*lines, "", conditions(report)])
+
+
+def key_of(outcome: dict[str, Any]) -> tuple[float, int]:
+    """The temperature and batch size at which a method is compared with plain decoding."""
+    return outcome["temperature"], outcome["batch"]
 
 
 def conditions(report: dict[str, Any]) -> str:

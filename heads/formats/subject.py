@@ -76,7 +76,7 @@ class Subject:
             return self.files.tensors
         if self.layout in MEDUSA:
             return from_any_layout(self.files.tensors)
-        return {reference_name(name): tensor for name, tensor in self.files.tensors.items()}
+        return {midlayer_name(name): tensor for name, tensor in self.files.tensors.items()}
 
     @property
     def own(self) -> dict[str, Any]:
@@ -160,6 +160,6 @@ class Subject:
         return shapes
 
 
-def reference_name(name: str) -> str:
+def midlayer_name(name: str) -> str:
     """The reference's name of an EAGLE-3 tensor: midlayer, which speculators and others call layers.0."""
     return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name

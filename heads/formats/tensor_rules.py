@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from heads.formats.subject import Subject, reference_name
+from heads.formats.subject import Subject, midlayer_name
 from heads.formats.tap_rules import num_captured_taps
 from heads.formats.violation import MISSING, Violation, tensor_error
 from heads.vocab import DraftVocab
@@ -24,7 +24,7 @@ def names_and_shapes(subject: Subject, engine: str) -> Iterator[Violation]:
     expected, optional = subject.expected_shapes(num_taps), OPTIONAL[subject.layout]
     yield from wrong_shapes(subject, engine, expected)
     for name in sorted(subject.tensors.keys() - expected.keys() - optional):
-        meant = reference_name(name.removeprefix("model."))
+        meant = midlayer_name(name.removeprefix("model."))
         allowed = f"{meant} is allowed" if meant in expected | dict.fromkeys(optional) else "no such tensor is allowed"
         yield tensor_error(engine, name, list(subject.tensors[name].shape), allowed)
 
