@@ -132,17 +132,19 @@ def measure(rows: list[Row], prompts: list[list[int]], target: TargetModel, head
 
 
 def overhead_table(rows: list[Row]) -> Table:
-    table = Table(title="time per step in ms, greedy; overhead is the rest, in % of the step")
+    table = Table(
+        title="ms per step, greedy; overhead is the rest, in % of the step; bytes moved within the cache per step"
+    )
     for column in (
         "method",
-        "acceptance length",
+        "acceptance\nlength",
         "tokens/s",
-        "speed-up over generate",
+        "speed-up\nover\ngenerate",
         "step",
         "target",
         "head",
         "overhead",
-        "bytes moved/step",
+        "bytes\nmoved",
     ):
         table.add_column(column, justify="left" if column == "method" else "right")
     base = next(row.rate for row in rows if row.name == "generate")
@@ -164,7 +166,7 @@ def overhead_table(rows: list[Row]) -> Table:
 def growth_table(rows: list[Row], best: float, title: str) -> Table:
     """`best` is the tokens/s of the sweep's fastest tree."""
     table = Table(title=title)
-    for column in ("growth", "acceptance length", "draft tokens/step", "tokens/s", "over the sweep's best"):
+    for column in ("growth", "acceptance\nlength", "draft tokens\nper step", "tokens/s", "over the\nsweep's best"):
         table.add_column(column, justify="left" if column == "growth" else "right")
     for row in rows:
         nodes = row.stats.drafted / row.stats.steps
@@ -198,7 +200,7 @@ def run(recipe: Recipe) -> None:
     rows = [
         Row("plain", ours(target, None, new_tokens, greedy)),
         Row("generate", transformers_own(target, new_tokens)),
-        Row("generate, prompt lookup of 5", transformers_own(target, new_tokens, lookup=5)),
+        Row("generate_lookup", transformers_own(target, new_tokens, lookup=5)),
         Row("chain", with_head(Dynamic.chain(recipe.decode.depth))),
         Row("tree", with_head(growth_from_recipe(recipe.decode, target, head))),
     ]

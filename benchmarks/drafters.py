@@ -5,8 +5,8 @@
 The draft model is the first quarter of the target's layers with its embedding, norm and lm_head, so both sides draft
 with the same model. Target calls are counted by a hook on the target. The acceptance length (tau) leaves out the
 prefill on both sides, its call and its tokens, because transformers already verifies draft tokens there while we take
-one token; tokens/call counts every call and every token. Prompt lookup is measured with transformers' rule (the first
-occurrence of the longest n-gram) and with ours (the latest occurrences, continued around a loop).
+one token; tokens per call counts every call and every token. Prompt lookup is measured with transformers' rule (the
+first occurrence of the longest n-gram) and with ours (the latest occurrences, continued around a loop).
 
 Exit code 1 if our acceptance length is more than 2 % below that of transformers with the same drafts.
 """
@@ -133,7 +133,7 @@ def run(recipe: Recipe) -> None:
         Row("transformers, draft model", assisted),
         Row("draft model", ours(ModelDrafter(draft, Dynamic.chain(depth), target))),
         Row("transformers, prompt lookup", lookup),
-        Row("prompt lookup, transformers' rule", ours(FirstMatch(depth, TRANSFORMERS_NGRAM))),
+        Row("prompt lookup, first match", ours(FirstMatch(depth, TRANSFORMERS_NGRAM))),
         Row("prompt lookup", ours(PromptLookup(limits, TRANSFORMERS_NGRAM))),
         Row("draft model, tree", ours(ModelDrafter(draft, tree, target))),
         Row("prompt lookup, tree", ours(PromptLookup(TreeLimits(depth, tree.width, tree.nodes), recipe.decode.ngram))),
@@ -142,7 +142,7 @@ def run(recipe: Recipe) -> None:
     ]
     measure(rows, target, prompts)
     table = Table(title=f"{len(prompts)} prompts x {new_tokens} tokens, depth {depth}")
-    for column in ("drafter", "target calls", "tokens/call", "acceptance length", "same text", "tokens/s"):
+    for column in ("drafter", "target\ncalls", "tokens\nper call", "acceptance\nlength", "same\ntext", "tokens/s"):
         table.add_column(column, justify="left" if column == "drafter" else "right")
     for row in rows:
         rates = f"{row.tokens / row.calls:.3f}", f"{row.acceptance_length:.3f}"

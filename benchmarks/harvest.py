@@ -50,7 +50,7 @@ def benchmark(recipe: Recipe) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     table = Table(
         "storage",
-        "bytes/token",
+        "bytes per token",
         "of bfloat16",
         "harvest tokens/s",
         "of bare forward",
@@ -69,7 +69,7 @@ def benchmark(recipe: Recipe) -> None:
         columns, length = measured(small)
         exact = exact or length
         table.add_row(storage, *columns, f"{length:.2f}", f"{length / exact - 1:+.1%}")
-    Console(width=120).print(table)
+    Console(width=100).print(table)
 
 
 def measured(recipe: Recipe) -> tuple[list[str], float]:

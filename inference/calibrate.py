@@ -5,10 +5,10 @@
 The target writes texts from held-out prompts, greedily and sampled, and the head scores every token of them, at each
 depth given the true tokens before it. Three things are then chosen so that the target's tokens become likeliest:
 
-  multipliers         by depth, for greedy and for sampled text: an inverse temperature of the head's scores, so that
-                      their softmax estimates how likely the target accepts a draft token
-  weight of noise     by depth: how much of the target's Gumbel noise is added to the head's scores when sampling
-  searched tree       the draft tree of fixed shape that holds the most of the target's tokens
+  multipliers      by depth, for greedy and for sampled text: an inverse temperature of the head's scores, so that
+                   their softmax estimates how likely the target accepts a draft token
+  Gumbel weights   by depth: how much of the target's Gumbel noise is added to the head's scores when sampling
+  searched tree    the draft tree of fixed shape that is expected to hold most of the target's tokens
 
 Training does this at its end. This command does it for any head and writes the result into the head's config.json.
 """

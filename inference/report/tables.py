@@ -159,7 +159,7 @@ def draw(groups: dict[tuple[float, int], list[Outcome]]) -> Figure:
         ):
             panel.bar_label(panel.bar(names, values, color=colours), fmt="%.2f" if panel is length else "%.0f")
             panel.set_title(f"{title}, temperature {temperature:g}, batch {batch}")
-            panel.tick_params(axis="x", rotation=30 if len(names) > 5 else 0)
+            panel.tick_params(axis="x", rotation=30 if len(names) > 5 or max(map(len, names)) > 12 else 0)
             panel.margins(y=0.15)
         speed.set_ylabel("tokens/s")
         length.set_ylabel("tokens per verify step")
