@@ -417,7 +417,7 @@ def test_unwritten_slots_hold_no_nan(target: TargetModel, batch: int, static: bo
 def test_a_prompt_far_longer_than_the_others_decodes_in_a_batch_as_alone(
     target: TargetModel, set_page_size: Callable[[int], None]
 ) -> None:
-    """It is in the last row at the start, then comes from the queue into the first row. Caches grow by 2 tokens."""
+    """It is in the last row at the start, then comes from the queue into the first row. Pages are 2 tokens."""
     long = [7 + i % 50 for i in range(60)]
     prompts = [[3], long, [4, 5], [8], long]
     requests = [Request(prompt, 12) for prompt in prompts]
