@@ -1,4 +1,4 @@
-"""Laws of the cache: what is kept is what a forward over the kept tokens alone would have written, and nothing else."""
+"""Laws of the KV cache: it holds exactly what one forward over the kept tokens alone would have written."""
 
 import math
 from collections.abc import Callable
@@ -24,7 +24,7 @@ PROMPT = PROMPTS[0]
 
 
 def random_tree(*sizes: int) -> Tree:
-    """A row of so many nodes each."""
+    """One row per size, each a random tree of that many nodes."""
     rows = []
     for nodes in sizes:
         parents = [-1] + [int(torch.randint(node, ())) for node in range(1, nodes)]
@@ -33,50 +33,51 @@ def random_tree(*sizes: int) -> Tree:
 
 
 def path_to(tree: Tree, node: int, row: int = 0) -> list[int]:
-    """From the root down to the node."""
+    """The nodes from the root down to `node`."""
     path = [node]
     while (parent := int(tree.parents[row, path[0]])) >= 0:
         path.insert(0, parent)
     return path
 
 
-def prompted(
-    target: TargetModel, *prompts: list[int], capacity: int = 64, static: bool = False, storage: float = 0.0
+def cache_with_prompts(
+    target: TargetModel, *prompts: list[int], capacity: int = 64, static: bool = False, filler: float = 0.0
 ) -> KVCache:
-    """A cache whose rows have taken in the prompts, each by itself."""
+    """A cache with one prompt in each row, each read by itself. Unwritten slots hold `filler`."""
     cache = target.new_cache(capacity, batch=len(prompts), static=static)
-    cache.target.storage.fill_(storage)
-    for number, prompt in enumerate(prompts):
-        target.forward(torch.tensor([prompt]), cache=cache.row(number))
+    cache.target.storage.fill_(filler)
+    for row, prompt in enumerate(prompts):
+        target.forward(torch.tensor([prompt]), cache=cache.row(row))
     cache.target.set_lengths([len(prompt) for prompt in prompts])
     return cache
 
 
-def kept(slots: Slots, row: int = 0) -> Tensor:
-    """[layers, kv, kv_heads, length, head_dim]"""
+def held(slots: Slots, row: int = 0) -> Tensor:
+    """Keys and values of the tokens that a row holds. [layers, kv, kv_heads, length, head_dim]"""
     return slots.storage[:, :, row, :, : slots.lengths[row]]
 
 
-def test_a_kept_path_equals_its_forward_from_scratch_in_every_layer(target: TargetModel) -> None:
-    """0 - 1 - 3 - 6      keep 0 2 5 8: nodes move to 5 6 7 8, behind a prompt of 5,
-    \\- 2 - 4        and are then what a forward over prompt, 0, 2, 5, 8 writes
+def test_a_kept_path_equals_a_forward_from_scratch_in_every_layer(target: TargetModel) -> None:
+    """0 - 1 - 3 - 6      keep 0 2 5 8: they move to slots 5 6 7 8, after a prompt of 5 tokens,
+    \\- 2 - 4        and then equal what a forward over the prompt and 0, 2, 5, 8 writes
         \\- 5 - 7
             \\- 8
     """
     tree = Tree(torch.randint(97, (1, 9)), torch.tensor([[-1, 0, 0, 1, 2, 2, 3, 5, 5]]))
     for path in ([0], [0, 1], [0, 2], [0, 1, 3, 6], [0, 2, 4], [0, 2, 5, 8]):
-        cache = prompted(target, PROMPT)
+        cache = cache_with_prompts(target, PROMPT)
         target.forward_tree(tree, cache)
         cache.target.keep([path])
         assert cache.target.lengths == [len(PROMPT) + len(path)]
-        scratch = prompted(target, PROMPT + tree.tokens[0, path].tolist())
-        torch.testing.assert_close(kept(cache.target), kept(scratch.target), atol=1e-4, rtol=1e-4)
+        scratch = cache_with_prompts(target, PROMPT + tree.tokens[0, path].tolist())
+        torch.testing.assert_close(held(cache.target), held(scratch.target), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-def test_many_kept_paths_in_a_row_equal_one_forward_in_every_row(target: TargetModel, static: bool) -> None:
-    """Rows of different lengths with trees of different sizes, of which they keep different numbers of nodes."""
-    cache, texts = prompted(target, *PROMPTS, capacity=90, static=static), [list(prompt) for prompt in PROMPTS]
+def test_paths_kept_step_after_step_equal_one_forward_in_every_row(target: TargetModel, static: bool) -> None:
+    """Rows differ in length, in the size of their trees and in how many nodes they keep."""
+    cache = cache_with_prompts(target, *PROMPTS, capacity=90, static=static)
+    texts = [list(prompt) for prompt in PROMPTS]
     for _ in range(6):
         sizes = torch.randint(1, 9, (3,)).tolist()
         tree = random_tree(*sizes)
@@ -87,35 +88,35 @@ def test_many_kept_paths_in_a_row_equal_one_forward_in_every_row(target: TargetM
             texts[row] += tree.tokens[row, path].tolist()
     assert cache.target.lengths == cache.target.starts.tolist() == [len(text) for text in texts]
     for row, text in enumerate(texts):
-        scratch = prompted(target, text, capacity=90)
-        torch.testing.assert_close(kept(cache.target, row), kept(scratch.target), atol=1e-4, rtol=1e-4)
+        scratch = cache_with_prompts(target, text, capacity=90)
+        torch.testing.assert_close(held(cache.target, row), held(scratch.target), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize("sizes", [(1,), (2,), (12,), (1, 1, 1), (12, 3, 7)], ids=str)
 def test_every_node_has_the_logits_of_its_own_path(target: TargetModel, sizes: tuple[int, ...], static: bool) -> None:
-    """Logits, taps and last hidden state of a node in a tree are those of plain text: its prompt and its path.
+    """A node has the logits, taps and last hidden state of plain text that consists of its prompt and its path.
 
-    Whatever lies in the slots of nobody: here large numbers.
+    Unwritten slots hold large numbers here, which must not matter.
     """
     prompts = PROMPTS[: len(sizes)]
     for seed in range(2):
         torch.manual_seed(seed)
         tree = random_tree(*sizes)
-        output = target.forward_tree(tree, prompted(target, *prompts, static=static, storage=1e3))
+        output = target.forward_tree(tree, cache_with_prompts(target, *prompts, static=static, filler=1e3))
         for row, (prompt, nodes) in enumerate(zip(prompts, sizes, strict=True)):
             for node in range(nodes):
                 text = prompt + tree.tokens[row, path_to(tree, node, row)].tolist()
                 plain = target.forward(torch.tensor([text]))
-                for mine, its in (
+                for in_tree, in_text in (
                     (output.logits, plain.logits),
                     (output.taps, plain.taps),
                     (output.last_hidden, plain.last_hidden),
                 ):
-                    torch.testing.assert_close(mine[row, node], its[0, -1], atol=1e-3, rtol=1e-3)
+                    torch.testing.assert_close(in_tree[row, node], in_text[0, -1], atol=1e-3, rtol=1e-3)
 
 
-def test_a_text_in_blocks_equals_the_text_at_once(target: TargetModel) -> None:
+def test_a_text_read_in_blocks_equals_the_text_read_at_once(target: TargetModel) -> None:
     tokens = torch.randint(97, (2, 12))
     cache, parts = target.new_cache(12, batch=2), []
     for block in tokens.split([5, 1, 4, 2], dim=1):
@@ -125,7 +126,7 @@ def test_a_text_in_blocks_equals_the_text_at_once(target: TargetModel) -> None:
 
 
 def numbered_slots(*lengths: int, layers: int = 3, batch: int = 3, capacity: int = 12) -> Slots:
-    """Every entry its own number; the last axis but one is the slot."""
+    """Slots in which every entry is a different number. The second to last axis is the slot."""
     shape = layers, 2, batch, 2, capacity, 4
     slots = Slots(torch.arange(torch.Size(shape).numel()).float().reshape(shape), batch)
     slots.set_lengths([*lengths])
@@ -136,19 +137,19 @@ PATHS = [[0], [0, 1, 2], [1], [0, 2], [0, 1, 4, 6], [2, 3, 7], [7]]
 
 
 @pytest.mark.parametrize("path", PATHS, ids=str)
-def test_keep_moves_a_path_together_in_every_layer_and_touches_nothing_before(path: list[int]) -> None:
+def test_keep_moves_a_path_side_by_side_in_every_layer_and_leaves_earlier_slots_alone(path: list[int]) -> None:
     """slots  v v 0 1 2 3 4 5 6 7     keep 0 1 4 6 ->   v v 0 1 4 6"""
     slots = numbered_slots(2, 2)
     before = slots.storage.clone()
     slots.keep([path, path])
     assert slots.lengths == slots.starts.tolist() == [2 + len(path)] * 2
     for row in (0, 1):
-        assert torch.equal(kept(slots, row), before[:, :, row][:, :, :, [0, 1, *(2 + node for node in path)]])
+        assert torch.equal(held(slots, row), before[:, :, row][:, :, :, [0, 1, *(2 + node for node in path)]])
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-def test_keep_moves_nothing_but_the_paths(static: bool) -> None:
-    """Each row's own; where the nodes came from, rows with shorter paths and rows of nobody stay as they were."""
+def test_keep_writes_only_the_slots_of_the_kept_paths(static: bool) -> None:
+    """The slots that nodes came from, the slots after a shorter path and unused rows stay as they were."""
     for paths in ([[0, 3, 4], [0], [0, 1]], [[0, 1], [0, 2, 3, 6], [5]], [[0], [7], [0, 1, 2]], [[2, 3], [1], [0]]):
         slots = numbered_slots(3, 0, 4, batch=4)
         slots.static = static
@@ -164,7 +165,7 @@ def test_keep_moves_nothing_but_the_paths(static: bool) -> None:
 
 
 @pytest.mark.parametrize("path", [[0], [0, 1], [0, 1, 2, 3, 4, 5, 6, 7]], ids=str)
-def test_a_path_that_lies_where_it_belongs_is_not_moved(path: list[int]) -> None:
+def test_a_path_that_is_already_in_place_is_not_moved(path: list[int]) -> None:
     slots = numbered_slots(2, 4)
     writes = slots.storage._version  # torch counts every write to a tensor
     slots.keep([path, [0]])
@@ -173,12 +174,12 @@ def test_a_path_that_lies_where_it_belongs_is_not_moved(path: list[int]) -> None
     assert slots.lengths == [2 + len(path), 5]
 
 
-def test_the_bytes_that_keep_moves_are_the_paths_and_not_the_contexts(target: TargetModel) -> None:
-    """7 layers x keys and values x 2 heads x 8 entries x 4 bytes = 896 for each node that must move, of each row."""
+def test_the_bytes_that_keep_moves_depend_on_the_path_and_not_on_the_context(target: TargetModel) -> None:
+    """7 layers x keys and values x 2 heads x 8 entries x 4 bytes = 896 bytes per row for each node that moves."""
     for context in (10, 200):
         cache = target.new_cache(256)
         cache.target.set_lengths([context])
-        cache.target.keep([[0, 1, 4, 6]])  # 0 and 1 lie where they belong
+        cache.target.keep([[0, 1, 4, 6]])  # 0 and 1 are already in place
         assert cache.target.bytes_moved == 2 * 896
         cache.target.keep([[0, 1, 2]])
         assert cache.target.bytes_moved == 2 * 896
@@ -190,21 +191,21 @@ def test_the_bytes_that_keep_moves_are_the_paths_and_not_the_contexts(target: Ta
     assert cache.target.bytes_moved <= 2 * 3 * 896
 
 
-def test_the_bytes_moved_in_a_generation_do_not_grow_with_its_prompt(target: TargetModel) -> None:
-    """The same accepted paths behind 10 and behind 200 tokens; at most the accepted ones move, 896 bytes each."""
+def test_the_bytes_moved_in_a_generation_do_not_grow_with_the_prompt(target: TargetModel) -> None:
+    """After 10 and after 200 tokens the same paths are accepted. At most the accepted nodes move, 896 bytes each."""
     moved = []
     for length in (10, 200):
         prompt = [5 + i % 7 for i in range(length)]
         text = generate(target, prompt, 25).tokens
         drafter = Hidden(prompt + text)
-        drafter.random_below = lambda end: end // 2  # the same trees in both
+        drafter.random_below = lambda end: end // 2  # the same trees after both prompts
         stats = generate(target, prompt, 25, drafter=drafter).stats
         moved.append(stats.bytes_moved)
         assert 0 < stats.bytes_moved <= 896 * stats.tokens
     assert moved[0] == moved[1]
 
 
-def test_what_is_not_taken_in_is_overwritten() -> None:
+def test_pending_tokens_that_are_not_kept_are_overwritten() -> None:
     slots = Slots(torch.zeros(1, 2, 1, 1, 8, 1))
     first, second = torch.full((1, 1, 3, 1), 1.0), torch.full((1, 1, 2, 1), 2.0)
     slots.append(0, first, first)
@@ -217,8 +218,8 @@ def test_what_is_not_taken_in_is_overwritten() -> None:
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-def test_a_block_goes_behind_each_rows_own_length_and_pending_tokens(static: bool) -> None:
-    """row 0  v v v 1 1 2 .     row 1  v 1 1 2 . . .     and a third one is not in use"""
+def test_a_block_is_written_after_each_rows_own_length_and_pending_tokens(static: bool) -> None:
+    """row 0  v v v 1 1 2 .     row 1  v 1 1 2 . . .     and a third row, not in use"""
     slots = Slots(torch.zeros(1, 2, 3, 1, 7, 1), 3, static)
     slots.set_lengths([3, 1])
     for value, count in ((1.0, 2), (2.0, 1)):
@@ -235,7 +236,7 @@ def test_a_block_goes_behind_each_rows_own_length_and_pending_tokens(static: boo
     assert (slots.lengths, slots.starts.tolist(), slots.pending) == ([4, 3], [4, 3], 0)
 
 
-def test_overflow_is_an_error_that_says_by_how_much() -> None:
+def test_overflow_raises_an_error_that_gives_both_sizes() -> None:
     slots = Slots(torch.zeros(1, 2, 2, 1, 8, 1), 2)
     slots.set_lengths([1, 6])
     before = slots.storage.clone()
@@ -246,14 +247,14 @@ def test_overflow_is_an_error_that_says_by_how_much() -> None:
     assert slots.lengths == [1, 6]
 
 
-def test_a_target_overflows_like_its_slots(target: TargetModel) -> None:
-    cache = prompted(target, PROMPT, capacity=8)
+def test_a_tree_that_does_not_fit_the_cache_raises_the_same_error(target: TargetModel) -> None:
+    cache = cache_with_prompts(target, PROMPT, capacity=8)
     with pytest.raises(ValueError, match="9 tokens do not fit the cache's 8 slots"):
         target.forward_tree(random_tree(4), cache)
 
 
-def test_a_row_by_itself_is_empty_and_writes_where_it_belongs(target: TargetModel, head: Eagle3Head) -> None:
-    """The other rows' content and lengths stay as they are, also those of a row that is not in use."""
+def test_a_row_by_itself_starts_empty_and_writes_only_to_that_row(target: TargetModel, head: Eagle3Head) -> None:
+    """The row need not be in use. The other rows keep their content and lengths."""
     cache = target.new_cache(16, head.cache_shape, batch=3)
     assert cache.head is not None
     for slots in cache.slots:
@@ -273,49 +274,49 @@ def test_a_row_by_itself_is_empty_and_writes_where_it_belongs(target: TargetMode
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_the_last_row_takes_the_place_of_one_that_ends(number: int) -> None:
-    """rows a b c: end a -> c b, end b -> a c, end c -> a b"""
+def test_the_last_row_moves_into_the_place_of_a_row_that_ends(number: int) -> None:
+    """Rows a b c become c b when a ends, a c when b ends, and a b when c ends."""
     slots = numbered_slots(2, 7, 5)
-    rows = [kept(slots, row).clone() for row in range(3)]
+    rows = [held(slots, row).clone() for row in range(3)]
     slots.end_row(number)
     order = {0: [2, 1], 1: [0, 2], 2: [0, 1]}[number]
     assert slots.lengths == slots.starts.tolist() == [[2, 7, 5][row] for row in order]
     for place, row in enumerate(order):
-        assert torch.equal(kept(slots, place), rows[row])
+        assert torch.equal(held(slots, place), rows[row])
     slots.end_row(0)
     slots.end_row(0)
     assert slots.lengths == slots.starts.tolist() == []
 
 
-def test_a_grown_cache_holds_what_it_held(target: TargetModel, head: Eagle3Head) -> None:
+def test_a_grown_cache_keeps_its_content(target: TargetModel, head: Eagle3Head) -> None:
     cache = target.new_cache(16, head.cache_shape, batch=3)
     for slots in cache.slots:
         slots.storage.normal_()
         slots.set_lengths([7, 3])
     cache.target.keep([[0, 2], [0]])
-    before = [[kept(slots, row).clone() for row in (0, 1)] for slots in cache.slots]
+    before = [[held(slots, row).clone() for row in (0, 1)] for slots in cache.slots]
     cache.make_room(17, 1000)
     for slots, old in zip(cache.slots, before, strict=True):
         assert slots.capacity >= 17
         assert slots.storage.shape[2] == 3
-        assert [torch.equal(kept(slots, row), old[row]) for row in (0, 1)] == [True, True]
+        assert [torch.equal(held(slots, row), old[row]) for row in (0, 1)] == [True, True]
         assert torch.isfinite(slots.storage).all()
     assert cache.target.lengths == cache.target.starts.tolist() == [9, 4]
-    assert cache.target.bytes_moved > 0  # what was counted before is not forgotten
+    assert cache.target.bytes_moved > 0  # bytes moved before the growth still count
 
 
 @pytest.mark.parametrize(
     ("capacity", "needed", "limit", "wanted"),
     [
-        (100, 100, 1000, 100),  # there is room
-        (100, 101, 1000, 256),  # at least to double, in whole pages
+        (100, 100, 1000, 100),  # large enough already
+        (100, 101, 1000, 256),  # to at least double the size, in whole pages
         (300, 301, 10_000, 768),
-        (256, 1500, 10_000, 1536),  # more than double, where that is needed
-        (600, 601, 1000, 1000),  # not beyond the limit, which need not be whole pages
-        (100, 120, 50, 120),  # but always what is needed
+        (256, 1500, 10_000, 1536),  # to more than double the size where needed
+        (600, 601, 1000, 1000),  # not beyond the limit, which need not be a whole number of pages
+        (100, 120, 50, 120),  # but never less than needed
     ],
 )
-def test_a_cache_grows_by_pages_and_to_double_and_not_beyond_the_limit(
+def test_a_cache_grows_to_at_least_double_in_whole_pages_up_to_the_limit(
     capacity: int, needed: int, limit: int, wanted: int
 ) -> None:
     for head_shape in (None, (1, 1, 4)):
@@ -326,42 +327,42 @@ def test_a_cache_grows_by_pages_and_to_double_and_not_beyond_the_limit(
 
 
 def test_growing_copies_each_token_about_once() -> None:
-    """However many steps a text takes."""
-    cache, copied, most = KVCache.allocate((1, 1, 4), None, 256), 0, 20_000
-    for length in range(1, most):
+    """A text of 20 000 tokens is copied less than twice in total, though every step needs one more slot."""
+    cache, copied, num_tokens = KVCache.allocate((1, 1, 4), None, 256), 0, 20_000
+    for length in range(1, num_tokens):
         before = cache.target.storage
         cache.target.set_lengths([length])
-        cache.make_room(length + 1, 10 * most)
+        cache.make_room(length + 1, 10 * num_tokens)
         copied += length if cache.target.storage is not before else 0
-    assert copied < 2 * most
+    assert copied < 2 * num_tokens
 
 
 @pytest.fixture
-def page(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """page(size): caches grow by so many tokens."""
+def set_page_size(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """set_page_size(size): caches grow by pages of that many tokens."""
 
-    def set_page(size: int) -> None:
+    def set_size(size: int) -> None:
         for module in (inference.cache, inference.decode):
             monkeypatch.setattr(module, "PAGE", size)
 
-    return set_page
+    return set_size
 
 
-@pytest.mark.parametrize("drafter", ["half right head, tree", "truth hidden in a tree"])
+@pytest.mark.parametrize("drafter_name", ["half right head, tree", "truth hidden in a tree"])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=2, frequency_penalty=0.5)], ids=["greedy", "T=1"])
-def test_a_text_does_not_notice_that_its_cache_grows(
+def test_a_cache_that_grows_changes_no_text(
     target: TargetModel,
     make_head: Callable[..., Eagle3Head],
-    page: Callable[[int], None],
-    drafter: str,
+    set_page_size: Callable[[int], None],
+    drafter_name: str,
     sampling: Sampling,
 ) -> None:
-    """Nor do other rows in the middle of theirs."""
+    """A row that is in the middle of its text when the cache grows goes on unchanged."""
     requests = [Request(prompt, count, sampling) for prompt, count in zip(PROMPTS, (70, 12, 40), strict=True)]
     wanted = [generate(target, r.prompt, r.max_new_tokens, sampling).tokens for r in requests]
     whole = [prompt + text for prompt, text in zip(PROMPTS, wanted, strict=True)]
-    page(4)
-    loop = DecodeLoop(target, requests, DRAFTERS[drafter](Texts(target, whole, make_head)), max_batch=2)
+    set_page_size(4)
+    loop = DecodeLoop(target, requests, DRAFTERS[drafter_name](Texts(target, whole, make_head)), max_batch=2)
     capacities: list[int] = []
     for _ in loop.run():
         if loop.cache.target.capacity not in capacities:
@@ -373,7 +374,7 @@ def test_a_text_does_not_notice_that_its_cache_grows(
 
 
 def test_a_cache_is_no_larger_than_its_requests_can_fill(target: TargetModel) -> None:
-    """Whatever a page is, prompt, new tokens and the drafted nodes of the longest request."""
+    """Its capacity is that of the longest request: prompt, new tokens and one tree. Pages do not round it up."""
     requests = [Request([1] * 10, 20), Request([1], 5)]
     whole = [request.prompt + generate(target, request.prompt, request.max_new_tokens).tokens for request in requests]
     loop = DecodeLoop(target, requests, Oracle(*whole), static=False)
@@ -383,15 +384,15 @@ def test_a_cache_is_no_larger_than_its_requests_can_fill(target: TargetModel) ->
         assert generation.stats.cache_bytes == loop.cache.num_bytes == loop.limit * 2 * 896  # two rows
 
 
-def test_no_step_copies_or_allocates_the_cache(target: TargetModel) -> None:
+def test_no_step_copies_or_reallocates_the_cache(target: TargetModel) -> None:
     text = generate(target, PROMPT, 30).tokens
-    loop, places = DecodeLoop(target, [Request(PROMPT, 30)], Hidden(PROMPT + text)), set()
+    loop, addresses = DecodeLoop(target, [Request(PROMPT, 30)], Hidden(PROMPT + text)), set()
     for _ in loop.run():
-        places.add(loop.cache.target.storage.data_ptr())
-    assert len(places) == 1
+        addresses.add(loop.cache.target.storage.data_ptr())
+    assert len(addresses) == 1
 
 
-def test_target_and_head_share_one_allocation_and_no_slot(target: TargetModel, head: Eagle3Head) -> None:
+def test_target_and_head_share_one_allocation_but_no_slot(target: TargetModel, head: Eagle3Head) -> None:
     for batch in (1, 3):
         cache = target.new_cache(16, head.cache_shape, batch)
         assert cache.head is not None
@@ -406,41 +407,43 @@ def test_target_and_head_share_one_allocation_and_no_slot(target: TargetModel, h
 
 
 @pytest.mark.parametrize(("batch", "static"), [(2, False), (1, True), (2, True)])
-def test_padding_slots_hold_no_nan(target: TargetModel, batch: int, static: bool) -> None:
+def test_unwritten_slots_hold_no_nan(target: TargetModel, batch: int, static: bool) -> None:
     """A fused kernel may multiply a masked slot by weight 0, and 0 x NaN is NaN."""
     cache = target.new_cache(1000, (1, 2, 8), batch, static)
     cache.make_room(3000, 3000)
     assert all((slots.storage == 0).all() for slots in cache.slots)
 
 
-def test_generations_beyond_a_page_are_batched_too(target: TargetModel, page: Callable[[int], None]) -> None:
-    """One prompt far longer than the others, in the first row and in the last, from the start and waiting."""
+def test_a_prompt_far_longer_than_the_others_decodes_in_a_batch_as_alone(
+    target: TargetModel, set_page_size: Callable[[int], None]
+) -> None:
+    """It is in the last row at the start, then comes from the queue into the first row. Pages are 2 tokens."""
     long = [7 + i % 50 for i in range(60)]
     prompts = [[3], long, [4, 5], [8], long]
     requests = [Request(prompt, 12) for prompt in prompts]
     wanted = [generate(target, prompt, 12).tokens for prompt in prompts]
-    page(2)
+    set_page_size(2)
     assert [generation.tokens for generation in generate_batch(target, requests, max_batch=2)] == wanted
 
 
-@pytest.mark.parametrize("name", list(DRAFTERS))
-def test_a_row_alone_reads_no_slot_that_it_has_not_written(
+@pytest.mark.parametrize("drafter_name", list(DRAFTERS))
+def test_a_single_row_reads_no_slot_that_it_has_not_written(
     target: TargetModel,
     make_head: Callable[..., Eagle3Head],
-    page: Callable[[int], None],
+    set_page_size: Callable[[int], None],
     monkeypatch: pytest.MonkeyPatch,
-    name: str,
+    drafter_name: str,
 ) -> None:
-    """Its cache is not cleared: whatever was in that memory, were it NaN, must not reach the text or the drafts."""
+    """Its cache is not cleared, so old memory, even NaN, must reach neither the text nor the drafts."""
     text = PROMPT + generate(target, PROMPT, 40).tokens
 
-    def stats(filler: float) -> tuple[list[int], list[int]]:
+    def decode_with(filler: float) -> tuple[list[int], list[int]]:
         with monkeypatch.context() as patched:
             patched.setattr(torch, "empty", partial(torch.full, fill_value=filler))
-            found = generate(target, PROMPT, 40, drafter=DRAFTERS[name](Texts(target, [text], make_head)))
+            found = generate(target, PROMPT, 40, drafter=DRAFTERS[drafter_name](Texts(target, [text], make_head)))
         return found.tokens, found.stats.accepted_at_depth
 
-    page(8)
-    clean, dirty = stats(0.0), stats(math.nan)
+    set_page_size(8)
+    clean, dirty = decode_with(0.0), decode_with(math.nan)
     assert clean[0] == text[len(PROMPT) :]
     assert dirty == clean

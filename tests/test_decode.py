@@ -1,4 +1,4 @@
-"""THE law: a drafter changes how fast a text comes, never which text, token for token, however it is sampled."""
+"""The law of decoding: a drafter changes how fast a text is written, never a token of it, however it is sampled."""
 
 import dataclasses
 import itertools
@@ -48,8 +48,8 @@ SAMPLINGS = {
 MakeHead = Callable[..., Eagle3Head]
 Plain = Callable[..., list[int]]
 all_samplings = pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-SOME = ("greedy", "T=1", "all at once")
-some_samplings = pytest.mark.parametrize("sampling", [SAMPLINGS[name] for name in SOME], ids=SOME)
+MAIN_NAMES = ("greedy", "T=1", "all at once")
+main_samplings = pytest.mark.parametrize("sampling", [SAMPLINGS[name] for name in MAIN_NAMES], ids=MAIN_NAMES)
 
 
 @pytest.fixture(scope="module")
@@ -68,33 +68,36 @@ def plain(target: TargetModel) -> Plain:
 
 @pytest.fixture
 def make_drafter(target: TargetModel, make_head: MakeHead) -> Callable[..., Drafter]:
-    """make_drafter(name, *texts): one of DRAFTERS, given prompts with what follows them."""
+    """make_drafter(name, *texts): one of DRAFTERS for whole texts, each a prompt with its continuation."""
     return lambda name, *texts: DRAFTERS[name](Texts(target, list(texts), make_head))
 
 
-VARIED = ("half right head, fixed tree", "truth hidden in a tree")
+# These are tried with every sampling, all other drafters with the main ones.
+WITH_ALL_SAMPLINGS = ("half right head, fixed tree", "truth hidden in a tree")
 
 
 @pytest.mark.parametrize(
-    ("drafter", "sampling"),
+    ("drafter_name", "sampling"),
     [
-        pytest.param(drafter, sampling, id=f"{drafter}-{name}")
-        for drafter in DRAFTERS
-        for name, sampling in SAMPLINGS.items()
-        if drafter in VARIED or name in SOME
+        pytest.param(drafter_name, sampling, id=f"{drafter_name}-{sampling_name}")
+        for drafter_name in DRAFTERS
+        for sampling_name, sampling in SAMPLINGS.items()
+        if drafter_name in WITH_ALL_SAMPLINGS or sampling_name in MAIN_NAMES
     ],
 )
 def test_any_drafter_writes_what_plain_decoding_writes(
-    target: TargetModel, make_drafter: Callable[..., Drafter], plain: Plain, drafter: str, sampling: Sampling
+    target: TargetModel, make_drafter: Callable[..., Drafter], plain: Plain, drafter_name: str, sampling: Sampling
 ) -> None:
     wanted = plain(sampling)
-    made = make_drafter(drafter, PROMPT + wanted)
-    assert generate(target, PROMPT, NEW_TOKENS, sampling, made).tokens == wanted
+    drafter = make_drafter(drafter_name, PROMPT + wanted)
+    assert generate(target, PROMPT, NEW_TOKENS, sampling, drafter).tokens == wanted
 
 
 @all_samplings
-def test_plain_decoding_is_one_full_forward_per_token(target: TargetModel, plain: Plain, sampling: Sampling) -> None:
-    """No cache, no step: argmax of log p and the noise of the position, over and over."""
+def test_plain_decoding_equals_one_full_forward_per_token(
+    target: TargetModel, plain: Plain, sampling: Sampling
+) -> None:
+    """The reference needs no cache: each token is the argmax of log p plus the Gumbel noise of its position."""
     output: list[int] = []
     for position in range(len(PROMPT), len(PROMPT) + NEW_TOKENS):
         logits = target.forward(torch.tensor([PROMPT + output])).logits[:, -1:]
@@ -107,7 +110,7 @@ def test_plain_decoding_is_one_full_forward_per_token(target: TargetModel, plain
         assert plain(sampling) != plain(Sampling())
 
 
-def test_greedy_is_transformers_own_generate(target: TargetModel, plain: Plain) -> None:
+def test_greedy_decoding_equals_generate_of_transformers(target: TargetModel, plain: Plain) -> None:
     for prompt in (PROMPT, [1], list(range(30))):
         written = target.model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW_TOKENS)
         assert plain(Sampling(), prompt) == written[0, len(prompt) :].tolist()
@@ -115,31 +118,31 @@ def test_greedy_is_transformers_own_generate(target: TargetModel, plain: Plain) 
 
 
 @pytest.mark.parametrize("prompt", [[3], [50, 51], list(range(40))], ids=len)
-@pytest.mark.parametrize("drafter", ["head, wide tree", "half right head, tree", "truth hidden in a tree"])
-def test_prompts_of_any_length_decode_alike(
-    target: TargetModel, make_drafter: Callable[..., Drafter], plain: Plain, drafter: str, prompt: list[int]
+@pytest.mark.parametrize("drafter_name", ["head, wide tree", "half right head, tree", "truth hidden in a tree"])
+def test_drafters_write_what_plain_decoding_writes_after_prompts_of_any_length(
+    target: TargetModel, make_drafter: Callable[..., Drafter], plain: Plain, drafter_name: str, prompt: list[int]
 ) -> None:
     for sampling in (Sampling(), Sampling(1.0, seed=5)):
         wanted = plain(sampling, prompt)
-        made = make_drafter(drafter, prompt + wanted)
-        assert generate(target, prompt, NEW_TOKENS, sampling, made).tokens == wanted
+        drafter = make_drafter(drafter_name, prompt + wanted)
+        assert generate(target, prompt, NEW_TOKENS, sampling, drafter).tokens == wanted
 
 
-def test_a_drafter_may_be_used_again(target: TargetModel, make_head: MakeHead, plain: Plain) -> None:
+def test_a_drafter_can_be_used_for_several_prompts(target: TargetModel, make_head: MakeHead, plain: Plain) -> None:
     drafter = HeadDrafter(make_head(), Dynamic(4, 4, 12))
     for prompt in (PROMPT, [3]):
         assert generate(target, prompt, NEW_TOKENS, drafter=drafter).tokens == plain(Sampling(), prompt)
 
 
 @pytest.mark.parametrize("growth", ["cost_aware", "adaptive"])
-def test_growth_that_measures_steps_decodes_like_any_other(
+def test_growth_by_measured_costs_writes_what_plain_decoding_writes(
     target: TargetModel, make_head: MakeHead, plain: Plain, growth: str
 ) -> None:
-    """With penalties too, of which costs know nothing; and up to the last of the target's positions."""
-    prompt = [*range(90)] * 2 + [*range(64)]  # 244 of 256
+    """Also with penalties, which the measured steps leave out, and up to the target's last position."""
+    long_prompt = [*range(90)] * 2 + [*range(64)]  # 244 of the target's 256 positions
     drafter = with_growth(target, make_head(), growth)
-    for text, sampling in ((PROMPT, SAMPLINGS["all at once"]), (prompt, Sampling())):
-        assert generate(target, text, 12, sampling, drafter).tokens == plain(sampling, text, 12)
+    for prompt, sampling in ((PROMPT, SAMPLINGS["all at once"]), (long_prompt, Sampling())):
+        assert generate(target, prompt, 12, sampling, drafter).tokens == plain(sampling, prompt, 12)
 
 
 def with_growth(target: TargetModel, head: Eagle3Head, growth: Any) -> HeadDrafter:
@@ -148,7 +151,7 @@ def with_growth(target: TargetModel, head: Eagle3Head, growth: Any) -> HeadDraft
 
 
 def random_head(target: TargetModel) -> Eagle3Head:
-    """Of random weights, for any target: the head keeps to its own rotary embedding."""
+    """A head with random weights for any target; it uses a default rotary embedding instead of the target's."""
     config = dataclasses.replace(target.config, rope=Rope())
     shape = Eagle3Shape(hidden_size=32, intermediate_size=40, num_heads=4, num_kv_heads=2, head_dim=8, taps=target.taps)
     head = Eagle3Head(shape, config, DraftVocab.full(97), target.model.get_input_embeddings().weight)
@@ -166,13 +169,13 @@ SCRIPTED: list[Callable[..., Drafter]] = [Hidden, Duplicates, NeverRight]
 def check_family(
     family: str, prompts: list[list[int]], samplings: list[Sampling], count: int, scripted: list[Callable[..., Drafter]]
 ) -> None:
-    """Request i takes sampling i, in turn; every drafter must write what plain decoding writes, alone and in batches.
+    """Check that every drafter writes what plain decoding writes, alone and in batches.
 
-    And what plain decoding writes greedily must be what a full forward without a cache says.
+    Greedy text must also equal the choices of a full forward without a cache. Requests take the samplings in turn.
     """
     target = TargetModel(FAMILIES[family](), (0, 1, 2))
-    turns = itertools.cycle(samplings)
-    requests = [Request(prompt, count, next(turns)) for prompt in prompts]
+    sampling_cycle = itertools.cycle(samplings)
+    requests = [Request(prompt, count, next(sampling_cycle)) for prompt in prompts]
     wanted = [generate(target, request.prompt, count, request.sampling).tokens for request in requests]
     whole = [prompt + text for prompt, text in zip(prompts, wanted, strict=True)]
     for drafter in [*(make(*whole) for make in scripted), HeadDrafter(random_head(target), Dynamic(3, 3, 8))]:
@@ -186,8 +189,8 @@ def check_family(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_any_family_is_a_target_alone_and_in_batches(family: str) -> None:
-    """Of prompts on both sides of the sliding window; greedy, at T = 0.7 with top-p and at T = 1 in one batch."""
+def test_every_family_decodes_losslessly_alone_and_in_batches(family: str) -> None:
+    """Some prompts fit in the sliding window and some do not. A batch mixes greedy, T = 0.7 with top-p, and T = 1."""
     prompts = [list(range(length)) for length in (WINDOW + 9, WINDOW - 3, 2 * WINDOW + 1, 2)]
     check_family(family, prompts, FAMILY_SAMPLINGS, 5, [Hidden])
 
@@ -195,58 +198,62 @@ def test_any_family_is_a_target_alone_and_in_batches(family: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("sampling", FAMILY_SAMPLINGS, ids=["greedy", "T=0.7, top-p", "T=1"])
-def test_any_family_with_long_outputs_and_prompts_of_any_length(family: str, sampling: Sampling) -> None:
+def test_every_family_writes_long_outputs_losslessly_after_prompts_of_any_length(
+    family: str, sampling: Sampling
+) -> None:
     prompts = [list(range(length)) for length in (WINDOW + 9, 1, WINDOW, 3 * WINDOW + 1)]
     check_family(family, prompts, [sampling], 24, SCRIPTED)
 
 
-@some_samplings
-def test_a_drafter_is_told_what_a_forward_over_the_text_says(
+@main_samplings
+def test_a_drafter_receives_the_taps_of_a_forward_over_the_text(
     target: TargetModel, plain: Plain, sampling: Sampling
 ) -> None:
-    """Position by position, without a gap; wrong features would cost acceptance and nothing else."""
+    """Every position comes exactly once. Wrong taps would only lower acceptance, so no text would show them."""
     text = PROMPT + plain(sampling)
     listener = Listener(text)
     listener.taps = target.taps
     generate(target, PROMPT, NEW_TOKENS, sampling, listener)
     assert listener.first_text.tolist() == [text[: len(PROMPT) + 1]]
-    at = len(PROMPT) - 1
+    position = len(PROMPT) - 1  # of the root
     for verified in listener.told:
-        assert verified.starts == [at]
-        at += verified.counts[0]
+        assert verified.starts == [position]
+        position += verified.counts[0]
         assert verified.next_tokens.shape == (1, verified.counts[0])
-        assert verified.roots.tolist() == [[text[at]]]
-        assert verified.texts == [text[: at + 1]]
-        assert verified.remaining == [len(text) - (at + 1) - 1]  # tokens to come behind the root, one of them the bonus
+        assert verified.roots.tolist() == [[text[position]]]
+        assert verified.texts == [text[: position + 1]]
+        assert verified.remaining == [len(text) - (position + 1) - 1]  # after the root, without the bonus token
         assert verified.sampling.samplings == (sampling,)
-    told = torch.cat([verified.next_tokens for verified in listener.told], dim=1)
-    assert told[0].tolist() == text[len(PROMPT) : at + 1]
+    received = torch.cat([verified.next_tokens for verified in listener.told], dim=1)
+    assert received[0].tolist() == text[len(PROMPT) : position + 1]
     taps = torch.cat([listener.first_taps[:, :-1], *(verified.taps for verified in listener.told)], dim=1)
-    torch.testing.assert_close(taps, target.forward(torch.tensor([text[:at]])).taps, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(taps, target.forward(torch.tensor([text[:position]])).taps, atol=1e-4, rtol=1e-4)
 
 
-def test_a_drafter_is_told_of_the_output_before_the_root_where_penalties_ask(target: TargetModel, plain: Plain) -> None:
+def test_a_drafter_receives_the_output_before_the_root_only_where_penalties_need_it(
+    target: TargetModel, plain: Plain
+) -> None:
     sampling = SAMPLINGS["greedy, penalties"]
     text = PROMPT + plain(sampling)
     listener = Listener(text)
     generate(target, PROMPT, NEW_TOKENS, sampling, listener)
     assert len(listener.histories) > 3
-    for certain, history in zip([v.texts[0] for v in listener.told], listener.histories, strict=True):
+    for prefix, history in zip([v.texts[0] for v in listener.told], listener.histories, strict=True):
         assert history is not None
         assert history.prompt[0].nonzero().flatten().tolist() == sorted(PROMPT)
-        written = torch.tensor(certain[len(PROMPT) : -1], dtype=torch.long)
+        written = torch.tensor(prefix[len(PROMPT) : -1], dtype=torch.long)
         assert history.counts.tolist() == [[written.bincount(minlength=97).tolist()]]
-    silent = Listener(PROMPT + plain(Sampling()))
-    generate(target, PROMPT, NEW_TOKENS, Sampling(), silent)
-    assert set(silent.histories) == {None}
+    unpenalised = Listener(PROMPT + plain(Sampling()))
+    generate(target, PROMPT, NEW_TOKENS, Sampling(), unpenalised)
+    assert set(unpenalised.histories) == {None}
 
 
-@some_samplings
+@main_samplings
 @pytest.mark.parametrize("depth", [1, 2, 5])
-def test_an_oracles_tau_is_its_depth_and_the_bonus(
+def test_an_oracles_acceptance_length_is_its_depth_plus_the_bonus_token(
     target: TargetModel, plain: Plain, depth: int, sampling: Sampling
 ) -> None:
-    new_tokens = 1 + 3 * (depth + 1)  # the first one comes out of the prompt's pass
+    new_tokens = 1 + 3 * (depth + 1)  # prefill gives the first one
     text = PROMPT + plain(sampling)
     result = generate(target, PROMPT, new_tokens, sampling, Oracle(text, ahead=depth))
     assert result.stats.acceptance_length == depth + 1
@@ -260,18 +267,18 @@ def test_an_oracles_tau_is_its_depth_and_the_bonus(
     assert hidden.bytes_moved > 0
 
 
-def test_a_head_that_is_half_right_is_accepted_to_varying_depths(
+def test_drafts_of_a_half_right_head_are_accepted_to_varying_depths(
     target: TargetModel, make_drafter: Callable[..., Drafter], plain: Plain
 ) -> None:
-    """Otherwise the laws above would say little: nothing is ever accepted of a random head's drafts, or all of it."""
+    """Without such a head the laws above would prove little: drafts would be either all rejected or all accepted."""
     for sampling in (Sampling(), Sampling(1.0, seed=2)):
-        made = make_drafter("half right head, tree", PROMPT + plain(sampling))
-        stats = generate(target, PROMPT, NEW_TOKENS, sampling, made).stats
+        drafter = make_drafter("half right head, tree", PROMPT + plain(sampling))
+        stats = generate(target, PROMPT, NEW_TOKENS, sampling, drafter).stats
         assert 1.3 < stats.acceptance_length < 5
         assert stats.accepted_at_depth[0] > stats.accepted_at_depth[-1] > 0
 
 
-def test_who_drafts_nothing_right_gets_one_token_a_step(target: TargetModel, plain: Plain) -> None:
+def test_a_drafter_that_is_never_right_gets_one_token_per_step(target: TargetModel, plain: Plain) -> None:
     for drafter in (NeverRight(PROMPT + plain(Sampling())), NoDrafter()):
         result = generate(target, PROMPT, NEW_TOKENS, drafter=drafter)
         assert result.stats.acceptance_length == 1
@@ -280,42 +287,44 @@ def test_who_drafts_nothing_right_gets_one_token_a_step(target: TargetModel, pla
         assert result.stats.bytes_moved == 0
 
 
-@pytest.mark.parametrize("drafter", ["head, wide tree", "half right head, fixed tree", "oracle", "careless oracle"])
-def test_no_number_of_new_tokens_is_overshot(
-    target: TargetModel, make_drafter: Callable[..., Drafter], plain: Plain, drafter: str
+@pytest.mark.parametrize(
+    "drafter_name", ["head, wide tree", "half right head, fixed tree", "oracle", "careless oracle"]
+)
+def test_a_text_never_exceeds_max_new_tokens(
+    target: TargetModel, make_drafter: Callable[..., Drafter], plain: Plain, drafter_name: str
 ) -> None:
     sampling = Sampling(1.0, seed=1)
     wanted = plain(sampling)
     for count in range(1, 13):
-        made = make_drafter(drafter, PROMPT + wanted)
-        result = generate(target, PROMPT, count, sampling, made)
+        drafter = make_drafter(drafter_name, PROMPT + wanted)
+        result = generate(target, PROMPT, count, sampling, drafter)
         assert result.tokens == wanted[:count]
         assert result.stats.tokens == count - 1
         assert result.finish == "length"
 
 
-@pytest.mark.parametrize("drafter", ["head, wide tree", "oracle", "truth hidden in a tree", "duplicate siblings"])
-def test_an_end_token_inside_a_path_ends_the_text_where_plain_does(
+@pytest.mark.parametrize("drafter_name", ["head, wide tree", "oracle", "truth hidden in a tree", "duplicate siblings"])
+def test_an_end_token_on_an_accepted_path_ends_the_text_where_plain_decoding_ends_it(
     target: TargetModel,
     make_drafter: Callable[..., Drafter],
     plain: Plain,
     monkeypatch: pytest.MonkeyPatch,
-    drafter: str,
+    drafter_name: str,
 ) -> None:
-    """Each token of the text in turn ends it, be it the first, a drafted one, or the bonus behind a path."""
+    """Each of the first nine tokens in turn is the end token: the first one, draft tokens and bonus tokens."""
     sampling = Sampling(0.7, seed=1)
     text = plain(sampling)
     for end in dict.fromkeys(text[:9]):
         monkeypatch.setattr(target, "end_tokens", [end, 96])
         wanted = text[: text.index(end) + 1]
         assert generate(target, PROMPT, NEW_TOKENS, sampling).tokens == wanted
-        result = generate(target, PROMPT, NEW_TOKENS, sampling, make_drafter(drafter, PROMPT + text))
+        result = generate(target, PROMPT, NEW_TOKENS, sampling, make_drafter(drafter_name, PROMPT + text))
         assert result.tokens == wanted
         assert result.stats.tokens == len(wanted) - 1
         assert result.finish == "end"
 
 
-def test_an_end_token_in_the_last_place_is_an_end(
+def test_an_end_token_in_the_last_place_finishes_with_end_and_not_length(
     target: TargetModel, plain: Plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = plain(Sampling())
@@ -326,24 +335,24 @@ def test_an_end_token_in_the_last_place_is_an_end(
         assert (result.tokens, result.finish) == (text[:count], "end")
 
 
-@pytest.mark.parametrize("drafter", ["oracle", "truth hidden in a tree", "half right head, tree"])
-@some_samplings
+@pytest.mark.parametrize("drafter_name", ["oracle", "truth hidden in a tree", "half right head, tree"])
+@main_samplings
 def test_logprobs_are_the_targets_own(
-    target: TargetModel, make_drafter: Callable[..., Drafter], plain: Plain, drafter: str, sampling: Sampling
+    target: TargetModel, make_drafter: Callable[..., Drafter], plain: Plain, drafter_name: str, sampling: Sampling
 ) -> None:
-    """log p of each new token from one full forward: at temperature 1, whatever it was sampled with."""
+    """They equal log p of each new token in one full forward at temperature 1, whatever the sampling."""
     text = plain(sampling)
     all_logits = target.forward(torch.tensor([PROMPT + text])).logits[0, len(PROMPT) - 1 : -1]
     wanted = all_logits.log_softmax(-1).gather(1, torch.tensor(text).unsqueeze(1)).squeeze(1)
-    for made in (None, make_drafter(drafter, PROMPT + text)):
-        result = generate_batch(target, [Request(PROMPT, NEW_TOKENS, sampling, logprobs=True)], made)[0]
+    for drafter in (None, make_drafter(drafter_name, PROMPT + text)):
+        result = generate_batch(target, [Request(PROMPT, NEW_TOKENS, sampling, logprobs=True)], drafter)[0]
         assert result.tokens == text
         assert result.logprobs is not None
         torch.testing.assert_close(torch.tensor(result.logprobs), wanted, atol=1e-4, rtol=0)
     assert generate(target, PROMPT, 5).logprobs is None
 
 
-def test_there_are_as_many_logprobs_as_tokens_wherever_a_text_ends(
+def test_every_token_has_one_logprob_wherever_the_text_ends(
     target: TargetModel, plain: Plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = plain(Sampling())
@@ -357,15 +366,15 @@ def test_there_are_as_many_logprobs_as_tokens_wherever_a_text_ends(
 
 @pytest.fixture
 def forwards(target: TargetModel) -> Iterator[list[int]]:
-    """The number of tokens of each forward of the target, as they come."""
-    seen: list[int] = []
+    """The number of tokens in each forward of the target so far."""
+    counts: list[int] = []
     embedding = target.model.get_input_embeddings()
-    handle = embedding.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[-1]))
-    yield seen
+    handle = embedding.register_forward_pre_hook(lambda module, args: counts.append(args[0].shape[-1]))
+    yield counts
     handle.remove()
 
 
-def test_what_does_not_fit_the_positions_is_refused_before_any_forward(
+def test_a_request_beyond_the_targets_positions_is_refused_before_any_forward(
     target: TargetModel, forwards: list[int]
 ) -> None:
     prompt = [1] * 246
@@ -380,8 +389,8 @@ def test_what_does_not_fit_the_positions_is_refused_before_any_forward(
     assert forwards == [246] + [1] * 9
 
 
-def test_positions_beyond_which_earlier_keys_would_change_are_refused() -> None:
-    """LongRoPE turns all positions otherwise from 48 on: a cache cannot follow, whatever its capacity may be."""
+def test_a_text_that_would_change_the_keys_of_earlier_positions_is_refused() -> None:
+    """LongRoPE rotates every position differently once a text exceeds 48 tokens, and cached keys cannot follow."""
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
     limited = {"rope_parameters": {**rope, "original_max_position_embeddings": 48, "factor": 2.0}}
     target = TargetModel(make_family("phi3", original_max_position_embeddings=48, **limited), ())
@@ -392,14 +401,14 @@ def test_positions_beyond_which_earlier_keys_would_change_are_refused() -> None:
     assert target.generate([[*range(20)]], 28) == [wanted]
 
 
-def test_the_last_position_is_reached_with_a_drafter_too(target: TargetModel, make_head: MakeHead) -> None:
-    """Also by trees that would go deeper than what is left."""
+def test_a_drafter_reaches_the_targets_last_position(target: TargetModel, make_head: MakeHead) -> None:
+    """Even with trees that are deeper than the number of positions left."""
     prompt = torch.randint(97, (244,)).tolist()
     wanted = generate(target, prompt, 12).tokens
     for growth in (Dynamic.chain(20), Dynamic(9, 4, 30)):
         assert generate(target, prompt, 12, drafter=HeadDrafter(make_head(), growth)).tokens == wanted
-    right = HeadDrafter(HalfRightHead(target, prompt + wanted), Dynamic(9, 4, 30))
-    assert generate(target, prompt, 12, drafter=right).tokens == wanted
+    half_right = HeadDrafter(HalfRightHead(target, prompt + wanted), Dynamic(9, 4, 30))
+    assert generate(target, prompt, 12, drafter=half_right).tokens == wanted
 
 
 def test_impossible_requests_are_refused_before_any_forward(target: TargetModel, forwards: list[int]) -> None:
@@ -414,23 +423,23 @@ def test_impossible_requests_are_refused_before_any_forward(target: TargetModel,
 
 
 @pytest.mark.parametrize("static", [False, True])
-def test_each_drafter_is_told_its_own_taps_of_those_that_the_target_gives(target: TargetModel, static: bool) -> None:
-    """Two rows, the second one in the place of the first when that has ended."""
+def test_each_drafter_receives_its_own_taps_from_a_target_that_gives_more(target: TargetModel, static: bool) -> None:
+    """Two rows and three requests: when the first row ends, the second one moves into its place."""
     shared = TargetModel(target.model, (1, 2, 3, 5, 7))
     requests = [Request(PROMPT, 3), Request([3], 9), Request([*range(9)], 5)]
     texts = [request.prompt + generate(target, request.prompt, request.max_new_tokens).tokens for request in requests]
     for taps in ((1, 5, 7), (5, 1), (1, 2, 3, 5, 7)):
-        told = []
+        received = []
         for model in (shared, TargetModel(target.model, taps)):
             listener = Listener(*texts)
             listener.taps = taps
             generate_batch(model, requests, listener, 2, static)
-            told.append([listener.first_taps, *(verified.taps for verified in listener.told)])
-        assert told[0][0].shape[-1] == len(taps) * target.config.hidden_size
-        assert all(torch.equal(one, other) for one, other in zip(*told, strict=True))
+            received.append([listener.first_taps, *(verified.taps for verified in listener.told)])
+        assert received[0][0].shape[-1] == len(taps) * target.config.hidden_size
+        assert all(torch.equal(one, other) for one, other in zip(*received, strict=True))
 
 
-def test_a_drafter_of_other_taps_is_refused_with_both(
+def test_a_drafter_whose_taps_the_target_does_not_give_is_refused(
     target: TargetModel, make_head: MakeHead, forwards: list[int]
 ) -> None:
     drafter = HeadDrafter(make_head(taps=(1, 3, 5)), Dynamic.chain(3))
@@ -439,15 +448,15 @@ def test_a_drafter_of_other_taps_is_refused_with_both(
     assert forwards == []
 
 
-@pytest.mark.parametrize("drafter", ["head, wide tree", "oracle", "truth hidden in a tree", "never right"])
+@pytest.mark.parametrize("drafter_name", ["head, wide tree", "oracle", "truth hidden in a tree", "never right"])
 def test_a_stream_yields_what_generate_returns(
-    target: TargetModel, make_drafter: Callable[..., Drafter], plain: Plain, drafter: str
+    target: TargetModel, make_drafter: Callable[..., Drafter], plain: Plain, drafter_name: str
 ) -> None:
-    """A block for the prompt's pass, then one for each step, none of them empty."""
+    """One block comes from prefill and one from each step; none is empty."""
     sampling = Sampling(1.0, seed=1)
     text = PROMPT + plain(sampling)
-    blocks = list(blocks_of(target, Request(PROMPT, NEW_TOKENS, sampling), make_drafter(drafter, text)))
-    whole = generate(target, PROMPT, NEW_TOKENS, sampling, make_drafter(drafter, text))
+    blocks = list(blocks_of(target, Request(PROMPT, NEW_TOKENS, sampling), make_drafter(drafter_name, text)))
+    whole = generate(target, PROMPT, NEW_TOKENS, sampling, make_drafter(drafter_name, text))
     assert [token for block in blocks for token in block] == whole.tokens
     assert all(blocks)
     assert len(blocks[0]) == 1
@@ -455,7 +464,7 @@ def test_a_stream_yields_what_generate_returns(
     assert whole.stats.tokens == len(whole.tokens) - 1
 
 
-def test_what_has_come_so_far_can_be_read_between_two_blocks(target: TargetModel, plain: Plain) -> None:
+def test_partial_output_is_readable_between_blocks(target: TargetModel, plain: Plain) -> None:
     text = plain(Sampling())
     loop, seen = DecodeLoop(target, [Request(PROMPT, NEW_TOKENS)], Oracle(PROMPT + text)), []
     for number, block in loop.run():
@@ -466,7 +475,7 @@ def test_what_has_come_so_far_can_be_read_between_two_blocks(target: TargetModel
     assert seen == text
 
 
-def test_a_stream_left_early_costs_nothing_more(target: TargetModel, forwards: list[int]) -> None:
+def test_a_stream_runs_only_as_far_as_it_is_read_and_closes_cleanly(target: TargetModel, forwards: list[int]) -> None:
     blocks = blocks_of(target, Request(PROMPT, NEW_TOKENS))
     assert forwards == []
     assert next(blocks) + next(blocks) == generate(target, PROMPT, 2).tokens
@@ -475,7 +484,7 @@ def test_a_stream_left_early_costs_nothing_more(target: TargetModel, forwards: l
     assert not torch.is_inference_mode_enabled()
 
 
-def test_nothing_of_the_callers_is_changed(target: TargetModel, plain: Plain) -> None:
+def test_generate_changes_neither_the_prompt_nor_the_global_random_state(target: TargetModel, plain: Plain) -> None:
     prompt, state = list(PROMPT), torch.get_rng_state()
     generate(target, prompt, 8, Sampling(1.0), Hidden(PROMPT + plain(Sampling(1.0))))
     assert prompt == PROMPT
@@ -490,7 +499,7 @@ def test_stats_add_up(target: TargetModel, plain: Plain) -> None:
     for part in parts:
         total.add(part.stats)
     assert total.tokens == 33
-    assert total.steps == 2 + 6 + 2  # 11 tokens behind the first: 6 and 5, or 2 at a time and one alone
+    assert total.steps == 2 + 6 + 2  # the 11 tokens after the first come as 6 + 5, or as five times 2 and one
     assert total.accepted_at_depth == [2 + 5 + 2, 4, 4, 4, 2]
     assert total.drafted == sum(part.stats.drafted for part in parts) > 0
     assert total.bytes_moved == parts[-1].stats.bytes_moved > 0
@@ -498,7 +507,7 @@ def test_stats_add_up(target: TargetModel, plain: Plain) -> None:
     assert DecodeStats().acceptance_length == 0
 
 
-def test_acceptance_by_depth_of_many_texts_is_not_counted_twice() -> None:
+def test_summed_stats_count_each_step_once_at_every_depth_it_reached() -> None:
     total = DecodeStats()
     for paths in ([3, 1], [1, 2], [4]):
         stats = DecodeStats()
@@ -506,4 +515,4 @@ def test_acceptance_by_depth_of_many_texts_is_not_counted_twice() -> None:
             stats.count_step(accepted=length - 1, kept=length, drafted=5)
         total.add(stats)
     assert total.steps == 5
-    assert total.accepted_at_depth == [3, 2, 1]  # paths of 3, 2 and 4 nodes, the root not counted
+    assert total.accepted_at_depth == [3, 2, 1]  # from the paths of 3, 2 and 4 nodes, their roots not counted

@@ -1,4 +1,4 @@
-"""Laws of the tree: which folder may import what, and which names scripts must not take."""
+"""Laws of the repository: which folder may import what, and which names scripts must not take."""
 
 import ast
 import importlib.metadata
@@ -29,10 +29,10 @@ ONLY_IN = {
     "torch": ("heads/", "inference/", "data_pipelines/", "trainers/"),
 }
 
-# The rest of inference/ is the decode core, which must not know of these.
+# The rest of inference/ is the decode core, which must not import these.
 OUTSIDE_THE_CORE = ["inference/report/", "inference/doctor/"]
 
-# Perhaps not installed, but imported by torch, transformers or accelerate on machines that have them.
+# These may be missing here, but torch, transformers or accelerate import them on machines that have them.
 OPTIONAL_LIBRARIES = {
     "datasets",
     "deepspeed",
@@ -50,8 +50,8 @@ OPTIONAL_LIBRARIES = {
 }
 
 
-def imported(source: str) -> set[str]:
-    """Top-level names of every module that a source imports, also inside functions; relative imports stay at home."""
+def imported_names(source: str) -> set[str]:
+    """Top-level names of all modules that a source imports, also inside functions. Relative imports do not count."""
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -62,21 +62,21 @@ def imported(source: str) -> set[str]:
 
 
 def violations(file: str, source: str) -> list[str]:
-    """What a file of one of the folders imports and must not."""
+    """One line for each import that a file in one of the folders must not have."""
     folder = file.partition("/")[0]
-    to_the_right = FOLDERS[FOLDERS.index(folder) + 1 :]
-    names = sorted(imported(source))
-    against_the_flow = [f"{file} imports {name}, which comes after {folder}" for name in names if name in to_the_right]
+    later_folders = FOLDERS[FOLDERS.index(folder) + 1 :]
+    names = sorted(imported_names(source))
+    backward = [f"{file} imports {name}, which comes after {folder}" for name in names if name in later_folders]
     out_of_place = [
         f"{file} imports {name}, which belongs to {', '.join(ONLY_IN[name])}"
         for name in names
         if name in ONLY_IN and not file.startswith(ONLY_IN[name])
     ]
-    return against_the_flow + out_of_place
+    return backward + out_of_place
 
 
 def imported_files(file: Path) -> set[Path]:
-    """Files of ours that a file imports, those of imports inside functions included."""
+    """Our own files that a file imports, also inside functions."""
     found = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
@@ -90,7 +90,7 @@ def imported_files(file: Path) -> set[Path]:
 
 
 def circle_in(imports: dict[Path, set[Path]]) -> list[Path]:
-    """Files that import each other in a circle, the first one also at the end; empty if there is none."""
+    """Files that import each other in a circle, with the first one again at the end; empty if there is no circle."""
     done: set[Path] = set()
 
     def visit(file: Path, path: list[Path]) -> list[Path]:
@@ -111,13 +111,13 @@ def our_files() -> list[Path]:
 
 
 def is_shadowing(name: str) -> bool:
-    """Would a script called NAME.py, whose folder comes first on sys.path, hide a library or one of our packages?"""
+    """Would a script NAME.py hide a library or one of our packages? Its folder comes first on sys.path."""
     return name in {*FOLDERS, *sys.stdlib_module_names, *installed(), *OPTIONAL_LIBRARIES}
 
 
 @cache
 def installed() -> frozenset[str]:
-    """Top-level names of all libraries that are here."""
+    """Top-level names of all installed libraries."""
     return frozenset(importlib.metadata.packages_distributions())
 
 
@@ -140,17 +140,17 @@ def test_a_circle_of_imports_is_found() -> None:
     assert circle_in({a: {b, c}, b: {c}, c: set(), d: {a}}) == []
 
 
-def test_the_decode_core_imports_neither_report_nor_doctor() -> None:
+def test_the_decode_core_imports_neither_the_report_nor_the_doctor() -> None:
     outside = [ROOT / folder for folder in OUTSIDE_THE_CORE]
     core = [file for file in (ROOT / "inference").rglob("*.py") if not any(map(file.is_relative_to, outside))]
     assert len(core) > 10
-    wrong = [
+    forbidden = [
         (file, other) for file in core for other in imported_files(file) if any(map(other.is_relative_to, outside))
     ]
-    assert not wrong
+    assert not forbidden
 
 
-def test_training_loads_neither_report_nor_doctor_nor_matplotlib() -> None:
+def test_training_loads_neither_the_report_nor_the_doctor_nor_matplotlib() -> None:
     program = "import trainers.run, sys; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     modules = loaded.stdout.split()
@@ -186,7 +186,7 @@ def test_no_script_shadows_a_library(folder: str) -> None:
         ("data_pipelines/shards.py", "import accelerate"),
     ],
 )
-def test_a_wrong_import_is_found(file: str, source: str) -> None:
+def test_a_forbidden_import_is_found(file: str, source: str) -> None:
     assert len(violations(file, source)) == 1
 
 
