@@ -63,8 +63,7 @@ class CompletionClient:
         if not isinstance(listed, list) or not listed or not isinstance(listed[0], dict):
             raise ValueError(
                 f"data.server: {self.url} answers without {key} ({str(answer)[:200]}); an OpenAI-compatible server "
-                f"such "
-                "as vLLM or SGLang is needed, so check the URL"
+                "such as vLLM or SGLang is needed, so check the URL"
             )
         found: Json = listed[0]
         return found

@@ -20,7 +20,7 @@ DISK_MARGIN = 1.01  # factor for headers, offsets and the manifest
 class FeatureCost:
     """The size of a run's features."""
 
-    tokens: dict[tuple[str, int], int]  # per shard, by split and index
+    tokens: int
     token_bytes: int  # bytes per token
 
     @classmethod
@@ -28,17 +28,13 @@ class FeatureCost:
         cls, recipe: Recipe, config: TargetConfig, taps: tuple[int, ...], work: list[ShardPrompts]
     ) -> "FeatureCost":
         """Count the tokens of the responses, which must be complete."""
-        tokens = {
-            (shard.split, shard.index): sum(
-                len(Text.from_row(row).tokens) for row in read_jsonl(responses_path(recipe, shard))
-            )
-            for shard in work
-        }
+        rows = (row for shard in work for row in read_jsonl(responses_path(recipe, shard)))
+        tokens = sum(len(Text.from_row(row).tokens) for row in rows)
         return cls(tokens, bytes_per_token(config.hidden_size, len(taps), recipe.data.dtype))
 
     @property
     def bytes(self) -> int:
-        return sum(self.tokens.values()) * self.token_bytes
+        return self.tokens * self.token_bytes
 
     def check_disk(self, folder: Path) -> None:
         """Raise ValueError if the disk has no room for the shards that are still missing."""
@@ -48,11 +44,11 @@ class FeatureCost:
             raise ValueError(disk_full_message(needed, folder, free))
 
     def describe(self, seconds_per_token: float) -> str:
-        tokens = sum(self.tokens.values())
-        minutes = tokens * seconds_per_token / 60
+        """The size on disk and the time to compute the features, in words for the user."""
+        minutes = self.tokens * seconds_per_token / 60
         return (
-            f"features of {tokens:,} tokens: {gigabytes(self.bytes)} on disk, {self.token_bytes:,} bytes per token; "
-            f"about {minutes:.1f} minutes"
+            f"features of {self.tokens:,} tokens take {gigabytes(self.bytes)} on disk ({self.token_bytes:,} bytes per "
+            f"token) and about {minutes:.1f} minutes"
         )
 
 

@@ -48,8 +48,7 @@ def idle_cores(state: PartialState) -> str | None:
     if state.device.type != "cpu" or threads >= cores:
         return None
     return (
-        f"using {threads} of {cores} CPU cores; accelerate launch --num_cpu_threads_per_process {cores} uses all of "
-        f"them "
+        f"using {threads} of {cores} CPU cores; accelerate launch --num_cpu_threads_per_process {cores} uses all "
         "(faster if nothing else is running)"
     )
 

@@ -93,7 +93,7 @@ def allowed_values(schema: dict[str, Any]) -> str:
     if "items" in schema:
         return f"a list of one or more, each {allowed_values(schema['items'])}"
     if schema["type"] == "string":
-        return "a path" if schema.get("format") == "path" else "a text"
+        return "a path" if schema.get("format") == "path" else "a string"
     bounds = [f"{sign} {schema[key]:g}" for key, sign in BOUNDS.items() if key in schema]
     return f"{KINDS[schema['type']]} {' and '.join(bounds)}".rstrip()
 

@@ -71,8 +71,7 @@ class TargetSection(Section):
     zero_stage: Literal[3] | None = Field(
         default=None,
         description="3 divides the weights among all ranks of the launch and gathers a layer when it computes; each "
-        "rank "
-        "has its own batches (DeepSpeed ZeRO-3). null keeps whole weights.",
+        "rank has its own batches (DeepSpeed ZeRO-3). null keeps whole weights.",
     )
     trust_remote_code: bool = Field(default=False, description="Run Python code shipped with the model.")
     attention: Literal["auto", "sdpa", "eager"] = Field(
@@ -161,8 +160,7 @@ class DataSection(Section):
     online_devices: Devices | None = Field(
         default=None,
         description="Devices for separate target processes with data.mode online, assigned to the training processes "
-        "in "
-        "turn, such as [cuda:4, cuda:5]; null runs the target in the training process.",
+        "in turn, such as [cuda:4, cuda:5]; null runs the target in the training process.",
     )
     server: str | None = Field(
         default=None,
@@ -233,8 +231,7 @@ class Eagle3Section(LayerSection):
     taps: Taps | None = Field(
         default=None,
         description="Target hidden states that the head reads, by index (0 is the embedding); null is 2, L//2 and L-3 "
-        "of "
-        "L layers.",
+        "of L layers.",
     )
     fc_norm: bool = Field(default=False, description="Normalize each tap before joining them (EAGLE-3.1).")
     norm_output: bool = Field(
@@ -264,8 +261,7 @@ class MedusaSection(Section):
         default=None,
         gt=0,
         description="All Medusa heads share the target's lm_head, each with a low-rank addition of this rank; null "
-        "gives "
-        "each its own lm_head.",
+        "gives each its own lm_head.",
     )
     draft_vocab_size: int | None = Field(
         default=None, gt=0, description="Most frequent tokens that the head may draft; null is the whole vocabulary."
@@ -316,8 +312,7 @@ class TrainSection(Section):
         gt=0,
         lt=1,
         description="Decay per step of an exponential moving average of the weights, which is then measured and "
-        "exported; "
-        "null is no average.",
+        "exported; null is no average.",
     )
     unroll: int = Field(
         default=7,
@@ -432,10 +427,9 @@ class DecodeSection(Section):
     growth: Literal["chain", "adaptive", "fixed", "searched", "searched_cost_aware", "dynamic", "cost_aware"] = Field(
         default="dynamic",
         description="Shape of the draft tree. chain: one token per level; adaptive: a chain whose length follows "
-        "recent "
-        "acceptance; fixed: the tree of decode.paths; searched: the fixed shape fitted to the head; dynamic: the "
-        "likeliest nodes (EAGLE-2); cost_aware, searched_cost_aware: dynamic and searched, with depth and size chosen "
-        "from the step times measured on this machine.",
+        "recent acceptance; fixed: the tree of decode.paths; searched: the fixed shape fitted to the head; dynamic: "
+        "the likeliest nodes (EAGLE-2); cost_aware, searched_cost_aware: dynamic and searched, with depth and size "
+        "chosen from the step times measured on this machine.",
     )
     depth: int = Field(
         default=5, gt=0, le=64, description="Levels drafted per target step; the most, if growth chooses the depth."
@@ -458,10 +452,10 @@ class DecodeSection(Section):
         "rejection: the same distribution, by rejection sampling; typical: Medusa's rule, which is lossy.",
     )
     typical_epsilon: float = Field(
-        default=0.09, gt=0, le=1, description="Typical acceptance: probability that is always enough."
+        default=0.09, gt=0, le=1, description="Typical acceptance: a draft token passes above this probability."
     )
     typical_delta: float = Field(
-        default=0.3, gt=0, description="Typical acceptance: this times exp(-entropy) is also enough."
+        default=0.3, gt=0, description="Typical acceptance: a draft token also passes above this times exp(-entropy)."
     )
     top_k: int | None = Field(default=None, gt=0, description="Sample from this many likeliest tokens; null is all.")
     top_p: float = Field(
@@ -469,11 +463,9 @@ class DecodeSection(Section):
     )
     min_p: float = Field(default=0.0, ge=0, le=1, description="Drop tokens below this share of the top probability.")
     repetition_penalty: float = Field(
-        default=1.0, gt=0, description="Makes tokens already in the prompt or output less likely; 1 is no penalty."
+        default=1.0, gt=0, description="Above 1, makes tokens of the prompt and output less likely; 1 is no penalty."
     )
-    presence_penalty: float = Field(
-        default=0.0, description="Subtracted once from the logit of each token in the output."
-    )
+    presence_penalty: float = Field(default=0.0, description="Subtracted once from the logit of a token in the output.")
     frequency_penalty: float = Field(
         default=0.0, description="Subtracted from a token's logit for each time it is in the output."
     )
@@ -530,8 +522,7 @@ class ReportSection(Section):
     other_heads: Folders = Field(
         default={},
         description="More heads of this target to measure, {name: folder}; their rows carry the name. They draft as "
-        "the "
-        "recipe says, up to their own depth.",
+        "the recipe says, up to their own depth.",
     )
     warmup_prompts: int = Field(default=3, ge=0, description="Prompts decoded before timing starts.")
     threads: int | None = Field(
@@ -564,7 +555,7 @@ class ExportSection(Section):
     format: Literal["native", "vllm", "sglang", "tensorrt_llm", "eagle", "speculators", "medusa"] = Field(
         default="vllm",
         description="Format of the export. vllm, sglang and tensorrt_llm read the same files; eagle and medusa are the "
-        "layouts of the authors' code; native loads in headstart only.",
+        "layouts of the authors' code, speculators that of the library; native loads in headstart only.",
     )
     head: Annotated[HomePath | None, Field(strict=False)] = Field(
         default=None, description="Folder of the head to export; null is the head of this run."

@@ -1,4 +1,4 @@
-"""Tiny random targets and heads: a few thousand weights, distributions peaked enough that a wrong mask shows."""
+"""Tiny random targets and heads: a few thousand weights, with distributions so peaked that a wrong mask shows."""
 
 import shutil
 from collections.abc import Callable
@@ -22,15 +22,15 @@ from recipes import Recipe
 
 torch.set_num_threads(1)
 
-TAPS = (2, 3, 4)  # the default ones of 7 layers
+TAPS = (2, 3, 4)  # the default taps of 7 layers
 
 ModelFactory = Callable[..., LlamaForCausalLM]
-HeadFactory = Callable[..., Any]  # of the class that was asked for
+HeadFactory = Callable[..., Any]  # returns a head of the requested kind
 
 
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
-    """No test depends on those before it."""
+    """Seed torch, so that no test depends on those before it."""
     torch.manual_seed(0)
 
 
@@ -61,13 +61,13 @@ def make_model() -> ModelFactory:
 
 @pytest.fixture(scope="session")
 def target(make_model: ModelFactory) -> TargetModel:
-    """A target of 7 layers, with grouped queries and without an end token; shared, so leave it as it is."""
+    """A target with 7 layers, grouped queries and no end token; shared between tests, so do not change it."""
     return TargetModel(make_model(), TAPS)
 
 
 @pytest.fixture(scope="session")
 def target_folder(target: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same target as save_pretrained writes it: config.json and one model.safetensors, untied, no tokenizer."""
+    """The same target on disk: config.json and one model.safetensors, untied embeddings, no tokenizer."""
     folder = tmp_path_factory.mktemp("target")
     target.model.save_pretrained(folder)
     return folder
@@ -75,16 +75,15 @@ def target_folder(target: TargetModel, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="session")
 def frozen(target_folder: Path) -> FrozenTarget:
-    """The two ends of the same target."""
+    """The embedding, final norm and lm_head of the same target."""
     return FrozenTarget.from_folder(target_folder, torch.float32)
 
 
 @pytest.fixture(scope="session")
 def make_head(frozen: FrozenTarget) -> HeadFactory:
-    """make_head(kind="eagle3", seed=1, vocab=None, **shape): a head of random weights, none of them zero, so that all
-    of them count.
+    """make_head(kind="eagle3", seed=1, vocab=None, **shape): a head of random weights; `shape` overrides its shape.
 
-    A drawn weight of a norm lies around 1; `shape` overrides the head's shape.
+    No weight is zero, so all of them matter; norm weights are drawn around 1.
     """
 
     def make(kind: str = "eagle3", seed: int = 1, vocab: DraftVocab | None = None, **shape: Any) -> DraftHead:
@@ -121,7 +120,7 @@ def head(make_head: HeadFactory) -> Eagle3Head:
 
 @pytest.fixture(scope="session")
 def harvested(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder whose run went as far as the features."""
+    """A folder with a run up to its features."""
     folder = tmp_path_factory.mktemp("harvested")
     build_run(folder)
     harvest(tiny_recipe(folder))
@@ -130,7 +129,7 @@ def harvested(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_recipe(harvested: Path, tmp_path: Path) -> Callable[..., Recipe]:
-    """make_recipe(name, *overrides): a run of its own that has its features and no checkpoint yet."""
+    """make_recipe(name, *overrides): the recipe of a separate run that has features and no checkpoint."""
 
     def make(name: str, *overrides: str) -> Recipe:
         if not (tmp_path / name).exists():

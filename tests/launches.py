@@ -1,4 +1,4 @@
-"""Commands under `accelerate launch`, as the documentation gives them, on ranks that are processes of the CPU."""
+"""Run documented commands under `accelerate launch`, with CPU processes as ranks."""
 
 import subprocess
 import sys
@@ -10,23 +10,23 @@ ROOT = Path(__file__).resolve().parents[1]
 LAUNCHES = ROOT / "recipes/launch"
 
 
-def launch(way: str, ranks: int, script: str, *arguments: object) -> subprocess.Popen[str]:
-    """The documented command; where there is no GPU, the same file means processes over gloo."""
-    return start_launch(way, ranks, str(ROOT / script), *arguments)
+def launch(config: str, ranks: int, script: str, *arguments: object) -> subprocess.Popen[str]:
+    """Launch a script with recipes/launch/CONFIG.yaml; without a GPU, the ranks are CPU processes over gloo."""
+    return start_launch(config, ranks, str(ROOT / script), *arguments)
 
 
-def launch_module(way: str, ranks: int, module: str, *arguments: object) -> subprocess.Popen[str]:
-    return start_launch(way, ranks, "-m", module, *arguments)
+def launch_module(config: str, ranks: int, module: str, *arguments: object) -> subprocess.Popen[str]:
+    return start_launch(config, ranks, "-m", module, *arguments)
 
 
-def start_launch(way: str, ranks: int, *arguments: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCHES / f"{way}.yaml")]
+def start_launch(config: str, ranks: int, *arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCHES / f"{config}.yaml")]
     command += ["--num_processes", str(ranks), "--main_process_port", "0", *map(str, arguments)]
     environment = {**quiet_environment(ROOT), "DS_ACCELERATOR": "cpu"}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    output, _ = process.communicate(timeout=900)  # the first DeepSpeed of a machine compiles an operator
+    output, _ = process.communicate(timeout=900)  # DeepSpeed compiles an operator at its first use on a machine
     assert process.returncode == 0, output
     return output

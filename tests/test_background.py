@@ -1,4 +1,4 @@
-"""Laws of work behind the caller's back: in order, bounded, and no error is lost."""
+"""Laws of the background thread: tasks run in order, their number is bounded, and no error is lost."""
 
 import threading
 import time
@@ -9,27 +9,27 @@ import pytest
 from data_pipelines.background import BackgroundThread
 
 
-def test_with_nothing_ahead_the_caller_does_the_work() -> None:
+def test_without_pending_tasks_the_caller_does_the_work() -> None:
     threads: list[int] = []
-    with BackgroundThread(max_pending=0) as behind:
-        behind.add(lambda: threads.append(threading.get_ident()))
+    with BackgroundThread(max_pending=0) as background:
+        background.add(lambda: threads.append(threading.get_ident()))
         assert threads == [threading.get_ident()]
 
 
-def test_everything_is_done_in_order_when_the_block_ends() -> None:
+def test_all_tasks_are_done_in_order_when_the_block_ends() -> None:
     done: list[int] = []
 
     def work(number: int) -> None:
         time.sleep(0.001)
         done.append(number)
 
-    with BackgroundThread(max_pending=3) as behind:
+    with BackgroundThread(max_pending=3) as background:
         for number in range(10):
-            behind.add(partial(work, number))
+            background.add(partial(work, number))
     assert done == list(range(10))
 
 
-def test_no_more_than_so_many_pieces_are_unfinished() -> None:
+def test_no_more_than_max_pending_tasks_are_unfinished() -> None:
     gate, begun = threading.Event(), threading.Event()
     added: list[int] = []
 
@@ -37,9 +37,9 @@ def test_no_more_than_so_many_pieces_are_unfinished() -> None:
         gate.wait()
 
     def add_three() -> None:
-        with BackgroundThread(max_pending=2) as behind:
+        with BackgroundThread(max_pending=2) as background:
             for number in range(3):
-                behind.add(wait)
+                background.add(wait)
                 added.append(number)
                 begun.set()
 
@@ -54,24 +54,24 @@ def test_no_more_than_so_many_pieces_are_unfinished() -> None:
 
 
 @pytest.mark.parametrize("more", [0, 1, 5])
-def test_an_error_comes_out_at_the_next_piece_or_at_the_end(more: int) -> None:
+def test_an_error_is_raised_at_the_next_task_or_at_the_end(more: int) -> None:
     done: list[int] = []
 
     def fail() -> None:
         raise ValueError("the disk is full")
 
     def add_all() -> None:
-        with BackgroundThread(max_pending=1) as behind:
-            behind.add(fail)
+        with BackgroundThread(max_pending=1) as background:
+            background.add(fail)
             for number in range(more):
-                behind.add(partial(done.append, number))
+                background.add(partial(done.append, number))
 
     with pytest.raises(ValueError, match="the disk is full"):
         add_all()
     assert done == []
 
 
-def test_an_error_of_the_caller_drops_what_has_not_begun() -> None:
+def test_an_error_in_the_callers_block_drops_tasks_that_have_not_started() -> None:
     gate, done = threading.Event(), list[str]()
 
     def first() -> None:
@@ -79,9 +79,9 @@ def test_an_error_of_the_caller_drops_what_has_not_begun() -> None:
         done.append("first")
 
     def add_two() -> None:
-        with BackgroundThread(max_pending=2) as behind:
-            behind.add(first)
-            behind.add(partial(done.append, "second"))
+        with BackgroundThread(max_pending=2) as background:
+            background.add(first)
+            background.add(partial(done.append, "second"))
             threading.Timer(0.02, gate.set).start()
             raise KeyError("mine")
 

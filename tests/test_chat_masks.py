@@ -1,5 +1,5 @@
-# ruff: noqa: RUF001 (DeepSeek's marks have wide bars)
-"""Laws of loss masks: what is trained on is what the target would write, in the chat templates of many families."""
+# ruff: noqa: RUF001 (DeepSeek's special tokens use full-width bars)
+"""Laws of loss masks: exactly the text that the target would write is trained on, for many chat templates."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +27,10 @@ CHAT = [
 
 @dataclass(frozen=True)
 class Family:
-    """How a family writes an assistant's turn, and whether it keeps the past as it was written."""
+    """How a family writes an assistant turn, and whether it leaves earlier turns unchanged."""
 
-    special: str  # its marks, apart by blanks; the first is the beginning of a text, the second its end
-    end: str  # behind the words
+    special: str  # special tokens separated by spaces; the first begins a text, the second ends it
+    end: str  # what follows the words
     begin: str = ""  # what the target writes before the words
     keeps_past: bool = True
     system: bool = True
@@ -86,8 +86,8 @@ def unmasked(tokenizer: PreTrainedTokenizerFast, sample: MaskedTokens) -> list[s
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_unmasked_is_exactly_the_assistants_words_and_end_mark(name: str) -> None:
-    """system? user WORDS user WORDS user WORDS: one sample, or one for each turn where the past is rewritten."""
+def test_exactly_the_assistants_words_and_end_mark_are_trained_on(name: str) -> None:
+    """[system] user WORDS user WORDS user WORDS: one sample, or one per turn if the template changes earlier turns."""
     family = FAMILIES[name]
     tokenizer, template = template_of(name)
     chat = [SYSTEM, *CHAT] if family.system else CHAT
@@ -100,7 +100,7 @@ def test_unmasked_is_exactly_the_assistants_words_and_end_mark(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_tokens_before_each_reply_are_the_prompt_that_serving_would_give(name: str) -> None:
+def test_the_tokens_before_each_reply_are_the_prompt_used_in_serving(name: str) -> None:
     family = FAMILIES[name]
     tokenizer, template = template_of(name)
     chat = [SYSTEM, *CHAT] if family.system else CHAT
@@ -111,12 +111,14 @@ def test_the_tokens_before_each_reply_are_the_prompt_that_serving_would_give(nam
         for start, _ in sample.spans
     ]
     served = [tokenizer.decode(template.prompt(Conversation(chat[:number]))) for number in replies]
-    opened = "<think>\n" if name == "deepseek_r1" else ""  # its prompt opens the reasoning that its past does not show
+    opened = (
+        "<think>\n" if name == "deepseek_r1" else ""
+    )  # its prompt opens a reasoning block that past turns do not show
     assert [text + opened for text in found] == served
 
 
 def test_reasoning_is_trained_on_where_the_template_shows_it() -> None:
-    """Qwen3 drops earlier reasoning from the past, so each turn is a sample with its own."""
+    """Qwen3 drops the reasoning of earlier turns, so each turn is a sample with its own reasoning."""
     thinking = [dict(turn) for turn in CHAT]
     for number, turn in enumerate(thinking):
         if turn["role"] == "assistant":
@@ -169,7 +171,7 @@ TOOL_CHAT: dict[str, Any] = {
         ),
     ],
 )
-def test_tool_calls_are_the_assistants_words_and_tool_results_are_not(name: str, call: str, answer: str) -> None:
+def test_tool_calls_are_trained_on_and_tool_results_are_not(name: str, call: str, answer: str) -> None:
     tokenizer, template = template_of(name)
     conversation = parse_row(TOOL_CHAT)
     assert isinstance(conversation, Conversation)
@@ -205,8 +207,8 @@ def test_a_template_that_cannot_be_masked_exactly_is_refused(template: str, why:
         ChatTemplate(tokenizer).masked(Conversation(CHAT), "all")
 
 
-def test_a_token_across_the_border_of_the_words_is_refused() -> None:
-    """ "[assistant] the" and the token " the": the border runs through it."""
+def test_a_token_that_spans_the_boundary_of_the_words_is_refused() -> None:
+    """The words "the" start inside the token " the"."""
     tokenizer = build_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role + ':' + ' ' + m.content }}{% endfor %}"

@@ -1,4 +1,4 @@
-"""Laws of data that users bring: every known form means the same, and no row is left out without being named."""
+"""Laws of user data: all known forms of a row mean the same, and every unusable row is reported."""
 
 import io
 import json
@@ -41,7 +41,7 @@ def write_rows(path: Path, *rows: object) -> Path:
 # Forms
 
 
-def test_every_spelling_of_a_conversation_means_the_same() -> None:
+def test_all_spellings_of_a_conversation_mean_the_same() -> None:
     plain = turns("hi", "hello")
     system = {"role": "system", "content": "be brief"}
     rows: list[dict[str, Any]] = [
@@ -54,7 +54,7 @@ def test_every_spelling_of_a_conversation_means_the_same() -> None:
     assert [parse_row(row) for row in rows] == [Conversation([system, *plain])] * len(rows)
 
 
-def test_a_tool_call_means_the_same_as_json_text_and_as_a_mapping() -> None:
+def test_a_tool_calls_arguments_may_be_json_text_or_a_mapping() -> None:
     asked = {"role": "user", "content": "2+2?"}
     function = {"name": "add", "arguments": {"a": 2}}
     as_text = {"name": "add", "arguments": '{"a": 2}'}
@@ -106,7 +106,7 @@ def test_a_tool_call_means_the_same_as_json_text_and_as_a_mapping() -> None:
         ),
     ],
 )
-def test_a_row_that_is_no_sample_says_why(row: dict[str, Any], kind: str, why: str) -> None:
+def test_an_unusable_row_says_why(row: dict[str, Any], kind: str, why: str) -> None:
     with pytest.raises(BadRow, match=why) as refusal:
         parse_row(row)
     assert refusal.value.kind == kind
@@ -131,7 +131,7 @@ def test_json_lines_parquet_datasets_and_text_give_the_same_rows(tmp_path: Path)
         assert [row.fields for row in found] == rows, source
 
 
-def test_a_text_file_has_a_text_on_each_line(tmp_path: Path) -> None:
+def test_each_line_of_a_text_file_is_a_text(tmp_path: Path) -> None:
     (tmp_path / "texts.txt").write_text("one\n\ntwo \n")
     assert [(row.line, row.fields) for row in read_rows(str(tmp_path / "texts.txt"))] == [
         (1, {"text": "one"}),
@@ -146,10 +146,10 @@ def test_pickles_and_unknown_files_are_refused(tmp_path: Path, name: str) -> Non
         list(read_rows(str(tmp_path / name)))
 
 
-# Bad rows
+# Unusable rows
 
 
-def test_bad_rows_are_counted_and_listed_with_their_lines(tmp_path: Path) -> None:
+def test_unusable_rows_are_counted_and_listed_with_their_lines(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     good = json.dumps({"prompt": "good"})
     bad = ["{", "", json.dumps({"messages": []}), good, "7", json.dumps({"tokens": [1, 300]}), '{"prompt": "\\ud800"}']
@@ -168,7 +168,7 @@ def test_bad_rows_are_counted_and_listed_with_their_lines(tmp_path: Path) -> Non
         report.check(0.66)
 
 
-def test_a_stage_with_too_many_bad_rows_stops_and_leaves_its_report(tmp_path: Path) -> None:
+def test_a_stage_with_too_many_unusable_rows_stops_and_leaves_its_report(tmp_path: Path) -> None:
     build_run(tmp_path)
     with (tmp_path / "prompts.jsonl").open("a") as file:
         file.write('{"prompt": "cut')
@@ -201,14 +201,14 @@ def test_messages_need_a_chat_template() -> None:
 
 
 def test_the_target_answers_the_last_user_turn() -> None:
-    """What someone else answered there is dropped; earlier answers stay."""
+    """The given answer to it is dropped; earlier answers stay."""
     tokenizer = build_tokenizer()
     row = {"messages": turns("first", "kept", "second", "dropped")}
     assert tokenizer.decode(encode_prompt(tokenizer, row)) == "[user]first[assistant]kept[user]second[assistant]"
-    assert len(row["messages"]) == 4  # the caller's row is as it was
+    assert len(row["messages"]) == 4  # the caller's row is unchanged
 
 
-def test_long_prompts_keep_their_end_and_count_as_cut(tmp_path: Path) -> None:
+def test_long_prompts_lose_their_beginning_and_count_as_cut(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "prompts.jsonl", *({"prompt": text} for text in ("abcdefgh", "xyz", "never used")))
     tokenizer, report = build_tokenizer(), RowReport(str(path))
     first, second = read_prompts(tokenizer, section(prompt_tokens=4), 2, report)
@@ -221,7 +221,7 @@ def test_long_prompts_keep_their_end_and_count_as_cut(tmp_path: Path) -> None:
 
 
 def given_run(folder: Path, *overrides: str) -> Recipe:
-    """A run whose data are conversations, a text and tokens with a mask; the last row is too long."""
+    """A run on two conversations, a text, and tokens with a mask; the last row is too long."""
     build_run(folder)
     tokenizer = build_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
@@ -242,7 +242,7 @@ def given_run(folder: Path, *overrides: str) -> Recipe:
 
 
 @pytest.mark.parametrize("which", ["all", "last"])
-def test_given_conversations_become_features_with_the_mask_of_their_words(tmp_path: Path, which: str) -> None:
+def test_given_conversations_become_features_masked_to_the_assistants_words(tmp_path: Path, which: str) -> None:
     recipe = given_run(tmp_path, f"data.turns={which}")
     tokenizer = build_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
@@ -269,7 +269,7 @@ def test_the_prompt_of_a_given_conversation_ends_where_its_last_answer_begins(tm
 
 
 @pytest.mark.parametrize("harvested", [False, True])
-def test_inspect_colours_what_is_trained_on_and_names_what_was_dropped(tmp_path: Path, harvested: bool) -> None:
+def test_inspect_colours_the_trained_on_text_and_names_dropped_rows(tmp_path: Path, harvested: bool) -> None:
     recipe = given_run(tmp_path)
     if harvested:
         harvest(recipe)

@@ -1,4 +1,4 @@
-"""Laws of the data pipeline: stages are reused, resumed or refused; what is stored is what the target computed."""
+"""Laws of the data pipeline: stages are reused, resumed or refused; stored features are what the target computes."""
 
 import json
 import shutil
@@ -27,18 +27,18 @@ from inference.target.model import TargetModel
 from recipes import Recipe
 from recipes.jsonl import read_jsonl
 
-TAPS = (2, 3, 4)  # where every engine looks in a target of 7 layers
+TAPS = (2, 3, 4)  # the default taps of a target with 7 layers
 
 
 @pytest.fixture
 def copied(harvested: Path, tmp_path: Path) -> Recipe:
-    """The same run in another folder."""
+    """A copy of the harvested run in another folder."""
     shutil.copytree(harvested / "run", tmp_path / "run")
     return tiny_recipe(harvested, f"run_dir={tmp_path / 'run'}")
 
 
 def read_all(folder: Path) -> None:
-    """Every sample of both splits, as a trainer would come by them."""
+    """Read every sample of both splits, as training does."""
     for split in ("train", "heldout"):
         store = FeatureStore(folder, split)
         for number in range(len(store)):
@@ -48,7 +48,7 @@ def read_all(folder: Path) -> None:
 # Stages
 
 
-def test_a_stage_is_reused_only_for_the_inputs_it_was_made_from(tmp_path: Path) -> None:
+def test_a_stage_is_reused_for_the_inputs_it_was_made_from(tmp_path: Path) -> None:
     inputs = {"data.num_prompts": 8, "data.temperatures": (0.0, 0.7), "seed": 0}
     stage = Stage("responses", tmp_path / "responses", inputs)
     assert not stage.is_complete()
@@ -62,7 +62,7 @@ def test_a_stage_is_reused_only_for_the_inputs_it_was_made_from(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("complete", [True, False])
-def test_a_stage_of_other_inputs_is_refused_with_each_difference(tmp_path: Path, complete: bool) -> None:
+def test_a_stage_made_from_other_inputs_is_refused_with_each_difference(tmp_path: Path, complete: bool) -> None:
     stage = Stage("responses", tmp_path, {"data.num_prompts": 8, "data.response_tokens": 16, "seed": 5})
     stage.begin()
     if complete:
@@ -77,7 +77,7 @@ def test_a_stage_of_other_inputs_is_refused_with_each_difference(tmp_path: Path,
         "target.dtype: made with None, the recipe says 'float32'",
     ]
     assert str(tmp_path) in lines[-1]  # what to remove
-    assert stage.is_complete() == complete  # and the folder is as it was
+    assert stage.is_complete() == complete  # the folder is unchanged
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,9 @@ def test_a_stage_of_other_inputs_is_refused_with_each_difference(tmp_path: Path,
         ("head.taps=[1, 2]", "features", f"taps: made with {list(TAPS)}, the recipe says [1, 2]"),
     ],
 )
-def test_a_harvest_for_another_recipe_is_refused(harvested: Path, override: str, stage: str, difference: str) -> None:
+def test_features_harvested_for_another_recipe_are_refused(
+    harvested: Path, override: str, stage: str, difference: str
+) -> None:
     before = modified(harvested)
     with pytest.raises(ValueError, match=f"the {stage} in") as refusal:
         harvest(tiny_recipe(harvested, override))
@@ -97,7 +99,7 @@ def test_a_harvest_for_another_recipe_is_refused(harvested: Path, override: str,
     assert modified(harvested) == before
 
 
-def test_other_weights_in_the_target_folder_are_refused(tmp_path: Path) -> None:
+def test_changed_weights_in_the_target_folder_are_refused(tmp_path: Path) -> None:
     build_run(tmp_path)
     recipe = tiny_recipe(tmp_path)
     harvest(recipe)
@@ -106,14 +108,14 @@ def test_other_weights_in_the_target_folder_are_refused(tmp_path: Path) -> None:
         harvest(recipe)
 
 
-def test_harvesting_twice_does_nothing_the_second_time(harvested: Path) -> None:
+def test_a_second_harvest_does_nothing(harvested: Path) -> None:
     before = modified(harvested)
     harvest(tiny_recipe(harvested))
     assert modified(harvested) == before
 
 
 def reopen(stage_folder: Path) -> None:
-    """Leave a stage as a kill does: claimed, not complete."""
+    """Leave a stage as a killed run does: claimed, not complete."""
     path = stage_folder / "stage.json"
     stage = json.loads(path.read_text())
     path.write_text(json.dumps({"inputs": stage["inputs"], "complete": False}, indent=1))
@@ -154,8 +156,8 @@ def test_a_killed_harvest_resumes_to_the_same_bytes(
 # Features
 
 
-def test_features_are_those_of_the_target_on_each_sample_alone(harvested: Path) -> None:
-    """Samples were answered and tapped in padded batches; nothing of that shows."""
+def test_features_are_those_that_the_target_computes_for_each_sample_alone(harvested: Path) -> None:
+    """Responses and features come from padded batches; the padding changes nothing."""
     recipe = tiny_recipe(harvested)
     model = AutoModelForCausalLM.from_pretrained(harvested / "target", dtype=torch.float32)
     frozen = FrozenTarget.from_folder(harvested / "target", torch.float32)
@@ -163,7 +165,7 @@ def test_features_are_those_of_the_target_on_each_sample_alone(harvested: Path) 
     for split in ("train", "heldout"):
         store = FeatureStore(recipe.features_dir, split)
         lengths = {len(store[number].tokens) for number in range(len(store))}
-        assert len(lengths) > 2  # or there would have been no padding to leak
+        assert len(lengths) > 2  # otherwise the batches had no padding
         for sample in (store[number] for number in range(len(store))):
             with torch.no_grad():
                 output = model(sample.tokens.unsqueeze(0), output_hidden_states=True)
@@ -193,17 +195,17 @@ def test_the_loss_mask_is_exactly_the_response(harvested: Path) -> None:
 
 
 def test_greedy_responses_are_the_targets_own_choices(harvested: Path) -> None:
-    """The teacher's argmax at every written position is the token written behind it."""
+    """At every response position, the teacher's argmax is the next response token."""
     recipe = tiny_recipe(harvested)
     frozen = FrozenTarget.from_folder(harvested / "target", torch.float32)
     store = FeatureStore(recipe.features_dir, "train")
-    for number in range(0, len(store), len(recipe.data.temperatures)):  # every first of them is written at 0
+    for number in range(0, len(store), len(recipe.data.temperatures)):  # the samples at temperature 0
         sample = store[number]
         choices = frozen.logits(sample.last_hidden).argmax(-1)
         assert choices[:-1][sample.loss_mask[1:]].tolist() == sample.tokens[sample.loss_mask].tolist()
 
 
-def test_token_counts_are_those_of_the_responses(harvested: Path) -> None:
+def test_token_counts_are_the_counts_in_the_responses(harvested: Path) -> None:
     recipe = tiny_recipe(harvested)
     written = [
         token
@@ -219,8 +221,8 @@ def test_token_counts_are_those_of_the_responses(harvested: Path) -> None:
 
 
 @pytest.mark.parametrize("head", ["head={kind: eagle1}", "head.taps=[2, 4]", "head.taps=[3, 7]"])
-def test_one_store_serves_heads_of_other_taps(harvested: Path, tmp_path: Path, head: str) -> None:
-    """store: taps 2 3 4 and the last  ->  eagle1 reads the last, others some of 2 3 4, from the same files."""
+def test_one_store_serves_heads_with_different_taps(harvested: Path, tmp_path: Path, head: str) -> None:
+    """The store holds taps 2, 3, 4 and the last state. eagle1 reads the last; others read some of 2, 3, 4."""
     before = modified(harvested)
     other = tiny_recipe(harvested, f"run_dir={tmp_path}", f"data.folder={harvested / 'run'}", head)
     assert harvest(other).folder == harvested / "run" / "features"
@@ -235,7 +237,7 @@ def test_one_store_serves_heads_of_other_taps(harvested: Path, tmp_path: Path, h
         assert part[number].last_hidden.equal(whole[number].last_hidden)
 
 
-def test_taps_that_a_store_does_not_hold_are_refused(harvested: Path) -> None:
+def test_taps_missing_from_a_store_are_refused(harvested: Path) -> None:
     with pytest.raises(ValueError, match=r"holds taps \[2, 3, 4\] and the head reads \[1, 2\]"):
         FeatureStore(tiny_recipe(harvested).features_dir, "train", (1, 2))
 
@@ -256,7 +258,7 @@ def of_another_run(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [flip_a_byte, truncate, of_another_run, Path.unlink])
 @pytest.mark.parametrize("name", ["train-00001.safetensors", "heldout-00000.safetensors"])
-def test_a_shard_that_is_not_what_was_harvested_is_refused_by_name(
+def test_a_damaged_or_foreign_shard_is_refused_by_name(
     copied: Recipe, damage: Callable[[Path], None], name: str
 ) -> None:
     read_all(copied.features_dir)
@@ -265,7 +267,7 @@ def test_a_shard_that_is_not_what_was_harvested_is_refused_by_name(
         read_all(copied.features_dir)
 
 
-def test_a_shard_that_no_manifest_lists_is_refused_by_name(copied: Recipe) -> None:
+def test_a_shard_missing_from_the_manifest_is_refused_by_name(copied: Recipe) -> None:
     folder = copied.features_dir
     shutil.copy(folder / "train-00001.safetensors", folder / "train-00007.safetensors")
     with pytest.raises(ValueError, match=r"train-00007\.safetensors is not in its manifest"):
@@ -275,16 +277,14 @@ def test_a_shard_that_no_manifest_lists_is_refused_by_name(copied: Recipe) -> No
 @pytest.mark.parametrize(
     ("damage", "why"), [(of_another_run, "a shard of another run.*'another run'"), (truncate, "cannot be read")]
 )
-def test_a_resumed_harvest_does_not_take_in_a_bad_shard(
-    copied: Recipe, damage: Callable[[Path], None], why: str
-) -> None:
+def test_a_resumed_harvest_refuses_a_bad_shard(copied: Recipe, damage: Callable[[Path], None], why: str) -> None:
     kill_while_writing_features(copied)
     damage(copied.features_dir / "train-00000.safetensors")
     with pytest.raises(ValueError, match=rf"train-00000\.safetensors.*{why}"):
         harvest(copied)
 
 
-def test_a_foreign_shard_does_not_slip_into_the_manifest_of_a_resumed_harvest(copied: Recipe) -> None:
+def test_a_resumed_harvest_does_not_list_a_foreign_shard_in_its_manifest(copied: Recipe) -> None:
     kill_while_writing_features(copied)
     folder = copied.features_dir
     shutil.copy(folder / "train-00000.safetensors", folder / "train-00007.safetensors")
@@ -309,7 +309,7 @@ def test_a_broken_manifest_is_refused_by_name(copied: Recipe, broken: str) -> No
 # Batches
 
 
-def test_a_batch_holds_its_samples_and_its_padding_no_loss() -> None:
+def test_a_batch_holds_its_samples_and_its_padding_has_no_loss() -> None:
     samples = [
         Sample(torch.arange(1, length + 1), torch.arange(length) >= 2, torch.randn(length, 6), torch.randn(length, 2))
         for length in (3, 7, 5)
@@ -327,7 +327,7 @@ def test_a_batch_holds_its_samples_and_its_padding_no_loss() -> None:
 
 @pytest.mark.parametrize(("num_samples", "batch_size"), [(10, 3), (7, 7), (5, 8), (1, 2)])
 def test_every_sample_comes_exactly_once_per_epoch(num_samples: int, batch_size: int) -> None:
-    """Epochs run on through batches: none is cut short, padded up or dropped."""
+    """Batches cross epoch boundaries: no sample is dropped, padded or repeated."""
     order = SampleOrder([num_samples], seed=4)
     epochs = 6
     steps = -(-epochs * num_samples // batch_size)
@@ -337,17 +337,17 @@ def test_every_sample_comes_exactly_once_per_epoch(num_samples: int, batch_size:
         assert sorted(seen[epoch * num_samples : (epoch + 1) * num_samples]) == list(range(num_samples))
 
 
-def test_the_order_is_a_function_of_seed_and_place_alone() -> None:
+def test_the_order_depends_on_seed_and_place_alone() -> None:
     places = [31, 2, 19, 2, 30, 0, 9, 10, 31]
     wandering, sequence = SampleOrder([10], seed=1), SampleOrder([10], seed=1)
     in_sequence = [sequence[place] for place in range(32)]
     assert [wandering[place] for place in places] == [in_sequence[place] for place in places]
     assert [SampleOrder([10], seed=1)[place] for place in places] == [in_sequence[place] for place in places]
     assert [SampleOrder([10], seed=2)[place] for place in range(32)] != in_sequence
-    assert in_sequence[:10] != in_sequence[10:20]  # each epoch is shuffled anew
+    assert in_sequence[:10] != in_sequence[10:20]  # each epoch has a new order
 
 
-def test_no_samples_are_refused() -> None:
+def test_an_order_of_no_samples_is_refused() -> None:
     with pytest.raises(ValueError, match="no samples"):
         SampleOrder([0], seed=0)
 
@@ -359,7 +359,7 @@ def test_no_samples_are_refused() -> None:
     ("line", "why"),
     [(b'{"prompt": "cut', "not JSON"), (b"[1, 2]", "list"), (b'"text"', "str"), (b'{"prompt": "\xff"}', "not JSON")],
 )
-def test_a_broken_line_of_our_own_files_is_refused_with_its_number(tmp_path: Path, line: bytes, why: str) -> None:
+def test_a_broken_line_in_our_own_files_is_refused_with_its_number(tmp_path: Path, line: bytes, why: str) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_bytes(b'{"prompt": "good"}\n\n{"prompt": "too"}\n' + line + b'\n{"prompt": "never reached"}\n')
     with pytest.raises(ValueError, match=rf"prompts\.jsonl line 4 is .*{why}"):
@@ -367,7 +367,7 @@ def test_a_broken_line_of_our_own_files_is_refused_with_its_number(tmp_path: Pat
 
 
 def named(held_out: bool) -> str:
-    """Some file name on that side of the split, which the name alone decides."""
+    """A file name on this side of the split, which depends on the name alone."""
     return next(name for number in range(1000) if SourceFile(name := f"m{number}.py", "").held_out == held_out)
 
 
@@ -381,14 +381,14 @@ def test_held_out_files_of_the_standard_library_give_no_training_prompts(monkeyp
     assert not any("secret" in tokenizer.decode(row["tokens"]) for row in rows)
 
 
-def test_the_standard_library_has_both_kinds_of_files_in_one_order() -> None:
+def test_the_standard_library_has_training_and_held_out_files_in_path_order() -> None:
     names = [file.name for file in source_files()]
     assert names == sorted(names, key=lambda name: Path(name).parts)
     held_out = sum(SourceFile(name, "").held_out for name in names)
     assert 0 < held_out < len(names) / 5
 
 
-def test_a_target_whose_logits_are_scaled_behind_its_lm_head_is_refused(tmp_path: Path):
+def test_a_target_that_scales_the_logits_of_its_lm_head_is_refused(tmp_path: Path):
     build_run(tmp_path)
     recipe = tiny_recipe(tmp_path)
     make_prompts(recipe)

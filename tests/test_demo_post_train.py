@@ -1,4 +1,4 @@
-"""Laws of the demo target's post-training: what passes, and what of it is learned."""
+"""Laws of the demo target's post-training: which texts are good, and what is learned from them."""
 
 import math
 from typing import Any
@@ -24,13 +24,13 @@ from data_pipelines.demo.post_train import (
     "text",
     [
         "def double(x):\n    return 2 * x\n",
-        "    def inner(self):\n        if self:\n",  # a piece from inside of a class, cut off
+        "    def inner(self):\n        if self:\n",  # an excerpt from a class, cut off
         "values = [\n    1,\n    2,\n",
         'def f():\n    """What it does:\n\n    no Python here\n',
-        "x = 1\ny = (3 +\nz = ) hal",  # only whole lines count, and these two may go on
+        "x = 1\ny = (3 +\nz = ) hal",  # only whole lines count, and these two can continue
     ],
 )
-def test_python_that_may_go_on_is_valid_so_far(text: str) -> None:
+def test_incomplete_python_is_valid_so_far(text: str) -> None:
     assert is_python_so_far(text)
 
 
@@ -38,12 +38,12 @@ def test_python_that_may_go_on_is_valid_so_far(text: str) -> None:
     "text",
     ["", "a half-written line", "no Python here\n", "def f():\nreturn 1\n", "x = (1]\n", "if x:\n    y\n  z\n"],
 )
-def test_python_that_nothing_can_mend_is_not(text: str) -> None:
+def test_python_that_no_continuation_can_fix_is_invalid(text: str) -> None:
     assert not is_python_so_far(text)
 
 
 @pytest.mark.parametrize("period", [1, 3, 24, 40])
-def test_a_text_loops_where_a_piece_comes_three_times_in_a_row_over_24_tokens(period: int) -> None:
+def test_a_text_loops_if_a_sequence_repeats_three_times_and_covers_24_tokens(period: int) -> None:
     lead, piece = [900, 901], list(range(period))
     times = max(3, -(-24 // period))
     assert loops(lead + piece * times)
@@ -57,7 +57,7 @@ def answer(prompt: str, response: str) -> Answer:
     return Answer(tokenizer(prompt)["input_ids"], tokenizer(response)["input_ids"])
 
 
-def test_only_texts_without_loop_end_or_broken_python_are_good() -> None:
+def test_texts_with_a_loop_an_end_or_broken_python_are_rejected() -> None:
     tokenizer = build_tokenizer()
     good = answer("def f(x):\n", "    return x + 1\n\n\ndef g(y):\n    return 2\n")
     prose = answer("    Some words of a docstring\n", "    and some more of them\n")
@@ -91,7 +91,7 @@ BAD = [answer(PROMPT, f"return x + {i}\n") for i in range(4)]
 ONLY_GOOD = answer("def g(x):\n", "    return 2\n")
 
 
-def test_pairs_are_of_the_likeliest_good_and_bad_answers_of_a_prompt(model: Any) -> None:
+def test_pairs_are_the_likeliest_good_and_bad_answers_to_a_prompt(model: Any) -> None:
     found = pairs(model, [*GOOD, ONLY_GOOD, GOOD[0]], [*BAD, BAD[0]], 40, keep=2)
     assert [pair.good for pair in found] == sorted(GOOD, key=lambda some: -chance(model, some))[:2]
     assert [pair.bad for pair in found] == sorted(BAD, key=lambda some: -chance(model, some))[:2]
@@ -99,7 +99,7 @@ def test_pairs_are_of_the_likeliest_good_and_bad_answers_of_a_prompt(model: Any)
     assert_close([pair.margin for pair in found], margins, atol=1e-3, rtol=1e-5)
 
 
-def test_the_loss_is_that_of_the_paper(model: Any) -> None:
+def test_the_loss_is_the_papers(model: Any) -> None:
     with torch.no_grad():
         loss = preference_loss(model, *collate([*GOOD[:2], *BAD[:2]], 40), torch.tensor([3.0, -2.0]), 0.1, 0.5)
     wanted = 0.0

@@ -1,4 +1,4 @@
-"""Laws of the harvest: whoever writes the responses, and however often it is killed, it ends in the same features."""
+"""Laws of the harvest: it ends in the same features for every response writer and after any number of kills."""
 
 import json
 import multiprocessing
@@ -44,7 +44,7 @@ def responses(recipe: Recipe, split: str = "train") -> list[dict[str, Any]]:
 # Cost
 
 
-def test_a_harvest_that_the_disk_cannot_hold_is_refused_before_it_starts(
+def test_features_too_large_for_the_disk_are_refused_before_the_harvest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build_run(tmp_path)
@@ -63,7 +63,7 @@ def test_a_harvest_that_the_disk_cannot_hold_is_refused_before_it_starts(
     harvest(recipe)
 
 
-def test_a_disk_without_room_for_the_prompts_is_refused_before_a_response_is_written(
+def test_a_disk_too_small_for_the_prompts_features_is_refused_before_responses_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     build_run(tmp_path)
@@ -84,7 +84,7 @@ def test_a_disk_without_room_for_the_prompts_is_refused_before_a_response_is_wri
     assert f"features will take {least:.3g} GB to {most:.3g} GB on disk" in capsys.readouterr().out
 
 
-def test_a_target_spread_by_device_map_gives_the_same_states(tmp_path: Path) -> None:
+def test_a_target_loaded_with_device_map_computes_the_same_states(tmp_path: Path) -> None:
     build_run(tmp_path)
     plain, spread = (tiny_recipe(tmp_path, f"target.device_map={word}").target for word in ("null", "auto"))
     tokens = torch.arange(20)[None]
@@ -97,7 +97,10 @@ def test_a_target_spread_by_device_map_gives_the_same_states(tmp_path: Path) -> 
 
 
 class Server(BaseHTTPRequestHandler):
-    """Completions like vLLM's: the answer to a prompt is its tokens backwards; every third request fails first."""
+    """Completions in vLLM's form: the response to a prompt is its tokens in reverse order.
+
+    `failures` are the statuses of the next requests, 0 for success.
+    """
 
     seen: list[dict[str, Any]]
     says_ids: bool
@@ -128,11 +131,11 @@ class Server(BaseHTTPRequestHandler):
         self.wfile.write(json.dumps(body).encode())
 
     def log_message(self, format: str, *args: object) -> None:
-        """Quiet."""
+        """Print nothing."""
 
 
 class Patient(ThreadingHTTPServer):
-    request_queue_size = 200  # connections that may wait to be taken
+    request_queue_size = 200  # connections that may wait to be accepted
 
 
 @pytest.fixture
@@ -147,7 +150,7 @@ def server() -> Iterator[tuple[str, type[Server]]]:
     running.server_close()
 
 
-def test_responses_come_from_a_server_that_fails_now_and_then(server: tuple[str, type[Server]], tmp_path: Path) -> None:
+def test_responses_come_from_a_server_that_sometimes_fails(server: tuple[str, type[Server]], tmp_path: Path) -> None:
     url, handler = server
     handler.failures = iter([503, 0, 429, 0, 0])
     build_run(tmp_path)
@@ -156,13 +159,13 @@ def test_responses_come_from_a_server_that_fails_now_and_then(server: tuple[str,
     rows = responses(recipe)
     assert [row["id"] for row in rows] == list(range(12))
     assert all(row["response"] == row["prompt"][::-1][:12] for row in rows)
-    assert len(handler.seen) == 12 + 4  # each of both splits was answered once
+    assert len(handler.seen) == 12 + 4  # each sample of both splits was answered once
     assert {(body["temperature"], body["model"]) for body in handler.seen} == {(0.0, "tiny"), (0.8, "tiny")}
     assert len({body["seed"] for body in handler.seen}) == 16
     assert FeatureStore(recipe.features_dir, "train").about["written_by"] == "the server of data.server"
 
 
-def test_text_of_a_server_without_token_ids_is_encoded_and_closed(server: tuple[str, type[Server]]) -> None:
+def test_text_from_a_server_without_token_ids_is_tokenized_and_ended(server: tuple[str, type[Server]]) -> None:
     url, handler = server
     handler.says_ids = False
     tokenizer = build_tokenizer()
@@ -171,7 +174,7 @@ def test_text_of_a_server_without_token_ids_is_encoded_and_closed(server: tuple[
     assert tokenizer.decode(found) == tokenizer.decode(prompt[::-1]) + str(tokenizer.eos_token)
 
 
-def test_a_server_that_keeps_failing_ends_the_run_and_what_is_done_is_kept(
+def test_a_failing_server_ends_the_run_and_finished_responses_are_kept(
     server: tuple[str, type[Server]], tmp_path: Path
 ) -> None:
     url, handler = server
@@ -181,36 +184,36 @@ def test_a_server_that_keeps_failing_ends_the_run_and_what_is_done_is_kept(
     with pytest.raises(ValueError, match=r"data\.server: .*/v1/completions gave no answer \(status 400"):
         harvest(recipe)
     harvest(recipe)
-    assert len(handler.seen) == 16  # none was asked for twice
+    assert len(handler.seen) == 16  # no sample was requested twice
     assert [row["id"] for row in responses(recipe)] == list(range(12))
 
 
-def test_waits_between_tries_grow(server: tuple[str, type[Server]]) -> None:
+def test_waits_between_retries_grow(server: tuple[str, type[Server]]) -> None:
     url, handler = server
     handler.failures = iter([500, 502, 503, 504])
     waits: list[float] = []
-    asked = CompletionClient(url, build_tokenizer(), 3, waits.append)
+    client = CompletionClient(url, build_tokenizer(), 3, waits.append)
     with pytest.raises(ValueError, match="status 504"):
-        asked.complete([[1, 2]], [Sampling()], 4)
+        client.complete([[1, 2]], [Sampling()], 4)
     assert waits == [1.0, 2.0, 4.0]
 
 
 def test_all_requests_of_a_batch_are_in_flight_at_once(server: tuple[str, type[Server]]) -> None:
-    """Those beyond a hundred waited for a connection, and time_second_run out."""
+    """Requests beyond the hundredth used to wait for a connection and time out."""
     url, handler = server
     handler.together = threading.Barrier(120)
-    asked = CompletionClient(url, build_tokenizer(), retries=0)
+    client = CompletionClient(url, build_tokenizer(), retries=0)
     prompts = [[number, 7] for number in range(120)]
-    assert asked.complete(prompts, [Sampling()] * 120, 4) == [prompt[::-1] for prompt in prompts]
+    assert client.complete(prompts, [Sampling()] * 120, 4) == [prompt[::-1] for prompt in prompts]
 
 
 @pytest.mark.parametrize("odd", [[1], "text", {"choices": []}, {"error": "no such model"}])
-def test_an_answer_of_another_form_is_named(server: tuple[str, type[Server]], odd: object) -> None:
+def test_an_answer_in_another_form_is_reported(server: tuple[str, type[Server]], odd: object) -> None:
     url, handler = server
     handler.odd = odd
-    asked = CompletionClient(url, build_tokenizer(), retries=0)
+    client = CompletionClient(url, build_tokenizer(), retries=0)
     with pytest.raises(ValueError, match=r"data\.server: http.* answers without choices"):
-        asked.complete([[1, 2]], [Sampling()], 4)
+        client.complete([[1, 2]], [Sampling()], 4)
 
 
 def test_a_draft_head_writes_the_targets_own_text(tmp_path: Path) -> None:
@@ -242,7 +245,7 @@ def test_responses_do_not_depend_on_shards_and_batches(tmp_path: Path) -> None:
     ("device", "threads", "ranks", "idle"),
     [("cpu", 1, 1, True), ("cpu", 8, 1, False), ("cpu", 1, 8, False), ("cuda", 1, 1, False)],
 )
-def test_cores_that_the_launch_leaves_idle_are_pointed_out(
+def test_the_user_is_told_of_cores_that_the_launch_leaves_idle(
     monkeypatch: pytest.MonkeyPatch, device: str, threads: int, ranks: int, idle: bool
 ) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 8)
@@ -252,7 +255,7 @@ def test_cores_that_the_launch_leaves_idle_are_pointed_out(
     assert hint is None or "--num_cpu_threads_per_process 8" in hint
 
 
-def test_a_journal_loses_at_most_the_line_at_which_it_was_cut(tmp_path: Path) -> None:
+def test_a_journal_loses_only_its_incomplete_last_line(tmp_path: Path) -> None:
     journal = tmp_path / "journal"
     assert journal_rows(journal) == []
     append_lines(journal, [{"id": 1}, {"id": 2}])
@@ -265,12 +268,12 @@ def test_a_journal_loses_at_most_the_line_at_which_it_was_cut(tmp_path: Path) ->
 
 # Kills
 
-FORKING = multiprocessing.get_context("forkserver")  # children are forked from a process that has only done its imports
+FORKING = multiprocessing.get_context("forkserver")  # children fork from a process that has only imported modules
 FORKING.set_forkserver_preload(["data_pipelines.harvest", "tiny_run"])
 
 
 def one_rank(folder: Path, rank: int, ranks: int, port: int) -> None:
-    """What a launcher starts for each rank."""
+    """The process that a launcher starts for each rank."""
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
     os.environ.update({**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank), "ACCELERATE_USE_CPU": "true"})
     torch.set_num_threads(1)
@@ -279,7 +282,7 @@ def one_rank(folder: Path, rank: int, ranks: int, port: int) -> None:
 
 
 def start(folder: Path, ranks: int) -> list[BaseProcess]:
-    """A harvest of so many ranks, each a process of its own."""
+    """Start a harvest with this many ranks, one process each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -292,7 +295,7 @@ def start(folder: Path, ranks: int) -> list[BaseProcess]:
 
 
 def killed(processes: list[BaseProcess], folder: Path, new_files: int, delay: float) -> bool:
-    """Kill all at once, so many seconds after so many files were written; False if they end before that."""
+    """Kill all processes `delay` seconds after `new_files` files were written; False if they end before that."""
     there = len(list(folder.rglob("*")))
     while any(process.is_alive() for process in processes):
         if len(list(folder.rglob("*"))) >= there + new_files:
@@ -308,7 +311,7 @@ def killed(processes: list[BaseProcess], folder: Path, new_files: int, delay: fl
 
 
 @pytest.mark.slow
-def test_a_harvest_killed_20_times_by_ranks_of_changing_number_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+def test_a_harvest_killed_20_times_with_changing_ranks_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     for folder in (whole, cut):
         folder.mkdir()
@@ -320,7 +323,7 @@ def test_a_harvest_killed_20_times_by_ranks_of_changing_number_equals_an_uninter
     while kills < 20:
         if killed(start(cut, ranks=1 + kills % 2), cut / "run", rng.randint(1, 4), rng.uniform(0, 0.05)):
             kills += 1
-        else:  # it is done: do most of it again
+        else:  # it finished: delete most of it and harvest again
             for name in ("features", "responses"):
                 shutil.rmtree(cut / "run" / name)
     assert not killed(start(cut, 2), cut / "run", 10_000, 0)

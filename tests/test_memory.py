@@ -1,4 +1,4 @@
-"""The process keeps the memory that it frees."""
+"""The process keeps freed memory for later allocations."""
 
 import platform
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 
 from recipes import allocator
 
-PAGES = 62_000  # of all blocks
+PAGES = 62_000  # pages of all blocks together
 COUNT = """
 import resource, runpy, sys
 
@@ -31,7 +31,7 @@ def fresh_pages(mode: str) -> int:
     return int(done.stdout)
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc alone is asked")
-def test_freed_memory_is_used_again_and_not_given_back() -> None:
-    """Ten times the same blocks: by default their pages come from the system each time."""
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be configured")
+def test_freed_memory_is_reused_and_not_returned_to_the_system() -> None:
+    """Allocate the same blocks ten times: by default, their pages come from the system each time."""
     assert fresh_pages("kept") < PAGES / 2 < 5 * PAGES < fresh_pages("default")

@@ -1,4 +1,4 @@
-"""Laws of training without a store: the same samples, the same losses, and nothing written."""
+"""Laws of training without a store: same samples, same losses, nothing written to disk."""
 
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ def online(folder: Path, *overrides: str) -> Recipe:
 
 
 class Counted:
-    """A target that remembers the lengths of each batch that it was asked for."""
+    """A target that records the lengths of each batch that it reads."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.target, self.asked = TargetModel.load(recipe.target, TAPS), list[list[int]]()
@@ -51,8 +51,8 @@ def assert_same_samples(made: SampleStore, stored: FeatureStore, numbers: range 
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_online_samples_are_those_that_a_harvest_stores(harvested: Path, where: tuple[str, ...]) -> None:
-    """With the target in this process and in one of its own."""
+def test_online_samples_equal_those_that_a_harvest_stores(harvested: Path, where: tuple[str, ...]) -> None:
+    """With the target in this process, and in a separate one."""
     recipe = online(harvested, *where)
     before = modified(harvested)
     with open_stores(recipe, harvest(recipe), TAPS) as made:
@@ -66,10 +66,10 @@ def test_online_samples_are_those_that_a_harvest_stores(harvested: Path, where: 
     assert modified(harvested) == before
 
 
-def test_what_is_expected_together_is_read_together_in_batches_of_like_length(
+def test_samples_announced_together_are_read_together_in_batches_of_similar_length(
     harvested: Path, counted: tuple[Counted, OnlineStore]
 ) -> None:
-    """Step 1: 7 samples in 2 passes; step 2: those of them that are new; a sample that nobody expected, by itself."""
+    """Step 1 reads 7 samples in 2 forwards, step 2 reads 3 in one; an unannounced sample is read alone."""
     target, store = counted
     stored = FeatureStore(online(harvested).features_dir, "train")
     steps = [[0, 5, 2, 9, 4, 7, 1], [3, 6, 8]]
@@ -77,28 +77,28 @@ def test_what_is_expected_together_is_read_together_in_batches_of_like_length(
         store.expect(numbers)
     for numbers in steps:
         assert_same_samples(store, stored, numbers)
-        assert_same_samples(store, stored, numbers)  # pieces of a step are read a second time
+        assert_same_samples(store, stored, numbers)  # a second request reads nothing again
     lengths = [sorted(len(store.texts[number].tokens) for number in numbers) for numbers in steps]
     assert target.asked == [lengths[0][:4], lengths[0][4:], lengths[1]]
     assert_same_samples(store, stored, [11])
     assert target.asked[3:] == [[len(store.texts[11].tokens)]]
 
 
-def test_no_more_than_two_steps_are_in_memory(counted: tuple[Counted, OnlineStore]) -> None:
+def test_samples_of_at_most_two_steps_are_in_memory(counted: tuple[Counted, OnlineStore]) -> None:
     target, store = counted
     for numbers in ([0, 1], [2, 3], [4, 5], [0, 1]):
         store.expect(numbers)
         for number in numbers:
             store[number]
-    assert len(target.asked) == 4  # 0 and 1 were forgotten, and read again
+    assert len(target.asked) == 4  # 0 and 1 were dropped and read again
 
 
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_training_online_has_the_losses_of_training_from_a_store(
+def test_online_training_has_the_losses_of_training_from_a_store(
     harvested: Path, tmp_path: Path, where: tuple[str, ...], accumulate: int
 ) -> None:
-    """To 1e-5 in float32, with a cache that holds some of the samples; no features are written."""
+    """Within 1e-5 in float32, with a cache for some of the samples; no features are written."""
     shared, losses = [f"data.folder={harvested / 'run'}", f"train.accumulate={accumulate}"], []
     runs = [tiny_recipe(harvested, f"run_dir={tmp_path / 'offline'}", *shared)]
     runs += [online(harvested, f"run_dir={tmp_path / 'online'}", *shared, "data.cache_gigabytes=2e-5", *where)]
@@ -112,7 +112,7 @@ def test_training_online_has_the_losses_of_training_from_a_store(
     assert modified(harvested) == before
 
 
-def test_a_cache_keeps_what_fits_and_no_more(harvested: Path) -> None:
+def test_the_cache_keeps_what_fits_and_no_more(harvested: Path) -> None:
     recipe = online(harvested)
     store = OnlineStore(recipe, "train", partial(tap, TargetModel.load(recipe.target, TAPS)), 0)
     store.cache_bytes = 4 * 32 * 4 * 60  # 60 tokens of 4 states of 32 numbers of 4 bytes
@@ -124,14 +124,16 @@ def test_a_cache_keeps_what_fits_and_no_more(harvested: Path) -> None:
     assert kept <= 60
     assert store[next(iter(store.kept))] is store[next(iter(store.kept))]
     memory = sum(sample.taps.untyped_storage().nbytes() for sample in store.kept.values())
-    assert memory == sum(sample.taps.nbytes for sample in store.kept.values())  # no sample keeps its batch
+    assert memory == sum(
+        sample.taps.nbytes for sample in store.kept.values()
+    )  # no sample holds on to the memory of its batch
 
 
-# A target in a process of its own
+# A target in a separate process
 
 
 @pytest.mark.slow
-def test_a_targets_process_that_is_gone_is_named(harvested: Path) -> None:
+def test_a_target_process_that_has_ended_is_reported_by_name(harvested: Path) -> None:
     process = TargetProcess(online(harvested).target, TAPS, "cpu")
     process._process.kill()
     with pytest.raises(ValueError, match=r"data\.online_devices: the target's process on cpu has ended"):

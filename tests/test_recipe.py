@@ -1,4 +1,4 @@
-"""Laws of the recipe: one typed file, every mistake of it in one report, overrides on top."""
+"""Laws of the recipe: one typed file, all mistakes in one report, overrides win."""
 
 import json
 import subprocess
@@ -22,7 +22,7 @@ Edit = Callable[[dict[str, Any]], None]
 
 @pytest.fixture
 def good(tmp_path: Path) -> dict[str, Any]:
-    """The smallest recipe, whose files exist."""
+    """The smallest recipe; its files exist."""
     target = tmp_path / "target"
     target.mkdir()
     (target / "config.json").write_text(json.dumps({"num_hidden_layers": NUM_LAYERS, "vocab_size": 1024}))
@@ -47,13 +47,13 @@ def write(folder: Path, values: dict[str, Any]) -> Path:
 
 
 def report(folder: Path, values: dict[str, Any], *overrides: str) -> list[str]:
-    """The report's lines below its heading."""
+    """The lines of the error report below its heading."""
     with pytest.raises(RecipeError) as error:
         load_recipe(write(folder, values), overrides)
     return [line.strip() for line in str(error.value).splitlines()[1:]]
 
 
-def test_all_mistakes_come_in_one_report(tmp_path: Path, good: dict[str, Any]) -> None:
+def test_all_mistakes_are_in_one_report(tmp_path: Path, good: dict[str, Any]) -> None:
     good["train"]["lerning_rate"] = 1e-4  # unknown key
     good["train"]["steps"] = "many"  # wrong type
     good["head"]["taps"] = [2, 8, NUM_LAYERS + 1]  # no such layer
@@ -103,7 +103,7 @@ def test_all_mistakes_come_in_one_report(tmp_path: Path, good: dict[str, Any]) -
         (lambda r: r["head"].update(draft_vocab_size=2000), "head.draft_vocab_size: 2000 given", "1024"),
     ],
 )
-def test_a_mistake_is_one_line_with_its_path_its_value_and_what_is_allowed(
+def test_a_mistake_is_one_line_with_path_value_and_allowed_values(
     tmp_path: Path, good: dict[str, Any], edit: Edit, start: str, contains: str
 ) -> None:
     edit(good)
@@ -126,7 +126,7 @@ def test_each_kind_of_head_has_its_own_keys(tmp_path: Path, good: dict[str, Any]
     assert "Only" not in recipe_fields()["head.kind"].description
 
 
-def test_the_last_hidden_state_is_a_layer_and_the_next_is_not(tmp_path: Path, good: dict[str, Any]) -> None:
+def test_the_last_hidden_state_may_be_a_tap_and_a_later_one_may_not(tmp_path: Path, good: dict[str, Any]) -> None:
     good["head"]["taps"] = [0, NUM_LAYERS]
     assert load_recipe(write(tmp_path, good)).head.model_dump()["taps"] == (0, NUM_LAYERS)
     [line] = report(tmp_path, good, f"head.taps=[{NUM_LAYERS + 1}]")
@@ -158,7 +158,7 @@ def test_a_mistake_names_its_line_or_its_override(tmp_path: Path, good: dict[str
         ("decode.drafter=suffix", "drafter suffix needs corpus; give decode.corpus"),
     ],
 )
-def test_a_wrong_override_is_reported(tmp_path: Path, good: dict[str, Any], override: str, contains: str) -> None:
+def test_a_bad_override_is_reported(tmp_path: Path, good: dict[str, Any], override: str, contains: str) -> None:
     [line] = report(tmp_path, good, override)
     assert contains in line
 
@@ -196,7 +196,7 @@ def test_an_unreadable_file_is_a_recipe_error(tmp_path: Path, content: bytes | N
     assert contains in str(error.value)
 
 
-def test_a_heading_without_keys_is_a_section_of_defaults(tmp_path: Path, good: dict[str, Any]) -> None:
+def test_a_section_without_keys_has_the_defaults(tmp_path: Path, good: dict[str, Any]) -> None:
     assert load_recipe(write(tmp_path, {**good, "decode": None})).decode == load_recipe(write(tmp_path, good)).decode
 
 
@@ -208,14 +208,14 @@ def test_scientific_notation_is_a_number(tmp_path: Path, good: dict[str, Any], t
     assert load_recipe(write(tmp_path, good), [f"train.learning_rate={text}"]).train.learning_rate == 1e-4
 
 
-def test_whole_numbers_stay_whole_and_fit_where_a_float_is_due(tmp_path: Path, good: dict[str, Any]) -> None:
+def test_integers_stay_integers_and_are_accepted_for_floats(tmp_path: Path, good: dict[str, Any]) -> None:
     recipe = load_recipe(write(tmp_path, good), ["train.steps=12_000", "data.temperatures=[0, 1]"])
     assert recipe.train.steps == 12000
     assert recipe.data.temperatures == (0.0, 1.0)
     assert all(isinstance(temperature, float) for temperature in recipe.data.temperatures)
 
 
-def test_overrides_win_and_the_last_one_most(tmp_path: Path, good: dict[str, Any]) -> None:
+def test_overrides_win_over_the_file_and_later_ones_over_earlier(tmp_path: Path, good: dict[str, Any]) -> None:
     good["seed"] = 1
     overrides = ["seed=2", "train.steps=3", "train.steps=4", "run_dir=elsewhere", "log.wandb=disabled"]
     recipe = load_recipe(write(tmp_path, good), overrides)
@@ -223,18 +223,18 @@ def test_overrides_win_and_the_last_one_most(tmp_path: Path, good: dict[str, Any
     assert recipe.features_dir == Path("elsewhere/features")
 
 
-def test_an_override_can_mend_the_file(tmp_path: Path, good: dict[str, Any]) -> None:
+def test_an_override_can_fix_a_mistake_in_the_file(tmp_path: Path, good: dict[str, Any]) -> None:
     good["train"]["steps"] = "many"
     assert load_recipe(write(tmp_path, good), ["train.steps=5"]).train.steps == 5
 
 
-def test_a_recipe_never_changes(tmp_path: Path, good: dict[str, Any]) -> None:
+def test_a_recipe_cannot_be_changed(tmp_path: Path, good: dict[str, Any]) -> None:
     recipe = load_recipe(write(tmp_path, good))
     with pytest.raises(ValueError, match="frozen"):
         recipe.train.steps = 5  # type: ignore[misc]
 
 
-def test_all_output_lies_under_run_dir(tmp_path: Path, good: dict[str, Any]) -> None:
+def test_all_output_is_below_run_dir(tmp_path: Path, good: dict[str, Any]) -> None:
     recipe = load_recipe(write(tmp_path, good))
     names = [name for name, member in vars(Recipe).items() if isinstance(member, property)]
     places = {getattr(recipe, name) for name in names if name.endswith(("_dir", "_path"))}
@@ -247,9 +247,9 @@ def test_all_output_lies_under_run_dir(tmp_path: Path, good: dict[str, Any]) -> 
     assert shared.head_dir.parent == shared.checkpoints_dir.parent == shared.run_dir
 
 
-def test_a_hub_name_needs_no_folder(tmp_path: Path, good: dict[str, Any]) -> None:
+def test_a_hub_name_needs_no_local_folder(tmp_path: Path, good: dict[str, Any]) -> None:
     good["target"]["path"] = "some-organisation/some-model"
-    good["head"]["taps"] = [99]  # only the hub knows how many layers there are
+    good["head"]["taps"] = [99]  # the number of layers is unknown without the hub
     assert load_recipe(write(tmp_path, good)).target.path == "some-organisation/some-model"
 
 
@@ -264,14 +264,14 @@ def test_every_shipped_recipe_loads(path: Path, tmp_path: Path, good: dict[str, 
     assert load_recipe(path, overrides).run_dir == Path("runs") / path.stem
 
 
-@pytest.mark.skipif(not (ROOT / "assets/demo_target/config.json").exists(), reason="the demo target is not there")
+@pytest.mark.skipif(not (ROOT / "assets/demo_target/config.json").exists(), reason="the demo target is missing")
 @pytest.mark.parametrize("name", ["tiny", "tiny_eagle1", "tiny_full", "tiny_medusa", "tiny_medusa2"])
 def test_the_demo_recipes_fit_the_demo_target(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     load_recipe(f"recipes/{name}.yaml")
 
 
-def test_every_field_says_what_it_is() -> None:
+def test_every_field_has_a_description() -> None:
     fields = recipe_fields()
     assert {"seed", "target.path", "head.taps", "train.learning_rate"} <= fields.keys()
     assert all(field.description.endswith(".") and "\n" not in field.description for field in fields.values())
@@ -288,11 +288,11 @@ def test_help_lists_every_field(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert all(path in printed for path in recipe_fields())
 
 
-def test_the_command_line_gives_a_recipe(tmp_path: Path, good: dict[str, Any]) -> None:
+def test_the_command_line_loads_a_recipe(tmp_path: Path, good: dict[str, Any]) -> None:
     assert recipe_from_command_line("", [str(write(tmp_path, good)), "train.steps=7"]).train.steps == 7
 
 
-def test_a_wrong_recipe_ends_the_command_with_2_and_no_traceback(tmp_path: Path, good: dict[str, Any]) -> None:
+def test_a_bad_recipe_exits_with_status_2_and_no_traceback(tmp_path: Path, good: dict[str, Any]) -> None:
     path = write(tmp_path, good)
     code = "from recipes import recipe_from_command_line; recipe_from_command_line('')"
     ended = subprocess.run(

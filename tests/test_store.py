@@ -1,4 +1,4 @@
-"""Laws of the feature store: small, checked, mergeable, and read in an order that is a function of seed and step."""
+"""Laws of the feature store: compact, checked, mergeable, read in an order that depends on seed and step alone."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ from data_pipelines.store import merge, stats, verify
 
 @pytest.fixture(scope="module")
 def harvested(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder whose run went as far as the features."""
+    """A folder with a run up to its features."""
     folder = tmp_path_factory.mktemp("store")
     build_run(folder)
     harvest(tiny_recipe(folder))
@@ -33,15 +33,15 @@ def harvested(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sample_of(length: int, hidden: int, num_taps: int) -> Sample:
-    sizes = torch.tensor([0.01, 3.0, 200.0])[:num_taps, None]  # as different as taps are
+    sizes = torch.tensor([0.01, 3.0, 200.0])[:num_taps, None]  # sizes differ as much as those of real taps
     taps = (torch.randn(length, num_taps, hidden) * sizes).flatten(1)
     tokens = torch.randint(1000, (length,))
     return Sample(tokens, torch.arange(length) > 3, taps, torch.randn(length, hidden) * 10)
 
 
 @pytest.mark.parametrize(("storage", "size"), [("float32", 4), ("bfloat16", 2), ("float8", 1), ("int8", 1)])
-def test_a_token_takes_what_its_states_take(tmp_path: Path, storage: str, size: int) -> None:
-    """Within 2 % of (taps + 1) x hidden x the size of a number, plus its id and its mask; 8 bits halve bfloat16."""
+def test_a_token_takes_the_space_of_its_states(tmp_path: Path, storage: str, size: int) -> None:
+    """Within 2 % of (taps + 1) * hidden * bytes per number, plus id and mask; 8-bit formats take half of bfloat16."""
     samples = [sample_of(400, 128, 3) for _ in range(8)]
     write_shard(tmp_path / "shard", samples, (1, 5, 9), "x", storage)
     plain = (3 + 1) * 128 * size + 4 + 1
@@ -50,21 +50,21 @@ def test_a_token_takes_what_its_states_take(tmp_path: Path, storage: str, size: 
 
 
 @pytest.mark.parametrize(("storage", "error"), [("float32", 0.0), ("bfloat16", 2**-8), ("float8", 2**-4)])
-def test_each_number_comes_back_to_the_precision_of_its_format(tmp_path: Path, storage: str, error: float) -> None:
+def test_stored_numbers_have_the_precision_of_their_format(tmp_path: Path, storage: str, error: float) -> None:
     states = torch.randn(50, 64) * torch.logspace(-4, 4, 50)[:, None]
     save_file(encode("x", states, storage), tmp_path / "file")
     found = decode(safe_open(tmp_path / "file", "pt"), "x", 10, 40).float()
-    smallest = states[10:40].abs().amax(1, keepdim=True) * 2**-12  # below it float8 has fewer bits
+    smallest = states[10:40].abs().amax(1, keepdim=True) * 2**-12  # float8 has fewer bits for very small numbers
     assert ((found - states[10:40]).abs() <= error * states[10:40].abs() + smallest).all()
 
 
-def test_int8_errs_by_half_a_step_of_each_rows_own_scale(tmp_path: Path) -> None:
+def test_int8_errors_are_at_most_half_a_step_of_each_rows_scale(tmp_path: Path) -> None:
     states = torch.randn(50, 64) * torch.logspace(-4, 4, 50)[:, None]
     states[7] = 0
     save_file(encode("x", states, "int8"), tmp_path / "file")
     found = decode(safe_open(tmp_path / "file", "pt"), "x", 0, 50)
     peaks = states.abs().amax(1, keepdim=True)
-    cut = peaks * 2**-8  # the scale is rounded to bfloat16, and where it went down the largest numbers are cut
+    cut = peaks * 2**-8  # if rounding to bfloat16 lowers the scale, the largest numbers are clipped
     assert (
         (found - states).abs() <= torch.where(states.abs() < peaks * (1 - 2**-8), peaks / 127 / 2, cut) * 1.01
     ).all()
@@ -72,7 +72,7 @@ def test_int8_errs_by_half_a_step_of_each_rows_own_scale(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("storage", ["int8", "float8"])
-def test_a_harvest_in_8_bits_is_close_to_one_in_full(harvested: Path, tmp_path: Path, storage: str) -> None:
+def test_a_harvest_in_8_bits_is_close_to_one_in_float32(harvested: Path, tmp_path: Path, storage: str) -> None:
     shutil.copytree(harvested / "run" / "prompts", tmp_path / "prompts")
     shutil.copytree(harvested / "run" / "responses", tmp_path / "responses")
     harvest(tiny_recipe(harvested, f"run_dir={tmp_path}", f"data.dtype={storage}"))
@@ -100,7 +100,7 @@ def test_a_flipped_bit_anywhere_in_a_shard_is_found_and_named(harvested: Path, t
     assert "train-00001.safetensors is not what the harvest wrote" in what
 
 
-def test_stats_tell_sizes_and_origin(harvested: Path) -> None:
+def test_stats_show_sizes_and_origin(harvested: Path) -> None:
     found = stats(harvested / "run" / "features")
     store = FeatureStore(harvested / "run" / "features", "train")
     assert found["train"]["samples"] == 12
@@ -112,7 +112,7 @@ def test_stats_tell_sizes_and_origin(harvested: Path) -> None:
     assert {"dtype", "taps", "prompts_sha256", "chat_template_sha256", "temperatures"} <= found.keys()
 
 
-def test_a_merged_store_holds_the_samples_of_all_and_is_trained_on(harvested: Path, tmp_path: Path) -> None:
+def test_a_merged_store_holds_all_samples_and_serves_a_recipe(harvested: Path, tmp_path: Path) -> None:
     other = tiny_recipe(harvested, f"run_dir={tmp_path / 'other'}", "seed=9", "data.num_prompts=4")
     sources = [harvested / "run" / "features", harvest(other).folder]
     merge(tmp_path / "merged", sources)
@@ -127,7 +127,7 @@ def test_a_merged_store_holds_the_samples_of_all_and_is_trained_on(harvested: Pa
             assert vars(merged[number])[name].equal(tensor)
 
 
-def test_a_shard_comes_once_into_a_merged_store_and_its_origin_is_kept(harvested: Path, tmp_path: Path) -> None:
+def test_a_shared_shard_is_merged_once_and_its_origin_is_kept(harvested: Path, tmp_path: Path) -> None:
     source = harvested / "run" / "features"
     shutil.copytree(source, tmp_path / "copy")
     merge(tmp_path / "merged", [source, tmp_path / "copy"])
@@ -138,7 +138,7 @@ def test_a_shard_comes_once_into_a_merged_store_and_its_origin_is_kept(harvested
     ] * 2
 
 
-def test_stores_of_other_states_are_not_merged(harvested: Path, tmp_path: Path) -> None:
+def test_stores_of_different_taps_or_dtypes_are_not_merged(harvested: Path, tmp_path: Path) -> None:
     other = tiny_recipe(harvested, f"run_dir={tmp_path / 'other'}", "head.taps=[1]", "data.dtype=bfloat16")
     with pytest.raises(ValueError, match=r"dtype: 'float32' in .*, 'bfloat16' in(.|\n)*taps: \[2, 3, 4\]"):
         merge(tmp_path / "merged", [harvested / "run" / "features", harvest(other).folder])
@@ -159,7 +159,7 @@ def test_a_store_of_another_target_or_without_a_tap_is_refused(harvested: Path, 
 # Order and reading
 
 
-def test_the_windowed_order_gives_each_sample_once_per_epoch_from_few_shards_at_a_time() -> None:
+def test_the_windowed_order_has_each_sample_once_per_epoch_from_few_shards_at_a_time() -> None:
     sizes = [5, 5, 5, 5, 3]
     order = SampleOrder(sizes, seed=4, window=2)
     shard_of = [shard for shard, size in enumerate(sizes) for _ in range(size)]
@@ -168,12 +168,12 @@ def test_the_windowed_order_gives_each_sample_once_per_epoch_from_few_shards_at_
         assert sorted(numbers) == list(range(23))
         shards = [shard_of[number] for number in numbers]
         alive = [len({*shards[:place]} & {*shards[place:]}) for place in range(23)]
-        assert max(alive) <= 2  # begun and not yet read to the end
+        assert max(alive) <= 2  # shards that are partly read
     assert len({tuple(numbers) for numbers in epochs}) == 4
     assert epochs[0] != sorted(epochs[0])
 
 
-def test_the_windowed_order_is_a_function_of_seed_and_step_alone() -> None:
+def test_the_windowed_order_depends_on_seed_and_step_alone() -> None:
     whole = SampleOrder([4, 4, 2], seed=1, window=2)
     steps = [whole.of_step(step, 3) for step in range(12)]
     assert [SampleOrder([4, 4, 2], seed=1, window=2).of_step(step, 3) for step in (11, 0, 5)] == [
@@ -184,7 +184,7 @@ def test_the_windowed_order_is_a_function_of_seed_and_step_alone() -> None:
     assert [SampleOrder([4, 4, 2], seed=2, window=2).of_step(step, 3) for step in range(12)] != steps
 
 
-def test_reading_ahead_gives_the_same_samples_from_a_thread_of_its_own(harvested: Path) -> None:
+def test_reading_ahead_returns_the_same_samples_read_by_one_background_thread(harvested: Path) -> None:
     store, readers = FeatureStore(harvested / "run" / "features", "train"), set()
 
     class Watched(FeatureStore):
@@ -194,7 +194,7 @@ def test_reading_ahead_gives_the_same_samples_from_a_thread_of_its_own(harvested
 
     ahead = ReadAhead(Watched(harvested / "run" / "features", "train"))
     ahead.expect([3, 1])
-    for number in (1, 3, 7):  # 7 comes as a surprise
+    for number in (1, 3, 7):  # 7 was not announced
         for name, tensor in vars(ahead[number]).items():
             assert tensor.equal(vars(store[number])[name])
     with pytest.raises(IndexError):
@@ -205,8 +205,8 @@ def test_reading_ahead_gives_the_same_samples_from_a_thread_of_its_own(harvested
     assert readers == {"read-ahead_0"}
 
 
-def test_closing_ends_the_reader_and_drops_what_was_not_begun(harvested: Path) -> None:
-    """At the end of a run, and where one is stopped: nothing is read on, and no thread is left."""
+def test_closing_stops_the_reader_and_drops_reads_that_have_not_started(harvested: Path) -> None:
+    """When a run ends or is stopped, reading stops and no thread is left."""
     gate, begun, read = threading.Event(), threading.Event(), list[int]()
 
     class Slow(FeatureStore):
@@ -227,9 +227,7 @@ def test_closing_ends_the_reader_and_drops_what_was_not_begun(harvested: Path) -
         ahead[1]
 
 
-def test_a_store_with_checksums_of_another_version_is_refused_and_says_what_to_do(
-    harvested: Path, tmp_path: Path
-) -> None:
+def test_a_store_with_checksums_of_another_version_is_refused_with_advice(harvested: Path, tmp_path: Path) -> None:
     shutil.copytree(harvested / "run" / "features", tmp_path / "features")
     path = tmp_path / "features" / "manifest.json"
     about = json.loads(path.read_text())
@@ -243,12 +241,12 @@ def test_a_store_with_checksums_of_another_version_is_refused_and_says_what_to_d
 # The draft vocabulary
 
 
-def test_kept_token_counts_are_those_of_the_shards_and_go_unused_for_others(harvested: Path, tmp_path: Path) -> None:
+def test_saved_token_counts_match_their_shards_and_are_not_used_for_others(harvested: Path, tmp_path: Path) -> None:
     shutil.copytree(harvested / "run" / "features", tmp_path / "features")
     store = FeatureStore(tmp_path / "features", "train")
     counted = store.count_tokens(300)
     for shard in tmp_path.glob("features/*.safetensors"):
-        shard.unlink()  # what is kept needs no shard
+        shard.unlink()  # saved counts need no shards
     store = FeatureStore(tmp_path / "features", "train")
     assert store.token_counts(300).equal(counted)
     store.shards[0] = {**store.shards[0], "xxh3_128": "of other content"}

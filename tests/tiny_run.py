@@ -1,4 +1,4 @@
-"""A whole run small enough for tests: a random Llama of 7 layers, its tokenizer, prompts and a recipe."""
+"""A run small enough for tests: a random Llama with 7 layers, a tokenizer, prompts and a recipe."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from recipes import Recipe, load_recipe
 
 VOCAB_SIZE = 300
 END_OF_TEXT = "<end>"
-ENDS = [0, *range(150, 165)]  # a random target ends at one of a few tokens, so that its responses differ in length
+ENDS = [0, *range(150, 165)]  # several end tokens, so that the responses of a random target differ in length
 CHAT_TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 TEXTS = [
     "the target writes, the head guesses, the target judges",
@@ -30,7 +30,7 @@ TEXTS = [
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE, so that any text can be encoded; token 0 ends a text."""
+    """A byte-level BPE tokenizer, which can encode any text; token 0 ends a text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -46,7 +46,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_target(folder: Path, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> Path:
-    """Weights large enough that the next token depends on the text and few choices are close."""
+    """Save a random target with weights so large that next tokens depend on the text and near-ties are rare."""
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=32,
@@ -68,7 +68,7 @@ def build_target(folder: Path, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> P
 
 
 def write_prompts(path: Path, count: int, first: int) -> Path:
-    """Prompts of different lengths, some of them conversations."""
+    """Write prompts of different lengths, some of them conversations."""
     rows: list[dict[str, Any]] = []
     for number in range(first, first + count):
         text = f"{number} {TEXTS[number % len(TEXTS)][: 6 + 5 * (number % 5)]}"
@@ -79,7 +79,7 @@ def write_prompts(path: Path, count: int, first: int) -> Path:
 
 
 def recipe_values(folder: Path) -> dict[str, Any]:
-    """Sections that every part of the pipeline passes through in about a second: several shards, a draft vocabulary."""
+    """A recipe that runs the whole pipeline in about a second, with several shards and a draft vocabulary."""
     return {
         "run_dir": str(folder / "run"),
         "seed": 3,
@@ -115,7 +115,7 @@ def recipe_values(folder: Path) -> dict[str, Any]:
 
 
 def build_run(folder: Path) -> Path:
-    """Everything that a run starts from, in a folder; returns the recipe's path. Nothing has run yet."""
+    """Write everything that a run needs into a folder, without running it; returns the recipe's path."""
     build_target(folder / "target")
     write_prompts(folder / "prompts.jsonl", count=14, first=0)
     write_prompts(folder / "heldout.jsonl", count=5, first=100)
@@ -125,8 +125,8 @@ def build_run(folder: Path) -> Path:
 
 
 def tiny_recipe(folder: Path, *overrides: str) -> Recipe:
-    """The recipe of a folder that `build_run` filled, for use inside this process."""
-    PartialState(cpu=True)  # the first one of a process settles the device
+    """Load the recipe of a folder made by `build_run`, for a run in this process."""
+    PartialState(cpu=True)  # the first PartialState of a process decides the device
     return load_recipe(folder / "recipe.yaml", overrides)
 
 
@@ -140,7 +140,7 @@ def write_shard(path: Path, samples: list[Sample], taps: tuple[int, ...], made_f
 
 
 def assert_same_sample(found: Sample, expected: Sample) -> None:
-    """The same text, and states that differ by the rounding of float32 alone: 1e-5 of the largest of them."""
+    """Assert the same text and, up to float32 rounding (1e-5 of the largest value), the same states."""
     assert found.tokens.equal(expected.tokens)
     assert found.loss_mask.equal(expected.loss_mask)
     for mine, its in ((found.taps, expected.taps), (found.last_hidden, expected.last_hidden)):
@@ -149,21 +149,21 @@ def assert_same_sample(found: Sample, expected: Sample) -> None:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder by its relative name."""
+    """The content of every file below a folder, by relative path."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
     }
 
 
 def modified(folder: Path) -> dict[str, int]:
-    """When every file below a folder was last written, in nanoseconds."""
+    """The modification time of every file below a folder, in nanoseconds, by relative path."""
     return {
         path.relative_to(folder).as_posix(): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()
     }
 
 
 def quiet_environment(root: Path) -> dict[str, str]:
-    """For commands in a process of their own: this checkout's packages, one thread, no GPU, no network."""
+    """The environment for commands in separate processes: this checkout's packages, one thread, no GPU, no network."""
     fixed = {
         "PYTHONPATH": str(root),
         "OMP_NUM_THREADS": "1",
