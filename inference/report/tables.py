@@ -11,7 +11,7 @@ from inference.report.statistics import Interval
 
 COLUMNS = {
     "method": "how the prompts were decoded; generate is transformers' own, plain is our loop without drafts",
-    "acceptance length": "mean number of tokens per verify step, the bonus token included (tau)",
+    "acceptance length": "mean number of tokens per target step, the bonus token included (tau)",
     "tokens/s": "new tokens per second of wall time, prefill included",
     "speed-up": "tokens/s over plain decoding",
     "95 % interval": "of the speed-up over plain decoding, from a bootstrap over prompts",
@@ -24,7 +24,7 @@ COLUMNS = {
 }
 FIRST_TABLE = 6  # columns of the terminal's first table; the others follow in a second one, so both fit 100 characters
 HEADER_WIDTH = 13  # characters per line of a header on a terminal
-NOTE = "Acceptance length: tokens per verify step, the bonus token included (tau). Speed-up: over plain decoding."
+NOTE = "Acceptance length: tokens per target step, the bonus token included (tau). Speed-up: over plain decoding."
 
 
 def cells(outcomes: list[Outcome]) -> list[list[str]]:
