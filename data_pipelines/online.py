@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from data_pipelines.batches import length_buckets
+from data_pipelines.batches import Sample, length_buckets
 from data_pipelines.features import TapTexts, on_host
 from data_pipelines.responses import Text, count_written, responses_path
 from data_pipelines.shard_work import prompt_shards
-from data_pipelines.shards import Sample, median_tap_sizes
+from data_pipelines.shards import median_tap_sizes
 from recipes import Recipe
 from recipes.jsonl import read_jsonl
 

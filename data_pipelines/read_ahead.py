@@ -5,8 +5,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from torch import Tensor
 
+from data_pipelines.batches import Sample
 from data_pipelines.online import OnlineStore
-from data_pipelines.shards import FeatureStore, Sample
+from data_pipelines.shards import FeatureStore
 
 
 class ReadAhead:

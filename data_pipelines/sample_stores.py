@@ -7,10 +7,11 @@ from typing import Protocol
 
 from torch import Tensor
 
+from data_pipelines.batches import Sample
 from data_pipelines.features import TapTexts, tap
 from data_pipelines.online import OnlineStore
 from data_pipelines.read_ahead import ReadAhead
-from data_pipelines.shards import FeatureStore, Sample
+from data_pipelines.shards import FeatureStore
 from data_pipelines.stage import Stage
 from data_pipelines.target_process import TargetProcess
 from inference.target.model import TargetModel

@@ -1,4 +1,4 @@
-"""One request on its way from prompt to finished text: what was asked for, where it stops, and what has come of it."""
+"""One request on its way from prompt to finished text: what was asked for, where it stops, and what it has become."""
 
 import time
 from collections.abc import Callable, Collection
@@ -95,8 +95,8 @@ class DecodeStats:
         self.seconds += other.seconds
         self.bytes_moved += other.bytes_moved
         self.cache_bytes = max(self.cache_bytes, other.cache_bytes)
-        both = zip_longest(self.accepted_at_depth, other.accepted_at_depth, fillvalue=0)
-        self.accepted_at_depth = [mine + its for mine, its in both]
+        by_depth = zip_longest(self.accepted_at_depth, other.accepted_at_depth, fillvalue=0)
+        self.accepted_at_depth = [sum(steps) for steps in by_depth]
 
 
 @dataclass(frozen=True)

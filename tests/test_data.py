@@ -13,12 +13,12 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from data_pipelines import prompts as prompts_module
-from data_pipelines.batches import Batch
+from data_pipelines.batches import Batch, Sample
 from data_pipelines.demo.python_stdlib import SourceFile, source_files
 from data_pipelines.harvest import check_teacher_logits, harvest
 from data_pipelines.prompts import make_prompts, stdlib_prompts
 from data_pipelines.sample_order import SampleOrder
-from data_pipelines.shards import FeatureStore, Sample, stored_taps
+from data_pipelines.shards import FeatureStore, stored_taps
 from data_pipelines.stage import Stage
 from heads.checkpoint import head_taps
 from heads.frozen import FrozenTarget

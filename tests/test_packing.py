@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from data_pipelines.batches import Batch, in_rows, pack
-from data_pipelines.shards import Sample
+from data_pipelines.batches import Batch, Sample, in_rows, pack
 from heads.base import DraftHead
 from heads.frozen import FrozenTarget
 from heads.packing import Documents

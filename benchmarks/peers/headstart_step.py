@@ -4,8 +4,7 @@ import torch
 from peers.contender import Case, Inputs, Step, serve
 from torch import Tensor
 
-from data_pipelines.batches import Batch
-from data_pipelines.shards import Sample
+from data_pipelines.batches import Batch, Sample
 from heads.checkpoint import new_head
 from heads.frozen import FrozenTarget
 from heads.target_config import TargetConfig

@@ -34,8 +34,8 @@ from inference.decode import check_length, generate_batch
 from inference.doctor.export_parts import compare_parts
 from inference.doctor.findings import (
     Finding,
-    export_breaches,
-    head_breaches,
+    export_violations,
+    head_violations,
     other_template,
     share_past_limit,
     with_unmeasured,
@@ -134,13 +134,13 @@ def diagnose(head: Path, target_name: str, export: Path | None, options: Options
     files, folder = HeadFiles.read(head), locate_target(target_name)
     prompts = held_out(head, folder, options)
     ends = FrozenTarget.from_folder(folder, torch.float32)
-    trained, by_files = Interpretation.trained(files, ends), head_breaches(files, ends)
+    trained, by_files = Interpretation.trained(files, ends), head_violations(files, ends)
     served, served_by_files = None, []
     if export is not None:
         export_files = HeadFiles.read(export)
         engine = options.engine or next(iter(engines_of(export_files)), "vllm")
         served = Interpretation.served(export_files, ends, engine)
-        served_by_files = export_breaches(export_files, ends, engine)
+        served_by_files = export_violations(export_files, ends, engine)
     target = load_target(folder, taps_to_try(trained, served, ends.config.num_layers))
     replays = replay(target, prompts, options.new_tokens)
     measure = partial(accuracies, replays=replays, frozen=target.frozen, depth=options.depth)

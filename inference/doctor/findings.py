@@ -15,7 +15,7 @@ from heads.frozen import FrozenTarget
 from inference.doctor.interpretation import Interpretation
 from inference.target.tokenizer import load_tokenizer
 
-CATEGORIES = (  # a word in the place or text of a contract's breach -> the category of the finding
+CATEGORIES = (  # a word in the place or text of a contract violation -> the category of the finding
     ("max_position_embeddings", "context length"),
     ("finite numbers", "dtype"),
     ("aux_hidden_state", "taps"),
@@ -48,18 +48,18 @@ def largest_loss(right: list[float], wrong: list[float]) -> str:
     return f"accuracy at depth {level + 1} is {wrong[level]:.2f} instead of {right[level]:.2f}"
 
 
-def category_of(breach: Violation) -> str:
-    text = f"{breach.where} {breach.allowed}" if "finite numbers" in breach.allowed else breach.where
+def category_of(violation: Violation) -> str:
+    text = f"{violation.where} {violation.allowed}" if "finite numbers" in violation.allowed else violation.where
     return next((category for word, category in CATEGORIES if word in text), "files")
 
 
-def as_finding(breach: Violation, folder: Path) -> Finding:
-    found = f"{folder.name}: {breach.where} is {str(breach.value)[:60]}"
+def as_finding(violation: Violation, folder: Path) -> Finding:
+    found = f"{folder.name}: {violation.where} is {str(violation.value)[:60]}"
     cost = "not measured, found by inspecting the files"
-    return Finding(category_of(breach), found, breach.allowed, cost, f"correct the files in {folder}")
+    return Finding(category_of(violation), found, violation.allowed, cost, f"correct the files in {folder}")
 
 
-def head_breaches(files: HeadFiles, frozen: FrozenTarget) -> list[Finding]:
+def head_violations(files: HeadFiles, frozen: FrozenTarget) -> list[Finding]:
     """Faults in a head's files that matter in every engine."""
     subject = Subject(files, layout_of(files), frozen)
     rules: list[Callable[[Subject, str], Iterator[Violation]]] = [tensor_rules.finite]
@@ -67,13 +67,13 @@ def head_breaches(files: HeadFiles, frozen: FrozenTarget) -> list[Finding]:
         rules += [config_rules.fits_the_target, tensor_rules.names_and_shapes]
     if subject.kind == "eagle3":
         rules.append(tensor_rules.vocabulary_map)
-    return [as_finding(breach, files.folder) for rule in rules for breach in rule(subject, "any engine")]
+    return [as_finding(violation, files.folder) for rule in rules for violation in rule(subject, "any engine")]
 
 
-def export_breaches(files: HeadFiles, frozen: FrozenTarget, engine: str) -> list[Finding]:
+def export_violations(files: HeadFiles, frozen: FrozenTarget, engine: str) -> list[Finding]:
     """Errors that the engine's contract finds in an export."""
-    breaches = violations(files, frozen, [engine])
-    return [as_finding(breach, files.folder) for breach in breaches if breach.severity == "error"]
+    found = violations(files, frozen, [engine])
+    return [as_finding(violation, files.folder) for violation in found if violation.severity == "error"]
 
 
 def with_unmeasured(measured: list[Finding], by_files: list[Finding]) -> list[Finding]:
