@@ -96,13 +96,6 @@ def random_pool(levels: int, width: int, score_step: float, rows: int = 3) -> Po
     return pool
 
 
-@pytest.fixture(params=[0, 10**6], ids=["all at once", "one by one"])
-def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small trees are pruned on the host, large ones with tensor operations; test both."""
-    monkeypatch.setattr("inference.drafters.growth.FEW", request.param)
-
-
-@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("score_step", [0.0, 1.0, 0.125], ids=["all tied", "many ties", "ties"])
 @pytest.mark.parametrize("width", [1, 2, 4])
 def test_the_best_nodes_include_their_parents_even_with_ties(width: int, score_step: float) -> None:
@@ -125,7 +118,6 @@ def test_the_best_nodes_include_their_parents_even_with_ties(width: int, score_s
                 assert torch.equal(scores[numbers - 1].sort(descending=True).values, best)
 
 
-@pytest.mark.usefixtures("either_way")
 def test_nodes_with_a_score_of_minus_infinity_get_no_parent() -> None:
     """1 and 2 are children of the root, 3 and 4 of 1; the second row may not have a second level."""
     none = -torch.inf

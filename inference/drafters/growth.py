@@ -1,6 +1,5 @@
 """Growth policies: which nodes each level expands, and which of all draft tokens the target verifies."""
 
-import math
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Protocol, runtime_checkable
@@ -11,8 +10,6 @@ from torch import Tensor
 
 from inference.drafter import Verified
 from inference.tree import Tree
-
-FEW = 256  # nodes of all rows
 
 
 @dataclass
@@ -49,26 +46,12 @@ class Pool:
 
     def best(self, roots: Int[Tensor, "batch 1"], count: int) -> Tree:
         """The tree of each root's `count` best nodes. Nodes that are not allowed (-inf) are cut off from the root."""
-        if roots.device.type == "cpu" and len(self) * len(roots) <= FEW:
-            return self.best_one_by_one(roots, count)
         if count >= len(self):
             return self.whole(roots)
         scores = torch.cat(self.scores, dim=1)
         # A child never scores above its parent, and a stable sort settles ties in the parent's favour.
         best = torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :count]
         return self.tree(roots, best.sort(dim=1).values, scores)
-
-    def best_one_by_one(self, roots: Int[Tensor, "batch 1"], count: int) -> Tree:
-        """The same on the host, node by node, which is faster for few nodes."""
-        drafted = (torch.cat(self.scores, dim=1), torch.cat(self.tokens, dim=1), self.parents)
-        all_tokens, all_parents = [], []
-        for (root,), scores, tokens, parents in zip(*(each.tolist() for each in (roots, *drafted)), strict=True):
-            order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)  # stable
-            chosen = sorted(order[:count])
-            place = {node + 1: new for new, node in enumerate([-1, *chosen])}
-            all_tokens.append([root, *(tokens[node] for node in chosen)])
-            all_parents.append([-1, *(-1 if scores[node] == -math.inf else place[parents[node]] for node in chosen)])
-        return Tree(torch.tensor(all_tokens), torch.tensor(all_parents), deepest=len(self.tokens))
 
     def whole(self, roots: Int[Tensor, "batch 1"]) -> Tree:
         """The tree of all nodes: their numbers in the pool are their places in the tree."""
