@@ -1,4 +1,4 @@
-"""Speculative decoding behind the interface of transformers' `generate`.
+"""Speculative decoding with the interface of transformers' `generate`.
 
 The fields of a GenerationConfig mean what they mean in transformers; a field that is not implemented is refused.
 """
@@ -58,7 +58,7 @@ class SpeculativeOutput:
 
 
 class SpeculativeModel:
-    """A target and a drafter behind the interface of transformers' `generate`."""
+    """A target and a drafter with the interface of transformers' `generate`."""
 
     def __init__(
         self,

@@ -585,8 +585,8 @@ class LogSection(Section):
 
 
 class Recipe(Section):
-    """One run, from prompts to report; every stage reads and writes below run_dir (prompts to features: "
-    "data.folder)."""
+    """One run, from prompts to report. Its files are below run_dir; prompts, responses and features may be shared in
+    data.folder."""
 
     run_dir: HomePath = Field(description="Folder for everything that the run writes.")
     seed: int = Field(

@@ -25,8 +25,8 @@ from trainers.run_state import TrainingInputs
 
 SCRIPTS = {"eagle1": "trainers/eagle.py", "eagle3": "trainers/eagle.py", "medusa": "trainers/medusa.py"}
 
-# Fields of the train section that may change when a run is resumed: they leave the weights as they are, but for the
-# order of additions.
+# Fields of the train section that may change when a run is resumed: they affect the weights only through the order of
+# additions.
 MAY_CHANGE_ON_RESUME = {
     "accumulate",
     "activation_checkpointing",

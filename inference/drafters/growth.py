@@ -12,7 +12,7 @@ from torch import Tensor
 from inference.drafter import Verified
 from inference.tree import Tree
 
-FEW = 256  # nodes of all rows
+FEW = 256  # nodes of all rows together, up to which the host is faster
 
 
 @dataclass
@@ -40,7 +40,10 @@ class Pool:
         return torch.cat([repeated(above, count) for above, count in zip(self.expanded, counts, strict=True)], dim=1)
 
     def add(self, scores: Tensor, tokens: Tensor, expanded: Tensor) -> int:
-        """Add a level: equally many children of each expanded node, parent by parent. Returns its first number."""
+        """Add a level: the same number of children for each expanded node, parent by parent.
+
+        Returns the number of the level's first node.
+        """
         self.scores.append(scores)
         self.tokens.append(tokens)
         self.expanded.append(expanded)
@@ -95,7 +98,7 @@ def repeated(numbers: Int[Tensor, "batch frontier"], count: int) -> Int[Tensor, 
 
 @runtime_checkable  # the shape checks of the tests look at instances
 class Growth(Protocol):
-    """A policy. The drafter asks it on each level, with the scores of all children."""
+    """A growth policy. The drafter consults it on each level, with the scores of all children."""
 
     @property
     def static_shapes(self) -> bool:

@@ -41,7 +41,7 @@ class Frontier:
 class LevelMasks:
     """Additive masks of the levels of a tree. Each level's mask extends its parents' masks.
 
-    Building them from scratch would cost a step more than anything else but the target and the head.
+    Building them from scratch on every level would cost more than any part of a step except the target and the head.
     """
 
     held: int  # keys before the draft tokens; every node sees them
@@ -188,12 +188,12 @@ class HeadDrafter:
         return self._parents[count]
 
     def read(self, verified: Verified, cache: KVCache) -> tuple[Tensor, Tensor]:
-        """Run the head on the newly verified positions; they replace what was drafted there.
+        """Run the head on the newly verified positions; its new keys replace those of the draft tokens there.
 
         Returns the features and the head's hidden state at each row's last one. [batch, 1, feature], [batch, 1, hidden]
         """
         slots = cache.head
-        if slots is None:  # then only the last position counts
+        if slots is None:  # without a cache, only the last position matters
             features, roots = self.head.project(verified.last(verified.taps)), verified.roots
             return features, self.head(features, roots, torch.zeros_like(roots))
         verified.rewind(slots)
@@ -210,7 +210,7 @@ class HeadDrafter:
         return verified.last(features), verified.last(hidden)
 
     def level_masks(self, cache: KVCache) -> LevelMasks:
-        """Masks that begin with the held keys, where every row holds the same known number of them."""
+        """Masks that begin with the held keys if every row holds the same number of them, known on the host."""
         slots = cache.head
         return LevelMasks(slots.lengths[0] if slots is not None and slots.even else 0, self.siblings)
 

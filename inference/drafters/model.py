@@ -21,7 +21,7 @@ from inference.tree import Block, Tree
 
 
 class ModelAsHead:
-    """A causal LM behind the interface of a head: it reads no features, and its "hidden states" are its logits."""
+    """A causal LM with the interface of a head: it reads no features, and its "hidden states" are its logits."""
 
     taps: tuple[int, ...] = ()
     calibration = Calibration()

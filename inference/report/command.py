@@ -12,7 +12,7 @@ Every method of report.baselines decodes the same prompts, at each of report.tem
 report.batches. Methods alternate prompt by prompt, so that a slow phase of the machine hits all of them.
 
 The tables show, for each method:
-  acceptance length   mean number of tokens per verify step, the bonus token included (tau)
+  acceptance length   mean number of tokens per target step, the bonus token included (tau)
   tokens/s            new tokens per second of wall time, prefill included
   speed-up            tokens/s over plain decoding, with its 95 % interval over prompts
   same text           prompts whose text equals plain decoding's, token by token
