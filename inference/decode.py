@@ -66,7 +66,7 @@ class DecodeLoop:
         max_batch: int = 16,
         static: bool | None = None,
     ) -> None:
-        """Raises ValueError for a request that does not fit the target or the other requests."""
+        """Raise ValueError for a request that does not fit the target or the other requests."""
         self.target, self.drafter = target, drafter or PLAIN
         for request in requests:
             check_length(target, request.prompt, request.max_new_tokens)
@@ -234,7 +234,7 @@ class DecodeLoop:
 
 
 def check_length(target: TargetModel, prompt: list[int], max_new_tokens: int) -> None:
-    """Raises ValueError, before any work is done, for a request that does not fit the target's positions."""
+    """Raise ValueError, before any work is done, for a request that does not fit the target's positions."""
     limit = target.max_positions
     if not prompt:
         raise ValueError("the prompt is empty; give at least one token")

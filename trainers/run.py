@@ -64,7 +64,7 @@ def run(recipe: Recipe, script: str | None = None) -> None:
 
 
 def refuse_other_script(recipe: Recipe, script: str) -> None:
-    """Raises ValueError if another script trains the recipe's kind of head."""
+    """Raise ValueError if another script trains the recipe's kind of head."""
     kind, kinds = recipe.head.kind, [kind for kind in SCRIPTS if SCRIPTS[kind] == script]
     if kind not in kinds:
         raise ValueError(

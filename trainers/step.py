@@ -127,7 +127,7 @@ def draw_input_noise(training: Training, step: int, micro_batch: MicroBatch) -> 
 
 
 def refuse_non_finite(training: Training, what: str, value: float, step: int, numbers: list[int]) -> None:
-    """Raises ValueError with the samples of the step if `value` is not finite."""
+    """Raise ValueError with the samples of the step if `value` is not finite."""
     if math.isfinite(value):
         return
     store = training.inputs.train

@@ -92,7 +92,7 @@ class HeadDrafter:
     """Reads the target's features of the newly verified positions, then unrolls the head on its own features."""
 
     def __init__(self, head: HeadLike, growth: Growth) -> None:
-        """Raises ValueError for a tree wider than the head's vocabulary, or deeper than it has levels."""
+        """Raise ValueError for a tree wider than the head's vocabulary, or deeper than it has levels."""
         if growth.width > len(head.vocab.ids):
             raise ValueError(f"decode.width: {growth.width} given, 1 to the head's {len(head.vocab.ids)} is allowed")
         if head.max_levels is not None and growth.depth > head.max_levels:

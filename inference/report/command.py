@@ -69,7 +69,7 @@ class Benchmark:
 
     @classmethod
     def load(cls, recipe: Recipe) -> "Benchmark":
-        """Raises ValueError for a head that does not fit the target or for missing prompts."""
+        """Raise ValueError for a head that does not fit the target or for missing prompts."""
         section, prompts = recipe.report, report_prompts(recipe)
         torch.set_num_threads(section.threads or max(torch.get_num_threads() // section.workers, 1))
         # Cheap checks come before the target is loaded.

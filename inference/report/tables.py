@@ -84,7 +84,7 @@ def same_text(outcome: Outcome) -> str:
 
 
 def divergence_lines(outcomes: list[Outcome]) -> list[str]:
-    """For each method whose texts differ from plain decoding's: how many, and how near a tie the first difference is."""
+    """For each method whose texts differ from plain decoding's: how many do, and how near a tie the difference is."""
     lines = []
     for outcome in outcomes:
         margins = [found.margin for found in outcome.divergences]
