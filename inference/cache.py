@@ -177,7 +177,7 @@ class SlotLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """There is nothing to do: the slots were allocated with the cache."""
+        """Do nothing: the slots were allocated with the cache."""
 
     @torch.compiler.disable  # as `OpaqueSlots`
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

@@ -104,7 +104,7 @@ class VerifiedOnDevice(Verified):
         return self.remaining <= level
 
 
-@runtime_checkable  # the shape checks of the tests look at instances
+@runtime_checkable  # the shape checks in tests use isinstance
 class Drafter(Protocol):
     """Proposes a tree of draft tokens per row. It may read the target's hidden states and keep slots in its cache."""
 
@@ -150,7 +150,7 @@ class NoDrafter:
     compilable_layers: Sequence[nn.Module] = ()
 
     def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
-        """There is nothing to read."""
+        """Do nothing: plain decoding keeps nothing of its own."""
 
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
         return Tree.root_only(verified.roots)

@@ -233,9 +233,9 @@ class Eagle3Section(LayerSection):
         description="Target hidden states that the head reads, by index (0 is the embedding); null is 2, L//2 and L-3 "
         "of L layers.",
     )
-    fc_norm: bool = Field(default=False, description="Normalize each tap before joining them (EAGLE-3.1).")
+    fc_norm: bool = Field(default=False, description="Normalise each tap before joining them (EAGLE-3.1).")
     norm_output: bool = Field(
-        default=False, description="Feed the normalized feature to the next draft step (EAGLE-3.1)."
+        default=False, description="Feed the normalised feature to the next draft level (EAGLE-3.1)."
     )
 
     @field_validator("taps")

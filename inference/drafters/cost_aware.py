@@ -111,7 +111,7 @@ def largest(chances: Iterable[float], count: int) -> list[float]:
     return sorted(chances, reverse=True)[:count]
 
 
-@runtime_checkable  # the shape checks of the tests look at instances
+@runtime_checkable  # the shape checks in tests use isinstance
 class NodeChances(Protocol):
     """How likely the target is to accept each further node of a shape that grows node by node."""
 

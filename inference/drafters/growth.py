@@ -96,7 +96,7 @@ def repeated(numbers: Int[Tensor, "batch frontier"], count: int) -> Int[Tensor, 
     return numbers.unsqueeze(-1).expand(-1, -1, count).flatten(1)
 
 
-@runtime_checkable  # the shape checks of the tests look at instances
+@runtime_checkable  # the shape checks in tests use isinstance
 class Growth(Protocol):
     """A growth policy. The drafter consults it on each level, with the scores of all children."""
 

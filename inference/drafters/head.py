@@ -63,7 +63,7 @@ class LevelMasks:
         return torch.cat([above, siblings if rows == 1 else siblings.expand(rows, -1, -1)], dim=-1)
 
 
-@runtime_checkable  # the shape checks of the tests look at instances
+@runtime_checkable  # the shape checks in tests use isinstance
 class HeadLike(Protocol):
     """What level-by-level drafting needs from a head, or from a model that stands in for one."""
 

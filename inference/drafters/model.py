@@ -169,7 +169,7 @@ class EarlyExit(ModelDrafter):
         return cache.target
 
     def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
-        """Nothing to do: the target has filled the cache."""
+        """Do nothing: the target has filled the cache."""
 
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
         tree = super().draft(verified, cache)
