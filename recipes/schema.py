@@ -369,7 +369,7 @@ class TrainSection(Section):
     def best_is_measured(cls, export: str, section: ValidationInfo) -> str:
         if export == "best" and section.data.get("eval_prompts") == 0:
             raise ValueError(
-                "newest is allowed while train.eval_prompts is 0; choose newest, or raise train.eval_prompts"
+                "only newest is allowed while train.eval_prompts is 0; choose newest, or raise train.eval_prompts"
             )
         return export
 

@@ -183,8 +183,8 @@ def exported_weights(recipe: Recipe, checkpoints: Checkpoints) -> tuple[int, Ten
         best = checkpoints.best()
         if best is None:
             raise ValueError(
-                f"train.export: best given, newest is allowed because {checkpoints.folder} holds no measured weights; "
-                "choose newest"
+                f"train.export: best given, only newest is allowed because {checkpoints.folder} holds no measured "
+                "weights; choose newest"
             )
         print(f"exporting the weights of step {best.step}: acceptance length {best.score:.2f}, the longest measured")
         return best.step, checkpoints.load_best(best)

@@ -76,7 +76,7 @@ class Benchmark:
         taps = taps_to_read(recipe) if needs_head(recipe) else ()
         if section.workers > 1 and (device := pick_device(recipe.target.device)).type != "cpu":
             raise ValueError(
-                f"report.workers: {section.workers} given, 1 is allowed on {device} because workers share a CPU; "
+                f"report.workers: {section.workers} given, only 1 is allowed on {device} because workers share a CPU; "
                 "leave it out"
             )
         target = TargetModel.load(recipe.target, taps)

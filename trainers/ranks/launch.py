@@ -84,10 +84,10 @@ def refuse_for_slices(section: TrainSection, sharding: str) -> None:
     slices = f"under {sharding}, where each rank holds slices of the weights"
     elsewhere = "or launch with recipes/launch/ddp.yaml or one.yaml"
     if section.optimizer == "muon":
-        raise ValueError(f"train.optimizer: muon given, adamw is allowed {slices}; choose adamw, {elsewhere}")
+        raise ValueError(f"train.optimizer: muon given, only adamw is allowed {slices}; choose adamw, {elsewhere}")
     if section.ema_decay is not None:
         raise ValueError(
-            f"train.ema_decay: {section.ema_decay} given, null is allowed {slices}; choose null, {elsewhere}"
+            f"train.ema_decay: {section.ema_decay} given, only null is allowed {slices}; choose null, {elsewhere}"
         )
 
 
@@ -97,7 +97,7 @@ def refuse_for_joint(mode: str, accelerator: Accelerator) -> None:
     if accelerator.num_processes > 1 or sharded:
         launched = "FSDP2 or DeepSpeed" if sharded else f"{accelerator.num_processes} processes"
         raise ValueError(
-            f"joint.mode: {mode} given, null is allowed under {launched}; launch with recipes/launch/one.yaml, or "
+            f"joint.mode: {mode} given, only null is allowed under {launched}; launch with recipes/launch/one.yaml, or "
             "leave joint out"
         )
 
@@ -106,7 +106,7 @@ def refuse_half_precision(section: TrainSection) -> None:
     """Raise ValueError unless DeepSpeed trains in float32: it disables autocast and scales losses itself."""
     if section.precision != "float32":
         raise ValueError(
-            f"train.precision: {section.precision} given, float32 is allowed under DeepSpeed; choose float32, or "
+            f"train.precision: {section.precision} given, only float32 is allowed under DeepSpeed; choose float32, or "
             "launch with recipes/launch/fsdp2.yaml or ddp.yaml"
         )
 
@@ -125,7 +125,7 @@ def refuse_lone_decoding(recipe: Recipe, num_ranks: int) -> None:
     """Raise ValueError if the main rank should decode alone with a target that all ranks hold together."""
     if recipe.target.spans_ranks and recipe.train.eval_prompts and num_ranks > 1:
         raise ValueError(
-            f"train.eval_prompts: {recipe.train.eval_prompts} given, 0 is allowed while {num_ranks} ranks hold the "
-            "target together (target.tp_plan or zero_stage), because the main rank decodes alone; write 0, or train "
+            f"train.eval_prompts: {recipe.train.eval_prompts} given, only 0 is allowed while {num_ranks} ranks hold "
+            "the target together (target.tp_plan or zero_stage), because the main rank decodes alone; write 0, or train "
             "with one process and target.device_map auto"
         )
