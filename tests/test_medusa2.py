@@ -263,7 +263,7 @@ def test_the_head_is_reported_and_exported_only_with_the_tuned_target(make_recip
             "joint.mode: 'lora' given, only null is allowed with head.kind eagle1; remove it, or "
             "choose head.kind medusa",
         ),
-        ("head={kind: medusa, medusa_heads: 2, draft_vocab_size: 80}", "head.draft_vocab_size: 80 given, null"),
+        ("head={kind: medusa, medusa_heads: 2, draft_vocab_size: 80}", "head.draft_vocab_size: 80 given, only null"),
         ("train.pack_tokens=64", "train.pack_tokens: 64 given, only null is allowed with joint.mode"),
         ("train.ema_decay=0.9", "train.ema_decay: 0.9 given, only null is allowed"),
         ("joint={mode: half}", "joint.mode: 'half' given, one of lora, full"),

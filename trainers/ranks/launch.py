@@ -126,6 +126,6 @@ def refuse_lone_decoding(recipe: Recipe, num_ranks: int) -> None:
     if recipe.target.spans_ranks and recipe.train.eval_prompts and num_ranks > 1:
         raise ValueError(
             f"train.eval_prompts: {recipe.train.eval_prompts} given, only 0 is allowed while {num_ranks} ranks hold "
-            "the target together (target.tp_plan or zero_stage), because the main rank decodes alone; write 0, or train "
-            "with one process and target.device_map auto"
+            "the target together (target.tp_plan or zero_stage), because the main rank decodes alone; write 0, or "
+            "train with one process and target.device_map auto"
         )
