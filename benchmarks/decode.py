@@ -119,7 +119,7 @@ def transformers_own(target: TargetModel, new_tokens: int, lookup: int | None = 
 
 
 def measure(rows: list[Row], prompts: list[list[int]], target: TargetModel, head: DraftHead, title: str) -> None:
-    """Run every row on every prompt in alternation; the longest prompt warms up whatever is measured only once."""
+    """Run every row on every prompt in alternation; the longest prompt is decoded first, as a warm-up."""
     for row in rows:
         row.run(max(prompts, key=len))
     for number, prompt in enumerate(track(prompts, description=title, transient=True)):

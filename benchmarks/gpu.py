@@ -3,7 +3,7 @@
     python benchmarks/gpu.py recipes/tiny_full.yaml report.head=assets/demo_head
 
 For a target of Llama-3-8B's shape with random weights in bfloat16: plain decoding compared with transformers'
-`generate` and with the bandwidth limit (measured copy bandwidth over the bytes of the weights), a verify step by number
+`generate` and with the bandwidth limit (measured copy bandwidth over the bytes of the weights), a target step by number
 of nodes, and an EAGLE-3 step with the speed-up it gives at several acceptance lengths; each with eager and with
 compiled layers. For the demo target: the report's own tables. Needs no network. Without CUDA it says so and measures
 nothing; `BENCHMARK_SHAPE=tiny` then runs the same on the CPU at a toy size, to try the script.

@@ -2,7 +2,7 @@
 
     python benchmarks/gumbel.py recipes/tiny_full.yaml report.head=assets/demo_head report.num_prompts=169
 
-Columns of the table, where the acceptance length (tau) is the mean number of tokens per verify step:
+Columns of the table, where the acceptance length (tau) is the mean number of tokens per target step:
   tree     depth x width, draft tokens; the recipe's tree and two in use elsewhere
   T        temperature
   seeds    sampled texts per prompt, each with its own seed; there is one greedy text per prompt

@@ -118,7 +118,7 @@ def call(command: list[str], folder: Path) -> None:
 def acceptance_length(
     recipe: Recipe, target: TargetModel, head: DraftHead, growth: str, temperature: float, prompts: list[list[int]]
 ) -> float:
-    """Mean tokens per verify step over all prompts, drafting a chain or the recipe's tree."""
+    """Mean tokens per target step over all prompts, drafting a chain or the recipe's tree."""
     decode = recipe.decode.model_copy(update={"growth": "chain"}) if growth == "chain" else recipe.decode
     drafter, stats = HeadDrafter(head, growth_from_recipe(decode, target, head)), DecodeStats()
     sampling = Sampling(temperature, seed=decode.seed)

@@ -6,7 +6,7 @@
 On a CPU with one thread it measures CPU seconds, and how much resident memory grows over what the process had before
 its first step. Every contender is a process of its own, and they alternate step by step, so a busy machine hits all of
 them; rely on the ratios only. A second table shows how our memory grows with the sequence length, a third which of our
-bars are met. On CUDA it measures the same at the shapes of Llama-3-8B, one contender after the other: tokens per
+goals are met. On CUDA it measures the same at the shapes of Llama-3-8B, one contender after the other: tokens per
 second, and the peak memory that a step allocates.
 
 A peer is a virtual environment with these packages. Its own requirements include a serving engine, so it is installed
@@ -227,7 +227,7 @@ def linear_bar(growths: dict[int, float]) -> Bar:
 
 
 def bars_table(bars: list[Bar]) -> Table:
-    table = Table("bar", "measured", "", title="bars")
+    table = Table("goal", "measured", "", title="goals")
     for bar in bars:
         table.add_row(bar.text, f"{bar.value:.2f}", "met" if bar.met else "MISSED")
     return table

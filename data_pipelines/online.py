@@ -21,17 +21,15 @@ class OnlineStore:
     """The samples that a harvest would store, computed on demand: asking for one computes all that `expect` grouped it
     with.
 
-    Nothing is written to disk. The first samples, up to `cache_bytes`, are kept in memory for good: every epoch asks
-    for every sample once, so replacing cached samples would save nothing.
+    Nothing is written to disk. The first samples, up to `cache_bytes`, stay in memory for the whole run: every epoch
+    asks for every sample once, so replacing cached samples would save nothing.
     """
 
     def __init__(self, recipe: Recipe, split: str, tap_texts: TapTexts, cache_bytes: float) -> None:
         self.tap_texts, self.cache_bytes, self.batch = tap_texts, cache_bytes, recipe.data.harvest_batch
         parts = [shard for shard in prompt_shards(recipe) if shard.split == split]
         self.texts = [Text.from_row(row) for shard in parts for row in read_jsonl(responses_path(recipe, shard))]
-        self._shard_sizes = [
-            len(shard.rows) for shard in parts
-        ]  # as in a stored harvest, so the sample order is the same
+        self._shard_sizes = [len(shard.rows) for shard in parts]  # as in a stored harvest: the order depends on it
         self.num_tokens = sum(len(text.tokens) for text in self.texts)
         self.kept: dict[int, Sample] = {}
         self._kept_bytes = 0

@@ -72,9 +72,8 @@ def json_object(line: bytes) -> Json | BadRow:
     try:
         row = json.loads(line.decode("utf-8"))
         if rb"\u" in line:
-            json.dumps(row, ensure_ascii=False).encode(
-                "utf-8"
-            )  # half of a surrogate pair can be escaped, but is no text
+            # An escape can hold half of a surrogate pair, which is not text.
+            json.dumps(row, ensure_ascii=False).encode("utf-8")
     except (json.JSONDecodeError, UnicodeError, RecursionError) as error:
         return BadRow("broken", f"not JSON ({error})")
     return row if isinstance(row, dict) else BadRow("broken", f"{type(row).__name__} given, a JSON object is needed")

@@ -44,9 +44,8 @@ class TargetProcess:
 
 def serve(section: TargetSection, taps: tuple[int, ...], pipe: Connection) -> None:
     """Answer requests until the pipe is closed or the other process is gone."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches all processes; training saves first, then closes this one
+    # Ctrl-C reaches every process; training saves first, then closes this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     target = TargetModel.load(section, taps)
     while True:
         try:

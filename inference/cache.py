@@ -44,7 +44,7 @@ class Slots:
         return not self.static and (len(self.lengths) == 1 or min(self.lengths) == max(self.lengths))
 
     def num_keys(self, block: int) -> int:
-        """How many keys a block of so many tokens attends over."""
+        """The number of keys that a block of this many tokens attends to."""
         return self.capacity if self.static else max(self.lengths) + self.pending + block
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,7 +80,7 @@ class Slots:
         self._index = None
 
     def set_lengths(self, lengths: list[int]) -> None:
-        """Set which rows are in use and how many tokens each holds. Everything after these is forgotten."""
+        """Set which rows are in use and how many tokens each holds. Later slots count as empty."""
         if lengths != self.lengths or self.static:  # `shift` may have changed them on the device alone
             if len(lengths) == len(self.starts) == 1 and not self.static:
                 self.starts.fill_(lengths[0])
@@ -100,7 +100,7 @@ class Slots:
         self.set_lengths([length + count for length, count in zip(self.lengths, counts, strict=True)])
 
     def shift(self, counts: Int[Tensor, " rows"]) -> None:
-        """`advance` by numbers that only the device knows. `lengths` is out of date until `set_lengths`."""
+        """`advance` by counts that only the device knows. `lengths` is out of date until `set_lengths` is called."""
         assert self.static
         self.starts = self.starts + counts
         self.pending, self._index = 0, None
@@ -177,7 +177,7 @@ class SlotLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """There is nothing to do: the slots were allocated with the cache."""
+        """Do nothing: the slots were allocated with the cache."""
 
     @torch.compiler.disable  # as `OpaqueSlots`
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -252,8 +252,8 @@ class KVCache(Cache):
     def make_room(self, capacity: int, limit: int) -> None:
         """Make sure that each row can hold `capacity` tokens.
 
-        The cache grows by pages, at least to double its size but not beyond `limit`. Growing copies what is held, so
-        rarely that each token is copied about once overall.
+        The cache grows by pages, at least to double its size but not beyond `limit`. Growing copies the held tokens;
+        because the size doubles, each token is copied about once overall.
         """
         if capacity <= self.target.capacity:
             return

@@ -37,7 +37,7 @@ from recipes import Recipe, run_command
 CANDIDATES = torch.logspace(-0.6, 0.7, 53)  # multipliers to try: 0.25 to 5
 WEIGHTS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0)  # of Gumbel noise, tried with every fourth multiplier
 TEMPERATURES = (0.7, 1.0)  # of the sampled texts
-CHILDREN = 4  # usual children of a node: scores are fitted where drafting gets to, which is easier text than all
+CHILDREN = 4  # usual children of a node: scores are fitted only where drafting gets to, which is easier text
 RANKS = 16  # guesses per depth that the searched tree may hold
 NODES = 64  # of the searched tree; a smaller tree is made of its first nodes
 

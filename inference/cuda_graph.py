@@ -47,7 +47,7 @@ class StepOutput:
 
 
 class StaticStep:
-    """Drafts, runs the target and chooses tokens for a batch whose rows sample alike, their seeds apart."""
+    """Drafts, runs the target and chooses tokens, for a batch whose rows have equal sampling settings except seeds."""
 
     def __init__(self, target: TargetModel, drafter: Drafter, cache: KVCache) -> None:
         assert cache.target.static
@@ -121,7 +121,7 @@ class StaticStep:
         own.seeds.copy_(sampling.seeds)
         return graphed(*inputs)
 
-    # In the next two, no list, no synchronisation and no shape depends on what was accepted before.
+    # The next two methods are captured: no lists, no host syncs, and no shape depends on what was accepted before.
 
     def draft_and_choose(
         self, sampling: BatchSampling, taps: Tensor, next_tokens: Tensor, roots: Tensor, counts: Tensor, left: Tensor
@@ -173,7 +173,7 @@ class Graphed:
         return self.outputs
 
     def capture(self, inputs: tuple[Tensor, ...]) -> bool:
-        """Returns False, after a warning, for a model that needs the host while it runs; it goes on without a graph."""
+        """Capture the graph; returns False, after a warning, for a model that needs the host while it runs."""
         self.inputs = tuple(tensor.clone() for tensor in inputs)
         with torch.cuda.device(inputs[0].device):  # the current device's stream is what is recorded
             side = torch.cuda.Stream()

@@ -30,7 +30,7 @@ def generate(
     drafter: Drafter | None = None,
     static: bool | None = None,
 ) -> Generation:
-    """The target's own continuation of a prompt. A drafter changes how fast it comes, never what it says.
+    """Continue a prompt as the target alone would. A drafter changes the speed, never the text.
 
     Raises ValueError when the prompt and the new tokens exceed the target's positions.
     """
@@ -46,8 +46,8 @@ def generate_batch(
 ) -> list[Generation]:
     """Continue many prompts, at most `max_batch` at a time. Each gets the text that it would get alone.
 
-    `static` gives every tensor the shape of the full capacity, as a CUDA graph needs it. None chooses that on CUDA, for
-    a target that is on one device.
+    `static` gives every tensor the shape of the full capacity, as CUDA graphs need it. None means True on CUDA, unless
+    several ranks hold the target.
     """
     loop = DecodeLoop(target, requests, drafter, max_batch, static)
     for _ in loop.run():
@@ -56,7 +56,7 @@ def generate_batch(
 
 
 class DecodeLoop:
-    """Requests in, blocks of tokens out. `generations` holds what has come of each request so far."""
+    """Decodes requests and yields their tokens in blocks. `generations` holds the output of each request so far."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class DecodeLoop:
         max_batch: int = 16,
         static: bool | None = None,
     ) -> None:
-        """Raises ValueError for a request that does not fit the target or the other requests."""
+        """Raise ValueError for a request that does not fit the target or the other requests."""
         self.target, self.drafter = target, drafter or PLAIN
         for request in requests:
             check_length(target, request.prompt, request.max_new_tokens)
@@ -147,7 +147,7 @@ class DecodeLoop:
         return row
 
     def verified(self) -> VerifiedOnHost:
-        """What the last step made certain in each row, as a batch."""
+        """The tokens and hidden states that the last step made certain in each row, as a batch."""
         rows, device = self.rows, self.target.device
         counts = [len(row.taps) for row in rows]
         longest = max(counts)
@@ -168,7 +168,7 @@ class DecodeLoop:
             starts=[row.start for row in rows],
             counts=counts,
             drafted=[row.drafted for row in rows],
-            remaining=[row.left - 1 for row in rows],  # the bonus token comes without a draft
+            remaining=[row.left - 1 for row in rows],  # one token is left for the bonus token
             texts=[row.text for row in rows],
             choices=[row.choices for row in rows],
         )
@@ -234,7 +234,7 @@ class DecodeLoop:
 
 
 def check_length(target: TargetModel, prompt: list[int], max_new_tokens: int) -> None:
-    """Refuse, before any work, a request that does not fit the target's positions."""
+    """Raise ValueError, before any work is done, for a request that does not fit the target's positions."""
     limit = target.max_positions
     if not prompt:
         raise ValueError("the prompt is empty; give at least one token")
@@ -248,7 +248,7 @@ def check_length(target: TargetModel, prompt: list[int], max_new_tokens: int) ->
 
 
 def start_history(requests: list[Request], outputs: list[list[int]], target: TargetModel) -> History | None:
-    """What penalties look at: the prompts and the outputs so far. None when no request has a penalty."""
+    """The tokens that penalties count: prompts and outputs so far. None if no request has a penalty."""
     if not any(request.sampling.needs_history for request in requests):
         return None
     history = History.start([request.prompt for request in requests], target.config.vocab_size, target.device)

@@ -1,4 +1,4 @@
-"""What a drafter is: anything that proposes trees of draft tokens for the one verifier of `inference.decode`."""
+"""The interface of every drafter: it proposes trees of draft tokens, which `inference.decode` verifies."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class Verified(ABC):
     """What the last target step made certain in each row. A drafter builds on it.
 
     Rows differ in how many positions are newly verified, so their tensors are padded on the right. One subclass holds
-    numbers that the host knows; the other serves a captured step, which may not wait for the device to tell them.
+    its counts on the host; the other serves a captured step, which cannot wait to read counts from the device.
     """
 
     taps: Float[Tensor, "batch count tapped"]  # of the newly verified positions
@@ -30,11 +30,11 @@ class Verified(ABC):
 
     @abstractmethod
     def levels(self, most: int) -> int:
-        """How many levels to draft: at most `most`, fewer when no row can use so many draft tokens."""
+        """How many levels to draft: at most `most`, and fewer if no row can use that many draft tokens."""
 
     @abstractmethod
     def rewind(self, slots: Slots, read: int = 0) -> None:
-        """Forget what a drafter's slots hold of the last tree, and keep `read` of the newly verified positions."""
+        """Drop the last tree from a drafter's slots, but keep the first `read` of the newly verified positions."""
 
     @abstractmethod
     def advance(self, slots: Slots, already: int = 0) -> None:
@@ -46,12 +46,12 @@ class Verified(ABC):
 
     @abstractmethod
     def finished(self, level: int) -> Bool[Tensor, " batch"] | None:
-        """The rows that can use no draft tokens on this level; None if there are none."""
+        """The rows that can use no draft tokens of this level; None if every row can."""
 
 
 @dataclass(frozen=True)
 class VerifiedOnHost(Verified):
-    """Everything is known on the host. Drafters without static shapes get this one alone."""
+    """All counts are known on the host. Drafters without static shapes only ever get this one."""
 
     starts: list[int]  # the first newly verified position of each row
     counts: list[int]  # how many positions are newly verified
@@ -82,7 +82,7 @@ class VerifiedOnHost(Verified):
 
 @dataclass(frozen=True)
 class VerifiedOnDevice(Verified):
-    """For a captured step, whose shapes never change. The host has rewound the head's slots before the step begins."""
+    """For a captured step, whose shapes never change. The host rewinds the head's slots before the step begins."""
 
     counts: Int[Tensor, " batch"]  # as in `VerifiedOnHost`
     remaining: Int[Tensor, " batch"]
@@ -104,7 +104,7 @@ class VerifiedOnDevice(Verified):
         return self.remaining <= level
 
 
-@runtime_checkable  # the shape checks of the tests look at instances
+@runtime_checkable  # the shape checks in tests use isinstance
 class Drafter(Protocol):
     """Proposes a tree of draft tokens per row. It may read the target's hidden states and keep slots in its cache."""
 
@@ -150,7 +150,7 @@ class NoDrafter:
     compilable_layers: Sequence[nn.Module] = ()
 
     def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
-        """There is nothing to read."""
+        """Do nothing: plain decoding keeps nothing of its own."""
 
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
         return Tree.root_only(verified.roots)

@@ -140,7 +140,7 @@ class SpeculativeModel:
         requests = self._build_requests(input_ids, attention_mask, settings)
         assert input_ids is not None
         if streamer is not None and len(requests) > 1:
-            raise ValueError(f"streamer: given for {len(requests)} texts, 1 is allowed; give one prompt")
+            raise ValueError(f"streamer: given for {len(requests)} texts, only 1 is allowed; give one prompt")
         loop = DecodeLoop(self.target, requests, self.drafter, self.max_batch)
         if streamer is not None:
             streamer.put(input_ids.cpu())
@@ -175,7 +175,7 @@ class SpeculativeModel:
         """Yield the new tokens of one text as they are accepted, one block per decode step."""
         requests = self._build_requests(input_ids, attention_mask, self._read_settings(generation_config, overrides))
         if len(requests) > 1:
-            raise ValueError(f"input_ids: {len(requests)} texts given to stream, 1 is allowed; use generate for more")
+            raise ValueError(f"input_ids: {len(requests)} texts given, stream allows only 1; use generate for more")
         loop = DecodeLoop(self.target, requests, self.drafter)
         return (block for _, block in loop.run())
 
@@ -208,7 +208,7 @@ class SpeculativeModel:
         if copies < 1:
             raise ValueError(f"num_return_sequences: {copies} given, 1 or more is allowed")
         if copies > 1 and sampling.temperature == 0:
-            raise ValueError(f"num_return_sequences: {copies} given, 1 is allowed without do_sample=True")
+            raise ValueError(f"num_return_sequences: {copies} given, only 1 is allowed without do_sample=True")
         limit = read_max_new_tokens(settings, width, self.target.max_positions)
         if has_fixed_length(settings, width, limit):
             sampling = replace(sampling, logit_bias=(*sampling.logit_bias, *((token, -torch.inf) for token in ends)))

@@ -1,4 +1,4 @@
-"""One request on its way from prompt to finished text: what was asked for, where it stops, and what it has become."""
+"""A request from prompt to finished text: what it asks for, where its text ends, and what was generated so far."""
 
 import time
 from collections.abc import Callable, Collection
@@ -113,7 +113,7 @@ class Request:
 
 @dataclass
 class Generation:
-    """What has come of a request so far."""
+    """The output of a request so far."""
 
     tokens: list[int] = field(default_factory=list)  # the new ones, an end token included
     stats: DecodeStats = field(default_factory=DecodeStats)
@@ -134,12 +134,12 @@ class Row:
     start: int  # the first of these positions
     started: float  # time.perf_counter() before prefill
     drafted: int = 0  # draft tokens that the last target step verified
-    choices: list[int] = field(default_factory=list)  # the target's, at the root and at each of these
+    choices: list[int] = field(default_factory=list)  # the target's, at the root and at each of these draft tokens
     ended: bool = False
 
     @property
     def left(self) -> int:
-        """New tokens that the text may still get."""
+        """How many new tokens the request still allows."""
         return self.request.max_new_tokens - len(self.generation.tokens)
 
     def record_step(

@@ -349,7 +349,7 @@ class BatchSampling:
 
 
 def check_bias(highest: int, vocab_size: int) -> None:
-    """Raises ValueError when the highest biased token id is not in the target's vocabulary."""
+    """Raise ValueError when the highest biased token id is not in the target's vocabulary."""
     if highest >= vocab_size:
         raise ValueError(f"logit_bias: token {highest} given, 0 to {vocab_size - 1} is allowed")
 

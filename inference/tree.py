@@ -12,7 +12,7 @@ from torch.nn import functional
 from inference.cache import Slots
 from inference.rejection import Proposals
 
-FEW = 64  # nodes of all rows
+FEW = 64  # nodes of all rows together, up to which the host is faster
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def walked_mask(parents: Int[Tensor, "batch nodes"]) -> Bool[Tensor, "batch node
 
 
 def squared_mask(parents: Int[Tensor, "batch nodes"], deepest: int | None = None) -> Bool[Tensor, "batch nodes nodes"]:
-    """The mask by squaring: one step up, then two, then four, in log2(depth) small products that never wait."""
+    """The mask by squaring: one step up, then two, then four, in log2(depth) small products without a host sync."""
     nodes = parents.shape[-1]
     columns = torch.arange(nodes, device=parents.device)
     reach = ((parents.unsqueeze(-1) == columns) | (columns[:, None] == columns)).float()
@@ -97,7 +97,7 @@ def block_mask(
 ) -> Float[Tensor, "rows 1 block keys"]:
     """Additive mask of a block: it sees all that its row holds and what is `visible` of the pending tokens.
 
-    With a `window` it sees no farther back than so many positions.
+    With a `window` it sees only that many positions, its own included.
     """
     if not slots.even:
         return additive(ragged_keys(slots, block, window), dtype)

@@ -1,4 +1,4 @@
-"""Verification: from a tree and the target's choice at every node to the accepted path. Pure, for every drafter."""
+"""Verification: find the accepted path of a tree from the target's choice at every node. Pure functions."""
 
 from dataclasses import dataclass, field
 
@@ -48,7 +48,7 @@ def verify(
 
 def accept(tree: Tree, choices: Int[Tensor, "batch nodes"]) -> list[Accepted]:
     """Follow each row's choices from the root; the first choice that was not drafted is the bonus token."""
-    # One transfer for everything: the only time that a decode step waits for the device.
+    # One transfer for everything: the only time that a decode step must wait for the device.
     accepted = []
     for tokens, parents, chosen in torch.stack([tree.tokens, tree.parents, choices], dim=1).tolist():
         child = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
@@ -62,7 +62,7 @@ def accept(tree: Tree, choices: Int[Tensor, "batch nodes"]) -> list[Accepted]:
 def accept_allowed(
     tree: Tree, choices: Int[Tensor, "batch nodes"], allowed: Bool[Tensor, "batch nodes"]
 ) -> list[Accepted]:
-    """Accept the deepest path on which every node is allowed, the first of equally deep ones.
+    """Accept the deepest path on which every node is allowed; of equally deep paths, the first.
 
     The target's choice at its end is the bonus token. Lossy: Medusa's typical acceptance (section 2.3.1).
     """

@@ -30,7 +30,7 @@ def check_against_disk(values: dict[str, Any]) -> Iterator[RecipeMistake]:
     if train.get("regression_weight") and kind != "eagle1":
         yield (
             "train.regression_weight",
-            f"0 or null is allowed, as {kind} predicts no features; remove it, or choose head.kind eagle1",
+            f"only 0 or null is allowed, as {kind} predicts no features; remove it, or choose head.kind eagle1",
         )
     if kind == "medusa":
         yield from check_medusa_depth(head, train, dict_or_empty(values.get("decode")))
@@ -61,7 +61,8 @@ def check_medusa_depth(head: dict[str, Any], train: dict[str, Any], decode: dict
 def check_joint(head: dict[str, Any], train: dict[str, Any], target: dict[str, Any]) -> Iterator[RecipeMistake]:
     """Reject fields that cannot be combined with training the target together with its heads (joint.mode)."""
     if head.get("kind") != "medusa":
-        yield "joint.mode", f"null is allowed with head.kind {head.get('kind')}; remove it, or choose head.kind medusa"
+        allowed = f"only null is allowed with head.kind {head.get('kind')}"
+        yield "joint.mode", f"{allowed}; remove it, or choose head.kind medusa"
     places = {"head": head, "train": train, "target": target}
     for section, field in (
         ("head", "draft_vocab_size"),
@@ -72,9 +73,9 @@ def check_joint(head: dict[str, Any], train: dict[str, Any], target: dict[str, A
         ("target", "zero_stage"),
     ):
         if places[section].get(field) is not None:
-            yield f"{section}.{field}", f"null is allowed with joint.mode; remove {field}"
+            yield f"{section}.{field}", f"only null is allowed with joint.mode; remove {field}"
     if train.get("export", "newest") != "newest":
-        yield "train.export", "newest is allowed with joint.mode; choose newest"
+        yield "train.export", "only newest is allowed with joint.mode; choose newest"
 
 
 def check_shared_target(
@@ -85,11 +86,11 @@ def check_shared_target(
     if online:  # training ranks read different samples at different times; a shared target needs them in step
         for field in ("tp_plan", "zero_stage"):
             if target.get(field) is not None:
-                yield f"target.{field}", f"null is allowed with data.mode online; remove {field}"
+                yield f"target.{field}", f"only null is allowed with data.mode online; remove {field}"
     if online and data.get("online_devices") is not None and target.get("device_map") is not None:
         yield (
             "target.device_map",
-            "null is allowed with data.online_devices, which place the target already; remove one of them",
+            "only null is allowed with data.online_devices, which place the target already; remove one of them",
         )
     if (
         target.get("tp_plan") is not None

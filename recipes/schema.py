@@ -233,9 +233,9 @@ class Eagle3Section(LayerSection):
         description="Target hidden states that the head reads, by index (0 is the embedding); null is 2, L//2 and L-3 "
         "of L layers.",
     )
-    fc_norm: bool = Field(default=False, description="Normalize each tap before joining them (EAGLE-3.1).")
+    fc_norm: bool = Field(default=False, description="Normalise each tap before joining them (EAGLE-3.1).")
     norm_output: bool = Field(
-        default=False, description="Feed the normalized feature to the next draft step (EAGLE-3.1)."
+        default=False, description="Feed the normalised feature to the next draft level (EAGLE-3.1)."
     )
 
     @field_validator("taps")
@@ -369,7 +369,7 @@ class TrainSection(Section):
     def best_is_measured(cls, export: str, section: ValidationInfo) -> str:
         if export == "best" and section.data.get("eval_prompts") == 0:
             raise ValueError(
-                "newest is allowed while train.eval_prompts is 0; choose newest, or raise train.eval_prompts"
+                "only newest is allowed while train.eval_prompts is 0; choose newest, or raise train.eval_prompts"
             )
         return export
 
@@ -585,8 +585,8 @@ class LogSection(Section):
 
 
 class Recipe(Section):
-    """One run, from prompts to report; every stage reads and writes below run_dir (prompts to features: "
-    "data.folder)."""
+    """One run, from prompts to report. Its files are below run_dir; prompts, responses and features may be shared in
+    data.folder."""
 
     run_dir: HomePath = Field(description="Folder for everything that the run writes.")
     seed: int = Field(

@@ -70,7 +70,7 @@ class Scripted:
         self.texts, self.ahead, self.seed = texts, ahead, seed
 
     def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
-        """Nothing to do: `draft` is given the whole text."""
+        """Do nothing: `draft` is given the whole text."""
 
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
         assert isinstance(verified, VerifiedOnHost)

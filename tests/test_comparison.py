@@ -42,7 +42,7 @@ def test_intervals_cover_the_true_speedup(units: int) -> None:
         assert found.low < found.value < found.high
         covered += found.low <= 1.7 <= found.high
     assert covered >= 0.9 * runs
-    assert covered < runs  # intervals that almethods cover it would be too wide
+    assert covered < runs  # intervals that always cover it would be too wide
 
 
 def test_the_speedup_of_a_method_over_itself_is_exactly_one() -> None:

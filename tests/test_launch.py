@@ -64,7 +64,8 @@ def test_muon_and_the_moving_average_are_refused_where_ranks_hold_slices(asked: 
     [(field, value)] = asked.items()
     with pytest.raises(
         ValueError,
-        match=rf"train\.{field}: {value} given, .* is allowed under FSDP2, .* or launch with recipes/launch/ddp\.yaml",
+        match=rf"train\.{field}: {value} given, only .* is allowed under FSDP2, .*"
+        r" or launch with recipes/launch/ddp\.yaml",
     ):
         refuse_for_slices(TrainSection.model_validate({"steps": 1, **asked}), "FSDP2")
 
@@ -72,7 +73,7 @@ def test_muon_and_the_moving_average_are_refused_where_ranks_hold_slices(asked: 
 def test_half_precision_is_refused_under_deepspeed() -> None:
     refuse_half_precision(TrainSection(steps=1))
     with pytest.raises(
-        ValueError, match=r"train\.precision: bfloat16 given, float32 is allowed under DeepSpeed; choose float32"
+        ValueError, match=r"train\.precision: bfloat16 given, only float32 is allowed under DeepSpeed; choose float32"
     ):
         refuse_half_precision(TrainSection(steps=1, precision="bfloat16"))
 

@@ -308,7 +308,7 @@ def test_the_best_measured_weights_can_be_exported_afterwards(
     before = modified(recipe.run_dir)
     run(best)
     assert modified(recipe.run_dir) == before
-    with pytest.raises(ValueError, match=r"newest is allowed while train\.eval_prompts is 0"):
+    with pytest.raises(ValueError, match=r"only newest is allowed while train\.eval_prompts is 0"):
         make_recipe("run", "train.export=best")
 
 

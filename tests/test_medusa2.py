@@ -260,11 +260,12 @@ def test_the_head_is_reported_and_exported_only_with_the_tuned_target(make_recip
     [
         (
             "head={kind: eagle1}",
-            "joint.mode: 'lora' given, null is allowed with head.kind eagle1; remove it, or choose head.kind medusa",
+            "joint.mode: 'lora' given, only null is allowed with head.kind eagle1; remove it, or "
+            "choose head.kind medusa",
         ),
-        ("head={kind: medusa, medusa_heads: 2, draft_vocab_size: 80}", "head.draft_vocab_size: 80 given, null"),
-        ("train.pack_tokens=64", "train.pack_tokens: 64 given, null is allowed with joint.mode"),
-        ("train.ema_decay=0.9", "train.ema_decay: 0.9 given, null is allowed"),
+        ("head={kind: medusa, medusa_heads: 2, draft_vocab_size: 80}", "head.draft_vocab_size: 80 given, only null"),
+        ("train.pack_tokens=64", "train.pack_tokens: 64 given, only null is allowed with joint.mode"),
+        ("train.ema_decay=0.9", "train.ema_decay: 0.9 given, only null is allowed"),
         ("joint={mode: half}", "joint.mode: 'half' given, one of lora, full"),
         ("joint={mode: lora, rank: 4}", "joint.rank: 4 given, but there is no such key"),
     ],
@@ -279,6 +280,7 @@ def test_sharding_the_trained_target_is_refused(make_recipe: MakeRecipe, monkeyp
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(
         ValueError,
-        match=r"joint.mode: lora given, null is allowed under FSDP2 or DeepSpeed; launch with recipes/launch/one.yaml",
+        match=r"joint.mode: lora given, only null is allowed under FSDP2 or DeepSpeed; launch with "
+        r"recipes/launch/one.yaml",
     ):
         run(recipe)

@@ -113,7 +113,8 @@ def test_workers_write_the_same_texts_as_one_process(trained: Recipe) -> None:
             shared.stats.steps,
             shared.stats.accepted_at_depth,
         )
-    with pytest.raises(ValueError, match=r"report\.workers: 2 given, 1 is allowed on meta because .*; leave it out"):
+    message = r"report\.workers: 2 given, only 1 is allowed on meta because .*; leave it out"
+    with pytest.raises(ValueError, match=message):
         report(tiny_recipe(trained.run_dir.parent, "report.workers=2", "target.device=meta"))
 
 

@@ -170,8 +170,14 @@ def test_a_family_without_a_tensor_parallel_plan_is_refused() -> None:
     ("overrides", "why"),
     [
         (["target.tp_plan=auto", "target.zero_stage=3"], "one of device_map, tp_plan, zero_stage is allowed"),
-        (["target.tp_plan=auto", "data.mode=online"], r"target\.tp_plan: .* null is allowed with data\.mode online"),
-        (["target.zero_stage=3", "data.mode=online"], r"target\.zero_stage: .* null is allowed with data\.mode online"),
+        (
+            ["target.tp_plan=auto", "data.mode=online"],
+            r"target\.tp_plan: .* only null is allowed with data\.mode online",
+        ),
+        (
+            ["target.zero_stage=3", "data.mode=online"],
+            r"target\.zero_stage: .* only null is allowed with data\.mode online",
+        ),
         (
             ["target.tp_plan=auto", "data.draft_head=head", "decode.growth=cost_aware"],
             r"decode\.growth: .* because all ranks must draft the same tree",
@@ -189,5 +195,6 @@ def test_decoding_on_the_main_rank_alone_is_refused(make_recipe: Callable[..., R
     recipe = make_recipe("run", "target.tp_plan=auto", "train.eval_prompts=2")
     refuse_lone_decoding(recipe, 1)
     refuse_lone_decoding(make_recipe("run", "target.tp_plan=auto"), 2)
-    with pytest.raises(ValueError, match=r"train\.eval_prompts: 2 given, 0 is allowed while 2 ranks hold the target"):
+    message = r"train\.eval_prompts: 2 given, only 0 is allowed while 2 ranks hold the target"
+    with pytest.raises(ValueError, match=message):
         refuse_lone_decoding(recipe, 2)

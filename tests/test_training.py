@@ -353,7 +353,7 @@ def test_an_objective_is_that_of_the_paper_unless_the_recipe_says_otherwise(make
     assert Objective.from_recipe(make_recipe("b", *eagle1, *own, "train.unroll_weights=[0, 1, 1, 2]")) == Objective(
         "log_acceptance", 0.1, 0.0, 0.5, (0.0, 1.0, 1.0, 2.0)
     )
-    with pytest.raises(ValueError, match=r"train\.regression_weight: 1\.0 given, 0 or null is allowed"):
+    with pytest.raises(ValueError, match=r"train\.regression_weight: 1\.0 given, only 0 or null is allowed"):
         make_recipe("a", "train.regression_weight=1.0")
     with pytest.raises(ValueError, match=r"train\.unroll_weights: \[1\] given, a list of 3 weights"):
         make_recipe("a", "train.unroll_weights=[1]")

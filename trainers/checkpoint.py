@@ -176,7 +176,7 @@ class Checkpoints:
             raise ValueError(
                 f"{path} belongs to another recipe:\n  "
                 + "\n  ".join(different)
-                + f"\nchoose another run_dir, put the recipe back, or remove {self.folder} to start over"
+                + f"\nchoose another run_dir, undo the change in the recipe, or remove {self.folder} to start over"
             )
 
 

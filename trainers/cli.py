@@ -16,7 +16,7 @@ from importlib.util import find_spec
 
 from recipes import recipe_from_command_line
 
-TRAIN_HELP = """Train the recipe's draft head in this process, after running whatever stages before it are missing.
+TRAIN_HELP = """Train the recipe's draft head in this process, after running the earlier stages that are missing.
 
 The recipe's head.kind chooses the script: trainers/eagle.py (eagle1, eagle3) or trainers/medusa.py (medusa). To train
 on several GPUs, let accelerate start that script, one process for each GPU:

@@ -17,7 +17,7 @@ from trainers.memory_estimate import HeadSizes, TargetSizes, head_sizes, target_
 
 
 def refuse_sizes(recipe: Recipe, num_ranks: int, num_samples: int, num_heldout: int | None = None) -> None:
-    """Raises ValueError if there is nothing to train or measure on, or a batch would repeat a sample or be empty."""
+    """Raise ValueError if there is nothing to train or measure on, or a batch would repeat a sample or be empty."""
     section = recipe.train
     if num_samples == 0:
         raise ValueError("the features hold no samples to train on; check data.num_prompts and harvest again")

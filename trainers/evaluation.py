@@ -114,7 +114,7 @@ def decoding_metrics(decoding: HeldOutDecoding) -> dict[str, float]:
     """Acceptance length at each temperature, their mean, and the share of steps that accept at least 1, 2, ... draft
     tokens."""
     metrics = {}
-    if decoding.recipe.decode.growth.startswith("searched"):  # search the best tree for the present weights
+    if decoding.recipe.decode.growth.startswith("searched"):  # search the best tree for the current weights
         decoding.head.calibration = decoding.fit_calibration()
     for name, temperature in TEMPERATURES.items():
         stats = decoding.decode(temperature)

@@ -25,8 +25,8 @@ from trainers.run_state import TrainingInputs
 
 SCRIPTS = {"eagle1": "trainers/eagle.py", "eagle3": "trainers/eagle.py", "medusa": "trainers/medusa.py"}
 
-# Fields of the train section that may change when a run is resumed: they leave the weights as they are, but for the
-# order of additions.
+# Fields of the train section that may change when a run is resumed: they affect the weights only through the order of
+# additions.
 MAY_CHANGE_ON_RESUME = {
     "accumulate",
     "activation_checkpointing",
@@ -64,7 +64,7 @@ def run(recipe: Recipe, script: str | None = None) -> None:
 
 
 def refuse_other_script(recipe: Recipe, script: str) -> None:
-    """Raises ValueError if another script trains the recipe's kind of head."""
+    """Raise ValueError if another script trains the recipe's kind of head."""
     kind, kinds = recipe.head.kind, [kind for kind in SCRIPTS if SCRIPTS[kind] == script]
     if kind not in kinds:
         raise ValueError(
@@ -183,8 +183,8 @@ def exported_weights(recipe: Recipe, checkpoints: Checkpoints) -> tuple[int, Ten
         best = checkpoints.best()
         if best is None:
             raise ValueError(
-                f"train.export: best given, newest is allowed because {checkpoints.folder} holds no measured weights; "
-                "choose newest"
+                f"train.export: best given, only newest is allowed because {checkpoints.folder} holds no measured "
+                "weights; choose newest"
             )
         print(f"exporting the weights of step {best.step}: acceptance length {best.score:.2f}, the longest measured")
         return best.step, checkpoints.load_best(best)

@@ -101,7 +101,7 @@ def weights_on_cpu(head: DraftHead) -> Tensors:
 
 
 def refuse_misfit(head: nn.Module, found: Snapshot) -> None:
-    """Raises ValueError unless the snapshot has exactly the head's tensors, each of the same shape."""
+    """Raise ValueError unless the snapshot has exactly the head's tensors, each of the same shape."""
     shapes = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
     wrong = [
         f"{name}: checkpoint {tuple(tensors[name].shape) if name in tensors else 'nothing'}, head {shapes.get(name)}"

@@ -21,12 +21,12 @@ class StepResult:
     sums: Tensor  # [4, unroll], see UnrollScores.sums
     num_tokens: int  # tokens read, without padding
     gradient_norm: float  # before clipping; not finite if float16 overflowed and the step was skipped
-    interrupted: bool  # whether any rank was told to stop
+    interrupted: bool  # whether any rank received a signal to stop
     divergence: float | None  # KL(original || tuned) in nats per token; None unless Medusa-2 tunes the target
 
 
 def train_step(training: Training, step: int, numbers: list[int], interrupted: bool = False) -> StepResult:
-    """Update the weights once from the samples of a global batch; `interrupted` tells the other ranks to stop.
+    """Update the weights once from the samples of a global batch; with `interrupted`, every rank stops after it.
 
     The loss is a sum over supervised tokens divided by their number in the global batch, so it does not depend on the
     number of ranks or micro-batches. Raises ValueError before the update if it would make a weight non-finite.
@@ -127,7 +127,7 @@ def draw_input_noise(training: Training, step: int, micro_batch: MicroBatch) -> 
 
 
 def refuse_non_finite(training: Training, what: str, value: float, step: int, numbers: list[int]) -> None:
-    """Raises ValueError with the samples of the step if `value` is not finite."""
+    """Raise ValueError with the samples of the step if `value` is not finite."""
     if math.isfinite(value):
         return
     store = training.inputs.train

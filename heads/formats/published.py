@@ -170,7 +170,7 @@ def infer_vocabulary(subject: Subject, translation: Translation) -> None:
         tensors["d2t"] = DraftVocab(ids, vocab_size).offsets()
         translation.inferred.append("d2t: from t2d")
     if "d2t" not in tensors and scored != vocab_size:
-        translation.refused.append(f"d2t is missing: lm_head scores {scored} of {vocab_size} tokens, but which ones?")
+        translation.refused.append(f"d2t is missing: which {scored} of {vocab_size} tokens lm_head scores is unknown")
     if "d2t" in tensors:
         tensors["d2t"] = tensors["d2t"].long()
         if "t2d" not in tensors:

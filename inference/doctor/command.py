@@ -50,10 +50,8 @@ from recipes.command_line import command_name
 from recipes.jsonl import read_jsonl
 from recipes.schema import TargetSection
 
-PROMPTS, MANIFEST = (
-    Path("prompts/heldout.jsonl"),
-    Path("features/manifest.json"),
-)  # in the folder of the run that trained the head
+# In the folder of the run that trained the head.
+PROMPTS, MANIFEST = Path("prompts/heldout.jsonl"), Path("features/manifest.json")
 
 
 @dataclass(frozen=True)

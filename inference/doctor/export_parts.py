@@ -117,7 +117,7 @@ def compare_parts(head: Interpretation, export: Interpretation, measure: Measure
 def compare_weights(
     head: Interpretation, export: Interpretation, measure: Measure, right: list[float]
 ) -> Iterator[Finding]:
-    """Compare weights and number format together, because a format shows itself by rounding and overflow."""
+    """Compare weights and number format together, because a format shows in the weights, as rounding or overflow."""
     mine, its = tensors_of(head, norms=False), tensors_of(export, norms=False)
     formats = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in its.values()}))
     norms = tensors_of(export if same_norms(head, export) else head, norms=True)
@@ -138,7 +138,7 @@ def compare_weights(
 
 
 def distance(mine: dict[str, Tensor], its: dict[str, Tensor]) -> tuple[float, float]:
-    """Euclidean norms of the difference, leaving out what is not finite, and of the first tensors."""
+    """The Euclidean norm of the difference, without values that are not finite, and that of the first tensors."""
     pairs = [(mine[name].double(), its[name].double()) for name in mine.keys() & its.keys()]
     away = sum(float((one - other).nan_to_num(0, 0, 0).square().sum()) for one, other in pairs)
     return away**0.5, sum(float(one.double().square().sum()) for one in mine.values()) ** 0.5

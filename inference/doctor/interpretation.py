@@ -82,9 +82,8 @@ class Interpretation:
         for flag, prefix in (("fc_norm", "fc_norm."), ("norm_before_fc", "input_norm.")):
             if not config.get(flag):
                 tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(prefix)}
-        if (
-            len(self.ids) != frozen.config.vocab_size
-        ):  # the map only has to be valid: `ids` is applied to the logits columns later
+        if len(self.ids) != frozen.config.vocab_size:
+            # The map only has to be valid: `ids` is applied to the logits columns later.
             stand_in = {"eagle3": "d2t", "medusa": "token_map", "eagle1": "d2t"}[self.kind]
             columns = torch.arange(len(self.ids))
             tensors[stand_in] = torch.zeros_like(columns) if stand_in == "d2t" else columns

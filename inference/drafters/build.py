@@ -56,7 +56,7 @@ def load_draft_model(section: DecodeSection, source: TargetSection) -> TargetMod
 def model_drafter(section: DecodeSection, target: TargetModel, source: TargetSection) -> Drafter:
     """A drafter for the recipe's draft model.
 
-    With the target's tokenizer it grows trees as the recipe says; with another one it drafts chains by way of text.
+    With the target's tokenizer it grows trees as the recipe says; with another one its chains are translated as text.
     """
     model = load_draft_model(section, source)
     assert section.draft_model is not None

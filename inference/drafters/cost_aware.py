@@ -52,7 +52,7 @@ class CostAware:
         self.look_at(pool)
         expected, verify, spent, gain = self.expected(), self.verify_costs, self.spent(), self.gain()
         now = max(tokens / (spent + cost) for tokens, cost in zip(expected, verify, strict=False))
-        # With another level, a tree of any size gets as many nodes more as the level expands, up to the bound.
+        # Another level adds `width` nodes to a tree of any size, up to the bound.
         larger, spent = verify[self.width :] + verify[-1:] * self.width, spent + self.now.level
         return now < max((tokens + gain) / (spent + cost) for tokens, cost in zip(expected, larger, strict=False))
 
@@ -111,7 +111,7 @@ def largest(chances: Iterable[float], count: int) -> list[float]:
     return sorted(chances, reverse=True)[:count]
 
 
-@runtime_checkable  # the shape checks of the tests look at instances
+@runtime_checkable  # the shape checks in tests use isinstance
 class NodeChances(Protocol):
     """How likely the target is to accept each further node of a shape that grows node by node."""
 
@@ -129,7 +129,7 @@ class SearchedChances:
     values: NDArray[numpy.float64]
 
     def observe(self, verified: VerifiedOnHost) -> None:
-        """They stay as they were fitted."""
+        """Do nothing: the chances stay as they were fitted."""
 
     def by_node(self) -> NDArray[numpy.float64]:
         return self.values
@@ -137,19 +137,19 @@ class SearchedChances:
 
 @dataclass
 class ObservedChances:
-    """Chances of a chain's nodes, from the recent acceptance rate: its powers."""
+    """Chances of a chain's nodes: powers of the recent acceptance rate."""
 
     depth: int
-    memory: float = 0.95  # weight of what was seen one draft ago
-    accepted: float = 1.0  # draft tokens, recent ones weighing most; with the next field, 1 in 2 to start with
-    verified: float = 2.0
+    memory: float = 0.95  # weight of each draft relative to the one after it
+    accepted: float = 1.0  # weighted number of accepted draft tokens; the rate starts at 1 of 2
+    verified: float = 2.0  # weighted number of draft tokens that were accepted or rejected
 
     def observe(self, verified: VerifiedOnHost) -> None:
         for count, drafted in zip(verified.counts, verified.drafted, strict=True):
             if drafted:
                 taken = count - 1
                 self.accepted = self.memory * self.accepted + taken
-                # What comes after a rejected token was never put to the test.
+                # Tokens after a rejected one were not tested.
                 self.verified = self.memory * self.verified + min(taken + 1, drafted)
 
     def by_node(self) -> NDArray[numpy.float64]:
@@ -157,7 +157,7 @@ class ObservedChances:
 
 
 class CostAwareShape:
-    """Before drafting, picks the fixed shape with the most expected tokens per second from a row of growing ones."""
+    """Before drafting, picks the fixed shape with the most expected tokens per second, from shapes of every size."""
 
     static_shapes = False
 
@@ -175,7 +175,7 @@ class CostAwareShape:
 
     @classmethod
     def searched(cls, tree: StaticTree, nodes: int, costs: CostTable) -> "CostAwareShape":
-        """A head's searched tree, cut to size; it takes at most `nodes` nodes."""
+        """A head's searched tree, cut to its best 1, 2, ... up to `nodes` nodes."""
         chances = SearchedChances(numpy.asarray(tree.chances[:nodes]))
         return cls([Fixed(tree.best(count)) for count in range(1, nodes + 1)], chances, costs)
 

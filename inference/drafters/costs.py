@@ -21,18 +21,8 @@ from inference.target.model import TargetModel
 from inference.tree import Tree
 from inference.verify import accept
 
-NODES = (
-    1,
-    2,
-    4,
-    8,
-    16,
-    24,
-    32,
-    48,
-    64,
-)  # tree sizes that are timed, root included; the rest is interpolated
-LEVELS = 3  # drafted, to find the time of one
+NODES = (1, 2, 4, 8, 16, 24, 32, 48, 64)  # tree sizes that are timed, root included; others are interpolated
+LEVELS = 3  # levels drafted to find the time of one
 KEPT = 4  # nodes on the accepted path
 REPEATS = 7
 
@@ -61,7 +51,7 @@ class MeasuredCosts(dict[tuple[Hashable, int], Measured]):
 
 
 class CostTable:
-    """Step costs of a target and a head. They are measured when first asked for, and kept with the target."""
+    """Step costs of a target and a head. They are measured on first use and kept with the target."""
 
     def __init__(self, target: TargetModel, head: DraftHead, width: int) -> None:
         """`width` is the number of nodes that a level expands."""
@@ -70,7 +60,7 @@ class CostTable:
         self.known = target.kept(MeasuredCosts).setdefault((head.shape, width), {})
 
     def now(self, verified: VerifiedOnHost, nodes: int) -> StepCosts:
-        """Costs for these rows: the longest one (at least 128) and the batch are rounded up to powers of two."""
+        """The costs for these rows; their longest context (at least 128) and their number round up to powers of two."""
         context, batch = max(128, size_bucket(max(verified.starts) + nodes)), size_bucket(len(verified.starts))
         key = context, batch, verified.sampling.all_greedy
         if key not in self.known:
@@ -111,7 +101,7 @@ class CostTable:
         cache.target.set_lengths(held)
 
     def drafting(self, levels: int, context: int, cache: KVCache, sampling: BatchSampling) -> Callable[[], object]:
-        """Draft so many levels after two newly verified positions."""
+        """A function that drafts this many levels after two newly verified positions."""
         batch, device = len(sampling.samplings), self.target.device
         drafter = HeadDrafter(self.head, Dynamic(levels, self.width, self.width * levels))
         tapped = self.target.config.hidden_size * len(self.head.taps)

@@ -37,7 +37,10 @@ class Pool:
         return torch.cat([repeated(above, count) for above, count in zip(self.expanded, counts, strict=True)], dim=1)
 
     def add(self, scores: Tensor, tokens: Tensor, expanded: Tensor) -> int:
-        """Add a level: equally many children of each expanded node, parent by parent. Returns its first number."""
+        """Add a level: the same number of children for each expanded node, parent by parent.
+
+        Returns the number of the level's first node.
+        """
         self.scores.append(scores)
         self.tokens.append(tokens)
         self.expanded.append(expanded)
@@ -76,9 +79,9 @@ def repeated(numbers: Int[Tensor, "batch frontier"], count: int) -> Int[Tensor, 
     return numbers.unsqueeze(-1).expand(-1, -1, count).flatten(1)
 
 
-@runtime_checkable  # the shape checks of the tests look at instances
+@runtime_checkable  # the shape checks in tests use isinstance
 class Growth(Protocol):
-    """A policy. The drafter asks it on each level, with the scores of all children."""
+    """A growth policy. The drafter consults it on each level, with the scores of all children."""
 
     @property
     def static_shapes(self) -> bool:

@@ -41,7 +41,7 @@ class Frontier:
 class LevelMasks:
     """Additive masks of the levels of a tree. Each level's mask extends its parents' masks.
 
-    Building them from scratch would cost a step more than anything else but the target and the head.
+    Building them from scratch on every level would cost more than any part of a step except the target and the head.
     """
 
     held: int  # keys before the draft tokens; every node sees them
@@ -63,7 +63,7 @@ class LevelMasks:
         return torch.cat([above, siblings if rows == 1 else siblings.expand(rows, -1, -1)], dim=-1)
 
 
-@runtime_checkable  # the shape checks of the tests look at instances
+@runtime_checkable  # the shape checks in tests use isinstance
 class HeadLike(Protocol):
     """What level-by-level drafting needs from a head, or from a model that stands in for one."""
 
@@ -92,7 +92,7 @@ class HeadDrafter:
     """Reads the target's features of the newly verified positions, then unrolls the head on its own features."""
 
     def __init__(self, head: HeadLike, growth: Growth) -> None:
-        """Raises ValueError for a tree wider than the head's vocabulary, or deeper than it has levels."""
+        """Raise ValueError for a tree wider than the head's vocabulary, or deeper than it has levels."""
         if growth.width > len(head.vocab.ids):
             raise ValueError(f"decode.width: {growth.width} given, 1 to the head's {len(head.vocab.ids)} is allowed")
         if head.max_levels is not None and growth.depth > head.max_levels:
@@ -188,12 +188,12 @@ class HeadDrafter:
         return self._parents[count]
 
     def read(self, verified: Verified, cache: KVCache) -> tuple[Tensor, Tensor]:
-        """Run the head on the newly verified positions; they replace what was drafted there.
+        """Run the head on the newly verified positions; its new keys replace those of the draft tokens there.
 
         Returns the features and the head's hidden state at each row's last one. [batch, 1, feature], [batch, 1, hidden]
         """
         slots = cache.head
-        if slots is None:  # then only the last position counts
+        if slots is None:  # without a cache, only the last position matters
             features, roots = self.head.project(verified.last(verified.taps)), verified.roots
             return features, self.head(features, roots, torch.zeros_like(roots))
         verified.rewind(slots)
@@ -210,7 +210,7 @@ class HeadDrafter:
         return verified.last(features), verified.last(hidden)
 
     def level_masks(self, cache: KVCache) -> LevelMasks:
-        """Masks that begin with the held keys, where every row holds the same known number of them."""
+        """Masks that begin with the held keys if every row holds the same number of them, known on the host."""
         slots = cache.head
         return LevelMasks(slots.lengths[0] if slots is not None and slots.even else 0, self.siblings)
 

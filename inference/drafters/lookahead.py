@@ -121,7 +121,7 @@ class Lookahead:
         return self.columns + self.levels - 1
 
     def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
-        """Nothing to do: `draft` is given the whole text."""
+        """Do nothing: `draft` is given the whole text."""
 
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
         assert isinstance(verified, VerifiedOnHost)

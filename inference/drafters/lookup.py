@@ -82,7 +82,7 @@ class Lookup:
         return self.limits.depth
 
     def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
-        """Nothing to do: `draft` is given the whole text."""
+        """Do nothing: `draft` is given the whole text."""
 
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
         assert isinstance(verified, VerifiedOnHost)

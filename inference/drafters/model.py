@@ -75,7 +75,7 @@ class ModelDrafter(HeadDrafter):
     head: ModelAsHead
 
     def __init__(self, model: TargetModel, growth: Growth, target: TargetModel) -> None:
-        """Raises ValueError for a model whose dtype, device, positions or vocabulary do not fit target and growth."""
+        """Raise ValueError for a model whose dtype, device, positions or vocabulary do not fit target and growth."""
         if model.dtype != target.dtype or model.device != target.device:
             raise ValueError(
                 f"decode.draft_model: {model.dtype} on {model.device} given, the target's {target.dtype} on "
@@ -157,7 +157,7 @@ class EarlyExit(ModelDrafter):
     """
 
     def __init__(self, target: TargetModel, num_layers: int, growth: Growth) -> None:
-        """Raises ValueError unless `num_layers` is at least 1 and less than the target's."""
+        """Raise ValueError unless `num_layers` is at least 1 and less than the target's."""
         super().__init__(target, growth, target)
         self.exit = first_layers(target.model, num_layers)
 
@@ -169,7 +169,7 @@ class EarlyExit(ModelDrafter):
         return cache.target
 
     def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
-        """Nothing to do: the target has filled the cache."""
+        """Do nothing: the target has filled the cache."""
 
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
         tree = super().draft(verified, cache)

@@ -1,4 +1,4 @@
-"""Drafting with a model that has another tokenizer, by way of text (Timor et al., arXiv 2502.05202).
+"""Drafting with a model that has another tokenizer: its drafts are translated as text (Timor et al., arXiv 2502.05202).
 
 The text so far is encoded with the draft model's tokenizer, continued by the draft model, decoded, and encoded again
 with the target's tokenizer.
@@ -39,7 +39,7 @@ class CachedText:
 
 
 class OtherTokenizerDrafter:
-    """Drafts a chain that the draft model generates greedily, translated into the target's tokens by way of text.
+    """Drafts a chain that the draft model generates greedily, decoded to text and encoded as the target's tokens.
 
     Rows are drafted one by one, each with its own KV cache, because draft tokens and target tokens do not align. Gumbel
     noise is keyed by the target's tokens, so the draft model cannot use it.
@@ -60,7 +60,7 @@ class OtherTokenizerDrafter:
         return self.depth + 1
 
     def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
-        """Nothing to do: `draft` is given the whole text."""
+        """Do nothing: `draft` is given the whole text."""
 
     @torch.inference_mode()
     def draft(self, verified: Verified, cache: KVCache) -> Tree:

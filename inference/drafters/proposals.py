@@ -21,7 +21,7 @@ class SampledChildren:
     """
 
     def __init__(self, growth: Growth, vocab: DraftVocab) -> None:
-        """Raises ValueError for a growth that chooses its nodes by their scores."""
+        """Raise ValueError for a growth that chooses its nodes by their scores."""
         if not isinstance(growth, Fixed):
             raise ValueError(
                 f"decode.growth: a {type(growth).__name__.lower()} tree chooses its nodes after it has drawn them, "

@@ -12,7 +12,7 @@ Every method of report.baselines decodes the same prompts, at each of report.tem
 report.batches. Methods alternate prompt by prompt, so that a slow phase of the machine hits all of them.
 
 The tables show, for each method:
-  acceptance length   mean number of tokens per verify step, the bonus token included (tau)
+  acceptance length   mean number of tokens per target step, the bonus token included (tau)
   tokens/s            new tokens per second of wall time, prefill included
   speed-up            tokens/s over plain decoding, with its 95 % interval over prompts
   same text           prompts whose text equals plain decoding's, token by token
@@ -69,14 +69,14 @@ class Benchmark:
 
     @classmethod
     def load(cls, recipe: Recipe) -> "Benchmark":
-        """Raises ValueError for a head that does not fit the target or for missing prompts."""
+        """Raise ValueError for a head that does not fit the target or for missing prompts."""
         section, prompts = recipe.report, report_prompts(recipe)
         torch.set_num_threads(section.threads or max(torch.get_num_threads() // section.workers, 1))
         # Cheap checks come before the target is loaded.
         taps = taps_to_read(recipe) if needs_head(recipe) else ()
         if section.workers > 1 and (device := pick_device(recipe.target.device)).type != "cpu":
             raise ValueError(
-                f"report.workers: {section.workers} given, 1 is allowed on {device} because workers share a CPU; "
+                f"report.workers: {section.workers} given, only 1 is allowed on {device} because workers share a CPU; "
                 "leave it out"
             )
         target = TargetModel.load(recipe.target, taps)

@@ -96,7 +96,7 @@ def plots(outcomes: list[Outcome]) -> list[str]:
     ]
     sizes = [Series(o.method, [(o.stats.drafted / max(o.stats.steps, 1), o.tokens_per_second)]) for o in outcomes]
     found = [legend([o.method for o in outcomes])]
-    found.append(line_plot("acceptance rate by depth (share of verify steps)", "depth", depths))
+    found.append(line_plot("acceptance rate by depth (share of target steps)", "depth", depths))
     found.append(line_plot("tokens/s by size of the draft tree", "draft tokens per step", sizes))
     categories = list(outcomes[0].acceptance_length_by_category)
     if len(categories) > 1:

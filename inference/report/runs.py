@@ -55,7 +55,7 @@ class TokenTimes:
         self.blocks.append((time.perf_counter(), value.numel()))
 
     def end(self) -> None:
-        """Nothing to do: the last tokens came with the last `put`."""
+        """Do nothing: the last tokens came with the last `put`."""
 
 
 def run_method(

@@ -84,7 +84,7 @@ def same_text(outcome: Outcome) -> str:
 
 
 def divergence_lines(outcomes: list[Outcome]) -> list[str]:
-    """For each method with texts unlike plain decoding's: how many, and how close to a tie the first difference was."""
+    """For each method whose texts differ from plain decoding's: how many do, and how near a tie the difference is."""
     lines = []
     for outcome in outcomes:
         margins = [found.margin for found in outcome.divergences]
@@ -162,12 +162,12 @@ def draw(groups: dict[tuple[float, int], list[Outcome]]) -> Figure:
             panel.tick_params(axis="x", rotation=30 if len(names) > 5 or max(map(len, names)) > 12 else 0)
             panel.margins(y=0.15)
         speed.set_ylabel("tokens/s")
-        length.set_ylabel("tokens per verify step")
+        length.set_ylabel("tokens per target step")
         for outcome, colour in zip(outcomes, colours, strict=True):
             shares = outcome.stats.acceptance
             if shares:
                 depth.plot(range(1, len(shares) + 1), shares, marker="o", color=colour, label=outcome.method)
-        depth.set(title="acceptance rate by depth", xlabel="depth", ylabel="share of verify steps", ylim=(0, 1))
+        depth.set(title="acceptance rate by depth", xlabel="depth", ylabel="share of target steps", ylim=(0, 1))
         depth.set_xticks(range(1, max((len(o.stats.accepted_at_depth) for o in outcomes), default=1) + 1))
         if depth.has_data():
             depth.legend()

@@ -20,7 +20,7 @@ def text_config(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def refuse_unknown_state(model: PreTrainedModel) -> None:
-    """Raises ValueError for a model with a recurrent state or with a type of attention that is not supported.
+    """Raise ValueError for a model with a recurrent state or with a type of attention that is not supported.
 
     Call it before any other check: such a model may have no attention heads, which would fail with a less clear error.
     """

@@ -1,4 +1,4 @@
-"""Any Hugging Face causal LM as a target, unpatched. Taps, tree masks and our cache go in by public interfaces."""
+"""Any Hugging Face causal LM as a target, unpatched: tree masks, cache and taps use public interfaces only."""
 
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -46,7 +46,7 @@ def pick_device(name: str) -> torch.device:
 
 
 class TargetModel:
-    """The big model. `taps` are indices into Hugging Face's hidden_states: tap i is the input of layer i."""
+    """The target model. `taps` are indices into Hugging Face's hidden_states: tap i is the input of layer i."""
 
     def __init__(self, model: PreTrainedModel, taps: tuple[int, ...], ranks: Ranks | None = None) -> None:
         refuse_unknown_state(model)
@@ -71,7 +71,7 @@ class TargetModel:
 
     @classmethod
     def load(cls, section: TargetSection, taps: tuple[int, ...]) -> "TargetModel":
-        """Load from a local folder or the hub: safetensors only, and no code of the model's own unless asked for.
+        """Load from a local folder or the hub: safetensors only, and no remote code unless the section trusts it.
 
         With target.tp_plan or zero_stage, every rank of a launch must call this.
         """
@@ -119,7 +119,7 @@ class TargetModel:
         return known if self.rope_limit is None else min(known, self.rope_limit)
 
     def kept(self, kind: type[Kept]) -> Kept:
-        """The one object of a class that other modules keep for this target. It is made when first asked for."""
+        """The target's only instance of this class, made on first use. Other modules keep per-target state in it."""
         return cast(Kept, self._kept.setdefault(kind, kind()))
 
     @cached_property

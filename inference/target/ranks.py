@@ -140,7 +140,7 @@ def load_over_ranks(
 
 
 def refuse_split(config: PreTrainedConfig, count: int) -> None:
-    """Raises ValueError if transformers has no plan to split the model, or `count` does not divide its heads."""
+    """Raise ValueError if transformers has no plan to split the model, or `count` does not divide its heads."""
     if config.base_model_tp_plan is None:
         raise ValueError(
             f"target.tp_plan: auto given, transformers has no plan for a {config.model_type!r} model; choose "

@@ -35,7 +35,7 @@ TRAIN_BRIEFLY = (
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A head, how it is exported and how vLLM is told to serve it."""
+    """A head, its export format and the speculative method that vLLM serves it with."""
 
     make: Callable[[FrozenTarget], Path]
     format: str = "vllm"

@@ -64,7 +64,7 @@ def distribute_head(accelerator: Accelerator, unrolled: UnrolledHead, section: T
 
 
 def refuse_contradiction(section: TrainSection) -> None:
-    """Raises ValueError if the launch sets another precision or accumulation than the recipe."""
+    """Raise ValueError if the launch sets another precision or accumulation than the recipe."""
     precision, launched = ACCELERATE_PRECISION[section.precision], os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if launched not in ("no", precision):
         raise ValueError(
@@ -80,39 +80,39 @@ def refuse_contradiction(section: TrainSection) -> None:
 
 
 def refuse_for_slices(section: TrainSection, sharding: str) -> None:
-    """Raises ValueError for what needs whole weights on every rank: Muon and the moving average."""
+    """Raise ValueError for what needs whole weights on every rank: Muon and the moving average."""
     slices = f"under {sharding}, where each rank holds slices of the weights"
     elsewhere = "or launch with recipes/launch/ddp.yaml or one.yaml"
     if section.optimizer == "muon":
-        raise ValueError(f"train.optimizer: muon given, adamw is allowed {slices}; choose adamw, {elsewhere}")
+        raise ValueError(f"train.optimizer: muon given, only adamw is allowed {slices}; choose adamw, {elsewhere}")
     if section.ema_decay is not None:
         raise ValueError(
-            f"train.ema_decay: {section.ema_decay} given, null is allowed {slices}; choose null, {elsewhere}"
+            f"train.ema_decay: {section.ema_decay} given, only null is allowed {slices}; choose null, {elsewhere}"
         )
 
 
 def refuse_for_joint(mode: str, accelerator: Accelerator) -> None:
-    """Raises ValueError unless one process trains the target, with nothing sharded."""
+    """Raise ValueError unless one process trains the target, with nothing sharded."""
     sharded = accelerator.distributed_type == DistributedType.DEEPSPEED or is_fsdp()
     if accelerator.num_processes > 1 or sharded:
         launched = "FSDP2 or DeepSpeed" if sharded else f"{accelerator.num_processes} processes"
         raise ValueError(
-            f"joint.mode: {mode} given, null is allowed under {launched}; launch with recipes/launch/one.yaml, or "
+            f"joint.mode: {mode} given, only null is allowed under {launched}; launch with recipes/launch/one.yaml, or "
             "leave joint out"
         )
 
 
 def refuse_half_precision(section: TrainSection) -> None:
-    """Raises ValueError unless DeepSpeed trains in float32: it disables autocast and scales losses itself."""
+    """Raise ValueError unless DeepSpeed trains in float32: it disables autocast and scales losses itself."""
     if section.precision != "float32":
         raise ValueError(
-            f"train.precision: {section.precision} given, float32 is allowed under DeepSpeed; choose float32, or "
+            f"train.precision: {section.precision} given, only float32 is allowed under DeepSpeed; choose float32, or "
             "launch with recipes/launch/fsdp2.yaml or ddp.yaml"
         )
 
 
 def refuse_deepspeed(plugin: DeepSpeedPlugin) -> None:
-    """Raises ValueError for DeepSpeed settings that no test has shown to train the same head."""
+    """Raise ValueError for DeepSpeed settings that no test has shown to train the same head."""
     offloaded = {plugin.offload_optimizer_device, plugin.offload_param_device} - {None, "none"}
     if plugin.zero_stage not in (2, 3) or offloaded:
         raise ValueError(
@@ -122,10 +122,10 @@ def refuse_deepspeed(plugin: DeepSpeedPlugin) -> None:
 
 
 def refuse_lone_decoding(recipe: Recipe, num_ranks: int) -> None:
-    """Raises ValueError if the main rank should decode alone with a target that all ranks hold together."""
+    """Raise ValueError if the main rank should decode alone with a target that all ranks hold together."""
     if recipe.target.spans_ranks and recipe.train.eval_prompts and num_ranks > 1:
         raise ValueError(
-            f"train.eval_prompts: {recipe.train.eval_prompts} given, 0 is allowed while {num_ranks} ranks hold the "
-            "target together (target.tp_plan or zero_stage), because the main rank decodes alone; write 0, or train "
-            "with one process and target.device_map auto"
+            f"train.eval_prompts: {recipe.train.eval_prompts} given, only 0 is allowed while {num_ranks} ranks hold "
+            "the target together (target.tp_plan or zero_stage), because the main rank decodes alone; write 0, or "
+            "train with one process and target.device_map auto"
         )
