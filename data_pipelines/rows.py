@@ -136,4 +136,4 @@ def optional_library(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ValueError(f"data: this format needs {name}; run pip install 'headstart[data]'") from error
+        raise ValueError(f"data: this format needs {name}; run pip install -e '.[data]'") from error

@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
     print("\n".join(inferred))
-    print(f"head written to {arguments.out}; next: python -m inference.report RECIPE report.head={arguments.out}")
+    print(f"head written to {arguments.out}; next: headstart report RECIPE report.head={arguments.out}")
 
 
 def convert(path: Path, out: Path, target: str) -> list[str]:

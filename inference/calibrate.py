@@ -215,7 +215,10 @@ def calibrate(recipe: Recipe) -> None:
     prompts = held_out_prompts(recipe)
     head.calibration = fit_calibration(target, head, prompts, recipe.decode.depth, recipe.decode.max_new_tokens)
     save_head(head, folder)
-    print(f"{folder}: {head.calibration}")
+    print(f"calibration written to {folder}/config.json; by depth:")
+    for name, values in head.calibration.to_config().items():
+        if name != "tree":
+            print(f"  {name:8}", *(f"{value:.2f}" for value in values))
 
 
 if __name__ == "__main__":

@@ -28,13 +28,17 @@ def recipe_from_command_line(doc: str | None, argv: Sequence[str] | None = None)
     parser = RecipeParser(
         prog=command,
         description=(doc or "").strip(),
-        epilog=f"examples:\n  {command} recipes/tiny.yaml\n  {command} recipes/tiny.yaml train.learning_rate=1e-4 "
-        "'data.temperatures=[0, 0.7]'",
+        epilog=f"examples:\n  {command} recipes/tiny.yaml\n  {command} recipes/tiny.yaml run_dir=runs/other "
+        "'report.temperatures=[0, 1]'",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("recipe", help="YAML file, such as recipes/tiny.yaml")
     parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="replaces the file's value; written as YAML"
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="section.key=value",
+        help="replaces the file's value; written as YAML",
     )
     arguments = parser.parse_args(argv)
     try:

@@ -80,7 +80,7 @@ def print_plan(recipe: Recipe, num_ranks: int, device: torch.device) -> None:
     needs = head_needs(recipe, head, samples, data)
     if trained is not None:
         needs += target_needs(recipe, trained, samples, data)
-    table = Table("what", "how much", "why", title=f"plan of {recipe.run_dir}, {num_ranks} ranks", box=None)
+    table = Table("what", "how much", "why", title=f"plan of {recipe.run_dir}, ranks: {num_ranks}", box=None)
     for row in [parameter_row(head), *memory_rows(needs), *data_rows(recipe, data, head, trained)]:
         table.add_row(*row)
     weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))

@@ -113,7 +113,7 @@ def add_adapters(model: nn.Module, layers: nn.ModuleList, rank: int, seed: int) 
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
-        raise ValueError("joint.mode: lora given, which needs peft; run pip install 'headstart[lora]'") from error
+        raise ValueError("joint.mode: lora given, which needs peft; run pip install -e '.[lora]'") from error
     linear = {each for each in layers.modules() if isinstance(each, nn.Linear)}
     names = [name for name, each in model.named_modules() if each in linear]
     if not names:

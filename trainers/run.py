@@ -104,7 +104,8 @@ def train_and_export(
         if not finished:
             export(recipe, inputs, build_head(recipe, frozen, vocab, train_store), checkpoints)
         with_target = "" if recipe.joint.mode is None else f" target.path={recipe.tuned_target_dir}"
-        print(f"head written to {recipe.head_dir}; next: python -m inference.report RECIPE{with_target}")
+        state = "head was already complete in" if finished else "head written to"
+        print(f"{state} {recipe.head_dir}; next: headstart report RECIPE{with_target}")
 
 
 def build_head(recipe: Recipe, frozen: FrozenTarget, vocab: DraftVocab, store: SampleStore) -> DraftHead:
