@@ -122,12 +122,13 @@ def main() -> None:
 
 
 def training_script() -> str:
-    """The script that trains the recipe's kind of head; a wrong recipe and --help end the process here."""
+    """The module of the script that trains the recipe's kind of head; a wrong recipe and --help end the process here."""
     kind = recipe_from_command_line(TRAIN_HELP).head.kind
-    module = "trainers.medusa" if kind == "medusa" else "trainers.eagle"
-    script = module.replace(".", "/") + ".py"
+    from trainers.run import SCRIPTS  # loads torch, so not before a recipe is known to be right
+
+    script = SCRIPTS[kind]
     print(f"training in one process; to use several GPUs: accelerate launch {script} RECIPE", flush=True)
-    return module
+    return script.removesuffix(".py").replace("/", ".")
 
 
 def entry_module(module: str) -> str:
