@@ -122,7 +122,7 @@ def main() -> None:
 
 
 def training_script() -> str:
-    """The module of the script that trains the recipe's kind of head; a wrong recipe and --help end the process here."""
+    """The module of the script for the recipe's kind of head; a wrong recipe and --help end the process here."""
     kind = recipe_from_command_line(TRAIN_HELP).head.kind
     from trainers.run import SCRIPTS  # loads torch, so not before a recipe is known to be right
 
