@@ -18,19 +18,19 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from heads.base import DraftHead
-from heads.checkpoint import load_head
-from inference.decode import generate
-from inference.drafter import Drafter
-from inference.drafters.cost_aware import CostAware, CostAwareShape, growth_from_recipe
-from inference.drafters.costs import CostTable
-from inference.drafters.growth import Dynamic, Growth
-from inference.drafters.head import HeadDrafter
-from inference.inputs import head_folder, held_out_prompts, taps_to_read
-from inference.request import DecodeStats
-from inference.sampling import Sampling
-from inference.target.model import TargetModel
-from recipes import Recipe, run_command
+from headstart.heads.base import DraftHead
+from headstart.heads.checkpoint import load_head
+from headstart.inference.decode import generate
+from headstart.inference.drafter import Drafter
+from headstart.inference.drafters.cost_aware import CostAware, CostAwareShape, growth_from_recipe
+from headstart.inference.drafters.costs import CostTable
+from headstart.inference.drafters.growth import Dynamic, Growth
+from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.inputs import head_folder, held_out_prompts, taps_to_read
+from headstart.inference.request import DecodeStats
+from headstart.inference.sampling import Sampling
+from headstart.inference.target.model import TargetModel
+from headstart.recipes import Recipe, run_command
 
 SWEEP = [
     *(Dynamic.chain(depth) for depth in (2, 3, 4, 5, 6, 8)),

@@ -22,17 +22,17 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from inference.decode import generate
-from inference.drafter import Drafter
-from inference.drafters.growth import Dynamic
-from inference.drafters.lookahead import Lookahead
-from inference.drafters.lookup import Lookup, PromptLookup
-from inference.drafters.model import EarlyExit, ModelDrafter
-from inference.drafters.trie import GumbelRow, TreeLimits, Trie
-from inference.inputs import held_out_prompts
-from inference.report.runs import TokenTimes
-from inference.target.model import TargetModel
-from recipes import Recipe, run_command
+from headstart.inference.decode import generate
+from headstart.inference.drafter import Drafter
+from headstart.inference.drafters.growth import Dynamic
+from headstart.inference.drafters.lookahead import Lookahead
+from headstart.inference.drafters.lookup import Lookup, PromptLookup
+from headstart.inference.drafters.model import EarlyExit, ModelDrafter
+from headstart.inference.drafters.trie import GumbelRow, TreeLimits, Trie
+from headstart.inference.inputs import held_out_prompts
+from headstart.inference.report.runs import TokenTimes
+from headstart.inference.target.model import TargetModel
+from headstart.recipes import Recipe, run_command
 
 TRANSFORMERS_NGRAM = 2  # default of its max_matching_ngram_size
 MIN_RATIO = 0.98  # of our acceptance length over that of transformers

@@ -20,25 +20,25 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from data_pipelines.prompts import make_prompts
-from heads.base import DraftHead
-from heads.checkpoint import load_head, new_head
-from heads.vocab import DraftVocab
-from inference.cuda_graph import SpareSteps, StaticStep
-from inference.decode import DecodeLoop
-from inference.drafter import PLAIN, Drafter, VerifiedOnHost
-from inference.drafters.growth import Dynamic
-from inference.drafters.head import HeadDrafter
-from inference.inputs import head_folder, taps_to_read
-from inference.report.command import machine, report_prompts
-from inference.report.compare import compare
-from inference.report.runs import Method
-from inference.report.tables import as_tables
-from inference.request import Request
-from inference.sampling import BatchSampling, Sampling
-from inference.target.model import TargetModel
-from recipes import Recipe, run_command
-from recipes.schema import Eagle3Section
+from headstart.data_pipelines.prompts import make_prompts
+from headstart.heads.base import DraftHead
+from headstart.heads.checkpoint import load_head, new_head
+from headstart.heads.vocab import DraftVocab
+from headstart.inference.cuda_graph import SpareSteps, StaticStep
+from headstart.inference.decode import DecodeLoop
+from headstart.inference.drafter import PLAIN, Drafter, VerifiedOnHost
+from headstart.inference.drafters.growth import Dynamic
+from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.inputs import head_folder, taps_to_read
+from headstart.inference.report.command import machine, report_prompts
+from headstart.inference.report.compare import compare
+from headstart.inference.report.runs import Method
+from headstart.inference.report.tables import as_tables
+from headstart.inference.request import Request
+from headstart.inference.sampling import BatchSampling, Sampling
+from headstart.inference.target.model import TargetModel
+from headstart.recipes import Recipe, run_command
+from headstart.recipes.schema import Eagle3Section
 
 NODES = (1, 2, 4, 8, 16, 32, 64, 128)
 DEPTH = 6

@@ -28,17 +28,17 @@ from rich.table import Table
 from torch import Tensor
 from torch.distributions import Categorical
 
-from heads.base import DraftHead
-from heads.checkpoint import load_head
-from inference.decode import generate_batch
-from inference.drafters.growth import Dynamic
-from inference.drafters.head import Frontier, HeadDrafter
-from inference.inputs import head_folder, held_out_prompts, taps_to_read
-from inference.report.statistics import Interval, speedup
-from inference.request import DecodeStats, Generation, Request
-from inference.sampling import BatchSampling, Sampling
-from inference.target.model import TargetModel
-from recipes import Recipe, run_command
+from headstart.heads.base import DraftHead
+from headstart.heads.checkpoint import load_head
+from headstart.inference.decode import generate_batch
+from headstart.inference.drafters.growth import Dynamic
+from headstart.inference.drafters.head import Frontier, HeadDrafter
+from headstart.inference.inputs import head_folder, held_out_prompts, taps_to_read
+from headstart.inference.report.statistics import Interval, speedup
+from headstart.inference.request import DecodeStats, Generation, Request
+from headstart.inference.sampling import BatchSampling, Sampling
+from headstart.inference.target.model import TargetModel
+from headstart.recipes import Recipe, run_command
 
 USED_ELSEWHERE = (Dynamic(5, 8, 31), Dynamic(7, 10, 59))  # SGLang's documentation, the EAGLE-3 paper; without the root
 CASES = ((0, 0.3, 1), (0, 0.6, 1), (0, 1.0, 10), (1, 1.0, 5), (2, 1.0, 5))  # tree, temperature, seeds per prompt

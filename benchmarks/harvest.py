@@ -20,17 +20,17 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from data_pipelines.batches import Batch, length_buckets
-from data_pipelines.features import tap, write_features
-from data_pipelines.harvest import harvest
-from data_pipelines.responses import Text, responses_path
-from data_pipelines.shard_work import ShardPrompts, prompt_shards, show_progress
-from data_pipelines.shards import FeatureStore, note_path, shard_name
-from data_pipelines.state_encoding import bytes_per_token
-from inference.target.model import TargetModel
-from recipes import Recipe, run_command
-from recipes.jsonl import read_jsonl
-from trainers.eagle import run
+from headstart.data_pipelines.batches import Batch, length_buckets
+from headstart.data_pipelines.features import tap, write_features
+from headstart.data_pipelines.harvest import harvest
+from headstart.data_pipelines.responses import Text, responses_path
+from headstart.data_pipelines.shard_work import ShardPrompts, prompt_shards, show_progress
+from headstart.data_pipelines.shards import FeatureStore, note_path, shard_name
+from headstart.data_pipelines.state_encoding import bytes_per_token
+from headstart.inference.target.model import TargetModel
+from headstart.recipes import Recipe, run_command
+from headstart.recipes.jsonl import read_jsonl
+from headstart.trainers.eagle import run
 
 PROMPTS, HELDOUT, STEPS = 256, 32, 200
 SHARD = 64  # samples per shard

@@ -15,15 +15,15 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from heads.checkpoint import load_head
-from inference.drafters.cost_aware import growth_from_recipe
-from inference.drafters.growth import Dynamic
-from inference.drafters.head import HeadDrafter
-from inference.inputs import head_folder, held_out_prompts, taps_to_read
-from inference.report.runs import Method, run_method
-from inference.sampling import sampling_from_recipe
-from inference.target.model import TargetModel
-from recipes import Recipe, run_command
+from headstart.heads.checkpoint import load_head
+from headstart.inference.drafters.cost_aware import growth_from_recipe
+from headstart.inference.drafters.growth import Dynamic
+from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.inputs import head_folder, held_out_prompts, taps_to_read
+from headstart.inference.report.runs import Method, run_method
+from headstart.inference.sampling import sampling_from_recipe
+from headstart.inference.target.model import TargetModel
+from headstart.recipes import Recipe, run_command
 
 
 def main() -> None:

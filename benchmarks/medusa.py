@@ -17,22 +17,22 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from data_pipelines.harvest import harvest
-from heads.base import DraftHead
-from heads.checkpoint import load_head, new_head
-from heads.frozen import FrozenTarget
-from heads.target_config import locate_target
-from inference.calibrate import fit_calibration, score_text
-from inference.decode import generate_batch
-from inference.drafters.cost_aware import searched_tree
-from inference.drafters.growth import Dynamic, Fixed, Growth
-from inference.drafters.head import HeadDrafter
-from inference.inputs import held_out_prompts
-from inference.request import DecodeStats, Request
-from inference.sampling import sampling_from_recipe
-from inference.target.model import TargetModel
-from recipes import Recipe, load_recipe, run_command
-from trainers.run import run
+from headstart.data_pipelines.harvest import harvest
+from headstart.heads.base import DraftHead
+from headstart.heads.checkpoint import load_head, new_head
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.target_config import locate_target
+from headstart.inference.calibrate import fit_calibration, score_text
+from headstart.inference.decode import generate_batch
+from headstart.inference.drafters.cost_aware import searched_tree
+from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
+from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.inputs import held_out_prompts
+from headstart.inference.request import DecodeStats, Request
+from headstart.inference.sampling import sampling_from_recipe
+from headstart.inference.target.model import TargetModel
+from headstart.recipes import Recipe, load_recipe, run_command
+from headstart.trainers.run import run
 
 KINDS = {
     "Medusa-1": ("tiny_medusa.yaml",),

@@ -17,10 +17,10 @@ import torch
 from train_quality import PEER, ROOT, train_theirs
 from train_step import peer_python
 
-from data_pipelines.harvest import harvest
-from heads.target_config import locate_target
-from recipes import Recipe
-from recipes.command_line import recipe_from_command_line
+from headstart.data_pipelines.harvest import harvest
+from headstart.heads.target_config import locate_target
+from headstart.recipes import Recipe
+from headstart.recipes.command_line import recipe_from_command_line
 
 RATE = 1e-2  # the best in train_quality's sweep for this few steps
 

@@ -20,16 +20,16 @@ from typing import Any
 
 import torch
 
-from heads.checkpoint import load_head, load_taps
-from heads.target_config import TargetConfig
-from inference.decode import DecodeLoop, generate
-from inference.drafters.growth import Dynamic
-from inference.drafters.head import HeadDrafter
-from inference.target.model import TargetModel
-from recipes import load_recipe
-from recipes.schema import TargetSection
-from trainers.run import run
-from trainers.step import train_step
+from headstart.heads.checkpoint import load_head, load_taps
+from headstart.heads.target_config import TargetConfig
+from headstart.inference.decode import DecodeLoop, generate
+from headstart.inference.drafters.growth import Dynamic
+from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.target.model import TargetModel
+from headstart.recipes import load_recipe
+from headstart.recipes.schema import TargetSection
+from headstart.trainers.run import run
+from headstart.trainers.step import train_step
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("recipes", "heads", "inference", "data_pipelines", "trainers")
@@ -74,7 +74,7 @@ class StepProfile:
             path = str(sys.modules[owner.__module__].__dict__.get("__file__"))
             name = f"{owner.__name__}.{frame.f_code.co_name}"
         if path.startswith(f"{ROOT}{os.sep}"):
-            file = Path(path).relative_to(ROOT)
+            file = Path(path).resolve().relative_to(ROOT)  # through the links in headstart/
             if file.parts[0] in PACKAGES:
                 self.found[file.as_posix()].add(name)
 

@@ -24,24 +24,24 @@ from rich.console import Console
 from rich.table import Table
 from train_step import peer_python
 
-from data_pipelines.harvest import harvest
-from data_pipelines.sample_order import SampleOrder
-from data_pipelines.shards import FeatureStore
-from heads.base import DraftHead
-from heads.checkpoint import load_head
-from heads.convert import convert
-from heads.target_config import TargetConfig, locate_target
-from inference.decode import generate
-from inference.drafters.cost_aware import growth_from_recipe
-from inference.drafters.head import HeadDrafter
-from inference.inputs import held_out_prompts
-from inference.report.command import machine
-from inference.request import DecodeStats
-from inference.sampling import Sampling
-from inference.target.model import TargetModel
-from recipes import Recipe
-from recipes.command_line import recipe_from_command_line
-from recipes.schema import Eagle3Section
+from headstart.data_pipelines.harvest import harvest
+from headstart.data_pipelines.sample_order import SampleOrder
+from headstart.data_pipelines.shards import FeatureStore
+from headstart.heads.base import DraftHead
+from headstart.heads.checkpoint import load_head
+from headstart.heads.convert import convert
+from headstart.heads.target_config import TargetConfig, locate_target
+from headstart.inference.decode import generate
+from headstart.inference.drafters.cost_aware import growth_from_recipe
+from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.inputs import held_out_prompts
+from headstart.inference.report.command import machine
+from headstart.inference.request import DecodeStats
+from headstart.inference.sampling import Sampling
+from headstart.inference.target.model import TargetModel
+from headstart.recipes import Recipe
+from headstart.recipes.command_line import recipe_from_command_line
+from headstart.recipes.schema import Eagle3Section
 
 ROOT = Path(__file__).resolve().parents[1]
 PEER = "speculators"

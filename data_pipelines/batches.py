@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from heads.packing import Documents
+from headstart.heads.packing import Documents
 
 
 @dataclass(frozen=True)

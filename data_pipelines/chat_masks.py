@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 from jinja2 import TemplateError
 
-from data_pipelines.conversations import Conversation
-from data_pipelines.rows import BadRow
-from data_pipelines.stage import Json
-from inference.target.tokenizer import Tokenizer
+from headstart.data_pipelines.conversations import Conversation
+from headstart.data_pipelines.rows import BadRow
+from headstart.data_pipelines.stage import Json
+from headstart.inference.target.tokenizer import Tokenizer
 
 Turns = Literal["all", "last"]
 Span = tuple[int, int]

@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 
-from data_pipelines.stage import Json
-from inference.sampling import Sampling
-from inference.target.tokenizer import Tokenizer
+from headstart.data_pipelines.stage import Json
+from headstart.inference.sampling import Sampling
+from headstart.inference.target.tokenizer import Tokenizer
 
 TIMEOUT = httpx.Timeout(10.0, read=600.0)  # seconds; a whole response is one read
 RETRIED_STATUSES = {408, 409, 429, 500, 502, 503, 504}  # HTTP statuses that may pass with time

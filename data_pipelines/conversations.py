@@ -4,8 +4,8 @@ import json
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from data_pipelines.rows import BadRow
-from data_pipelines.stage import Json
+from headstart.data_pipelines.rows import BadRow
+from headstart.data_pipelines.stage import Json
 
 Item = TypeVar("Item")
 

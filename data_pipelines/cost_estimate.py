@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_pipelines.responses import Text, responses_path
-from data_pipelines.shard_work import ShardPrompts
-from data_pipelines.state_encoding import bytes_per_token
-from heads.target_config import TargetConfig
-from recipes import Recipe
-from recipes.jsonl import read_jsonl
+from headstart.data_pipelines.responses import Text, responses_path
+from headstart.data_pipelines.shard_work import ShardPrompts
+from headstart.data_pipelines.state_encoding import bytes_per_token
+from headstart.heads.target_config import TargetConfig
+from headstart.recipes import Recipe
+from headstart.recipes.jsonl import read_jsonl
 
 DISK_MARGIN = 1.01  # factor for headers, offsets and the manifest
 

@@ -8,14 +8,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from data_pipelines.background import BackgroundThread
-from data_pipelines.batches import length_buckets
-from data_pipelines.responses import Text, responses_path
-from data_pipelines.shard_work import ProgressMeter, ShardPrompts
-from data_pipelines.shards import ShardBuffer, shard_is_whole, shard_name, stored_states, stored_tokens
-from inference.target.model import TargetModel
-from recipes import Recipe
-from recipes.jsonl import read_jsonl
+from headstart.data_pipelines.background import BackgroundThread
+from headstart.data_pipelines.batches import length_buckets
+from headstart.data_pipelines.responses import Text, responses_path
+from headstart.data_pipelines.shard_work import ProgressMeter, ShardPrompts
+from headstart.data_pipelines.shards import ShardBuffer, shard_is_whole, shard_name, stored_states, stored_tokens
+from headstart.inference.target.model import TargetModel
+from headstart.recipes import Recipe
+from headstart.recipes.jsonl import read_jsonl
 
 
 @dataclass(frozen=True)

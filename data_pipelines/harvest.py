@@ -11,10 +11,10 @@ from functools import cache, partial
 import torch
 from accelerate import PartialState
 
-from data_pipelines.cost_estimate import FeatureCost, first_batch, forecast_disk, time_second_run
-from data_pipelines.features import TapTexts, tap, write_features
-from data_pipelines.prompts import make_prompts
-from data_pipelines.responses import (
+from headstart.data_pipelines.cost_estimate import FeatureCost, first_batch, forecast_disk, time_second_run
+from headstart.data_pipelines.features import TapTexts, tap, write_features
+from headstart.data_pipelines.prompts import make_prompts
+from headstart.data_pipelines.responses import (
     Text,
     Writer,
     count_written,
@@ -27,24 +27,24 @@ from data_pipelines.responses import (
     write_given,
     write_responses,
 )
-from data_pipelines.shard_work import claim_stage, idle_cores, prompt_shards, show_progress, start_processes
-from data_pipelines.shards import (
+from headstart.data_pipelines.shard_work import claim_stage, idle_cores, prompt_shards, show_progress, start_processes
+from headstart.data_pipelines.shards import (
     MANIFEST,
     read_manifest,
     shard_name,
     stored_taps,
     write_manifest,
 )
-from data_pipelines.stage import Stage, file_digest, target_identity
-from data_pipelines.store import existing_store
-from data_pipelines.token_counts import shards_identity, write_counts
-from heads.checkpoint import head_taps
-from heads.frozen import FrozenTarget
-from heads.target_config import TargetConfig, locate_target
-from inference.target.model import TargetModel
-from inference.target.ranks import Ranks
-from recipes import Recipe, run_command
-from recipes.jsonl import read_jsonl
+from headstart.data_pipelines.stage import Stage, file_digest, target_identity
+from headstart.data_pipelines.store import existing_store
+from headstart.data_pipelines.token_counts import shards_identity, write_counts
+from headstart.heads.checkpoint import head_taps
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.target_config import TargetConfig, locate_target
+from headstart.inference.target.model import TargetModel
+from headstart.inference.target.ranks import Ranks
+from headstart.recipes import Recipe, run_command
+from headstart.recipes.jsonl import read_jsonl
 
 STORE_FORMAT = 3  # version of the shards and of the manifest
 LOGITS_TOLERANCE = 0.05  # share of the largest logit; bfloat16 rounding stays well below it

@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text as Coloured
 
-from data_pipelines.prompts import ROW_REPORT, make_prompts
-from data_pipelines.responses import Text
-from data_pipelines.stage import Json, Stage
-from heads.target_config import locate_target
-from inference.target.tokenizer import Tokenizer, load_tokenizer
-from recipes import Recipe, run_command
-from recipes.jsonl import read_jsonl
+from headstart.data_pipelines.prompts import ROW_REPORT, make_prompts
+from headstart.data_pipelines.responses import Text
+from headstart.data_pipelines.stage import Json, Stage
+from headstart.heads.target_config import locate_target
+from headstart.inference.target.tokenizer import Tokenizer, load_tokenizer
+from headstart.recipes import Recipe, run_command
+from headstart.recipes.jsonl import read_jsonl
 
 SAMPLES = 4  # samples shown in full
 BAD_ROWS = 20  # unusable rows shown

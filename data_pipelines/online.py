@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from data_pipelines.batches import Sample, length_buckets
-from data_pipelines.features import TapTexts, on_host
-from data_pipelines.responses import Text, count_written, responses_path
-from data_pipelines.shard_work import prompt_shards
-from data_pipelines.shards import median_tap_sizes
-from recipes import Recipe
-from recipes.jsonl import read_jsonl
+from headstart.data_pipelines.batches import Sample, length_buckets
+from headstart.data_pipelines.features import TapTexts, on_host
+from headstart.data_pipelines.responses import Text, count_written, responses_path
+from headstart.data_pipelines.shard_work import prompt_shards
+from headstart.data_pipelines.shards import median_tap_sizes
+from headstart.recipes import Recipe
+from headstart.recipes.jsonl import read_jsonl
 
 STEPS = 2  # training steps whose samples are held: the current one, and the next, which may be read ahead
 

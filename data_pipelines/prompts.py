@@ -8,16 +8,16 @@ import json
 import random
 from collections.abc import Iterator
 
-from data_pipelines.chat_masks import ChatTemplate, MaskedTokens, runs
-from data_pipelines.conversations import Conversation, TokenRow, parse_row
-from data_pipelines.demo.python_stdlib import source_files
-from data_pipelines.row_report import RowReport
-from data_pipelines.rows import BadRow, read_rows, source_digest
-from data_pipelines.stage import Json, Stage, file_digest, write_jsonl, write_text
-from heads.target_config import locate_target
-from inference.target.tokenizer import Tokenizer, load_tokenizer
-from recipes import Recipe, run_command
-from recipes.schema import PYTHON_STDLIB, DataSection
+from headstart.data_pipelines.chat_masks import ChatTemplate, MaskedTokens, runs
+from headstart.data_pipelines.conversations import Conversation, TokenRow, parse_row
+from headstart.data_pipelines.demo.python_stdlib import source_files
+from headstart.data_pipelines.row_report import RowReport
+from headstart.data_pipelines.rows import BadRow, read_rows, source_digest
+from headstart.data_pipelines.stage import Json, Stage, file_digest, write_jsonl, write_text
+from headstart.heads.target_config import locate_target
+from headstart.inference.target.tokenizer import Tokenizer, load_tokenizer
+from headstart.recipes import Recipe, run_command
+from headstart.recipes.schema import PYTHON_STDLIB, DataSection
 
 CHARACTERS_PER_TOKEN = 12  # a generous bound, to shorten text before tokenizing
 ROW_REPORT = "rows.json"  # the unusable rows and why

@@ -5,9 +5,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from torch import Tensor
 
-from data_pipelines.batches import Sample
-from data_pipelines.online import OnlineStore
-from data_pipelines.shards import FeatureStore
+from headstart.data_pipelines.batches import Sample
+from headstart.data_pipelines.online import OnlineStore
+from headstart.data_pipelines.shards import FeatureStore
 
 
 class ReadAhead:

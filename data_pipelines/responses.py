@@ -9,22 +9,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from data_pipelines.completion_client import CompletionClient
-from data_pipelines.shard_work import ProgressMeter, ShardPrompts, prompt_shards
-from data_pipelines.stage import Json, Stage, file_digest, target_identity, write_jsonl, write_text
-from heads.checkpoint import load_head
-from heads.target_config import locate_target
-from inference.decode import generate_batch
-from inference.drafter import Drafter
-from inference.drafters.cost_aware import growth_from_recipe
-from inference.drafters.head import HeadDrafter
-from inference.request import Request
-from inference.sampling import Sampling
-from inference.target.model import TargetModel
-from inference.target.ranks import Ranks
-from inference.target.tokenizer import load_tokenizer
-from recipes import Recipe
-from recipes.jsonl import read_jsonl
+from headstart.data_pipelines.completion_client import CompletionClient
+from headstart.data_pipelines.shard_work import ProgressMeter, ShardPrompts, prompt_shards
+from headstart.data_pipelines.stage import Json, Stage, file_digest, target_identity, write_jsonl, write_text
+from headstart.heads.checkpoint import load_head
+from headstart.heads.target_config import locate_target
+from headstart.inference.decode import generate_batch
+from headstart.inference.drafter import Drafter
+from headstart.inference.drafters.cost_aware import growth_from_recipe
+from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.request import Request
+from headstart.inference.sampling import Sampling
+from headstart.inference.target.model import TargetModel
+from headstart.inference.target.ranks import Ranks
+from headstart.inference.target.tokenizer import load_tokenizer
+from headstart.recipes import Recipe
+from headstart.recipes.jsonl import read_jsonl
 
 # Prompts and the sampling of each -> the tokens written after each.
 Writer = Callable[[list[list[int]], list[Sampling]], list[list[int]]]

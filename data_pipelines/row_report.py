@@ -2,8 +2,8 @@
 
 from collections import Counter
 
-from data_pipelines.rows import BadRow
-from data_pipelines.stage import Json
+from headstart.data_pipelines.rows import BadRow
+from headstart.data_pipelines.stage import Json
 
 SHOWN = 5  # unusable rows named in a message; the report lists all
 

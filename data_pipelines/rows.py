@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_pipelines.stage import Json, file_digest
-from recipes.schema import HUB_PREFIX
+from headstart.data_pipelines.stage import Json, file_digest
+from headstart.recipes.schema import HUB_PREFIX
 
 PLAIN_FORMATS = ("parquet", "json", "text", "arrow")  # formats allowed for hub datasets
 

@@ -7,16 +7,16 @@ from typing import Protocol
 
 from torch import Tensor
 
-from data_pipelines.batches import Sample
-from data_pipelines.features import TapTexts, tap
-from data_pipelines.online import OnlineStore
-from data_pipelines.read_ahead import ReadAhead
-from data_pipelines.shards import FeatureStore
-from data_pipelines.stage import Stage
-from data_pipelines.target_process import TargetProcess
-from inference.target.model import TargetModel
-from inference.target.ranks import Ranks
-from recipes import Recipe
+from headstart.data_pipelines.batches import Sample
+from headstart.data_pipelines.features import TapTexts, tap
+from headstart.data_pipelines.online import OnlineStore
+from headstart.data_pipelines.read_ahead import ReadAhead
+from headstart.data_pipelines.shards import FeatureStore
+from headstart.data_pipelines.stage import Stage
+from headstart.data_pipelines.target_process import TargetProcess
+from headstart.inference.target.model import TargetModel
+from headstart.inference.target.ranks import Ranks
+from headstart.recipes import Recipe
 
 GIGABYTE = 1e9
 

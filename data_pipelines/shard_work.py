@@ -12,9 +12,9 @@ from accelerate import PartialState
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import TimeRemainingColumn as TimeLeft
 
-from data_pipelines.stage import Json, Stage
-from recipes import Recipe
-from recipes.jsonl import read_jsonl
+from headstart.data_pipelines.stage import Json, Stage
+from headstart.recipes import Recipe
+from headstart.recipes.jsonl import read_jsonl
 
 RANK_TIMEOUT = timedelta(hours=6)  # how long a rank waits for the others, whose texts may be much longer
 

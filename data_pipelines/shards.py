@@ -10,10 +10,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from data_pipelines.batches import Sample, tapped
-from data_pipelines.stage import CHECKSUM, Json, checksum, write_text
-from data_pipelines.state_encoding import decode, encode
-from data_pipelines.token_counts import read_counts
+from headstart.data_pipelines.batches import Sample, tapped
+from headstart.data_pipelines.stage import CHECKSUM, Json, checksum, write_text
+from headstart.data_pipelines.state_encoding import decode, encode
+from headstart.data_pipelines.token_counts import read_counts
 
 MANIFEST = "manifest.json"
 

@@ -12,11 +12,11 @@ import json
 import shutil
 from pathlib import Path
 
-from data_pipelines.shards import MANIFEST, FeatureStore, read_manifest, shard_damage, shard_name
-from data_pipelines.stage import CHECKSUM, Json, Stage, differences, file_digest, target_identity, write_text
-from heads.target_config import locate_target
-from recipes import Recipe
-from recipes.command_line import command_name
+from headstart.data_pipelines.shards import MANIFEST, FeatureStore, read_manifest, shard_damage, shard_name
+from headstart.data_pipelines.stage import CHECKSUM, Json, Stage, differences, file_digest, target_identity, write_text
+from headstart.heads.target_config import locate_target
+from headstart.recipes import Recipe
+from headstart.recipes.command_line import command_name
 
 SPLITS = ("train", "heldout")
 MERGE_KEYS = ("taps", "dtype", "target")  # manifest keys that must be equal in stores to merge

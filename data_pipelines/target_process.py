@@ -7,9 +7,9 @@ from threading import Lock
 
 from safetensors.torch import load, save
 
-from data_pipelines.features import States, tap
-from inference.target.model import TargetModel
-from recipes.schema import TargetSection
+from headstart.data_pipelines.features import States, tap
+from headstart.inference.target.model import TargetModel
+from headstart.recipes.schema import TargetSection
 
 
 class TargetProcess:

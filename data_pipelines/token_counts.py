@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from data_pipelines.stage import CHECKSUM, Json, write_text
+from headstart.data_pipelines.stage import CHECKSUM, Json, write_text
 
 COUNTS = "token_counts.json"
 

@@ -8,12 +8,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from heads.calibration import Calibration
-from heads.frozen import FrozenTarget
-from heads.layers import AttentionCache
-from heads.target_config import TargetConfig
-from heads.vocab import DraftVocab
-from recipes.schema import HeadSection
+from headstart.heads.calibration import Calibration
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.layers import AttentionCache
+from headstart.heads.target_config import TargetConfig
+from headstart.heads.vocab import DraftVocab
+from headstart.recipes.schema import HeadSection
 
 EXTRA_ROTARY_POSITIONS = 64  # rotary table rows beyond the target's positions: an unroll runs past a sample's end
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from heads.static_tree import StaticTree
+from headstart.heads.static_tree import StaticTree
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from heads.frozen import at_least_float32
-from heads.packing import Documents
+from headstart.heads.frozen import at_least_float32
+from headstart.heads.packing import Documents
 
 QUERY_BLOCK = 128  # number of queries that the portable kernel scores at once
 Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]

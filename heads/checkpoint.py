@@ -11,16 +11,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from heads.base import DraftHead
-from heads.calibration import Calibration
-from heads.eagle1 import Eagle1Head
-from heads.eagle3 import Eagle3Head
-from heads.formats.keys import read_config
-from heads.frozen import FrozenTarget
-from heads.medusa import MedusaHead
-from heads.target_config import Rope, TargetConfig
-from heads.vocab import DraftVocab
-from recipes.schema import Eagle1Section, HeadSection
+from headstart.heads.base import DraftHead
+from headstart.heads.calibration import Calibration
+from headstart.heads.eagle1 import Eagle1Head
+from headstart.heads.eagle3 import Eagle3Head
+from headstart.heads.formats.keys import read_config
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.medusa import MedusaHead
+from headstart.heads.target_config import Rope, TargetConfig
+from headstart.heads.vocab import DraftVocab
+from headstart.recipes.schema import Eagle1Section, HeadSection
 
 KINDS: dict[str, type[DraftHead]] = {"eagle1": Eagle1Head, "eagle3": Eagle3Head, "medusa": MedusaHead}
 

@@ -13,12 +13,12 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from heads.checkpoint import save_head
-from heads.formats.files import HeadFiles, check_can_write
-from heads.formats.published import import_head, widest_dtype
-from heads.frozen import FrozenTarget
-from heads.target_config import locate_target
-from recipes.command_line import command_name
+from headstart.heads.checkpoint import save_head
+from headstart.heads.formats.files import HeadFiles, check_can_write
+from headstart.heads.formats.published import import_head, widest_dtype
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.target_config import locate_target
+from headstart.recipes.command_line import command_name
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -11,12 +11,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from heads.base import EXTRA_ROTARY_POSITIONS
-from heads.frozen import FrozenTarget
-from heads.last_hidden import LastHiddenHead, input_scales
-from heads.layers import MLP, Attention, AttentionCache, LayerShape, RMSNorm, rotary_table
-from heads.vocab import DraftVocab
-from recipes.schema import Eagle1Section, HeadSection
+from headstart.heads.base import EXTRA_ROTARY_POSITIONS
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.last_hidden import LastHiddenHead, input_scales
+from headstart.heads.layers import MLP, Attention, AttentionCache, LayerShape, RMSNorm, rotary_table
+from headstart.heads.vocab import DraftVocab
+from headstart.recipes.schema import Eagle1Section, HeadSection
 
 EMBEDDING_TOLERANCE = 1e-2  # relative to the largest entry: published copies of an embedding are in half precision
 

@@ -8,12 +8,20 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from heads.base import EXTRA_ROTARY_POSITIONS, DraftHead
-from heads.frozen import FrozenTarget
-from heads.layers import MLP, Attention, AttentionCache, LayerShape, RMSNorm, power_of_two_scales, rotary_table
-from heads.target_config import TargetConfig
-from heads.vocab import DraftVocab
-from recipes.schema import Eagle3Section, HeadSection
+from headstart.heads.base import EXTRA_ROTARY_POSITIONS, DraftHead
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.layers import (
+    MLP,
+    Attention,
+    AttentionCache,
+    LayerShape,
+    RMSNorm,
+    power_of_two_scales,
+    rotary_table,
+)
+from headstart.heads.target_config import TargetConfig
+from headstart.heads.vocab import DraftVocab
+from headstart.recipes.schema import Eagle3Section, HeadSection
 
 
 @dataclass(frozen=True)

@@ -21,19 +21,19 @@ import torch
 from httpx import HTTPError
 from huggingface_hub import HfApi
 
-from heads.base import DraftHead
-from heads.checkpoint import load_head
-from heads.formats.card import card
-from heads.formats.contracts import AUTHORS, RULES, violations
-from heads.formats.files import HeadFiles, check_can_write, write_folder
-from heads.formats.layouts import FORMATS, ServedTarget
-from heads.formats.subject import layout_of
-from heads.formats.violation import Violation
-from heads.frozen import FrozenTarget
-from heads.medusa import MedusaHead
-from heads.target_config import locate_target
-from recipes import Recipe, run_command
-from recipes.tuned_target import refuse_original_target
+from headstart.heads.base import DraftHead
+from headstart.heads.checkpoint import load_head
+from headstart.heads.formats.card import card
+from headstart.heads.formats.contracts import AUTHORS, RULES, violations
+from headstart.heads.formats.files import HeadFiles, check_can_write, write_folder
+from headstart.heads.formats.layouts import FORMATS, ServedTarget
+from headstart.heads.formats.subject import layout_of
+from headstart.heads.formats.violation import Violation
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.medusa import MedusaHead
+from headstart.heads.target_config import locate_target
+from headstart.recipes import Recipe, run_command
+from headstart.recipes.tuned_target import refuse_original_target
 
 
 def main() -> None:

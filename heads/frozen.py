@@ -13,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn import functional
 
-from heads.target_config import TargetConfig
-from heads.vocab import DraftVocab
+from headstart.heads.target_config import TargetConfig
+from headstart.heads.vocab import DraftVocab
 
 EMBEDDING_NAMES = (
     "model.embed_tokens.weight",

@@ -5,12 +5,12 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from heads.base import DraftHead
-from heads.frozen import FrozenTarget
-from heads.layers import power_of_two_scales
-from heads.target_config import TargetConfig
-from heads.vocab import DraftVocab
-from recipes.schema import HeadSection
+from headstart.heads.base import DraftHead
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.layers import power_of_two_scales
+from headstart.heads.target_config import TargetConfig
+from headstart.heads.vocab import DraftVocab
+from headstart.recipes.schema import HeadSection
 
 
 class LastHiddenHead(DraftHead):

@@ -9,8 +9,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heads.target_config import Rope, TargetConfig
-from recipes.schema import LayerSection
+from headstart.heads.target_config import Rope, TargetConfig
+from headstart.recipes.schema import LayerSection
 
 Shape = TypeVar("Shape", bound="LayerShape")
 

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import torch
 
-from heads.formats.contracts import ENGINES, engines_of, violations
-from heads.formats.files import HeadFiles
-from heads.formats.violation import Violation
-from heads.frozen import FrozenTarget
-from heads.target_config import locate_target
-from recipes.command_line import command_name
+from headstart.heads.formats.contracts import ENGINES, engines_of, violations
+from headstart.heads.formats.files import HeadFiles
+from headstart.heads.formats.violation import Violation
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.target_config import locate_target
+from headstart.recipes.command_line import command_name
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -11,12 +11,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heads.formats.medusa_layout import from_any_layout
-from heads.frozen import FrozenTarget
-from heads.last_hidden import LastHiddenHead, input_scales
-from heads.layers import AttentionCache
-from heads.vocab import DraftVocab
-from recipes.schema import HeadSection, MedusaSection
+from headstart.heads.formats.medusa_layout import from_any_layout
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.last_hidden import LastHiddenHead, input_scales
+from headstart.heads.layers import AttentionCache
+from headstart.heads.vocab import DraftVocab
+from headstart.recipes.schema import HeadSection, MedusaSection
 
 LOW_RANK = "lm_heads.0.down.weight"
 

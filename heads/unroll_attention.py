@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from heads.causal_kernels import kernel_for
-from heads.packing import Documents
+from headstart.heads.causal_kernels import kernel_for
+from headstart.heads.packing import Documents
 
 
 def unroll_attention(

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from heads.layers import attention
+from headstart.heads.layers import attention
 
 PAGE = 256  # tokens; a cache grows by whole pages
 Shape = tuple[int, int, int]  # layers, kv_heads, head_dim

@@ -20,19 +20,19 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from heads.base import DraftHead
-from heads.calibration import Calibration
-from heads.checkpoint import load_head, save_head
-from heads.static_tree import search_tree
-from heads.unroll_attention import UnrollCache
-from inference.decode import generate_batch
-from inference.drafters.growth import Dynamic
-from inference.drafters.head import HeadDrafter
-from inference.inputs import head_folder, held_out_prompts, taps_to_read
-from inference.request import Request
-from inference.sampling import BatchSampling, Sampling
-from inference.target.model import TargetModel
-from recipes import Recipe, run_command
+from headstart.heads.base import DraftHead
+from headstart.heads.calibration import Calibration
+from headstart.heads.checkpoint import load_head, save_head
+from headstart.heads.static_tree import search_tree
+from headstart.heads.unroll_attention import UnrollCache
+from headstart.inference.decode import generate_batch
+from headstart.inference.drafters.growth import Dynamic
+from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.inputs import head_folder, held_out_prompts, taps_to_read
+from headstart.inference.request import Request
+from headstart.inference.sampling import BatchSampling, Sampling
+from headstart.inference.target.model import TargetModel
+from headstart.recipes import Recipe, run_command
 
 CANDIDATES = torch.logspace(-0.6, 0.7, 53)  # multipliers to try: 0.25 to 5
 WEIGHTS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0)  # of Gumbel noise, tried with every fourth multiplier

@@ -15,12 +15,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from inference.cache import PAGE, KVCache
-from inference.compiled import CompiledLayers
-from inference.drafter import Drafter, VerifiedOnDevice, VerifiedOnHost
-from inference.sampling import BatchSampling
-from inference.target.model import TargetModel
-from inference.tree import Tree
+from headstart.inference.cache import PAGE, KVCache
+from headstart.inference.compiled import CompiledLayers
+from headstart.inference.drafter import Drafter, VerifiedOnDevice, VerifiedOnHost
+from headstart.inference.sampling import BatchSampling
+from headstart.inference.target.model import TargetModel
+from headstart.inference.tree import Tree
 
 SPARE_STEPS = 6  # kept for later runs, each with its cache and graphs
 CAPTURES = 16  # graphs of one step, by shapes and sampling settings

@@ -12,14 +12,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from inference.cache import PAGE
-from inference.cuda_graph import StaticStep, StepOutput, size_bucket
-from inference.drafter import PLAIN, Drafter, VerifiedOnHost
-from inference.request import GREEDY, Generation, Request, Row
-from inference.sampling import BatchSampling, History, Sampling, check_bias
-from inference.target.model import TargetModel, TargetOutput
-from inference.tree import take
-from inference.verify import Accepted, accept, verify
+from headstart.inference.cache import PAGE
+from headstart.inference.cuda_graph import StaticStep, StepOutput, size_bucket
+from headstart.inference.drafter import PLAIN, Drafter, VerifiedOnHost
+from headstart.inference.request import GREEDY, Generation, Request, Row
+from headstart.inference.sampling import BatchSampling, History, Sampling, check_bias
+from headstart.inference.target.model import TargetModel, TargetOutput
+from headstart.inference.tree import take
+from headstart.inference.verify import Accepted, accept, verify
 
 
 def generate(

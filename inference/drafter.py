@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from inference.cache import KVCache, Slots
-from inference.sampling import BatchSampling, History
-from inference.tree import Tree, take
+from headstart.inference.cache import KVCache, Slots
+from headstart.inference.sampling import BatchSampling, History
+from headstart.inference.tree import Tree, take
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from heads.checkpoint import load_head
-from heads.frozen import FrozenTarget
-from heads.target_config import locate_target
-from inference.decode import DecodeLoop
-from inference.drafter import Drafter
-from inference.drafters.build import build_drafter
-from inference.generation_config import (
+from headstart.heads.checkpoint import load_head
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.target_config import locate_target
+from headstart.inference.decode import DecodeLoop
+from headstart.inference.drafter import Drafter
+from headstart.inference.drafters.build import build_drafter
+from headstart.inference.generation_config import (
     DEFAULTS,
     Config,
     Settings,
@@ -32,10 +32,10 @@ from inference.generation_config import (
     read_stop_strings,
     with_settings,
 )
-from inference.request import DecodeStats, Generation, Request
-from inference.sampling import Sampling, sampling_from_recipe
-from inference.target.model import TargetModel
-from recipes.schema import DecodeSection, TargetSection
+from headstart.inference.request import DecodeStats, Generation, Request
+from headstart.inference.sampling import Sampling, sampling_from_recipe
+from headstart.inference.target.model import TargetModel
+from headstart.recipes.schema import DecodeSection, TargetSection
 
 
 @runtime_checkable  # the shape checks in tests use isinstance

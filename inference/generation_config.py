@@ -8,8 +8,8 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
-from inference.request import Detokenize, StopStrings
-from inference.sampling import Sampling
+from headstart.inference.request import Detokenize, StopStrings
+from headstart.inference.sampling import Sampling
 
 Settings = Mapping[str, Any]
 

@@ -3,10 +3,10 @@
 from itertools import islice
 from pathlib import Path
 
-from heads.checkpoint import load_taps
-from heads.target_config import TargetConfig, locate_target
-from recipes import Recipe
-from recipes.jsonl import read_jsonl
+from headstart.heads.checkpoint import load_taps
+from headstart.heads.target_config import TargetConfig, locate_target
+from headstart.recipes import Recipe
+from headstart.recipes.jsonl import read_jsonl
 
 OWN_HEAD = ""  # name of the recipe's own head: its rows in the report have no prefix
 

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from inference.sampling import BatchSampling
+from headstart.inference.sampling import BatchSampling
 
 # `BatchSampling.choose` uses stream 0 of the random numbers. Sampling a child, accepting it and choosing another token
 # instead must be independent of each other, so each has a stream of its own.

@@ -9,8 +9,8 @@ from typing import Literal
 from jaxtyping import Float
 from torch import Tensor
 
-from inference.sampling import Sampling
-from inference.verify import Accepted
+from headstart.inference.sampling import Sampling
+from headstart.inference.verify import Accepted
 
 GREEDY = Sampling()
 Detokenize = Callable[[list[int]], str]

@@ -23,8 +23,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from inference.gumbel import gumbel_noise, uniform_numbers
-from recipes.schema import DecodeSection
+from headstart.inference.gumbel import gumbel_noise, uniform_numbers
+from headstart.recipes.schema import DecodeSection
 
 AcceptanceRule = Literal["seeded", "rejection", "typical"]
 

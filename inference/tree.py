@@ -9,8 +9,8 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.nn import functional
 
-from inference.cache import Slots
-from inference.rejection import Proposals
+from headstart.inference.cache import Slots
+from headstart.inference.rejection import Proposals
 
 FEW = 64  # nodes of all rows together, up to which the host is faster
 

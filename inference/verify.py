@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from inference.rejection import rejection_choices, typical_allowed
-from inference.sampling import BatchSampling, History
-from inference.tree import Tree
+from headstart.inference.rejection import rejection_choices, typical_allowed
+from headstart.inference.sampling import BatchSampling, History
+from headstart.inference.tree import Tree
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from recipes.schema import HUB_PREFIX, PYTHON_STDLIB, DecodeSection, MedusaSection, TrainSection
+from headstart.recipes.schema import HUB_PREFIX, PYTHON_STDLIB, DecodeSection, MedusaSection, TrainSection
 
 RecipeMistake = tuple[str, str]  # section.key, and "WHAT IS ALLOWED; what to do"
 TIMED_GROWTHS = ("adaptive", "cost_aware", "searched_cost_aware")  # these depend on measured step times

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from recipes.allocator import keep_freed_memory
-from recipes.fields import recipe_fields
-from recipes.load import RecipeError, load_recipe
-from recipes.schema import Recipe
+from headstart.recipes.allocator import keep_freed_memory
+from headstart.recipes.fields import recipe_fields
+from headstart.recipes.load import RecipeError, load_recipe
+from headstart.recipes.schema import Recipe
 
 
 class RecipeParser(argparse.ArgumentParser):

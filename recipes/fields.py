@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, get_args
 
-from recipes.schema import Recipe, Section
+from headstart.recipes.schema import Recipe, Section
 
 KINDS = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "null": "null"}
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}

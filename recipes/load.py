@@ -11,9 +11,9 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from recipes.checks import check_against_disk
-from recipes.fields import in_yaml, recipe_fields, recipe_sections, section_keys
-from recipes.schema import Recipe
+from headstart.recipes.checks import check_against_disk
+from headstart.recipes.fields import in_yaml, recipe_fields, recipe_sections, section_keys
+from headstart.recipes.schema import Recipe
 
 
 class RecipeError(ValueError):

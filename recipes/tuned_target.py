@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from recipes.schema import Recipe
+from headstart.recipes.schema import Recipe
 
 
 def refuse_original_target(recipe: Recipe, head: Path | None) -> None:

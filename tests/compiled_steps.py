@@ -11,14 +11,14 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from heads.checkpoint import new_head
-from heads.vocab import DraftVocab
-from inference.decode import generate
-from inference.drafters.growth import Dynamic
-from inference.drafters.head import HeadDrafter
-from inference.sampling import Sampling
-from inference.target.model import TargetModel
-from recipes.schema import Eagle3Section
+from headstart.heads.checkpoint import new_head
+from headstart.heads.vocab import DraftVocab
+from headstart.inference.decode import generate
+from headstart.inference.drafters.growth import Dynamic
+from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.sampling import Sampling
+from headstart.inference.target.model import TargetModel
+from headstart.recipes.schema import Eagle3Section
 
 CONFIG = LlamaConfig(
     vocab_size=97,

@@ -10,15 +10,15 @@ import torch
 from tiny_run import build_run, tiny_recipe
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from data_pipelines.harvest import harvest
-from heads.base import DraftHead
-from heads.eagle1 import Eagle1Head, Eagle1Shape
-from heads.eagle3 import Eagle3Head, Eagle3Shape
-from heads.frozen import FrozenTarget
-from heads.medusa import MedusaHead, MedusaShape
-from heads.vocab import DraftVocab
-from inference.target.model import TargetModel
-from recipes import Recipe
+from headstart.data_pipelines.harvest import harvest
+from headstart.heads.base import DraftHead
+from headstart.heads.eagle1 import Eagle1Head, Eagle1Shape
+from headstart.heads.eagle3 import Eagle3Head, Eagle3Shape
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.medusa import MedusaHead, MedusaShape
+from headstart.heads.vocab import DraftVocab
+from headstart.inference.target.model import TargetModel
+from headstart.recipes import Recipe
 
 torch.set_num_threads(1)
 

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from heads.base import DraftHead
-from heads.checkpoint import save_head
-from heads.export import export
-from heads.vocab import DraftVocab
-from recipes import Recipe
+from headstart.heads.base import DraftHead
+from headstart.heads.checkpoint import save_head
+from headstart.heads.export import export
+from headstart.heads.vocab import DraftVocab
+from headstart.recipes import Recipe
 
 LIMITED = DraftVocab(torch.tensor([0, 3, 4, 9, 50, 96]), 97)
 EVERY_HEAD: dict[str, dict[str, Any]] = {  # name -> arguments of make_head

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from data_pipelines.features import tap
-from data_pipelines.shard_work import start_processes
-from inference.decode import generate_batch
-from inference.request import Request
-from inference.sampling import Sampling
-from inference.target.model import TargetModel
-from recipes.schema import TargetSection
+from headstart.data_pipelines.features import tap
+from headstart.data_pipelines.shard_work import start_processes
+from headstart.inference.decode import generate_batch
+from headstart.inference.request import Request
+from headstart.inference.sampling import Sampling
+from headstart.inference.target.model import TargetModel
+from headstart.recipes.schema import TargetSection
 
 TEXTS = [list(range(3, 43)), [7, 8, 9], [50] * 20]
 REQUESTS = [Request([5, 6, 7], 6), Request([9, 4], 9, Sampling(0.8, seed=1))]

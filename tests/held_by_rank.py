@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from data_pipelines.features import tap
-from data_pipelines.shard_work import start_processes
-from inference.target.model import TargetModel
-from recipes import load_recipe
+from headstart.data_pipelines.features import tap
+from headstart.data_pipelines.shard_work import start_processes
+from headstart.inference.target.model import TargetModel
+from headstart.recipes import load_recipe
 
 
 def held(parameter: nn.Parameter) -> int:

@@ -11,15 +11,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from data_pipelines.batches import Batch, Sample
-from data_pipelines.shards import FeatureStore
-from heads.checkpoint import draft_vocab, new_head
-from heads.frozen import FrozenTarget
-from recipes import load_recipe
-from trainers.objective import Objective, Teacher, UnrolledHead
-from trainers.optimizers import set_learning_rates
-from trainers.ranks.head_on_ranks import HeadOnRanks, full_tensor
-from trainers.ranks.launch import distribute_head, start_accelerator
+from headstart.data_pipelines.batches import Batch, Sample
+from headstart.data_pipelines.shards import FeatureStore
+from headstart.heads.checkpoint import draft_vocab, new_head
+from headstart.heads.frozen import FrozenTarget
+from headstart.recipes import load_recipe
+from headstart.trainers.objective import Objective, Teacher, UnrolledHead
+from headstart.trainers.optimizers import set_learning_rates
+from headstart.trainers.ranks.head_on_ranks import HeadOnRanks, full_tensor
+from headstart.trainers.ranks.launch import distribute_head, start_accelerator
 
 STEPS, HALF, BATCH = 4, 2, 8
 CLIP_NORM = 3.3  # between the gradient norms of the steps, so that some are clipped and others are not

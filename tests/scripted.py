@@ -7,19 +7,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from heads.eagle3 import Eagle3Head, Eagle3Shape
-from heads.vocab import DraftVocab
-from inference.cache import KVCache
-from inference.decode import DecodeLoop
-from inference.drafter import Drafter, Verified, VerifiedOnHost
-from inference.drafters.cost_aware import CostAware, CostAwareShape
-from inference.drafters.costs import NODES, CostTable, StepCosts
-from inference.drafters.growth import Dynamic, Fixed
-from inference.drafters.head import HeadDrafter
-from inference.request import Request
-from inference.sampling import History
-from inference.target.model import TargetModel
-from inference.tree import Tree
+from headstart.heads.eagle3 import Eagle3Head, Eagle3Shape
+from headstart.heads.vocab import DraftVocab
+from headstart.inference.cache import KVCache
+from headstart.inference.decode import DecodeLoop
+from headstart.inference.drafter import Drafter, Verified, VerifiedOnHost
+from headstart.inference.drafters.cost_aware import CostAware, CostAwareShape
+from headstart.inference.drafters.costs import NODES, CostTable, StepCosts
+from headstart.inference.drafters.growth import Dynamic, Fixed
+from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.request import Request
+from headstart.inference.sampling import History
+from headstart.inference.target.model import TargetModel
+from headstart.inference.tree import Tree
 
 VOCAB = 97
 Nodes = tuple[list[int], list[int]]  # tokens and parents of one row

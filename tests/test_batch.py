@@ -10,14 +10,14 @@ import torch
 from scripted import DRAFTERS, LOPSIDED, HalfRightHead, Hidden, Moody, Oracle, Texts
 from torch import Tensor
 
-from heads.eagle3 import Eagle3Head, Eagle3Shape
-from heads.vocab import DraftVocab
-from inference.decode import DecodeLoop, generate, generate_batch
-from inference.drafters.growth import Dynamic, Fixed, Growth
-from inference.drafters.head import HeadDrafter
-from inference.request import DecodeStats, Request
-from inference.sampling import BatchSampling, Sampling
-from inference.target.model import TargetModel
+from headstart.heads.eagle3 import Eagle3Head, Eagle3Shape
+from headstart.heads.vocab import DraftVocab
+from headstart.inference.decode import DecodeLoop, generate, generate_batch
+from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
+from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.request import DecodeStats, Request
+from headstart.inference.sampling import BatchSampling, Sampling
+from headstart.inference.target.model import TargetModel
 
 MakeHead = Callable[..., Eagle3Head]
 MakeModel = Callable[..., Any]

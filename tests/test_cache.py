@@ -9,15 +9,15 @@ import torch
 from scripted import DRAFTERS, Hidden, Oracle, Texts, batch_trees
 from torch import Tensor
 
-import inference.cache
-import inference.decode
-from heads.eagle3 import Eagle3Head
-from inference.cache import KVCache, Slots
-from inference.decode import DecodeLoop, generate, generate_batch
-from inference.request import Request
-from inference.sampling import Sampling
-from inference.target.model import TargetModel
-from inference.tree import Tree
+from headstart.heads.eagle3 import Eagle3Head
+from headstart.inference import cache as cache_module
+from headstart.inference import decode as decode_module
+from headstart.inference.cache import KVCache, Slots
+from headstart.inference.decode import DecodeLoop, generate, generate_batch
+from headstart.inference.request import Request
+from headstart.inference.sampling import Sampling
+from headstart.inference.target.model import TargetModel
+from headstart.inference.tree import Tree
 
 PROMPTS = [[5, 6, 7, 11, 3], [9, 9, 1], [*range(20, 31)]]
 PROMPT = PROMPTS[0]
@@ -342,7 +342,7 @@ def set_page_size(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """set_page_size(size): caches grow by pages of that many tokens."""
 
     def set_size(size: int) -> None:
-        for module in (inference.cache, inference.decode):
+        for module in (cache_module, decode_module):
             monkeypatch.setattr(module, "PAGE", size)
 
     return set_size

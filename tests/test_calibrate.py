@@ -5,14 +5,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from heads.calibration import Calibration
-from heads.eagle3 import Eagle3Head
-from inference.calibrate import WEIGHTS, LevelScores, Tally, fit_calibration, tally_text
-from inference.decode import generate
-from inference.drafters.growth import Dynamic
-from inference.drafters.head import Frontier, HeadDrafter
-from inference.sampling import BatchSampling, Sampling
-from inference.target.model import TargetModel
+from headstart.heads.calibration import Calibration
+from headstart.heads.eagle3 import Eagle3Head
+from headstart.inference.calibrate import WEIGHTS, LevelScores, Tally, fit_calibration, tally_text
+from headstart.inference.decode import generate
+from headstart.inference.drafters.growth import Dynamic
+from headstart.inference.drafters.head import Frontier, HeadDrafter
+from headstart.inference.sampling import BatchSampling, Sampling
+from headstart.inference.target.model import TargetModel
 
 MakeHead = Callable[..., Eagle3Head]
 

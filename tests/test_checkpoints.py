@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from recipes.schema import TrainSection
-from trainers.checkpoint import Checkpoints, Snapshot
-from trainers.optimizers import build_optimizers
-from trainers.ranks.head_on_ranks import named_optimizer_state, set_optimizer_state
-from trainers.run_state import refuse_misfit
+from headstart.recipes.schema import TrainSection
+from headstart.trainers.checkpoint import Checkpoints, Snapshot
+from headstart.trainers.optimizers import build_optimizers
+from headstart.trainers.ranks.head_on_ranks import named_optimizer_state, set_optimizer_state
+from headstart.trainers.run_state import refuse_misfit
 
 
 def snapshot(step: int, average: dict[str, Tensor] | None = None) -> Snapshot:

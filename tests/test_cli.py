@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from recipes.command_line import command_name
-from trainers import cli
+from headstart.recipes.command_line import command_name
+from headstart.trainers import cli
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = {name: command.module for name, command in cli.COMMANDS.items() if command.module is not None}
 
 # What pip writes into the environment's bin/ for the entry point.
-CONSOLE_SCRIPT = "import sys\nfrom trainers.cli import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
+CONSOLE_SCRIPT = (
+    "import sys\nfrom headstart.trainers.cli import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
+)
 
 
 def headstart(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
@@ -26,7 +28,7 @@ def headstart(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
 
 def test_the_package_installs_the_command() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["scripts"] == {"headstart": "trainers.cli:main"}
+    assert project["scripts"] == {"headstart": "headstart.trainers.cli:main"}
 
 
 def test_every_stage_has_a_subcommand() -> None:
@@ -46,8 +48,8 @@ def test_a_subcommand_runs_the_main_of_its_module_with_the_arguments(
 
 
 def test_the_entry_module_is_what_python_m_runs() -> None:
-    assert cli.entry_module("heads.lint") == "heads.lint"
-    assert cli.entry_module("inference.report") == "inference.report.__main__"
+    assert cli.entry_module("headstart.heads.lint") == "headstart.heads.lint"
+    assert cli.entry_module("headstart.inference.report") == "headstart.inference.report.__main__"
     for module in MODULES.values():
         source = import_module(cli.entry_module(module)).__file__
         assert source is not None
@@ -57,9 +59,9 @@ def test_the_entry_module_is_what_python_m_runs() -> None:
 @pytest.mark.parametrize(
     ("recipe", "script"),
     [
-        ("tiny.yaml", "trainers.eagle"),
-        ("tiny_eagle1.yaml", "trainers.eagle"),
-        ("tiny_medusa.yaml", "trainers.medusa"),
+        ("tiny.yaml", "trainers/eagle.py"),
+        ("tiny_eagle1.yaml", "trainers/eagle.py"),
+        ("tiny_medusa.yaml", "trainers/medusa.py"),
     ],
 )
 def test_train_runs_the_script_of_the_recipes_kind_of_head(
@@ -67,10 +69,11 @@ def test_train_runs_the_script_of_the_recipes_kind_of_head(
 ) -> None:
     seen: list[list[str]] = []
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(import_module(script), "main", lambda: seen.append(sys.argv))
+    module = import_module("headstart." + script.removesuffix(".py").replace("/", "."))
+    monkeypatch.setattr(module, "main", lambda: seen.append(sys.argv))
     headstart(monkeypatch, "train", f"recipes/{recipe}", "train.steps=1")
     assert seen == [["headstart train", f"recipes/{recipe}", "train.steps=1"]]
-    assert f"accelerate launch {script.replace('.', '/')}.py RECIPE" in capsys.readouterr().out
+    assert f"accelerate launch {script} RECIPE" in capsys.readouterr().out
 
 
 def test_train_refuses_a_wrong_recipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,12 +118,11 @@ def test_help_lists_every_subcommand_in_the_order_of_the_data_flow(
 
 
 def test_help_does_not_wait_for_torch() -> None:
-    program = (
-        "import sys; sys.argv = ['headstart', '--help']; from trainers.cli import main; main(); print(*sys.modules)"
-    )
+    program = "import sys; from headstart.trainers.cli import main as run; sys.argv[1:] = ['--help']; run()"
+    program += "; print(*sys.modules)"
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     modules = ended.stdout.splitlines()[-1].split()
-    assert "trainers.cli" in modules
+    assert "headstart.trainers.cli" in modules
     assert not {"torch", "transformers", "accelerate"} & set(modules)
 
 

@@ -10,17 +10,17 @@ import pytest
 from scripted import Hidden, Oracle
 from tiny_run import build_tokenizer
 
-from inference.decode import generate
-from inference.report.compare import compare, divergence
-from inference.report.page import coloured, on_terminal, page, pieces
-from inference.report.questions import Prompt, read_questions
-from inference.report.runs import Method, run_batch
-from inference.report.statistics import speedup
-from inference.report.svg import Scale, tree_drawing
-from inference.report.tables import low_to_high
-from inference.report.trace import Trace, TracedStep, trace
-from inference.sampling import Sampling
-from inference.target.model import TargetModel
+from headstart.inference.decode import generate
+from headstart.inference.report.compare import compare, divergence
+from headstart.inference.report.page import coloured, on_terminal, page, pieces
+from headstart.inference.report.questions import Prompt, read_questions
+from headstart.inference.report.runs import Method, run_batch
+from headstart.inference.report.statistics import speedup
+from headstart.inference.report.svg import Scale, tree_drawing
+from headstart.inference.report.tables import low_to_high
+from headstart.inference.report.trace import Trace, TracedStep, trace
+from headstart.inference.sampling import Sampling
+from headstart.inference.target.model import TargetModel
 
 PROMPTS = [Prompt([5, 6, 7, 11], "one"), Prompt([3], "two"), Prompt([*range(20)], "one")]
 

@@ -10,16 +10,16 @@ import pytest
 from rich.console import Console
 from tiny_run import build_run, build_target, build_tokenizer, tiny_recipe
 
-from data_pipelines.conversations import Conversation, parse_row
-from data_pipelines.harvest import harvest
-from data_pipelines.inspect import inspect
-from data_pipelines.prompts import ROW_REPORT, encode_prompt, make_prompts, read_prompts
-from data_pipelines.row_report import RowReport
-from data_pipelines.rows import BadRow, read_rows
-from data_pipelines.shards import FeatureStore
-from recipes import Recipe
-from recipes.jsonl import read_jsonl
-from recipes.schema import DataSection
+from headstart.data_pipelines.conversations import Conversation, parse_row
+from headstart.data_pipelines.harvest import harvest
+from headstart.data_pipelines.inspect import inspect
+from headstart.data_pipelines.prompts import ROW_REPORT, encode_prompt, make_prompts, read_prompts
+from headstart.data_pipelines.row_report import RowReport
+from headstart.data_pipelines.rows import BadRow, read_rows
+from headstart.data_pipelines.shards import FeatureStore
+from headstart.recipes import Recipe
+from headstart.recipes.jsonl import read_jsonl
+from headstart.recipes.schema import DataSection
 
 CHATML = (Path(__file__).parent / "chat_templates" / "chatml.jinja").read_text().rstrip("\n")
 

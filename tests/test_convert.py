@@ -21,11 +21,11 @@ from exported import (
 )
 from safetensors.torch import save_file
 
-from heads.checkpoint import load_head
-from heads.convert import convert
-from heads.formats.layouts import FORMATS
-from heads.formats.medusa_layout import to_reference_layout
-from heads.frozen import FrozenTarget
+from headstart.heads.checkpoint import load_head
+from headstart.heads.convert import convert
+from headstart.heads.formats.layouts import FORMATS
+from headstart.heads.formats.medusa_layout import to_reference_layout
+from headstart.heads.frozen import FrozenTarget
 
 MakeHead = Callable[..., Any]
 

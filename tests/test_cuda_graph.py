@@ -5,18 +5,18 @@ from collections.abc import Callable
 import pytest
 from transformers import LlamaForCausalLM
 
-from heads.calibration import Calibration
-from heads.eagle3 import Eagle3Head
-from inference import decode
-from inference.cuda_graph import SpareSteps
-from inference.decode import DecodeLoop, generate, generate_batch
-from inference.drafters.growth import Dynamic, Fixed
-from inference.drafters.head import HeadDrafter
-from inference.request import Generation, Request
-from inference.sampling import Sampling
-from inference.target.model import TargetModel
-from inference.tree import Tree
-from inference.verify import Accepted, accept, verify
+from headstart.heads.calibration import Calibration
+from headstart.heads.eagle3 import Eagle3Head
+from headstart.inference import decode
+from headstart.inference.cuda_graph import SpareSteps
+from headstart.inference.decode import DecodeLoop, generate, generate_batch
+from headstart.inference.drafters.growth import Dynamic, Fixed
+from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.request import Generation, Request
+from headstart.inference.sampling import Sampling
+from headstart.inference.target.model import TargetModel
+from headstart.inference.tree import Tree
+from headstart.inference.verify import Accepted, accept, verify
 
 MakeHead = Callable[..., Eagle3Head]
 MakeModel = Callable[..., LlamaForCausalLM]

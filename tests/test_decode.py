@@ -10,18 +10,18 @@ import torch
 from families import FAMILIES, WINDOW, make_family
 from scripted import DRAFTERS, Duplicates, HalfRightHead, Hidden, Listener, NeverRight, Oracle, Texts, blocks_of
 
-from heads.eagle3 import Eagle3Head, Eagle3Shape
-from heads.target_config import Rope
-from heads.vocab import DraftVocab
-from inference.decode import DecodeLoop, generate, generate_batch
-from inference.drafter import Drafter, NoDrafter
-from inference.drafters.cost_aware import growth_from_recipe
-from inference.drafters.growth import Dynamic
-from inference.drafters.head import HeadDrafter
-from inference.request import DecodeStats, Generation, Request
-from inference.sampling import BatchSampling, History, Sampling
-from inference.target.model import TargetModel
-from recipes.schema import DecodeSection
+from headstart.heads.eagle3 import Eagle3Head, Eagle3Shape
+from headstart.heads.target_config import Rope
+from headstart.heads.vocab import DraftVocab
+from headstart.inference.decode import DecodeLoop, generate, generate_batch
+from headstart.inference.drafter import Drafter, NoDrafter
+from headstart.inference.drafters.cost_aware import growth_from_recipe
+from headstart.inference.drafters.growth import Dynamic
+from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.request import DecodeStats, Generation, Request
+from headstart.inference.sampling import BatchSampling, History, Sampling
+from headstart.inference.target.model import TargetModel
+from headstart.recipes.schema import DecodeSection
 
 PROMPT, NEW_TOKENS = [5, 6, 7, 11], 20
 INF = float("inf")

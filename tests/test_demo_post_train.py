@@ -8,7 +8,7 @@ import torch
 from tiny_run import build_target, build_tokenizer
 from torch.testing import assert_close
 
-from data_pipelines.demo.post_train import (
+from headstart.data_pipelines.demo.post_train import (
     Answer,
     collate,
     is_good,

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
-from inference.doctor import command as doctor
-from inference.doctor.command import Diagnosis, Options, diagnose, held_out, load_target, main, replay
+from headstart.inference.doctor import command as doctor
+from headstart.inference.doctor.command import Diagnosis, Options, diagnose, held_out, load_target, main, replay
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 TARGET, HEAD = ASSETS / "demo_target", ASSETS / "demo_head"

@@ -11,18 +11,18 @@ import torch
 from scripted import LOPSIDED, paths
 from torch import Tensor
 
-from heads.eagle3 import Eagle3Head
-from heads.vocab import DraftVocab
-from inference.cache import KVCache
-from inference.decode import start_history
-from inference.drafter import VerifiedOnHost
-from inference.drafters.cost_aware import growth_from_recipe
-from inference.drafters.growth import Dynamic, Fixed, Growth
-from inference.drafters.head import HeadDrafter
-from inference.request import Request
-from inference.sampling import BatchSampling, History, Sampling
-from inference.target.model import TargetModel
-from recipes.schema import DecodeSection
+from headstart.heads.eagle3 import Eagle3Head
+from headstart.heads.vocab import DraftVocab
+from headstart.inference.cache import KVCache
+from headstart.inference.decode import start_history
+from headstart.inference.drafter import VerifiedOnHost
+from headstart.inference.drafters.cost_aware import growth_from_recipe
+from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
+from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.request import Request
+from headstart.inference.sampling import BatchSampling, History, Sampling
+from headstart.inference.target.model import TargetModel
+from headstart.recipes.schema import DecodeSection
 
 TEXT = [5, 6, 7, 11, 3, 80, 41, 2, 9, 60, 33, 14]  # the last one is the root
 OTHER_TEXTS = [[1, 2, 3], [50, *range(20, 36)]]

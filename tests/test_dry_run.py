@@ -7,13 +7,13 @@ import pytest
 import torch
 from tiny_run import modified, tiny_recipe
 
-from data_pipelines.shards import FeatureStore
-from heads.frozen import FrozenTarget
-from heads.target_config import TargetConfig
-from recipes import Recipe
-from trainers.dry_run import DataSizes, refuse_sizes
-from trainers.memory_estimate import head_sizes
-from trainers.run import run
+from headstart.data_pipelines.shards import FeatureStore
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.target_config import TargetConfig
+from headstart.recipes import Recipe
+from headstart.trainers.dry_run import DataSizes, refuse_sizes
+from headstart.trainers.memory_estimate import head_sizes
+from headstart.trainers.run import run
 
 
 @pytest.fixture(scope="module")

@@ -12,13 +12,13 @@ from exported import EVERY_HEAD, LIMITED, exported, read_config, read_tensors, r
 from huggingface_hub import HfApi
 from transformers import LlamaForCausalLM
 
-from heads.checkpoint import load_head, save_head
-from heads.export import export
-from heads.formats import files
-from heads.formats.layouts import FORMATS
-from heads.frozen import FrozenTarget
-from heads.lint import lint
-from recipes import Recipe
+from headstart.heads.checkpoint import load_head, save_head
+from headstart.heads.export import export
+from headstart.heads.formats import files
+from headstart.heads.formats.layouts import FORMATS
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.lint import lint
+from headstart.recipes import Recipe
 
 MakeHead = Callable[..., Any]
 SERVING = ["native", "vllm", "sglang", "tensorrt_llm"]
@@ -329,7 +329,7 @@ class Hub(HfApi):
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
     hub = Hub()
-    monkeypatch.setattr("heads.export.HfApi", lambda: hub)
+    monkeypatch.setattr("headstart.heads.export.HfApi", lambda: hub)
     return hub
 
 

@@ -25,9 +25,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from heads.frozen import FrozenTarget
-from heads.target_config import TargetConfig, locate_target
-from inference.target.model import TargetModel
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.target_config import TargetConfig, locate_target
+from headstart.inference.target.model import TargetModel
 
 TOKENS = torch.tensor([[5, 6, 7, 11, 3, 30], [1, 1, 2, 3, 5, 8]])
 INDEX = "model.safetensors.index.json"

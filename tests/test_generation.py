@@ -21,16 +21,16 @@ from transformers import (
     TextIteratorStreamer,
 )
 
-from heads.checkpoint import save_head
-from heads.eagle3 import Eagle3Head
-from inference.decode import generate
-from inference.drafters.growth import Dynamic
-from inference.drafters.head import HeadDrafter
-from inference.generation import SpeculativeModel, SpeculativeOutput
-from inference.generation_config import DEFAULTS, IGNORED, SUPPORTED, read_settings, with_settings
-from inference.request import Generation
-from inference.sampling import BatchSampling, History, Sampling
-from inference.target.model import TargetModel
+from headstart.heads.checkpoint import save_head
+from headstart.heads.eagle3 import Eagle3Head
+from headstart.inference.decode import generate
+from headstart.inference.drafters.growth import Dynamic
+from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.generation import SpeculativeModel, SpeculativeOutput
+from headstart.inference.generation_config import DEFAULTS, IGNORED, SUPPORTED, read_settings, with_settings
+from headstart.inference.request import Generation
+from headstart.inference.sampling import BatchSampling, History, Sampling
+from headstart.inference.target.model import TargetModel
 
 INF, PAD, NEW = float("inf"), 96, 10
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

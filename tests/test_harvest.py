@@ -21,20 +21,20 @@ from accelerate import Accelerator, PartialState
 from tiny_run import build_run, build_tokenizer, tiny_recipe
 from torch.testing import assert_close
 
-from data_pipelines.completion_client import CompletionClient
-from data_pipelines.harvest import harvest
-from data_pipelines.prompts import make_prompts
-from data_pipelines.responses import append_lines, journal_rows, sampling_of
-from data_pipelines.shard_work import idle_cores
-from data_pipelines.shards import FeatureStore
-from data_pipelines.state_encoding import bytes_per_token
-from heads.checkpoint import draft_vocab, new_head, save_head
-from heads.frozen import FrozenTarget
-from inference.decode import generate
-from inference.sampling import Sampling
-from inference.target.model import TargetModel
-from recipes import Recipe, load_recipe
-from recipes.jsonl import read_jsonl
+from headstart.data_pipelines.completion_client import CompletionClient
+from headstart.data_pipelines.harvest import harvest
+from headstart.data_pipelines.prompts import make_prompts
+from headstart.data_pipelines.responses import append_lines, journal_rows, sampling_of
+from headstart.data_pipelines.shard_work import idle_cores
+from headstart.data_pipelines.shards import FeatureStore
+from headstart.data_pipelines.state_encoding import bytes_per_token
+from headstart.heads.checkpoint import draft_vocab, new_head, save_head
+from headstart.heads.frozen import FrozenTarget
+from headstart.inference.decode import generate
+from headstart.inference.sampling import Sampling
+from headstart.inference.target.model import TargetModel
+from headstart.recipes import Recipe, load_recipe
+from headstart.recipes.jsonl import read_jsonl
 
 
 def responses(recipe: Recipe, split: str = "train") -> list[dict[str, Any]]:
@@ -269,7 +269,7 @@ def test_a_journal_loses_only_its_incomplete_last_line(tmp_path: Path) -> None:
 # Kills
 
 FORKING = multiprocessing.get_context("forkserver")  # children fork from a process that has only imported modules
-FORKING.set_forkserver_preload(["data_pipelines.harvest", "tiny_run"])
+FORKING.set_forkserver_preload(["headstart.data_pipelines.harvest", "tiny_run"])
 
 
 def one_rank(folder: Path, rank: int, ranks: int, port: int) -> None:

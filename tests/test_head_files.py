@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from heads import checkpoint
-from heads.checkpoint import load_head, save_head
-from heads.eagle1 import Eagle1Head
-from heads.eagle3 import Eagle3Head
-from heads.frozen import FrozenTarget
-from heads.target_config import Rope
-from heads.vocab import DraftVocab
+from headstart.heads import checkpoint
+from headstart.heads.checkpoint import load_head, save_head
+from headstart.heads.eagle1 import Eagle1Head
+from headstart.heads.eagle3 import Eagle3Head
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.target_config import Rope
+from headstart.heads.vocab import DraftVocab
 
 MakeHead = Callable[..., Any]
 LIMITED = DraftVocab(torch.tensor([0, 3, 4, 9, 50, 96]), 97)

@@ -11,18 +11,18 @@ from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from heads.base import DraftHead
-from heads.checkpoint import new_head
-from heads.eagle1 import Eagle1Head
-from heads.eagle3 import Eagle3Head
-from heads.frozen import FrozenTarget
-from heads.layers import rotary_table
-from heads.target_config import Rope
-from heads.unroll_attention import UnrollCache
-from heads.vocab import DraftVocab
-from inference.cache import Slots
-from inference.target.model import TargetModel
-from recipes.schema import Eagle1Section, Eagle3Section
+from headstart.heads.base import DraftHead
+from headstart.heads.checkpoint import new_head
+from headstart.heads.eagle1 import Eagle1Head
+from headstart.heads.eagle3 import Eagle3Head
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.layers import rotary_table
+from headstart.heads.target_config import Rope
+from headstart.heads.unroll_attention import UnrollCache
+from headstart.heads.vocab import DraftVocab
+from headstart.inference.cache import Slots
+from headstart.inference.target.model import TargetModel
+from headstart.recipes.schema import Eagle1Section, Eagle3Section
 
 BATCH, SEQ = 2, 11
 EAGLE3_SHAPES: list[dict[str, Any]] = [

@@ -14,20 +14,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.base import DraftHead
-from heads.checkpoint import load_head
-from heads.convert import convert
-from heads.eagle1 import Eagle1Head, Eagle1Shape
-from heads.eagle3 import Eagle3Head
-from heads.frozen import FrozenTarget
-from heads.medusa import MedusaHead, MedusaShape
-from heads.vocab import DraftVocab
-from inference.decode import generate
-from inference.drafters.growth import Dynamic
-from inference.drafters.head import HeadDrafter
-from inference.target.model import TargetModel
-from inference.target.tokenizer import load_tokenizer
-from recipes.schema import TargetSection
+from headstart.heads.base import DraftHead
+from headstart.heads.checkpoint import load_head
+from headstart.heads.convert import convert
+from headstart.heads.eagle1 import Eagle1Head, Eagle1Shape
+from headstart.heads.eagle3 import Eagle3Head
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.medusa import MedusaHead, MedusaShape
+from headstart.heads.vocab import DraftVocab
+from headstart.inference.decode import generate
+from headstart.inference.drafters.growth import Dynamic
+from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.target.model import TargetModel
+from headstart.inference.target.tokenizer import load_tokenizer
+from headstart.recipes.schema import TargetSection
 
 ASSETS = Path(__file__).parents[1] / "assets"
 TARGET, HEAD = ASSETS / "demo_target", ASSETS / "demo_head"

@@ -19,9 +19,9 @@ from tiny_run import build_run, contents, tiny_recipe
 from torch import Tensor
 from torch.testing import assert_close
 
-from data_pipelines.harvest import harvest
-from recipes.schema import TrainSection
-from trainers.ranks.launch import refuse_deepspeed, refuse_for_slices, refuse_half_precision
+from headstart.data_pipelines.harvest import harvest
+from headstart.recipes.schema import TrainSection
+from headstart.trainers.ranks.launch import refuse_deepspeed, refuse_for_slices, refuse_half_precision
 
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is an extra: pip install -e .[deepspeed]"

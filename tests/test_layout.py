@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+OURS = "headstart."
 FOLDERS = ["recipes", "heads", "inference", "data_pipelines", "trainers"]  # each imports only from those before it
 
 # Library -> the only folders and files that may import it.
@@ -51,14 +52,14 @@ OPTIONAL_LIBRARIES = {
 
 
 def imported_names(source: str) -> set[str]:
-    """Top-level names of all modules that a source imports, also inside functions. Relative imports do not count."""
-    names = set()
+    """Top-level names of all modules that a source imports, also inside functions; our own without `headstart.`."""
+    modules = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            names |= {alias.name.partition(".")[0] for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module is not None:
-            names.add(node.module.partition(".")[0])
-    return names
+            modules |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {module.removeprefix(OURS).partition(".")[0] for module in modules}
 
 
 def violations(file: str, source: str) -> list[str]:
@@ -85,7 +86,8 @@ def imported_files(file: Path) -> set[Path]:
             modules = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
         else:
             continue
-        found |= {path for module in modules if (path := ROOT / f"{module.replace('.', '/')}.py").is_file()}
+        paths = (ROOT / f"{module.removeprefix(OURS).replace('.', '/')}.py" for module in modules)
+        found |= {path for path in paths if path.is_file()}
     return found
 
 
@@ -151,11 +153,15 @@ def test_the_decode_core_imports_neither_the_report_nor_the_doctor() -> None:
 
 
 def test_training_loads_neither_the_report_nor_the_doctor_nor_matplotlib() -> None:
-    program = "import trainers.run, sys; print(*sys.modules)"
+    program = "import headstart.trainers.run, sys; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     modules = loaded.stdout.split()
-    assert "inference.decode" in modules
-    assert not [name for name in modules if name.startswith(("matplotlib", "inference.report", "inference.doctor"))]
+    assert "headstart.inference.decode" in modules
+    assert not [
+        name
+        for name in modules
+        if name.startswith(("matplotlib", "headstart.inference.report", "headstart.inference.doctor"))
+    ]
 
 
 def test_documents_link_to_files_that_exist() -> None:
@@ -178,8 +184,8 @@ def test_no_script_shadows_a_library(folder: str) -> None:
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("heads/eagle3.py", "from inference.tree import Tree"),
-        ("heads/eagle3.py", "def late():\n    import trainers.loop"),
+        ("heads/eagle3.py", "from headstart.inference.tree import Tree"),
+        ("heads/eagle3.py", "def late():\n    import headstart.trainers.loop"),
         ("inference/decode.py", "from transformers import AutoModel"),
         ("inference/decode.py", "import wandb"),
         ("recipes/schema.py", "from torch import nn"),

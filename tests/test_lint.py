@@ -9,9 +9,9 @@ import torch
 from exported import LIMITED, edit_config, edit_tensors, exported
 from torch import Tensor
 
-from heads.convert import convert
-from heads.formats.contracts import RULES
-from heads.lint import lint, main
+from headstart.heads.convert import convert
+from headstart.heads.formats.contracts import RULES
+from headstart.heads.lint import lint, main
 
 MakeHead = Callable[..., Any]
 IDS = "eagle_aux_hidden_state_layer_ids"

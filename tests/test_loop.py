@@ -16,19 +16,19 @@ from safetensors.torch import load_file
 from tiny_run import contents, modified, write_shard
 from torch.testing import assert_close
 
-from data_pipelines.batches import Batch, Sample
-from data_pipelines.sample_order import SampleOrder
-from data_pipelines.shards import FeatureStore, shard_name, write_manifest
-from heads.checkpoint import load_head, save_head
-from heads.eagle1 import Eagle1Head
-from heads.eagle3 import Eagle3Head
-from heads.frozen import FrozenTarget
-from recipes import Recipe
-from trainers import loop
-from trainers.precision import LossScale
-from trainers.run import run
-from trainers.run_state import Training
-from trainers.tracking import Tracker
+from headstart.data_pipelines.batches import Batch, Sample
+from headstart.data_pipelines.sample_order import SampleOrder
+from headstart.data_pipelines.shards import FeatureStore, shard_name, write_manifest
+from headstart.heads.checkpoint import load_head, save_head
+from headstart.heads.eagle1 import Eagle1Head
+from headstart.heads.eagle3 import Eagle3Head
+from headstart.heads.frozen import FrozenTarget
+from headstart.recipes import Recipe
+from headstart.trainers import loop
+from headstart.trainers.precision import LossScale
+from headstart.trainers.run import run
+from headstart.trainers.run_state import Training
+from headstart.trainers.tracking import Tracker
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +134,7 @@ def test_a_plain_eagle_3_head_is_saved_with_the_scales_of_its_taps(
         trained.append(head)
         save_head(head, folder)
 
-    monkeypatch.setattr("trainers.run.save_head", watching)
+    monkeypatch.setattr("headstart.trainers.run.save_head", watching)
     recipe = make_recipe("run")
     run(recipe)
     [head], saved = trained, load_head(recipe.head_dir, frozen)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.losses import (
+from headstart.heads.losses import (
     OBJECTIVES,
     acceptance,
     blended_acceptance,

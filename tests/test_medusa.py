@@ -13,31 +13,31 @@ from scripted import SetCosts
 from tiny_run import build_run, modified, tiny_recipe
 from torch import Tensor
 
-from data_pipelines.harvest import harvest
-from heads.base import DraftHead
-from heads.calibration import Calibration
-from heads.checkpoint import head_from_files, load_head, new_head, save_head
-from heads.formats.layouts import FORMATS, ServedTarget
-from heads.formats.medusa_layout import from_any_layout, to_reference_layout
-from heads.frozen import FrozenTarget
-from heads.medusa import MedusaHead
-from heads.static_tree import StaticTree, search_tree
-from heads.vocab import DraftVocab
-from inference.cache import KVCache
-from inference.calibrate import RANKS, Tally, fit_calibration, tally_texts, write_texts
-from inference.decode import generate, generate_batch
-from inference.drafter import Verified, VerifiedOnHost
-from inference.drafters.cost_aware import CostAwareShape, growth_from_recipe
-from inference.drafters.growth import Dynamic, Fixed, Growth
-from inference.drafters.head import HeadDrafter
-from inference.report.command import report
-from inference.report.tree_picture import draw_tree, rows
-from inference.request import Request
-from inference.sampling import Sampling
-from inference.target.model import TargetModel
-from inference.tree import Tree
-from recipes.schema import DecodeSection, MedusaSection
-from trainers.medusa import run
+from headstart.data_pipelines.harvest import harvest
+from headstart.heads.base import DraftHead
+from headstart.heads.calibration import Calibration
+from headstart.heads.checkpoint import head_from_files, load_head, new_head, save_head
+from headstart.heads.formats.layouts import FORMATS, ServedTarget
+from headstart.heads.formats.medusa_layout import from_any_layout, to_reference_layout
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.medusa import MedusaHead
+from headstart.heads.static_tree import StaticTree, search_tree
+from headstart.heads.vocab import DraftVocab
+from headstart.inference.cache import KVCache
+from headstart.inference.calibrate import RANKS, Tally, fit_calibration, tally_texts, write_texts
+from headstart.inference.decode import generate, generate_batch
+from headstart.inference.drafter import Verified, VerifiedOnHost
+from headstart.inference.drafters.cost_aware import CostAwareShape, growth_from_recipe
+from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
+from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.report.command import report
+from headstart.inference.report.tree_picture import draw_tree, rows
+from headstart.inference.request import Request
+from headstart.inference.sampling import Sampling
+from headstart.inference.target.model import TargetModel
+from headstart.inference.tree import Tree
+from headstart.recipes.schema import DecodeSection, MedusaSection
+from headstart.trainers.medusa import run
 
 MakeHead = Callable[..., Any]
 SEQUENTIAL = [False, True]

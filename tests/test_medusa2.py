@@ -13,24 +13,24 @@ from safetensors.torch import load_file
 from tiny_run import contents, tiny_recipe
 from torch.testing import assert_close
 
-from data_pipelines.batches import Batch
-from data_pipelines.shards import FeatureStore
-from heads.checkpoint import draft_vocab, load_head, new_head
-from heads.export import export
-from heads.frozen import FrozenTarget
-from inference.decode import generate_batch
-from inference.drafters.growth import Dynamic
-from inference.drafters.head import HeadDrafter
-from inference.report.command import report
-from inference.request import Request
-from inference.sampling import Sampling
-from inference.target.model import TargetModel
-from recipes import Recipe
-from trainers import loop
-from trainers.medusa2 import JointHead, TrainableTarget
-from trainers.memory_estimate import SavedForBackward, storage_of, target_sizes
-from trainers.objective import Objective, Teacher, UnrolledHead
-from trainers.run import run
+from headstart.data_pipelines.batches import Batch
+from headstart.data_pipelines.shards import FeatureStore
+from headstart.heads.checkpoint import draft_vocab, load_head, new_head
+from headstart.heads.export import export
+from headstart.heads.frozen import FrozenTarget
+from headstart.inference.decode import generate_batch
+from headstart.inference.drafters.growth import Dynamic
+from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.report.command import report
+from headstart.inference.request import Request
+from headstart.inference.sampling import Sampling
+from headstart.inference.target.model import TargetModel
+from headstart.recipes import Recipe
+from headstart.trainers import loop
+from headstart.trainers.medusa2 import JointHead, TrainableTarget
+from headstart.trainers.memory_estimate import SavedForBackward, storage_of, target_sizes
+from headstart.trainers.objective import Objective, Teacher, UnrolledHead
+from headstart.trainers.run import run
 
 MakeRecipe = Callable[..., Recipe]
 MEDUSA = ("head={kind: medusa, medusa_heads: 2}", "train.unroll=2", "train.learning_rate=1e-2")

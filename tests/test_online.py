@@ -8,16 +8,16 @@ import torch
 from tiny_run import assert_same_sample, modified, tiny_recipe
 from torch.testing import assert_close
 
-from data_pipelines.features import States, tap
-from data_pipelines.harvest import harvest
-from data_pipelines.online import OnlineStore
-from data_pipelines.sample_stores import SampleStore, open_stores
-from data_pipelines.shards import FeatureStore
-from data_pipelines.target_process import TargetProcess
-from inference.target.model import TargetModel
-from recipes import Recipe
-from recipes.jsonl import read_jsonl
-from trainers.eagle import run
+from headstart.data_pipelines.features import States, tap
+from headstart.data_pipelines.harvest import harvest
+from headstart.data_pipelines.online import OnlineStore
+from headstart.data_pipelines.sample_stores import SampleStore, open_stores
+from headstart.data_pipelines.shards import FeatureStore
+from headstart.data_pipelines.target_process import TargetProcess
+from headstart.inference.target.model import TargetModel
+from headstart.recipes import Recipe
+from headstart.recipes.jsonl import read_jsonl
+from headstart.trainers.eagle import run
 
 TAPS = (2, 3, 4)
 WHERE = [(), pytest.param(("data.online_devices=[cpu]",), marks=pytest.mark.slow)]  # a process takes seconds to start

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from recipes import Recipe, RecipeError, load_recipe, recipe_from_command_line
-from recipes.fields import recipe_fields
+from headstart.recipes import Recipe, RecipeError, load_recipe, recipe_from_command_line
+from headstart.recipes.fields import recipe_fields
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = sorted((ROOT / "recipes").glob("*.yaml"))

@@ -11,15 +11,15 @@ import torch
 import wandb
 from tiny_run import tiny_recipe
 
-from data_pipelines.sample_order import SampleOrder
-from data_pipelines.shards import FeatureStore
-from inference.report.command import report
-from inference.sampling import sampling_from_recipe
-from inference.target.model import TargetModel
-from recipes import Recipe
-from recipes.schema import DecodeSection
-from trainers.run import run
-from trainers.tracking import Tracker
+from headstart.data_pipelines.sample_order import SampleOrder
+from headstart.data_pipelines.shards import FeatureStore
+from headstart.inference.report.command import report
+from headstart.inference.sampling import sampling_from_recipe
+from headstart.inference.target.model import TargetModel
+from headstart.recipes import Recipe
+from headstart.recipes.schema import DecodeSection
+from headstart.trainers.run import run
+from headstart.trainers.tracking import Tracker
 
 
 def test_every_sampling_field_of_a_recipe_is_used_in_decoding() -> None:

@@ -9,18 +9,18 @@ import pytest
 import torch
 from tiny_run import build_run, tiny_recipe
 
-from data_pipelines.harvest import harvest
-from heads.checkpoint import new_head, save_head
-from heads.export import export
-from heads.formats.card import measured
-from heads.frozen import FrozenTarget
-from heads.vocab import DraftVocab
-from inference.report.command import interleave, report
-from inference.report.compare import Outcome
-from inference.report.runs import Run
-from recipes import Recipe
-from recipes.schema import Eagle3Section, HeadSection, MedusaSection
-from trainers.run import run
+from headstart.data_pipelines.harvest import harvest
+from headstart.heads.checkpoint import new_head, save_head
+from headstart.heads.export import export
+from headstart.heads.formats.card import measured
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.vocab import DraftVocab
+from headstart.inference.report.command import interleave, report
+from headstart.inference.report.compare import Outcome
+from headstart.inference.report.runs import Run
+from headstart.recipes import Recipe
+from headstart.recipes.schema import Eagle3Section, HeadSection, MedusaSection
+from headstart.trainers.run import run
 
 
 @pytest.fixture(scope="module")

@@ -11,22 +11,22 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from data_pipelines.batches import Batch
-from data_pipelines.harvest import harvest
-from data_pipelines.sample_order import SampleOrder
-from data_pipelines.shards import FeatureStore
-from heads.checkpoint import draft_vocab
-from heads.frozen import FrozenTarget
-from heads.target_config import locate_target
-from recipes import Recipe
-from recipes.schema import TrainSection
-from trainers.optimizers import build_optimizers, set_learning_rates
-from trainers.precision import LossScale
-from trainers.ranks.head_on_ranks import ReplicatedHead
-from trainers.ranks.launch import start_accelerator
-from trainers.run import build_head, run
-from trainers.run_state import Training, TrainingInputs
-from trainers.step import StepResult, count_micro_batches, train_step
+from headstart.data_pipelines.batches import Batch
+from headstart.data_pipelines.harvest import harvest
+from headstart.data_pipelines.sample_order import SampleOrder
+from headstart.data_pipelines.shards import FeatureStore
+from headstart.heads.checkpoint import draft_vocab
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.target_config import locate_target
+from headstart.recipes import Recipe
+from headstart.recipes.schema import TrainSection
+from headstart.trainers.optimizers import build_optimizers, set_learning_rates
+from headstart.trainers.precision import LossScale
+from headstart.trainers.ranks.head_on_ranks import ReplicatedHead
+from headstart.trainers.ranks.launch import start_accelerator
+from headstart.trainers.run import build_head, run
+from headstart.trainers.run_state import Training, TrainingInputs
+from headstart.trainers.step import StepResult, count_micro_batches, train_step
 
 
 def one_step(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> tuple[StepResult, dict[str, Tensor]]:

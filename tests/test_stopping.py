@@ -7,12 +7,12 @@ import pytest
 import torch
 from scripted import DRAFTERS, Hidden, Oracle, Texts, blocks_of
 
-from heads.eagle3 import Eagle3Head
-from inference.decode import generate, generate_batch
-from inference.drafter import Drafter
-from inference.request import Generation, Request, StopStrings, cut_at_end
-from inference.sampling import Sampling
-from inference.target.model import TargetModel
+from headstart.heads.eagle3 import Eagle3Head
+from headstart.inference.decode import generate, generate_batch
+from headstart.inference.drafter import Drafter
+from headstart.inference.request import Generation, Request, StopStrings, cut_at_end
+from headstart.inference.sampling import Sampling
+from headstart.inference.target.model import TargetModel
 
 PROMPT, NEW_TOKENS = [5, 6, 7, 11], 24
 # 97 tokens of one to three bytes: letters, pairs that span words, and single bytes of multi-byte characters.

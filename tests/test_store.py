@@ -12,13 +12,13 @@ from safetensors.torch import save_file
 from tiny_run import build_run, tiny_recipe, write_shard
 from torch.testing import assert_close
 
-from data_pipelines.batches import Sample
-from data_pipelines.harvest import harvest
-from data_pipelines.read_ahead import ReadAhead
-from data_pipelines.sample_order import SampleOrder
-from data_pipelines.shards import FeatureStore
-from data_pipelines.state_encoding import bytes_per_token, decode, encode
-from data_pipelines.store import merge, stats, verify
+from headstart.data_pipelines.batches import Sample
+from headstart.data_pipelines.harvest import harvest
+from headstart.data_pipelines.read_ahead import ReadAhead
+from headstart.data_pipelines.sample_order import SampleOrder
+from headstart.data_pipelines.shards import FeatureStore
+from headstart.data_pipelines.state_encoding import bytes_per_token, decode, encode
+from headstart.data_pipelines.store import merge, stats, verify
 
 
 @pytest.fixture(scope="module")

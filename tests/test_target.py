@@ -22,9 +22,9 @@ from transformers import (
     dynamic_module_utils,
 )
 
-from inference.sampling import Sampling
-from inference.target.model import TargetModel
-from recipes.schema import TargetSection
+from headstart.inference.sampling import Sampling
+from headstart.inference.target.model import TargetModel
+from headstart.recipes.schema import TargetSection
 
 TOKENS = torch.tensor([[5, 6, 7, 11, 3, 80], [1, 1, 2, 3, 5, 8]])
 NUM_LAYERS = 7

@@ -15,15 +15,15 @@ from launches import finish, launch, launch_module
 from tiny_run import assert_same_sample, tiny_recipe
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
-from data_pipelines.harvest import harvest
-from data_pipelines.shards import FeatureStore
-from data_pipelines.store import verify
-from heads.checkpoint import draft_vocab, new_head, save_head
-from heads.frozen import FrozenTarget
-from inference.target.ranks import load_zero_slices, refuse_split
-from recipes import Recipe, load_recipe
-from recipes.schema import TargetSection
-from trainers.ranks.launch import refuse_lone_decoding
+from headstart.data_pipelines.harvest import harvest
+from headstart.data_pipelines.shards import FeatureStore
+from headstart.data_pipelines.store import verify
+from headstart.heads.checkpoint import draft_vocab, new_head, save_head
+from headstart.heads.frozen import FrozenTarget
+from headstart.inference.target.ranks import load_zero_slices, refuse_split
+from headstart.recipes import Recipe, load_recipe
+from headstart.recipes.schema import TargetSection
+from headstart.trainers.ranks.launch import refuse_lone_decoding
 
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is an extra: pip install -e .[deepspeed]"

@@ -11,9 +11,9 @@ from accelerate import PartialState
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from data_pipelines.batches import Sample
-from data_pipelines.shards import ShardBuffer, stored_states, stored_tokens
-from recipes import Recipe, load_recipe
+from headstart.data_pipelines.batches import Sample
+from headstart.data_pipelines.shards import ShardBuffer, stored_states, stored_tokens
+from headstart.recipes import Recipe, load_recipe
 
 VOCAB_SIZE = 300
 END_OF_TEXT = "<end>"

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from data_pipelines.stage import Json, differences, write_text
+from headstart.data_pipelines.stage import Json, differences, write_text
 
 STATE = "state.json"
 Tensors = dict[str, Tensor]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 
-from recipes import recipe_from_command_line
+from headstart.recipes import recipe_from_command_line
 
 TRAIN_HELP = """Train the recipe's draft head in this process, after running the earlier stages that are missing.
 
@@ -36,21 +36,21 @@ class Command:
 
 COMMANDS = {  # in data-flow order
     "harvest": Command(
-        "data_pipelines.harvest",
+        "headstart.data_pipelines.harvest",
         "Let the target answer the prompts, and store its hidden states while it reads the answers.",
         "prompts, target",
         "RUN_DIR/prompts, responses, features",
         "recipes/tiny.yaml",
     ),
     "inspect": Command(
-        "data_pipelines.inspect",
+        "headstart.data_pipelines.inspect",
         "Show training samples coloured by loss mask, their lengths, and the rows that gave no sample.",
         "RUN_DIR/prompts, responses",
         "nothing (makes RUN_DIR/prompts if it is missing)",
         "recipes/tiny.yaml",
     ),
     "store": Command(
-        "data_pipelines.store",
+        "headstart.data_pipelines.store",
         "Verify, measure or merge stores of features.",
         "folders of features",
         "a merged folder (merge only)",
@@ -64,42 +64,42 @@ COMMANDS = {  # in data-flow order
         "recipes/tiny.yaml run_dir=runs/short train.steps=100",
     ),
     "calibrate": Command(
-        "inference.calibrate",
+        "headstart.inference.calibrate",
         "Fit how much the head's scores can be trusted at each depth. Training ends with this too.",
         "RUN_DIR/head or report.head, held-out prompts",
         "the head's config.json",
         "recipes/tiny.yaml",
     ),
     "report": Command(
-        "inference.report",
+        "headstart.inference.report",
         "Decode the same prompts with several methods: acceptance length, speed, and whether the texts are equal.",
         "RUN_DIR/head or report.head, target, prompts",
         "RUN_DIR/report",
         "recipes/tiny.yaml",
     ),
     "export": Command(
-        "heads.export",
+        "headstart.heads.export",
         "Write the head for a serving engine, after checking it against what that engine's loader reads.",
         "RUN_DIR/head or export.head",
         "RUN_DIR/export/FORMAT",
         "recipes/tiny.yaml export.format=vllm",
     ),
     "lint": Command(
-        "heads.lint",
+        "headstart.heads.lint",
         "Check a folder with a head against each engine's loader, without running the engine.",
         "a head's folder, target",
         "nothing",
         "runs/tiny/export/vllm --target assets/demo_target",
     ),
     "doctor": Command(
-        "inference.doctor",
+        "headstart.inference.doctor",
         "Find where a head, or an export of it, loses acceptance.",
         "one or two heads' folders, target, held-out prompts",
         "nothing",
         "runs/tiny/head assets/demo_target runs/tiny/export/vllm",
     ),
     "convert": Command(
-        "heads.convert",
+        "headstart.heads.convert",
         "Bring a published head in, so that every command here can use it.",
         "a published head's folder, target",
         "a head's folder",
@@ -124,11 +124,11 @@ def main() -> None:
 def training_script() -> str:
     """The module of the script for the recipe's kind of head; a wrong recipe and --help end the process here."""
     kind = recipe_from_command_line(TRAIN_HELP).head.kind
-    from trainers.run import SCRIPTS  # loads torch, so not before a recipe is known to be right
+    from headstart.trainers.run import SCRIPTS  # loads torch, so not before a recipe is known to be right
 
     script = SCRIPTS[kind]
     print(f"training in one process; to use several GPUs: accelerate launch {script} RECIPE", flush=True)
-    return script.removesuffix(".py").replace("/", ".")
+    return "headstart." + script.removesuffix(".py").replace("/", ".")
 
 
 def entry_module(module: str) -> str:

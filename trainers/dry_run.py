@@ -8,12 +8,12 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from data_pipelines.shards import MANIFEST, FeatureStore, stored_taps
-from data_pipelines.state_encoding import bytes_per_token
-from heads.checkpoint import head_taps
-from heads.target_config import TargetConfig, locate_target
-from recipes import Recipe
-from trainers.memory_estimate import HeadSizes, TargetSizes, head_sizes, target_sizes
+from headstart.data_pipelines.shards import MANIFEST, FeatureStore, stored_taps
+from headstart.data_pipelines.state_encoding import bytes_per_token
+from headstart.heads.checkpoint import head_taps
+from headstart.heads.target_config import TargetConfig, locate_target
+from headstart.recipes import Recipe
+from headstart.trainers.memory_estimate import HeadSizes, TargetSizes, head_sizes, target_sizes
 
 
 def refuse_sizes(recipe: Recipe, num_ranks: int, num_samples: int, num_heldout: int | None = None) -> None:

@@ -10,8 +10,8 @@ Ctrl-C once, finishes the current step, saves and exits.
 
 from functools import partial
 
-from recipes import run_command
-from trainers.run import run
+from headstart.recipes import run_command
+from headstart.trainers.run import run
 
 
 def main() -> None:

@@ -5,22 +5,22 @@ from typing import Any
 
 import torch
 
-from data_pipelines.batches import Batch
-from data_pipelines.sample_stores import SampleStore
-from heads.base import DraftHead
-from heads.calibration import Calibration
-from inference.calibrate import fit_calibration
-from inference.cuda_graph import SpareSteps
-from inference.decode import check_length, generate_batch
-from inference.drafters.cost_aware import growth_from_recipe
-from inference.drafters.head import HeadDrafter
-from inference.request import DecodeStats, Request
-from inference.sampling import sampling_from_recipe
-from inference.target.model import TargetModel
-from recipes import Recipe
-from recipes.jsonl import read_jsonl
-from trainers.checkpoint import Tensors
-from trainers.objective import UnrolledHead
+from headstart.data_pipelines.batches import Batch
+from headstart.data_pipelines.sample_stores import SampleStore
+from headstart.heads.base import DraftHead
+from headstart.heads.calibration import Calibration
+from headstart.inference.calibrate import fit_calibration
+from headstart.inference.cuda_graph import SpareSteps
+from headstart.inference.decode import check_length, generate_batch
+from headstart.inference.drafters.cost_aware import growth_from_recipe
+from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.request import DecodeStats, Request
+from headstart.inference.sampling import sampling_from_recipe
+from headstart.inference.target.model import TargetModel
+from headstart.recipes import Recipe
+from headstart.recipes.jsonl import read_jsonl
+from headstart.trainers.checkpoint import Tensors
+from headstart.trainers.objective import UnrolledHead
 
 TEMPERATURES = {"tau": 0.0, "tau_t1": 1.0}  # metric of acceptance length -> the temperature it is measured at
 

@@ -5,16 +5,16 @@ import time
 
 from accelerate import Accelerator
 
-from data_pipelines.sample_order import SampleOrder
-from heads.base import DraftHead
-from recipes import Recipe
-from trainers.checkpoint import Checkpoints
-from trainers.evaluation import TEMPERATURES, decoding_metrics, held_out_metrics, metrics_by_depth
-from trainers.interrupt import Interrupts
-from trainers.precision import autocast
-from trainers.run_state import Training, TrainingInputs, weights_on_cpu
-from trainers.step import StepResult, samples_of_rank, train_step
-from trainers.tracking import Tracker
+from headstart.data_pipelines.sample_order import SampleOrder
+from headstart.heads.base import DraftHead
+from headstart.recipes import Recipe
+from headstart.trainers.checkpoint import Checkpoints
+from headstart.trainers.evaluation import TEMPERATURES, decoding_metrics, held_out_metrics, metrics_by_depth
+from headstart.trainers.interrupt import Interrupts
+from headstart.trainers.precision import autocast
+from headstart.trainers.run_state import Training, TrainingInputs, weights_on_cpu
+from headstart.trainers.step import StepResult, samples_of_rank, train_step
+from headstart.trainers.tracking import Tracker
 
 
 def train(

@@ -8,8 +8,8 @@ Stopped or killed at any step, the same command continues from the newest checkp
 
 from functools import partial
 
-from recipes import run_command
-from trainers.run import run
+from headstart.recipes import run_command
+from headstart.trainers.run import run
 
 
 def main() -> None:

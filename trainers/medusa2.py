@@ -12,19 +12,19 @@ from accelerate import Accelerator
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from data_pipelines.batches import Batch
-from heads.base import DraftHead
-from heads.frozen import at_least_float32
-from heads.target_config import SAFE_FILES, locate_target
-from inference.target.architecture import decoder_layers
-from inference.target.model import TargetModel
-from recipes import Recipe
-from recipes.schema import TargetSection, TrainSection
-from trainers.checkpoint import Tensors
-from trainers.chunked_loss import score_in_chunks
-from trainers.objective import Objective, Supervision, Teacher, UnrolledHead, UnrollScores, positions_at_once
-from trainers.optimizers import set_learning_rates
-from trainers.ranks.head_on_ranks import ReplicatedHead, named_optimizer_state, set_optimizer_state
+from headstart.data_pipelines.batches import Batch
+from headstart.heads.base import DraftHead
+from headstart.heads.frozen import at_least_float32
+from headstart.heads.target_config import SAFE_FILES, locate_target
+from headstart.inference.target.architecture import decoder_layers
+from headstart.inference.target.model import TargetModel
+from headstart.recipes import Recipe
+from headstart.recipes.schema import TargetSection, TrainSection
+from headstart.trainers.checkpoint import Tensors
+from headstart.trainers.chunked_loss import score_in_chunks
+from headstart.trainers.objective import Objective, Supervision, Teacher, UnrolledHead, UnrollScores, positions_at_once
+from headstart.trainers.optimizers import set_learning_rates
+from headstart.trainers.ranks.head_on_ranks import ReplicatedHead, named_optimizer_state, set_optimizer_state
 
 
 class TrainableTarget(nn.Module):

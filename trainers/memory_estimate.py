@@ -8,17 +8,17 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from data_pipelines.batches import Batch
-from heads.base import DraftHead
-from heads.checkpoint import KINDS, draft_vocab
-from heads.frozen import FrozenTarget
-from heads.target_config import TargetConfig
-from inference.target.model import TargetModel
-from recipes import Recipe
-from trainers.medusa2 import TrainableTarget, trainable_section
-from trainers.objective import Objective, Supervision, Teacher, UnrolledHead, positions_at_once
-from trainers.optimizers import build_optimizers
-from trainers.precision import autocast
+from headstart.data_pipelines.batches import Batch
+from headstart.heads.base import DraftHead
+from headstart.heads.checkpoint import KINDS, draft_vocab
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.target_config import TargetConfig
+from headstart.inference.target.model import TargetModel
+from headstart.recipes import Recipe
+from headstart.trainers.medusa2 import TrainableTarget, trainable_section
+from headstart.trainers.objective import Objective, Supervision, Teacher, UnrolledHead, positions_at_once
+from headstart.trainers.optimizers import build_optimizers
+from headstart.trainers.precision import autocast
 
 
 @dataclass(frozen=True)

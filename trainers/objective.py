@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from data_pipelines.batches import Batch, in_rows, tapped
-from heads.base import DraftHead
-from heads.frozen import FrozenTarget, at_least_float32
-from heads.losses import OBJECTIVES, acceptance, feature_distance
-from heads.unroll_attention import UnrollCache
-from heads.vocab import DraftVocab
-from recipes import Recipe
-from trainers.chunked_loss import score_in_chunks
+from headstart.data_pipelines.batches import Batch, in_rows, tapped
+from headstart.heads.base import DraftHead
+from headstart.heads.frozen import FrozenTarget, at_least_float32
+from headstart.heads.losses import OBJECTIVES, acceptance, feature_distance
+from headstart.heads.unroll_attention import UnrollCache
+from headstart.heads.vocab import DraftVocab
+from headstart.recipes import Recipe
+from headstart.trainers.chunked_loss import score_in_chunks
 
 CHUNK_LOGITS = 2**25  # logits scored at once: 128 MiB in float32, and a few times that in intermediate results
 CACHED_LOGITS = 2**19  # the limit on a CPU, where a chunk that fits the cache takes two thirds of the time

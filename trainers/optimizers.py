@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from recipes.schema import TrainSection
+from headstart.recipes.schema import TrainSection
 
 # The learning rate over its peak, as a function of the share of the steps after the warm-up that are done.
 SCHEDULES: dict[str, Callable[[float], float]] = {

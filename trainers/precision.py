@@ -2,7 +2,7 @@
 
 import torch
 
-from recipes.schema import TrainSection
+from headstart.recipes.schema import TrainSection
 
 
 def autocast(section: TrainSection, device: torch.device) -> torch.autocast:

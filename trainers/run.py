@@ -3,25 +3,25 @@
 import torch
 from accelerate import Accelerator
 
-from data_pipelines.harvest import harvest
-from data_pipelines.sample_stores import SampleStore, open_stores
-from data_pipelines.shards import stored_taps
-from data_pipelines.stage import Json, Stage
-from heads.base import DraftHead
-from heads.checkpoint import draft_vocab, head_taps, new_head, save_head
-from heads.eagle3 import Eagle3Head
-from heads.frozen import FrozenTarget
-from heads.target_config import locate_target
-from heads.vocab import DraftVocab
-from inference.target.model import TargetModel
-from recipes import Recipe
-from trainers.checkpoint import Checkpoints, Tensors
-from trainers.dry_run import print_plan, refuse_sizes
-from trainers.evaluation import HeldOutDecoding
-from trainers.loop import train
-from trainers.medusa2 import TrainableTarget
-from trainers.ranks.launch import refuse_lone_decoding, start_accelerator
-from trainers.run_state import TrainingInputs
+from headstart.data_pipelines.harvest import harvest
+from headstart.data_pipelines.sample_stores import SampleStore, open_stores
+from headstart.data_pipelines.shards import stored_taps
+from headstart.data_pipelines.stage import Json, Stage
+from headstart.heads.base import DraftHead
+from headstart.heads.checkpoint import draft_vocab, head_taps, new_head, save_head
+from headstart.heads.eagle3 import Eagle3Head
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.target_config import locate_target
+from headstart.heads.vocab import DraftVocab
+from headstart.inference.target.model import TargetModel
+from headstart.recipes import Recipe
+from headstart.trainers.checkpoint import Checkpoints, Tensors
+from headstart.trainers.dry_run import print_plan, refuse_sizes
+from headstart.trainers.evaluation import HeldOutDecoding
+from headstart.trainers.loop import train
+from headstart.trainers.medusa2 import TrainableTarget
+from headstart.trainers.ranks.launch import refuse_lone_decoding, start_accelerator
+from headstart.trainers.run_state import TrainingInputs
 
 SCRIPTS = {"eagle1": "trainers/eagle.py", "eagle3": "trainers/eagle.py", "medusa": "trainers/medusa.py"}
 

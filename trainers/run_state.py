@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from accelerate import Accelerator
 from torch import nn
 
-from data_pipelines.sample_stores import SampleStore
-from heads.base import DraftHead
-from heads.frozen import FrozenTarget
-from recipes import Recipe
-from trainers.checkpoint import Snapshot, Tensors
-from trainers.ema import MovingAverage
-from trainers.evaluation import HeldOutDecoding
-from trainers.medusa2 import JointHead, JointHeadOnRanks, TrainableTarget
-from trainers.objective import Objective, Teacher, UnrolledHead
-from trainers.precision import LossScale
-from trainers.ranks.head_on_ranks import HeadOnRanks
-from trainers.ranks.launch import distribute_head
+from headstart.data_pipelines.sample_stores import SampleStore
+from headstart.heads.base import DraftHead
+from headstart.heads.frozen import FrozenTarget
+from headstart.recipes import Recipe
+from headstart.trainers.checkpoint import Snapshot, Tensors
+from headstart.trainers.ema import MovingAverage
+from headstart.trainers.evaluation import HeldOutDecoding
+from headstart.trainers.medusa2 import JointHead, JointHeadOnRanks, TrainableTarget
+from headstart.trainers.objective import Objective, Teacher, UnrolledHead
+from headstart.trainers.precision import LossScale
+from headstart.trainers.ranks.head_on_ranks import HeadOnRanks
+from headstart.trainers.ranks.launch import distribute_head
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from data_pipelines.batches import Batch, Sample, pack
-from data_pipelines.sample_stores import SampleStore
-from trainers.objective import Supervision, input_noise
-from trainers.precision import autocast
-from trainers.run_state import Training
+from headstart.data_pipelines.batches import Batch, Sample, pack
+from headstart.data_pipelines.sample_stores import SampleStore
+from headstart.trainers.objective import Supervision, input_noise
+from headstart.trainers.precision import autocast
+from headstart.trainers.run_state import Training
 
 
 @dataclass(frozen=True)

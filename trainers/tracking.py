@@ -10,8 +10,8 @@ from typing import Any
 import wandb
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from data_pipelines.stage import write_text
-from recipes import Recipe
+from headstart.data_pipelines.stage import write_text
+from headstart.recipes import Recipe
 
 
 class Tracker:

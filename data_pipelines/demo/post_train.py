@@ -35,10 +35,10 @@ from rich.progress import track
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from data_pipelines.demo.python_stdlib import source_files
-from data_pipelines.demo.target import add_options, held_out_loss, optimizers_of, token_stream
-from recipes.allocator import keep_freed_memory
-from recipes.jsonl import read_jsonl
+from headstart.data_pipelines.demo.python_stdlib import source_files
+from headstart.data_pipelines.demo.target import add_options, held_out_loss, optimizers_of, token_stream
+from headstart.recipes.allocator import keep_freed_memory
+from headstart.recipes.jsonl import read_jsonl
 
 PROMPT_LENGTHS = (32, 40, 48, 56, 64)
 QUALITY_PROMPTS = 64

@@ -26,8 +26,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from data_pipelines.demo.python_stdlib import SourceFile, source_files
-from inference.target.model import pick_device
+from headstart.data_pipelines.demo.python_stdlib import SourceFile, source_files
+from headstart.inference.target.model import pick_device
 
 END_OF_TEXT = "<|endoftext|>"
 QUICK_LOOK = 40_000  # held-out tokens scored during training; all are scored at the end

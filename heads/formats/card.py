@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from heads.base import DraftHead
-from heads.formats.commands import headstart_section, serving_sections
-from heads.formats.files import MODEL
-from heads.formats.layouts import FORMATS, ServedTarget, engine_files, native_files
-from heads.formats.violation import Violation
-from recipes.schema import Recipe
+from headstart.heads.base import DraftHead
+from headstart.heads.formats.commands import headstart_section, serving_sections
+from headstart.heads.formats.files import MODEL
+from headstart.heads.formats.layouts import FORMATS, ServedTarget, engine_files, native_files
+from headstart.heads.formats.violation import Violation
+from headstart.recipes.schema import Recipe
 
 KIND_NAMES = {"eagle1": "EAGLE-1", "eagle3": "EAGLE-3", "medusa": "Medusa"}
 LOGGED_LENGTHS = {"heldout/tau": "0", "heldout/tau_t1": "1"}  # key in the training log -> its temperature

@@ -4,9 +4,9 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from heads.base import DraftHead
-from heads.formats.layouts import ServedTarget
-from heads.formats.violation import Violation
+from headstart.heads.base import DraftHead
+from headstart.heads.formats.layouts import ServedTarget
+from headstart.heads.formats.violation import Violation
 
 ENGINE_NAMES = {
     "vllm": "vLLM",
@@ -44,7 +44,7 @@ def headstart_section(target: ServedTarget, folder: Path, can_load: bool) -> str
         )
     revision = f', revision="{target.revision}"' if target.revision else ""
     return (
-        "```python\nfrom inference.generation import SpeculativeModel\n\n"
+        "```python\nfrom headstart import SpeculativeModel\n\n"
         f'model = SpeculativeModel.from_folders("{target.name}", "{folder}"{revision})\n```'
     )
 

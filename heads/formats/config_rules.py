@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from heads.formats.subject import Subject
-from heads.formats.violation import Violation, config_error
-from heads.target_config import Rope
+from headstart.heads.formats.subject import Subject
+from headstart.heads.formats.violation import Violation, config_error
+from headstart.heads.target_config import Rope
 
 ARCHITECTURES = {
     ("eagle3", "vllm"): {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM"},

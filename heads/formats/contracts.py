@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterable, Iterator
 
-from heads.formats import config_rules, medusa_rules, tap_rules, tensor_rules
-from heads.formats.files import HeadFiles
-from heads.formats.subject import Subject, layout_of
-from heads.formats.violation import Violation
-from heads.frozen import FrozenTarget
+from headstart.heads.formats import config_rules, medusa_rules, tap_rules, tensor_rules
+from headstart.heads.formats.files import HeadFiles
+from headstart.heads.formats.subject import Subject, layout_of
+from headstart.heads.formats.violation import Violation
+from headstart.heads.frozen import FrozenTarget
 
 Rule = Callable[[Subject, str], Iterator[Violation]]
 

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.base import DraftHead
-from heads.checkpoint import head_from_files
-from heads.formats import medusa_rules, tensor_rules
-from heads.formats.files import HeadFiles
-from heads.formats.medusa_rules import num_heads
-from heads.formats.subject import MEDUSA, Subject, layout_of
-from heads.formats.tap_rules import KEY, engine_default
-from heads.frozen import FrozenTarget
-from heads.layers import rotary_table
-from heads.target_config import Rope
-from heads.vocab import DraftVocab
+from headstart.heads.base import DraftHead
+from headstart.heads.checkpoint import head_from_files
+from headstart.heads.formats import medusa_rules, tensor_rules
+from headstart.heads.formats.files import HeadFiles
+from headstart.heads.formats.medusa_rules import num_heads
+from headstart.heads.formats.subject import MEDUSA, Subject, layout_of
+from headstart.heads.formats.tap_rules import KEY, engine_default
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.layers import rotary_table
+from headstart.heads.target_config import Rope
+from headstart.heads.vocab import DraftVocab
 
 ENGINES_EPSILON = 1e-6  # what the engines assume if a Llama's config.json names no rms_norm_eps
 TRAINING_ONLY = ("verifier_lm_head.weight", "verifier_norm.weight")  # speculators saves them with the head

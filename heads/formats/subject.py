@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from heads.formats.files import HeadFiles
-from heads.formats.medusa_layout import BLOCK, REFERENCE_BLOCK, from_any_layout
-from heads.frozen import FrozenTarget
+from headstart.heads.formats.files import HeadFiles
+from headstart.heads.formats.medusa_layout import BLOCK, REFERENCE_BLOCK, from_any_layout
+from headstart.heads.frozen import FrozenTarget
 
 MEDUSA = ("medusa", "medusa_reference")
 LAYER_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")

@@ -6,8 +6,8 @@ TensorRT-LLM name the layer that outputs it, i - 1. Mixing the two up raises no 
 
 from collections.abc import Iterator
 
-from heads.formats.subject import Subject
-from heads.formats.violation import Violation, config_error
+from headstart.heads.formats.subject import Subject
+from headstart.heads.formats.violation import Violation, config_error
 
 KEY = "eagle_aux_hidden_state_layer_ids"
 

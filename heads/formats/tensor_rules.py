@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import torch
 
-from heads.formats.subject import Subject, midlayer_name
-from heads.formats.tap_rules import num_captured_taps
-from heads.formats.violation import MISSING, Violation, tensor_error
-from heads.vocab import DraftVocab
+from headstart.heads.formats.subject import Subject, midlayer_name
+from headstart.heads.formats.tap_rules import num_captured_taps
+from headstart.heads.formats.violation import MISSING, Violation, tensor_error
+from headstart.heads.vocab import DraftVocab
 
 OPTIONAL = {
     "eagle3": {"d2t", "t2d", "embed_tokens.weight"},

@@ -1,6 +1,6 @@
 """`python -m inference.doctor`."""
 
-from inference.doctor.command import main
+from headstart.inference.doctor.command import main
 
 if __name__ == "__main__":
     main()

@@ -26,13 +26,13 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from heads.formats.contracts import ENGINES, engines_of
-from heads.formats.files import HeadFiles
-from heads.frozen import FrozenTarget
-from heads.target_config import locate_target
-from inference.decode import check_length, generate_batch
-from inference.doctor.export_parts import compare_parts
-from inference.doctor.findings import (
+from headstart.heads.formats.contracts import ENGINES, engines_of
+from headstart.heads.formats.files import HeadFiles
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.target_config import locate_target
+from headstart.inference.decode import check_length, generate_batch
+from headstart.inference.doctor.export_parts import compare_parts
+from headstart.inference.doctor.findings import (
     Finding,
     export_violations,
     head_violations,
@@ -40,15 +40,15 @@ from inference.doctor.findings import (
     share_past_limit,
     with_unmeasured,
 )
-from inference.doctor.interpretation import Interpretation, Measure, ReplayedText, accuracies
-from inference.doctor.variants import check_number_format, find_better_variants
-from inference.report.tables import rich_table
-from inference.request import Request
-from inference.target.model import TargetModel, pick_device
-from inference.target.tokenizer import load_tokenizer
-from recipes.command_line import command_name
-from recipes.jsonl import read_jsonl
-from recipes.schema import TargetSection
+from headstart.inference.doctor.interpretation import Interpretation, Measure, ReplayedText, accuracies
+from headstart.inference.doctor.variants import check_number_format, find_better_variants
+from headstart.inference.report.tables import rich_table
+from headstart.inference.request import Request
+from headstart.inference.target.model import TargetModel, pick_device
+from headstart.inference.target.tokenizer import load_tokenizer
+from headstart.recipes.command_line import command_name
+from headstart.recipes.jsonl import read_jsonl
+from headstart.recipes.schema import TargetSection
 
 # In the folder of the run that trained the head.
 PROMPTS, MANIFEST = Path("prompts/heldout.jsonl"), Path("features/manifest.json")

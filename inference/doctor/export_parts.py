@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.target_config import Rope
-from inference.doctor.findings import Finding, largest_loss
-from inference.doctor.interpretation import NORM_FLAGS, Interpretation, Measure
+from headstart.heads.target_config import Rope
+from headstart.inference.doctor.findings import Finding, largest_loss
+from headstart.inference.doctor.interpretation import NORM_FLAGS, Interpretation, Measure
 
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 MAX_ROUNDING = 0.3  # relative difference of weights that a coarse number format can explain

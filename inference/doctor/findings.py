@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from heads.formats import config_rules, tensor_rules
-from heads.formats.contracts import violations
-from heads.formats.files import HeadFiles
-from heads.formats.subject import MEDUSA, Subject, layout_of
-from heads.formats.violation import Violation
-from heads.frozen import FrozenTarget
-from inference.doctor.interpretation import Interpretation
-from inference.target.tokenizer import load_tokenizer
+from headstart.heads.formats import config_rules, tensor_rules
+from headstart.heads.formats.contracts import violations
+from headstart.heads.formats.files import HeadFiles
+from headstart.heads.formats.subject import MEDUSA, Subject, layout_of
+from headstart.heads.formats.violation import Violation
+from headstart.heads.frozen import FrozenTarget
+from headstart.inference.doctor.interpretation import Interpretation
+from headstart.inference.target.tokenizer import load_tokenizer
 
 CATEGORIES = (  # a word in the place or text of a contract violation -> the category of the finding
     ("max_position_embeddings", "context length"),

@@ -9,16 +9,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from heads.base import DraftHead
-from heads.checkpoint import head_from_files
-from heads.formats.files import HeadFiles
-from heads.formats.published import translate
-from heads.formats.subject import Subject, layout_of
-from heads.formats.tap_rules import captured_taps
-from heads.frozen import FrozenTarget
-from heads.target_config import Rope
-from inference.calibrate import score_taps
-from inference.sampling import Sampling
+from headstart.heads.base import DraftHead
+from headstart.heads.checkpoint import head_from_files
+from headstart.heads.formats.files import HeadFiles
+from headstart.heads.formats.published import translate
+from headstart.heads.formats.subject import Subject, layout_of
+from headstart.heads.formats.tap_rules import captured_taps
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.target_config import Rope
+from headstart.inference.calibrate import score_taps
+from headstart.inference.sampling import Sampling
 
 MAPS = ("d2t", "t2d", "token_map")
 NORM_FLAGS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")

@@ -10,11 +10,11 @@ from statistics import fmean as mean
 
 import torch
 
-from heads.frozen import FrozenTarget
-from heads.target_config import Rope
-from inference.doctor.export_parts import MIN_DTYPE_LOSS
-from inference.doctor.findings import Finding, largest_loss
-from inference.doctor.interpretation import NORM_FLAGS, Interpretation, Measure
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.target_config import Rope
+from headstart.inference.doctor.export_parts import MIN_DTYPE_LOSS
+from headstart.inference.doctor.findings import Finding, largest_loss
+from headstart.inference.doctor.interpretation import NORM_FLAGS, Interpretation, Measure
 
 COMMON_BASES = (1e4, 5e5, 1e6)
 MIN_GAIN, MIN_RELATIVE_GAIN = 0.05, 0.1  # mean accuracy that a variant must gain to be reported

@@ -3,22 +3,22 @@
 import reprlib
 from pathlib import Path
 
-from heads.base import DraftHead
-from heads.target_config import locate_target
-from inference.drafter import Drafter
-from inference.drafters.cost_aware import growth_from_recipe
-from inference.drafters.growth import Dynamic, Fixed, Growth
-from inference.drafters.head import HeadDrafter
-from inference.drafters.lookahead import Lookahead
-from inference.drafters.lookup import CorpusLookup, PromptLookup
-from inference.drafters.model import EarlyExit, ModelDrafter
-from inference.drafters.other_tokenizer import OtherTokenizerDrafter
-from inference.drafters.suffix_automaton import SuffixAutomaton
-from inference.drafters.trie import TreeLimits
-from inference.target.model import TargetModel
-from inference.target.tokenizer import load_tokenizer, same_tokenizer
-from recipes.jsonl import read_jsonl
-from recipes.schema import DecodeSection, TargetSection
+from headstart.heads.base import DraftHead
+from headstart.heads.target_config import locate_target
+from headstart.inference.drafter import Drafter
+from headstart.inference.drafters.cost_aware import growth_from_recipe
+from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
+from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.drafters.lookahead import Lookahead
+from headstart.inference.drafters.lookup import CorpusLookup, PromptLookup
+from headstart.inference.drafters.model import EarlyExit, ModelDrafter
+from headstart.inference.drafters.other_tokenizer import OtherTokenizerDrafter
+from headstart.inference.drafters.suffix_automaton import SuffixAutomaton
+from headstart.inference.drafters.trie import TreeLimits
+from headstart.inference.target.model import TargetModel
+from headstart.inference.target.tokenizer import load_tokenizer, same_tokenizer
+from headstart.recipes.jsonl import read_jsonl
+from headstart.recipes.schema import DecodeSection, TargetSection
 
 
 def build_drafter(

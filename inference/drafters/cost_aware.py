@@ -11,14 +11,14 @@ import numpy
 from numpy.typing import NDArray
 from torch import Tensor
 
-from heads.base import DraftHead
-from heads.static_tree import StaticTree
-from inference.drafter import Verified, VerifiedOnHost
-from inference.drafters.costs import CostTable, StepCosts
-from inference.drafters.growth import Dynamic, Fixed, Growth, Pool, likeliest
-from inference.target.model import TargetModel
-from inference.tree import Tree
-from recipes.schema import DecodeSection
+from headstart.heads.base import DraftHead
+from headstart.heads.static_tree import StaticTree
+from headstart.inference.drafter import Verified, VerifiedOnHost
+from headstart.inference.drafters.costs import CostTable, StepCosts
+from headstart.inference.drafters.growth import Dynamic, Fixed, Growth, Pool, likeliest
+from headstart.inference.target.model import TargetModel
+from headstart.inference.tree import Tree
+from headstart.recipes.schema import DecodeSection
 
 TINY = 1e-300  # replaces a chance of 0, as in a row that is finished while others still draft
 

@@ -10,16 +10,16 @@ import numpy
 import torch
 from numpy.typing import NDArray
 
-from heads.base import DraftHead
-from inference.cache import KVCache
-from inference.cuda_graph import StaticStep, size_bucket
-from inference.drafter import PLAIN, VerifiedOnHost
-from inference.drafters.growth import Dynamic
-from inference.drafters.head import HeadDrafter
-from inference.sampling import BatchSampling, Sampling
-from inference.target.model import TargetModel
-from inference.tree import Tree
-from inference.verify import accept
+from headstart.heads.base import DraftHead
+from headstart.inference.cache import KVCache
+from headstart.inference.cuda_graph import StaticStep, size_bucket
+from headstart.inference.drafter import PLAIN, VerifiedOnHost
+from headstart.inference.drafters.growth import Dynamic
+from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.sampling import BatchSampling, Sampling
+from headstart.inference.target.model import TargetModel
+from headstart.inference.tree import Tree
+from headstart.inference.verify import accept
 
 NODES = (1, 2, 4, 8, 16, 24, 32, 48, 64)  # tree sizes that are timed, root included; others are interpolated
 LEVELS = 3  # levels drafted to find the time of one

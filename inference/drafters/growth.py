@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from inference.drafter import Verified
-from inference.tree import Tree
+from headstart.inference.drafter import Verified
+from headstart.inference.tree import Tree
 
 
 @dataclass

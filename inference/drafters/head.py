@@ -9,14 +9,14 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heads.calibration import Calibration
-from heads.vocab import DraftVocab
-from inference.cache import KVCache
-from inference.drafter import Verified
-from inference.drafters.growth import Growth, Pool
-from inference.drafters.proposals import SampledChildren
-from inference.sampling import BatchSampling, History
-from inference.tree import Block, Tree, additive, block_mask, take
+from headstart.heads.calibration import Calibration
+from headstart.heads.vocab import DraftVocab
+from headstart.inference.cache import KVCache
+from headstart.inference.drafter import Verified
+from headstart.inference.drafters.growth import Growth, Pool
+from headstart.inference.drafters.proposals import SampledChildren
+from headstart.inference.sampling import BatchSampling, History
+from headstart.inference.tree import Block, Tree, additive, block_mask, take
 
 
 @dataclass

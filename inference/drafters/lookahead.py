@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from inference.cache import KVCache
-from inference.drafter import Verified, VerifiedOnHost
-from inference.drafters.trie import Trie, batch_tries
-from inference.tree import Tree
+from headstart.inference.cache import KVCache
+from headstart.inference.drafter import Verified, VerifiedOnHost
+from headstart.inference.drafters.trie import Trie, batch_tries
+from headstart.inference.tree import Tree
 
 
 @dataclass

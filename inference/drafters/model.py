@@ -9,15 +9,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from heads.calibration import Calibration
-from heads.vocab import DraftVocab
-from inference.cache import KVCache, Slots
-from inference.drafter import Verified
-from inference.drafters.growth import Growth
-from inference.drafters.head import Frontier, HeadDrafter, LevelMasks
-from inference.target.architecture import first_layers
-from inference.target.model import Masks, TargetModel
-from inference.tree import Block, Tree
+from headstart.heads.calibration import Calibration
+from headstart.heads.vocab import DraftVocab
+from headstart.inference.cache import KVCache, Slots
+from headstart.inference.drafter import Verified
+from headstart.inference.drafters.growth import Growth
+from headstart.inference.drafters.head import Frontier, HeadDrafter, LevelMasks
+from headstart.inference.target.architecture import first_layers
+from headstart.inference.target.model import Masks, TargetModel
+from headstart.inference.tree import Block, Tree
 
 
 class ModelAsHead:

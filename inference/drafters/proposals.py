@@ -6,12 +6,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from heads.vocab import DraftVocab
-from inference.drafter import Verified
-from inference.drafters.growth import Fixed, Growth
-from inference.rejection import Proposals, propose
-from inference.sampling import BatchSampling, History
-from inference.tree import Tree
+from headstart.heads.vocab import DraftVocab
+from headstart.inference.drafter import Verified
+from headstart.inference.drafters.growth import Fixed, Growth
+from headstart.inference.rejection import Proposals, propose
+from headstart.inference.sampling import BatchSampling, History
+from headstart.inference.tree import Tree
 
 
 class SampledChildren:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from inference.drafters.trie import Child
+from headstart.inference.drafters.trie import Child
 
 START = 0
 

@@ -9,8 +9,8 @@ from typing import Generic, TypeVar
 
 import torch
 
-from inference.drafter import VerifiedOnHost
-from inference.tree import Tree
+from headstart.inference.drafter import VerifiedOnHost
+from headstart.inference.tree import Tree
 
 State = TypeVar("State")
 

@@ -36,24 +36,24 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from heads.base import DraftHead
-from heads.checkpoint import load_head
-from heads.target_config import locate_target
-from inference.decode import check_length
-from inference.inputs import head_folders, held_out_prompts, taps_to_read
-from inference.report.compare import Outcome, able_to_batch, run_interleaved, summarise_methods
-from inference.report.files import draw_searched_trees, write_report
-from inference.report.methods import NEED_A_HEAD, build_methods
-from inference.report.page import on_terminal
-from inference.report.questions import Prompt, read_questions
-from inference.report.runs import Method, Run
-from inference.report.tables import NOTE, as_tables
-from inference.report.trace import Trace, trace
-from inference.sampling import sampling_from_recipe
-from inference.target.model import TargetModel, pick_device
-from inference.target.tokenizer import load_tokenizer, text_of
-from recipes import Recipe, run_command
-from recipes.tuned_target import refuse_original_target
+from headstart.heads.base import DraftHead
+from headstart.heads.checkpoint import load_head
+from headstart.heads.target_config import locate_target
+from headstart.inference.decode import check_length
+from headstart.inference.inputs import head_folders, held_out_prompts, taps_to_read
+from headstart.inference.report.compare import Outcome, able_to_batch, run_interleaved, summarise_methods
+from headstart.inference.report.files import draw_searched_trees, write_report
+from headstart.inference.report.methods import NEED_A_HEAD, build_methods
+from headstart.inference.report.page import on_terminal
+from headstart.inference.report.questions import Prompt, read_questions
+from headstart.inference.report.runs import Method, Run
+from headstart.inference.report.tables import NOTE, as_tables
+from headstart.inference.report.trace import Trace, trace
+from headstart.inference.sampling import sampling_from_recipe
+from headstart.inference.target.model import TargetModel, pick_device
+from headstart.inference.target.tokenizer import load_tokenizer, text_of
+from headstart.recipes import Recipe, run_command
+from headstart.recipes.tuned_target import refuse_original_target
 
 MethodRuns = list[list[Run]]  # for each method, its runs on the batches of prompts in order
 

@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 
-from inference.decode import start_history
-from inference.report.questions import Prompt
-from inference.report.runs import Method, Run, run_batch
-from inference.report.statistics import Interval, quantile, speedup
-from inference.request import DecodeStats, Request
-from inference.sampling import AcceptanceRule, BatchSampling, Sampling
-from inference.target.model import TargetModel
+from headstart.inference.decode import start_history
+from headstart.inference.report.questions import Prompt
+from headstart.inference.report.runs import Method, Run, run_batch
+from headstart.inference.report.statistics import Interval, quantile, speedup
+from headstart.inference.request import DecodeStats, Request
+from headstart.inference.sampling import AcceptanceRule, BatchSampling, Sampling
+from headstart.inference.target.model import TargetModel
 
 # The keys of report.json are a file format: they keep their names when fields are renamed.
 JSON_KEYS = {"method": "way", "acceptance_length_by_category": "tau_by_category"}

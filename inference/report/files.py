@@ -6,15 +6,15 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from heads.base import DraftHead
-from inference.drafters.cost_aware import searched_tree
-from inference.inputs import OWN_HEAD
-from inference.report.compare import Outcome
-from inference.report.page import Detokenize, page
-from inference.report.tables import NOTE, as_markdown, draw
-from inference.report.trace import Trace
-from inference.report.tree_picture import draw_tree
-from recipes import Recipe
+from headstart.heads.base import DraftHead
+from headstart.inference.drafters.cost_aware import searched_tree
+from headstart.inference.inputs import OWN_HEAD
+from headstart.inference.report.compare import Outcome
+from headstart.inference.report.page import Detokenize, page
+from headstart.inference.report.tables import NOTE, as_markdown, draw
+from headstart.inference.report.trace import Trace
+from headstart.inference.report.tree_picture import draw_tree
+from headstart.recipes import Recipe
 
 
 def write_report(

@@ -2,17 +2,17 @@
 
 from collections.abc import Iterator, Mapping
 
-from heads.base import DraftHead
-from heads.checkpoint import new_head
-from inference.drafters.build import build_drafter, load_draft_model
-from inference.drafters.cost_aware import growth_from_recipe
-from inference.drafters.growth import Growth
-from inference.drafters.head import HeadDrafter
-from inference.inputs import OWN_HEAD
-from inference.report.runs import Method
-from inference.target.model import TargetModel
-from recipes import Recipe
-from recipes.schema import Baseline
+from headstart.heads.base import DraftHead
+from headstart.heads.checkpoint import new_head
+from headstart.inference.drafters.build import build_drafter, load_draft_model
+from headstart.inference.drafters.cost_aware import growth_from_recipe
+from headstart.inference.drafters.growth import Growth
+from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.inputs import OWN_HEAD
+from headstart.inference.report.runs import Method
+from headstart.inference.target.model import TargetModel
+from headstart.recipes import Recipe
+from headstart.recipes.schema import Baseline
 
 NEED_A_HEAD: tuple[Baseline, ...] = ("chain", "tree", "untrained")  # values of report.baselines
 

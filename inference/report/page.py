@@ -8,11 +8,11 @@ from html import escape
 
 from rich.text import Text
 
-from inference.report.compare import Outcome
-from inference.report.svg import Series, category_plot, legend, line_plot, tree_drawing
-from inference.report.tables import COLUMNS, NOTE, cells, further_tables, heading
-from inference.report.trace import Trace, TracedStep
-from inference.target.tokenizer import REPLACEMENT_CHARACTER
+from headstart.inference.report.compare import Outcome
+from headstart.inference.report.svg import Series, category_plot, legend, line_plot, tree_drawing
+from headstart.inference.report.tables import COLUMNS, NOTE, cells, further_tables, heading
+from headstart.inference.report.trace import Trace, TracedStep
+from headstart.inference.target.tokenizer import REPLACEMENT_CHARACTER
 
 Detokenize = Callable[[list[int]], str]
 

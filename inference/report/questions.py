@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from inference.target.tokenizer import Tokenizer
-from recipes.jsonl import read_jsonl
+from headstart.inference.target.tokenizer import Tokenizer
+from headstart.recipes.jsonl import read_jsonl
 
 
 @dataclass(frozen=True)

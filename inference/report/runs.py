@@ -7,11 +7,11 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from inference.decode import DecodeLoop
-from inference.drafter import Drafter
-from inference.request import DecodeStats, Request
-from inference.sampling import Sampling
-from inference.target.model import TargetModel
+from headstart.inference.decode import DecodeLoop
+from headstart.inference.drafter import Drafter
+from headstart.inference.request import DecodeStats, Request
+from headstart.inference.sampling import Sampling
+from headstart.inference.target.model import TargetModel
 
 
 @dataclass(frozen=True)

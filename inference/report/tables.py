@@ -6,8 +6,8 @@ from textwrap import fill
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from inference.report.compare import Outcome
-from inference.report.statistics import Interval
+from headstart.inference.report.compare import Outcome
+from headstart.inference.report.statistics import Interval
 
 COLUMNS = {
     "method": "how the prompts were decoded; generate is transformers' own, plain is our loop without drafts",

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from inference.cache import KVCache
-from inference.decode import generate
-from inference.drafter import Drafter, Verified, VerifiedOnHost
-from inference.sampling import Sampling
-from inference.target.model import TargetModel
-from inference.tree import Tree
+from headstart.inference.cache import KVCache
+from headstart.inference.decode import generate
+from headstart.inference.drafter import Drafter, Verified, VerifiedOnHost
+from headstart.inference.sampling import Sampling
+from headstart.inference.target.model import TargetModel
+from headstart.inference.tree import Tree
 
 
 @dataclass(frozen=True)

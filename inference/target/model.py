@@ -10,12 +10,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from heads.frozen import FrozenTarget
-from heads.target_config import TargetConfig, locate_target
-from inference.cache import KVCache, Shape, Slots
-from inference.request import cut_at_end
-from inference.sampling import Sampling
-from inference.target.architecture import (
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.target_config import TargetConfig, locate_target
+from headstart.inference.cache import KVCache, Shape, Slots
+from headstart.inference.request import cut_at_end
+from headstart.inference.sampling import Sampling
+from headstart.inference.target.architecture import (
     attention_code,
     attention_windows,
     cached_shape,
@@ -23,9 +23,9 @@ from inference.target.architecture import (
     refuse_unknown_state,
     rope_limit,
 )
-from inference.target.ranks import Ranks, load_over_ranks
-from inference.tree import Block, Tree, block_mask
-from recipes.schema import TargetSection
+from headstart.inference.target.ranks import Ranks, load_over_ranks
+from headstart.inference.tree import Block, Tree, block_mask
+from headstart.recipes.schema import TargetSection
 
 Kept = TypeVar("Kept")
 Masks = Tensor | dict[str, Tensor]  # additive, [rows, 1, seq, keys]; one for all layers, or one per layer type

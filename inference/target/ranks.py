@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.integrations import HfDeepSpeedConfig
 
-from recipes.schema import TargetSection
+from headstart.recipes.schema import TargetSection
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

@@ -24,17 +24,17 @@ from typing import Any
 import torch
 from served_heads import CASES, DRAFT_TOKENS, TARGET, WORK, export_recipe, heldout_prompts
 
-from heads.checkpoint import load_head
-from heads.convert import convert
-from heads.export import export
-from heads.frozen import FrozenTarget
-from inference.decode import DecodeLoop, generate
-from inference.drafters.growth import Dynamic
-from inference.drafters.head import HeadDrafter
-from inference.request import Request
-from inference.target.model import TargetModel
-from recipes.jsonl import read_jsonl
-from recipes.schema import TargetSection
+from headstart.heads.checkpoint import load_head
+from headstart.heads.convert import convert
+from headstart.heads.export import export
+from headstart.heads.frozen import FrozenTarget
+from headstart.inference.decode import DecodeLoop, generate
+from headstart.inference.drafters.growth import Dynamic
+from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.request import Request
+from headstart.inference.target.model import TargetModel
+from headstart.recipes.jsonl import read_jsonl
+from headstart.recipes.schema import TargetSection
 
 NEW_TOKENS, NUM_PROMPTS = 64, 6
 TARGET_SECTION = TargetSection(path=str(TARGET), dtype="float32")

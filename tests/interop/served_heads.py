@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from heads.checkpoint import load_head, save_head
-from heads.eagle3 import Eagle3Head
-from heads.frozen import FrozenTarget
-from heads.vocab import DraftVocab
-from recipes import Recipe, load_recipe
+from headstart.heads.checkpoint import load_head, save_head
+from headstart.heads.eagle3 import Eagle3Head
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.vocab import DraftVocab
+from headstart.recipes import Recipe, load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 WORK = Path("runs/interop")

@@ -5,10 +5,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from recipes.schema import TrainSection
-from trainers.objective import UnrolledHead
-from trainers.optimizers import build_optimizers
-from trainers.ranks.head_on_ranks import (
+from headstart.recipes.schema import TrainSection
+from headstart.trainers.objective import UnrolledHead
+from headstart.trainers.optimizers import build_optimizers
+from headstart.trainers.ranks.head_on_ranks import (
     HeadOnRanks,
     copy_to_main_cpu,
     copy_weights,

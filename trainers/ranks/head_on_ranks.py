@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from recipes.schema import TrainSection
-from trainers.objective import UnrolledHead, UnrollScores
-from trainers.optimizers import build_optimizers, set_learning_rates
+from headstart.recipes.schema import TrainSection
+from headstart.trainers.objective import UnrolledHead, UnrollScores
+from headstart.trainers.optimizers import build_optimizers, set_learning_rates
 
 
 class HeadOnRanks(ABC):

@@ -9,12 +9,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, DistributedType, InitProcessGroupKwargs, parse_flag_from_env
 
-from data_pipelines.shard_work import RANK_TIMEOUT
-from recipes import Recipe
-from recipes.schema import TrainSection
-from trainers.objective import UnrolledHead
-from trainers.ranks.fsdp2 import FullyShardedHead
-from trainers.ranks.head_on_ranks import HeadOnRanks, ReplicatedHead
+from headstart.data_pipelines.shard_work import RANK_TIMEOUT
+from headstart.recipes import Recipe
+from headstart.recipes.schema import TrainSection
+from headstart.trainers.objective import UnrolledHead
+from headstart.trainers.ranks.fsdp2 import FullyShardedHead
+from headstart.trainers.ranks.head_on_ranks import HeadOnRanks, ReplicatedHead
 
 ACCELERATE_PRECISION = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}  # train.precision -> its name there
 
@@ -55,7 +55,7 @@ def distribute_head(accelerator: Accelerator, unrolled: UnrolledHead, section: T
     `unrolled` stays whole on the main rank; `HeadOnRanks.whole` copies the trained weights back into it.
     """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        from trainers.ranks.zero import ZeroHead  # DeepSpeed is an extra and may not be installed
+        from headstart.trainers.ranks.zero import ZeroHead  # DeepSpeed is an extra and may not be installed
 
         return ZeroHead(accelerator, unrolled, section)
     if is_fsdp():

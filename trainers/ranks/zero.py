@@ -13,10 +13,10 @@ from deepspeed.utils import (
 )
 from torch import Tensor
 
-from recipes.schema import TrainSection
-from trainers.objective import UnrolledHead, UnrollScores
-from trainers.optimizers import build_optimizers
-from trainers.ranks.head_on_ranks import (
+from headstart.recipes.schema import TrainSection
+from headstart.trainers.objective import UnrolledHead, UnrollScores
+from headstart.trainers.optimizers import build_optimizers
+from headstart.trainers.ranks.head_on_ranks import (
     HeadOnRanks,
     copy_to_main_cpu,
     copy_weights,
