@@ -57,12 +57,11 @@ class Checkpoints:
 
     def steps(self, kind: str = "step") -> list[int]:
         """The steps of the whole checkpoints, ascending; `kind` is step or best."""
-        paths = (path for path in self.folder.glob(f"{kind}-*") if path.suffix == "")
-        return sorted(int(path.name.removeprefix(f"{kind}-")) for path in paths)
+        return saved_steps(self.folder, kind)
 
     def newest(self) -> int:
         """The step of the newest checkpoint, 0 if there is none."""
-        return max(self.steps(), default=0)
+        return newest_step(self.folder)
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step}"
@@ -178,6 +177,16 @@ class Checkpoints:
                 + "\n  ".join(different)
                 + f"\nchoose another run_dir, undo the change in the recipe, or remove {self.folder} to start over"
             )
+
+
+def saved_steps(folder: Path, kind: str) -> list[int]:
+    paths = (path for path in folder.glob(f"{kind}-*") if path.suffix == "")
+    return sorted(int(path.name.removeprefix(f"{kind}-")) for path in paths)
+
+
+def newest_step(folder: Path) -> int:
+    """The step of the newest whole checkpoint in a folder, 0 if there is none."""
+    return max(saved_steps(folder, "step"), default=0)
 
 
 def flush(path: Path) -> None:

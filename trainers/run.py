@@ -7,6 +7,7 @@ from headstart.data_pipelines.harvest import harvest
 from headstart.data_pipelines.sample_stores import SampleStore, open_stores
 from headstart.data_pipelines.shards import stored_taps
 from headstart.data_pipelines.stage import Json, Stage
+from headstart.data_pipelines.together import run_together
 from headstart.heads.base import DraftHead
 from headstart.heads.checkpoint import draft_vocab, head_taps, new_head, save_head
 from headstart.heads.eagle3 import Eagle3Head
@@ -15,7 +16,8 @@ from headstart.heads.target_config import locate_target
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.target.model import TargetModel
 from headstart.recipes import Recipe
-from headstart.trainers.checkpoint import Checkpoints, Tensors
+from headstart.recipes.launcher import end_with_launcher
+from headstart.trainers.checkpoint import Checkpoints, Tensors, newest_step
 from headstart.trainers.dry_run import print_plan, refuse_sizes
 from headstart.trainers.evaluation import HeldOutDecoding
 from headstart.trainers.loop import train
@@ -46,6 +48,7 @@ def run(recipe: Recipe, script: str | None = None) -> None:
     `script` is the trainer that the user started; without it every kind of head is trained. Raises ValueError for a
     mistake in the recipe or the launch, as early as it can be detected.
     """
+    end_with_launcher()
     if script is not None:
         refuse_other_script(recipe, script)
     accelerator = start_accelerator(recipe)
@@ -55,6 +58,12 @@ def run(recipe: Recipe, script: str | None = None) -> None:
         return
     refuse_lone_decoding(recipe, accelerator.num_processes)
     refuse_sizes(recipe, accelerator.num_processes, recipe.data.num_prompts)
+    with run_together(recipe, "training", lambda: {"step to resume from": str(newest_step(recipe.checkpoints_dir))}):
+        make_head(recipe, accelerator)
+
+
+def make_head(recipe: Recipe, accelerator: Accelerator) -> None:
+    """Run the missing stages and train, on ranks that agree on the run."""
     features = harvest(recipe)
     target_folder = locate_target(recipe.target.path, recipe.target.revision)
     frozen = FrozenTarget.from_folder(target_folder, dtype=torch.float32, device=accelerator.device)
