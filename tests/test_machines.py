@@ -14,13 +14,14 @@ from typing import Any
 
 import psutil
 import pytest
-from launches import LAUNCHES, ROOT
+from launches import LAUNCHES, ROOT, needs_deepspeed
 from safetensors.torch import load_file
 from tiny_run import build_run, quiet_environment
 from torch.testing import assert_close
 
 pytestmark = pytest.mark.slow
 
+ZERO = ["zero2", "zero3"]
 TRAINER = ROOT / "trainers/eagle.py"
 LONG = "train.steps=100000", "train.checkpoint_every=50", "train.eval_every=100000"
 
@@ -36,23 +37,28 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def launch_machine(folder: Path, number: int, port: int, script: Path, *arguments: str) -> subprocess.Popen[str]:
+def launch_machine(
+    folder: Path, number: int, port: int, script: Path, *arguments: str, config: str = "ddp"
+) -> subprocess.Popen[str]:
     """Start one machine's part of a launch of two machines with one rank each."""
     home = folder / f"machine{number}"
     home.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCHES / "ddp.yaml")]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCHES / f"{config}.yaml")]
     command += ["--num_processes", "2", "--num_machines", "2", "--machine_rank", str(number)]
     command += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(port), str(script), *arguments]
-    environment = {**quiet_environment(ROOT), "HOME": str(home)}
+    environment = {**quiet_environment(ROOT), "HOME": str(home), "DS_ACCELERATOR": "cpu"}
     return subprocess.Popen(
         command, cwd=home, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 
-def launch_training(folder: Path, *by_machine: tuple[str, ...]) -> list[subprocess.Popen[str]]:
+def launch_training(folder: Path, *by_machine: tuple[str, ...], config: str = "ddp") -> list[subprocess.Popen[str]]:
     """Train on two machines, each with overrides of its own."""
     port, recipe = free_port(), str(folder / "recipe.yaml")
-    return [launch_machine(folder, i, port, TRAINER, recipe, *mine) for i, mine in enumerate(by_machine)]
+    return [
+        launch_machine(folder, number, port, TRAINER, recipe, *mine, config=config)
+        for number, mine in enumerate(by_machine)
+    ]
 
 
 def outputs(machines: list[subprocess.Popen[str]], seconds: float = 300) -> list[str]:
@@ -81,10 +87,11 @@ def wait_for_steps(folder: Path, steps: int) -> None:
         time.sleep(0.1)
 
 
-def test_two_machines_that_share_only_run_dir_train_what_one_trains(folder: Path) -> None:
+@pytest.mark.parametrize("config", ["ddp", "fsdp2", *(pytest.param(each, marks=needs_deepspeed) for each in ZERO)])
+def test_two_machines_that_share_only_run_dir_train_what_one_trains(folder: Path, config: str) -> None:
     shared = f"run_dir={folder / 'shared'}"
-    machines = launch_training(folder, (shared,), (shared,))
-    printed = outputs(machines)
+    machines = launch_training(folder, (shared,), (shared,), config=config)
+    printed = outputs(machines, seconds=900)
     assert [machine.returncode for machine in machines] == [0, 0], printed
     alone = subprocess.run(
         [sys.executable, str(TRAINER), str(folder / "recipe.yaml"), f"run_dir={folder / 'alone'}"],
