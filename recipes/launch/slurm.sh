@@ -14,7 +14,7 @@
 set -euo pipefail
 export CONFIG="recipes/launch/$1.yaml"
 shift
-MAIN_ADDRESS=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+read -r MAIN_ADDRESS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export MAIN_ADDRESS MAIN_PORT=$((20000 + SLURM_JOB_ID % 10000)) # two jobs may share a machine
 
 # Expanded on each machine, where SLURM_NODEID differs.
