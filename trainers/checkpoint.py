@@ -54,6 +54,7 @@ class Checkpoints:
     def __init__(self, folder: Path, inputs: Json, keep: int) -> None:
         self.folder, self.keep = folder, keep
         self.inputs: Json = json.loads(json.dumps(inputs))
+        self.accepted: Json = {}
 
     def steps(self, kind: str = "step") -> list[int]:
         """The steps of the whole checkpoints, ascending; `kind` is step or best."""
@@ -62,6 +63,18 @@ class Checkpoints:
     def newest(self) -> int:
         """The step of the newest checkpoint, 0 if there is none."""
         return newest_step(self.folder)
+
+    def newest_inputs(self) -> Json | None:
+        """The inputs of the newest checkpoint, None if there is none that can be read."""
+        try:
+            inputs: Json = json.loads((self.path(self.newest()) / STATE).read_text())["inputs"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None  # `load` names what is wrong
+        return inputs
+
+    def accept(self, changed: Json) -> None:
+        """Go on from checkpoints that differ in these inputs."""
+        self.accepted = changed
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step}"
@@ -170,6 +183,7 @@ class Checkpoints:
             ) from error
 
     def _refuse_difference(self, path: Path, found: Any) -> None:
+        found = {**found, **self.accepted} if isinstance(found, dict) else {}
         different = differences(found, self.inputs, "checkpoint {}, recipe {}")
         if different:
             raise ValueError(
