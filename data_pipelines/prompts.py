@@ -16,7 +16,7 @@ from headstart.data_pipelines.row_report import RowReport
 from headstart.data_pipelines.row_samples import parse_known, samples_of
 from headstart.data_pipelines.rows import BadRow, read_rows, source_digest
 from headstart.data_pipelines.stage import Json, Stage, file_digest, target_identity, write_jsonl, write_text
-from headstart.data_pipelines.target_files import prompt_identities
+from headstart.data_pipelines.target_files import WEIGHTS, prompt_identities
 from headstart.heads.target_config import locate_target
 from headstart.inference.target.tokenizer import Tokenizer, load_tokenizer
 from headstart.recipes import Recipe, run_command
@@ -38,7 +38,7 @@ def prompts_stage(recipe: Recipe) -> Stage:
         "data.num_prompts": data.num_prompts,
         "data.prompt_tokens": data.prompt_tokens,
         "data.long_prompts": data.long_prompts,
-        "the target's config and weights": target_identity(target),
+        WEIGHTS: target_identity(target),
         **prompt_identities(target),
         "seed": recipe.seed,
     }

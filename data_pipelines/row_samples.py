@@ -29,7 +29,7 @@ def samples_of(tokenizer: Tokenizer, parsed: Parsed, row: Json, data: DataSectio
                 "data.long_prompts=drop leaves such rows out",
             )
         prompt = given.tokens[: given.spans[-1][0]]
-        yield {"tokens": prompt, "cut": False, "text": given.tokens, "spans": given.spans}
+        yield {"tokens": prompt, "cut": False, "text": given.tokens, "spans": [list(span) for span in given.spans]}
 
 
 def encode_prompt(tokenizer: Tokenizer, row: Json) -> list[int]:

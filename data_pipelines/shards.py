@@ -75,17 +75,22 @@ def stored_states(taps: tuple[int, ...], tapped: Tensor, last_hidden: Tensor, st
     return stored
 
 
-def shard_is_whole(path: Path, made_from: str) -> bool:
-    """Whether an earlier run wrote this shard; raises ValueError if it is unreadable or made from other inputs."""
+def shard_is_whole(path: Path, wanted: str) -> bool:
+    """Whether an earlier run wrote this shard; raises ValueError if it is unreadable or not made from `wanted`."""
     if not path.exists():
         return False
-    metadata = _open(path).metadata() or {}
-    if metadata.get("made_from") != made_from:
+    if made_from(path) != wanted:
         raise ValueError(
-            f"{path} is a shard of another run (made from {metadata.get('made_from', 'unknown inputs')!r}, this run "
-            f"needs {made_from!r}); remove the file or choose another run_dir"
+            f"{path} is a shard of another run (made from {made_from(path) or 'unknown inputs'!r}, this run "
+            f"needs {wanted!r}); remove the file or choose another run_dir"
         )
     return True
+
+
+def made_from(path: Path) -> str | None:
+    """What a shard was made from, as its writer said; raises ValueError if the shard is unreadable."""
+    metadata: dict[str, str] = open_shard(path).metadata() or {}
+    return metadata.get("made_from")
 
 
 def note_path(shard: Path) -> Path:
@@ -95,7 +100,7 @@ def note_path(shard: Path) -> Path:
 
 def shard_entry(path: Path, name: str) -> Json:
     """The manifest entry of a shard with this file name."""
-    offsets = _open(path).get_tensor("offsets")
+    offsets = open_shard(path).get_tensor("offsets")
     return {
         "file": name,
         "samples": len(offsets) - 1,
@@ -205,7 +210,7 @@ class FeatureStore:
                 f"{problem}; remove it together with {self.folder / 'stage.json'} and {MANIFEST}, and harvest again "
                 "(undamaged shards are reused)"
             )
-        self._opened[shard] = _open(self.folder / self.shards[shard]["file"])
+        self._opened[shard] = open_shard(self.folder / self.shards[shard]["file"])
         self._offsets[shard] = self._opened[shard].get_tensor("offsets")
         return self._opened[shard]
 
@@ -249,7 +254,8 @@ def read_manifest(folder: Path) -> Json:
     return about
 
 
-def _open(path: Path) -> Any:
+def open_shard(path: Path) -> Any:
+    """An open shard of tensors; raises ValueError if it is unreadable."""
     try:
         return safe_open(path, "pt").__enter__()  # stays open and mapped while its store uses it
     except (SafetensorError, OSError) as error:

@@ -12,6 +12,8 @@ import json
 import shutil
 from pathlib import Path
 
+from rich.filesize import decimal
+
 from headstart.data_pipelines.shards import MANIFEST, FeatureStore, read_manifest, shard_damage, shard_name
 from headstart.data_pipelines.stage import CHECKSUM, Json, Stage, differences, file_digest, target_identity, write_text
 from headstart.heads.target_config import locate_target
@@ -80,6 +82,18 @@ def merge(into: Path, sources: list[Path]) -> Stage:
     stage.finish({"manifest": file_digest(partial / MANIFEST)})
     partial.rename(into)
     return Stage("features", into, stage.inputs)
+
+
+def describe_store(folder: Path) -> str:
+    """One line for the user: the size of a store."""
+    about = read_manifest(folder)
+    counts = {split: [s for s in about["shards"] if s["file"].startswith(f"{split}-")] for split in SPLITS}
+    train, heldout = (sum(shard["samples"] for shard in counts[split]) for split in SPLITS)
+    tokens, size = (sum(shard[name] for shard in about["shards"]) for name in ("tokens", "bytes"))
+    return (
+        f"features: {train:,} training and {heldout:,} held-out samples, {tokens:,} tokens, {decimal(size)} in "
+        f"{len(about['shards'])} shards of {about['dtype']}"
+    )
 
 
 def origin(about: Json) -> Json:

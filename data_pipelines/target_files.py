@@ -9,6 +9,7 @@ from pathlib import Path
 
 from headstart.data_pipelines.stage import Json, file_digest
 
+WEIGHTS = "the target's config and weights"  # the name of `target_identity` among a stage's inputs
 TOKENIZER_FILES = (
     "tokeniz*",  # tokenizer.json, tokenizer.model, tokenization_NAME.py
     "*.model",

@@ -104,7 +104,7 @@ def test_changed_weights_in_the_target_folder_are_refused(tmp_path: Path) -> Non
     recipe = tiny_recipe(tmp_path)
     harvest(recipe)
     build_target(tmp_path / "target", seed=1)
-    with pytest.raises(ValueError, match="target: made with"):
+    with pytest.raises(ValueError, match="the target's config and weights: the content has changed"):
         harvest(recipe)
 
 
