@@ -145,7 +145,8 @@ def read_both(recipe: Recipe, tokenizer: Tokenizer) -> PromptRows:
 
 def key_of(row: Json) -> Key:
     """The tokens that two rows share if one repeats the other: the prompt, or the whole text if it has no prompt."""
-    return tuple(row["tokens"] if len(row["tokens"]) > 1 else row.get("text", row["tokens"]))
+    tokens: list[int] = row["tokens"] if len(row["tokens"]) > 1 else row.get("text", row["tokens"])
+    return tuple(tokens)
 
 
 def stdlib_prompts(

@@ -143,8 +143,10 @@ def in_words(value: object) -> str:
         return json.dumps(value)
     if isinstance(value, int | float):
         return f"a number ({value})"
-    names = {str: "text", list: "a list", dict: "an object"}
-    return names.get(type(value), type(value).__name__)
+    for kind, name in ((str, "text"), (list, "a list"), (dict, "an object")):
+        if isinstance(value, kind):
+            return name
+    return type(value).__name__  # parquet has more types than JSON
 
 
 def text_rows(path: Path) -> Iterator[Row]:

@@ -1,7 +1,8 @@
 """Features on disk: samples of variable length in safetensors shards, and a manifest with a checksum per shard."""
 
 import json
-from collections.abc import Iterable, Sequence
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from headstart.data_pipelines.state_encoding import decode, encode
 from headstart.data_pipelines.token_counts import read_counts
 
 MANIFEST = "manifest.json"
+TEXT_TENSORS = ("tokens", "loss_mask")  # what a shard holds of its texts; the rest are states
 
 
 def stored_taps(taps: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
@@ -188,6 +190,13 @@ class FeatureStore:
             counts += torch.bincount(opened.get_tensor("tokens")[written], minlength=vocab_size)
         return counts
 
+    def texts(self, shard: int) -> Iterator[tuple[list[int], list[int]]]:
+        """The tokens and the loss mask of each sample of a shard."""
+        opened = self._shard(shard)
+        parts = [opened.get_tensor(name).split(opened.get_tensor("offsets").diff().tolist()) for name in TEXT_TENSORS]
+        for tokens, loss_mask in zip(*parts, strict=True):
+            yield tokens.tolist(), loss_mask.tolist()
+
     def num_trained_on(self) -> int:
         """The number of tokens to train on."""
         return sum(int(self._shard(shard).get_tensor("loss_mask").sum()) for shard in range(len(self.shards)))
@@ -241,17 +250,38 @@ def read_manifest(folder: Path) -> Json:
     """Read a store's manifest; raises ValueError if it is missing, unreadable or of another version."""
     path = folder / MANIFEST
     if not path.is_file():
-        raise ValueError(f"{folder} holds no features (no {MANIFEST}); run data_pipelines.harvest on the recipe")
-    try:
-        about: Json = json.loads(path.read_text())
-    except ValueError as error:
         raise ValueError(
-            f"{path} cannot be read ({error}); remove it together with {path.with_name('stage.json')} and harvest "
-            "again (undamaged shards are reused)"
-        ) from error
+            f"{folder} holds no features (no {MANIFEST}); give a folder of features, such as runs/tiny/features, or "
+            "make one with headstart harvest RECIPE"
+        )
+    about: Json = {}
+    try:
+        about = json.loads(path.read_text())
+        problem = "" if is_manifest(about) else "it has no list of shards, with sizes, or of taps"
+    except ValueError as error:
+        problem = str(error)
+    if problem:
+        again = shlex.join(["rm", str(path), str(path.with_name("stage.json"))])
+        raise ValueError(
+            f"{path} cannot be read ({problem}); a harvest's manifest is needed. Remove it and stage.json ({again}), "
+            "and harvest again, which reuses undamaged shards"
+        )
     if not all(CHECKSUM in shard for shard in about["shards"]):
         raise ValueError(f"{path} lists shards without {CHECKSUM}, because another version wrote it; harvest again")
     return about
+
+
+def is_manifest(about: object) -> bool:
+    """Whether a manifest has what every reader needs."""
+    return (
+        isinstance(about, dict)
+        and isinstance(about.get("shards"), list)
+        and all(
+            isinstance(shard, dict) and {"file", "samples", "tokens", "bytes"} <= shard.keys()
+            for shard in about["shards"]
+        )
+        and isinstance(about.get("taps"), list)
+    )
 
 
 def open_shard(path: Path) -> Any:

@@ -295,7 +295,7 @@ def test_a_resumed_harvest_does_not_list_a_foreign_shard_in_its_manifest(copied:
 
 
 def test_a_folder_without_features_says_what_to_run(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"holds no features.*data_pipelines\.harvest"):
+    with pytest.raises(ValueError, match=r"holds no features.*headstart harvest"):
         FeatureStore(tmp_path, "train")
 
 
