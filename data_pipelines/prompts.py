@@ -133,7 +133,10 @@ def load_target_tokenizer(recipe: Recipe) -> Tokenizer:
 def read_both(recipe: Recipe, tokenizer: Tokenizer) -> PromptRows:
     """Read the prompts of both splits; training samples that are held out too are left out."""
     data = recipe.data
-    reports = [RowReport(data.prompts, data.num_prompts), RowReport(str(data.heldout_prompts), data.heldout_samples)]
+    reports = [
+        RowReport(data.prompts, data.num_prompts, "data.num_prompts"),
+        RowReport(str(data.heldout_prompts), data.heldout_samples, "data.heldout_samples"),
+    ]
     heldout = read_prompts(tokenizer, data, None, reports[1])
     held_out = {key_of(row) for row in heldout}
     if data.prompts != PYTHON_STDLIB:

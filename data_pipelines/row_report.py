@@ -14,9 +14,9 @@ MAX_OVERLAP = 0.1  # largest share of the training rows that may be held out too
 class RowReport:
     """Counts the rows of one source and lists those that gave no sample or a shortened prompt."""
 
-    def __init__(self, source: str, wanted: int | None = None) -> None:
-        """`wanted` is the number of samples that the recipe asks for."""
-        self.source, self.wanted = source, wanted
+    def __init__(self, source: str, wanted: int | None = None, wanted_by: str = "") -> None:
+        """`wanted` is the number of samples that the recipe asks for, in its field `wanted_by`."""
+        self.source, self.wanted, self.wanted_by = source, wanted, wanted_by
         self.rows = 0
         self.samples = 0
         self.bad: list[Json] = []  # {line, kind, why}
@@ -71,6 +71,12 @@ class RowReport:
                 "least one usable row"
             )
 
+    def left_out_rows(self) -> list[Json]:
+        """{line, kind, why} of every row that gave no sample, in order."""
+        held_out = [{"line": line, "kind": "held out", "why": "its prompt is held out too"} for line in self.held_out]
+        too_long = [{"line": line, "kind": TOO_LONG, "why": "data.long_prompts is drop"} for line in self.too_long]
+        return sorted([*self.bad, *held_out, *too_long], key=lambda row: row["line"])
+
     def dropped(self) -> list[str]:
         """In words, why rows gave no sample."""
         kinds = Counter(row["kind"] for row in self.bad)
@@ -81,17 +87,18 @@ class RowReport:
 
     def summary(self, name: str, data: DataSection) -> str:
         """One line for the user: what was read, dropped and cut, and why."""
-        parts = [f"{name}: {self.rows:,} rows read from {self.source}, {self.samples:,} kept"]
+        parts = [f"{name}: {self.rows:,} rows read from {self.source}, {self.samples:,} prompts kept"]
         if dropped := self.dropped():
-            parts.append(f"dropped {', '.join(dropped)}")
+            allowed = f" (data.max_bad_fraction allows {data.max_bad_fraction:.2%} unusable)" if self.bad else ""
+            parts.append(f"dropped {', '.join(dropped)}{allowed}")
         if self.cut:
-            lost = f", {len(self.lost_system):,} of them lost their system turn" if self.lost_system else ""
+            lost = f", with it the system turn of {len(self.lost_system):,}" if self.lost_system else ""
             parts.append(
-                f"{len(self.cut):,} lost their beginning to fit data.prompt_tokens={data.prompt_tokens}{lost} "
+                f"cut the beginning of {len(self.cut):,} to fit data.prompt_tokens={data.prompt_tokens}{lost} "
                 "(data.long_prompts=drop leaves such rows out)"
             )
-        if self.wanted is not None and self.samples < self.wanted:
-            parts.append(f"the recipe asks for {self.wanted:,}, and there are no more rows")
+        if self.samples < (self.wanted or 0):
+            parts.append(f"{self.wanted_by}={self.wanted:,} asks for more, but there are no more rows")
         return "; ".join(parts)
 
 

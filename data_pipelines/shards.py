@@ -273,15 +273,10 @@ def read_manifest(folder: Path) -> Json:
 
 def is_manifest(about: object) -> bool:
     """Whether a manifest has what every reader needs."""
-    return (
-        isinstance(about, dict)
-        and isinstance(about.get("shards"), list)
-        and all(
-            isinstance(shard, dict) and {"file", "samples", "tokens", "bytes"} <= shard.keys()
-            for shard in about["shards"]
-        )
-        and isinstance(about.get("taps"), list)
-    )
+    if not isinstance(about, dict) or not all(isinstance(about.get(key), list) for key in ("shards", "taps")):
+        return False
+    wanted = {"file", "samples", "tokens", "bytes"}
+    return all(isinstance(shard, dict) and wanted <= shard.keys() for shard in about["shards"])
 
 
 def open_shard(path: Path) -> Any:

@@ -23,11 +23,7 @@ from headstart.recipes import Recipe
 from headstart.recipes.command_line import command_name
 
 SPLITS = ("train", "heldout")
-MERGE_KEYS = (
-    "taps",
-    "dtype",
-    "target",
-)  # what a merged manifest takes from the first; equal in all (of target, sha256)
+MERGE_KEYS = ("taps", "dtype", "target")  # what the merged manifest takes from the first, and all must share
 
 
 def verify(folder: Path) -> list[str]:
@@ -186,9 +182,7 @@ def main() -> None:
     try:
         if arguments.command == "merge":
             merge(arguments.folder, arguments.sources)
-            print(
-                f"{describe_store(arguments.folder)}\nmerged into {arguments.folder}; next: data.store={arguments.folder}"
-            )
+            print(f"{describe_store(arguments.folder)}\nmerged; train on it with data.store={arguments.folder}")
             if leaked := num_leaked(arguments.folder):
                 print(
                     f"warning: {leaked:,} training samples have the prompt of a held-out sample of another store, so "
