@@ -5,6 +5,11 @@
 Both stages write whole shards by sample id, so a killed run can resume, with a different number of ranks if you like.
 """
 
+from headstart.recipes import recipe_from_command_line
+
+if __name__ == "__main__":
+    recipe_from_command_line(__doc__)  # --help and mistakes end the process here, before torch is loaded
+
 from collections.abc import Callable
 from functools import cache, partial
 

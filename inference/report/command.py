@@ -1,27 +1,4 @@
-"""Compare decoding methods on the same prompts: speed, acceptance length, and whether the text is the target's own.
-
-    python -m inference.report recipes/tiny.yaml
-    python -m inference.report recipes/tiny_full.yaml report.head=assets/demo_head
-    python -m inference.report recipes/tiny_full.yaml report.head=assets/demo_head \\
-        'report.baselines=[plain, generate, generate_lookup, chain, tree, prompt_lookup, lookahead, early_exit]' \\
-        report.prompts=question.jsonl 'report.batches=[1, 4]' 'report.temperatures=[0, 1]'
-    python -m inference.report recipes/tiny_full.yaml report.head=assets/demo_head \\
-        'report.other_heads={medusa: runs/medusa/head}' decode.depth=4
-
-Every method of report.baselines decodes the same prompts, at each of report.temperatures and in each of
-report.batches. Methods alternate prompt by prompt, so that a slow phase of the machine hits all of them.
-
-The tables show, for each method:
-  acceptance length   mean number of tokens per target step, the bonus token included (tau)
-  tokens/s            new tokens per second of wall time, prefill included
-  speed-up            tokens/s over plain decoding, with its 95 % interval over prompts
-  same text           prompts whose text equals plain decoding's, token by token
-and the acceptance rate by depth, latencies and distinct tokens. The first prompt's text is printed with its draft
-tokens coloured.
-
-Prints the tables and writes report.json, report.md, report.png and report.html to RUN_DIR/report, and a searched tree
-as tree.png.
-"""
+"""The report: the same prompts decoded with every method of report.baselines, as tables and files."""
 
 import platform
 from collections.abc import Iterator
@@ -52,7 +29,7 @@ from headstart.inference.report.trace import Trace, trace
 from headstart.inference.sampling import sampling_from_recipe
 from headstart.inference.target.model import TargetModel, pick_device
 from headstart.inference.target.tokenizer import load_tokenizer, text_of
-from headstart.recipes import Recipe, run_command
+from headstart.recipes import Recipe
 from headstart.recipes.tuned_target import refuse_original_target
 
 MethodRuns = list[list[Run]]  # for each method, its runs on the batches of prompts in order
@@ -93,10 +70,6 @@ class Setting:
 
     temperature: float
     batch: int
-
-
-def main() -> None:
-    run_command(__doc__, report)
 
 
 def report(recipe: Recipe) -> list[Outcome]:
