@@ -27,7 +27,8 @@ from headstart.inference.report.runs import Method, Run
 from headstart.inference.report.tables import NOTE, as_tables
 from headstart.inference.report.trace import Trace, trace
 from headstart.inference.sampling import sampling_from_recipe
-from headstart.inference.target.model import TargetModel, pick_device
+from headstart.inference.step_memory import refuse_trees_of
+from headstart.inference.target.model import TargetModel, generation_fields, pick_device
 from headstart.inference.target.tokenizer import load_tokenizer, text_of
 from headstart.recipes import Recipe
 from headstart.recipes.tuned_target import refuse_original_target
@@ -56,6 +57,9 @@ class Benchmark:
                 f"report.workers: {section.workers} given, only 1 is allowed on {device} because workers share a CPU; "
                 "leave it out"
             )
+        refuse_trees_of(recipe, max(section.batches))
+        if any(baseline.startswith("generate") for baseline in section.baselines):
+            generation_fields(sampling_from_recipe(recipe.decode, temperature=0.0))
         target = TargetModel.load(recipe.target, taps)
         for prompt in prompts:
             check_length(target, prompt.tokens, recipe.decode.max_new_tokens)
@@ -159,9 +163,18 @@ def report_prompts(recipe: Recipe) -> list[Prompt]:
     """The prompts of the recipe's question file, each with its category, or else the run's held-out prompts."""
     section = recipe.report
     if section.prompts is None:
-        return [Prompt(tokens, "held-out") for tokens in held_out_prompts(recipe)]
+        prompts = [Prompt(tokens, "held-out") for tokens in held_out_prompts(recipe)]
+        if not prompts:
+            raise ValueError(
+                f"data.heldout_prompts: {recipe.data.heldout_prompts} given, which yields no prompt; a file with one "
+                "or more is allowed; add prompts there, or name another file with report.prompts"
+            )
+        return prompts
     if not section.prompts.is_file():
-        raise ValueError(f"report.prompts: {section.prompts} is missing; give a JSONL file of prompts")
+        raise ValueError(
+            f"report.prompts: {section.prompts} given, an existing JSONL file is allowed; put the prompts there, or "
+            "leave it out for the held-out prompts"
+        )
     folder = locate_target(recipe.target.path, recipe.target.revision)
     tokenizer = load_tokenizer(folder, recipe.target.trust_remote_code)
     return read_questions(section.prompts, tokenizer, recipe.data.prompt_tokens, section.num_prompts)

@@ -38,11 +38,33 @@ class TargetOutput:
     last_hidden: Float[Tensor, "batch seq hidden"]  # before the final norm
 
 
-def pick_device(name: str) -> torch.device:
-    """The device of that name; `auto` is the first CUDA device if there is one, else the CPU."""
+def pick_device(name: str, field: str = "target.device") -> torch.device:
+    """The device of that name; `auto` is the first CUDA device if there is one, else the CPU.
+
+    Raises ValueError, naming the recipe's field, for a device that this machine does not have.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
+    device = torch.device(name)
+    if device.type == "cpu":
+        return device
+    count = num_devices(device.type)
+    if (device.index or 0) >= count:
+        numbered = [f"{device.type}:{number}" for number in range(count)]
+        raise ValueError(
+            f"{field}: {name!r} given, one of {', '.join(['auto', 'cpu', *numbered])} is allowed, because torch finds "
+            f"{count} {device.type} devices on this machine; choose another"
+        )
+    return device
+
+
+def num_devices(kind: str) -> int:
+    """How many devices of a kind, such as cuda, torch can use here."""
+    try:
+        module = torch.get_device_module(kind)
+    except RuntimeError:  # this build of torch does not know the kind
+        return 0
+    return int(module.device_count()) if module.is_available() else 0
 
 
 class TargetModel:
@@ -276,9 +298,15 @@ def pad_token(model: PreTrainedModel) -> int | None:
 def generation_fields(sampling: Sampling) -> dict[str, Any]:
     """The same sampling in transformers' fields; raises ValueError for what transformers does not have."""
     if sampling.presence_penalty or sampling.frequency_penalty or sampling.logit_bias:
+        given = {
+            "decode.presence_penalty": sampling.presence_penalty,
+            "decode.frequency_penalty": sampling.frequency_penalty,
+            "logit_bias": sampling.logit_bias,
+        }
+        named = ", ".join(f"{name}: {value} given" for name, value in given.items() if value)
         raise ValueError(
-            "decode.presence_penalty, frequency_penalty and logit_bias: given, but transformers' own generate does not "
-            "have them; leave them out, or take generate out of report.baselines"
+            f"{named}, nothing but 0 is allowed with transformers' own generate, which does not have it; leave it out, "
+            "or take generate, generate_lookup and generate_assisted out of report.baselines"
         )
     always = {"repetition_penalty": sampling.repetition_penalty}
     if sampling.temperature == 0:

@@ -11,8 +11,15 @@ REPLACEMENT_CHARACTER = "\ufffd"  # a decoder writes it while the last bytes of 
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Tokenizer:
-    """The tokenizer saved in a folder."""
-    tokenizer: Tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    """The tokenizer saved in a folder; raises ValueError if it cannot be loaded."""
+    try:
+        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # the readers of a dozen formats raise as many types
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"the tokenizer in {folder} cannot be loaded ({type(error).__name__}: {reason}); a folder that "
+            "save_pretrained wrote is allowed; put the model's tokenizer files there"
+        ) from error
     return tokenizer
 
 
