@@ -18,6 +18,7 @@ from accelerate import PartialState
 
 from headstart.data_pipelines.cost_estimate import FeatureCost, first_batch, forecast_disk, time_second_run
 from headstart.data_pipelines.features import TapTexts, tap, write_features
+from headstart.data_pipelines.preflight import check_harvest
 from headstart.data_pipelines.prompts import make_prompts
 from headstart.data_pipelines.responses import (
     Text,
@@ -208,7 +209,12 @@ def check_teacher_logits(recipe: Recipe, target: TargetModel) -> None:
 
 def main() -> None:
     start_processes()
-    run_command(__doc__, lambda recipe: print(recipe.features_dir, harvest(recipe).facts()))
+    run_command(__doc__, harvest_after_checks)
+
+
+def harvest_after_checks(recipe: Recipe) -> None:
+    check_harvest(recipe)
+    print(recipe.features_dir, harvest(recipe).facts())
 
 
 if __name__ == "__main__":
