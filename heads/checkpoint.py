@@ -72,18 +72,31 @@ def head_config(head: DraftHead) -> dict[str, Any]:
     return {**config, "torch_dtype": dtype, "headstart": own}
 
 
-def load_head(folder: Path, frozen: FrozenTarget) -> DraftHead:
+def load_head(folder: str | Path, frozen: FrozenTarget) -> DraftHead:
     """A saved head for this target, with the dtype and device of the target's embedding.
 
     Raises ValueError that names every mismatch: wrong types in config.json, sizes, vocabulary, taps, missing, misshapen
     or unknown tensors.
     """
+    check_arguments(folder, frozen)
+    folder = Path(folder).expanduser()
     config = read_head_config(folder)
     try:
         tensors = load_file(folder / "model.safetensors")
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{folder}/model.safetensors cannot be read ({error}); export the head again") from error
     return head_from_files(folder, config, tensors, frozen)
+
+
+def check_arguments(folder: Any, frozen: Any) -> None:
+    """Raise ValueError for arguments of `load_head` that have another type, such as a target's name."""
+    if not isinstance(folder, str | Path):
+        raise ValueError(f"folder: {folder!r} given, the path of a saved head's folder is allowed; give it as text")
+    if not isinstance(frozen, FrozenTarget):
+        raise ValueError(
+            f"frozen: {type(frozen).__name__} given, a FrozenTarget is allowed; load target and head with "
+            f"SpeculativeModel.from_folders(TARGET, HEAD), or FrozenTarget.from_folder(Path(TARGET), torch.float32)"
+        )
 
 
 def load_taps(folder: Path, target: TargetConfig) -> tuple[int, ...]:

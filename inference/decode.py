@@ -128,6 +128,7 @@ class DecodeLoop:
         row_cache = self.cache.row(len(self.rows))
         tokens = torch.tensor([request.prompt], device=device)
         output = self.target.forward(tokens, cache=row_cache, last_only=True)
+        refuse_nan(output.logits, self.target)
         taps = self.drafter_taps(output.taps)
         sampling = BatchSampling([request.sampling], device)
         history = start_history([request], [[]], self.target)
@@ -244,6 +245,15 @@ def check_length(target: TargetModel, prompt: list[int], max_new_tokens: int) ->
         raise ValueError(
             f"a prompt of {len(prompt)} tokens and max_new_tokens {max_new_tokens} exceed the target's {limit} "
             f"positions; shorten the prompt to {max(limit - max_new_tokens, 0)} tokens or lower decode.max_new_tokens"
+        )
+
+
+def refuse_nan(logits: Float[Tensor, "1 1 vocab"], target: TargetModel) -> None:
+    """Raise ValueError if the target computes NaN or infinity, from which some token would be chosen all the same."""
+    if not bool((logits < torch.inf).all()):  # NaN fails every comparison; -infinity only forbids a token
+        raise ValueError(
+            f"the target's logits are NaN or infinite in {str(target.dtype).removeprefix('torch.')}, only finite ones "
+            f"are allowed; set target.dtype to float32, and if that does not help, download its weights again"
         )
 
 
