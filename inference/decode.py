@@ -234,17 +234,23 @@ class DecodeLoop:
             self.history = start_history(requests, [row.generation.tokens[:-1] for row in self.rows], self.target)
 
 
-def check_length(target: TargetModel, prompt: list[int], max_new_tokens: int) -> None:
-    """Raise ValueError, before any work is done, for a request that does not fit the target's positions."""
+def check_length(
+    target: TargetModel, prompt: list[int], max_new_tokens: int, field: str = "decode.max_new_tokens"
+) -> None:
+    """Raise ValueError, before any work is done, for a request that does not fit the target's positions.
+
+    `field` is where the user said how many new tokens to write.
+    """
     limit = target.max_positions
     if not prompt:
         raise ValueError("the prompt is empty; give at least one token")
     if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens: {max_new_tokens} given, 1 or more is allowed")
+        raise ValueError(f"{field}: {max_new_tokens} given, 1 or more is allowed; raise it")
     if len(prompt) + max_new_tokens > limit:
         raise ValueError(
-            f"a prompt of {len(prompt)} tokens and max_new_tokens {max_new_tokens} exceed the target's {limit} "
-            f"positions; shorten the prompt to {max(limit - max_new_tokens, 0)} tokens or lower decode.max_new_tokens"
+            f"{field}: a prompt of {len(prompt)} tokens and max_new_tokens {max_new_tokens} exceed the target's {limit} "
+            f"positions; up to {max(limit - len(prompt), 0)} new tokens are allowed after this prompt: lower {field}, "
+            f"or shorten the prompt"
         )
 
 
