@@ -248,9 +248,9 @@ def check_length(
         raise ValueError(f"{field}: {max_new_tokens} given, 1 or more is allowed; raise it")
     if len(prompt) + max_new_tokens > limit:
         raise ValueError(
-            f"{field}: a prompt of {len(prompt)} tokens and max_new_tokens {max_new_tokens} exceed the target's {limit} "
-            f"positions; up to {max(limit - len(prompt), 0)} new tokens are allowed after this prompt: lower {field}, "
-            f"or shorten the prompt"
+            f"{field}: a prompt of {len(prompt)} tokens and max_new_tokens {max_new_tokens} exceed the target's "
+            f"{limit} positions; up to {max(limit - len(prompt), 0)} new tokens are allowed after this prompt: lower "
+            f"{field}, or shorten the prompt to {max(limit - max_new_tokens, 0)} tokens"
         )
 
 

@@ -192,8 +192,8 @@ def check_tokens(place: str, tokens: list[Any], vocab_size: int) -> None:
     for token in tokens:
         if type(token) is not int or not 0 <= token < vocab_size:
             raise ValueError(
-                f"{place}: tokens hold {token!r}, token ids 0 to {vocab_size - 1} of TARGET are allowed; encode the text "
-                f"with TARGET's tokenizer, or give it as prompt"
+                f"{place}: tokens hold {token!r}, token ids 0 to {vocab_size - 1} of TARGET are allowed; encode the "
+                f"text with TARGET's tokenizer, or give it as prompt"
             )
     if not tokens:
         raise ValueError(f"{place}: tokens are empty, at least one token id is allowed; leave the row out")
