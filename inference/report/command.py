@@ -70,10 +70,11 @@ class Benchmark:
     @classmethod
     def load(cls, recipe: Recipe) -> "Benchmark":
         """Raise ValueError for a head that does not fit the target or for missing prompts."""
-        section, prompts = recipe.report, report_prompts(recipe)
-        torch.set_num_threads(section.threads or max(torch.get_num_threads() // section.workers, 1))
-        # Cheap checks come before the target is loaded.
+        section = recipe.report
+        # Cheap checks come before the target is loaded; heads come first, as training one makes the prompts too.
         taps = taps_to_read(recipe) if needs_head(recipe) else ()
+        prompts = report_prompts(recipe)
+        torch.set_num_threads(section.threads or max(torch.get_num_threads() // section.workers, 1))
         if section.workers > 1 and (device := pick_device(recipe.target.device)).type != "cpu":
             raise ValueError(
                 f"report.workers: {section.workers} given, only 1 is allowed on {device} because workers share a CPU; "
