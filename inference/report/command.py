@@ -47,7 +47,7 @@ from headstart.inference.report.methods import NEED_A_HEAD, build_methods
 from headstart.inference.report.page import on_terminal
 from headstart.inference.report.questions import Prompt, read_questions
 from headstart.inference.report.runs import Method, Run
-from headstart.inference.report.tables import NOTE, as_tables
+from headstart.inference.report.tables import LEGEND, NOTE, as_tables
 from headstart.inference.report.trace import Trace, trace
 from headstart.inference.sampling import sampling_from_recipe
 from headstart.inference.target.model import TargetModel, pick_device
@@ -136,6 +136,7 @@ def measure(recipe: Recipe, benchmark: Benchmark, console: Console) -> list[Outc
         for table in as_tables(found):
             console.print(table)
         outcomes += found
+    console.print(LEGEND, highlight=False)
     return outcomes
 
 
