@@ -2,7 +2,6 @@
 
 import json
 import os
-from itertools import islice
 from pathlib import Path
 
 from headstart.data_pipelines.conversations import Conversation, parse_row
@@ -95,14 +94,3 @@ def is_conversation(row: Row) -> bool:
         return not isinstance(row.fields, BadRow) and isinstance(parse_row(row.fields), Conversation)
     except BadRow:
         return False
-
-
-def most_samples(recipe: Recipe) -> int:
-    """The most training samples that the recipe's prompts can give: data.num_prompts, or the rows of a smaller file.
-
-    A given conversation may give several samples, and a dataset of the hub is not downloaded to count its rows.
-    """
-    data = recipe.data
-    if data.responses == "given" or data.prompts == PYTHON_STDLIB or data.prompts.startswith(HUB_PREFIX):
-        return data.num_prompts
-    return sum(1 for _ in islice(read_rows(data.prompts), data.num_prompts))

@@ -5,7 +5,8 @@ from importlib.util import find_spec
 import torch
 from rich.filesize import decimal
 
-from headstart.data_pipelines.preflight import check_harvest, most_samples
+from headstart.data_pipelines.count_rows import most_samples
+from headstart.data_pipelines.preflight import check_harvest
 from headstart.heads.checkpoint import KINDS, draft_vocab
 from headstart.heads.target_config import TargetConfig
 from headstart.inference.step_memory import free_memory, refuse_trees_of
@@ -21,7 +22,7 @@ def preflight(recipe: Recipe, num_ranks: int, device: torch.device) -> None:
     """Raise ValueError for whatever is known to fail later in the run; writes nothing."""
     target = check_harvest(recipe)
     if recipe.data.store is None:
-        refuse_sizes(recipe, num_ranks, most_samples(recipe))
+        refuse_sizes(recipe, num_ranks, most_samples(recipe.data))
     refuse_wandb_without_key(recipe)
     refuse_large_head(recipe, target, num_ranks, device)
     if recipe.train.eval_prompts:
