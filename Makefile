@@ -30,7 +30,7 @@ demo: $(INSTALLED) ## train a head for the bundled target and report its speed-u
 
 # The suffix automaton looks drafts up in the prompts that the bundled head was trained on.
 drafters: $(INSTALLED) ## compare six drafters on the bundled target: 50 prompts x 128 tokens, greedy (minutes)
-	$(BIN)/python -m data_pipelines.prompts recipes/tiny_full.yaml
+	$(BIN)/headstart prompts recipes/tiny_full.yaml
 	$(BIN)/python -m inference.report recipes/tiny_full.yaml run_dir=runs/drafters report.head=assets/demo_head \
 		'report.baselines=[plain, tree, draft_model, early_exit, prompt_lookup, suffix, lookahead]' \
 		decode.draft_model=assets/demo_draft decode.exit_layers=1 decode.corpus=runs/tiny_full/prompts/train.jsonl \
@@ -50,7 +50,7 @@ lint: $(INSTALLED) ## check style, format and types
 	$(BIN)/mypy
 
 bench: $(INSTALLED) ## run every benchmark (PEERS="--peer specforge=VENV --peer speculators=VENV" adds the peers)
-	$(BIN)/python -m data_pipelines.prompts recipes/tiny_full.yaml
+	$(BIN)/headstart prompts recipes/tiny_full.yaml
 	@set -e; for script in decode drafters gpu gumbel lossless; do echo "== benchmarks/$$script.py"; \
 		$(BIN)/python benchmarks/$$script.py recipes/tiny_full.yaml report.head=assets/demo_head; done
 	$(BIN)/python benchmarks/train_step.py $(PEERS)

@@ -15,7 +15,7 @@ def held_out_prompts(recipe: Recipe) -> list[list[int]]:
     """The first report.num_prompts held-out prompts of the run, as tokens; raises ValueError if there are none yet."""
     path = recipe.prompts_dir / "heldout.jsonl"
     if not path.is_file():
-        raise ValueError(f"{path} is missing; make it with: python -m data_pipelines.prompts RECIPE")
+        raise ValueError(f"{path} is missing; make it with: headstart prompts RECIPE")
     return [row["tokens"] for row in islice(read_jsonl(path), recipe.report.num_prompts)]
 
 
