@@ -40,7 +40,7 @@ def headstart_section(target: ServedTarget, folder: Path, can_load: bool) -> str
     if not can_load:
         return (
             f"Convert the head first; `runs/imported` is then a head that every headstart command reads:\n\n"
-            f"```\npython -m heads.convert {folder} runs/imported --target {target.name}\n```"
+            f"```\nheadstart convert {folder} runs/imported --target {target.name}\n```"
         )
     revision = f', revision="{target.revision}"' if target.revision else ""
     return (
