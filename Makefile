@@ -9,7 +9,7 @@ PEERS ?=
 THREADS ?= $(shell nproc 2>/dev/null || sysctl -n hw.physicalcpu)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo drafters test test-all lint bench check-vllm check-speculators check-page clean
+.PHONY: help demo drafters test test-all lint bench check-vllm check-speculators check-page walk clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "  %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -87,6 +87,9 @@ PAGE ?= runs/tiny/report/report.html
 
 check-page: .venv-page/.installed ## check the report's page in a headless browser (BROWSER=chromium PAGE=FILE)
 	.venv-page/bin/python tests/interop/check_page.py $(PAGE) "$$(command -v $(BROWSER))" runs/page
+
+walk: $(INSTALLED) ## run every documented command in a fresh clone, in tiny form (half an hour; before a release)
+	$(BIN)/python tests/interop/walk_documents.py
 
 clean: ## remove environments and caches, but never runs/
 	rm -rf $(VENV) .venv-vllm .venv-speculators .venv-page *.egg-info .mypy_cache .ruff_cache .pytest_cache
