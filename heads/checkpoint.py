@@ -151,7 +151,7 @@ def check_fit(folder: Path, kind: type[DraftHead], config: dict[str, Any], targe
         raise ValueError(
             f"the head in {folder} does not fit the target: "
             + "; ".join(wrong)
-            + "; train a head for this target, or convert a published one with heads.convert"
+            + "; train a head for this target, or convert a published one with headstart convert"
         )
 
 

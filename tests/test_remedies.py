@@ -125,7 +125,7 @@ def test_no_message_tells_a_user_to_run_a_module_that_headstart_runs_from_any_fo
     found = [
         f"{passage}: {match[0]}"
         for passage in examples
-        for match in re.finditer(r"python -m ([\w.]+\w)", passage.text)
+        for match in re.finditer(r"(?:python -m|\brun|\bwith) ([\w.]+\w)", passage.text)
         if match[1] in modules
     ]
     assert not found, found
