@@ -88,7 +88,7 @@ PAGE ?= runs/tiny/report/report.html
 check-page: .venv-page/.installed ## check the report's page in a headless browser (BROWSER=chromium PAGE=FILE)
 	.venv-page/bin/python tests/interop/check_page.py $(PAGE) "$$(command -v $(BROWSER))" runs/page
 
-walk: $(INSTALLED) ## run every documented command in a fresh clone, in tiny form (half an hour; before a release)
+walk: $(INSTALLED) ## run every documented command in a fresh clone, in tiny form (before a release)
 	$(BIN)/python tests/interop/walk_documents.py
 
 clean: ## remove environments and caches, but never runs/

@@ -111,6 +111,8 @@ def environment(clone: Path) -> dict[str, str]:
         "VIRTUAL_ENV": str(clone / ".venv"),
         "PATH": f"{clone / '.venv/bin'}{os.pathsep}{os.environ['PATH']}",
         "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",  # or other work on the machine would slow the walk down many times
+        "THREADS": "1",
         "PYTEST_ADDOPTS": TESTS,
     }
 

@@ -1,6 +1,7 @@
 """How each documented command is walked: as it stands in a clone whose recipes are tiny, or not, with the reason."""
 
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ BY_HAND = {
     r"demo\.(target|post_train)": "trains the bundled target, for hours",
     r"^make bench$": "hours; the scripts that it runs are walked one by one",
     r"^make check-vllm$": "downloads vLLM; run beside the walk before a release",
-    r"^make check-page$": "needs a Chromium",
+    **({} if shutil.which("chromium") else {r"^make check-page$": "needs a Chromium"}),
     r"tests/interop/\w+\.py": "run by a make target: check-vllm, check-speculators, check-page",
     r"^make walk$": "is this walk",
     r"--machine_rank|--num_machines [2-9]|^srun |^sbatch ": "needs several machines",
@@ -81,6 +82,7 @@ ORDER = (
     r"^headstart harvest |-m data_pipelines\.harvest ",
     r"^(headstart|python -m data_pipelines\.)\s?inspect ",
     r"^make demo$",
+    r"trainers/eagle\.py recipes/tiny\w*\.yaml$",  # their harvests serve Medusa heads too, but not the reverse
     r"^accelerate launch trainers/\w+\.py |^headstart train |launch/one\.yaml ",
     r"launch/(ddp|fsdp2)\.yaml ",
     r"^(headstart |python -m inference\.)calibrate ",
@@ -96,6 +98,7 @@ ORDER = (
     r"^make test-all$",
     r"launch/zero[23]\.yaml ",
     r"^make (lint|test)$",
+    r"^make check-page$",
     r"^make check-speculators$",
     r"^make clean$",
 )
