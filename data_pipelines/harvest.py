@@ -37,6 +37,7 @@ from headstart.data_pipelines.shards import (
 )
 from headstart.data_pipelines.stage import Stage, file_digest, target_identity
 from headstart.data_pipelines.store import existing_store
+from headstart.data_pipelines.together import hold_folder, refuse_differences, run_together
 from headstart.data_pipelines.token_counts import shards_identity, write_counts
 from headstart.heads.checkpoint import head_taps
 from headstart.heads.frozen import FrozenTarget
@@ -45,6 +46,7 @@ from headstart.inference.target.model import TargetModel
 from headstart.inference.target.ranks import Ranks
 from headstart.recipes import Recipe, run_command
 from headstart.recipes.jsonl import read_jsonl
+from headstart.recipes.launcher import end_with_launcher
 
 STORE_FORMAT = 3  # version of the shards and of the manifest
 LOGITS_TOLERANCE = 0.05  # share of the largest logit; bfloat16 rounding stays well below it
@@ -71,10 +73,21 @@ def harvest(recipe: Recipe) -> Stage:
     state = PartialState()
     if state.is_main_process and (idle := idle_cores(state)):
         print(idle)
+    shared = recipe.data.folder
+    if shared is None or shared.resolve() == recipe.run_dir.resolve():
+        return make_stages(recipe, state)
+    with hold_folder(state, "data.folder", shared, "harvest", wait=True):  # another recipe may fill it already
+        return make_stages(recipe, state)
+
+
+def make_stages(recipe: Recipe, state: PartialState) -> Stage:
+    """The missing stages, on ranks that agree on where they lie."""
     recipe.run_dir.mkdir(parents=True, exist_ok=True)
     with state.main_process_first():
         prompts = make_prompts(recipe)
-    config = TargetConfig.from_folder(locate_target(recipe.target.path, recipe.target.revision))
+    target = locate_target(recipe.target.path, recipe.target.revision)
+    refuse_differences(state, {"config and weights of target.path": target_identity(target)[:12]})
+    config = TargetConfig.from_folder(target)
     check_lengths(recipe, config)
     if recipe.data.store is not None:
         return existing_store(recipe, recipe.data.store, stored_taps(head_taps(recipe.head, config), config.num_layers))
@@ -201,9 +214,16 @@ def check_teacher_logits(recipe: Recipe, target: TargetModel) -> None:
         )
 
 
-def main() -> None:
+def run(recipe: Recipe) -> None:
+    """The command: harvest on all ranks of the launch."""
+    end_with_launcher()
     start_processes()
-    run_command(__doc__, lambda recipe: print(recipe.features_dir, harvest(recipe).facts()))
+    with run_together(recipe, "harvest"):
+        print(recipe.features_dir, harvest(recipe).facts())
+
+
+def main() -> None:
+    run_command(__doc__, run)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from rich.progress import TimeRemainingColumn as TimeLeft
 from headstart.data_pipelines.stage import Json, Stage
 from headstart.recipes import Recipe
 from headstart.recipes.jsonl import read_jsonl
+from headstart.recipes.launcher import refuse_separate_processes
 
 RANK_TIMEOUT = timedelta(hours=6)  # how long a rank waits for the others, whose texts may be much longer
 
@@ -30,7 +31,9 @@ class ShardPrompts:
 
 def start_processes() -> PartialState:
     """Start the ranks that `accelerate launch` asked for; without a GPU they run on the CPU."""
-    return PartialState(cpu=not torch.accelerator.is_available(), timeout=RANK_TIMEOUT)
+    state = PartialState(cpu=not torch.accelerator.is_available(), timeout=RANK_TIMEOUT)
+    refuse_separate_processes(state.num_processes)
+    return state
 
 
 def prompt_shards(recipe: Recipe) -> list[ShardPrompts]:

@@ -53,6 +53,8 @@ from headstart.inference.sampling import sampling_from_recipe
 from headstart.inference.target.model import TargetModel, pick_device
 from headstart.inference.target.tokenizer import load_tokenizer, text_of
 from headstart.recipes import Recipe, run_command
+from headstart.recipes.launcher import end_with_parent
+from headstart.recipes.run_lock import only_run_in
 from headstart.recipes.tuned_target import refuse_original_target
 
 MethodRuns = list[list[Run]]  # for each method, its runs on the batches of prompts in order
@@ -104,6 +106,12 @@ def report(recipe: Recipe) -> list[Outcome]:
 
     Raises ValueError for a head that does not fit the target or for missing prompts.
     """
+    with only_run_in(recipe.report_dir, "a report"):
+        return make_report(recipe)
+
+
+def make_report(recipe: Recipe) -> list[Outcome]:
+    """The report, in a folder that no other report writes into."""
     refuse_original_target(recipe, recipe.report.head)
     benchmark, console = Benchmark.load(recipe), Console()
     outcomes = measure(recipe, benchmark, console)
@@ -149,7 +157,7 @@ def all_runs(recipe: Recipe, benchmark: Benchmark, console: Console) -> Iterator
     if count == 1:
         yield from own
         return
-    with ProcessPoolExecutor(count - 1, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(count - 1, get_context("spawn"), end_with_parent) as pool:
         others = [pool.submit(runs_of_worker, recipe, number) for number in range(1, count)]
         shares = [list(own), *(other.result() for other in others)]
     for at_setting in zip(*shares, strict=True):
