@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headstart.heads.checkpoint import save_head
-from headstart.heads.formats.files import HeadFiles, check_can_write
+from headstart.heads.formats.files import HeadFiles
 from headstart.heads.formats.published import import_head, widest_dtype
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import locate_target
@@ -42,9 +42,10 @@ def convert(path: Path, out: Path, target: str) -> list[str]:
 
     Raises ValueError for a head that our layout cannot represent, and if `out` exists already.
     """
-    check_can_write(out, overwrite=False)
+    if out.exists() or out.is_symlink():
+        raise ValueError(f"OUT: {out} exists already; a new folder is allowed: choose another, or remove this one")
     files = HeadFiles.read(path)
-    frozen = FrozenTarget.from_folder(locate_target(target), widest_dtype(files))
+    frozen = FrozenTarget.from_folder(locate_target(target, field="--target"), widest_dtype(files))
     head, inferred = import_head(files, frozen)
     out.parent.mkdir(parents=True, exist_ok=True)
     save_head(head, out)

@@ -133,7 +133,10 @@ class NamedTensors:
         for name in names:
             if name in self.tensors:
                 return name
-        raise ValueError(f"{self.source}: no {what} among its tensors (looked for {', '.join(names)})")
+        raise ValueError(
+            f"{self.source}: no {what} among its tensors (looked for {', '.join(names)}); give the whole target, not a "
+            f"head or a part of it"
+        )
 
 
 class SafetensorsFolder(NamedTensors):

@@ -42,13 +42,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(f"error: {error}") from None
     for violation in found:
         print(violation)
+    if not found:
+        print(all_is_well(arguments.export, arguments.engine))
     sys.exit(1 if any(violation.severity == "error" for violation in found) else 0)
+
+
+def all_is_well(export: Path, engines: Sequence[str] | None) -> str:
+    """What to print if nothing was found: the engines that the head was checked for."""
+    checked = engines or engines_of(HeadFiles.read(export))
+    if not checked:
+        return f"{export}: not checked, as its config.json says that no engine serves it; give one, as in --engine vllm"
+    return f"{export}: all is well; nothing was found for {', '.join(checked)}"
 
 
 def lint(export: Path, target: str, engines: Sequence[str] | None = None) -> list[Violation]:
     """What keeps these engines from serving the head as it was trained; by default, the engines it is meant for."""
     files = HeadFiles.read(export)
-    frozen = FrozenTarget.from_folder(locate_target(target), torch.float32)
+    frozen = FrozenTarget.from_folder(locate_target(target, field="--target"), torch.float32)
     return violations(files, frozen, engines or engines_of(files))
 
 

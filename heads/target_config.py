@@ -12,11 +12,13 @@ from huggingface_hub import snapshot_download
 SAFE_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "*.txt"]
 
 
-def locate_target(path: str, revision: str | None = None, files: Sequence[str] = SAFE_FILES) -> Path:
+def locate_target(
+    path: str, revision: str | None = None, files: Sequence[str] = SAFE_FILES, field: str = "target.path"
+) -> Path:
     """The folder of a target: `path` itself if it is a local folder, otherwise the cached or downloaded repository of
     that hub name ("org/name"), of which only `files` are fetched.
 
-    Raises ValueError if the hub does not provide it.
+    Raises ValueError, naming the `field` in which the user gave the path, if the hub does not provide it.
     """
     if Path(path).expanduser().is_dir():
         return Path(path).expanduser()
@@ -24,7 +26,7 @@ def locate_target(path: str, revision: str | None = None, files: Sequence[str] =
         return Path(snapshot_download(path, revision=revision, allow_patterns=list(files)))
     except Exception as error:  # the hub client raises a dozen types; all mean that the model is not available
         raise ValueError(
-            f"target.path: {path!r} is neither a local folder nor a model available on the hub "
+            f"{field}: {path!r} is neither a local folder nor a model available on the hub "
             f"({type(error).__name__}: {error}); give a folder with config.json and *.safetensors, or a hub name"
         ) from error
 

@@ -209,10 +209,9 @@ def main() -> None:
 def calibrate(recipe: Recipe) -> None:
     """Fit the calibration of the report's head on the report's prompts and save it with the head."""
     folder = head_folder(recipe)
-    taps = taps_to_read(recipe)
+    taps, prompts = taps_to_read(recipe), held_out_prompts(recipe)
     target = TargetModel.load(recipe.target, taps)
     head = load_head(folder, target.frozen)
-    prompts = held_out_prompts(recipe)
     head.calibration = fit_calibration(target, head, prompts, recipe.decode.depth, recipe.decode.max_new_tokens)
     save_head(head, folder)
     print(f"calibration written to {folder}/config.json; by depth:")

@@ -14,9 +14,12 @@ SHARED: tuple[Rule, ...] = (
     config_rules.architectures,
     config_rules.one_llama_layer,
     config_rules.fits_the_target,
+    config_rules.trained_for_this_target,
     config_rules.rope,
     tensor_rules.names_and_shapes,
+    tensor_rules.number_formats,
     tensor_rules.finite,
+    tensor_rules.not_empty,
     tensor_rules.embedding,
 )
 EAGLE3: tuple[Rule, ...] = (
@@ -36,7 +39,10 @@ MEDUSA: tuple[Rule, ...] = (
     medusa_rules.names_and_shapes,
     medusa_rules.spelling,
     medusa_rules.equal_layers,
+    config_rules.trained_for_this_target,
+    tensor_rules.number_formats,
     tensor_rules.finite,
+    tensor_rules.not_empty,
 )
 RULES: dict[str, dict[str, tuple[Rule, ...]]] = {  # layout -> engine that can serve it -> its rules
     "eagle3": {

@@ -29,13 +29,14 @@ from rich.console import Console
 from headstart.heads.formats.contracts import ENGINES, engines_of
 from headstart.heads.formats.files import HeadFiles
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.target_config import locate_target
+from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.inference.decode import check_length, generate_batch
 from headstart.inference.doctor.export_parts import compare_parts
 from headstart.inference.doctor.findings import (
     Finding,
     export_violations,
     head_violations,
+    no_right_guess,
     other_template,
     share_past_limit,
     with_unmeasured,
@@ -129,7 +130,7 @@ def diagnose(head: Path, target_name: str, export: Path | None, options: Options
     for name in ("count", "new_tokens", "depth"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')}: {getattr(options, name)} given, 1 or more is allowed")
-    files, folder = HeadFiles.read(head), locate_target(target_name)
+    files, folder = HeadFiles.read(head), locate_target(target_name, field="TARGET")
     prompts = held_out(head, folder, options)
     ends = FrozenTarget.from_folder(folder, torch.float32)
     trained, by_files = Interpretation.trained(files, ends), head_violations(files, ends)
@@ -152,6 +153,8 @@ def diagnose(head: Path, target_name: str, export: Path | None, options: Options
     tokens = sum(one.text.shape[1] - one.prompt for one in replays)
     measured = [*find_better_variants(trained, target.frozen, measure, tokens), *check_number_format(trained, measure)]
     found = [*template_findings(head, folder, options), *with_unmeasured(measured, by_files)]
+    if not {finding.category for finding in found} - {"context length", "template"}:
+        found += no_right_guess(head, accuracy, tokens)
     found = with_length_cost(found, replays, trained)
     if served is None:
         return Diagnosis(found, accuracy, None)
@@ -169,9 +172,10 @@ def held_out(head: Path, target: Path, options: Options) -> list[list[int]]:
     if path is None:
         looked = " and ".join(map(str, paths))
         raise ValueError(f"--samples: {looked} not found; name a JSONL file whose rows have tokens or prompt")
-    prompts, tokenizer = [], None
+    prompts, tokenizer, vocab_size = [], None, TargetConfig.from_folder(target).vocab_size
     for number, row in enumerate(islice(read_jsonl(path), options.count), start=1):
         if isinstance(row.get("tokens"), list):
+            check_tokens(f"{path}: row {number}", row["tokens"], vocab_size)
             prompts.append(row["tokens"])
         elif isinstance(row.get("prompt"), str):
             tokenizer = tokenizer or load_tokenizer(target)
@@ -179,8 +183,20 @@ def held_out(head: Path, target: Path, options: Options) -> list[list[int]]:
         else:
             raise ValueError(f"{path}: row {number} has {sorted(row)}; give it tokens (a list) or prompt (text)")
     if not prompts:
-        raise ValueError(f"{path} is empty; give it at least one prompt")
+        raise ValueError(f"--samples: {path} is empty; a row with tokens or prompt is required: add at least one")
     return prompts
+
+
+def check_tokens(place: str, tokens: list[Any], vocab_size: int) -> None:
+    """Raise ValueError, naming the row, for tokens that are none of the target's."""
+    for token in tokens:
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise ValueError(
+                f"{place}: tokens hold {token!r}, token ids 0 to {vocab_size - 1} of TARGET are allowed; encode the "
+                f"text with TARGET's tokenizer, or give it as prompt"
+            )
+    if not tokens:
+        raise ValueError(f"{place}: tokens are empty, at least one token id is allowed; leave the row out")
 
 
 def taps_to_try(trained: Interpretation, served: Interpretation | None, last: int) -> tuple[int, ...]:
@@ -198,7 +214,7 @@ def load_target(folder: Path, taps: tuple[int, ...]) -> TargetModel:
 def replay(target: TargetModel, prompts: list[list[int]], new_tokens: int) -> list[ReplayedText]:
     """Continue each prompt greedily, and keep the target's hidden states over the whole text."""
     for prompt in prompts:
-        check_length(target, prompt, new_tokens)
+        check_length(target, prompt, new_tokens, "--new-tokens")
     replays = []
     responses = generate_batch(target, [Request(prompt, new_tokens) for prompt in prompts])
     for prompt, generation in zip(prompts, responses, strict=True):

@@ -207,8 +207,8 @@ class CostAwareShape:
 def searched_tree(head: DraftHead) -> StaticTree:
     if head.calibration.tree is None:
         raise ValueError(
-            "decode.growth: a searched tree was asked for, but the head has none; fit one with headstart "
-            "calibrate RECIPE, or choose another growth"
+            "decode.growth: searched given, which is allowed for a head with a fitted tree, and this head has none; "
+            "fit one with headstart calibrate RECIPE, or choose another growth, such as dynamic"
         )
     return head.calibration.tree
 

@@ -47,7 +47,7 @@ from headstart.inference.report.methods import NEED_A_HEAD, build_methods
 from headstart.inference.report.page import on_terminal
 from headstart.inference.report.questions import Prompt, read_questions
 from headstart.inference.report.runs import Method, Run
-from headstart.inference.report.tables import NOTE, as_tables
+from headstart.inference.report.tables import LEGEND, NOTE, as_tables
 from headstart.inference.report.trace import Trace, trace
 from headstart.inference.sampling import sampling_from_recipe
 from headstart.inference.target.model import TargetModel, pick_device
@@ -72,10 +72,11 @@ class Benchmark:
     @classmethod
     def load(cls, recipe: Recipe) -> "Benchmark":
         """Raise ValueError for a head that does not fit the target or for missing prompts."""
-        section, prompts = recipe.report, report_prompts(recipe)
-        torch.set_num_threads(section.threads or max(torch.get_num_threads() // section.workers, 1))
-        # Cheap checks come before the target is loaded.
+        section = recipe.report
+        # Cheap checks come before the target is loaded; heads come first, as training one makes the prompts too.
         taps = taps_to_read(recipe) if needs_head(recipe) else ()
+        prompts = report_prompts(recipe)
+        torch.set_num_threads(section.threads or max(torch.get_num_threads() // section.workers, 1))
         if section.workers > 1 and (device := pick_device(recipe.target.device)).type != "cpu":
             raise ValueError(
                 f"report.workers: {section.workers} given, only 1 is allowed on {device} because workers share a CPU; "
@@ -143,6 +144,7 @@ def measure(recipe: Recipe, benchmark: Benchmark, console: Console) -> list[Outc
         for table in as_tables(found):
             console.print(table)
         outcomes += found
+    console.print(LEGEND, highlight=False)
     return outcomes
 
 
