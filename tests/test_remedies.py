@@ -27,6 +27,7 @@ OTHER_PROGRAMS = {
     "inference/report/page.py": "CSS variables look like options",
     "trainers/tracking.py": "asks git for the revision",
     "Makefile": "runs pip and pytest too",
+    "recipes/launch/slurm.sh": "options of SLURM",
 }
 
 
@@ -148,7 +149,9 @@ def options_of_our_commands() -> set[str]:
 def test_every_option_that_a_text_names_exists() -> None:
     known = options_of_our_commands() | options_of(launch_command_parser())
     found = unknown(
-        r"(?<![\w`-])(--[a-z][\w-]*)", lambda match: match[1] in known or "pip " in line_of(match), (*OTHER_PROGRAMS,)
+        r"(?<![\w`-])(--[a-z][\w-]*)",
+        lambda match: match[1] in known or re.search(r"\b(pip|sbatch|srun) ", line_of(match)) is not None,
+        (*OTHER_PROGRAMS,),
     )
     assert not found, found
 
@@ -173,7 +176,7 @@ def test_every_file_of_ours_that_a_text_names_exists() -> None:
     assert not found, found
     launch = {file.name for file in (ROOT / "recipes").rglob("*.yaml")}
     found = unknown(
-        rf"(?<![\w/.{VALUE}-])(\w+\.yaml)\b", lambda match: match[1] in launch, ("heads/formats/commands.py",)
+        rf"(?<![\w/.$*{VALUE}-])(\w+\.yaml)\b", lambda match: match[1] in launch, ("heads/formats/commands.py",)
     )
     assert not found, found
 

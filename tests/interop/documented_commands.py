@@ -24,7 +24,9 @@ SETTINGS = r"(?:[A-Z_]+=\S+ )*"
 PROGRAM = rf"{SETTINGS}(?:make|headstart|accelerate launch|python3?|pip|srun|sbatch|VENV/bin/pip) (?=\S)"
 EXAMPLE = re.compile(rf"(?:{PROGRAM}|from headstart import )")
 IN_TEXT = re.compile(rf"`({PROGRAM}[^`]+)`")
-NAME_ONLY = re.compile(r"headstart [a-z]+")  # in running text this names a command; nobody types it so
+NAME_ONLY = re.compile(
+    r"headstart [a-z]+|accelerate launch -m [\w.]+"
+)  # in running text this names a command; nobody types it so
 
 
 @dataclass(frozen=True)
