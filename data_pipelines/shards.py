@@ -236,7 +236,7 @@ def read_manifest(folder: Path) -> Json:
     """Read a store's manifest; raises ValueError if it is missing, unreadable or of another version."""
     path = folder / MANIFEST
     if not path.is_file():
-        raise ValueError(f"{folder} holds no features (no {MANIFEST}); make them with: headstart harvest RECIPE")
+        raise ValueError(f"{folder} holds no features (no {MANIFEST}); run data_pipelines.harvest on the recipe")
     try:
         about: Json = json.loads(path.read_text())
     except ValueError as error:

@@ -67,7 +67,7 @@ BY_HAND = {
     **({} if shutil.which("chromium") else {r"^make check-page$": "needs a Chromium"}),
     r"tests/interop/\w+\.py": "run by a make target: check-vllm, check-speculators, check-page",
     r"^make walk$": "is this walk",
-    r"--machine_rank|--num_machines [2-9]|^srun |^sbatch ": "needs several machines; tests/test_machines.py does this on one",
+    r"--machine_rank|--num_machines [2-9]|^srun |^sbatch ": "needs several machines; see tests/test_machines.py",
     r"^(accelerate launch|python3?|headstart|pip)$": "no command, only its first word",
 }
 # The order of the walk: the environment first, then data-flow order. A command belongs to the first pattern it matches.
