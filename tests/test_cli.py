@@ -32,7 +32,7 @@ def test_the_package_installs_the_command() -> None:
 
 
 def test_every_stage_has_a_subcommand() -> None:
-    stages = "harvest inspect store train calibrate report export lint doctor convert"
+    stages = "prompts harvest inspect store train calibrate report export lint doctor convert"
     assert list(cli.COMMANDS) == stages.split()
 
 

@@ -45,6 +45,13 @@ class Command:
 
 
 COMMANDS = {  # in data-flow order
+    "prompts": Command(
+        "headstart.data_pipelines.prompts",
+        "Turn data.prompts and data.heldout_prompts into tokens. Harvesting and training do this first.",
+        "data.prompts, data.heldout_prompts",
+        "RUN_DIR/prompts",
+        "recipes/tiny.yaml",
+    ),
     "harvest": Command(
         "headstart.data_pipelines.harvest",
         "Let the target answer the prompts, and store its hidden states while it reads the answers.",
