@@ -1,13 +1,17 @@
 """Feature stores: verify one, show its statistics, or merge several into one.
 
-    python -m data_pipelines.store verify runs/tiny/features
-    python -m data_pipelines.store stats  runs/tiny/features
-    python -m data_pipelines.store merge  runs/all/features runs/tiny/features runs/more/features
+    headstart store verify runs/tiny/features
+    headstart store stats  runs/tiny/features
+    headstart store merge  runs/all/features runs/tiny/features runs/more/features
 
 A recipe trains on a merged store with data.store=runs/all/features.
 """
 
-import argparse
+from headstart.data_pipelines.store_options import store_options
+
+if __name__ == "__main__":
+    store_options(__doc__)  # --help and mistakes end the process here, before torch is loaded
+
 import json
 import shlex
 import shutil
@@ -20,7 +24,6 @@ from headstart.data_pipelines.shards import MANIFEST, FeatureStore, read_manifes
 from headstart.data_pipelines.stage import CHECKSUM, Json, Stage, differences, file_digest, target_identity, write_text
 from headstart.heads.target_config import locate_target
 from headstart.recipes import Recipe
-from headstart.recipes.command_line import command_name
 
 SPLITS = ("train", "heldout")
 MERGE_KEYS = ("taps", "dtype", "target")  # what the merged manifest takes from the first, and all must share
@@ -172,13 +175,7 @@ def existing_store(recipe: Recipe, folder: Path, taps: tuple[int, ...]) -> Stage
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog=command_name(), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("command", choices=["verify", "stats", "merge"])
-    parser.add_argument("folder", type=Path, help="the store; for merge, the folder of the new store")
-    parser.add_argument("sources", type=Path, nargs="*", help="for merge: the stores to merge")
-    arguments = parser.parse_args()
+    arguments = store_options(__doc__)
     try:
         if arguments.command == "merge":
             merge(arguments.folder, arguments.sources)
