@@ -147,6 +147,15 @@ def describe_store(folder: Path) -> str:
     )
 
 
+def repair(folder: Path) -> str:
+    """What to do about damaged, lost or foreign shards."""
+    files = shlex.join(["rm", str(folder / "stage.json"), str(folder / MANIFEST)])
+    return (
+        f"remove the shards named here that are there; for a damaged or lost one also {files}, and harvest again with "
+        "the same recipe (undamaged shards are reused), or merge again"
+    )
+
+
 def origin(about: Json) -> Json:
     """A manifest without its list of shards."""
     return {key: value for key, value in about.items() if key != "shards"}
@@ -193,7 +202,10 @@ def main() -> None:
         elif arguments.command == "stats":
             print(json.dumps(stats(arguments.folder), indent=1))
         elif problems := verify(arguments.folder):
-            raise ValueError("\n  ".join([f"{len(problems)} shards are damaged or not listed:", *problems]))
+            count = (
+                f"{len(problems)} shard{'s are' if len(problems) > 1 else ' is'} damaged, lost or not in the manifest:"
+            )
+            raise ValueError("\n  ".join([count, *problems]) + f"\n{repair(arguments.folder)}")
         else:
             print(f"{arguments.folder}: every shard matches the manifest")
     except ValueError as error:
