@@ -45,6 +45,7 @@ from headstart.inference.target.model import TargetModel
 from headstart.inference.target.ranks import Ranks
 from headstart.recipes import Recipe, run_command
 from headstart.recipes.jsonl import read_jsonl
+from headstart.recipes.os_errors import CONTINUES
 
 STORE_FORMAT = 3  # version of the shards and of the manifest
 LOGITS_TOLERANCE = 0.05  # share of the largest logit; bfloat16 rounding stays well below it
@@ -202,8 +203,12 @@ def check_teacher_logits(recipe: Recipe, target: TargetModel) -> None:
 
 
 def main() -> None:
+    run_command(__doc__, start_processes_and_harvest, CONTINUES)
+
+
+def start_processes_and_harvest(recipe: Recipe) -> None:
     start_processes()
-    run_command(__doc__, lambda recipe: print(recipe.features_dir, harvest(recipe).facts()))
+    print(recipe.features_dir, harvest(recipe).facts())
 
 
 if __name__ == "__main__":

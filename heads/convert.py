@@ -19,6 +19,7 @@ from headstart.heads.formats.published import import_head, widest_dtype
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import locate_target
 from headstart.recipes.command_line import command_name
+from headstart.recipes.os_errors import errors_as_messages
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -29,12 +30,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("out", type=Path, help="folder to write the converted head to; it must not exist yet")
     parser.add_argument("--target", required=True, help="folder or hub name of the model that the head drafts for")
     arguments = parser.parse_args(argv)
-    try:
+    with errors_as_messages():
         inferred = convert(arguments.path, arguments.out, arguments.target)
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from None
-    print("\n".join(inferred))
-    print(f"head written to {arguments.out}; next: headstart report RECIPE report.head={arguments.out}")
+        print("\n".join(inferred))
+        print(f"head written to {arguments.out}; next: headstart report RECIPE report.head={arguments.out}")
 
 
 def convert(path: Path, out: Path, target: str) -> list[str]:

@@ -24,6 +24,7 @@ from headstart.heads.formats.violation import Violation
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import locate_target
 from headstart.recipes.command_line import command_name
+from headstart.recipes.os_errors import errors_as_messages
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -36,12 +37,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--engine", action="append", choices=ENGINES, help="check for this engine only; repeat it to check for several"
     )
     arguments = parser.parse_args(argv)
-    try:
+    with errors_as_messages():
         found = lint(arguments.export, arguments.target, arguments.engine)
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from None
-    for violation in found:
-        print(violation)
+        for violation in found:
+            print(violation)
     sys.exit(1 if any(violation.severity == "error" for violation in found) else 0)
 
 

@@ -9,11 +9,12 @@ Stopped or killed at any step, the same command continues from the newest checkp
 from functools import partial
 
 from headstart.recipes import run_command
+from headstart.recipes.os_errors import CONTINUES
 from headstart.trainers.run import run
 
 
 def main() -> None:
-    run_command(__doc__, partial(run, script="trainers/medusa.py"))
+    run_command(__doc__, partial(run, script="trainers/medusa.py"), CONTINUES)
 
 
 if __name__ == "__main__":
