@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from headstart.data_pipelines.stage import Json, differences, write_text
+from headstart.heads.safetensors_file import write_safetensors
+from headstart.recipes.whole_files import remove
 
 STATE = "state.json"
 Tensors = dict[str, Tensor]
@@ -150,12 +152,11 @@ class Checkpoints:
         partial = path.with_name(path.name + ".partial")
         try:
             for leftover in self.folder.glob("*.partial"):
-                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+                remove(leftover)
             partial.mkdir(parents=True)
             for name, tensors in files.items():
-                on_cpu = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-                save_file(on_cpu, partial / f"{name}.safetensors")
-            (partial / STATE).write_text(json.dumps(state, indent=1))
+                write_safetensors(tensors, partial / f"{name}.safetensors")
+            write_text(partial / STATE, json.dumps(state, indent=1))
             for each in partial.iterdir():
                 flush(each)
             if path.exists():
