@@ -20,6 +20,7 @@ from headstart.heads.safetensors_file import as_os_error, give_umask_mode
 from headstart.heads.target_config import SAFE_FILES, locate_target
 from headstart.inference.target.architecture import decoder_layers
 from headstart.inference.target.model import TargetModel
+from headstart.inference.target.quiet import no_bars_of_transformers
 from headstart.recipes import Recipe
 from headstart.recipes.os_errors import naming
 from headstart.recipes.schema import TargetSection, TrainSection
@@ -107,7 +108,8 @@ class TrainableTarget(nn.Module):
 def save_model(model: Any, folder: Path) -> None:
     """Write a transformers model, with the permissions of other new files; raises OSError that names the folder."""
     try:
-        model.save_pretrained(folder)
+        with no_bars_of_transformers():
+            model.save_pretrained(folder)
     except SafetensorError as error:
         raise as_os_error(error, folder) from error
     for weights in folder.glob("*.safetensors"):
