@@ -6,11 +6,24 @@ from datetime import timedelta
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
+from rich.progress import TimeRemainingColumn as TimeLeftColumn
+from rich.table import Column
+from rich.text import Text
 
 # A line is printed after this share of the work or this many seconds, whichever comes first, but not more often.
 SHARE, SECONDS, APART = 0.05, 30.0, 5.0
+
+
+class NoteColumn(ProgressColumn):
+    """The text beside the bar, the first to be cut where a terminal is narrow."""
+
+    def __init__(self) -> None:
+        super().__init__(Column(no_wrap=False))
+
+    def render(self, task: Task) -> Text:
+        return Text(task.fields["text"], no_wrap=True, overflow="ellipsis")
 
 
 class Progress:
@@ -33,9 +46,9 @@ class Progress:
         self.text = ""
         self.console = Console()
         self.on_terminal = active and self.console.is_terminal and not self.console.is_dumb_terminal
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}")
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), NoteColumn()
         self._bar = Bar(
-            *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self.console, disable=not self.on_terminal
+            *columns, TimeElapsedColumn(), TimeLeftColumn(), console=self.console, disable=not self.on_terminal
         )
         self._task = self._bar.add_task(what, total=total, completed=done, text="")
 
