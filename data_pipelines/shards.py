@@ -242,6 +242,8 @@ def read_manifest(folder: Path) -> Json:
             f"{path} cannot be read ({error}); remove it together with {path.with_name('stage.json')} and harvest "
             "again (undamaged shards are reused)"
         ) from error
+    if not isinstance(about, dict) or not isinstance(about.get("shards"), list):
+        raise ValueError(f"{path} is not a manifest; an object with a list of shards is allowed: harvest again")
     if not all(CHECKSUM in shard for shard in about["shards"]):
         raise ValueError(f"{path} lists shards without {CHECKSUM}, because another version wrote it; harvest again")
     return about

@@ -11,7 +11,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
+PARTIAL = ".partial"  # ends the name of a file or folder until it is whole
 STARTS_OVER = "interrupted; the same command starts over"
+NOT_BEGUN = "interrupted before the work began; run the same command again"
 CONTINUES = "interrupted; the same command goes on where it stopped"
 
 FOLDER_NEEDED = "only a folder is allowed here", "move the file away"
@@ -20,7 +22,7 @@ MAKE_ROOM = "a disk with room for the whole file is needed", "make room there, t
 CAUSES = {  # errno -> what is allowed, what to do
     errno.ENOSPC: MAKE_ROOM,
     errno.EDQUOT: MAKE_ROOM,
-    errno.EFBIG: ("files of this size must be allowed", "raise the limit (ulimit -f), or use another file system"),
+    errno.EFBIG: ("files of this size must be allowed", "make room for them: raise the limit (ulimit -f)"),
     errno.EACCES: CHECK_PERMISSIONS,
     errno.EPERM: CHECK_PERMISSIONS,
     errno.EROFS: ("a disk that can be written to is needed", "mount it writable"),
@@ -31,7 +33,7 @@ CAUSES = {  # errno -> what is allowed, what to do
     errno.EEXIST: FOLDER_NEEDED,
     errno.ENOTDIR: FOLDER_NEEDED,
     errno.EISDIR: ("only a file is allowed here", "move the folder away"),
-    errno.ENOTEMPTY: ("only an empty or missing folder is allowed here", "move the folder away"),
+    errno.ENOTEMPTY: ("only an empty or missing folder is allowed here", "move this one away"),
     errno.ENAMETOOLONG: ("most file systems allow 255 bytes in a name", "choose a shorter one"),
     errno.ELOOP: ("a path without circular links is allowed", "correct the links"),
     errno.EMFILE: ("more open files must be allowed", "raise the limit (ulimit -n)"),
@@ -82,21 +84,20 @@ def explained(error: Exception, settings: BaseModel | None = None) -> str | None
 
 def os_error_message(error: OSError, settings: BaseModel | None = None) -> str:
     """What failed, why, what is allowed and what to do."""
-    allowed, remedy = CAUSES.get(error.errno or 0, OTHER_CAUSE)
+    allowed, remedy = cause(error)
     if error.filename is None:  # every writer of ours names its file
         what = "standard output, or a temporary file" if error.errno else type(error).__name__
         return in_words(what, reason(error), allowed, remedy)
-    path = Path(os.fsdecode(error.filename))
-    if error.errno in (errno.ENOTDIR, errno.EEXIST):
-        file = next((each for each in (path, *path.parents) if each.is_file()), path)
-        problem = f"{file} is a file" if file != path else "is a file" if file.is_file() else reason(error)
-    else:
-        problem = reason(error)
-    if error.filename2 is not None:
-        problem += f" (on its way to {os.fsdecode(error.filename2)})"
+    parts = Path(os.fsdecode(error.filename2 or error.filename)).parts
+    path = Path(*(part.removesuffix(PARTIAL) for part in parts))
     field = field_of(path, settings)
-    remedy += ", or give another path" if field is None else f", or choose another {field}"
-    return in_words(str(path), problem, allowed, remedy)
+    elsewhere = "give another path" if field is None else f"choose another {field}"
+    return in_words(str(path), reason(error), allowed, f"{remedy}, or {elsewhere}")
+
+
+def cause(error: OSError) -> tuple[str, str]:
+    """What is allowed, and what to do."""
+    return CAUSES.get(error.errno or 0, OTHER_CAUSE)
 
 
 def in_words(what: str, problem: str, allowed: str, remedy: str) -> str:
@@ -104,15 +105,13 @@ def in_words(what: str, problem: str, allowed: str, remedy: str) -> str:
 
 
 def reason(error: OSError) -> str:
-    """The system's own words, with the free space where that is the problem."""
+    """The system's own words; for a file in place of a folder, which file it is."""
+    if error.errno in (errno.ENOTDIR, errno.EEXIST) and error.filename is not None:
+        path = Path(os.fsdecode(error.filename))
+        if file := next((each for each in (path, *path.parents) if each.is_file()), None):
+            return "this is a file" if file == path else f"{file} is a file"
     said = error.strerror or str(error)
-    words = said[:1].lower() + said[1:]
-    if error.errno != errno.ENOSPC or error.filename is None:
-        return words
-    written = Path(os.fsdecode(error.filename2 or error.filename)).absolute()
-    folder = next(each for each in written.parents if each.is_dir())
-    disk = os.statvfs(folder)
-    return f"{words} ({disk.f_bavail * disk.f_frsize / 1e6:,.1f} MB are free)"
+    return said[:1].lower() + said[1:]
 
 
 def field_of(path: Path, settings: BaseModel | None) -> str | None:

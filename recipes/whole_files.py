@@ -5,24 +5,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from headstart.recipes.os_errors import naming
+from headstart.recipes.os_errors import PARTIAL, naming
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path`: it is renamed to `path` at the end, or removed if anything fails.
-
-    Errors name `path`.
-    """
+    """A temporary path beside `path`: it is renamed to `path` at the end, or removed if anything fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
+    partial = path.with_name(path.name + PARTIAL)
     with removed_on_failure(partial), naming(path):
-        try:
-            yield partial
-        except OSError as error:
-            error.filename = str(path) if error.filename == str(partial) else error.filename
-            raise
+        yield partial
         partial.replace(path)
+
+
+def check_folder(folder: Path) -> None:
+    """Make a folder, and raise OSError if no file can be written there: before the work that is to be written."""
+    probe = folder / "probe"
+    with whole_file(probe) as partial:
+        partial.touch()
+    probe.unlink()
 
 
 def write_text(path: Path, text: str) -> None:

@@ -15,6 +15,7 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from headstart.recipes import recipe_from_command_line
+from headstart.recipes.os_errors import NOT_BEGUN, errors_as_messages
 
 TRAIN_HELP = """Train the recipe's draft head in this process, after running the earlier stages that are missing.
 
@@ -118,7 +119,8 @@ def main() -> None:
         raise SystemExit(2)
     sys.argv = [f"headstart {name}", *arguments]  # what the command's own --help shows as its name
     module = COMMANDS[name].module or training_script()
-    import_module(entry_module(module)).main()
+    with errors_as_messages(NOT_BEGUN):  # loading the module takes seconds
+        import_module(entry_module(module)).main()
 
 
 def training_script() -> str:

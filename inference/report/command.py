@@ -56,6 +56,7 @@ from headstart.inference.target.tokenizer import load_tokenizer, text_of
 from headstart.recipes import Recipe, run_command
 from headstart.recipes.progress import Progress
 from headstart.recipes.tuned_target import refuse_original_target
+from headstart.recipes.whole_files import check_folder
 
 MethodRuns = list[list[Run]]  # for each method, its runs on the batches of prompts in order
 
@@ -107,6 +108,7 @@ def report(recipe: Recipe) -> list[Outcome]:
     Raises ValueError for a head that does not fit the target or for missing prompts.
     """
     refuse_original_target(recipe, recipe.report.head)
+    check_folder(recipe.report_dir)
     benchmark, console = Benchmark.load(recipe), Console()
     with Progress("report", num_own_texts(recipe, benchmark), "texts") as progress:
         outcomes = measure(recipe, benchmark, progress)
