@@ -115,26 +115,22 @@ def reason(error: OSError) -> str:
 
 
 def field_of(path: Path, settings: BaseModel | None) -> str | None:
-    """The field whose path is nearest: the failing one, a folder above it, or a file in it."""
-    if settings is None:
-        return None
+    """The field with the failing path, else with the nearest folder above it, else with something in it."""
     path = path.absolute()
-    near = {
-        name: folder
-        for name, value in paths_in(settings.model_dump()).items()
-        if path.is_relative_to(folder := Path(value).absolute()) or folder.is_relative_to(path)
-    }
-    return max(near, key=lambda name: len(near[name].parts), default=None)
+    given = {} if settings is None else paths_in(settings.model_dump())
+    above = {name: folder for name, folder in given.items() if path.is_relative_to(folder)}
+    inside = [name for name, folder in given.items() if folder.is_relative_to(path)]
+    return max(above, key=lambda name: len(above[name].parts), default=next(iter(inside), None))
 
 
 def paths_in(values: Mapping[str, Any], prefix: str = "") -> dict[str, Path]:
-    """Every path in a recipe by its field, section.key."""
+    """Every path in a recipe by its field, section.key; absolute."""
     found: dict[str, Path] = {}
     for name, value in values.items():
         if isinstance(value, dict):
             found |= paths_in(value, f"{prefix}{name}.")
         elif isinstance(value, Path) or (isinstance(value, str) and os.sep in value):
-            found[prefix + name] = Path(value)
+            found[prefix + name] = Path(value).absolute()
     return found
 
 
