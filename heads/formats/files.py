@@ -117,7 +117,10 @@ def write_folder(files: HeadFiles, weights: str, readme: str, overwrite: bool) -
 def write_pickle(tensors: dict[str, Tensor], path: Path) -> None:
     """Write a state dict as torch's code reads it; raises OSError that names the file."""
     with naming(path), path.open("wb") as file:
-        torch.save(tensors, file)
+        try:
+            torch.save(tensors, file)
+        except RuntimeError as error:  # torch's writer fails again when it is closed
+            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 
 def put_in_place(partial: Path, folder: Path) -> None:

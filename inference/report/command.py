@@ -110,6 +110,7 @@ def report(recipe: Recipe) -> list[Outcome]:
     refuse_original_target(recipe, recipe.report.head)
     check_folder(recipe.report_dir)
     benchmark, console = Benchmark.load(recipe), Console()
+    drawn = draw_searched_trees(recipe, benchmark.heads)  # before the work, because it fails for a head without a tree
     with Progress("report", num_own_texts(recipe, benchmark), "texts") as progress:
         outcomes = measure(recipe, benchmark, progress)
     folder = locate_target(recipe.target.path, recipe.target.revision)
@@ -120,8 +121,7 @@ def report(recipe: Recipe) -> list[Outcome]:
         console.print(on_terminal(one, text))
     about = {**machine(), "processes": recipe.report.workers} if recipe.report.workers > 1 else machine()
     folders = head_folders(recipe) if needs_head(recipe) else {}
-    written = write_report(recipe, about, folders, outcomes, traces, text)
-    written += draw_searched_trees(recipe, benchmark.heads)
+    written = write_report(recipe, about, folders, outcomes, traces, text) + drawn
     console.print(f"written to {recipe.report_dir}: {', '.join(written)}", highlight=False)
     return outcomes
 
