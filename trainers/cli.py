@@ -24,6 +24,7 @@ from headstart.data_pipelines.store_options import store_options
 from headstart.heads.options import convert_options, lint_options
 from headstart.inference.doctor.options import doctor_options
 from headstart.recipes import recipe_from_command_line
+from headstart.recipes.os_errors import NOT_BEGUN, errors_as_messages
 
 TRAIN_HELP = """Train the recipe's draft head in this process, after running the earlier stages that are missing.
 
@@ -158,7 +159,8 @@ def run(arguments: list[str]) -> None:
     else:
         module = entry_module(command.module)
         command.read_arguments(docstring(module))
-    import_module(module).main()
+    with errors_as_messages(NOT_BEGUN):  # loading the module takes seconds
+        import_module(module).main()
 
 
 def training_script() -> str:
