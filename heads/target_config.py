@@ -8,6 +8,8 @@ from typing import Any
 
 from huggingface_hub import snapshot_download
 
+from headstart.heads.gguf_files import unpacked_folder
+
 # A hub download fetches configuration, tokenizer and safetensors, never code or pickles.
 SAFE_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "*.txt"]
 
@@ -15,13 +17,15 @@ SAFE_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "*.
 def locate_target(
     path: str, revision: str | None = None, files: Sequence[str] = SAFE_FILES, field: str = "target.path"
 ) -> Path:
-    """The folder of a target: `path` itself if it is a local folder, otherwise the cached or downloaded repository of
-    that hub name ("org/name"), of which only `files` are fetched.
+    """The folder of a target: `path` itself if it is a local folder, the unpacked weights if it is a .gguf file,
+    otherwise the cached or downloaded repository of that hub name ("org/name"), of which only `files` are fetched.
 
     Raises ValueError, naming the `field` in which the user gave the path, if the hub does not provide it.
     """
     if Path(path).expanduser().is_dir():
         return Path(path).expanduser()
+    if path.endswith(".gguf"):
+        return unpacked_folder(Path(path).expanduser(), field)
     try:
         return Path(snapshot_download(path, revision=revision, allow_patterns=list(files)))
     except Exception as error:  # the hub client raises a dozen types; all mean that the model is not available

@@ -37,7 +37,10 @@ def check_against_disk(values: dict[str, Any]) -> Iterator[RecipeMistake]:
     if dict_or_empty(values.get("joint")).get("mode") is not None:
         yield from check_joint(head, train, target)
     yield from check_shared_target(target, data, dict_or_empty(values.get("decode")))
-    if isinstance(path, str) and path and is_local(path):
+    if isinstance(path, str) and path.endswith(".gguf"):
+        if not Path(os.path.expanduser(path)).is_file():
+            yield "target.path", f"an existing GGUF file is allowed; put the file there ({RELATIVE_PATHS})"
+    elif isinstance(path, str) and path and is_local(path):
         yield from check_target(Path(os.path.expanduser(path)), values)
     yield from check_baselines(dict_or_empty(values.get("report")), dict_or_empty(values.get("decode")))
     yield from check_folders(values)

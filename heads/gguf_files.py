@@ -1,0 +1,49 @@
+"""Where the weights of a GGUF file lie once they are unpacked: a folder per content, shared by all runs of a user."""
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from headstart.recipes.run_lock import only_run_in
+
+END = 1 << 20  # bytes at both ends of a file that its identity covers
+
+
+def unpacked_folder(file: Path, field: str) -> Path:
+    """The folder with the file's model as safetensors; unpacks it first if need be, which takes a minute.
+
+    Raises ValueError, naming the `field` in which the user gave the file, if there is none or it cannot be unpacked.
+    """
+    if not file.is_file():
+        raise ValueError(f"{field}: {file} given, an existing GGUF file is allowed; check the path")
+    folder = cache() / identity(file)
+    if (folder / "config.json").is_file():
+        return folder
+    with only_run_in(folder.with_name(folder.name + ".lock"), f"unpacking {file.name}", wait=True):
+        if not (folder / "config.json").is_file():
+            print(f"unpacking {file} into {folder}, once", file=sys.stderr, flush=True)
+            command = [sys.executable, "-m", "headstart.inference.target.gguf", str(file.absolute()), str(folder)]
+            ended = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+            if ended.returncode:
+                said = ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"]
+                raise ValueError(f"{field}: {said[-1].removeprefix('error: ')}")
+    return folder
+
+
+def cache() -> Path:
+    """The user's folder for unpacked models: HEADSTART_CACHE, or headstart/ in the cache folder of the system."""
+    usual = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "headstart"
+    return Path(os.environ.get("HEADSTART_CACHE", usual)).expanduser() / "gguf"
+
+
+def identity(file: Path) -> str:
+    """A digest of size and both ends of a file, cheap for one of hundreds of gigabytes."""
+    size = file.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with file.open("rb") as opened:
+        digest.update(opened.read(END))
+        opened.seek(max(size - END, 0))
+        digest.update(opened.read())
+    return f"{file.stem}-{digest.hexdigest()[:16]}"

