@@ -148,8 +148,9 @@ def read_both(recipe: Recipe, tokenizer: Tokenizer) -> PromptRows:
 
 def key_of(row: Json) -> Key:
     """The tokens that two rows share if one repeats the other: the prompt, or the whole text if it has no prompt."""
-    tokens: list[int] = row["tokens"] if len(row["tokens"]) > 1 else row.get("text", row["tokens"])
-    return tuple(tokens)
+    prompt: list[int] = row["tokens"]
+    whole: list[int] = row["text"] if "text" in row else prompt
+    return tuple(prompt if len(prompt) > 1 else whole)
 
 
 def stdlib_prompts(

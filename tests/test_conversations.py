@@ -310,9 +310,7 @@ def test_the_standard_library_has_no_replies_to_train_on() -> None:
 # Prompts with their answers
 
 
-def trained_on(
-    folder: Path, rows: list[dict[str, Any]], template: str | None
-) -> list[tuple[str, str]]:
+def trained_on(folder: Path, rows: list[dict[str, Any]], template: str | None) -> list[tuple[str, str]]:
     """What comes before the trained-on text, and the trained-on text, of each sample of a run on given rows."""
     build_run(folder)
     tokenizer = build_tokenizer()
