@@ -5,6 +5,11 @@
 Both stages write whole shards by sample id, so a killed run can resume, with a different number of ranks if you like.
 """
 
+from headstart.recipes import recipe_from_command_line
+
+if __name__ == "__main__":
+    recipe_from_command_line(__doc__)  # --help and mistakes end the process here, before torch is loaded
+
 from collections.abc import Callable
 from functools import cache, partial
 
@@ -15,6 +20,7 @@ from headstart.data_pipelines.cost_estimate import FeatureCost, first_batch, for
 from headstart.data_pipelines.dependents import dependents
 from headstart.data_pipelines.features import TapTexts, tap, write_features
 from headstart.data_pipelines.more_prompts import take_over_features, take_over_responses
+from headstart.data_pipelines.preflight import check_harvest
 from headstart.data_pipelines.prompts import describe_prompts, make_prompts
 from headstart.data_pipelines.responses import (
     Text,
@@ -41,6 +47,7 @@ from headstart.data_pipelines.shards import (
 from headstart.data_pipelines.stage import Stage, file_digest, target_identity
 from headstart.data_pipelines.store import describe_store, existing_store
 from headstart.data_pipelines.target_files import WEIGHTS, digest_of
+from headstart.data_pipelines.together import hold_folder, refuse_differences, run_together
 from headstart.data_pipelines.token_counts import shards_identity, write_counts
 from headstart.heads.checkpoint import head_taps
 from headstart.heads.frozen import FrozenTarget
@@ -49,6 +56,8 @@ from headstart.inference.target.model import TargetModel
 from headstart.inference.target.ranks import Ranks
 from headstart.recipes import Recipe, run_command
 from headstart.recipes.jsonl import read_jsonl
+from headstart.recipes.launcher import end_with_launcher
+from headstart.recipes.os_errors import CONTINUES
 
 STORE_FORMAT = 3  # version of the shards and of the manifest
 LOGITS_TOLERANCE = 0.05  # share of the largest logit; bfloat16 rounding stays well below it
@@ -92,8 +101,19 @@ def harvest(recipe: Recipe) -> Stage:
     state = PartialState()
     if state.is_main_process and (idle := idle_cores(state)):
         print(idle)
+    shared = recipe.data.folder
+    if shared is None or shared.resolve() == recipe.run_dir.resolve():
+        return make_stages(recipe, state)
+    with hold_folder(state, "data.folder", shared, "harvest", wait=True):  # another recipe may fill it already
+        return make_stages(recipe, state)
+
+
+def make_stages(recipe: Recipe, state: PartialState) -> Stage:
+    """The missing stages, on ranks that agree on where they lie."""
     recipe.run_dir.mkdir(parents=True, exist_ok=True)
-    config = TargetConfig.from_folder(locate_target(recipe.target.path, recipe.target.revision))
+    target = locate_target(recipe.target.path, recipe.target.revision)
+    refuse_differences(state, {"config and weights of target.path": target_identity(target)[:12]})
+    config = TargetConfig.from_folder(target)
     check_lengths(recipe, config)
 
     def say(line: str) -> None:
@@ -235,9 +255,17 @@ def check_teacher_logits(recipe: Recipe, target: TargetModel) -> None:
         )
 
 
-def main() -> None:
+def run(recipe: Recipe) -> None:
+    """The command: harvest on all ranks of the launch."""
+    end_with_launcher()
     start_processes()
-    run_command(__doc__, lambda recipe: print(f"complete in {harvest(recipe).folder}"))
+    check_harvest(recipe)
+    with run_together(recipe, "harvest"):
+        print(f"complete in {harvest(recipe).folder}")
+
+
+def main() -> None:
+    run_command(__doc__, run, CONTINUES)
 
 
 if __name__ == "__main__":

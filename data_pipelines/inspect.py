@@ -1,9 +1,14 @@
 """Show a run's data: samples with the trained-on text in colour, length histograms, and the unusable rows.
 
-    python -m data_pipelines.inspect recipes/tiny.yaml
+    headstart inspect recipes/tiny.yaml
 
 Shows the responses that are written so far. If there are none, it shows the prompts, and makes them if necessary.
 """
+
+from headstart.recipes import recipe_from_command_line
+
+if __name__ == "__main__":
+    recipe_from_command_line(__doc__)  # --help and mistakes end the process here, before torch is loaded
 
 import json
 from collections import Counter

@@ -3,6 +3,11 @@
 python -m data_pipelines.prompts recipes/tiny.yaml
 """
 
+from headstart.recipes import recipe_from_command_line
+
+if __name__ == "__main__":
+    recipe_from_command_line(__doc__)  # --help and mistakes end the process here, before torch is loaded
+
 import hashlib
 import json
 import random

@@ -1,13 +1,17 @@
 """Feature stores: verify one, show its statistics, or merge several into one.
 
-    python -m data_pipelines.store verify runs/tiny/features
-    python -m data_pipelines.store stats  runs/tiny/features
-    python -m data_pipelines.store merge  runs/all/features runs/tiny/features runs/more/features
+    headstart store verify runs/tiny/features
+    headstart store stats  runs/tiny/features
+    headstart store merge  runs/all/features runs/tiny/features runs/more/features
 
 A recipe trains on a merged store with data.store=runs/all/features.
 """
 
-import argparse
+from headstart.data_pipelines.store_options import store_options
+
+if __name__ == "__main__":
+    store_options(__doc__)  # --help and mistakes end the process here, before torch is loaded
+
 import json
 import shlex
 import shutil
@@ -20,7 +24,8 @@ from headstart.data_pipelines.shards import MANIFEST, FeatureStore, read_manifes
 from headstart.data_pipelines.stage import CHECKSUM, Json, Stage, differences, file_digest, target_identity, write_text
 from headstart.heads.target_config import locate_target
 from headstart.recipes import Recipe
-from headstart.recipes.command_line import command_name
+from headstart.recipes.os_errors import errors_as_messages
+from headstart.recipes.whole_files import removed_on_failure
 
 SPLITS = ("train", "heldout")
 MERGE_KEYS = ("taps", "dtype", "target")  # what the merged manifest takes from the first, and all must share
@@ -71,22 +76,29 @@ def merge(into: Path, sources: list[Path]) -> Stage:
         raise ValueError("\n  ".join(["stores to merge are damaged:", *problems]))
     partial = into.with_name(into.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    with removed_on_failure(partial):
+        partial.mkdir(parents=True)
+        shards = copy_shards(partial, list(zip(sources, abouts, strict=True)))
+        merged_from = [file_digest(source / MANIFEST) for source in sources]
+        about = {**{key: abouts[0].get(key) for key in MERGE_KEYS}, "merged_from": [origin(found) for found in abouts]}
+        write_text(partial / MANIFEST, json.dumps({**about, "shards": shards}, indent=1))
+        stage = Stage("features", partial, {"taps": abouts[0]["taps"], "merged_from": merged_from})
+        stage.begin()
+        stage.finish({"manifest": file_digest(partial / MANIFEST)})
+        partial.rename(into)
+    return Stage("features", into, stage.inputs)
+
+
+def copy_shards(into: Path, stores: list[tuple[Path, Json]]) -> list[Json]:
+    """Copy the shards of stores, given with their manifests, under new names; returns their manifest entries."""
     shards: list[Json] = []
     for split in SPLITS:
-        pairs = [(source, shard) for source, about in zip(sources, abouts, strict=True) for shard in about["shards"]]
+        pairs = [(source, shard) for source, about in stores for shard in about["shards"]]
         own = {shard[CHECKSUM]: (source, shard) for source, shard in pairs if shard["file"].startswith(f"{split}-")}
         for index, (source, shard) in enumerate(own.values()):
-            shutil.copy(source / shard["file"], partial / shard_name(split, index))
+            shutil.copy(source / shard["file"], into / shard_name(split, index))
             shards.append({**shard, "file": shard_name(split, index)})
-    merged_from = [file_digest(source / MANIFEST) for source in sources]
-    about = {**{key: abouts[0].get(key) for key in MERGE_KEYS}, "merged_from": [origin(found) for found in abouts]}
-    write_text(partial / MANIFEST, json.dumps({**about, "shards": shards}, indent=1))
-    stage = Stage("features", partial, {"taps": abouts[0]["taps"], "merged_from": merged_from})
-    stage.begin()
-    stage.finish({"manifest": file_digest(partial / MANIFEST)})
-    partial.rename(into)
-    return Stage("features", into, stage.inputs)
+    return shards
 
 
 def refuse_sources(into: Path, sources: list[Path]) -> None:
@@ -181,14 +193,8 @@ def existing_store(recipe: Recipe, folder: Path, taps: tuple[int, ...]) -> Stage
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog=command_name(), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("command", choices=["verify", "stats", "merge"])
-    parser.add_argument("folder", type=Path, help="the store; for merge, the folder of the new store")
-    parser.add_argument("sources", type=Path, nargs="*", help="for merge: the stores to merge")
-    arguments = parser.parse_args()
-    try:
+    arguments = store_options(__doc__)
+    with errors_as_messages():
         if arguments.command == "merge":
             merge(arguments.folder, arguments.sources)
             print(f"{describe_store(arguments.folder)}\nmerged; train on it with data.store={arguments.folder}")
@@ -211,8 +217,6 @@ def main() -> None:
             raise ValueError("\n  ".join([count, *problems]) + f"\n{repair(arguments.folder)}")
         else:
             print(f"{arguments.folder}: every shard matches the manifest")
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from None
 
 
 if __name__ == "__main__":

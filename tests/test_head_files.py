@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headstart.heads import checkpoint
+from headstart.heads import safetensors_file
 from headstart.heads.checkpoint import load_head, save_head
 from headstart.heads.eagle1 import Eagle1Head
 from headstart.heads.eagle3 import Eagle3Head
@@ -264,7 +264,8 @@ def test_missing_misshapen_and_unknown_tensors_are_named_at_once(
     assert message.endswith(
         "model.safetensors: fc.weight is missing; lm_head.weight is missing; "
         "midlayer.hidden_norm.weight is missing; model.lm_head.weight is unknown; "
-        "norm.weight is [31] but should be [32]"
+        "norm.weight is [31] but should be [32]; exactly the tensors that config.json describes are allowed: copy or "
+        "export the head again"
     )
 
 
@@ -321,12 +322,12 @@ def test_a_killed_save_leaves_the_previous_head(
     first, second = make_head(seed=1), make_head(seed=2)
     save_head(first, tmp_path / "head")
 
-    def killed(tensors: dict[str, Tensor], path: Path, **kwargs: object) -> None:
+    def killed(tensors: dict[str, Tensor], path: Path, metadata: object) -> None:
         path.write_bytes(b"half of it")
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save_file", killed)
+        patch.setattr(safetensors_file, "save_file", killed)
         with pytest.raises(KeyboardInterrupt):
             save_head(second, tmp_path / "head")
     assert torch.equal(logits(load_head(tmp_path / "head", frozen)), logits(first))
