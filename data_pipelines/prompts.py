@@ -11,6 +11,7 @@ if __name__ == "__main__":
 import hashlib
 import json
 import random
+import shlex
 from collections.abc import Set
 from dataclasses import dataclass
 
@@ -123,11 +124,22 @@ def write_prompts(stage: Stage, rows: PromptRows, tokenizer: Tokenizer) -> None:
 
 def describe_prompts(recipe: Recipe) -> str:
     """What became of the rows of both sources, one line for each."""
-    found = json.loads((recipe.prompts_dir / ROW_REPORT).read_text())
     names = ("prompts", "held-out prompts")
-    return "\n".join(
-        RowReport.from_json(report).summary(name, recipe.data) for name, report in zip(names, found, strict=True)
-    )
+    reports = zip(names, read_reports(recipe), strict=True)
+    return "\n".join(report.summary(name, recipe.data) for name, report in reports)
+
+
+def read_reports(recipe: Recipe) -> list[RowReport]:
+    """The reports of the training and the held-out source, as `make_prompts` wrote them."""
+    path = recipe.prompts_dir / ROW_REPORT
+    try:
+        train, heldout = json.loads(path.read_text())
+        return [RowReport.from_json(train), RowReport.from_json(heldout)]
+    except (FileNotFoundError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{path} cannot be read ({error}); it must say what became of the rows. Remove the prompts' stage.json, "
+            f"and the same command makes both again: {shlex.join(['rm', str(path.with_name('stage.json'))])}"
+        ) from error
 
 
 def load_target_tokenizer(recipe: Recipe) -> Tokenizer:
@@ -154,7 +166,7 @@ def read_both(recipe: Recipe, tokenizer: Tokenizer) -> PromptRows:
 def key_of(row: Json) -> Key:
     """The tokens that two rows share if one repeats the other: the prompt, or the whole text if it has no prompt."""
     prompt: list[int] = row["tokens"]
-    whole: list[int] = row["text"] if "text" in row else prompt
+    whole: list[int] = row.get("text", prompt)
     return tuple(prompt if len(prompt) > 1 else whole)
 
 

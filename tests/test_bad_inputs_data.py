@@ -536,6 +536,22 @@ def test_a_broken_stage_file_is_named_and_the_remedy_works(
     assert_told(done, Says("complete in", str(place / "run" / "features"), "features: 12 training", ""))
 
 
+@pytest.mark.parametrize("content", ["", "{", "[]", "[1, 2]", '[{"rows": 3}, {}]', None])
+def test_a_broken_report_on_the_rows_is_named_and_the_remedy_works(
+    harvested: Path, place: Path, headstart: Command, content: str | None
+) -> None:
+    shutil.copytree(harvested / "run", place / "run")
+    path = place / "run" / "prompts" / "rows.json"
+    path.unlink() if content is None else path.write_text(content)
+    stage = path.with_name("stage.json")
+    outcome = headstart("inspect", place / "recipe.yaml")
+    assert_refused(outcome, Says(f"{path} cannot be read", "", "it must say what became of the rows", f"rm {stage}"))
+    stage.unlink()  # the remedy
+    assert_told(
+        headstart("inspect", place / "recipe.yaml"), Says("prompts.jsonl", "12 rows read", "12 prompts kept", "")
+    )
+
+
 # Stores
 
 

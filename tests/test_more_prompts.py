@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from test_harvest import start
 from tiny_run import build_run, contents, modified, tiny_recipe, write_prompts
 
 from headstart.data_pipelines import more_prompts
@@ -199,3 +200,15 @@ def test_responses_or_features_of_other_prompts_are_not_taken_over(folder: Path,
         shutil.rmtree(folder / "run" / "responses")
     with pytest.raises(ValueError, match=rf"the {stage} in .* were made from other inputs"):
         harvest(tiny_recipe(folder))
+
+
+@pytest.mark.slow
+def test_two_ranks_go_on_with_more_prompts_like_one(folder: Path) -> None:
+    grow(folder, 40)
+    recipe = (folder / "recipe.yaml").read_text()
+    (folder / "recipe.yaml").write_text(recipe.replace("num_prompts: 12", "num_prompts: 40"))
+    processes = start(folder, ranks=2)
+    for process in processes:
+        process.join(timeout=120)
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert contents(folder / "run") == fresh(folder)
