@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from bad_inputs import Says, assert_told, type_command
 from test_harvest import start
 from tiny_run import build_run, contents, modified, tiny_recipe, write_prompts
 
@@ -212,3 +213,12 @@ def test_two_ranks_go_on_with_more_prompts_like_one(folder: Path) -> None:
         process.join(timeout=120)
     assert [process.exitcode for process in processes] == [0, 0]
     assert contents(folder / "run") == fresh(folder)
+
+
+def test_the_command_goes_on_after_rows_were_added(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A check before the work used to refuse them."""
+    outcome = type_command(["harvest", str(folder / "recipe.yaml"), "data.num_prompts=14"], monkeypatch, capsys)
+    said = Says("prompts: 12 are unchanged", "2 are new", "responses: 16 of 18 are there", "features: 3 of 4 shards")
+    assert_told(outcome, said)
