@@ -44,13 +44,13 @@ def prompts_stage(recipe: Recipe) -> Stage:
         "data.num_prompts": data.num_prompts,
         "data.prompt_tokens": data.prompt_tokens,
         "data.long_prompts": data.long_prompts,
+        "data.responses": data.responses,
         WEIGHTS: target_identity(target),
         **prompt_identities(target),
         "seed": recipe.seed,
     }
     if data.responses == "given":  # this stage then holds the responses too
         inputs |= {
-            "data.responses": data.responses,
             "data.turns": data.turns,
             "data.response_tokens": data.response_tokens,
         }
@@ -81,12 +81,14 @@ def make_prompts(recipe: Recipe) -> Stage:
         return stage
     tokenizer = load_target_tokenizer(recipe)
     rows = read_both(recipe, tokenizer)
-    write_text(stage.folder / ROW_REPORT, json.dumps([report.to_json() for report in rows.reports], indent=1))
+    if not grows:  # else it would belong to the prompts that are there
+        write_report(stage, rows)
     for report in rows.reports:
         report.check(recipe.data.max_bad_fraction)
     if grows:
         refuse_other_start(stage, rows)
     stage.claim()
+    write_report(stage, rows)
     write_prompts(stage, rows, tokenizer)
     return stage
 
@@ -102,6 +104,10 @@ def refuse_other_start(stage: Stage, rows: PromptRows) -> None:
         f"prompts: {len(first):,} are unchanged, and their responses and features are reused; {new:,} are new, and "
         "theirs are made now" + (" (with the rest of the last shard, whose features are made anew)" if new else "")
     )
+
+
+def write_report(stage: Stage, rows: PromptRows) -> None:
+    write_text(stage.folder / ROW_REPORT, json.dumps([report.to_json() for report in rows.reports], indent=1))
 
 
 def write_prompts(stage: Stage, rows: PromptRows, tokenizer: Tokenizer) -> None:

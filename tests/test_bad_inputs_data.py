@@ -486,7 +486,7 @@ SPLITS_TOLD: dict[str, tuple[Callable[[Path], list[str]], Says]] = {
     ),
     "unusable rows within data.max_bad_fraction": (
         some_unusable,
-        Says("30 rows read", "15 prompts kept; dropped 15 unusable (unknown form)", "allows 50.00% unusable", "line"),
+        Says("30 rows read", "15 prompts kept; dropped 15 unusable (unknown form 15)", "allows 50.00% of", "line"),
     ),
 }
 

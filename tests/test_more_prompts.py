@@ -181,10 +181,17 @@ def test_a_file_whose_first_prompts_changed_is_refused_with_the_reason(folder: P
         harvest(tiny_recipe(folder, MORE))
     run = folder / "run"
     assert f"rm -r {run / 'prompts'} {run / 'responses'} {run / 'features'}" in str(refusal.value)
-    now = contents(run)
-    assert {name: data for name, data in now.items() if name != "prompts/rows.json"} == {
-        name: data for name, data in before.items() if name != "prompts/rows.json"
-    }
+    assert contents(run) == before
+
+
+def test_rows_that_are_refused_leave_the_prompts_that_are_there_as_they_are(folder: Path) -> None:
+    """Their report used to take the place of the one on the prompts that are there."""
+    with (folder / "prompts.jsonl").open("a") as file:
+        file.write('{"text": 5}\n')
+    before = contents(folder / "run")
+    with pytest.raises(ValueError, match=r"prompts\.jsonl line 15: text is a number"):
+        harvest(tiny_recipe(folder, MORE))
+    assert contents(folder / "run") == before
 
 
 def test_fewer_prompts_than_before_are_refused(folder: Path) -> None:
