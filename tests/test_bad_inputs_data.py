@@ -666,7 +666,7 @@ STORES: dict[str, tuple[Callable[[Path], list[Any]], Says]] = {
     ),
     "stats of a lost shard": (
         lambda place: ["stats", without(place, "train-00000.safetensors")],
-        Says("train-00000.safetensors", "missing on disk", "undamaged shards are reused", "harvest again"),
+        Says("train-00000.safetensors", "missing on disk", "which reuses undamaged shards", "harvest again"),
     ),
     "stats of a store without a manifest": (
         lambda place: ["stats", without(place, "manifest.json")],
