@@ -82,8 +82,8 @@ def shard_is_whole(path: Path, wanted: str) -> bool:
     if made_from(path) != wanted:
         raise ValueError(
             f"{path} is a shard of another run (made from {made_from(path) or 'unknown inputs'!r}, this run "
-            f"needs {wanted!r}); only shards of this run may be in its folder: remove it ({shlex.join(['rm', str(path)])}) "
-            "or choose another run_dir"
+            f"needs {wanted!r}); its folder may hold its own only: remove it ({shlex.join(['rm', str(path)])}) or "
+            "choose another run_dir"
         )
     return True
 
