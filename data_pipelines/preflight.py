@@ -35,7 +35,7 @@ def check_harvest(recipe: Recipe) -> TargetConfig:
             load_taps(recipe.data.draft_head, target)
         except ValueError as error:
             raise ValueError(f"data.draft_head: {error}") from error
-    if not prompts_stage(recipe).is_complete():
+    if not prompts_stage(recipe).was_complete():
         check_rows(recipe, tokenizer)
     return target
 
