@@ -57,6 +57,7 @@ from headstart.inference.target.ranks import Ranks
 from headstart.recipes import Recipe, run_command
 from headstart.recipes.jsonl import read_jsonl
 from headstart.recipes.launcher import end_with_launcher
+from headstart.recipes.os_errors import CONTINUES
 
 STORE_FORMAT = 3  # version of the shards and of the manifest
 LOGITS_TOLERANCE = 0.05  # share of the largest logit; bfloat16 rounding stays well below it
@@ -258,13 +259,12 @@ def run(recipe: Recipe) -> None:
     """The command: harvest on all ranks of the launch."""
     end_with_launcher()
     start_processes()
-    check_harvest(recipe)
-    with run_together(recipe, "harvest"):
+    with run_together(recipe, "harvest", partial(check_harvest, recipe)):
         print(f"complete in {harvest(recipe).folder}")
 
 
 def main() -> None:
-    run_command(__doc__, run)
+    run_command(__doc__, run, CONTINUES)
 
 
 if __name__ == "__main__":

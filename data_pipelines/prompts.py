@@ -197,7 +197,7 @@ def read_prompts(
     for row in read_rows(report.source):
         if count is not None and len(rows) >= count:
             break
-        report.rows += 1
+        report.rows, report.counts = report.rows + 1, row.counts
         try:
             if isinstance(row.fields, BadRow):
                 raise row.fields

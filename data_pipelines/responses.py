@@ -27,6 +27,7 @@ from headstart.inference.target.ranks import Ranks
 from headstart.inference.target.tokenizer import load_tokenizer
 from headstart.recipes import Recipe
 from headstart.recipes.jsonl import read_jsonl
+from headstart.recipes.os_errors import naming
 
 # Prompts and the sampling of each -> the tokens written after each.
 Writer = Callable[[list[list[int]], list[Sampling]], list[list[int]]]
@@ -143,7 +144,7 @@ def sampling_of(recipe: Recipe, split: str, number: int) -> Sampling:
 
 
 def append_lines(journal: Path, rows: list[Json]) -> None:
-    with journal.open("a") as file:
+    with naming(journal), journal.open("a") as file:
         file.write("".join(json.dumps(row) + "\n" for row in rows))
 
 

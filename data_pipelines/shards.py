@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from headstart.data_pipelines.batches import Sample, tapped
 from headstart.data_pipelines.stage import CHECKSUM, Json, checksum, write_text
 from headstart.data_pipelines.state_encoding import decode, encode
 from headstart.data_pipelines.token_counts import read_counts
+from headstart.heads.safetensors_file import write_safetensors
 
 MANIFEST = "manifest.json"
 TEXT_TENSORS = ("tokens", "loss_mask")  # what a shard holds of its texts; the rest are states
@@ -52,15 +52,13 @@ class ShardBuffer:
                 at += end - start
 
     def write(self, path: Path, made_from: str) -> None:
-        """Write then rename, so a reader sees a whole shard or none and a killed harvest can simply resume.
+        """Write the shard whole or not at all, so a killed harvest can simply resume.
 
         `made_from` identifies the run's inputs; later runs refuse a shard made from other inputs. The shard's manifest
         entry is saved next to it, so no rank has to read all shards at the end.
         """
-        partial = path.with_name(path.name + ".partial")
-        save_file({**self.tensors, "offsets": self.offsets}, partial, metadata={"made_from": made_from})
-        write_text(note_path(path), json.dumps(shard_entry(partial, path.name)))
-        partial.replace(path)
+        write_safetensors({**self.tensors, "offsets": self.offsets}, path, {"made_from": made_from})
+        write_text(note_path(path), json.dumps(shard_entry(path, path.name)))
 
 
 def stored_tokens(tokens: Tensor, loss_mask: Tensor) -> dict[str, Tensor]:

@@ -10,16 +10,10 @@ from typing import Any
 
 import xxhash
 
+from headstart.recipes.whole_files import write_text
+
 Json = dict[str, Any]
 CHECKSUM = "xxh3_128"  # of each shard, in a store's manifest
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write then rename, so a reader sees the whole file or none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    partial.replace(path)
 
 
 def write_jsonl(path: Path, rows: Iterable[Json]) -> None:

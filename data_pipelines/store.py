@@ -24,6 +24,8 @@ from headstart.data_pipelines.shards import MANIFEST, FeatureStore, read_manifes
 from headstart.data_pipelines.stage import CHECKSUM, Json, Stage, differences, file_digest, target_identity, write_text
 from headstart.heads.target_config import locate_target
 from headstart.recipes import Recipe
+from headstart.recipes.os_errors import errors_as_messages
+from headstart.recipes.whole_files import removed_on_failure
 
 SPLITS = ("train", "heldout")
 MERGE_KEYS = ("taps", "dtype", "target")  # what the merged manifest takes from the first, and all must share
@@ -74,22 +76,29 @@ def merge(into: Path, sources: list[Path]) -> Stage:
         raise ValueError("\n  ".join(["stores to merge are damaged:", *problems]))
     partial = into.with_name(into.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    with removed_on_failure(partial):
+        partial.mkdir(parents=True)
+        shards = copy_shards(partial, list(zip(sources, abouts, strict=True)))
+        merged_from = [file_digest(source / MANIFEST) for source in sources]
+        about = {**{key: abouts[0].get(key) for key in MERGE_KEYS}, "merged_from": [origin(found) for found in abouts]}
+        write_text(partial / MANIFEST, json.dumps({**about, "shards": shards}, indent=1))
+        stage = Stage("features", partial, {"taps": abouts[0]["taps"], "merged_from": merged_from})
+        stage.begin()
+        stage.finish({"manifest": file_digest(partial / MANIFEST)})
+        partial.rename(into)
+    return Stage("features", into, stage.inputs)
+
+
+def copy_shards(into: Path, stores: list[tuple[Path, Json]]) -> list[Json]:
+    """Copy the shards of stores, given with their manifests, under new names; returns their manifest entries."""
     shards: list[Json] = []
     for split in SPLITS:
-        pairs = [(source, shard) for source, about in zip(sources, abouts, strict=True) for shard in about["shards"]]
+        pairs = [(source, shard) for source, about in stores for shard in about["shards"]]
         own = {shard[CHECKSUM]: (source, shard) for source, shard in pairs if shard["file"].startswith(f"{split}-")}
         for index, (source, shard) in enumerate(own.values()):
-            shutil.copy(source / shard["file"], partial / shard_name(split, index))
+            shutil.copy(source / shard["file"], into / shard_name(split, index))
             shards.append({**shard, "file": shard_name(split, index)})
-    merged_from = [file_digest(source / MANIFEST) for source in sources]
-    about = {**{key: abouts[0].get(key) for key in MERGE_KEYS}, "merged_from": [origin(found) for found in abouts]}
-    write_text(partial / MANIFEST, json.dumps({**about, "shards": shards}, indent=1))
-    stage = Stage("features", partial, {"taps": abouts[0]["taps"], "merged_from": merged_from})
-    stage.begin()
-    stage.finish({"manifest": file_digest(partial / MANIFEST)})
-    partial.rename(into)
-    return Stage("features", into, stage.inputs)
+    return shards
 
 
 def refuse_sources(into: Path, sources: list[Path]) -> None:
@@ -147,6 +156,15 @@ def describe_store(folder: Path) -> str:
     )
 
 
+def repair(folder: Path) -> str:
+    """What to do about damaged, lost or foreign shards."""
+    files = shlex.join(["rm", str(folder / "stage.json"), str(folder / MANIFEST)])
+    return (
+        f"remove the shards named here that are there; for a damaged or lost one also {files}, and harvest again with "
+        "the same recipe (undamaged shards are reused), or merge again"
+    )
+
+
 def origin(about: Json) -> Json:
     """A manifest without its list of shards."""
     return {key: value for key, value in about.items() if key != "shards"}
@@ -176,7 +194,7 @@ def existing_store(recipe: Recipe, folder: Path, taps: tuple[int, ...]) -> Stage
 
 def main() -> None:
     arguments = store_options(__doc__)
-    try:
+    with errors_as_messages():
         if arguments.command == "merge":
             merge(arguments.folder, arguments.sources)
             print(f"{describe_store(arguments.folder)}\nmerged; train on it with data.store={arguments.folder}")
@@ -193,11 +211,12 @@ def main() -> None:
         elif arguments.command == "stats":
             print(json.dumps(stats(arguments.folder), indent=1))
         elif problems := verify(arguments.folder):
-            raise ValueError("\n  ".join([f"{len(problems)} shards are damaged or not listed:", *problems]))
+            count = (
+                f"{len(problems)} shard{'s are' if len(problems) > 1 else ' is'} damaged, lost or not in the manifest:"
+            )
+            raise ValueError("\n  ".join([count, *problems]) + f"\n{repair(arguments.folder)}")
         else:
             print(f"{arguments.folder}: every shard matches the manifest")
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from None
 
 
 if __name__ == "__main__":

@@ -22,16 +22,15 @@ from headstart.heads.formats.files import HeadFiles
 from headstart.heads.formats.published import import_head, widest_dtype
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import locate_target
+from headstart.recipes.os_errors import errors_as_messages
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = convert_options(__doc__, argv)
-    try:
+    with errors_as_messages():
         inferred = convert(arguments.path, arguments.out, arguments.target)
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from None
-    print("\n".join(inferred))
-    print(f"head written to {arguments.out}; next: headstart report RECIPE report.head={arguments.out}")
+        print("\n".join(inferred))
+        print(f"head written to {arguments.out}; next: headstart report RECIPE report.head={arguments.out}")
 
 
 def convert(path: Path, out: Path, target: str) -> list[str]:

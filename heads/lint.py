@@ -27,18 +27,17 @@ from headstart.heads.formats.files import HeadFiles
 from headstart.heads.formats.violation import Violation
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import locate_target
+from headstart.recipes.os_errors import errors_as_messages
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = lint_options(__doc__, argv)
-    try:
+    with errors_as_messages():
         found = lint(arguments.export, arguments.target, arguments.engine)
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from None
-    for violation in found:
-        print(violation)
-    if not found:
-        print(all_is_well(arguments.export, arguments.engine))
+        for violation in found:
+            print(violation)
+        if not found:
+            print(all_is_well(arguments.export, arguments.engine))
     sys.exit(1 if any(violation.severity == "error" for violation in found) else 0)
 
 

@@ -14,11 +14,12 @@ if __name__ == "__main__":
 from functools import partial
 
 from headstart.recipes import run_command
+from headstart.recipes.os_errors import CONTINUES
 from headstart.trainers.run import run
 
 
 def main() -> None:
-    run_command(__doc__, partial(run, script="trainers/medusa.py"))
+    run_command(__doc__, partial(run, script="trainers/medusa.py"), CONTINUES)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from headstart.inference.request import Request
 from headstart.inference.target.model import TargetModel, pick_device
 from headstart.inference.target.tokenizer import load_tokenizer
 from headstart.recipes.jsonl import read_jsonl
+from headstart.recipes.os_errors import errors_as_messages
 from headstart.recipes.schema import TargetSection
 
 # In the folder of the run that trained the head.
@@ -52,10 +53,8 @@ class Diagnosis:
 def main(argv: Sequence[str] | None = None) -> None:
     given = vars(doctor_options(None, argv))
     head, target, export = given.pop("head"), given.pop("target"), given.pop("export")
-    try:
+    with errors_as_messages():
         found = diagnose(head, target, export, Options(**given))
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from None
     console = Console()
     levels = [f"depth {level + 1}" for level in range(len(found.trained))]
     rows = [["accuracy", *levels], ["HEAD, as trained", *(f"{value:.3f}" for value in found.trained)]]

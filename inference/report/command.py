@@ -1,13 +1,14 @@
 """The report: the same prompts decoded with every method of report.baselines, as tables and files."""
 
 import platform
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from itertools import product
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from typing import Any
 
 import torch
@@ -32,8 +33,10 @@ from headstart.inference.target.model import TargetModel, generation_fields, pic
 from headstart.inference.target.tokenizer import load_tokenizer, text_of
 from headstart.recipes import Recipe
 from headstart.recipes.launcher import end_with_parent
+from headstart.recipes.progress import Progress
 from headstart.recipes.run_lock import only_run_in
 from headstart.recipes.tuned_target import refuse_original_target
+from headstart.recipes.whole_files import check_folder
 
 MethodRuns = list[list[Run]]  # for each method, its runs on the batches of prompts in order
 
@@ -91,8 +94,11 @@ def report(recipe: Recipe) -> list[Outcome]:
 def make_report(recipe: Recipe) -> list[Outcome]:
     """The report, in a folder that no other report writes into."""
     refuse_original_target(recipe, recipe.report.head)
+    check_folder(recipe.report_dir)
     benchmark, console = Benchmark.load(recipe), Console()
-    outcomes = measure(recipe, benchmark, console)
+    drawn = draw_searched_trees(recipe, benchmark.heads)  # before the work, because it fails for a head without a tree
+    with Progress("report", num_own_texts(recipe, benchmark), "texts") as progress:
+        outcomes = measure(recipe, benchmark, progress)
     folder = locate_target(recipe.target.path, recipe.target.revision)
     text = partial(text_of, load_tokenizer(folder, recipe.target.trust_remote_code))
     traces = trace_methods(recipe, benchmark)
@@ -101,17 +107,17 @@ def make_report(recipe: Recipe) -> list[Outcome]:
         console.print(on_terminal(one, text))
     about = {**machine(), "processes": recipe.report.workers} if recipe.report.workers > 1 else machine()
     folders = head_folders(recipe) if needs_head(recipe) else {}
-    written = write_report(recipe, about, folders, outcomes, traces, text)
-    written += draw_searched_trees(recipe, benchmark.heads)
+    written = write_report(recipe, about, folders, outcomes, traces, text) + drawn
     console.print(f"written to {recipe.report_dir}: {', '.join(written)}", highlight=False)
     return outcomes
 
 
-def measure(recipe: Recipe, benchmark: Benchmark, console: Console) -> list[Outcome]:
+def measure(recipe: Recipe, benchmark: Benchmark, progress: Progress) -> list[Outcome]:
     """Measure every method at every setting; each setting's tables are printed as soon as they are ready."""
     outcomes: list[Outcome] = []
+    console = progress.console
     console.print(NOTE, highlight=False)
-    for setting, runs in zip(settings(recipe), all_runs(recipe, benchmark, console), strict=True):
+    for setting, runs in zip(settings(recipe), all_runs(recipe, benchmark, progress), strict=True):
         methods = able_to_batch(benchmark.methods, setting.batch)
         if left_out := [method.name for method in benchmark.methods if method not in methods]:
             names = ", ".join(left_out)
@@ -129,16 +135,21 @@ def settings(recipe: Recipe) -> list[Setting]:
     return [Setting(*pair) for pair in product(recipe.report.temperatures, recipe.report.batches)]
 
 
-def all_runs(recipe: Recipe, benchmark: Benchmark, console: Console) -> Iterator[MethodRuns]:
+def all_runs(recipe: Recipe, benchmark: Benchmark, progress: Progress) -> Iterator[MethodRuns]:
     """The runs of each setting; several workers share the batches of prompts, and their runs are put back in order."""
     count = recipe.report.workers
-    own = (runs_of_share(recipe, benchmark, setting, 0, console) for setting in settings(recipe))
+    own = (runs_of_share(recipe, benchmark, setting, 0, progress) for setting in settings(recipe))
     if count == 1:
         yield from own
         return
-    with ProcessPoolExecutor(count - 1, get_context("spawn"), end_with_parent) as pool:
-        others = [pool.submit(runs_of_worker, recipe, number) for number in range(1, count)]
-        shares = [list(own), *(other.result() for other in others)]
+    with ProcessPoolExecutor(count - 1, get_context("spawn"), start_worker) as pool:
+        try:
+            others = [pool.submit(runs_of_worker, recipe, number) for number in range(1, count)]
+            shares = [list(own), *(other.result() for other in others)]
+        except BaseException:
+            for worker in active_children():
+                worker.terminate()
+            raise
     for at_setting in zip(*shares, strict=True):
         yield [interleave(shares_of_method) for shares_of_method in zip(*at_setting, strict=True)]
 
@@ -151,22 +162,46 @@ def interleave(shares: tuple[list[Run], ...]) -> list[Run]:
 def runs_of_worker(recipe: Recipe, number: int) -> list[MethodRuns]:
     """Run in a process of its own, with its own target and drafters: the worker's share at every setting."""
     benchmark = Benchmark.load(recipe)
-    return [runs_of_share(recipe, benchmark, setting, number, Console(quiet=True)) for setting in settings(recipe)]
+    with Progress("report", 0, "texts", active=False) as progress:
+        return [runs_of_share(recipe, benchmark, setting, number, progress) for setting in settings(recipe)]
 
 
-def runs_of_share(recipe: Recipe, benchmark: Benchmark, setting: Setting, number: int, console: Console) -> MethodRuns:
+def start_worker() -> None:
+    """Let a worker end without a traceback at Ctrl-C, which the main process reports, and with the main process."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    end_with_parent()
+
+
+def runs_of_share(
+    recipe: Recipe, benchmark: Benchmark, setting: Setting, number: int, progress: Progress
+) -> MethodRuns:
     """Run each method on one worker's share of the prompts."""
-    section, prompts, batch = recipe.report, benchmark.prompts, setting.batch
-    methods = able_to_batch(benchmark.methods, batch)
+    methods = able_to_batch(benchmark.methods, setting.batch)
     sampling = sampling_from_recipe(recipe.decode, setting.temperature)
-    batches = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
-    share = batches[number :: section.workers]
-    with console.status(
-        f"decoding {len(prompts)} prompts with {len(methods)} methods at temperature {setting.temperature:g}"
-    ):
-        return run_interleaved(
-            methods, benchmark.target, share, recipe.decode.max_new_tokens, sampling, section.warmup_prompts
-        )
+    what = f"temperature {setting.temperature:g}, batches of {setting.batch}"
+    return run_interleaved(
+        methods,
+        benchmark.target,
+        share_of(recipe, benchmark, setting, number),
+        recipe.decode.max_new_tokens,
+        sampling,
+        recipe.report.warmup_prompts,
+        lambda run: progress.advance(len(run.texts), what),
+    )
+
+
+def share_of(recipe: Recipe, benchmark: Benchmark, setting: Setting, number: int) -> list[list[Prompt]]:
+    """The batches of prompts that one worker decodes."""
+    prompts, batch = benchmark.prompts, setting.batch
+    return [prompts[start : start + batch] for start in range(0, len(prompts), batch)][number :: recipe.report.workers]
+
+
+def num_own_texts(recipe: Recipe, benchmark: Benchmark) -> int:
+    """How many texts the main process decodes."""
+    return sum(
+        sum(map(len, share_of(recipe, benchmark, setting, 0))) * len(able_to_batch(benchmark.methods, setting.batch))
+        for setting in settings(recipe)
+    )
 
 
 def report_prompts(recipe: Recipe) -> list[Prompt]:

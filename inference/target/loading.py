@@ -71,7 +71,7 @@ def load_weights(folder: Path, **options: Any) -> PreTrainedModel:
     transformers would replace by random numbers.
     """
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        found: Any = AutoModelForCausalLM.from_pretrained(
             folder, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
     except (OSError, SafetensorError) as error:
@@ -79,9 +79,11 @@ def load_weights(folder: Path, **options: Any) -> PreTrainedModel:
             f"{folder}: its weights cannot be read ({in_one_line(error)}); whole safetensors files are required: "
             f"{AGAIN}"
         ) from error
+    model: PreTrainedModel = found[0]
+    info: dict[str, Any] = found[1]
     wrong = [f"{name} is missing" for name in sorted(info["missing_keys"])]
     wrong += [
-        f"{name} is {list(found)} but should be {list(wanted)}" for name, found, wanted in info["mismatched_keys"]
+        f"{name} is {list(shape)} but should be {list(wanted)}" for name, shape, wanted in info["mismatched_keys"]
     ]
     if wrong:
         more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
@@ -89,8 +91,7 @@ def load_weights(folder: Path, **options: Any) -> PreTrainedModel:
             f"{folder}: {'; '.join(wrong[:SHOWN])}{more}; all tensors of a whole model are required: give a model's "
             f"folder, or {AGAIN}"
         )
-    loaded: PreTrainedModel = model
-    return loaded
+    return model
 
 
 def in_one_line(error: Exception) -> str:

@@ -24,6 +24,7 @@ from headstart.inference.target.architecture import (
     rope_limit,
 )
 from headstart.inference.target.loading import load_config, load_weights, pick_device
+from headstart.inference.target.quiet import no_bars_of_transformers
 from headstart.inference.target.ranks import Ranks, load_over_ranks
 from headstart.inference.tree import Block, Tree, block_mask
 from headstart.recipes.schema import TargetSection
@@ -64,6 +65,7 @@ class TargetModel:
         self.layers[-1].register_forward_hook(keep_output(self._seen, self.config.num_layers))
 
     @classmethod
+    @no_bars_of_transformers()
     def load(cls, section: TargetSection, taps: tuple[int, ...]) -> "TargetModel":
         """Load from a local folder or the hub: safetensors only, and no remote code unless the section trusts it.
 
