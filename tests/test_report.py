@@ -98,7 +98,7 @@ def test_several_heads_are_compared_in_one_report(trained: Recipe, tmp_path: Pat
 
 
 @pytest.mark.slow  # it starts a process
-def test_workers_write_the_same_texts_as_one_process(trained: Recipe) -> None:
+def test_workers_write_the_same_texts_as_one_process(trained: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes share three prompts, singly and in batches of two: same texts and steps, in the same order."""
     settings = ("report.num_prompts=3", "report.temperatures=[0.7]", "report.batches=[1, 2]")
     outcomes = [
@@ -112,9 +112,10 @@ def test_workers_write_the_same_texts_as_one_process(trained: Recipe) -> None:
             shared.stats.steps,
             shared.stats.accepted_at_depth,
         )
+    monkeypatch.setattr("headstart.inference.report.command.pick_device", lambda name: torch.device("meta"))
     message = r"report\.workers: 2 given, only 1 is allowed on meta because .*; leave it out"
     with pytest.raises(ValueError, match=message):
-        report(tiny_recipe(trained.run_dir.parent, "report.workers=2", "target.device=meta"))
+        report(tiny_recipe(trained.run_dir.parent, "report.workers=2"))
 
 
 def test_interleave_puts_the_shares_of_workers_back_in_order() -> None:
