@@ -22,6 +22,7 @@ from headstart.heads.target_config import Rope
 from headstart.heads.vocab import DraftVocab
 
 ENGINES_EPSILON = 1e-6  # what the engines assume if a Llama's config.json names no rms_norm_eps
+UNRELATED = 0.9  # relative difference of two embeddings beyond which neither was trained from the other
 TRAINING_ONLY = ("verifier_lm_head.weight", "verifier_norm.weight")  # speculators saves them with the head
 NORMS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")  # absent from the first EAGLE-3 heads
 
@@ -46,7 +47,8 @@ def import_head(files: HeadFiles, frozen: FrozenTarget) -> tuple[DraftHead, list
     refuse_broken_weights(subject, translation)
     if translation.refused:
         wrong = [*translation.refused, *misfits(subject, translation)]
-        raise ValueError(f"{files.folder} cannot be converted: " + "; ".join(wrong))
+        advice = "correct the files, or get a head that headstart can represent"
+        raise ValueError(f"{files.folder} cannot be converted: {'; '.join(wrong)}; {advice}")
     return build(files.folder, subject, translation), translation.inferred
 
 
@@ -191,13 +193,23 @@ def infer_vocabulary(subject: Subject, translation: Translation) -> None:
 
 
 def share_embedding(subject: Subject, translation: Translation) -> None:
-    """Drop the embedding if it is a copy of the target's; keep any other one."""
+    """Drop the embedding if it is a copy of the target's; keep another one, unless it is unrelated to the target's."""
     own, target = translation.tensors.get("embed_tokens.weight"), subject.frozen.embedding
     if own is not None and own.shape == target.shape and torch.equal(own, target.to(own.dtype)):
         del translation.tensors["embed_tokens.weight"]
         translation.inferred.append("embed_tokens.weight: a copy of the target's, left out")
+    elif own is not None and own.shape == target.shape and (away := relative_difference(own, target)) > UNRELATED:
+        translation.refused.append(
+            f"embed_tokens.weight: differs from the target's by {away:.0%}, as that of another target does; one near "
+            f"the target's is allowed: name the target that the head was trained for"
+        )
     elif own is not None:
         translation.inferred.append("embed_tokens.weight: differs from the target's, kept")
+
+
+def relative_difference(own: Tensor, target: Tensor) -> float:
+    """The size of the difference relative to the target's; about 1.4 for unrelated tensors of equal size."""
+    return float((own.float() - target.float()).norm() / target.float().norm())
 
 
 def flatten_norms(subject: Subject, translation: Translation) -> None:
