@@ -21,6 +21,7 @@ from typing import get_args
 import torch
 from httpx import HTTPError
 from huggingface_hub import HfApi
+from huggingface_hub.errors import HFValidationError
 
 from headstart.heads.base import DraftHead
 from headstart.heads.checkpoint import load_head
@@ -155,7 +156,7 @@ def hub_errors(repository: str, advice: str) -> Iterator[None]:
     """Turn the errors of the hub's client into a ValueError that says what to do."""
     try:
         yield
-    except (OSError, HTTPError) as error:  # no token, no permission, no connection
+    except (OSError, HTTPError, HFValidationError) as error:  # no token, no permission, no connection, no such name
         raise ValueError(
             f"export.push_to: {repository!r} given, but the hub says {type(error).__name__}: {error}; {advice}"
         ) from error

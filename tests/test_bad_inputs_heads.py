@@ -15,7 +15,7 @@ import yaml
 from bad_inputs import Outcome, Says, assert_raises, assert_refused, assert_told, type_command
 from exported import LIMITED, edit_config, edit_tensors
 from safetensors.torch import load_file, save_file
-from tiny_run import build_tokenizer, recipe_values, write_prompts
+from tiny_run import build_target, build_tokenizer, recipe_values, write_prompts
 from torch import Tensor
 
 from headstart.heads.checkpoint import load_head, save_head
@@ -46,6 +46,7 @@ def place(
 ) -> Path:
     """A folder with a target, an EAGLE-3 head of six tokens, a Medusa head, prompts and a recipe."""
     folder = tmp_path_factory.mktemp("heads")
+    build_target(folder / "whole")  # with a tokenizer of its own; that of the other target is too large for it
     shutil.copytree(target_folder, folder / "target")
     build_tokenizer().save_pretrained(folder / "target")
     save_head(make_head(vocab=LIMITED), folder / "head")
@@ -462,6 +463,7 @@ LINT = "lint {tmp}/damaged --target {place}/target"
 DOCTOR = "doctor {tmp}/damaged {place}/target --samples {place}/samples.jsonl --new-tokens 12 --depth 1"
 SERVED = "doctor {place}/head {place}/target {tmp}/damaged --samples {place}/samples.jsonl --new-tokens 12 --depth 1"
 EXPORT = "export {place}/recipe.yaml export.head={tmp}/damaged export.folder={tmp}/out export.format=vllm"
+PLAIN = "report {place}/recipe.yaml target.path={place}/whole report.prompts={tmp}/questions.jsonl"
 REPORT = "report {place}/recipe.yaml"
 
 # Damage to a head, the command that is then typed, and what it says; every one of them ends with an exit code above 0.
@@ -691,6 +693,21 @@ COMMANDS: dict[str, tuple[Edit, str, Says]] = {
         "doctor {tmp}/damaged {place}/target --samples {place}/samples.jsonl --new-tokens 1000",
         Says("--new-tokens", "1000", "up to 253 new tokens", "lower --new-tokens"),
     ),
+    "doctor: head and target the wrong way round": (
+        nothing,
+        "doctor {place}/target {tmp}/damaged",
+        Says("damaged", "no embedding among its tensors", "looked for", "give the whole target"),
+    ),
+    "doctor: a depth beyond any head": (
+        nothing,
+        "doctor {tmp}/damaged {place}/target --depth 100000",
+        Says("--depth", "100000", "1 to 64 is allowed", "lower it"),
+    ),
+    "doctor: the tokenizer of another model": (
+        lambda folder: (folder.parent / "samples.jsonl").write_text('{"prompt": "the target writes"}\n'),
+        "doctor {tmp}/damaged {place}/target --samples {tmp}/samples.jsonl",
+        Says("samples.jsonl: row 1", "tokens hold", "0 to 96", "the tokenizer in TARGET is another model's"),
+    ),
     "doctor: no depth": (
         nothing,
         "doctor {tmp}/damaged {place}/target --depth 0",
@@ -761,6 +778,48 @@ COMMANDS: dict[str, tuple[Edit, str, Says]] = {
         f"{REPORT} 'report.other_heads={{{{other: nowhere}}}}'",
         Says("report.other_heads.other", "nowhere holds no head", "a trained head's folder", "report.head=FOLDER"),
     ),
+    "export: a repository that cannot exist": (
+        nothing,
+        "export {place}/recipe.yaml export.head={tmp}/damaged export.push_to=../mine",
+        Says("export.push_to", "'../mine' given", "must use alphanumeric chars", "leave export.push_to out"),
+    ),
+    "report: a whole model as the head": (
+        nothing,
+        f"{REPORT} report.head={{place}}/target",
+        Says("num_hidden_layers", "7 in config.json", "a head has 1 layer", "train one for this target"),
+    ),
+    "report: the tokenizer of another model": (
+        nothing,
+        f"{PLAIN} target.path={{place}}/target 'report.baselines=[plain]'",
+        Says("a prompt holds token id", "", "0 to 96 of the target", "the target's own tokenizer"),
+    ),
+    "report: more new tokens than positions": (
+        nothing,
+        f"{PLAIN} 'report.baselines=[plain]' decode.max_new_tokens=1000",
+        Says(
+            "decode.max_new_tokens", "1000", "new tokens are allowed after this prompt", "lower decode.max_new_tokens"
+        ),
+    ),
+    "report: a draft model that does not exist": (
+        nothing,
+        f"{PLAIN} 'report.baselines=[draft_model]' decode.draft_model=no/where",
+        Says("decode.draft_model", "'no/where'", "a folder with config.json", "or a hub name"),
+    ),
+    "report: a head as the draft model": (
+        nothing,
+        f"{PLAIN} 'report.baselines=[draft_model]' decode.draft_model={{place}}/head",
+        Says("head", "embed_tokens.weight is missing", "all tensors of a whole model", "give a model's folder"),
+    ),
+    "report: a corpus that does not exist": (
+        nothing,
+        f"{PLAIN} 'report.baselines=[suffix]' decode.corpus=none.jsonl",
+        Says("decode.corpus", "none.jsonl", "", ""),
+    ),
+    "report: more layers than the target has": (
+        nothing,
+        f"{PLAIN} 'report.baselines=[early_exit]' decode.exit_layers=99",
+        Says("decode.exit_layers", "99", "1 to 6", ""),
+    ),
     "report: no prompts": (
         nothing,
         f"{REPORT} 'report.baselines=[plain]'",
@@ -779,6 +838,7 @@ def test_a_command_tells_what_is_wrong(
     symptom: str, copied: Callable[..., Path], type_in: Callable[[str], Outcome], place: Path, tmp_path: Path
 ) -> None:
     edit, line, says = COMMANDS[symptom]
+    (tmp_path / "questions.jsonl").write_text('{"prompt": "the target writes"}\n')
     for name in ("target", "medusa"):
         (tmp_path / name).symlink_to(place / name)
     copied(edit)
