@@ -18,9 +18,11 @@ from safetensors.torch import load_file, save_file
 from tiny_run import build_target, build_tokenizer, recipe_values, write_prompts
 from torch import Tensor
 
-from headstart.heads.checkpoint import load_head, save_head
+from headstart.heads.checkpoint import load_head, new_head, save_head
 from headstart.heads.frozen import FrozenTarget
+from headstart.heads.vocab import DraftVocab
 from headstart.inference.target.loading import pick_device
+from headstart.recipes.schema import Eagle3Section
 
 MakeHead = Callable[..., Any]
 Tensors = dict[str, Tensor]
@@ -51,6 +53,9 @@ def place(
     build_tokenizer().save_pretrained(folder / "target")
     save_head(make_head(vocab=LIMITED), folder / "head")
     save_head(make_head("medusa", vocab=LIMITED), folder / "medusa")
+    other = FrozenTarget.from_folder(folder / "whole", torch.float32)
+    foreign = new_head(Eagle3Section(kind="eagle3"), other, DraftVocab.full(other.config.vocab_size), 0)
+    save_head(foreign, folder / "foreign")
     write_prompts(folder / "prompts.jsonl", count=14, first=0)
     write_prompts(folder / "heldout.jsonl", count=5, first=100)
     (folder / "samples.jsonl").write_text('{"tokens": [5, 7, 9]}\n')
@@ -496,7 +501,34 @@ COMMANDS: dict[str, tuple[Edit, str, Says]] = {
     "convert: a head of another vocabulary": (
         config(lambda found: found.update(vocab_size=32000)),
         CONVERT,
-        Says("vocab_size", "32000", "target 97", "train one for this target"),
+        Says("vocab_size", "32000", "only the target's 97 is allowed", "name the target that"),
+    ),
+    "convert: a head for another target": (
+        replaced_by("foreign"),
+        CONVERT,
+        Says("vocab_size", "300", "only the target's 97 is allowed", "name the target that the head was trained for"),
+    ),
+    "lint: a head for another target": (
+        replaced_by("foreign"),
+        LINT,
+        Says("vocab_size", "300 found", "the target's 97 is allowed", ""),
+    ),
+    "doctor: a head for another target": (
+        replaced_by("foreign"),
+        DOCTOR,
+        Says("vocab_size", "300", "the target's 97 is allowed", "correct the files"),
+    ),
+    "doctor: an export for another target": (
+        replaced_by("foreign"),
+        SERVED,
+        Says(
+            "files: EXPORT's weights do not fit", "vocab_size is 300", "the target's 97 is allowed", "fix: export again"
+        ),
+    ),
+    "export: a head for another target": (
+        replaced_by("foreign"),
+        EXPORT,
+        Says("vocab_size", "head 300, target 97", "of these sizes is allowed", "train one for this target"),
     ),
     "convert: the kind of another head": (
         own(kind="eagle1"),
@@ -839,7 +871,7 @@ def test_a_command_tells_what_is_wrong(
 ) -> None:
     edit, line, says = COMMANDS[symptom]
     (tmp_path / "questions.jsonl").write_text('{"prompt": "the target writes"}\n')
-    for name in ("target", "medusa"):
+    for name in ("target", "medusa", "foreign"):
         (tmp_path / name).symlink_to(place / name)
     copied(edit)
     assert_refused(type_in(line), says)

@@ -115,9 +115,24 @@ def refuse_other_layers(subject: Subject, translation: Translation) -> None:
     for key, allowed in (("use_aux_hidden_state", True), ("parallel_draft_step", 1)):
         if subject.eagle_config.get(key, allowed) != allowed:
             translation.refused.append(f"eagle_config.{key} {subject.eagle_config[key]!r}: only {allowed!r} is allowed")
+    translation.refused += other_target(subject)
     if "sliding_attention" in (config.get("layer_types") or []):
         translation.refused.append("layer_types with sliding_attention: only full_attention is allowed")
     translation.refused += [f"{key}: missing; add the head's size to config.json" for key in subject.missing_sizes]
+
+
+def other_target(subject: Subject) -> list[str]:
+    """A line for each size by which the head was made for another target."""
+    target = subject.frozen.config
+    sizes = (
+        ("vocab_size", subject.config.get("vocab_size"), target.vocab_size),
+        ("the target's hidden_size", subject.target_hidden_size, target.hidden_size),
+    )
+    return [
+        f"{name} {mine}: only the target's {its} is allowed; name the target that the head was trained for"
+        for name, mine, its in sizes
+        if mine not in (None, its)
+    ]
 
 
 def infer_rope(subject: Subject, translation: Translation) -> None:
@@ -184,7 +199,7 @@ def infer_vocabulary(subject: Subject, translation: Translation) -> None:
         ids = tensors["t2d"].bool().nonzero().flatten()
         tensors["d2t"] = DraftVocab(ids, vocab_size).offsets()
         translation.inferred.append("d2t: from t2d")
-    if "d2t" not in tensors and scored != vocab_size:
+    if "d2t" not in tensors and scored < vocab_size:
         translation.refused.append(f"d2t is missing: which {scored} of {vocab_size} tokens lm_head scores is unknown")
     if "d2t" in tensors:
         tensors["d2t"] = tensors["d2t"].long()
