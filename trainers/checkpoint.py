@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from headstart.data_pipelines.stage import Json, differences, write_text
+from headstart.heads.safetensors_file import write_safetensors
+from headstart.recipes.os_errors import cause, reason
+from headstart.recipes.whole_files import remove, removed_on_failure
 
 STATE = "state.json"
 Tensors = dict[str, Tensor]
@@ -54,15 +57,27 @@ class Checkpoints:
     def __init__(self, folder: Path, inputs: Json, keep: int) -> None:
         self.folder, self.keep = folder, keep
         self.inputs: Json = json.loads(json.dumps(inputs))
+        self.accepted: Json = {}
 
     def steps(self, kind: str = "step") -> list[int]:
         """The steps of the whole checkpoints, ascending; `kind` is step or best."""
-        paths = (path for path in self.folder.glob(f"{kind}-*") if path.suffix == "")
-        return sorted(int(path.name.removeprefix(f"{kind}-")) for path in paths)
+        return saved_steps(self.folder, kind)
 
     def newest(self) -> int:
         """The step of the newest checkpoint, 0 if there is none."""
-        return max(self.steps(), default=0)
+        return newest_step(self.folder)
+
+    def newest_inputs(self) -> Json | None:
+        """The inputs of the newest checkpoint, None if there is none that can be read."""
+        try:
+            inputs: Json = json.loads((self.path(self.newest()) / STATE).read_text())["inputs"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None  # `load` names what is wrong
+        return inputs
+
+    def accept(self, changed: Json) -> None:
+        """Go on from checkpoints that differ in these inputs."""
+        self.accepted = changed
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step}"
@@ -139,7 +154,10 @@ class Checkpoints:
     def exported(self) -> Json | None:
         """What `note_export` recorded last."""
         path = self.folder / "exported.json"
-        found: Json | None = json.loads(path.read_text()) if path.is_file() else None
+        try:
+            found: Json | None = json.loads(path.read_text()) if path.is_file() else None
+        except ValueError as error:
+            raise ValueError(f"{path} is not JSON ({error}); remove it, and the head is written again") from error
         return found
 
     def note_export(self, what: Json) -> None:
@@ -150,27 +168,28 @@ class Checkpoints:
         partial = path.with_name(path.name + ".partial")
         try:
             for leftover in self.folder.glob("*.partial"):
-                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-            partial.mkdir(parents=True)
-            for name, tensors in files.items():
-                on_cpu = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-                save_file(on_cpu, partial / f"{name}.safetensors")
-            (partial / STATE).write_text(json.dumps(state, indent=1))
-            for each in partial.iterdir():
-                flush(each)
-            if path.exists():
-                shutil.rmtree(path)
-            partial.replace(path)
-            flush(self.folder)
-        except (OSError, SafetensorError) as error:
-            shutil.rmtree(partial, ignore_errors=True)
+                remove(leftover)
+            with removed_on_failure(partial):
+                partial.mkdir(parents=True)
+                for name, tensors in files.items():
+                    write_safetensors(tensors, partial / f"{name}.safetensors")
+                write_text(partial / STATE, json.dumps(state, indent=1))
+                for each in partial.iterdir():
+                    flush(each)
+                if path.exists():
+                    shutil.rmtree(path)
+                partial.replace(path)
+                flush(self.folder)
+        except OSError as error:
             kept = ", ".join(f"step-{step}" for step in self.steps()) or "none before it"
+            allowed, remedy = cause(error)
             raise ValueError(
-                f"{path} cannot be written ({error}); whole checkpoints: {kept}; make room, then the same "
+                f"{path} cannot be written ({reason(error)}; {allowed}); whole checkpoints: {kept}; {remedy}; the same "
                 "command continues from the newest"
             ) from error
 
     def _refuse_difference(self, path: Path, found: Any) -> None:
+        found = {**found, **self.accepted} if isinstance(found, dict) else {}
         different = differences(found, self.inputs, "checkpoint {}, recipe {}")
         if different:
             raise ValueError(
@@ -178,6 +197,16 @@ class Checkpoints:
                 + "\n  ".join(different)
                 + f"\nchoose another run_dir, undo the change in the recipe, or remove {self.folder} to start over"
             )
+
+
+def saved_steps(folder: Path, kind: str) -> list[int]:
+    paths = (path for path in folder.glob(f"{kind}-*") if path.suffix == "")
+    return sorted(int(path.name.removeprefix(f"{kind}-")) for path in paths)
+
+
+def newest_step(folder: Path) -> int:
+    """The step of the newest whole checkpoint in a folder, 0 if there is none."""
+    return max(saved_steps(folder, "step"), default=0)
 
 
 def flush(path: Path) -> None:

@@ -12,10 +12,11 @@ AGAIN = "copy or download the model again"
 SHOWN = 4  # wrong tensors that a message names
 
 
-def pick_device(name: str) -> torch.device:
+def pick_device(name: str, field: str = "target.device") -> torch.device:
     """The device of that name; `auto` is the first CUDA device if there is one, else the CPU.
 
-    Raises ValueError for a name that torch does not know, and for a CUDA device that this machine lacks.
+    Raises ValueError, naming the recipe's field, for a name that torch does not know, and for a device that this
+    machine lacks.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -23,15 +24,27 @@ def pick_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ValueError(
-            f"target.device: {name!r} given, auto, cpu, cuda or cuda:N is allowed; choose one of them"
+            f"{field}: {name!r} given, auto, cpu, cuda or cuda:N is allowed; choose one of them"
         ) from error
-    count = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= count:
-        found = "no CUDA device is found" if count == 0 else f"this machine has cuda:0 to cuda:{count - 1}"
+    if device.type == "cpu":
+        return device
+    count = num_devices(device.type)
+    if (device.index or 0) >= count:
+        numbered = [f"{device.type}:{number}" for number in range(count)]
         raise ValueError(
-            f"target.device: {name!r} given, but {found}; auto is allowed, which takes CUDA if it is there, and cpu"
+            f"{field}: {name!r} given, one of {', '.join(['auto', 'cpu', *numbered])} is allowed, because torch finds "
+            f"{count} {device.type} devices on this machine; choose another"
         )
     return device
+
+
+def num_devices(kind: str) -> int:
+    """How many devices of a kind, such as cuda, torch can use here."""
+    try:
+        module = torch.get_device_module(kind)
+    except RuntimeError:  # this build of torch does not know the kind
+        return 0
+    return int(module.device_count()) if module.is_available() else 0
 
 
 def load_config(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
