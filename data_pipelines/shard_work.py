@@ -13,6 +13,7 @@ from accelerate import PartialState
 from headstart.data_pipelines.stage import Json, Stage
 from headstart.recipes import Recipe
 from headstart.recipes.jsonl import read_jsonl
+from headstart.recipes.launcher import refuse_separate_processes
 from headstart.recipes.progress import Progress
 
 RANK_TIMEOUT = timedelta(hours=6)  # how long a rank waits for the others, whose texts may be much longer
@@ -29,7 +30,9 @@ class ShardPrompts:
 
 def start_processes() -> PartialState:
     """Start the ranks that `accelerate launch` asked for; without a GPU they run on the CPU."""
-    return PartialState(cpu=not torch.accelerator.is_available(), timeout=RANK_TIMEOUT)
+    state = PartialState(cpu=not torch.accelerator.is_available(), timeout=RANK_TIMEOUT)
+    refuse_separate_processes(state.num_processes)
+    return state
 
 
 def prompt_shards(recipe: Recipe) -> list[ShardPrompts]:

@@ -9,8 +9,12 @@ A recipe trains on a merged store with data.store=runs/all/features.
 
 import argparse
 import json
+import shlex
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+
+from rich.filesize import decimal
 
 from headstart.data_pipelines.shards import MANIFEST, FeatureStore, read_manifest, shard_damage, shard_name
 from headstart.data_pipelines.stage import CHECKSUM, Json, Stage, differences, file_digest, target_identity, write_text
@@ -21,7 +25,7 @@ from headstart.recipes.os_errors import errors_as_messages
 from headstart.recipes.whole_files import removed_on_failure
 
 SPLITS = ("train", "heldout")
-MERGE_KEYS = ("taps", "dtype", "target")  # manifest keys that must be equal in stores to merge
+MERGE_KEYS = ("taps", "dtype", "target")  # what the merged manifest takes from the first, and all must share
 
 
 def verify(folder: Path) -> list[str]:
@@ -52,18 +56,21 @@ def stats(folder: Path) -> Json:
 def merge(into: Path, sources: list[Path]) -> Stage:
     """Copy the shards of several stores, in order, into one new store, which appears only when complete.
 
-    A shard that several stores share is copied once. Raises ValueError if the stores differ in taps, dtype or target,
-    or if one is damaged.
+    A shard that several stores share is copied once. Raises ValueError if there is no store, if one is given twice or
+    is damaged, or if the stores differ in taps, dtype or target.
     """
+    refuse_sources(into, sources)
     abouts = [read_manifest(source) for source in sources]
     for source, about in zip(sources[1:], abouts[1:], strict=True):
-        mine, its = ({key: found.get(key) for key in MERGE_KEYS} for found in (abouts[0], about))
+        mine, its = (merge_values(found) for found in (abouts[0], about))
         if different := differences(mine, its, f"{{}} in {sources[0]}, {{}} in {source}"):
-            raise ValueError("these stores cannot be merged:\n  " + "\n  ".join(different))
+            raise ValueError(
+                "these stores cannot be merged:\n  "
+                + "\n  ".join(different)
+                + "\nstores with equal taps, dtype and target can be; harvest one of them again"
+            )
     if problems := [problem for source in sources for problem in verify(source)]:
         raise ValueError("\n  ".join(["stores to merge are damaged:", *problems]))
-    if into.exists():
-        raise ValueError(f"{into} exists already; give another folder, or remove it")
     partial = into.with_name(into.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     with removed_on_failure(partial):
@@ -91,6 +98,61 @@ def copy_shards(into: Path, stores: list[tuple[Path, Json]]) -> list[Json]:
     return shards
 
 
+def refuse_sources(into: Path, sources: list[Path]) -> None:
+    """Raise ValueError for folders that cannot be merged into one, whatever they hold."""
+    if not sources:
+        raise ValueError(
+            f"store merge: only {into} is given, the folder of the new store; one or more stores must follow it, as in "
+            f"headstart store merge {shlex.quote(str(into))} runs/tiny/features runs/more/features"
+        )
+    for number, source in enumerate(sources):
+        if any(source.resolve() == other.resolve() for other in sources[:number]):
+            raise ValueError(
+                f"store merge: {source} is given twice, once is allowed; remove one, or name another store"
+            )
+    if into.exists():
+        raise ValueError(
+            f"{into} exists already, a new folder is needed for the merged store; give another one first, or remove it"
+        )
+
+
+def merge_values(about: Json) -> Json:
+    """What must be equal in manifests to merge."""
+    return {**{key: about.get(key) for key in MERGE_KEYS}, "target": target_digest(about)}
+
+
+def target_digest(about: Json) -> str | None:
+    """The digest of the target that a store was made with, wherever that target is now; None if it is not recorded."""
+    target = about.get("target")
+    return target.get("sha256") if isinstance(target, dict) else None
+
+
+def num_leaked(folder: Path) -> int:
+    """How many training samples of a store have a prompt that it holds out too."""
+    held_out = set(prompts_of(FeatureStore(folder, "heldout", ())))
+    return sum(prompt in held_out for prompt in prompts_of(FeatureStore(folder, "train", ())))
+
+
+def prompts_of(store: FeatureStore) -> Iterator[tuple[int, ...]]:
+    """The prompt of each sample: its tokens before the first that is trained on, or all if that is the second."""
+    for shard in range(len(store.shards)):
+        for tokens, loss_mask in store.texts(shard):
+            start = loss_mask.index(1) if 1 in loss_mask else 0
+            yield tuple(tokens[:start] if start > 1 else tokens)
+
+
+def describe_store(folder: Path) -> str:
+    """One line for the user: the size of a store."""
+    about = read_manifest(folder)
+    counts = {split: [s for s in about["shards"] if s["file"].startswith(f"{split}-")] for split in SPLITS}
+    train, heldout = (sum(shard["samples"] for shard in counts[split]) for split in SPLITS)
+    tokens, size = (sum(shard[name] for shard in about["shards"]) for name in ("tokens", "bytes"))
+    return (
+        f"features: {train:,} training and {heldout:,} held-out samples, {tokens:,} tokens, {decimal(size)} in "
+        f"{len(about['shards'])} shards of {about['dtype']}"
+    )
+
+
 def origin(about: Json) -> Json:
     """A manifest without its list of shards."""
     return {key: value for key, value in about.items() if key != "shards"}
@@ -100,16 +162,21 @@ def existing_store(recipe: Recipe, folder: Path, taps: tuple[int, ...]) -> Stage
     """An existing store as the features stage of a recipe; raises ValueError for another target or a missing tap."""
     about = read_manifest(folder)
     identity = target_identity(locate_target(recipe.target.path, recipe.target.revision))
-    if about["target"]["sha256"] != identity:
+    if target_digest(about) != identity:
         raise ValueError(
-            f"data.store: {folder} was made with the target {about['target']}, which is not target.path; choose another"
+            f"data.store: {folder} was made with other weights or another config ({about.get('target')}), which is not "
+            f"target.path, {recipe.target.path}; give a store of this target, or remove data.store to harvest one"
         )
     if not set(taps) <= set(about["taps"]):
         raise ValueError(
-            f"data.store: {folder} holds taps {about['taps']}, but the head reads {list(taps)}; choose another"
+            f"data.store: {folder} holds taps {about['taps']}, but the head reads {list(taps)}; give another store, "
+            "set head.taps to some of its taps, or remove data.store to harvest one"
         )
     inputs = Stage("features", folder, {}).claimed_for()
-    assert inputs is not None
+    if inputs is None:
+        raise ValueError(
+            f"data.store: {folder} has no stage.json, a whole folder of features is needed; copy it with all its files"
+        )
     return Stage("features", folder, inputs)
 
 
@@ -123,7 +190,18 @@ def main() -> None:
     arguments = parser.parse_args()
     with errors_as_messages():
         if arguments.command == "merge":
-            print(merge(arguments.folder, arguments.sources).folder, stats(arguments.folder))
+            merge(arguments.folder, arguments.sources)
+            print(f"{describe_store(arguments.folder)}\nmerged; train on it with data.store={arguments.folder}")
+            if leaked := num_leaked(arguments.folder):
+                print(
+                    f"warning: {leaked:,} training samples have the prompt of a held-out sample of another store, so "
+                    "held-out measurements will look too good; harvest with the same data.heldout_prompts"
+                )
+        elif arguments.sources:
+            raise ValueError(
+                f"store {arguments.command}: {len(arguments.sources) + 1} folders are given, one is allowed; start it "
+                "once for each"
+            )
         elif arguments.command == "stats":
             print(json.dumps(stats(arguments.folder), indent=1))
         elif problems := verify(arguments.folder):

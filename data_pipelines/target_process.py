@@ -9,6 +9,7 @@ from safetensors.torch import load, save
 
 from headstart.data_pipelines.features import States, tap
 from headstart.inference.target.model import TargetModel
+from headstart.recipes.launcher import end_with_parent
 from headstart.recipes.schema import TargetSection
 
 
@@ -46,6 +47,7 @@ def serve(section: TargetSection, taps: tuple[int, ...], pipe: Connection) -> No
     """Answer requests until the pipe is closed or the other process is gone."""
     # Ctrl-C reaches every process; training saves first, then closes this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent()
     target = TargetModel.load(section, taps)
     while True:
         try:

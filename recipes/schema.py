@@ -129,7 +129,12 @@ class DataSection(Section):
     )
     num_prompts: int = Field(gt=0, description="Number of prompts to train on.")
     prompt_tokens: int = Field(
-        default=1024, gt=0, description="Longest prompt, in tokens; longer ones lose their beginning."
+        default=1024, gt=0, description="Longest prompt, in tokens; data.long_prompts says what becomes of longer ones."
+    )
+    long_prompts: Literal["cut", "drop"] = Field(
+        default="cut",
+        description="What becomes of rows that are too long. cut: the prompt loses its beginning (given conversations "
+        "cannot be cut and count as unusable); drop: the row is left out.",
     )
     response_tokens: int = Field(default=1024, gt=0, description="Longest response, in tokens.")
     temperatures: Temperatures = Field(

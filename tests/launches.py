@@ -1,13 +1,19 @@
 """Run documented commands under `accelerate launch`, with CPU processes as ranks."""
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from tiny_run import quiet_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCHES = ROOT / "recipes/launch"
+
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is an extra: pip install -e .[deepspeed]"
+)
 
 
 def launch(config: str, ranks: int, script: str, *arguments: object) -> subprocess.Popen[str]:

@@ -334,7 +334,7 @@ CASES: dict[str, tuple[Command, Damage, Says]] = {
     "train: checkpoints/ is a file": (
         with_recipe("train"),
         together(WITHOUT_CHECKPOINTS, a_file("checkpoints")),
-        Says("checkpoints/step-4 cannot be written", "checkpoints is a file", "only a folder is allowed", "move the"),
+        Says("run/checkpoints:", *FILE_FOR_FOLDER),
     ),
     "train: no space for a checkpoint": (
         with_recipe("train"),
@@ -525,7 +525,7 @@ CASES: dict[str, tuple[Command, Damage, Says]] = {
     "store stats: the manifest is a list": (
         store("stats", "features"),
         a_file("features/manifest.json", b"[]"),
-        Says("features/manifest.json is not a manifest", "", "an object with a list of shards is allowed", "harvest"),
+        Says("features/manifest.json cannot be read", "no list of shards", "a harvest's manifest is needed", "harvest"),
     ),
     "store verify: a shard is cut": (
         store("verify", "features"),

@@ -1,6 +1,6 @@
 """Laws of launches: training is the same on any number of ranks and under any kind of parallelism."""
 
-import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -12,7 +12,7 @@ import psutil
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DeepSpeedPlugin
-from launches import LAUNCHES, finish, launch
+from launches import LAUNCHES, finish, launch, needs_deepspeed
 from rank_steps import CLIP_NORM
 from safetensors.torch import load_file
 from tiny_run import build_run, contents, tiny_recipe
@@ -23,9 +23,6 @@ from headstart.data_pipelines.harvest import harvest
 from headstart.recipes.schema import TrainSection
 from headstart.trainers.ranks.launch import refuse_deepspeed, refuse_for_slices, refuse_half_precision
 
-needs_deepspeed = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is an extra: pip install -e .[deepspeed]"
-)
 CONFIGS = [
     ("ddp", 1),
     ("ddp", 2),
@@ -55,7 +52,34 @@ def test_a_launch_file_chooses_the_parallelism_and_nothing_that_a_recipe_sets(co
 
 
 def test_every_launch_file_is_tested() -> None:
-    assert {path.stem for path in LAUNCHES.iterdir()} == {"one", "ddp", "fsdp2", "zero2", "zero3"}
+    assert {path.stem for path in LAUNCHES.glob("*.yaml")} == {"one", "ddp", "fsdp2", "zero2", "zero3"}
+
+
+def test_the_slurm_script_starts_one_launcher_on_each_machine(tmp_path: Path) -> None:
+    stubs = {
+        "scontrol": "printf 'node7\\nnode8\\n'",
+        "srun": 'shift; for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done',
+        "accelerate": 'echo "$@"',
+    }
+    for name, body in stubs.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = {
+        "SLURM_JOB_NODELIST": "node[7-8]",
+        "SLURM_JOB_ID": "123456",
+        "SLURM_NNODES": "2",
+        "SLURM_GPUS_ON_NODE": "8",
+    }
+    ended = subprocess.run(
+        [LAUNCHES / "slurm.sh", "ddp", "trainers/eagle.py", "recipes/tiny.yaml", "head.taps=[1, 2]"],
+        env={**os.environ, **slurm, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    shared = "launch --config_file recipes/launch/ddp.yaml --num_machines 2 --machine_rank {} --num_processes 16"
+    rest = "--main_process_ip node7 --main_process_port 23456 trainers/eagle.py recipes/tiny.yaml head.taps=[1, 2]"
+    assert ended.stdout.splitlines() == [f"{shared.format(rank)} {rest}" for rank in (0, 1)]
 
 
 @pytest.mark.parametrize("asked", [{"optimizer": "muon"}, {"ema_decay": 0.99}])

@@ -175,7 +175,7 @@ def test_every_step_trains_on_its_samples_in_the_shuffled_order(
     ("override", "difference"),
     [
         ("train.learning_rate=2e-3", "train.learning_rate: checkpoint 0.001, recipe 0.002"),
-        ("train.steps=9", "train.steps: checkpoint 8, recipe 9"),
+        ("train.steps=3", "train.steps: checkpoint 8, recipe 3"),
         ("head.draft_vocab_size=81", "head.draft_vocab_size: checkpoint 80, recipe 81"),
     ],
 )

@@ -15,7 +15,6 @@ from headstart.data_pipelines.batches import Batch
 from headstart.data_pipelines.harvest import harvest
 from headstart.data_pipelines.sample_order import SampleOrder
 from headstart.data_pipelines.shards import FeatureStore
-from headstart.heads.checkpoint import draft_vocab
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import locate_target
 from headstart.recipes import Recipe
@@ -24,7 +23,7 @@ from headstart.trainers.optimizers import build_optimizers, set_learning_rates
 from headstart.trainers.precision import LossScale
 from headstart.trainers.ranks.head_on_ranks import ReplicatedHead
 from headstart.trainers.ranks.launch import start_accelerator
-from headstart.trainers.run import build_head, run
+from headstart.trainers.run import build_head, run, start_of_run
 from headstart.trainers.run_state import Training, TrainingInputs
 from headstart.trainers.step import StepResult, count_micro_batches, train_step
 
@@ -48,8 +47,7 @@ def start_training(recipe: Recipe) -> Training:
     features = harvest(recipe)
     stores = [FeatureStore(features.folder, split) for split in ("train", "heldout")]
     frozen = FrozenTarget.from_folder(locate_target(recipe.target.path), torch.float32)
-    vocab = draft_vocab(recipe.head, stores[0].token_counts(frozen.config.vocab_size))
-    head = build_head(recipe, frozen, vocab, stores[0])
+    head = build_head(recipe, frozen, start_of_run(recipe, features, frozen, stores[0]))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in head.parameters():  # a zero weight would hide a path through the head

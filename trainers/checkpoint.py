@@ -57,15 +57,27 @@ class Checkpoints:
     def __init__(self, folder: Path, inputs: Json, keep: int) -> None:
         self.folder, self.keep = folder, keep
         self.inputs: Json = json.loads(json.dumps(inputs))
+        self.accepted: Json = {}
 
     def steps(self, kind: str = "step") -> list[int]:
         """The steps of the whole checkpoints, ascending; `kind` is step or best."""
-        paths = (path for path in self.folder.glob(f"{kind}-*") if path.suffix == "")
-        return sorted(int(path.name.removeprefix(f"{kind}-")) for path in paths)
+        return saved_steps(self.folder, kind)
 
     def newest(self) -> int:
         """The step of the newest checkpoint, 0 if there is none."""
-        return max(self.steps(), default=0)
+        return newest_step(self.folder)
+
+    def newest_inputs(self) -> Json | None:
+        """The inputs of the newest checkpoint, None if there is none that can be read."""
+        try:
+            inputs: Json = json.loads((self.path(self.newest()) / STATE).read_text())["inputs"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None  # `load` names what is wrong
+        return inputs
+
+    def accept(self, changed: Json) -> None:
+        """Go on from checkpoints that differ in these inputs."""
+        self.accepted = changed
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step}"
@@ -177,6 +189,7 @@ class Checkpoints:
             ) from error
 
     def _refuse_difference(self, path: Path, found: Any) -> None:
+        found = {**found, **self.accepted} if isinstance(found, dict) else {}
         different = differences(found, self.inputs, "checkpoint {}, recipe {}")
         if different:
             raise ValueError(
@@ -184,6 +197,16 @@ class Checkpoints:
                 + "\n  ".join(different)
                 + f"\nchoose another run_dir, undo the change in the recipe, or remove {self.folder} to start over"
             )
+
+
+def saved_steps(folder: Path, kind: str) -> list[int]:
+    paths = (path for path in folder.glob(f"{kind}-*") if path.suffix == "")
+    return sorted(int(path.name.removeprefix(f"{kind}-")) for path in paths)
+
+
+def newest_step(folder: Path) -> int:
+    """The step of the newest whole checkpoint in a folder, 0 if there is none."""
+    return max(saved_steps(folder, "step"), default=0)
 
 
 def flush(path: Path) -> None:

@@ -6,7 +6,8 @@ from accelerate import Accelerator
 from headstart.data_pipelines.harvest import harvest
 from headstart.data_pipelines.sample_stores import SampleStore, open_stores
 from headstart.data_pipelines.shards import stored_taps
-from headstart.data_pipelines.stage import Json, Stage
+from headstart.data_pipelines.stage import Stage
+from headstart.data_pipelines.together import run_together
 from headstart.heads.base import DraftHead
 from headstart.heads.checkpoint import draft_vocab, head_taps, new_head, save_head
 from headstart.heads.eagle3 import Eagle3Head
@@ -15,7 +16,10 @@ from headstart.heads.target_config import locate_target
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.target.model import TargetModel
 from headstart.recipes import Recipe
-from headstart.trainers.checkpoint import Checkpoints, Tensors
+from headstart.recipes.launcher import end_with_launcher
+from headstart.recipes.schema import Eagle3Section
+from headstart.trainers.checkpoint import Checkpoints, Tensors, newest_step
+from headstart.trainers.continuing import RunStart, changes, checkpoint_inputs, describe_changes
 from headstart.trainers.dry_run import print_plan, refuse_sizes
 from headstart.trainers.evaluation import HeldOutDecoding
 from headstart.trainers.loop import train
@@ -25,20 +29,6 @@ from headstart.trainers.run_state import TrainingInputs
 
 SCRIPTS = {"eagle1": "trainers/eagle.py", "eagle3": "trainers/eagle.py", "medusa": "trainers/medusa.py"}
 
-# Fields of the train section that may change when a run is resumed: they affect the weights only through the order of
-# additions.
-MAY_CHANGE_ON_RESUME = {
-    "accumulate",
-    "activation_checkpointing",
-    "checkpoint_every",
-    "keep_checkpoints",
-    "eval_every",
-    "eval_prompts",
-    "export",
-    "log_every",
-    "dry_run",
-}
-
 
 def run(recipe: Recipe, script: str | None = None) -> None:
     """Run the missing stages, then train and export the head; after a kill, the same command continues.
@@ -46,6 +36,7 @@ def run(recipe: Recipe, script: str | None = None) -> None:
     `script` is the trainer that the user started; without it every kind of head is trained. Raises ValueError for a
     mistake in the recipe or the launch, as early as it can be detected.
     """
+    end_with_launcher()
     if script is not None:
         refuse_other_script(recipe, script)
     accelerator = start_accelerator(recipe)
@@ -55,6 +46,12 @@ def run(recipe: Recipe, script: str | None = None) -> None:
         return
     refuse_lone_decoding(recipe, accelerator.num_processes)
     refuse_sizes(recipe, accelerator.num_processes, recipe.data.num_prompts)
+    with run_together(recipe, "training", lambda: {"step to resume from": str(newest_step(recipe.checkpoints_dir))}):
+        make_head(recipe, accelerator)
+
+
+def make_head(recipe: Recipe, accelerator: Accelerator) -> None:
+    """Run the missing stages and train, on ranks that agree on the run."""
     features = harvest(recipe)
     target_folder = locate_target(recipe.target.path, recipe.target.revision)
     frozen = FrozenTarget.from_folder(target_folder, dtype=torch.float32, device=accelerator.device)
@@ -83,36 +80,67 @@ def train_and_export(
 ) -> None:
     """Train the head on the harvested samples and write it, unless an earlier run has already done so."""
     refuse_sizes(recipe, accelerator.num_processes, len(train_store), len(heldout_store))
-    vocab = draft_vocab(recipe.head, train_store.token_counts(frozen.config.vocab_size))
-    head = build_head(recipe, frozen, vocab, train_store)
+    checkpoints, start = open_checkpoints(recipe, accelerator, features, frozen, train_store)
+    head = build_head(recipe, frozen, start)
     if accelerator.is_main_process:
         describe(head, train_store)
-    checkpoints = Checkpoints(
-        recipe.checkpoints_dir, checkpoint_inputs(recipe, features), recipe.train.keep_checkpoints
-    )
     finished = is_exported(recipe, checkpoints)
     decoding: HeldOutDecoding | None = None
     target: TrainableTarget | None = None
     if not finished:
         if recipe.train.eval_prompts and accelerator.is_main_process:
-            decoding = start_decoding(recipe, head, train_store)
+            decoding = start_decoding(recipe, head.taps, start)
         if recipe.joint.mode is not None:
             target = TrainableTarget.load(recipe, accelerator.device)
     inputs = TrainingInputs(frozen, train_store, heldout_store, decoding, target)
     train(recipe, head, inputs, accelerator, checkpoints)
     if accelerator.is_main_process:
         if not finished:
-            export(recipe, inputs, build_head(recipe, frozen, vocab, train_store), checkpoints)
+            export(recipe, inputs, build_head(recipe, frozen, start), checkpoints)
         with_target = "" if recipe.joint.mode is None else f" target.path={recipe.tuned_target_dir}"
         state = "head was already complete in" if finished else "head written to"
         print(f"{state} {recipe.head_dir}; next: headstart report RECIPE{with_target}")
 
 
-def build_head(recipe: Recipe, frozen: FrozenTarget, vocab: DraftVocab, store: SampleStore) -> DraftHead:
+def open_checkpoints(
+    recipe: Recipe, accelerator: Accelerator, features: Stage, frozen: FrozenTarget, store: SampleStore
+) -> tuple[Checkpoints, RunStart]:
+    """The run's checkpoints, and what its head is built from; says which changes of the recipe it goes on with."""
+    folder, inputs = recipe.checkpoints_dir, checkpoint_inputs(recipe, features)
+    checkpoints = Checkpoints(folder, inputs, recipe.train.keep_checkpoints)
+    step, before = checkpoints.newest(), checkpoints.newest_inputs()
+    start = None if before is None else RunStart.read(folder)
+    if before is not None:
+        changed = changes(start, before, checkpoints.inputs, step, features, store)
+        checkpoints.accept(changed)
+        if accelerator.is_main_process:
+            print(*describe_changes(changed, before, step, start, len(store)), sep="\n", end="\n" if changed else "")
+    if start is None:
+        start = start_of_run(recipe, features, frozen, store)
+    accelerator.wait_for_everyone()  # all ranks have read what the main rank may now write
+    if accelerator.is_main_process and before is None:
+        start.save(folder)
+    return checkpoints, start
+
+
+def start_of_run(recipe: Recipe, features: Stage, frozen: FrozenTarget, store: SampleStore) -> RunStart:
+    """What a new head is built from: the recipe and the samples of today."""
+    config = frozen.config
+    vocab = draft_vocab(recipe.head, store.token_counts(config.vocab_size))
+    sizes = None
+    if isinstance(recipe.head, Eagle3Section) and not recipe.head.fc_norm:
+        sizes = store.tap_sizes(head_taps(recipe.head, config), config.num_layers)
+    return RunStart(features.inputs, len(store), None if vocab.is_full else vocab.ids.tolist(), sizes)
+
+
+def build_head(recipe: Recipe, frozen: FrozenTarget, start: RunStart) -> DraftHead:
     """The head before its first step, in float32 and on the device of `frozen`."""
+    size = frozen.config.vocab_size
+    vocab = DraftVocab.full(size) if start.vocab is None else DraftVocab(torch.tensor(start.vocab), size)
     head = new_head(recipe.head, frozen, vocab, recipe.seed).to(frozen.embedding.device)
-    if isinstance(head, Eagle3Head) and not head.shape.fc_norm:
-        head.scale_taps(store.tap_sizes(head.taps, frozen.config.num_layers))
+    if start.tap_sizes is not None:
+        assert isinstance(head, Eagle3Head)
+        head.scale_taps(start.tap_sizes)
     return head
 
 
@@ -127,18 +155,6 @@ def describe(head: DraftHead, store: SampleStore) -> None:
     )
 
 
-def checkpoint_inputs(recipe: Recipe, features: Stage) -> Json:
-    """Everything that decides the weights; a run resumes only from checkpoints with the same inputs."""
-    joint = {} if recipe.joint.mode is None else recipe.joint.model_dump()
-    return {
-        "features": features.digest(),
-        "seed": recipe.seed,
-        **{f"head.{field}": value for field, value in recipe.head.model_dump().items()},
-        **{f"train.{field}": value for field, value in recipe.train.model_dump(exclude=MAY_CHANGE_ON_RESUME).items()},
-        **{f"joint.{field}": value for field, value in joint.items()},
-    }
-
-
 def is_exported(recipe: Recipe, checkpoints: Checkpoints) -> bool:
     """Whether the run is finished and has exported the weights that `train.export` names."""
     folders = [recipe.head_dir] if recipe.joint.mode is None else [recipe.head_dir, recipe.tuned_target_dir]
@@ -149,10 +165,10 @@ def is_exported(recipe: Recipe, checkpoints: Checkpoints) -> bool:
     )
 
 
-def start_decoding(recipe: Recipe, head: DraftHead, store: SampleStore) -> HeldOutDecoding:
+def start_decoding(recipe: Recipe, taps: tuple[int, ...], start: RunStart) -> HeldOutDecoding:
     """Load the target, and build a second head in the target's number format to decode with."""
-    target = TargetModel.load(recipe.target, head.taps)
-    decoding_head = build_head(recipe, target.frozen, head.vocab, store).to(target.dtype)
+    target = TargetModel.load(recipe.target, taps)
+    decoding_head = build_head(recipe, target.frozen, start).to(target.dtype)
     return HeldOutDecoding(recipe, target, decoding_head.eval().requires_grad_(False))
 
 

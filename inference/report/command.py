@@ -54,7 +54,9 @@ from headstart.inference.sampling import sampling_from_recipe
 from headstart.inference.target.model import TargetModel, pick_device
 from headstart.inference.target.tokenizer import load_tokenizer, text_of
 from headstart.recipes import Recipe, run_command
+from headstart.recipes.launcher import end_with_parent
 from headstart.recipes.progress import Progress
+from headstart.recipes.run_lock import only_run_in
 from headstart.recipes.tuned_target import refuse_original_target
 from headstart.recipes.whole_files import check_folder
 
@@ -107,6 +109,12 @@ def report(recipe: Recipe) -> list[Outcome]:
 
     Raises ValueError for a head that does not fit the target or for missing prompts.
     """
+    with only_run_in(recipe.report_dir, "a report"):
+        return make_report(recipe)
+
+
+def make_report(recipe: Recipe) -> list[Outcome]:
+    """The report, in a folder that no other report writes into."""
     refuse_original_target(recipe, recipe.report.head)
     check_folder(recipe.report_dir)
     benchmark, console = Benchmark.load(recipe), Console()
@@ -155,7 +163,7 @@ def all_runs(recipe: Recipe, benchmark: Benchmark, progress: Progress) -> Iterat
     if count == 1:
         yield from own
         return
-    with ProcessPoolExecutor(count - 1, get_context("spawn"), end_at_interrupt) as pool:
+    with ProcessPoolExecutor(count - 1, get_context("spawn"), start_worker) as pool:
         try:
             others = [pool.submit(runs_of_worker, recipe, number) for number in range(1, count)]
             shares = [list(own), *(other.result() for other in others)]
@@ -179,8 +187,9 @@ def runs_of_worker(recipe: Recipe, number: int) -> list[MethodRuns]:
         return [runs_of_share(recipe, benchmark, setting, number, progress) for setting in settings(recipe)]
 
 
-def end_at_interrupt() -> None:
-    """Let Ctrl-C end a worker without a traceback; the main process reports it."""
+def start_worker() -> None:
+    """End with the main process, and at Ctrl-C without a traceback, which the main process reports."""
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

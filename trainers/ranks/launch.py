@@ -11,6 +11,7 @@ from accelerate.utils import DeepSpeedPlugin, DistributedType, InitProcessGroupK
 
 from headstart.data_pipelines.shard_work import RANK_TIMEOUT
 from headstart.recipes import Recipe
+from headstart.recipes.launcher import refuse_separate_processes
 from headstart.recipes.schema import TrainSection
 from headstart.trainers.objective import UnrolledHead
 from headstart.trainers.ranks.fsdp2 import FullyShardedHead
@@ -42,6 +43,7 @@ def start_accelerator(recipe: Recipe) -> Accelerator:
         refuse_for_slices(recipe.train, "FSDP2")
     if recipe.joint.mode is not None:
         refuse_for_joint(recipe.joint.mode, accelerator)
+    refuse_separate_processes(accelerator.num_processes)
     return accelerator
 
 

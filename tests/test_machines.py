@@ -1,0 +1,250 @@
+"""Laws of launches on several machines: two launches on this one, each with a home and a working directory of its own.
+
+They share nothing but run_dir, and in some tests not even that.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from launches import LAUNCHES, ROOT, needs_deepspeed
+from safetensors.torch import load_file
+from tiny_run import build_run, quiet_environment
+from torch.testing import assert_close
+
+pytestmark = pytest.mark.slow
+
+ZERO = ["zero2", "zero3"]
+TRAINER = ROOT / "trainers/eagle.py"
+LONG = "train.steps=100000", "train.checkpoint_every=50", "train.eval_every=100000"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    build_run(tmp_path)
+    return tmp_path
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def launch_machine(
+    folder: Path, number: int, port: int, script: Path, *arguments: str, config: str = "ddp"
+) -> subprocess.Popen[str]:
+    """Start one machine's part of a launch of two machines with one rank each."""
+    home = folder / f"machine{number}"
+    home.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCHES / f"{config}.yaml")]
+    command += ["--num_processes", "2", "--num_machines", "2", "--machine_rank", str(number)]
+    command += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(port), str(script), *arguments]
+    environment = {**quiet_environment(ROOT), "HOME": str(home), "DS_ACCELERATOR": "cpu"}
+    return subprocess.Popen(
+        command, cwd=home, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def launch_training(folder: Path, *by_machine: tuple[str, ...], config: str = "ddp") -> list[subprocess.Popen[str]]:
+    """Train on two machines, each with overrides of its own."""
+    port, recipe = free_port(), str(folder / "recipe.yaml")
+    return [
+        launch_machine(folder, number, port, TRAINER, recipe, *mine, config=config)
+        for number, mine in enumerate(by_machine)
+    ]
+
+
+def outputs(machines: list[subprocess.Popen[str]], seconds: float = 300) -> list[str]:
+    """What the launches printed; fails if they do not end in time."""
+    try:
+        return [machine.communicate(timeout=seconds)[0] for machine in machines]
+    finally:
+        for machine in machines:
+            end_all(machine)
+
+
+def end_all(machine: subprocess.Popen[Any]) -> None:
+    for process in ranks_of(machine) if machine.poll() is None else []:
+        process.kill()
+    machine.kill()
+
+
+def ranks_of(machine: subprocess.Popen[Any]) -> list[psutil.Process]:
+    return psutil.Process(machine.pid).children(recursive=True)
+
+
+def wait_for_steps(folder: Path, steps: int) -> None:
+    deadline = time.monotonic() + 120
+    while not (folder / "metrics.jsonl").exists() or (folder / "metrics.jsonl").read_text().count("\n") < steps:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("config", ["ddp", "fsdp2", *(pytest.param(each, marks=needs_deepspeed) for each in ZERO)])
+def test_two_machines_that_share_only_run_dir_train_what_one_trains(folder: Path, config: str) -> None:
+    shared = f"run_dir={folder / 'shared'}"
+    machines = launch_training(folder, (shared,), (shared,), config=config)
+    printed = outputs(machines, seconds=900)
+    assert [machine.returncode for machine in machines] == [0, 0], printed
+    alone = subprocess.run(
+        [sys.executable, str(TRAINER), str(folder / "recipe.yaml"), f"run_dir={folder / 'alone'}"],
+        env=quiet_environment(ROOT),
+        capture_output=True,
+        text=True,
+    )
+    assert alone.returncode == 0, alone.stderr
+    found, expected = (load_file(folder / name / "head/model.safetensors") for name in ("shared", "alone"))
+    assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    assert not (folder / "shared/in_use.json").exists()
+
+
+def test_machines_without_a_shared_folder_are_refused_by_name_within_30_seconds(folder: Path) -> None:
+    """Each went its own way: one resumed at step 20, the other at 0, and a wrong checkpoint was saved."""
+    started = time.monotonic()
+    machines = launch_training(folder, (f"run_dir={folder / 'a'}",), (f"run_dir={folder / 'b'}",))
+    printed = outputs(machines, seconds=60)
+    assert all(machine.returncode for machine in machines)
+    for output in printed:
+        assert "the ranks are not on the same run" in output
+        assert f"run_dir: the same folder on rank 0 ({socket.gethostname()}), {folder / 'b'}" in output
+        assert "on a disk that all of them share" in output
+    assert not (folder / "a").exists()
+    assert not (folder / "b").exists()
+    seconds = time.monotonic() - started
+    print(f"refused after {seconds:.0f} s")
+
+
+def test_machines_with_different_recipes_are_refused_by_field(folder: Path) -> None:
+    shared = f"run_dir={folder / 'shared'}"
+    machines = launch_training(folder, (shared,), (shared, "train.learning_rate=0.5"))
+    for output in outputs(machines, seconds=60):
+        assert "train.learning_rate: 0.001 on rank 0" in output
+        assert "0.5 on rank 1" in output
+    assert all(machine.returncode for machine in machines)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_ends_the_others_within_a_minute(folder: Path, victim: int) -> None:
+    """The others waited for it for six hours."""
+    shared = f"run_dir={folder / 'shared'}"
+    machines = launch_training(folder, (shared, *LONG), (shared, *LONG))
+    wait_for_steps(folder / "shared", 60)
+    ranks_of(machines[victim])[0].send_signal(signal.SIGKILL)
+    printed = outputs(machines, seconds=60)
+    assert all(machine.returncode for machine in machines)
+    assert f"because rank {victim} ended without a word" in printed[1 - victim]
+    assert "start the same command again" in printed[1 - victim]
+
+
+WAITING = """
+import sys, time
+from accelerate import PartialState
+from headstart.data_pipelines.lifeline import lifeline
+with lifeline(PartialState(cpu=True)):
+    print("waiting", flush=True)
+    time.sleep(600)  # busy with something that no signal and no error of a collective operation interrupts
+"""
+
+
+def test_a_killed_rank_ends_one_that_is_in_no_collective_operation(folder: Path) -> None:
+    script, port = folder / "waiting.py", free_port()
+    script.write_text(WAITING)
+    machines = [launch_machine(folder, number, port, script) for number in range(2)]
+    for machine in machines:
+        assert machine.stdout is not None
+        assert machine.stdout.readline() == "waiting\n"
+    ranks_of(machines[1])[0].send_signal(signal.SIGKILL)
+    printed = outputs(machines, seconds=60)
+    assert "rank 0 ends, because rank 1 ended without a word" in printed[0]
+
+
+def test_processes_started_apart_are_refused(folder: Path) -> None:
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", str(TRAINER)]
+    ended = subprocess.run(
+        [*command, str(folder / "recipe.yaml")], env=quiet_environment(ROOT), capture_output=True, text=True
+    )
+    assert ended.returncode != 0
+    assert "--num_processes: 2 given" in ended.stderr
+    assert f"recipes/launch/ddp.yaml --num_processes 2 {TRAINER} {folder / 'recipe.yaml'}" in ended.stderr
+    assert not (folder / "run").exists()
+
+
+def test_sigterm_to_accelerate_launch_saves_and_ends_with_143(folder: Path) -> None:
+    """It ended the launcher, and the trainer went on unseen."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--cpu", str(TRAINER)]
+    log, run = folder / "log", folder / "run"
+    with log.open("w") as file:
+        launcher = subprocess.Popen(
+            [*command, str(folder / "recipe.yaml"), *LONG], env=quiet_environment(ROOT), stdout=file, stderr=file
+        )
+        wait_for_steps(run, 20)
+        [trainer] = ranks_of(launcher)
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(30) == -signal.SIGTERM  # which a shell shows as 143
+        trainer.wait(30)
+    assert "SIGTERM: saved after step" in log.read_text()
+    assert list((run / "checkpoints").glob("step-*"))
+    assert not (run / "in_use.json").exists()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sigterm_to_headstart_launch_saves_and_ends_with_143(folder: Path, ranks: int) -> None:
+    """accelerate's launcher of several ranks ends with exit code 1 and a traceback."""
+    command = [sys.executable, "-m", "headstart.trainers.launch_ranks", "--num_processes", str(ranks)]
+    command += ["--config_file", "one"] if ranks == 1 else ["--main_process_port", str(free_port())]
+    log, recipe = folder / "log", str(folder / "recipe.yaml")
+    with log.open("w") as file:
+        launcher = subprocess.Popen(
+            [*command, "train", recipe, *LONG], env=quiet_environment(ROOT), stdout=file, stderr=file
+        )
+        wait_for_steps(folder / "run", 20)
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(60) == 128 + signal.SIGTERM
+    assert "SIGTERM: saved after step" in log.read_text()
+    assert "Traceback" not in log.read_text()
+    assert not (folder / "run" / "in_use.json").exists()
+
+
+def test_a_failed_rank_leaves_its_message_as_the_last_one(folder: Path) -> None:
+    """accelerate's traceback followed it."""
+    (folder / "prompts.jsonl").write_text('{"nothing": 1}\n')
+    command = [sys.executable, "-m", "headstart.trainers.launch_ranks", "--num_processes", "2"]
+    command += ["--main_process_port", str(free_port()), "train", str(folder / "recipe.yaml")]
+    ended = subprocess.run(command, env=quiet_environment(ROOT), capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr
+    assert "1 of 1 rows are unusable" in ended.stderr
+
+
+def test_the_same_command_right_after_sigterm_waits_for_the_checkpoint(folder: Path) -> None:
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--cpu", str(TRAINER)]
+    long = [*LONG, "train.checkpoint_every=100000"]
+    environment, run = quiet_environment(ROOT), folder / "run"
+    launcher = subprocess.Popen([*command, str(folder / "recipe.yaml"), *long], env=environment)
+    wait_for_steps(run, 20)
+    [trainer] = ranks_of(launcher)
+    trainer.suspend()  # a trainer that takes long to save
+    launcher.kill()
+    launcher.wait()
+    again = subprocess.Popen(
+        [sys.executable, str(TRAINER), str(folder / "recipe.yaml"), *long],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert again.stdout is not None
+    while "which is ending" not in (line := again.stdout.readline()):
+        assert line, "the command ended"
+    os.kill(trainer.pid, signal.SIGCONT)
+    while "resuming after step" not in (line := again.stdout.readline()):
+        assert line, "the command ended"
+    again.kill()
+    again.communicate()
