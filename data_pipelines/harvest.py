@@ -5,6 +5,11 @@
 Both stages write whole shards by sample id, so a killed run can resume, with a different number of ranks if you like.
 """
 
+from headstart.recipes import recipe_from_command_line
+
+if __name__ == "__main__":
+    recipe_from_command_line(__doc__)  # --help and mistakes end the process here, before torch is loaded
+
 from collections.abc import Callable
 from functools import cache, partial
 
@@ -15,6 +20,7 @@ from headstart.data_pipelines.cost_estimate import FeatureCost, first_batch, for
 from headstart.data_pipelines.dependents import dependents
 from headstart.data_pipelines.features import TapTexts, tap, write_features
 from headstart.data_pipelines.more_prompts import take_over_features, take_over_responses
+from headstart.data_pipelines.preflight import check_harvest
 from headstart.data_pipelines.prompts import describe_prompts, make_prompts
 from headstart.data_pipelines.responses import (
     Text,
@@ -253,6 +259,7 @@ def run(recipe: Recipe) -> None:
     """The command: harvest on all ranks of the launch."""
     end_with_launcher()
     start_processes()
+    check_harvest(recipe)
     with run_together(recipe, "harvest"):
         print(f"complete in {harvest(recipe).folder}")
 

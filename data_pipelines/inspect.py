@@ -1,9 +1,14 @@
 """Show a run's data: samples with the trained-on text in colour, length histograms, and the unusable rows.
 
-    python -m data_pipelines.inspect recipes/tiny.yaml
+    headstart inspect recipes/tiny.yaml
 
 Shows the responses that are written so far. If there are none, it shows the prompts, and makes them if necessary.
 """
+
+from headstart.recipes import recipe_from_command_line
+
+if __name__ == "__main__":
+    recipe_from_command_line(__doc__)  # --help and mistakes end the process here, before torch is loaded
 
 import json
 from collections import Counter
@@ -16,7 +21,7 @@ from rich.text import Text as Coloured
 
 from headstart.data_pipelines.prompts import ROW_REPORT, describe_prompts, make_prompts
 from headstart.data_pipelines.responses import Text
-from headstart.data_pipelines.row_report import RowReport, place_of_rows
+from headstart.data_pipelines.row_report import RowReport
 from headstart.data_pipelines.stage import Json, Stage
 from headstart.heads.target_config import locate_target
 from headstart.inference.target.tokenizer import Tokenizer, load_tokenizer
@@ -50,7 +55,7 @@ def inspect(recipe: Recipe, console: Console) -> None:
             console.print(
                 f"\nrows of {report.source} that gave no sample:", soft_wrap=True, highlight=False, markup=False
             )
-            console.print(row_table(rows, place_of_rows(report.source)))
+            console.print(row_table(rows, report.counts))
 
 
 def training_rows(recipe: Recipe, prompts: Stage) -> Iterator[Json]:
@@ -90,9 +95,9 @@ def histogram(title: str, values: list[int]) -> Table:
     return table
 
 
-def row_table(rows: list[Json], place: str) -> Table:
-    """Rows that gave no sample, and why; `place` is what their numbers count."""
-    table = Table(place, "kind", "why", box=None)
+def row_table(rows: list[Json], counts: str) -> Table:
+    """Rows that gave no sample, and why; `counts` says what their numbers are."""
+    table = Table(counts, "kind", "why", box=None)
     for row in rows[:BAD_ROWS]:
         table.add_row(str(row["line"]), row["kind"], escape(row["why"]))
     if len(rows) > BAD_ROWS:

@@ -1,7 +1,12 @@
 """The first stage: training and held-out prompts as tokens; with data.responses given, whole samples.
 
-python -m data_pipelines.prompts recipes/tiny.yaml
+headstart prompts recipes/tiny.yaml
 """
+
+from headstart.recipes import recipe_from_command_line
+
+if __name__ == "__main__":
+    recipe_from_command_line(__doc__)  # --help and mistakes end the process here, before torch is loaded
 
 import hashlib
 import json
@@ -192,7 +197,7 @@ def read_prompts(
     for row in read_rows(report.source):
         if count is not None and len(rows) >= count:
             break
-        report.rows += 1
+        report.rows, report.counts = report.rows + 1, row.counts
         try:
             if isinstance(row.fields, BadRow):
                 raise row.fields

@@ -4,7 +4,7 @@ from collections import Counter
 
 from headstart.data_pipelines.rows import BadRow
 from headstart.data_pipelines.stage import Json
-from headstart.recipes.schema import HUB_PREFIX, DataSection
+from headstart.recipes.schema import DataSection
 
 TOO_LONG = "too long"  # the kind of rows that data.long_prompts drops
 SHOWN = 5  # unusable rows named in a message; the report lists all
@@ -17,6 +17,7 @@ class RowReport:
     def __init__(self, source: str, wanted: int | None = None, wanted_by: str = "") -> None:
         """`wanted` is the number of samples that the recipe asks for, in its field `wanted_by`."""
         self.source, self.wanted, self.wanted_by = source, wanted, wanted_by
+        self.counts = "line"  # what the numbers of rows are: a line, or a row where there are no lines
         self.rows = 0
         self.samples = 0
         self.bad: list[Json] = []  # {line, kind, why}
@@ -48,9 +49,8 @@ class RowReport:
 
     def check(self, max_bad_fraction: float) -> None:
         """Raise ValueError if more rows are unusable than data.max_bad_fraction allows, or no row is usable."""
-        place = place_of_rows(self.source)
         if len(self.bad) > max_bad_fraction * self.rows:
-            named = [f"{self.source} {place} {row['line']}: {row['why']}" for row in self.bad[:SHOWN]]
+            named = [f"{self.source} {self.counts} {row['line']}: {row['why']}" for row in self.bad[:SHOWN]]
             more = [f"and {len(self.bad) - SHOWN} more"] if len(self.bad) > SHOWN else []
             raise ValueError(
                 f"{len(self.bad)} of {self.rows} rows are unusable, data.max_bad_fraction allows "
@@ -62,7 +62,7 @@ class RowReport:
             lines = ", ".join(map(str, self.held_out[:SHOWN])) + (", ..." if len(self.held_out) > SHOWN else "")
             raise ValueError(
                 f"data.heldout_prompts: {len(self.held_out)} of {self.rows} rows of {self.source} are held out too "
-                f"({place} {lines}), up to {MAX_OVERLAP:.0%} are allowed "
+                f"({self.counts} {lines}), up to {MAX_OVERLAP:.0%} are allowed "
                 "and then dropped; remove them from one of the two files"
             )
         if self.samples == 0:
@@ -104,9 +104,3 @@ class RowReport:
 
 def joined_with_comma(parts: list[str]) -> str:
     return "".join(f", {part}" for part in parts)
-
-
-def place_of_rows(source: str) -> str:
-    """What the numbers of a source's rows count: lines, or rows of another format."""
-    counts_lines = not source.startswith(HUB_PREFIX) and source.lower().endswith((".jsonl", ".json", ".txt"))
-    return "line" if counts_lines else "row"

@@ -32,11 +32,12 @@ class BadRow(ValueError):
 class Row:
     """One row of a source, or the reason that it could not be read.
 
-    `line` is its line in a file of lines, else its place among the rows; both count from 1.
+    `line` is its line in a file of lines, else its place among the rows; both count from 1, and `counts` says which.
     """
 
     line: int
     fields: Json | BadRow
+    counts: str = "line"  # or row
 
 
 def read_rows(source: str) -> Iterator[Row]:
@@ -75,7 +76,7 @@ def json_rows(path: Path) -> Iterator[Row]:
         if first is None:
             return
         if first[1].lstrip().startswith(b"[") and (listed := json_array(path, first[1])) is not None:
-            yield from (Row(number, item) for number, item in enumerate(listed, start=1))
+            yield from (Row(number, row, "row") for number, row in enumerate(listed, start=1))
             return
         for number, line in chain([first], numbered):
             if line.strip():
@@ -172,7 +173,7 @@ def parquet_rows(path: Path) -> Iterator[Row]:
 
 
 def good_rows(rows: Iterable[Any]) -> Iterator[Row]:
-    return (Row(number, dict(row)) for number, row in enumerate(rows, start=1))
+    return (Row(number, dict(row), "row") for number, row in enumerate(rows, start=1))
 
 
 def disk_dataset(folder: Path) -> Any:

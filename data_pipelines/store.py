@@ -1,13 +1,17 @@
 """Feature stores: verify one, show its statistics, or merge several into one.
 
-    python -m data_pipelines.store verify runs/tiny/features
-    python -m data_pipelines.store stats  runs/tiny/features
-    python -m data_pipelines.store merge  runs/all/features runs/tiny/features runs/more/features
+    headstart store verify runs/tiny/features
+    headstart store stats  runs/tiny/features
+    headstart store merge  runs/all/features runs/tiny/features runs/more/features
 
 A recipe trains on a merged store with data.store=runs/all/features.
 """
 
-import argparse
+from headstart.data_pipelines.store_options import store_options
+
+if __name__ == "__main__":
+    store_options(__doc__)  # --help and mistakes end the process here, before torch is loaded
+
 import json
 import shlex
 import shutil
@@ -20,7 +24,6 @@ from headstart.data_pipelines.shards import MANIFEST, FeatureStore, read_manifes
 from headstart.data_pipelines.stage import CHECKSUM, Json, Stage, differences, file_digest, target_identity, write_text
 from headstart.heads.target_config import locate_target
 from headstart.recipes import Recipe
-from headstart.recipes.command_line import command_name
 from headstart.recipes.os_errors import errors_as_messages
 from headstart.recipes.whole_files import removed_on_failure
 
@@ -153,6 +156,15 @@ def describe_store(folder: Path) -> str:
     )
 
 
+def repair(folder: Path) -> str:
+    """What to do about damaged, lost or foreign shards."""
+    files = shlex.join(["rm", str(folder / "stage.json"), str(folder / MANIFEST)])
+    return (
+        f"remove the shards named here that are there; for a damaged or lost one also {files}, and harvest again with "
+        "the same recipe (undamaged shards are reused), or merge again"
+    )
+
+
 def origin(about: Json) -> Json:
     """A manifest without its list of shards."""
     return {key: value for key, value in about.items() if key != "shards"}
@@ -181,13 +193,7 @@ def existing_store(recipe: Recipe, folder: Path, taps: tuple[int, ...]) -> Stage
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog=command_name(), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("command", choices=["verify", "stats", "merge"])
-    parser.add_argument("folder", type=Path, help="the store; for merge, the folder of the new store")
-    parser.add_argument("sources", type=Path, nargs="*", help="for merge: the stores to merge")
-    arguments = parser.parse_args()
+    arguments = store_options(__doc__)
     with errors_as_messages():
         if arguments.command == "merge":
             merge(arguments.folder, arguments.sources)
@@ -205,7 +211,10 @@ def main() -> None:
         elif arguments.command == "stats":
             print(json.dumps(stats(arguments.folder), indent=1))
         elif problems := verify(arguments.folder):
-            raise ValueError("\n  ".join([f"{len(problems)} shards are damaged or not listed:", *problems]))
+            count = (
+                f"{len(problems)} shard{'s are' if len(problems) > 1 else ' is'} damaged, lost or not in the manifest:"
+            )
+            raise ValueError("\n  ".join([count, *problems]) + f"\n{repair(arguments.folder)}")
         else:
             print(f"{arguments.folder}: every shard matches the manifest")
 

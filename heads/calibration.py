@@ -32,7 +32,7 @@ class Calibration:
     def from_config(cls, found: dict[str, Any] | None) -> "Calibration":
         if found is None:
             return cls()
-        tree = StaticTree.from_config(found["tree"]) if "tree" in found else None
+        tree = StaticTree.from_config(found["tree"]) if found.get("tree") else None
         return cls(tuple(found["greedy"]), tuple(found["sampled"]), tuple(found.get("noise", (1.0,))), tree)
 
     def to_config(self) -> dict[str, Any]:

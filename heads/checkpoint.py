@@ -1,6 +1,7 @@
 """Creates a head from a recipe, and saves and loads heads as folders."""
 
 import json
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from headstart.heads.base import DraftHead
 from headstart.heads.calibration import Calibration
 from headstart.heads.eagle1 import Eagle1Head
 from headstart.heads.eagle3 import Eagle3Head
-from headstart.heads.formats.keys import read_config
+from headstart.heads.formats.files import has_weight_dtype
+from headstart.heads.formats.keys import find_config, read_config
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.medusa import MedusaHead
 from headstart.heads.safetensors_file import write_safetensors
@@ -75,18 +77,42 @@ def head_config(head: DraftHead) -> dict[str, Any]:
     return {**config, "torch_dtype": dtype, "headstart": own}
 
 
-def load_head(folder: Path, frozen: FrozenTarget) -> DraftHead:
+def load_head(folder: str | Path, frozen: FrozenTarget) -> DraftHead:
     """A saved head for this target, with the dtype and device of the target's embedding.
 
     Raises ValueError that names every mismatch: wrong types in config.json, sizes, vocabulary, taps, missing, misshapen
     or unknown tensors.
     """
+    check_arguments(folder, frozen)
+    folder = Path(folder).expanduser()
     config = read_head_config(folder)
+    path = folder / "model.safetensors"
+    pickles = [name for name in ("pytorch_model.bin", "medusa_lm_head.pt") if (folder / name).is_file()]
+    if pickles and not path.is_file():
+        raise ValueError(
+            f"{folder} holds its weights as {pickles[0]}, and only model.safetensors is allowed; convert it: headstart "
+            f"convert {shlex.quote(str(folder))} NEW_FOLDER --target TARGET"
+        )
     try:
-        tensors = load_file(folder / "model.safetensors")
+        tensors = load_file(path)
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{folder}/model.safetensors cannot be read ({error}); export the head again") from error
-    return head_from_files(folder, config, tensors, frozen)
+        raise ValueError(
+            f"{path} cannot be read ({error}); a whole safetensors file is required: export or copy the head again"
+        ) from error
+    head = head_from_files(folder, config, tensors, frozen)
+    refuse_broken_numbers(path, tensors)
+    return head
+
+
+def check_arguments(folder: Any, frozen: Any) -> None:
+    """Raise ValueError for arguments of `load_head` that have another type, such as a target's name."""
+    if not isinstance(folder, str | Path):
+        raise ValueError(f"folder: {folder!r} given, the path of a saved head's folder is allowed; give it as text")
+    if not isinstance(frozen, FrozenTarget):
+        raise ValueError(
+            f"frozen: {type(frozen).__name__} given, a FrozenTarget is allowed; load target and head with "
+            f"SpeculativeModel.from_folders(TARGET, HEAD), or FrozenTarget.from_folder(Path(TARGET), torch.float32)"
+        )
 
 
 def load_taps(folder: Path, target: TargetConfig) -> tuple[int, ...]:
@@ -99,12 +125,7 @@ def load_taps(folder: Path, target: TargetConfig) -> tuple[int, ...]:
 
 def read_head_config(folder: Path) -> dict[str, Any]:
     """A saved head's config.json; raises ValueError if it is missing or if a key has a value of a wrong type."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ValueError(
-            f"{folder} holds no head (no config.json); train one with trainers/eagle.py or give a saved head's folder"
-        )
-    return read_config(path)
+    return read_config(find_config(folder, "train one with headstart train RECIPE, or give a saved head's folder"))
 
 
 def head_from_files(
@@ -116,6 +137,7 @@ def head_from_files(
     """
     kind = kind_of(folder, config)
     check_fit(folder, kind, config, frozen.config)
+    check_sizes(folder, config, tensors)
     try:
         head = kind.from_engine(config, tensors, frozen)
     except ValueError as error:
@@ -134,7 +156,9 @@ def kind_of(folder: Path, config: dict[str, Any]) -> type[DraftHead]:
     guess = "medusa" if is_medusa else "eagle3" if is_eagle3 else "eagle1"
     kind = config.get("headstart", {}).get("kind", guess)
     if kind not in KINDS:
-        raise ValueError(f"{folder}/config.json: a head of kind {kind!r}; only {', '.join(KINDS)} are allowed")
+        raise ValueError(
+            f"{folder}/config.json: a head of kind {kind!r}; only {', '.join(KINDS)} are allowed: correct the kind"
+        )
     return KINDS[kind]
 
 
@@ -148,13 +172,38 @@ def check_fit(folder: Path, kind: type[DraftHead], config: dict[str, Any], targe
         "rope": (own.get("target_rope", asdict(rope)) if kind.has_rope else asdict(target.rope), asdict(target.rope)),
     }
     wrong = [f"{name}: head {mine}, target {its}" for name, (mine, its) in facts.items() if mine != its]
+    layers = config.get("num_hidden_layers") or 1
+    if kind.has_rope and layers > 1:
+        wrong.append(f"num_hidden_layers: {layers} in config.json, but a head has 1 layer; this may be a whole model")
     if max(taps) > target.num_layers:
         wrong.append(f"taps: head {list(taps)}, target hidden_states 0 to {target.num_layers}")
     if wrong:
         raise ValueError(
             f"the head in {folder} does not fit the target: "
             + "; ".join(wrong)
-            + "; train a head for this target, or convert a published one with heads.convert"
+            + "; only a head of these sizes is allowed: train one for this target, or convert a published one with "
+            "headstart convert"
+        )
+
+
+def check_sizes(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Raise ValueError for a size in config.json that no tensor has, before memory is allocated for it."""
+    longest = max((size for tensor in tensors.values() for size in tensor.shape), default=0)
+    keys = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    if wrong := [f"{key} {config[key]}" for key in keys if longest and (config.get(key) or 0) > longest]:
+        raise ValueError(
+            f"{folder}/config.json: {', '.join(wrong)} given, but no tensor is longer than {longest}; the sizes of the "
+            f"head's own tensors are allowed: correct the file"
+        )
+
+
+def refuse_broken_numbers(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Raise ValueError for weights that are NaN or infinite: such a head would draft, and no token be accepted."""
+    floating = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+    if broken := sorted(name for name, tensor in floating.items() if not bool(tensor.isfinite().all())):
+        raise ValueError(
+            f"{path}: {', '.join(broken[:4])} holds NaN or infinity, only finite numbers are allowed; copy the head "
+            f"again, or train it again"
         )
 
 
@@ -168,5 +217,13 @@ def check_tensors(folder: Path, head: DraftHead, tensors: dict[str, Tensor]) -> 
         for name in expected.keys() & found.keys()
         if expected[name] != found[name]
     ]
+    wrong += [
+        f"{name} is {str(tensors[name].dtype).removeprefix('torch.')} but should be floating point of 16 bits or more"
+        for name in expected.keys() & found.keys()
+        if not has_weight_dtype(tensors[name])
+    ]
     if wrong:
-        raise ValueError(f"{folder}/model.safetensors: " + "; ".join(sorted(wrong)))
+        raise ValueError(
+            f"{folder}/model.safetensors: {'; '.join(sorted(wrong))}; exactly the tensors that config.json describes "
+            f"are allowed: copy or export the head again"
+        )

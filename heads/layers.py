@@ -52,7 +52,9 @@ class LayerShape:
         """The sizes in a head's config.json; raises ValueError that names missing keys."""
         needed = ("hidden_size", "intermediate_size", "num_attention_heads")
         if missing := [key for key in needed if config.get(key) is None]:
-            raise ValueError(f"config.json lacks {', '.join(missing)}; it must describe a Llama layer")
+            raise ValueError(
+                f"config.json lacks {', '.join(missing)}; the sizes of a Llama layer are required: add them"
+            )
         rope, norm_eps = Rope.from_config(config), config.get("rms_norm_eps", target.norm_eps)
         return cls(
             hidden_size=config["hidden_size"],

@@ -115,7 +115,8 @@ class MedusaHead(LastHiddenHead):
         tensors.clear()
         tensors.update(named)
         ids, target = tensors.pop("token_map", None), frozen.config
-        vocab = DraftVocab.full(target.vocab_size) if ids is None else DraftVocab(ids.long(), target.vocab_size)
+        size = target.vocab_size
+        vocab = DraftVocab.full(size) if ids is None else DraftVocab.from_ids("token_map", ids, size)
         first = [name for name in tensors if name.startswith("blocks.0.layers.") and name.endswith(".weight")]
         if not first:
             raise ValueError("blocks.0.layers.0.weight is missing; every Medusa head has this tensor")

@@ -12,11 +12,13 @@ from huggingface_hub import snapshot_download
 SAFE_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "*.txt"]
 
 
-def locate_target(path: str, revision: str | None = None, files: Sequence[str] = SAFE_FILES) -> Path:
+def locate_target(
+    path: str, revision: str | None = None, files: Sequence[str] = SAFE_FILES, field: str = "target.path"
+) -> Path:
     """The folder of a target: `path` itself if it is a local folder, otherwise the cached or downloaded repository of
     that hub name ("org/name"), of which only `files` are fetched.
 
-    Raises ValueError if the hub does not provide it.
+    Raises ValueError, naming the `field` in which the user gave the path, if the hub does not provide it.
     """
     if Path(path).expanduser().is_dir():
         return Path(path).expanduser()
@@ -24,7 +26,7 @@ def locate_target(path: str, revision: str | None = None, files: Sequence[str] =
         return Path(snapshot_download(path, revision=revision, allow_patterns=list(files)))
     except Exception as error:  # the hub client raises a dozen types; all mean that the model is not available
         raise ValueError(
-            f"target.path: {path!r} is neither a local folder nor a model available on the hub "
+            f"{field}: {path!r} is neither a local folder nor a model available on the hub "
             f"({type(error).__name__}: {error}); give a folder with config.json and *.safetensors, or a hub name"
         ) from error
 
@@ -76,8 +78,18 @@ class TargetConfig:
     def from_folder(cls, folder: Path) -> "TargetConfig":
         path = folder / "config.json"
         if not path.is_file():
-            raise ValueError(f"target.path: {folder} has no config.json; give the folder of a Hugging Face model")
-        return cls.from_dict(json.loads(path.read_text()))
+            raise ValueError(
+                f"target.path: {folder} has no config.json, which is required; give the folder of a Hugging Face model"
+            )
+        try:
+            config = json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"{path} is not JSON ({error}); copy or download the target again") from error
+        if not isinstance(config, dict):
+            raise ValueError(
+                f"{path} holds a {type(config).__name__}; a JSON object is allowed: copy or download the target again"
+            )
+        return cls.from_dict(config)
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "TargetConfig":
@@ -95,17 +107,26 @@ class TargetConfig:
                 )
             return default
 
-        hidden, heads = first("hidden_size", "n_embd"), first("num_attention_heads", "n_head")
+        def size(*names: str, default: int | None = None) -> int:
+            found = first(*names, default=default)
+            if type(found) is not int or found < 1:
+                raise ValueError(
+                    f"the target's config.json: {names[0]} is {found!r}; a whole number of at least 1 is required: "
+                    f"copy or download the target again"
+                )
+            return found
+
+        hidden, heads = size("hidden_size", "n_embd"), size("num_attention_heads", "n_head")
         return cls(
             model_type=text.get("model_type", "unknown"),
             hidden_size=hidden,
             intermediate_size=first("intermediate_size", "n_inner", default=4 * hidden),
-            num_layers=first("num_hidden_layers", "n_layer"),
+            num_layers=size("num_hidden_layers", "n_layer"),
             num_heads=heads,
             num_kv_heads=first("num_key_value_heads", default=heads),
             head_dim=first("head_dim", default=hidden // heads),
-            vocab_size=first("vocab_size"),
-            max_positions=first("max_position_embeddings", "n_positions"),
+            vocab_size=size("vocab_size"),
+            max_positions=size("max_position_embeddings", "n_positions"),
             norm_eps=first("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", default=1e-6),
             rope=Rope.from_config(text),
             final_logit_softcap=text.get("final_logit_softcapping"),

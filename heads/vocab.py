@@ -31,8 +31,12 @@ class DraftVocab:
         return cls(order[:size].sort().values, len(counts))
 
     @classmethod
-    def from_offsets(cls, d2t: Int[Tensor, " draft_vocab"], target_size: int) -> "DraftVocab":
-        """From the offsets in a head's file: target id = draft id + d2t[draft id]."""
+    def from_offsets(cls, d2t: Tensor, target_size: int) -> "DraftVocab":
+        """From the offsets in a head's file: target id = draft id + d2t[draft id].
+
+        Raises ValueError for a tensor that is no such list of offsets.
+        """
+        check_list("d2t", d2t)
         ids = torch.arange(len(d2t)) + d2t
         if not bool((ids.diff() > 0).all()) or int(ids[0]) < 0 or int(ids[-1]) >= target_size:
             raise ValueError(
@@ -40,6 +44,17 @@ class DraftVocab:
                 f"{int(ids.max())}); it must hold offsets: target id minus draft id"
             )
         return cls(ids, target_size)
+
+    @classmethod
+    def from_ids(cls, name: str, ids: Tensor, target_size: int) -> "DraftVocab":
+        """From the ids in the tensor `name` of a head's file; raises ValueError for ids that are not ascending."""
+        check_list(name, ids)
+        if not bool((ids.diff() > 0).all()) or int(ids[0]) < 0 or int(ids[-1]) >= target_size:
+            raise ValueError(
+                f"{name} holds ids {int(ids.min())} to {int(ids.max())}; ascending target ids below {target_size} are "
+                f"required: correct {name}, or convert the head with headstart convert"
+            )
+        return cls(ids.long(), target_size)
 
     @property
     def is_full(self) -> bool:
@@ -58,3 +73,13 @@ class DraftVocab:
     def coverage(self, counts: Int[Tensor, " vocab"]) -> float:
         """The fraction of the counted tokens that the head can draft, an upper bound on the acceptance rate."""
         return float(counts[self.ids].sum() / counts.sum().clamp(min=1))
+
+
+def check_list(name: str, found: Tensor) -> None:
+    """Raise ValueError unless a tensor of a head's file is a list of whole numbers."""
+    if found.is_floating_point() or found.ndim != 1 or not len(found):
+        dtype = str(found.dtype).removeprefix("torch.")
+        raise ValueError(
+            f"{name} is {dtype} of shape {list(found.shape)}; int64 of shape [draft vocabulary] is required: write the "
+            f"head's files again"
+        )

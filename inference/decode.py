@@ -17,6 +17,7 @@ from headstart.inference.cuda_graph import StaticStep, StepOutput, size_bucket
 from headstart.inference.drafter import PLAIN, Drafter, VerifiedOnHost
 from headstart.inference.request import GREEDY, Generation, Request, Row
 from headstart.inference.sampling import BatchSampling, History, Sampling, check_bias
+from headstart.inference.step_memory import refuse_more_than_memory
 from headstart.inference.target.model import TargetModel, TargetOutput
 from headstart.inference.tree import take
 from headstart.inference.verify import Accepted, accept, verify
@@ -84,6 +85,7 @@ class DecodeLoop:
         self.is_static = target.device.type == "cuda" and target.ranks.may_capture if static is None else static
         self.nodes = size_bucket(self.drafter.max_nodes) if self.is_static else self.drafter.max_nodes
         self.limit = max((len(r.prompt) + r.max_new_tokens for r in requests), default=0) + self.nodes
+        refuse_more_than_memory(target, self.max_batch, self.nodes, self.limit - self.nodes)
         self.static: StaticStep | None = None
 
     @torch.inference_mode()
@@ -128,6 +130,7 @@ class DecodeLoop:
         row_cache = self.cache.row(len(self.rows))
         tokens = torch.tensor([request.prompt], device=device)
         output = self.target.forward(tokens, cache=row_cache, last_only=True)
+        refuse_nan(output.logits, self.target)
         taps = self.drafter_taps(output.taps)
         sampling = BatchSampling([request.sampling], device)
         history = start_history([request], [[]], self.target)
@@ -233,17 +236,32 @@ class DecodeLoop:
             self.history = start_history(requests, [row.generation.tokens[:-1] for row in self.rows], self.target)
 
 
-def check_length(target: TargetModel, prompt: list[int], max_new_tokens: int) -> None:
-    """Raise ValueError, before any work is done, for a request that does not fit the target's positions."""
+def check_length(
+    target: TargetModel, prompt: list[int], max_new_tokens: int, field: str = "decode.max_new_tokens"
+) -> None:
+    """Raise ValueError, before any work is done, for a request that does not fit the target's positions.
+
+    `field` is where the user said how many new tokens to write.
+    """
     limit = target.max_positions
     if not prompt:
         raise ValueError("the prompt is empty; give at least one token")
     if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens: {max_new_tokens} given, 1 or more is allowed")
+        raise ValueError(f"{field}: {max_new_tokens} given, 1 or more is allowed; raise it")
     if len(prompt) + max_new_tokens > limit:
         raise ValueError(
-            f"a prompt of {len(prompt)} tokens and max_new_tokens {max_new_tokens} exceed the target's {limit} "
-            f"positions; shorten the prompt to {max(limit - max_new_tokens, 0)} tokens or lower decode.max_new_tokens"
+            f"{field}: a prompt of {len(prompt)} tokens and max_new_tokens {max_new_tokens} exceed the target's "
+            f"{limit} positions; up to {max(limit - len(prompt), 0)} new tokens are allowed after this prompt: lower "
+            f"{field}, or shorten the prompt to {max(limit - max_new_tokens, 0)} tokens"
+        )
+
+
+def refuse_nan(logits: Float[Tensor, "1 1 vocab"], target: TargetModel) -> None:
+    """Raise ValueError if the target computes NaN or infinity, from which some token would be chosen all the same."""
+    if not bool((logits < torch.inf).all()):  # NaN fails every comparison; -infinity only forbids a token
+        raise ValueError(
+            f"the target's logits are NaN or infinite in {str(target.dtype).removeprefix('torch.')}, only finite ones "
+            f"are allowed; set target.dtype to float32, and if that does not help, download its weights again"
         )
 
 

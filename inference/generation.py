@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int, Shaped
+from pydantic import ValidationError
 from torch import Tensor
 
 from headstart.heads.checkpoint import load_head
@@ -25,13 +26,15 @@ from headstart.inference.generation_config import (
     Settings,
     has_fixed_length,
     read_end_tokens,
-    read_integer,
     read_max_new_tokens,
+    read_pad_token,
     read_seeds,
     read_settings,
-    read_stop_strings,
     with_settings,
 )
+from headstart.inference.generation_prompts import check_lengths, read_prompts
+from headstart.inference.generation_stops import check_tokenizer, read_stop_strings
+from headstart.inference.generation_values import read_integer, refuse_empty_choice
 from headstart.inference.request import DecodeStats, Generation, Request
 from headstart.inference.sampling import Sampling, sampling_from_recipe
 from headstart.inference.target.model import TargetModel
@@ -71,10 +74,15 @@ class SpeculativeModel:
         """Without a drafter, decoding is plain. `tokenizer` is used only for stop strings and needs only `decode`.
 
         `sampling` sets what a GenerationConfig has no field for: the default seed, the acceptance rule, and the
-        presence and frequency penalties. Raises ValueError if it sets anything else.
+        presence and frequency penalties. Raises ValueError if it sets anything else, and for objects of other types.
         """
+        check_parts(target, drafter, max_batch)
+        if tokenizer is not None:
+            check_tokenizer(tokenizer)
         self.target, self.drafter, self.tokenizer, self.max_batch = target, drafter, tokenizer, max_batch
         self.sampling = sampling or Sampling()
+        if not isinstance(self.sampling, Sampling):
+            raise ValueError(f"sampling: {sampling!r} given, a Sampling is allowed; write Sampling(seed=1)")
         if with_settings(self.sampling, DEFAULTS) != self.sampling:
             raise ValueError(
                 f"sampling: {self.sampling} given, only seed, rule, typical_epsilon, typical_delta, presence_penalty "
@@ -100,20 +108,22 @@ class SpeculativeModel:
         Raises ValueError if the head does not fit the target.
         """
         decode = decode or DecodeSection()
-        fields = TargetSection(**{"path": str(target), "dtype": "float32", **section})
+        fields = read_section(target, decode, section)
         if (head is None) == (decode.drafter == "head"):
             raise ValueError(
                 f"head: {head} given with decode.drafter {decode.drafter}; give a head with decode.drafter head, or no "
                 f"head with another drafter"
             )
         if head is None:
+            locate_target(fields.path, fields.revision, field="target")
             model = TargetModel.load(fields, ())
             drafter = build_drafter(decode, model, fields)
         else:
             # Refuse a head that does not fit before loading the target, which may take minutes.
-            frozen = FrozenTarget.from_folder(locate_target(fields.path, fields.revision), torch.float32)
-            model = TargetModel.load(fields, load_head(Path(head), frozen).taps)
-            drafter = build_drafter(decode, model, fields, load_head(Path(head), model.frozen))
+            found = locate_target(fields.path, fields.revision, field="target")
+            frozen = FrozenTarget.from_folder(found, torch.float32)
+            model = TargetModel.load(fields, load_head(head, frozen).taps)
+            drafter = build_drafter(decode, model, fields, load_head(head, model.frozen))
         recipe_sampling = sampling_from_recipe(decode, temperature=0.0)
         # These fields come with each call.
         sampling = replace(recipe_sampling, top_k=None, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
@@ -139,8 +149,7 @@ class SpeculativeModel:
         settings = self._read_settings(generation_config, overrides)
         requests = self._build_requests(input_ids, attention_mask, settings)
         assert input_ids is not None
-        if streamer is not None and len(requests) > 1:
-            raise ValueError(f"streamer: given for {len(requests)} texts, only 1 is allowed; give one prompt")
+        check_streamer(streamer, len(requests))
         loop = DecodeLoop(self.target, requests, self.drafter, self.max_batch)
         if streamer is not None:
             streamer.put(input_ids.cpu())
@@ -180,39 +189,36 @@ class SpeculativeModel:
         return (block for _, block in loop.run())
 
     def _read_settings(self, config: Config | None, overrides: Settings) -> dict[str, Any]:
-        """The settings of a call, with eos_token_id as a tuple and pad_token_id resolved.
-
-        The pad token is the call's, else the target's own, else the first end token, else None.
-        """
-        settings = read_settings(config, overrides)
-        ends = read_end_tokens(settings, self.target.end_tokens, self.target.config.vocab_size)
-        candidates = (settings["pad_token_id"], self.target.pad_token, *ends)
-        pad = next((token for token in candidates if token is not None), None)
+        """The settings of a call, with eos_token_id as a tuple and pad_token_id resolved."""
+        settings, vocab_size = read_settings(config, overrides), self.target.config.vocab_size
+        ends = read_end_tokens(settings, self.target.end_tokens, vocab_size)
+        pad = read_pad_token(settings, self.target.pad_token, ends, vocab_size)
         return {**settings, "eos_token_id": ends, "pad_token_id": pad}
 
     def _build_requests(
         self, input_ids: Tensor | None, attention_mask: Tensor | None, settings: Settings
     ) -> list[Request]:
         """One request per row of the output."""
-        if input_ids is None:
-            raise ValueError("input_ids: missing; give prompts as token ids of shape [batch, seq], not inputs_embeds")
-        if input_ids.ndim != 2 or not len(input_ids):
-            raise ValueError(
-                f"input_ids: shape {list(input_ids.shape)} given, [batch, seq] with at least one row is allowed"
-            )
-        ends, width = settings["eos_token_id"], input_ids.shape[1]
-        prompts = read_prompts(input_ids, attention_mask, settings["pad_token_id"], ends)
+        ends, vocab_size = settings["eos_token_id"], self.target.config.vocab_size
+        prompts = read_prompts(input_ids, attention_mask, settings["pad_token_id"], ends, vocab_size)
+        assert input_ids is not None
+        width = input_ids.shape[1]
         seeds = read_seeds(settings.get("seed"), self.sampling.seed, len(prompts))
         sampling, copies = with_settings(self.sampling, settings), settings["num_return_sequences"]
-        copies = 1 if copies is None else read_integer("num_return_sequences", copies)
+        copies = 1 if copies is None else copies
         if copies < 1:
-            raise ValueError(f"num_return_sequences: {copies} given, 1 or more is allowed")
+            raise ValueError(f"num_return_sequences: {copies} given, 1 or more is allowed; leave it out for 1")
         if copies > 1 and sampling.temperature == 0:
-            raise ValueError(f"num_return_sequences: {copies} given, only 1 is allowed without do_sample=True")
+            raise ValueError(
+                f"num_return_sequences: {copies} given, only 1 is allowed without do_sample=True; set it, or leave "
+                f"num_return_sequences out"
+            )
         limit = read_max_new_tokens(settings, width, self.target.max_positions)
+        check_lengths(prompts, limit, self.target.max_positions)
         if has_fixed_length(settings, width, limit):
             sampling = replace(sampling, logit_bias=(*sampling.logit_bias, *((token, -torch.inf) for token in ends)))
-        stop = read_stop_strings(settings, settings.get("tokenizer") or self.tokenizer, self.target.config.vocab_size)
+        refuse_empty_choice(sampling.logit_bias, vocab_size)
+        stop = read_stop_strings(settings, settings.get("tokenizer") or self.tokenizer, vocab_size)
         if stop is not None and len(prompts) * copies > 1 and settings["pad_token_id"] is None:
             raise ValueError(
                 "pad_token_id: missing; with stop_strings the texts of a batch end at different lengths, so give a "
@@ -226,24 +232,58 @@ class SpeculativeModel:
         ]
 
 
-def read_prompts(
-    input_ids: Int[Tensor, "batch seq"],
-    attention_mask: Shaped[Tensor, "rows columns"] | None,
-    pad: int | None,
-    ends: tuple[int, ...],
-) -> list[list[int]]:
-    """Each prompt without its padding; raises ValueError for padding on the right."""
-    if attention_mask is not None:
-        mask = attention_mask.to(input_ids.device).bool()
-    elif pad is None or pad in ends:
-        mask = torch.ones_like(input_ids, dtype=torch.bool)
-    else:
-        mask = input_ids.ne(pad)  # as in transformers: without a mask, pad tokens are padding unless they end texts too
-    if mask.shape != input_ids.shape:
-        raise ValueError(f"attention_mask: shape {list(mask.shape)} given, {list(input_ids.shape)} is allowed")
-    if not mask[:, -1:].all():
-        raise ValueError("input_ids: a prompt ends with padding; pad on the left and mask the padding out")
-    return [row[seen].tolist() for row, seen in zip(input_ids, mask, strict=True)]
+def check_parts(target: Any, drafter: Any, max_batch: Any) -> None:
+    """Raise ValueError, naming the argument, for parts of a SpeculativeModel that have another type."""
+    if not isinstance(target, TargetModel):
+        raise ValueError(
+            f"target: {type(target).__name__} given, a TargetModel is allowed; load target and head with "
+            f"SpeculativeModel.from_folders(TARGET, HEAD), or wrap transformers' model: TargetModel(model, head.taps)"
+        )
+    if drafter is not None and (isinstance(drafter, type) or not isinstance(drafter, Drafter)):
+        raise ValueError(
+            f"drafter: {type(drafter).__name__} given, an object that drafts is allowed, such as a HeadDrafter, or "
+            f"None for plain decoding; load target and head with SpeculativeModel.from_folders(TARGET, HEAD)"
+        )
+    if read_integer("max_batch", max_batch) < 1:
+        raise ValueError(f"max_batch: {max_batch} given, 1 or more is allowed; leave it out for 16")
+
+
+def read_section(target: Any, decode: Any, section: dict[str, Any]) -> TargetSection:
+    """The target section for `from_folders`; raises one ValueError that names every wrong field of it."""
+    if not isinstance(target, str | Path) or not str(target):
+        raise ValueError(
+            f"target: {target!r} given, a folder or a hub name is allowed; pass objects that are loaded already to "
+            f"SpeculativeModel(target, drafter)"
+        )
+    if not isinstance(decode, DecodeSection):
+        raise ValueError(
+            f"decode: {type(decode).__name__} given, a DecodeSection is allowed; write DecodeSection(**fields), of "
+            f"headstart.recipes.schema"
+        )
+    try:
+        return TargetSection(**{"path": str(target), "dtype": "float32", **section})
+    except ValidationError as error:
+        wrong = "; ".join(
+            f"{'.'.join(map(str, each['loc']))}: {each['input']!r} given, {each['msg'].removeprefix('Value error, ')}"
+            for each in error.errors()
+        ).replace("Extra inputs are not permitted", "but there is no such field")
+        known = ", ".join(TargetSection.model_fields)
+        raise ValueError(f"{wrong}; fields of the target section are allowed: {known}; correct or remove it") from error
+
+
+def check_streamer(streamer: Any, texts: int) -> None:
+    """Raise ValueError for an object that is no streamer, and for several texts at once."""
+    if streamer is None:
+        return
+    if isinstance(streamer, type) or not isinstance(streamer, Streamer):
+        raise ValueError(
+            f"streamer: {streamer!r} given, an object with `put` and `end` is allowed; write "
+            f"TextStreamer(tokenizer), of transformers"
+        )
+    if texts > 1:
+        raise ValueError(
+            f"streamer: given for {texts} texts, only 1 is allowed; give one prompt, or leave the streamer out"
+        )
 
 
 def pad_right(rows: list[list[Any]], filler: int | float) -> Tensor:

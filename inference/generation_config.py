@@ -1,14 +1,20 @@
 """Reads the fields of transformers' GenerationConfig and our own; refuses fields that are not implemented."""
 
-import operator
+import difflib
 import reprlib
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
-from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
-from headstart.inference.request import Detokenize, StopStrings
+from headstart.inference.generation_values import (
+    read_bias,
+    read_count,
+    read_flag,
+    read_integer,
+    read_integers,
+    read_number,
+)
 from headstart.inference.sampling import Sampling
 
 Settings = Mapping[str, Any]
@@ -38,6 +44,14 @@ SUPPORTED = frozenset({*DEFAULTS, *EXTRA_FIELDS, "eos_token_id"})  # without eos
 IGNORED = frozenset({"bos_token_id", "transformers_version", "_from_model_config"})  # no effect when a prompt is given
 DEFAULT_NEW_TOKENS = 20
 
+# How each field is read, unless it is None; the other fields are read where they are used.
+READERS: dict[str, Callable[[str, Any], Any]] = {
+    **dict.fromkeys(("do_sample", "return_dict_in_generate", "output_scores", "output_logits"), read_flag),
+    **dict.fromkeys(("max_new_tokens", "max_length", "top_k", "num_return_sequences", "pad_token_id"), read_integer),
+    **dict.fromkeys(("min_new_tokens", "min_length"), read_count),
+    **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), read_number),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), read_number),
+}
 # Unimplemented fields are accepted with these values, which switch them off; None and False are accepted for any field.
 NO_EFFECT: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "length_penalty", "typical_p", "guidance_scale"), (1,)),
@@ -71,36 +85,79 @@ def read_settings(config: Config | None, overrides: Settings) -> dict[str, Any]:
     """The settings of a call by field name: defaults, overridden by the configuration, then by the call's arguments.
 
     As in transformers, None in a GenerationConfig keeps the default, and None in the call switches a field off.
-    Raises ValueError naming every field that is not supported or conflicts with another.
+    Raises ValueError naming every field that is not supported, has a value of a wrong type, or conflicts with another.
     """
-    defaults = {} if config is None else type(config)().to_dict()
-    found = {} if config is None else config.to_dict()
+    found, defaults = config_fields(config)
     given = {name: value for name, value in found.items() if value is not None and value != defaults.get(name)}
     settings = {**DEFAULTS, **given, **overrides}
-    wrong = [
-        f"{name}: {reprlib.repr(value)} given, {' or '.join(map(repr, NO_EFFECT.get(name, (None,))))} is allowed"
-        for name, value in settings.items()
-        if name not in SUPPORTED | IGNORED and not has_no_effect(name, value)
-    ]
-    # do_sample=False in the call overrides a configuration that samples, so its temperature is no mistake then.
-    explicit = overrides.keys() if "do_sample" in overrides else settings.keys()
+    wrong, unsupported = read_values(settings), unsupported_fields(settings)
+    if not wrong:
+        # do_sample=False in the call overrides a configuration that samples, so its temperature is no mistake then.
+        explicit = overrides.keys() if "do_sample" in overrides else settings.keys()
+        wrong = conflicts(settings, explicit)
+    if unsupported:
+        wrong = [
+            *unsupported,
+            *wrong,
+            f"leave out unsupported fields; supported fields: {', '.join(sorted(SUPPORTED))}",
+        ]
+    if wrong:
+        raise ValueError("; ".join(wrong))
+    return settings
+
+
+def config_fields(config: Config | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fields of a GenerationConfig and their defaults; raises ValueError for an object of another type."""
+    if config is None:
+        return {}, {}
+    if isinstance(config, type) or not isinstance(config, Config):
+        raise ValueError(
+            f"generation_config: {reprlib.repr(config)} given, a GenerationConfig of transformers is allowed; write "
+            f"GenerationConfig(**fields), or give the fields to the call: generate(input_ids, **fields)"
+        )
+    return config.to_dict(), type(config)().to_dict()
+
+
+def read_values(settings: dict[str, Any]) -> list[str]:
+    """Replace the values of `READERS` by what they were read as; returns a line for each that has a wrong type."""
+    wrong = []
+    for name, read in READERS.items():
+        if settings.get(name) is not None:
+            try:
+                settings[name] = read(name, settings[name])
+            except ValueError as error:
+                wrong.append(str(error))
+    return wrong
+
+
+def unsupported_fields(settings: Settings) -> list[str]:
+    wrong = []
+    for name, value in settings.items():
+        if name not in SUPPORTED | IGNORED and not has_no_effect(name, value):
+            allowed = " or ".join(map(repr, NO_EFFECT.get(name, (None,))))
+            meant = "".join(f" (did you mean {near}?)" for near in difflib.get_close_matches(name, SUPPORTED, 1, 0.8))
+            wrong.append(f"{name}: {reprlib.repr(value)} given, {allowed} is allowed{meant}")
+    return wrong
+
+
+def conflicts(settings: Settings, explicit: Set[str]) -> list[str]:
+    """A line for each field that contradicts another; `explicit` names the fields that count without do_sample."""
+    wrong = []
     if not settings["do_sample"]:
-        wrong += [
-            f"{name}: {settings[name]} given, which needs do_sample=True"
+        wrong = [
+            f"{name}: {settings[name]} given, which needs do_sample=True; set it, or leave {name} out"
             for name, allowed in ALLOWED_WHEN_GREEDY.items()
             if name in explicit and settings[name] not in allowed
         ]
     elif settings["temperature"] == 0:
-        wrong.append("temperature: 0 given with do_sample=True, more than 0 is allowed; use do_sample=False for greedy")
+        wrong = ["temperature: 0 given with do_sample=True, more than 0 is allowed; use do_sample=False for greedy"]
     if not settings["return_dict_in_generate"]:
         wrong += [
-            f"{name}: True given, which needs return_dict_in_generate=True"
+            f"{name}: True given, which needs return_dict_in_generate=True; set it, or leave {name} out"
             for name in ("output_scores", "output_logits")
             if settings[name]
         ]
-    if wrong:
-        raise ValueError("; ".join(wrong) + f"; supported fields: {', '.join(sorted(SUPPORTED))}")
-    return settings
+    return wrong
 
 
 def has_no_effect(name: str, value: Any) -> bool:
@@ -114,13 +171,13 @@ def with_settings(base: Sampling, settings: Settings) -> Sampling:
 
     def number(name: str, off: float, absent: float | None = None) -> float:
         found = settings.get(name, absent)
-        return off if found is None else float(found)
+        return off if found is None else found
 
     greedy, top_k = not settings["do_sample"], settings["top_k"]
     return replace(
         base,
         temperature=0.0 if greedy else number("temperature", 1.0),
-        top_k=None if greedy or top_k is None else read_integer("top_k", top_k) or None,  # 0 also means off
+        top_k=None if greedy else top_k or None,  # 0 also means off
         top_p=1.0 if greedy else number("top_p", 1.0),
         min_p=0.0 if greedy else number("min_p", 0.0),
         repetition_penalty=number("repetition_penalty", 1.0),
@@ -130,43 +187,15 @@ def with_settings(base: Sampling, settings: Settings) -> Sampling:
     )
 
 
-def read_bias(settings: Settings) -> tuple[tuple[int, float], ...]:
-    """logit_bias and sequence_bias together; raises ValueError for a biased sequence of more than one token."""
-    sequences = settings["sequence_bias"] or {}
-    pairs = list(sequences.items()) if isinstance(sequences, Mapping) else sequences
-    too_long = [list(sequence) for sequence, _ in pairs if len(sequence) != 1]
-    if too_long:
-        raise ValueError(f"sequence_bias: {too_long} given, sequences of 1 token are allowed; leave out longer ones")
-    single = [(int(sequence[0]), float(bias)) for sequence, bias in pairs]
-    by_token = settings.get("logit_bias") or {}
-    if not isinstance(by_token, Mapping):
-        raise ValueError(f"logit_bias: {reprlib.repr(by_token)} given, a mapping of token ids to biases is allowed")
-    return (*single, *((int(token), float(bias)) for token, bias in by_token.items()))
-
-
-def read_integer(name: str, given: Any) -> int:
-    """A Python, numpy or torch integer as an int; raises ValueError for anything else."""
-    try:
-        return operator.index(given)
-    except TypeError:
-        raise ValueError(f"{name}: {given!r} given, a whole number is allowed") from None
-
-
-def read_integers(name: str, given: Any) -> int | list[int]:
-    """One integer as an int, or an iterable of integers (list, array, tensor) as a list."""
-    plain = given.tolist() if hasattr(given, "tolist") else given
-    if isinstance(plain, Iterable) and not isinstance(plain, str):
-        return [read_integer(name, each) for each in plain]
-    return read_integer(name, plain)
-
-
 def read_seeds(given: Any, default: int, count: int) -> list[int]:
     """One seed per prompt."""
     seeds = read_integers("seed", default if given is None else given)
     if isinstance(seeds, int):
         return [seeds] * count
     if len(seeds) != count:
-        raise ValueError(f"seed: {len(seeds)} given for {count} prompts, 1 for all or {count} is allowed")
+        raise ValueError(
+            f"seed: {len(seeds)} given for {count} prompts, 1 for all or {count} is allowed; give one number for all"
+        )
     return seeds
 
 
@@ -185,39 +214,20 @@ def read_end_tokens(settings: Settings, targets: Sequence[int] | None, vocab_siz
     return ends
 
 
-def read_stop_strings(settings: Settings, tokenizer: Any, vocab_size: int) -> StopStrings | None:
-    """The call's stop strings, or None.
+def read_pad_token(settings: Settings, targets: int | None, ends: Sequence[int], vocab_size: int) -> int | None:
+    """The call's pad_token_id, else the target's own, else the first end token, else None.
 
-    Special tokens count as text, as in transformers. Unlike there, a stop string that begins in the prompt is ignored.
+    The target's own is left out if it is no token of its vocabulary, as some checkpoints have it.
     """
-    given = settings["stop_strings"]
-    if given is None:
-        return None
-    if tokenizer is None:
-        raise ValueError("stop_strings: given without a tokenizer; pass a tokenizer to SpeculativeModel or to the call")
-    strings = (given,) if isinstance(given, str) else tuple(given)
-    return StopStrings(strings, mid_text_decode(tokenizer, vocab_size))
-
-
-def mid_text_decode(tokenizer: Any, vocab_size: int) -> Detokenize:
-    """A decode function for tokens from the middle of a text: it keeps a leading space that many tokenizers strip.
-
-    It puts a word before the tokens, decodes, and cuts the word off again.
-    """
-
-    def decode(tokens: list[int]) -> str:
-        return str(tokenizer.decode(tokens, skip_special_tokens=False))
-
-    def is_word(token: int) -> bool:
-        text = decode([token])  # a single character could be a byte token, which may join the next token's bytes
-        return len(text) > 1 and text.isascii() and text.isalnum()
-
-    middle = vocab_size // 2  # special tokens and byte tokens are usually at the start or the end
-    word = next(filter(is_word, chain(range(middle, vocab_size), range(middle))), None)
-    if word is None:
-        return decode
-    start = len(decode([word]))
-    return lambda tokens: decode([word, *tokens])[start:]
+    given = settings["pad_token_id"]
+    if given is not None:
+        if not 0 <= given < vocab_size:
+            raise ValueError(
+                f"pad_token_id: {given} given, 0 to {vocab_size - 1} is allowed; leave it out for the target's own"
+            )
+        return int(given)
+    own = targets if targets is not None and 0 <= targets < vocab_size else None
+    return next(iter(ends), None) if own is None else own
 
 
 def read_max_new_tokens(settings: Settings, width: int, max_positions: int) -> int:
@@ -226,15 +236,14 @@ def read_max_new_tokens(settings: Settings, width: int, max_positions: int) -> i
     if most is not None:
         if total is not None:
             warnings.warn(f"max_new_tokens {most} and max_length {total} given; max_length is ignored", stacklevel=4)
-        return read_integer("max_new_tokens", most)
+        return int(most)
     if total is not None:
-        longest = read_integer("max_length", total)
-        if longest <= width:
+        if total <= width:
             raise ValueError(
-                f"max_length: {longest} given, more than the {width} columns of input_ids is allowed; "
+                f"max_length: {total} given, more than the {width} columns of input_ids is allowed; "
                 f"or give max_new_tokens"
             )
-        return longest - width
+        return int(total) - width
     warnings.warn(
         f"neither max_new_tokens nor max_length given; generating up to {DEFAULT_NEW_TOKENS} new tokens", stacklevel=4
     )

@@ -15,7 +15,10 @@ def held_out_prompts(recipe: Recipe) -> list[list[int]]:
     """The first report.num_prompts held-out prompts of the run, as tokens; raises ValueError if there are none yet."""
     path = recipe.prompts_dir / "heldout.jsonl"
     if not path.is_file():
-        raise ValueError(f"{path} is missing; make it with: python -m data_pipelines.prompts RECIPE")
+        raise ValueError(
+            f"{path} is missing; the run's held-out prompts are required: make them with headstart prompts RECIPE, or "
+            f"name a file of prompts with report.prompts=FILE"
+        )
     return [row["tokens"] for row in islice(read_jsonl(path), recipe.report.num_prompts)]
 
 
@@ -28,7 +31,23 @@ def head_folders(recipe: Recipe) -> dict[str, Path]:
     return {OWN_HEAD: head_folder(recipe), **recipe.report.other_heads}
 
 
+def require_heads(recipe: Recipe) -> None:
+    """Raise one ValueError that names every head to measure whose folder holds none."""
+    wrong = []
+    for name, folder in head_folders(recipe).items():
+        if not (folder / "config.json").is_file():
+            field = "report.head" if name == OWN_HEAD else f"report.other_heads.{name}"
+            wrong.append(f"{field}: {folder} holds no head (no config.json)")
+    if wrong:
+        raise ValueError(
+            f"{'; '.join(wrong)}; a trained head's folder is required: train one with headstart train RECIPE, name "
+            f"another with report.head=FOLDER, or compare methods that need none: "
+            f"report.baselines='[plain, prompt_lookup]'"
+        )
+
+
 def taps_to_read(recipe: Recipe) -> tuple[int, ...]:
     """The union of the taps that the heads read; raises ValueError for a head that does not fit the target."""
+    require_heads(recipe)
     target = TargetConfig.from_folder(locate_target(recipe.target.path, recipe.target.revision))
     return tuple(sorted({tap for folder in head_folders(recipe).values() for tap in load_taps(folder, target)}))

@@ -66,6 +66,7 @@ class RawRecipe:
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Load a YAML recipe and apply the overrides; raises RecipeError listing every mistake."""
+    check_arguments(path, overrides)
     raw = read_recipe_file(Path(path))
     for override in overrides:
         apply_override(raw, override)
@@ -81,6 +82,18 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         count = "1 mistake" if len(raw.mistakes) == 1 else f"{len(raw.mistakes)} mistakes"
         raise RecipeError("\n  ".join([f"{path}: {count}", *raw.mistakes]))
     return recipe
+
+
+def check_arguments(path: Any, overrides: Any) -> None:
+    """Raise RecipeError for arguments of another type; a bare text would be read letter by letter."""
+    if not isinstance(path, str | Path):
+        raise RecipeError(
+            f"path: {path!r} given, the path of a recipe is allowed; write load_recipe('recipes/tiny.yaml')"
+        )
+    if not isinstance(overrides, list | tuple) or not all(isinstance(each, str) for each in overrides):
+        raise RecipeError(
+            f"overrides: {overrides!r} given, a list of texts is allowed; write load_recipe(path, ['train.steps=100'])"
+        )
 
 
 def read_recipe_file(path: Path) -> RawRecipe:
@@ -152,6 +165,8 @@ def add_schema_mistake(raw: RawRecipe, details: ErrorDetails) -> None:
         inside = ["kind"]
     path = ".".join([section, *inside[:1]])  # a bad list item is reported as the whole list
     known = recipe_fields().get(path)
+    if details["type"] == "none_required" and any(line.startswith(f"{path}: ") for line in raw.mistakes):
+        return  # the value is no null; what is wrong with it otherwise has been said
     if details["type"] == "extra_forbidden":
         raw.add_mistake(path, unknown_key(path, kind))
     elif details["type"] == "value_error":  # from a validator of one field or of a whole section

@@ -443,7 +443,7 @@ def test_a_drafter_whose_taps_the_target_does_not_give_is_refused(
     target: TargetModel, make_head: MakeHead, forwards: list[int]
 ) -> None:
     drafter = HeadDrafter(make_head(taps=(1, 3, 5)), Dynamic.chain(3))
-    with pytest.raises(ValueError, match=r"reads taps \[1, 3, 5\], the target gives \[2, 3, 4\]"):
+    with pytest.raises(ValueError, match=r"\(taps\) \[1, 3, 5\], but the target was loaded with taps \[2, 3, 4\]"):
         generate(target, PROMPT, 5, drafter=drafter)
     assert forwards == []
 

@@ -167,7 +167,7 @@ def test_the_medusa_format_has_its_authors_names_and_keys(
     assert named == {"base_model_name_or_path": str(target_folder), "medusa_num_heads": 3, "medusa_num_layers": 1}
     assert [*tensors][:2] == ["0.0.linear.weight", "0.0.linear.bias"]
     assert {"0.1.weight", "1.1.weight", "2.1.weight"} < tensors.keys()
-    for command in ("MedusaModel.from_pretrained", "vllm serve", "heads.convert"):
+    for command in ("MedusaModel.from_pretrained", "vllm serve", "headstart convert"):
         assert command in (folder / "README.md").read_text()
     assert lint(folder, str(target_folder), ["vllm"]) == []
 
@@ -273,8 +273,8 @@ def test_the_card_says_where_the_data_came_from(
 COMMANDS = {
     "native": ["vllm serve", "sglang.launch_server", "trtllm-serve", "SpeculativeModel.from_folders"],
     "vllm": ["vllm serve", "sglang.launch_server", "trtllm-serve", "SpeculativeModel.from_folders"],
-    "eagle": ["EaModel.from_pretrained", "heads.convert"],
-    "speculators": ["vllm serve", "Eagle3DraftModel.from_pretrained", "heads.convert"],
+    "eagle": ["EaModel.from_pretrained", "headstart convert"],
+    "speculators": ["vllm serve", "Eagle3DraftModel.from_pretrained", "headstart convert"],
 }
 
 

@@ -1,5 +1,6 @@
 """The law of `generate`: greedy output equals that of transformers' `generate`; unsupported fields raise ValueError."""
 
+import warnings
 from collections.abc import Callable
 from copy import copy
 from pathlib import Path
@@ -157,6 +158,17 @@ def test_padding_is_recognised_without_a_mask(model: SpeculativeModel, theirs: A
     for more in ({}, {"eos_token_id": PAD}):
         fields: dict[str, Any] = {"max_new_tokens": NEW, "pad_token_id": PAD, "input_ids": BATCH["input_ids"], **more}
         assert torch.equal(written_by(model, **fields), theirs.generate(**fields))
+
+
+def test_a_padded_batch_without_a_mask_warns_if_padding_looks_like_text(model: SpeculativeModel) -> None:
+    fields: dict[str, Any] = {"max_new_tokens": 1, "pad_token_id": PAD, "eos_token_id": PAD}
+    with pytest.warns(UserWarning, match="attention_mask: missing for 3 prompts, .* the pad token 96 is also an end"):
+        model.generate(BATCH["input_ids"], **fields)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.generate(**BATCH, **fields)
+        model.generate(ALONE["input_ids"], **fields)  # a single prompt needs no padding
+        model.generate(BATCH["input_ids"], max_new_tokens=1, pad_token_id=PAD)
 
 
 def test_texts_stop_at_the_same_strings_as_in_transformers(target: TargetModel, theirs: Any, tokenizer: Any) -> None:

@@ -264,7 +264,8 @@ def test_missing_misshapen_and_unknown_tensors_are_named_at_once(
     assert message.endswith(
         "model.safetensors: fc.weight is missing; lm_head.weight is missing; "
         "midlayer.hidden_norm.weight is missing; model.lm_head.weight is unknown; "
-        "norm.weight is [31] but should be [32]"
+        "norm.weight is [31] but should be [32]; exactly the tensors that config.json describes are allowed: copy or "
+        "export the head again"
     )
 
 

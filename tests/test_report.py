@@ -9,7 +9,6 @@ import pytest
 import torch
 from tiny_run import build_run, tiny_recipe
 
-from headstart.data_pipelines.harvest import harvest
 from headstart.heads.checkpoint import new_head, save_head
 from headstart.heads.export import export
 from headstart.heads.formats.card import measured
@@ -123,11 +122,11 @@ def test_interleave_puts_the_shares_of_workers_back_in_order() -> None:
     assert interleave((units[0::3], units[1::3], units[2::3])) == units
 
 
-def test_a_report_without_a_head_names_the_folder(tmp_path: Path) -> None:
+def test_a_report_without_a_head_says_so_before_it_asks_for_prompts(tmp_path: Path) -> None:
     build_run(tmp_path)
-    recipe = tiny_recipe(tmp_path)
-    with pytest.raises(ValueError, match=r"heldout\.jsonl is missing; make it with"):
+    recipe = tiny_recipe(tmp_path, "report.other_heads={other: nowhere}")
+    wanted = r"report\.head: .* report\.other_heads\.other: nowhere holds no head .* headstart train"
+    with pytest.raises(ValueError, match=wanted):
         report(recipe)
-    harvest(recipe)
-    with pytest.raises(ValueError, match="holds no head"):
-        report(recipe)
+    with pytest.raises(ValueError, match=r"heldout\.jsonl is missing; .* headstart prompts RECIPE"):
+        report(tiny_recipe(tmp_path, "report.baselines=[plain]"))

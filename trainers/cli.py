@@ -1,28 +1,37 @@
 """The `headstart` command: the commands of every folder under one name.
 
     headstart --help
+    headstart --version
     headstart report recipes/tiny.yaml
     headstart report --help
 
-Each subcommand runs the `main` of a module that `python -m` runs too. The module is imported only when it is asked
-for, so `headstart --help` answers without loading torch.
+Each subcommand runs the `main` of a module that `python -m` runs too. The module is imported only when its command line
+is known to be right, so that --help and a mistake in a recipe are answered without loading torch.
 """
 
+import ast
 import difflib
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 
+from headstart.data_pipelines.store_options import store_options
+from headstart.heads.options import convert_options, lint_options
+from headstart.inference.doctor.options import doctor_options
 from headstart.recipes import recipe_from_command_line
 from headstart.recipes.os_errors import NOT_BEGUN, errors_as_messages
+from headstart.trainers.launch_ranks import launch_arguments
 
 TRAIN_HELP = """Train the recipe's draft head in this process, after running the earlier stages that are missing.
 
 The recipe's head.kind chooses the script: trainers/eagle.py (eagle1, eagle3) or trainers/medusa.py (medusa). To train
-on several GPUs, let accelerate start that script, one process for each GPU:
+on several GPUs, start one process for each:
 
-    accelerate launch --config_file recipes/launch/ddp.yaml --num_processes 8 trainers/eagle.py RECIPE
+    headstart launch --num_processes 8 train RECIPE
 """
 
 
@@ -33,9 +42,17 @@ class Command:
     reads: str
     writes: str
     example: str  # arguments
+    read_arguments: Callable[[str | None], object] = recipe_from_command_line  # ends the process if they are wrong
 
 
 COMMANDS = {  # in data-flow order
+    "prompts": Command(
+        "headstart.data_pipelines.prompts",
+        "Turn data.prompts and data.heldout_prompts into tokens. Harvesting and training do this first.",
+        "data.prompts, data.heldout_prompts",
+        "RUN_DIR/prompts",
+        "recipes/tiny.yaml",
+    ),
     "harvest": Command(
         "headstart.data_pipelines.harvest",
         "Let the target answer the prompts, and store its hidden states while it reads the answers.",
@@ -56,6 +73,7 @@ COMMANDS = {  # in data-flow order
         "folders of features",
         "a merged folder (merge only)",
         "verify runs/tiny/features",
+        store_options,
     ),
     "train": Command(
         None,
@@ -63,6 +81,14 @@ COMMANDS = {  # in data-flow order
         "RUN_DIR/features, target's embedding, norm, lm_head",
         "RUN_DIR/checkpoints, head, metrics.jsonl",
         "recipes/tiny.yaml run_dir=runs/short train.steps=100",
+    ),
+    "launch": Command(
+        "headstart.trainers.launch_ranks",
+        "Train or harvest on several ranks, one for each GPU.",
+        "what train or harvest reads",
+        "what train or harvest writes",
+        "--num_processes 2 train recipes/tiny.yaml",
+        launch_arguments,
     ),
     "calibrate": Command(
         "headstart.inference.calibrate",
@@ -91,6 +117,7 @@ COMMANDS = {  # in data-flow order
         "a head's folder, target",
         "nothing",
         "runs/tiny/export/vllm --target assets/demo_target",
+        lint_options,
     ),
     "doctor": Command(
         "headstart.inference.doctor",
@@ -98,6 +125,7 @@ COMMANDS = {  # in data-flow order
         "one or two heads' folders, target, held-out prompts",
         "nothing",
         "runs/tiny/head assets/demo_target runs/tiny/export/vllm",
+        doctor_options,
     ),
     "convert": Command(
         "headstart.heads.convert",
@@ -105,22 +133,35 @@ COMMANDS = {  # in data-flow order
         "a published head's folder, target",
         "a head's folder",
         "path/to/head runs/imported --target meta-llama/Llama-3.1-8B-Instruct",
+        convert_options,
     ),
 }
 
 
 def main() -> None:
-    if not sys.argv[1:] or sys.argv[1] in ("-h", "--help"):
+    with errors_as_messages(NOT_BEGUN):  # reading the arguments and loading the command's module take seconds
+        run(sys.argv[1:])
+
+
+def run(arguments: list[str]) -> None:
+    if not arguments or arguments[0] in ("-h", "--help"):
         print(overview())
         return
-    name, arguments = sys.argv[1], sys.argv[2:]
+    if arguments[0] == "--version":
+        print(f"headstart {version('headstart')}")
+        return
+    name, *own = arguments
     if name not in COMMANDS:
         print(unknown_command(name), file=sys.stderr)
         raise SystemExit(2)
-    sys.argv = [f"headstart {name}", *arguments]  # what the command's own --help shows as its name
-    module = COMMANDS[name].module or training_script()
-    with errors_as_messages(NOT_BEGUN):  # loading the module takes seconds
-        import_module(entry_module(module)).main()
+    sys.argv = [f"headstart {name}", *own]  # what the command's own --help shows as its name
+    command = COMMANDS[name]
+    if command.module is None:
+        module = training_script()
+    else:
+        module = entry_module(command.module)
+        command.read_arguments(docstring(module))
+    import_module(module).main()
 
 
 def training_script() -> str:
@@ -129,7 +170,7 @@ def training_script() -> str:
     from headstart.trainers.run import SCRIPTS  # loads torch, so not before a recipe is known to be right
 
     script = SCRIPTS[kind]
-    print(f"training in one process; to use several GPUs: accelerate launch {script} RECIPE", flush=True)
+    print("training in one process; to use several GPUs: headstart launch --num_processes N train RECIPE", flush=True)
     return "headstart." + script.removesuffix(".py").replace("/", ".")
 
 
@@ -138,6 +179,14 @@ def entry_module(module: str) -> str:
     spec = find_spec(module)
     assert spec is not None
     return module if spec.submodule_search_locations is None else f"{module}.__main__"
+
+
+def docstring(module: str) -> str | None:
+    """The docstring of a module that is not imported for it."""
+    spec = find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    return ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8")), clean=False)
 
 
 def overview() -> str:
@@ -154,14 +203,13 @@ def overview() -> str:
             f"{'':13}reads {command.reads}; writes {command.writes}",
             f"{'':13}$ headstart {name} {command.example}",
         ]
-    scripts = "trainers/eagle.py or trainers/medusa.py"
     return "\n".join(
         [
             *lines,
             "",
             "RUN_DIR is the recipe's run_dir. Any field of a recipe can be set on the command line: section.key=value.",
-            f"On several GPUs, train with: accelerate launch {scripts} RECIPE",
-            "and harvest with: accelerate launch -m data_pipelines.harvest RECIPE",
+            "In a clone of the repository, accelerate launch starts the same: trainers/eagle.py RECIPE (or medusa.py),",
+            "or -m data_pipelines.harvest RECIPE.",
         ]
     )
 

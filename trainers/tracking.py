@@ -15,6 +15,8 @@ from headstart.recipes import Recipe
 from headstart.recipes.os_errors import naming
 from headstart.recipes.progress import Progress
 
+KEY_LENGTH = 40  # characters of a key of Weights & Biases, at the least
+
 
 class Tracker:
     """A context manager; every method does nothing on ranks other than the main one."""
@@ -30,17 +32,27 @@ class Tracker:
             self._drop_rows_after(self.first_step)
             mode = wandb_mode(self.recipe.log.wandb)
             if mode != "disabled":
-                self.run = wandb.init(
-                    project=self.recipe.log.project,
-                    dir=str(self.recipe.run_dir),
-                    config={**self.recipe.model_dump(mode="json"), "commit": commit()},
-                    mode=mode,
-                    id=self._run_id(),
-                    resume="allow",
-                    settings=wandb.Settings(silent=True, console="off"),
-                )
+                self.run = self._start_wandb(mode)
         self.progress.__enter__()
         return self
+
+    def _start_wandb(self, mode: Any) -> Any:
+        """Raise ValueError if Weights & Biases refuses the key or does not answer."""
+        try:
+            return wandb.init(
+                project=self.recipe.log.project,
+                dir=str(self.recipe.run_dir),
+                config={**self.recipe.model_dump(mode="json"), "commit": commit()},
+                mode=mode,
+                id=self._run_id(),
+                resume="allow",
+                settings=wandb.Settings(silent=True, console="off"),
+            )
+        except wandb.errors.Error as error:
+            raise ValueError(
+                f"log.wandb: {mode} given, but Weights & Biases cannot be used ({error}); offline or disabled is "
+                "allowed without it; write log.wandb=offline, and the same command goes on"
+            ) from error
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.progress.__exit__(kind, error, at)
@@ -105,6 +117,30 @@ def wandb_mode(setting: str) -> Any:
         return setting
     configured = "WANDB_API_KEY" in os.environ or "WANDB_MODE" in os.environ
     return os.environ.get("WANDB_MODE", "online") if configured else "offline"
+
+
+def refuse_wandb_without_key(recipe: Recipe) -> None:
+    """Raise ValueError if wandb would ask for a key when training starts, or does not know the mode."""
+    setting, allowed = recipe.log.wandb, ("online", "offline", "disabled")
+    mode = wandb_mode(setting)
+    if mode not in allowed:
+        raise ValueError(
+            f"log.wandb: {setting} given with WANDB_MODE={mode}, one of {', '.join(allowed)} is allowed; change "
+            "WANDB_MODE, or set log.wandb"
+        )
+    if mode != "online":
+        return
+    key = os.environ.get("WANDB_API_KEY")
+    if key is None and not wandb.login(prompt=False, verify=False):  # with a key it would wait for the network
+        raise ValueError(
+            f"log.wandb: {setting} given, offline or disabled is allowed without a key of Weights & Biases; run wandb "
+            "login, set WANDB_API_KEY, or write log.wandb=offline"
+        )
+    if key is not None and len(key) < KEY_LENGTH:
+        raise ValueError(
+            f"log.wandb: {setting} given with a WANDB_API_KEY of {len(key)} characters, {KEY_LENGTH} or more are "
+            "allowed; correct the key, or write log.wandb=offline"
+        )
 
 
 def commit() -> str:

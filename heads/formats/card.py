@@ -149,7 +149,7 @@ def measured(recipe: Recipe, source: Path) -> str:
     """Acceptance length and speed with their conditions, if this run's report measured this head on this target."""
     report = report_of(recipe, source)
     if report is None:
-        return "Not measured. Run `python -m inference.report RECIPE` and export again to fill this section."
+        return "Not measured. Run `headstart report RECIPE` and export again to fill this section."
     lines = [
         "| method | temperature | batch size | prompts | acceptance length | speed-up over plain decoding |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",

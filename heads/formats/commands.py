@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from shlex import quote
 
 from headstart.heads.base import DraftHead
 from headstart.heads.formats.layouts import ServedTarget
@@ -40,17 +41,27 @@ def headstart_section(target: ServedTarget, folder: Path, can_load: bool) -> str
     if not can_load:
         return (
             f"Convert the head first; `runs/imported` is then a head that every headstart command reads:\n\n"
-            f"```\npython -m heads.convert {folder} runs/imported --target {target.name}\n```"
+            f"```\nheadstart convert {quote(str(folder))} runs/imported --target {quote(target.name)}\n```"
         )
-    revision = f', revision="{target.revision}"' if target.revision else ""
+    revision = f", revision={in_python(target.revision)}" if target.revision else ""
     return (
         "```python\nfrom headstart import SpeculativeModel\n\n"
-        f'model = SpeculativeModel.from_folders("{target.name}", "{folder}"{revision})\n```'
+        f"model = SpeculativeModel.from_folders({in_python(target.name)}, {in_python(folder)}{revision})\n```"
     )
 
 
 def revision_option(target: ServedTarget) -> str:
-    return f" --revision {target.revision}" if target.revision else ""
+    return f" --revision {quote(target.revision)}" if target.revision else ""
+
+
+def in_python(text: str | Path) -> str:
+    """A text as a string literal, which Python and YAML both read."""
+    return json.dumps(str(text), ensure_ascii=False)
+
+
+def in_yaml(path: Path) -> str:
+    """A path as YAML, in quotes only if it needs them."""
+    return str(path) if quote(str(path)) == str(path) else in_python(path)
 
 
 def vllm_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
@@ -58,18 +69,20 @@ def vllm_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
     tokens = min(target.draft_tokens, head.max_levels or target.draft_tokens)
     options = json.dumps({"method": method, "model": str(folder), "num_speculative_tokens": tokens})
     note = "\n\nRequires vLLM 0.32 or older; later versions cannot serve Medusa heads." if head.kind == "medusa" else ""
-    return f"```\nvllm serve {target.name}{revision_option(target)} --speculative-config '{options}'\n```{note}"
+    name = quote(target.name)
+    return f"```\nvllm serve {name}{revision_option(target)} --speculative-config {quote(options)}\n```{note}"
 
 
 def speculators_vllm_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
-    return f"```\nvllm serve {folder}\n```\n\nvLLM reads the name of the target, `{target.name}`, from config.json."
+    command = f"vllm serve {quote(str(folder))}"
+    return f"```\n{command}\n```\n\nvLLM reads the name of the target, `{target.name}`, from config.json."
 
 
 def sglang_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
     algorithm = {"eagle1": "EAGLE", "eagle3": "EAGLE3"}[head.kind]
     return (
-        f"```\npython -m sglang.launch_server --model-path {target.name}{revision_option(target)} \\\n"
-        f"    --speculative-algorithm {algorithm} --speculative-draft-model-path {folder} \\\n"
+        f"```\npython -m sglang.launch_server --model-path {quote(target.name)}{revision_option(target)} \\\n"
+        f"    --speculative-algorithm {algorithm} --speculative-draft-model-path {quote(str(folder))} \\\n"
         f"    --speculative-num-steps {target.draft_tokens} --speculative-eagle-topk 1 "
         f"--speculative-num-draft-tokens {target.draft_tokens + 1}\n```"
     )
@@ -78,10 +91,10 @@ def sglang_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
 def tensorrt_llm_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
     layers = [tap - 1 for tap in head.taps]
     return (
-        "```\ncat > speculative.yaml <<END\nspeculative_config:\n  decoding_type: Eagle3\n"
-        f"  max_draft_len: {target.draft_tokens}\n  speculative_model: {folder}\n"
+        "```\ncat > speculative.yaml <<'END'\nspeculative_config:\n  decoding_type: Eagle3\n"
+        f"  max_draft_len: {target.draft_tokens}\n  speculative_model: {in_yaml(folder)}\n"
         f"  eagle3_layers_to_capture: {layers}\nEND\n"
-        f"trtllm-serve {target.name} --extra_llm_api_options speculative.yaml\n```"
+        f"trtllm-serve {quote(target.name)} --extra_llm_api_options speculative.yaml\n```"
     )
 
 
@@ -89,14 +102,15 @@ def eagle_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
     use_eagle3 = head.kind == "eagle3"
     return (
         "```python\nfrom eagle.model.ea_model import EaModel\n\nmodel = EaModel.from_pretrained(\n"
-        f'    base_model_path="{target.name}", ea_model_path="{folder}", use_eagle3={use_eagle3}\n)\n```'
+        f"    base_model_path={in_python(target.name)}, ea_model_path={in_python(folder)}, use_eagle3={use_eagle3}\n"
+        ")\n```"
     )
 
 
 def medusa_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
     return (
         "```python\nfrom medusa.model.medusa_model import MedusaModel\n\n"
-        f'model = MedusaModel.from_pretrained("{folder}")\n```\n\n'
+        f"model = MedusaModel.from_pretrained({in_python(folder)})\n```\n\n"
         f"The code reads the name of the target, `{target.name}`, from config.json."
     )
 
@@ -104,7 +118,7 @@ def medusa_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
 def speculators_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
     return (
         "```python\nfrom speculators.models.eagle3 import Eagle3DraftModel\n\n"
-        f'model = Eagle3DraftModel.from_pretrained("{folder}")\n```'
+        f"model = Eagle3DraftModel.from_pretrained({in_python(folder)})\n```"
     )
 
 

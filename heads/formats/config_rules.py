@@ -57,6 +57,21 @@ def fits_the_target(subject: Subject, engine: str) -> Iterator[Violation]:
         yield config_error(engine, "max_position_embeddings", positions, allowed)
 
 
+def trained_for_this_target(subject: Subject, engine: str) -> Iterator[Violation]:
+    """What our own note says about the target that the head was trained for."""
+    target, own = subject.frozen.config, subject.own
+    layers, ropes = own.get("target_num_layers", target.num_layers), own.get("target_rope") or asdict(target.rope)
+    if layers != target.num_layers:
+        allowed = f"the target's {target.num_layers} is allowed: the head was trained for another target, name that one"
+        yield config_error(engine, "headstart.target_num_layers", layers, allowed)
+    if ropes != asdict(target.rope):
+        allowed = f"the target's {asdict(target.rope)} is allowed: the head was trained for another target"
+        yield config_error(engine, "headstart.target_rope", ropes, allowed)
+    if (kind := own.get("kind", subject.kind)) != subject.kind:
+        allowed = f"the tensors are those of {subject.kind!r}, so that is allowed"
+        yield config_error(engine, "headstart.kind", kind, allowed)
+
+
 def rope(subject: Subject, engine: str) -> Iterator[Violation]:
     """Older engines read rope_theta and rope_scaling, newer ones rope_parameters; both must match the training."""
     config, target = subject.config, subject.frozen.config

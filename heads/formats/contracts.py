@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 
 from headstart.heads.formats import config_rules, medusa_rules, tap_rules, tensor_rules
+from headstart.heads.formats.engines import AUTHORS
 from headstart.heads.formats.files import HeadFiles
 from headstart.heads.formats.subject import Subject, layout_of
 from headstart.heads.formats.violation import Violation
@@ -14,9 +15,12 @@ SHARED: tuple[Rule, ...] = (
     config_rules.architectures,
     config_rules.one_llama_layer,
     config_rules.fits_the_target,
+    config_rules.trained_for_this_target,
     config_rules.rope,
     tensor_rules.names_and_shapes,
+    tensor_rules.number_formats,
     tensor_rules.finite,
+    tensor_rules.not_empty,
     tensor_rules.embedding,
 )
 EAGLE3: tuple[Rule, ...] = (
@@ -36,7 +40,10 @@ MEDUSA: tuple[Rule, ...] = (
     medusa_rules.names_and_shapes,
     medusa_rules.spelling,
     medusa_rules.equal_layers,
+    config_rules.trained_for_this_target,
+    tensor_rules.number_formats,
     tensor_rules.finite,
+    tensor_rules.not_empty,
 )
 RULES: dict[str, dict[str, tuple[Rule, ...]]] = {  # layout -> engine that can serve it -> its rules
     "eagle3": {
@@ -50,8 +57,6 @@ RULES: dict[str, dict[str, tuple[Rule, ...]]] = {  # layout -> engine that can s
     "medusa": {"vllm": MEDUSA},
     "medusa_reference": dict.fromkeys(("vllm", "medusa"), MEDUSA),
 }
-ENGINES = ("vllm", "sglang", "tensorrt_llm", "eagle", "speculators", "medusa")
-AUTHORS = ("eagle", "medusa")  # the authors' own code, which reads only files exported in its own format
 
 
 def engines_of(files: HeadFiles) -> tuple[str, ...]:

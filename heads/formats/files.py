@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from headstart.heads.formats.keys import read_config
+from headstart.heads.formats.keys import find_config, read_config
 from headstart.heads.safetensors_file import write_safetensors
 from headstart.recipes.os_errors import naming
 from headstart.recipes.whole_files import remove, removed_on_failure, write_text
@@ -36,9 +36,7 @@ class HeadFiles:
         Raises ValueError for a folder without config.json or weights, for keys with a value of a wrong type, and for a
         pickle that holds anything else.
         """
-        path = folder / "config.json"
-        if not path.is_file():
-            raise ValueError(f"{folder} holds no head (no config.json); give the folder of a saved head")
+        path = find_config(folder, "give the folder of a saved head")
         return cls(folder, read_config(path), read_tensors(folder))
 
 
@@ -56,7 +54,10 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
             tensors |= read_pickle(folder / part) if name in PICKLES else read_safetensors(folder / part)
         return tensors
     known = ", ".join(SAFETENSORS + PICKLES)
-    raise ValueError(f"{folder} holds no weights; one of {known}, or an index of its shards, is required")
+    raise ValueError(
+        f"{folder} holds no weights; one of {known}, or an index of its shards, is required: copy or download the head "
+        f"again"
+    )
 
 
 def shard_names(index: Path) -> list[str]:
@@ -89,6 +90,11 @@ def read_pickle(path: Path) -> dict[str, Tensor]:
             f"{path} is refused: only a mapping of names to tensors is allowed; get the head as safetensors"
         )
     return {str(name): tensor for name, tensor in found.items()}
+
+
+def has_weight_dtype(tensor: Tensor) -> bool:
+    """Is it in a number format that weights may have? 8-bit formats need scales, which no head of ours has."""
+    return tensor.is_floating_point() and tensor.dtype.itemsize >= 2
 
 
 def write_folder(files: HeadFiles, weights: str, readme: str, overwrite: bool) -> None:
@@ -134,8 +140,16 @@ def put_in_place(partial: Path, folder: Path) -> None:
 
 
 def check_can_write(folder: Path, overwrite: bool) -> None:
-    """Raise ValueError, before any work is done, if writing to this folder would destroy what it holds."""
-    if folder.exists() and not overwrite:
-        raise ValueError(f"{folder} exists already; choose another folder, or allow overwriting it")
-    if folder.exists() and not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} exists and holds no head, so it is not overwritten; choose another folder")
+    """Raise ValueError, before any work is done, if writing an export here would destroy what the folder holds."""
+    if not (folder.exists() or folder.is_symlink()):
+        return
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"export.folder: {folder} exists and holds no head, so it is not overwritten; a new folder or one with an "
+            f"export is allowed: choose another with export.folder=FOLDER"
+        )
+    if not overwrite:
+        raise ValueError(
+            f"export.folder: {folder} exists already; a new folder is allowed: choose another with "
+            f"export.folder=FOLDER, or replace what it holds with export.overwrite=true"
+        )

@@ -1,10 +1,11 @@
 """The types of the keys in a head's config.json, ours or published; the rules check the values themselves."""
 
 import json
+import reprlib
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 Size = Annotated[int, Field(gt=0)]
 Number = Annotated[float, Field(gt=0)]
@@ -64,10 +65,24 @@ class HeadstartKeys(Keys):
     calibration: "CalibrationKeys | None" = None
 
 
+class TreeKeys(Keys):
+    """A searched draft tree: its nodes as ranks from the root, and the chance of each."""
+
+    paths: Annotated[list[Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]], Field(min_length=1)]
+    chances: list[Annotated[float, Field(ge=0, le=1)]]
+
+    @model_validator(mode="after")
+    def one_chance_each(self) -> "TreeKeys":
+        if len(self.paths) != len(self.chances):
+            raise ValueError(f"{len(self.paths)} paths have {len(self.chances)} chances; one for each is allowed")
+        return self
+
+
 class CalibrationKeys(Keys):
     greedy: Annotated[list[Number], Field(min_length=1)]
     sampled: Annotated[list[Number], Field(min_length=1)]
     noise: Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=1)] = [1.0]
+    tree: TreeKeys | None = None
 
 
 class ProposalKeys(Keys):
@@ -101,6 +116,16 @@ class HeadKeys(LayerKeys):
     headstart: HeadstartKeys = HeadstartKeys()
 
 
+def find_config(folder: Path, advice: str) -> Path:
+    """The config.json of a head's folder; raises ValueError, ending in the advice, if there is none."""
+    path = folder / "config.json"
+    if path.is_symlink() and not path.exists():
+        raise ValueError(f"{path} is a link to {path.readlink()}, which does not exist; a file is allowed: {advice}")
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no head (no config.json); {advice}")
+    return path
+
+
 def read_config(path: Path) -> dict[str, Any]:
     """A head's config.json.
 
@@ -111,11 +136,13 @@ def read_config(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}); copy or download the head again") from error
     if not isinstance(config, dict):
-        raise ValueError(f"{path} holds a {type(config).__name__}; a JSON object is allowed")
+        raise ValueError(
+            f"{path} holds a {type(config).__name__}; a JSON object is allowed: copy or download the head again"
+        )
     try:
         HeadKeys.model_validate(config)
     except ValidationError as failed:
         places = [(".".join(map(str, each["loc"])), each["input"], each["msg"]) for each in failed.errors()]
-        wrong = "; ".join(f"{place}: {given!r} given, {allowed}" for place, given, allowed in places)
+        wrong = "; ".join(f"{place}: {reprlib.repr(given)} given, {allowed}" for place, given, allowed in places)
         raise ValueError(f"{path}: {wrong}; correct the file") from failed
     return config

@@ -134,7 +134,8 @@ def medusa_files(head: DraftHead, target: ServedTarget) -> Files:
     """
     if not isinstance(head, MedusaHead):
         raise ValueError(
-            f"export.format: 'medusa' given for a head of kind {head.kind}; this format holds only Medusa heads"
+            f"export.format: 'medusa' given for a head of kind {head.kind}; this format holds only Medusa heads; "
+            "choose another format, such as native"
         )
     try:
         tensors = to_reference_layout(head.tensors_with_full_lm_heads())

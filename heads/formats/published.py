@@ -11,8 +11,8 @@ from torch import Tensor
 
 from headstart.heads.base import DraftHead
 from headstart.heads.checkpoint import head_from_files
-from headstart.heads.formats import medusa_rules, tensor_rules
-from headstart.heads.formats.files import HeadFiles
+from headstart.heads.formats import config_rules, medusa_rules, tensor_rules
+from headstart.heads.formats.files import HeadFiles, has_weight_dtype
 from headstart.heads.formats.medusa_rules import num_heads
 from headstart.heads.formats.subject import MEDUSA, Subject, layout_of
 from headstart.heads.formats.tap_rules import KEY, engine_default
@@ -43,6 +43,7 @@ def import_head(files: HeadFiles, frozen: FrozenTarget) -> tuple[DraftHead, list
     tensor.
     """
     subject, translation = translate(files, frozen)
+    refuse_broken_weights(subject, translation)
     if translation.refused:
         wrong = [*translation.refused, *misfits(subject, translation)]
         raise ValueError(f"{files.folder} cannot be converted: " + "; ".join(wrong))
@@ -61,9 +62,20 @@ def translate(files: HeadFiles, frozen: FrozenTarget) -> tuple[Subject, Translat
     return subject, translation
 
 
+def refuse_broken_weights(subject: Subject, translation: Translation) -> None:
+    """Refuse weights that no trained head has, and heads that our own note says were trained for another target."""
+    rules = (
+        tensor_rules.number_formats,
+        tensor_rules.finite,
+        tensor_rules.not_empty,
+        config_rules.trained_for_this_target,
+    )
+    translation.refused += [each.text for rule in rules for each in rule(subject, "headstart")]
+
+
 def widest_dtype(files: HeadFiles) -> torch.dtype:
     """The dtype that can hold every number of the file without losing a bit."""
-    floats = {tensor.dtype for tensor in files.tensors.values() if tensor.is_floating_point()}
+    floats = {tensor.dtype for tensor in files.tensors.values() if has_weight_dtype(tensor)}
     return reduce(torch.promote_types, sorted(floats, key=str)) if floats else torch.float32
 
 
@@ -163,8 +175,9 @@ def infer_vocabulary(subject: Subject, translation: Translation) -> None:
     """The draft vocabulary, from the offsets of `d2t` or from the members in `t2d`."""
     tensors, vocab_size = translation.tensors, subject.frozen.config.vocab_size
     scored = tensors["lm_head.weight"].shape[0] if "lm_head.weight" in tensors else vocab_size
-    if "draft_vocab_size" not in subject.config:
-        translation.inferred.append(f"draft_vocab_size: {scored}, the number of rows in lm_head")
+    if (named := subject.config.get("draft_vocab_size")) != scored:
+        says = "no key for it" if named is None else f"config.json says {named}"
+        translation.inferred.append(f"draft_vocab_size: {scored}, the number of rows in lm_head; {says}")
     if "d2t" not in tensors and "t2d" in tensors and scored != vocab_size:
         ids = tensors["t2d"].bool().nonzero().flatten()
         tensors["d2t"] = DraftVocab(ids, vocab_size).offsets()

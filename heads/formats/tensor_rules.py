@@ -1,14 +1,18 @@
 """Rules for the tensors of EAGLE heads: names, shapes, finite numbers, the draft vocabulary's map, the embedding."""
 
+import re
 from collections.abc import Iterator
 
 import torch
 
+from headstart.heads.formats.files import has_weight_dtype
 from headstart.heads.formats.subject import Subject, midlayer_name
 from headstart.heads.formats.tap_rules import num_captured_taps
 from headstart.heads.formats.violation import MISSING, Violation, tensor_error
 from headstart.heads.vocab import DraftVocab
 
+MAPS = ("d2t", "t2d", "token_map")  # tensors of ids, not of weights
+READ_BY_ALL = re.compile(r"fc\.weight|lm_head\.weight|lm_heads\.\d+\.weight")  # every guess depends on these
 OPTIONAL = {
     "eagle3": {"d2t", "t2d", "embed_tokens.weight"},
     "speculators": {"d2t", "t2d", "embed_tokens.weight"},
@@ -48,10 +52,24 @@ def spelling(subject: Subject, engine: str) -> Iterator[Violation]:
             yield tensor_error(engine, name, name, f"{other}{name.removeprefix(str(wrong))} is allowed")
 
 
+def number_formats(subject: Subject, engine: str) -> Iterator[Violation]:
+    for name, tensor in sorted(subject.files.tensors.items()):
+        if name.removeprefix("model.") not in MAPS and not has_weight_dtype(tensor):
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            yield tensor_error(engine, name, dtype, "a floating-point format of 16 bits or more is required")
+
+
 def finite(subject: Subject, engine: str) -> Iterator[Violation]:
     for name, tensor in sorted(subject.files.tensors.items()):
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if has_weight_dtype(tensor) and not bool(torch.isfinite(tensor).all()):
             yield tensor_error(engine, name, "infinity or NaN", "only finite numbers are allowed")
+
+
+def not_empty(subject: Subject, engine: str) -> Iterator[Violation]:
+    """A projection or lm_head of zeros only: the head's guesses do not depend on the text."""
+    for name, tensor in sorted(subject.tensors.items()):
+        if READ_BY_ALL.fullmatch(name) and tensor.numel() and not bool(tensor.any()):
+            yield tensor_error(engine, name, "zeros only", "trained weights are required; train or copy it again")
 
 
 def vocabulary_map(subject: Subject, engine: str) -> Iterator[Violation]:

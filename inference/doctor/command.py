@@ -1,20 +1,5 @@
-"""Find out why a head guesses worse than it should: a fault in its files, or in an export of it.
+"""The doctor: measures a head and an export of it as they are, then with one thing changed at a time."""
 
-    python -m inference.doctor assets/demo_head assets/demo_target
-    python -m inference.doctor runs/tiny/head assets/demo_target runs/tiny/export/vllm
-
-The target continues held-out prompts greedily, and the head guesses each of the target's tokens from the true tokens
-before it. The table shows how often its top guess is right, by depth: for HEAD as it was trained, and for EXPORT as its
-engine interprets it. Then one thing is changed at a time and measured again:
-
-  with EXPORT    each part in which EXPORT differs from HEAD: taps, norms, vocabulary map, RoPE, weights
-  HEAD alone     variants of how its files are interpreted: other taps, norm flags, RoPE bases, token shifts, maps
-
-Each finding is one line: what was found, what would be right, what it costs, and how to fix it.
-Exit code 1 if anything is found, 0 otherwise.
-"""
-
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,45 +11,34 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from headstart.heads.formats.contracts import ENGINES, engines_of
+from headstart.heads.formats.contracts import engines_of
 from headstart.heads.formats.files import HeadFiles
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.target_config import locate_target
+from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.inference.decode import check_length, generate_batch
 from headstart.inference.doctor.export_parts import compare_parts
 from headstart.inference.doctor.findings import (
     Finding,
     export_violations,
     head_violations,
+    no_right_guess,
     other_template,
     share_past_limit,
     with_unmeasured,
 )
 from headstart.inference.doctor.interpretation import Interpretation, Measure, ReplayedText, accuracies
+from headstart.inference.doctor.options import Options, doctor_options
 from headstart.inference.doctor.variants import check_number_format, find_better_variants
 from headstart.inference.report.tables import rich_table
 from headstart.inference.request import Request
 from headstart.inference.target.model import TargetModel, pick_device
 from headstart.inference.target.tokenizer import load_tokenizer
-from headstart.recipes.command_line import command_name
 from headstart.recipes.jsonl import read_jsonl
 from headstart.recipes.os_errors import errors_as_messages
 from headstart.recipes.schema import TargetSection
 
 # In the folder of the run that trained the head.
 PROMPTS, MANIFEST = Path("prompts/heldout.jsonl"), Path("features/manifest.json")
-
-
-@dataclass(frozen=True)
-class Options:
-    """What is replayed, and how much of it."""
-
-    samples: Path | None = None  # JSONL file; None: the run's held-out prompts, else the target's
-    manifest: Path | None = None  # of the features trained on; None: the run's, if it has one
-    count: int = 8
-    new_tokens: int = 64
-    depth: int = 4
-    engine: str | None = None  # serves EXPORT; None: the first engine that EXPORT is meant for
 
 
 @dataclass(frozen=True)
@@ -77,32 +51,7 @@ class Diagnosis:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog=command_name(), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("head", type=Path, help="folder of the trained head")
-    parser.add_argument("target", help="folder or hub name of the model that the head drafts for")
-    parser.add_argument("export", type=Path, nargs="?", help="folder of the exported head that an engine serves")
-    parser.add_argument(
-        "--samples",
-        type=Path,
-        help="JSONL file of held-out prompts, rows with tokens or prompt; default: the run's, else the target's",
-    )
-    parser.add_argument(
-        "--manifest", type=Path, help="manifest.json of the features that the head was trained on; default: the run's"
-    )
-    parser.add_argument("--count", type=int, default=Options.count, help="prompts to replay (default: %(default)s)")
-    parser.add_argument(
-        "--new-tokens",
-        type=int,
-        default=Options.new_tokens,
-        help="new tokens per prompt (default: %(default)s)",
-    )
-    parser.add_argument("--depth", type=int, default=Options.depth, help="depths to measure (default: %(default)s)")
-    parser.add_argument(
-        "--engine", choices=ENGINES, help="engine that serves EXPORT; default: the first it is meant for"
-    )
-    given = vars(parser.parse_args(argv))
+    given = vars(doctor_options(None, argv))
     head, target, export = given.pop("head"), given.pop("target"), given.pop("export")
     with errors_as_messages():
         found = diagnose(head, target, export, Options(**given))
@@ -128,7 +77,7 @@ def diagnose(head: Path, target_name: str, export: Path | None, options: Options
     for name in ("count", "new_tokens", "depth"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')}: {getattr(options, name)} given, 1 or more is allowed")
-    files, folder = HeadFiles.read(head), locate_target(target_name)
+    files, folder = HeadFiles.read(head), locate_target(target_name, field="TARGET")
     prompts = held_out(head, folder, options)
     ends = FrozenTarget.from_folder(folder, torch.float32)
     trained, by_files = Interpretation.trained(files, ends), head_violations(files, ends)
@@ -151,6 +100,8 @@ def diagnose(head: Path, target_name: str, export: Path | None, options: Options
     tokens = sum(one.text.shape[1] - one.prompt for one in replays)
     measured = [*find_better_variants(trained, target.frozen, measure, tokens), *check_number_format(trained, measure)]
     found = [*template_findings(head, folder, options), *with_unmeasured(measured, by_files)]
+    if not {finding.category for finding in found} - {"context length", "template"}:
+        found += no_right_guess(head, accuracy, tokens)
     found = with_length_cost(found, replays, trained)
     if served is None:
         return Diagnosis(found, accuracy, None)
@@ -168,9 +119,10 @@ def held_out(head: Path, target: Path, options: Options) -> list[list[int]]:
     if path is None:
         looked = " and ".join(map(str, paths))
         raise ValueError(f"--samples: {looked} not found; name a JSONL file whose rows have tokens or prompt")
-    prompts, tokenizer = [], None
+    prompts, tokenizer, vocab_size = [], None, TargetConfig.from_folder(target).vocab_size
     for number, row in enumerate(islice(read_jsonl(path), options.count), start=1):
         if isinstance(row.get("tokens"), list):
+            check_tokens(f"{path}: row {number}", row["tokens"], vocab_size)
             prompts.append(row["tokens"])
         elif isinstance(row.get("prompt"), str):
             tokenizer = tokenizer or load_tokenizer(target)
@@ -178,8 +130,20 @@ def held_out(head: Path, target: Path, options: Options) -> list[list[int]]:
         else:
             raise ValueError(f"{path}: row {number} has {sorted(row)}; give it tokens (a list) or prompt (text)")
     if not prompts:
-        raise ValueError(f"{path} is empty; give it at least one prompt")
+        raise ValueError(f"--samples: {path} is empty; a row with tokens or prompt is required: add at least one")
     return prompts
+
+
+def check_tokens(place: str, tokens: list[Any], vocab_size: int) -> None:
+    """Raise ValueError, naming the row, for tokens that are none of the target's."""
+    for token in tokens:
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise ValueError(
+                f"{place}: tokens hold {token!r}, token ids 0 to {vocab_size - 1} of TARGET are allowed; encode the "
+                f"text with TARGET's tokenizer, or give it as prompt"
+            )
+    if not tokens:
+        raise ValueError(f"{place}: tokens are empty, at least one token id is allowed; leave the row out")
 
 
 def taps_to_try(trained: Interpretation, served: Interpretation | None, last: int) -> tuple[int, ...]:
@@ -197,7 +161,7 @@ def load_target(folder: Path, taps: tuple[int, ...]) -> TargetModel:
 def replay(target: TargetModel, prompts: list[list[int]], new_tokens: int) -> list[ReplayedText]:
     """Continue each prompt greedily, and keep the target's hidden states over the whole text."""
     for prompt in prompts:
-        check_length(target, prompt, new_tokens)
+        check_length(target, prompt, new_tokens, "--new-tokens")
     replays = []
     responses = generate_batch(target, [Request(prompt, new_tokens) for prompt in prompts])
     for prompt, generation in zip(prompts, responses, strict=True):

@@ -14,6 +14,7 @@ from headstart.inference.doctor.findings import Finding, largest_loss
 from headstart.inference.doctor.interpretation import NORM_FLAGS, Interpretation, Measure
 
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
+TINY = 1e-30  # the size of weights that are all zero
 MAX_ROUNDING = 0.3  # relative difference of weights that a coarse number format can explain
 MIN_DTYPE_LOSS = 0.02  # loss of mean accuracy that is reported; less is the normal price of a narrower format
 
@@ -128,13 +129,23 @@ def compare_weights(
         cost = f"everything, because the head cannot be computed ({error})"
         yield Finding("files", "EXPORT's weights do not fit", "HEAD's own weights", cost, "export again")
         return
-    if mean(right) - mean(wrong) < MIN_DTYPE_LOSS:
+    cost = largest_loss(right, wrong)
+    if broken := sorted(not_finite(export) - not_finite(head)):
+        found = f"EXPORT's {broken[0]} holds NaN or infinity ({formats})"
+        yield Finding("dtype", found, "finite numbers, as HEAD has", cost, "export HEAD again, in a wider format")
         return
     difference, size = distance(mine, its)
-    cost, is_rounding = largest_loss(right, wrong), difference <= MAX_ROUNDING * size
-    found = f"EXPORT's weights are {formats} and differ from HEAD's by {difference / size:.1%}"
-    advice = "export in a wider format" if is_rounding else "export HEAD again"
+    is_rounding = difference <= MAX_ROUNDING * size
+    if is_rounding and mean(right) - mean(wrong) < MIN_DTYPE_LOSS:
+        return
+    found = f"EXPORT's weights are {formats} and differ from HEAD's by {difference / max(size, TINY):.1%}"
+    advice = "export in a wider format" if is_rounding else "export HEAD again, or name the head that EXPORT is made of"
     yield Finding("dtype" if is_rounding else "files", found, "HEAD's own weights", cost, advice)
+
+
+def not_finite(head: Interpretation) -> set[str]:
+    """The tensors that hold NaN or infinity."""
+    return {name for name, tensor in head.tensors.items() if not bool(tensor.double().isfinite().all())}
 
 
 def distance(mine: dict[str, Tensor], its: dict[str, Tensor]) -> tuple[float, float]:

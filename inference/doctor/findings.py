@@ -15,9 +15,12 @@ from headstart.heads.frozen import FrozenTarget
 from headstart.inference.doctor.interpretation import Interpretation
 from headstart.inference.target.tokenizer import load_tokenizer
 
+MIN_ACCURACY = 0.02  # a head below it is untrained, damaged or made for another target
 CATEGORIES = (  # a word in the place or text of a contract violation -> the category of the finding
     ("max_position_embeddings", "context length"),
     ("finite numbers", "dtype"),
+    ("floating-point format", "dtype"),
+    ("target_rope", "files"),
     ("aux_hidden_state", "taps"),
     ("rope", "RoPE base"),
     ("norm", "norm"),
@@ -49,7 +52,7 @@ def largest_loss(right: list[float], wrong: list[float]) -> str:
 
 
 def category_of(violation: Violation) -> str:
-    text = f"{violation.where} {violation.allowed}" if "finite numbers" in violation.allowed else violation.where
+    text = f"{violation.where} {violation.allowed}" if violation.where.startswith("tensor") else violation.where
     return next((category for word, category in CATEGORIES if word in text), "files")
 
 
@@ -62,7 +65,11 @@ def as_finding(violation: Violation, folder: Path) -> Finding:
 def head_violations(files: HeadFiles, frozen: FrozenTarget) -> list[Finding]:
     """Faults in a head's files that matter in every engine."""
     subject = Subject(files, layout_of(files), frozen)
-    rules: list[Callable[[Subject, str], Iterator[Violation]]] = [tensor_rules.finite]
+    rules: list[Callable[[Subject, str], Iterator[Violation]]] = [
+        tensor_rules.finite,
+        tensor_rules.number_formats,
+        config_rules.trained_for_this_target,
+    ]
     if subject.layout not in MEDUSA:
         rules += [config_rules.fits_the_target, tensor_rules.names_and_shapes]
     if subject.kind == "eagle3":
@@ -86,9 +93,26 @@ def with_unmeasured(measured: list[Finding], by_files: list[Finding]) -> list[Fi
     return kept
 
 
+def no_right_guess(folder: Path, accuracy: Sequence[float], tokens: int) -> Iterator[Finding]:
+    """Yield a finding if next to no guess is right, so that every draft token would be rejected."""
+    if max(accuracy) < MIN_ACCURACY:
+        shown = ", ".join(f"{value:.3f}" for value in accuracy)
+        found = f"{folder.name} guesses next to no token right: {shown} of {tokens}"
+        right = f"{MIN_ACCURACY:g} or more at some depth, which any head trained for TARGET reaches"
+        cost = "every draft token is rejected, and decoding is slower than without the head"
+        advice = "name the target that it was trained for, copy its files again, or train it"
+        yield Finding("accuracy", found, right, cost, advice)
+
+
 def other_template(manifest: Path, target: Path) -> Iterator[Finding]:
     """Yield a finding if the head was trained with another chat template than the target's tokenizer has now."""
-    trained = json.loads(manifest.read_text()).get("chat_template_sha256")
+    try:
+        trained = dict(json.loads(manifest.read_text())).get("chat_template_sha256")
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"--manifest: {manifest} is no JSON object ({error}); the manifest.json in a folder of features is "
+            f"required: name another, or harvest again"
+        ) from error
     now = hashlib.sha256(str(load_tokenizer(target).chat_template).encode()).hexdigest()
     if trained is not None and trained != now:
         found = f"TARGET's chat template has hash {now[:12]}"

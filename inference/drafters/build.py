@@ -50,6 +50,7 @@ def load_draft_model(section: DecodeSection, source: TargetSection) -> TargetMod
     """The recipe's draft model, in the target's dtype and on its device."""
     if section.draft_model is None:
         raise ValueError("decode.draft_model: missing; give a model's folder or hub name, or choose another drafter")
+    locate_target(section.draft_model, None, field="decode.draft_model")
     return TargetModel.load(source.model_copy(update={"path": section.draft_model, "revision": None}), ())
 
 
@@ -60,7 +61,7 @@ def model_drafter(section: DecodeSection, target: TargetModel, source: TargetSec
     """
     model = load_draft_model(section, source)
     assert section.draft_model is not None
-    folder = locate_target(section.draft_model, None)
+    folder = locate_target(section.draft_model, None, field="decode.draft_model")
     target_folder = locate_target(source.path, source.revision)
     draft_tokenizer, target_tokenizer = load_tokenizer(folder), load_tokenizer(target_folder)
     if same_tokenizer(draft_tokenizer, target_tokenizer):
@@ -92,6 +93,11 @@ def read_corpus(path: Path, vocab_size: int) -> list[list[int]]:
 
     Raises ValueError, naming the row, for a row that is not a text in the target's tokens.
     """
+    if not path.is_file():
+        raise ValueError(
+            f"decode.corpus: {path} is missing; a JSONL file of texts in the target's tokens is allowed, such as "
+            f"RUN_DIR/responses/train.jsonl of a run"
+        )
     texts: list[list[int]] = []
     for number, row in enumerate(read_jsonl(path), start=1):
         place = f"decode.corpus: row {number} of {path}"

@@ -1,27 +1,4 @@
-"""Compare decoding methods on the same prompts: speed, acceptance length, and whether the text is the target's own.
-
-    python -m inference.report recipes/tiny.yaml
-    python -m inference.report recipes/tiny_full.yaml report.head=assets/demo_head
-    python -m inference.report recipes/tiny_full.yaml report.head=assets/demo_head \\
-        'report.baselines=[plain, generate, generate_lookup, chain, tree, prompt_lookup, lookahead, early_exit]' \\
-        report.prompts=question.jsonl 'report.batches=[1, 4]' 'report.temperatures=[0, 1]'
-    python -m inference.report recipes/tiny_full.yaml report.head=assets/demo_head \\
-        'report.other_heads={medusa: runs/medusa/head}' decode.depth=4
-
-Every method of report.baselines decodes the same prompts, at each of report.temperatures and in each of
-report.batches. Methods alternate prompt by prompt, so that a slow phase of the machine hits all of them.
-
-The tables show, for each method:
-  acceptance length   mean number of tokens per target step, the bonus token included (tau)
-  tokens/s            new tokens per second of wall time, prefill included
-  speed-up            tokens/s over plain decoding, with its 95 % interval over prompts
-  same text           prompts whose text equals plain decoding's, token by token
-and the acceptance rate by depth, latencies and distinct tokens. The first prompt's text is printed with its draft
-tokens coloured.
-
-Prints the tables and writes report.json, report.md, report.png and report.html to RUN_DIR/report, and a searched tree
-as tree.png.
-"""
+"""The report: the same prompts decoded with every method of report.baselines, as tables and files."""
 
 import platform
 import signal
@@ -48,12 +25,13 @@ from headstart.inference.report.methods import NEED_A_HEAD, build_methods
 from headstart.inference.report.page import on_terminal
 from headstart.inference.report.questions import Prompt, read_questions
 from headstart.inference.report.runs import Method, Run
-from headstart.inference.report.tables import NOTE, as_tables
+from headstart.inference.report.tables import LEGEND, NOTE, as_tables
 from headstart.inference.report.trace import Trace, trace
 from headstart.inference.sampling import sampling_from_recipe
-from headstart.inference.target.model import TargetModel, pick_device
+from headstart.inference.step_memory import refuse_trees_of
+from headstart.inference.target.model import TargetModel, generation_fields, pick_device
 from headstart.inference.target.tokenizer import load_tokenizer, text_of
-from headstart.recipes import Recipe, run_command
+from headstart.recipes import Recipe
 from headstart.recipes.launcher import end_with_parent
 from headstart.recipes.progress import Progress
 from headstart.recipes.run_lock import only_run_in
@@ -75,15 +53,19 @@ class Benchmark:
     @classmethod
     def load(cls, recipe: Recipe) -> "Benchmark":
         """Raise ValueError for a head that does not fit the target or for missing prompts."""
-        section, prompts = recipe.report, report_prompts(recipe)
-        torch.set_num_threads(section.threads or max(torch.get_num_threads() // section.workers, 1))
-        # Cheap checks come before the target is loaded.
+        section = recipe.report
+        # Cheap checks come before the target is loaded; heads come first, as training one makes the prompts too.
         taps = taps_to_read(recipe) if needs_head(recipe) else ()
+        prompts = report_prompts(recipe)
+        torch.set_num_threads(section.threads or max(torch.get_num_threads() // section.workers, 1))
         if section.workers > 1 and (device := pick_device(recipe.target.device)).type != "cpu":
             raise ValueError(
                 f"report.workers: {section.workers} given, only 1 is allowed on {device} because workers share a CPU; "
                 "leave it out"
             )
+        refuse_trees_of(recipe, max(section.batches))
+        if any(baseline.startswith("generate") for baseline in section.baselines):
+            generation_fields(sampling_from_recipe(recipe.decode, temperature=0.0))
         target = TargetModel.load(recipe.target, taps)
         for prompt in prompts:
             check_length(target, prompt.tokens, recipe.decode.max_new_tokens)
@@ -98,10 +80,6 @@ class Setting:
 
     temperature: float
     batch: int
-
-
-def main() -> None:
-    run_command(__doc__, report)
 
 
 def report(recipe: Recipe) -> list[Outcome]:
@@ -149,6 +127,7 @@ def measure(recipe: Recipe, benchmark: Benchmark, progress: Progress) -> list[Ou
         for table in as_tables(found):
             console.print(table)
         outcomes += found
+    console.print(LEGEND, highlight=False)
     return outcomes
 
 
@@ -188,9 +167,9 @@ def runs_of_worker(recipe: Recipe, number: int) -> list[MethodRuns]:
 
 
 def start_worker() -> None:
-    """End with the main process, and at Ctrl-C without a traceback, which the main process reports."""
-    end_with_parent()
+    """Let a worker end without a traceback at Ctrl-C, which the main process reports, and with the main process."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    end_with_parent()
 
 
 def runs_of_share(
@@ -229,9 +208,18 @@ def report_prompts(recipe: Recipe) -> list[Prompt]:
     """The prompts of the recipe's question file, each with its category, or else the run's held-out prompts."""
     section = recipe.report
     if section.prompts is None:
-        return [Prompt(tokens, "held-out") for tokens in held_out_prompts(recipe)]
+        prompts = [Prompt(tokens, "held-out") for tokens in held_out_prompts(recipe)]
+        if not prompts:
+            raise ValueError(
+                f"data.heldout_prompts: {recipe.data.heldout_prompts} given, which yields no prompt; a file with one "
+                "or more is allowed; add prompts there, or name another file with report.prompts"
+            )
+        return prompts
     if not section.prompts.is_file():
-        raise ValueError(f"report.prompts: {section.prompts} is missing; give a JSONL file of prompts")
+        raise ValueError(
+            f"report.prompts: {section.prompts} given, an existing JSONL file is allowed; put the prompts there, or "
+            "leave it out for the held-out prompts"
+        )
     folder = locate_target(recipe.target.path, recipe.target.revision)
     tokenizer = load_tokenizer(folder, recipe.target.trust_remote_code)
     return read_questions(section.prompts, tokenizer, recipe.data.prompt_tokens, section.num_prompts)

@@ -25,6 +25,11 @@ COLUMNS = {
 FIRST_TABLE = 6  # columns of the terminal's first table; the others follow in a second one, so both fit 100 characters
 HEADER_WIDTH = 13  # characters per line of a header on a terminal
 NOTE = "Acceptance length: tokens per target step, the bonus token included (tau). Speed-up: over plain decoding."
+LEGEND = """95 % interval: where the speed-up would fall with other prompts of the same kind
+same text: prompts whose text equals plain decoding's, token by token
+distinct tokens: share of different tokens in a text; low for a text that loops
+first token: median wait for it; per token p50, p95: median and 95th percentile of the time of each later token
+acceptance rate by depth: share of the target's steps that accepted at least 1, 2, ... draft tokens"""
 
 
 def cells(outcomes: list[Outcome]) -> list[list[str]]:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig, locate_target
@@ -23,6 +23,7 @@ from headstart.inference.target.architecture import (
     refuse_unknown_state,
     rope_limit,
 )
+from headstart.inference.target.loading import load_config, load_weights, pick_device
 from headstart.inference.target.quiet import no_bars_of_transformers
 from headstart.inference.target.ranks import Ranks, load_over_ranks
 from headstart.inference.tree import Block, Tree, block_mask
@@ -37,13 +38,6 @@ class TargetOutput:
     logits: Float[Tensor, "batch kept vocab"]
     taps: Float[Tensor, "batch seq tapped"]  # the tapped hidden states, concatenated in ascending order
     last_hidden: Float[Tensor, "batch seq hidden"]  # before the final norm
-
-
-def pick_device(name: str) -> torch.device:
-    """The device of that name; `auto` is the first CUDA device if there is one, else the CPU."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
 
 
 class TargetModel:
@@ -78,14 +72,13 @@ class TargetModel:
         With target.tp_plan or zero_stage, every rank of a launch must call this.
         """
         folder: Path = locate_target(section.path, section.revision)
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
+        config = load_config(folder, section.trust_remote_code)
         load = partial(
-            AutoModelForCausalLM.from_pretrained,
+            load_weights,
             folder,
             dtype=getattr(torch, section.dtype),
             attn_implementation=attention_code(config) if section.attention == "auto" else section.attention,
             trust_remote_code=section.trust_remote_code,
-            use_safetensors=True,
         )
         if section.spans_ranks and Ranks().count > 1:
             model, ranks = load_over_ranks(section, config, load)
@@ -104,7 +97,7 @@ class TargetModel:
     def without_weights(cls, section: TargetSection) -> "TargetModel":
         """A target with shapes but no weights, on the meta device. Only config.json is read."""
         folder = locate_target(section.path, section.revision, ["config.json"])
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
+        config = load_config(folder, section.trust_remote_code)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
                 config,
@@ -181,7 +174,11 @@ class TargetModel:
         if taps in ((), self.taps):
             return None
         if not set(taps) <= set(self.taps):
-            raise ValueError(f"the drafter reads taps {list(taps)}, the target gives {list(self.taps)}")
+            raise ValueError(
+                f"the drafter reads the hidden states (taps) {list(taps)}, but the target was loaded with taps "
+                f"{list(self.taps)}, and only those are allowed; load it with TargetModel.load(section, head.taps), or "
+                f"both with SpeculativeModel.from_folders(TARGET, HEAD)"
+            )
         starts = torch.tensor([self.taps.index(tap) for tap in taps]) * self.config.hidden_size
         return (starts[:, None] + torch.arange(self.config.hidden_size)).flatten().to(self.device)
 
@@ -241,7 +238,8 @@ class TargetModel:
     def _refuse_unknown_taps(self) -> None:
         if self.taps and (max(self.taps) > self.config.num_layers or min(self.taps) < 0):
             raise ValueError(
-                f"head.taps: {list(self.taps)} given, the target has hidden_states 0 to {self.config.num_layers}"
+                f"head.taps: {list(self.taps)} given, the target's hidden_states 0 to {self.config.num_layers} are "
+                f"allowed; leave head.taps out for {list(self.config.default_taps())}"
             )
 
 
@@ -278,9 +276,15 @@ def pad_token(model: PreTrainedModel) -> int | None:
 def generation_fields(sampling: Sampling) -> dict[str, Any]:
     """The same sampling in transformers' fields; raises ValueError for what transformers does not have."""
     if sampling.presence_penalty or sampling.frequency_penalty or sampling.logit_bias:
+        given = {
+            "decode.presence_penalty": sampling.presence_penalty,
+            "decode.frequency_penalty": sampling.frequency_penalty,
+            "logit_bias": sampling.logit_bias,
+        }
+        named = ", ".join(f"{name}: {value} given" for name, value in given.items() if value)
         raise ValueError(
-            "decode.presence_penalty, frequency_penalty and logit_bias: given, but transformers' own generate does not "
-            "have them; leave them out, or take generate out of report.baselines"
+            f"{named}, nothing but 0 is allowed with transformers' own generate, which does not have it; leave it out, "
+            "or take generate, generate_lookup and generate_assisted out of report.baselines"
         )
     always = {"repetition_penalty": sampling.repetition_penalty}
     if sampling.temperature == 0:

@@ -160,7 +160,7 @@ def load_zero_slices(section: TargetSection, load: Callable[[], PreTrainedModel]
     try:
         import deepspeed
     except ImportError as error:
-        raise ValueError("target.zero_stage: 3 given, which needs DeepSpeed; pip install -e .[deepspeed]") from error
+        raise ValueError("target.zero_stage: 3 given, which needs DeepSpeed; pip install -e '.[deepspeed]'") from error
     config = {
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
         "bf16": {"enabled": section.dtype == "bfloat16"},

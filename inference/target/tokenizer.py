@@ -11,8 +11,14 @@ REPLACEMENT_CHARACTER = "\ufffd"  # a decoder writes it while the last bytes of 
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Tokenizer:
-    """The tokenizer saved in a folder."""
-    tokenizer: Tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    """The tokenizer saved in a folder; raises ValueError, naming the folder, if it has none that can be read."""
+    try:
+        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # a damaged tokenizer.json raises a bare Exception
+        raise ValueError(
+            f"{folder}: its tokenizer cannot be loaded ({' '.join(str(error).split())[:200]}); tokenizer.json and "
+            f"tokenizer_config.json of the model are required: copy or download them again"
+        ) from error
     return tokenizer
 
 

@@ -131,7 +131,7 @@ CASES = {
     "speculators' layout, four taps": Case(four_taps, "speculators", None),
     "EAGLE-1": Case(eagle1, method="eagle"),
     "Medusa, vLLM's layout": Case(medusa, method="medusa"),
-    "Medusa, reference layout": Case(medusa, "medusa", "medusa"),
+    "Medusa, the authors' layout": Case(medusa, "medusa", "medusa"),
 }
 
 

@@ -1,0 +1,122 @@
+"""Reads the prompts of a call of `generate`: token ids and an attention mask as transformers takes them."""
+
+import reprlib
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HOW_TO_TOKENIZE = 'tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")'
+
+
+def read_input_ids(given: Any) -> Tensor:
+    """The token ids, [batch, seq]; raises ValueError for anything but a matrix of whole numbers."""
+    if given is None:
+        raise ValueError(
+            f"input_ids: missing; give prompts as token ids of shape [batch, seq], not inputs_embeds: "
+            f"generate(**{HOW_TO_TOKENIZE})"
+        )
+    if not isinstance(given, Tensor):
+        raise ValueError(f"input_ids: {describe(given)} given, a torch tensor is allowed; {advice_for(given)}")
+    if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
+        raise ValueError(
+            f"input_ids: a tensor of {given.dtype} given, token ids of an integer type such as torch.long are allowed; "
+            f"give what a tokenizer returns, not hidden states or a mask"
+        )
+    if given.is_meta or given.layout != torch.strided:
+        raise ValueError(
+            f"input_ids: a tensor on {given.device} of layout {given.layout} given, a dense tensor with values is "
+            f"allowed; give the token ids themselves"
+        )
+    if given.ndim != 2 or not given.numel():
+        wanted = "one prompt of n tokens is [1, n]: use input_ids.unsqueeze(0)" if given.ndim == 1 else "give prompts"
+        raise ValueError(
+            f"input_ids: shape {list(given.shape)} given, [batch, seq] with at least one row and one column is "
+            f"allowed; {wanted}"
+        )
+    return given
+
+
+def describe(given: Any) -> str:
+    return f"{type(given).__name__} {reprlib.repr(given)}"
+
+
+def advice_for(given: Any) -> str:
+    """How to make token ids of what was given in place of them."""
+    if isinstance(given, str) or (isinstance(given, list) and given and isinstance(given[0], str)):
+        return f"tokenize the text: generate(**{HOW_TO_TOKENIZE})"
+    if isinstance(given, Mapping):
+        return "unpack a tokenizer's output with **: generate(**tokenizer(...))"
+    return "write torch.tensor([[5, 6, 7]]) for a prompt of three tokens"
+
+
+def read_mask(given: Any, input_ids: Tensor, pad: int | None, ends: tuple[int, ...]) -> Tensor:
+    """Which tokens are text; without a mask, pad tokens are padding unless they end texts too, as in transformers."""
+    if given is None:
+        if pad is None or pad not in ends:
+            return torch.ones_like(input_ids, dtype=torch.bool) if pad is None else input_ids.ne(pad)
+        if len(input_ids) > 1:
+            warnings.warn(
+                f"attention_mask: missing for {len(input_ids)} prompts, and padding cannot be told from text because "
+                f"the pad token {pad} is also an end token; all tokens count as text: pass the tokenizer's "
+                f"attention_mask",
+                stacklevel=5,
+            )
+        return torch.ones_like(input_ids, dtype=torch.bool)
+    if not isinstance(given, Tensor):
+        raise ValueError(
+            f"attention_mask: {describe(given)} given, a torch tensor is allowed; write torch.tensor([[0, 1, 1]])"
+        )
+    if given.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask: shape {list(given.shape)} given, {list(input_ids.shape)} is allowed, the shape of "
+            f"input_ids; pass the mask that the tokenizer returned with them"
+        )
+    mask = given.to(input_ids.device)
+    if not bool(((mask == 0) | (mask == 1)).all()):  # such as an additive mask of 0 and -infinity
+        raise ValueError(
+            f"attention_mask: values {sorted(set(mask.flatten().tolist()))[:4]} given, only 0 (padding) and 1 (text) "
+            f"are allowed; pass the tokenizer's mask"
+        )
+    return mask.bool()
+
+
+def read_prompts(
+    given: Any, attention_mask: Any, pad: int | None, ends: tuple[int, ...], vocab_size: int
+) -> list[list[int]]:
+    """Each prompt without its padding; raises ValueError for padding on the right and ids outside the vocabulary."""
+    input_ids = read_input_ids(given)
+    mask = read_mask(attention_mask, input_ids, pad, ends)
+    text = input_ids[mask].long()
+    outside = text[(text < 0) | (text >= vocab_size)]
+    if len(outside):
+        raise ValueError(
+            f"input_ids: token id {int(outside[0])} given, 0 to {vocab_size - 1} is allowed; tokenize with the "
+            f"target's own tokenizer, and mask padding out with attention_mask"
+        )
+    if empty := (~mask).all(dim=1).nonzero().flatten().tolist():
+        raise ValueError(
+            f"input_ids: prompt {empty[0] + 1} of {len(mask)} has no tokens but padding, at least one is allowed; "
+            f"leave empty prompts out"
+        )
+    if not mask[:, -1].all():
+        row = int((~mask[:, -1]).nonzero()[0])
+        raise ValueError(
+            f"input_ids: a prompt ends with padding (prompt {row + 1} of {len(mask)}), padding is allowed on the left "
+            f"only; tokenize with padding_side='left' and pass its attention_mask"
+        )
+    return [row[seen].tolist() for row, seen in zip(input_ids, mask, strict=True)]
+
+
+def check_lengths(prompts: list[list[int]], max_new_tokens: int, max_positions: int) -> None:
+    """Raise ValueError if a prompt with its new tokens would not fit the target's positions."""
+    longest = max(map(len, prompts))
+    room = max_positions - longest
+    if max_new_tokens < 1 or max_new_tokens > room:
+        allowed = f"1 to {room} is allowed" if room >= 1 else "no new token fits"
+        raise ValueError(
+            f"max_new_tokens: {max_new_tokens} given, {allowed} after a prompt of {longest} tokens, as the target has "
+            f"{max_positions} positions; lower max_new_tokens or shorten the prompt"
+        )

@@ -1,0 +1,98 @@
+"""Loads a target's configuration, weights and device; whatever is wrong with its files becomes a ValueError."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+AGAIN = "copy or download the model again"
+SHOWN = 4  # wrong tensors that a message names
+
+
+def pick_device(name: str, field: str = "target.device") -> torch.device:
+    """The device of that name; `auto` is the first CUDA device if there is one, else the CPU.
+
+    Raises ValueError, naming the recipe's field, for a name that torch does not know, and for a device that this
+    machine lacks.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{field}: {name!r} given, auto, cpu, cuda or cuda:N is allowed; choose one of them"
+        ) from error
+    if device.type == "cpu":
+        return device
+    count = num_devices(device.type)
+    if (device.index or 0) >= count:
+        numbered = [f"{device.type}:{number}" for number in range(count)]
+        raise ValueError(
+            f"{field}: {name!r} given, one of {', '.join(['auto', 'cpu', *numbered])} is allowed, because torch finds "
+            f"{count} {device.type} devices on this machine; choose another"
+        )
+    return device
+
+
+def num_devices(kind: str) -> int:
+    """How many devices of a kind, such as cuda, torch can use here."""
+    try:
+        module = torch.get_device_module(kind)
+    except RuntimeError:  # this build of torch does not know the kind
+        return 0
+    return int(module.device_count()) if module.is_available() else 0
+
+
+def load_config(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
+    """The model's configuration; raises ValueError, naming the folder, for one that transformers cannot read."""
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"target.trust_remote_code: false given, but {folder} has a model class of its own; true is allowed: "
+                f"set it if you trust the code in that folder"
+            ) from error
+        raise ValueError(
+            f"{folder}/config.json: {in_one_line(error)}; the configuration of a causal language model that "
+            f"transformers knows is required: {AGAIN}"
+        ) from error
+    return config
+
+
+def load_weights(folder: Path, **options: Any) -> PreTrainedModel:
+    """The model with all of its weights.
+
+    Raises ValueError for files that cannot be read, and for tensors that are missing or have another shape, which
+    transformers would replace by random numbers.
+    """
+    try:
+        found: Any = AutoModelForCausalLM.from_pretrained(
+            folder, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"{folder}: its weights cannot be read ({in_one_line(error)}); whole safetensors files are required: "
+            f"{AGAIN}"
+        ) from error
+    model: PreTrainedModel = found[0]
+    info: dict[str, Any] = found[1]
+    wrong = [f"{name} is missing" for name in sorted(info["missing_keys"])]
+    wrong += [
+        f"{name} is {list(shape)} but should be {list(wanted)}" for name, shape, wanted in info["mismatched_keys"]
+    ]
+    if wrong:
+        more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        raise ValueError(
+            f"{folder}: {'; '.join(wrong[:SHOWN])}{more}; all tensors of a whole model are required: give a model's "
+            f"folder, or {AGAIN}"
+        )
+    return model
+
+
+def in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]

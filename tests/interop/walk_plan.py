@@ -1,0 +1,182 @@
+"""How each documented command is walked: as it stands in a clone whose recipes are tiny, or not, with the reason."""
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from documented_commands import Documented
+
+# The sizes of every recipe in the clone; an override in a command gets the same value.
+SIZES: dict[str, Any] = {
+    "data.num_prompts": 12,
+    "data.prompt_tokens": 32,
+    "data.response_tokens": 12,
+    "data.generate_batch": 12,
+    "data.harvest_batch": 4,
+    "data.heldout_samples": 4,
+    "data.shard_samples": 6,
+    "train.steps": 4,
+    "train.batch_size": 4,
+    "train.accumulate": 1,
+    "train.warmup_steps": 1,
+    "train.checkpoint_every": 2,
+    "train.eval_every": 4,
+    "train.eval_prompts": 1,
+    "joint.warmup_steps": 1,
+    "decode.max_new_tokens": 12,
+    "report.num_prompts": 2,
+    "report.workers": 1,
+    "report.warmup_prompts": 0,
+}
+# Large models are replaced by the demo target, and heads get sizes that fit it.
+TINY_TARGET: dict[str, Any] = {
+    "target.path": "assets/demo_target",
+    "target.dtype": "float32",
+    "head.hidden_size": 64,
+    "head.intermediate_size": 96,
+    "head.num_heads": 4,
+    "head.num_kv_heads": 2,
+    "head.draft_vocab_size": 512,
+    "head.taps": [2, 8, 13],
+    "head.lm_head_rank": 8,
+}
+# What stands in a document for a path or number of the user's own.
+STAND_INS = {
+    r"\bRECIPE\b": "recipes/tiny.yaml",
+    r" \[EXPORT\]": " runs/tiny/export/vllm",
+    r"\bHEAD TARGET\b": "runs/tiny/head assets/demo_target",
+    r"\bEXPORT\b": "runs/tiny/export/vllm",
+    r"\bTARGET\b|meta-llama/\S+": "assets/demo_target",
+    r"\bPATH\b|path/to/head": "runs/tiny/export/vllm",
+    r"\bOUT\b": "runs/converted",
+    r"runs/medusa/head": "runs/tiny_medusa/head",
+    r"--num_processes 8": "--num_processes 2",
+}
+# Made before the walk, beside data/prompts.jsonl and data/heldout_prompts.jsonl, which the recipes ask for.
+PREPARED = ("headstart harvest recipes/tiny.yaml run_dir=runs/more seed=1",)  # a second store, to be merged
+
+BY_HAND = {
+    r"export\.push_to=": "uploads to a hub repository",
+    r"VENV|--peer": "needs a peer's environment; run when a peer's version changes",
+    r"demo\.(target|post_train)": "trains the bundled target, for hours",
+    r"^make bench$": "hours; the scripts that it runs are walked one by one",
+    r"^make check-vllm$": "downloads vLLM; run beside the walk before a release",
+    **({} if shutil.which("chromium") else {r"^make check-page$": "needs a Chromium"}),
+    r"tests/interop/\w+\.py": "run by a make target: check-vllm, check-speculators, check-page",
+    r"^make walk$": "is this walk",
+    r"--machine_rank|--num_machines [2-9]|^srun |^sbatch ": "needs several machines; see tests/test_machines.py",
+    r"^(accelerate launch|python3?|headstart|pip)$": "no command, only its first word",
+}
+# The order of the walk: the environment first, then data-flow order. A command belongs to the first pattern it matches.
+ORDER = (
+    r"^python3? -m venv ",
+    r"^pip install -c constraints\.txt -e \.$",
+    r"^headstart --(help|version)|^headstart \w+ --help",
+    r"^from ",
+    r"train\.dry_run=true",
+    r"^make (\.venv|help)$",
+    r"^(headstart|python -m data_pipelines\.)\s?prompts ",
+    r"^headstart harvest |-m data_pipelines\.harvest ",
+    r"^(headstart|python -m data_pipelines\.)\s?inspect ",
+    r"^make demo$",
+    r"trainers/eagle\.py recipes/tiny\w*\.yaml$",  # their harvests serve Medusa heads too, but not the reverse
+    r"^accelerate launch trainers/\w+\.py |^headstart train |launch/one\.yaml ",
+    r"launch/(ddp|fsdp2)\.yaml ",
+    r"^(headstart |python -m inference\.)calibrate ",
+    r"^(headstart |python -m inference\.)report ",
+    r"^(headstart |python -m heads\.)export ",
+    r"^(headstart |python -m heads\.)lint ",
+    r"^(headstart |python -m heads\.)convert ",
+    r"^(headstart |python -m inference\.)doctor ",
+    r"^(headstart |python -m data_pipelines\.)store (verify|stats|merge) ",
+    r"^make drafters$",
+    r"^python benchmarks/\w+\.py",
+    r"^pip install -e '\.\[deepspeed\]'$",
+    r"^make test-all$",
+    r"launch/zero[23]\.yaml ",
+    r"^make (lint|test)$",
+    r"^make check-page$",
+    r"^make check-speculators$",
+    r"^make clean$",
+)
+OUTPUTS = {
+    r"\bexport ": ("runs/*/export",),
+    r"\bconvert ": ("runs/imported", "runs/converted"),
+    r"\bstore merge ": ("runs/all",),
+}
+TRAINS = re.compile(r"trainers/\w+\.py |^headstart train |^make demo$")
+
+
+@dataclass
+class Walked:
+    """One command of the walk, and the documented ones that it stands for."""
+
+    command: str
+    place: str  # the first place where it is documented
+    rank: int  # its position in ORDER
+    reason: str = ""  # why it is not run here
+
+
+def plan(documented: list[Documented]) -> list[Walked]:
+    """Every documented command in walking order, equal ones once; raises ValueError naming those of no rule."""
+    found: dict[str, Walked] = {}
+    uncovered = []
+    for each in documented:
+        reason = next((reason for pattern, reason in BY_HAND.items() if re.search(pattern, each.command)), "")
+        command = each.command if reason else tiny(each.command)
+        rank = next((rank for rank, pattern in enumerate(ORDER) if re.search(pattern, command)), None)
+        if not reason and rank is None:
+            uncovered.append(f"{each.place}: {each.command}")
+        found.setdefault(command, Walked(command, each.place, len(ORDER) if rank is None else rank, reason))
+    if uncovered:
+        raise ValueError(
+            "documented, but not in ORDER or BY_HAND of tests/interop/walk_plan.py; add a pattern: "
+            + "; ".join(uncovered)
+        )
+    return sorted(found.values(), key=lambda walked: (bool(walked.reason), walked.rank))
+
+
+def tiny(command: str) -> str:
+    """The command with the user's own paths and numbers filled in, and with tiny sizes."""
+    for pattern, stand_in in STAND_INS.items():
+        command = re.sub(pattern, stand_in, command)
+    for field, value in SIZES.items():
+        command = re.sub(rf"(?<=\s){re.escape(field)}=\S+", f"{field}={value}", command)
+    if (launch := re.search(r"recipes/launch/(\w+)\.yaml.* recipes/tiny\.yaml$", command)) is not None:
+        command += f" run_dir=runs/{launch[1]} data.folder=runs/tiny"  # or it would find the head of the run before
+    if "benchmarks/medusa.py" in command:
+        command += " report.num_prompts=10"  # it calibrates on eight of them
+    return command
+
+
+def outputs(command: str, clone: Path) -> list[Path]:
+    """What a command refuses to overwrite, or would reuse: removed before it runs, so that each one does its work."""
+    for pattern, folders in OUTPUTS.items():
+        if re.search(pattern, command):
+            return [path for folder in folders for path in clone.glob(folder)]
+    if TRAINS.search(command):
+        return [run_dir(command, clone) / folder for folder in ("checkpoints", "head", "target", "metrics.jsonl")]
+    return []
+
+
+def shrink_recipe(path: Path) -> None:
+    """Give a recipe tiny sizes and, if it names a large model, the demo target."""
+    recipe: dict[str, Any] = yaml.safe_load(path.read_text())
+    large = not str(recipe["target"]["path"]).startswith("assets/")
+    for field, value in {**SIZES, **(TINY_TARGET if large else {})}.items():
+        section, _, key = field.partition(".")
+        if section in recipe and (field in SIZES or recipe[section].get(key) is not None):
+            recipe[section][key] = value
+    path.write_text(yaml.safe_dump(recipe, sort_keys=False))
+
+
+def run_dir(command: str, clone: Path) -> Path:
+    """The run_dir of a command that trains."""
+    if (given := re.search(r"run_dir=(\S+)", command)) is not None:
+        return clone / given[1]
+    recipe = re.search(r"recipes/\w+\.yaml", command)
+    text = (clone / (recipe[0] if recipe else "recipes/tiny.yaml")).read_text()
+    return clone / str(yaml.safe_load(text)["run_dir"])
