@@ -173,8 +173,9 @@ def harvest_again(recipe: Recipe, target: TargetModel, piece: ShardPrompts) -> N
     """Harvest a shard again, from reading the responses to its checksum."""
     path = recipe.features_dir / shard_name(piece.split, piece.index)
     path.rename(path.with_suffix(".kept"))
+    made_from = {path.name: "a benchmark"}
     with show_progress([piece], PartialState(), "timing a harvest") as meter:
-        write_features(recipe, target.taps, partial(tap, target), target.device, [piece], "a benchmark", meter)
+        write_features(recipe, target.taps, partial(tap, target), target.device, [piece], made_from, meter)
     path.with_suffix(".kept").replace(path)
     note_path(path).unlink()
 

@@ -49,7 +49,8 @@ class ChatTemplate:
     def __init__(self, tokenizer: Tokenizer) -> None:
         if tokenizer.chat_template is None:
             raise BadRow(
-                "template", "messages need a chat template, and the target's tokenizer has none; give prompt instead"
+                "chat template",
+                "messages need a chat template, and the target's tokenizer has none; give prompt instead",
             )
         self.tokenizer = tokenizer
         self.is_marked = GENERATION_MARK.search(str(tokenizer.chat_template)) is not None
@@ -68,7 +69,11 @@ class ChatTemplate:
         The ranges cover all assistant turns or the last one, as `turns` says. Raises BadRow if no range can be found.
         """
         if conversation.prompt().messages == conversation.messages:
-            raise BadRow("no reply", "the last turn is not by the assistant, so there is no answer to train on")
+            raise BadRow(
+                "no response",
+                "the last turn is not by the assistant, so there is nothing to train on; add the answer, or "
+                "choose data.responses=target",
+            )
         if self.is_marked:
             return [self._marked(conversation, turns)]
         samples = list(self._samples(conversation))
@@ -81,7 +86,7 @@ class ChatTemplate:
         rendered = self._apply(conversation, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         spans = runs(rendered["assistant_masks"])
         if not spans:
-            raise BadRow("mask", "the chat template marks no text of this conversation as generated")
+            raise BadRow("chat template", "the chat template marks no text of this conversation as generated")
         return MaskedTokens(rendered["input_ids"][: spans[-1][1]], spans if turns == "all" else spans[-1:])
 
     def _samples(self, conversation: Conversation) -> Iterator[tuple[str, list[Span]]]:
@@ -108,7 +113,7 @@ class ChatTemplate:
         else:
             _, words, tail = around.partition(STAND_IN)
             if not words or not full.endswith(tail):
-                raise BadRow("mask", f"the chat template does not show the words of turn {number + 1}")
+                raise BadRow("chat template", f"the chat template does not show the words of turn {number + 1}")
             mark = self.special.search(tail)  # the first: Phi-3 writes an end-of-text mark after it
             end = len(full) - len(tail) + (mark.end() if mark else 0)
         if full.startswith(asked):
@@ -134,13 +139,17 @@ class ChatTemplate:
             before.messages[-1]["content"].strip() not in opening[end - shared(end) : end]
             or full[:end] != opening[:end]
         ):
-            raise BadRow("mask", "the chat template changes the turns before an answer once the answer is there")
+            raise BadRow(
+                "chat template", "the chat template changes the turns before an answer once the answer is there"
+            )
         return RenderedTurn(asked + full[end:], len(asked))
 
     def _end_of_calls(self, turn: Json, full: str) -> int:
         names = [call["function"]["name"] for call in turn["tool_calls"]]
         if missing := [name for name in names if name not in full]:
-            raise BadRow("template", f"the target's chat template does not write the tool calls {', '.join(missing)}")
+            raise BadRow(
+                "chat template", f"the target's chat template does not write the tool calls {', '.join(missing)}"
+            )
         marks = list(self.special.finditer(full))
         return marks[-1].end() if marks else len(full.rstrip())
 
@@ -149,7 +158,7 @@ class ChatTemplate:
         places: list[Span] = encoded["offset_mapping"]
         for border in {border for span in spans for border in span}:
             if any(start < border < end for start, end in places):
-                raise BadRow("mask", "a token spans the boundary of the assistant's words")
+                raise BadRow("chat template", "a token spans the boundary of the assistant's words")
         inside = [[number for number, (place, _) in enumerate(places) if start <= place < end] for start, end in spans]
         return MaskedTokens(list(encoded["input_ids"]), [(found[0], found[-1] + 1) for found in inside])
 
@@ -161,7 +170,7 @@ class ChatTemplate:
         try:
             return self.tokenizer.apply_chat_template(conversation.messages, tools=tools, **how)
         except (TemplateError, TypeError, ValueError, LookupError) as error:  # a template may raise any of these
-            raise BadRow("template", f"the target's chat template refuses these messages ({error})") from error
+            raise BadRow("chat template", f"the target's chat template refuses these messages ({error})") from error
 
 
 def append(conversation: Conversation, turn: Json) -> Conversation:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.filesize import decimal
+
 from headstart.data_pipelines.responses import Text, responses_path
 from headstart.data_pipelines.shard_work import ShardPrompts
 from headstart.data_pipelines.state_encoding import bytes_per_token
@@ -13,6 +15,7 @@ from headstart.heads.target_config import TargetConfig
 from headstart.recipes import Recipe
 from headstart.recipes.jsonl import read_jsonl
 
+UNITS = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))  # and their length in seconds
 DISK_MARGIN = 1.01  # factor for headers, offsets and the manifest
 
 
@@ -45,10 +48,9 @@ class FeatureCost:
 
     def describe(self, seconds_per_token: float) -> str:
         """The size on disk and the time to compute the features, in words for the user."""
-        minutes = self.tokens * seconds_per_token / 60
         return (
-            f"features of {self.tokens:,} tokens take {gigabytes(self.bytes)} on disk ({self.token_bytes:,} bytes per "
-            f"token) and about {minutes:.1f} minutes"
+            f"features of {self.tokens:,} tokens take {decimal(self.bytes)} on disk ({self.token_bytes:,} bytes per "
+            f"token) and {duration(self.tokens * seconds_per_token)}"
         )
 
 
@@ -65,12 +67,13 @@ def forecast_disk(recipe: Recipe, config: TargetConfig, taps: tuple[int, ...], w
     if least * DISK_MARGIN > free:
         raise ValueError(disk_full_message(least, recipe.data_folder, free))
     most = least + per_token * written
-    return f"features will take {gigabytes(least)} to {gigabytes(most)} on disk ({gigabytes(free)} free)"
+    size = f"{decimal(least)} to {decimal(most)}" if most > least else decimal(least)
+    return f"features will take {size} on disk ({decimal(free)} free)"
 
 
 def disk_full_message(needed: float, folder: Path, free: int) -> str:
     return (
-        f"data.folder: the features need {gigabytes(needed)} more in {folder}, whose disk has {gigabytes(free)} left; "
+        f"data.folder: the features need {decimal(int(needed))} more in {folder}, whose disk has {decimal(free)} left; "
         "choose another data.folder, data.dtype int8 or float8, fewer data.num_prompts, or data.mode online"
     )
 
@@ -89,5 +92,9 @@ def time_second_run(run: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def gigabytes(size: float) -> str:
-    return f"{size / 1e9:.3g} GB"
+def duration(seconds: float) -> str:
+    """A time in the unit that suits it."""
+    if seconds < 1:
+        return "less than a second"
+    unit, length = next((unit, length) for unit, length in UNITS if seconds >= length)
+    return f"about {seconds / length:.1f} {unit}"

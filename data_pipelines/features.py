@@ -1,6 +1,6 @@
 """Hidden states of texts, and the feature shards that store them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -58,10 +58,12 @@ def write_features(
     tap_texts: TapTexts,
     device: torch.device,
     work: Sequence[ShardPrompts],
-    made_from: str,
+    made_from: Mapping[str, str],
     meter: ProgressMeter,
 ) -> None:
     """Write the feature shards of `work` that are missing; `device` is the target's.
+
+    `made_from` says for each shard's file name what it is made from; a shard that was made from the same is kept.
 
     With a GPU, background threads copy the states of each batch and write each full shard while the target continues.
     With a CPU target the threads would take its cores, so the work is done in between.
@@ -73,7 +75,7 @@ def write_features(
     ):
         for shard in work:
             path = recipe.features_dir / shard_name(shard.split, shard.index)
-            if shard_is_whole(path, made_from):
+            if shard_is_whole(path, made_from[path.name]):
                 meter.skip(len(shard.rows))
                 continue
             texts = [Text.from_row(row) for row in read_jsonl(responses_path(recipe, shard))]
@@ -84,7 +86,7 @@ def write_features(
                 states = tap_texts([texts[number].tokens for number in numbers])
                 copier.add(partial(copy_states, buffer, numbers, states, taps, recipe.data.dtype))
                 meter.add(len(numbers), sum(lengths[number] for number in numbers))
-            copier.add(partial(writer.add, partial(buffer.write, path, made_from)))
+            copier.add(partial(writer.add, partial(buffer.write, path, made_from[path.name])))
 
 
 def token_tensors(texts: list[Text]) -> dict[str, Tensor]:

@@ -5,6 +5,11 @@
 Both stages write whole shards by sample id, so a killed run can resume, with a different number of ranks if you like.
 """
 
+from headstart.recipes import recipe_from_command_line
+
+if __name__ == "__main__":
+    recipe_from_command_line(__doc__)  # --help and mistakes end the process here, before torch is loaded
+
 from collections.abc import Callable
 from functools import cache, partial
 
@@ -12,12 +17,16 @@ import torch
 from accelerate import PartialState
 
 from headstart.data_pipelines.cost_estimate import FeatureCost, first_batch, forecast_disk, time_second_run
+from headstart.data_pipelines.dependents import dependents
 from headstart.data_pipelines.features import TapTexts, tap, write_features
-from headstart.data_pipelines.prompts import make_prompts
+from headstart.data_pipelines.more_prompts import take_over_features, take_over_responses
+from headstart.data_pipelines.preflight import check_harvest
+from headstart.data_pipelines.prompts import describe_prompts, make_prompts
 from headstart.data_pipelines.responses import (
     Text,
     Writer,
     count_written,
+    describe_responses,
     finish_responses,
     responses_path,
     responses_stage,
@@ -36,7 +45,8 @@ from headstart.data_pipelines.shards import (
     write_manifest,
 )
 from headstart.data_pipelines.stage import Stage, file_digest, target_identity
-from headstart.data_pipelines.store import existing_store
+from headstart.data_pipelines.store import describe_store, existing_store
+from headstart.data_pipelines.target_files import WEIGHTS, digest_of
 from headstart.data_pipelines.together import hold_folder, refuse_differences, run_together
 from headstart.data_pipelines.token_counts import shards_identity, write_counts
 from headstart.heads.checkpoint import head_taps
@@ -47,6 +57,7 @@ from headstart.inference.target.ranks import Ranks
 from headstart.recipes import Recipe, run_command
 from headstart.recipes.jsonl import read_jsonl
 from headstart.recipes.launcher import end_with_launcher
+from headstart.recipes.os_errors import CONTINUES
 
 STORE_FORMAT = 3  # version of the shards and of the manifest
 LOGITS_TOLERANCE = 0.05  # share of the largest logit; bfloat16 rounding stays well below it
@@ -60,15 +71,32 @@ def taps_to_store(recipe: Recipe, config: TargetConfig) -> tuple[int, ...]:
 
 
 def features_stage(recipe: Recipe, responses: Stage, taps: tuple[int, ...]) -> Stage:
-    inputs = {"responses": responses.digest(), "taps": taps, "data.dtype": recipe.data.dtype, "format": STORE_FORMAT}
-    return Stage("features", recipe.features_dir, inputs)
+    inputs = {
+        "responses": digest_of(responses.facts()["files"]),
+        WEIGHTS: target_identity(locate_target(recipe.target.path, recipe.target.revision)),
+        "target.dtype": recipe.target.dtype,
+        "taps": taps,
+        "data.dtype": recipe.data.dtype,
+        "format": STORE_FORMAT,
+    }
+    return Stage("features", recipe.features_dir, inputs, dependents(recipe, recipe.features_dir))
+
+
+def shard_identities(recipe: Recipe, features: Stage, responses: Stage) -> dict[str, str]:
+    """What each shard of features is made from, by file name: its texts, and all inputs but the other texts."""
+    common = {name: value for name, value in features.inputs.items() if name != "responses"}
+    files = responses.facts()["files"]
+    return {
+        shard_name(shard.split, shard.index): digest_of([common, files[responses_path(recipe, shard).name]])
+        for shard in prompt_shards(recipe)
+    }
 
 
 def harvest(recipe: Recipe) -> Stage:
     """Run the missing stages of prompts, responses and features, on all ranks together; returns the last stage.
 
-    With data.mode online the last stage is the responses; with data.store it is that store. Raises ValueError if a
-    stage on disk was made from other inputs.
+    With data.mode online the last stage is the responses; with data.store it is that store. If there are more prompts
+    than before, what was made from the others is kept. Raises ValueError if a stage on disk was made from other inputs.
     """
     state = PartialState()
     if state.is_main_process and (idle := idle_cores(state)):
@@ -83,23 +111,29 @@ def harvest(recipe: Recipe) -> Stage:
 def make_stages(recipe: Recipe, state: PartialState) -> Stage:
     """The missing stages, on ranks that agree on where they lie."""
     recipe.run_dir.mkdir(parents=True, exist_ok=True)
-    with state.main_process_first():
-        prompts = make_prompts(recipe)
     target = locate_target(recipe.target.path, recipe.target.revision)
     refuse_differences(state, {"config and weights of target.path": target_identity(target)[:12]})
     config = TargetConfig.from_folder(target)
     check_lengths(recipe, config)
+
+    def say(line: str) -> None:
+        if state.is_main_process:
+            print(line, flush=True)
+
+    with state.main_process_first():
+        prompts = make_prompts(recipe)
+    say(describe_prompts(recipe))
     if recipe.data.store is not None:
         return existing_store(recipe, recipe.data.store, stored_taps(head_taps(recipe.head, config), config.num_layers))
 
     taps = taps_to_store(recipe, config)
     load = cache(partial(TargetModel.load, recipe.target, taps))  # loads on first use, once
     responses = responses_stage(recipe, prompts)
+    with state.main_process_first():
+        take_over_responses(recipe, responses)
     if not responses.is_complete():
         if recipe.data.mode == "offline":
-            expected = forecast_disk(recipe, config, taps, prompt_shards(recipe))
-            if state.is_main_process:
-                print(expected)
+            say(forecast_disk(recipe, config, taps, prompt_shards(recipe)))
         claim_stage(responses, state)
         make_responses(recipe, load, state)
         state.wait_for_everyone()
@@ -107,16 +141,21 @@ def make_stages(recipe: Recipe, state: PartialState) -> Stage:
             finish_responses(recipe, responses)
         state.wait_for_everyone()
 
+    say(describe_responses(recipe, responses))
     if recipe.data.mode == "online":
         return responses
     features = features_stage(recipe, responses, taps)
+    identities = shard_identities(recipe, features, responses)
+    with state.main_process_first():
+        take_over_features(recipe, features, identities)
     if not features.is_complete():
         claim_stage(features, state)
-        make_features(recipe, load(), features, state)
+        make_features(recipe, load(), features, identities, state)
         state.wait_for_everyone()
         if state.is_main_process:
             finish_features(recipe, features, prompts, responses)
         state.wait_for_everyone()
+    say(describe_store(features.folder))
     return features
 
 
@@ -143,13 +182,15 @@ def make_responses(recipe: Recipe, load: Callable[[], TargetModel], state: Parti
     ranks.carry_out(writer, work)
 
 
-def make_features(recipe: Recipe, target: TargetModel, features: Stage, state: PartialState) -> None:
+def make_features(
+    recipe: Recipe, target: TargetModel, features: Stage, identities: dict[str, str], state: PartialState
+) -> None:
     """Write this rank's share of the features; raises ValueError if the disk cannot hold those of all ranks."""
     check_teacher_logits(recipe, target)
     everything = prompt_shards(recipe)
     cost = FeatureCost.from_responses(recipe, target.config, target.taps, everything)
     cost.check_disk(features.folder)
-    made_from, share = features.identity(), target.ranks.share(everything)
+    share = target.ranks.share(everything)
 
     def work(tap_texts: TapTexts) -> None:
         if state.is_main_process:
@@ -158,7 +199,7 @@ def make_features(recipe: Recipe, target: TargetModel, features: Stage, state: P
             seconds = time_second_run(lambda: tap_texts(batch).last_hidden.sum().item()) / sum(map(len, batch))
             print(cost.describe(seconds / target.ranks.num_workers))
         with show_progress(share, state, "features") as meter:
-            write_features(recipe, target.taps, tap_texts, target.device, share, made_from, meter)
+            write_features(recipe, target.taps, tap_texts, target.device, share, identities, meter)
 
     target.ranks.carry_out(partial(tap, target), work)
 
@@ -218,12 +259,13 @@ def run(recipe: Recipe) -> None:
     """The command: harvest on all ranks of the launch."""
     end_with_launcher()
     start_processes()
+    check_harvest(recipe)
     with run_together(recipe, "harvest"):
-        print(recipe.features_dir, harvest(recipe).facts())
+        print(f"complete in {harvest(recipe).folder}")
 
 
 def main() -> None:
-    run_command(__doc__, run)
+    run_command(__doc__, run, CONTINUES)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,27 @@
 """Show a run's data: samples with the trained-on text in colour, length histograms, and the unusable rows.
 
-    python -m data_pipelines.inspect recipes/tiny.yaml
+    headstart inspect recipes/tiny.yaml
 
 Shows the responses that are written so far. If there are none, it shows the prompts, and makes them if necessary.
 """
+
+from headstart.recipes import recipe_from_command_line
+
+if __name__ == "__main__":
+    recipe_from_command_line(__doc__)  # --help and mistakes end the process here, before torch is loaded
 
 import json
 from collections import Counter
 from collections.abc import Iterator
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text as Coloured
 
-from headstart.data_pipelines.prompts import ROW_REPORT, make_prompts
+from headstart.data_pipelines.prompts import ROW_REPORT, describe_prompts, make_prompts
 from headstart.data_pipelines.responses import Text
+from headstart.data_pipelines.row_report import RowReport
 from headstart.data_pipelines.stage import Json, Stage
 from headstart.heads.target_config import locate_target
 from headstart.inference.target.tokenizer import Tokenizer, load_tokenizer
@@ -22,8 +29,8 @@ from headstart.recipes import Recipe, run_command
 from headstart.recipes.jsonl import read_jsonl
 
 SAMPLES = 4  # samples shown in full
-BAD_ROWS = 20  # unusable rows shown
-BINS, BAR = 10, 40  # of a histogram: number of bins, characters of the longest bar
+BAD_ROWS = 20  # rows without a sample shown
+BINS, BAR = 10, 30  # of a histogram: number of bins, characters of the longest bar
 
 
 def main() -> None:
@@ -41,8 +48,14 @@ def inspect(recipe: Recipe, console: Console) -> None:
         console.print(coloured(tokenizer, text))
     console.print(histogram("tokens per sample", [len(text.tokens) for text in texts]))
     console.print(histogram("trained-on tokens per sample", [sum(text.loss_mask) for text in texts]))
-    for report in json.loads((stage.folder / ROW_REPORT).read_text()):
-        console.print(bad_row_table(report))
+    console.print(describe_prompts(recipe), soft_wrap=True, highlight=False, markup=False)
+    for found in json.loads((stage.folder / ROW_REPORT).read_text()):
+        report = RowReport.from_json(found)
+        if rows := report.left_out_rows():
+            console.print(
+                f"\nrows of {report.source} that gave no sample:", soft_wrap=True, highlight=False, markup=False
+            )
+            console.print(row_table(rows, report.counts))
 
 
 def training_rows(recipe: Recipe, prompts: Stage) -> Iterator[Json]:
@@ -82,15 +95,13 @@ def histogram(title: str, values: list[int]) -> Table:
     return table
 
 
-def bad_row_table(report: Json) -> Table:
-    """The unusable rows of a source."""
-    kinds = ", ".join(f"{count} {kind}" for kind, count in report["bad"].items()) or "none"
-    title = f"{report['source']}: {report['rows']} rows, unusable: {kinds}; {len(report['cut'])} prompts shortened"
-    table = Table("line", "kind", "why", title=title, title_justify="left")
-    for row in report["bad_rows"][:BAD_ROWS]:
-        table.add_row(str(row["line"]), row["kind"], row["why"])
-    if len(report["bad_rows"]) > BAD_ROWS:
-        table.add_row("...", "", f"{len(report['bad_rows']) - BAD_ROWS} more in {ROW_REPORT}")
+def row_table(rows: list[Json], counts: str) -> Table:
+    """Rows that gave no sample, and why; `counts` says what their numbers are."""
+    table = Table(counts, "kind", "why", box=None)
+    for row in rows[:BAD_ROWS]:
+        table.add_row(str(row["line"]), row["kind"], escape(row["why"]))
+    if len(rows) > BAD_ROWS:
+        table.add_row("...", "", f"{len(rows) - BAD_ROWS} more in {ROW_REPORT}")
     return table
 
 

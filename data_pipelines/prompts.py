@@ -3,34 +3,48 @@
 python -m data_pipelines.prompts recipes/tiny.yaml
 """
 
+from headstart.recipes import recipe_from_command_line
+
+if __name__ == "__main__":
+    recipe_from_command_line(__doc__)  # --help and mistakes end the process here, before torch is loaded
+
 import hashlib
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Set
+from dataclasses import dataclass
 
-from headstart.data_pipelines.chat_masks import ChatTemplate, MaskedTokens, runs
-from headstart.data_pipelines.conversations import Conversation, TokenRow, parse_row
+from headstart.data_pipelines.conversations import Conversation
 from headstart.data_pipelines.demo.python_stdlib import source_files
+from headstart.data_pipelines.dependents import dependents
 from headstart.data_pipelines.row_report import RowReport
+from headstart.data_pipelines.row_samples import parse_known, samples_of
 from headstart.data_pipelines.rows import BadRow, read_rows, source_digest
-from headstart.data_pipelines.stage import Json, Stage, file_digest, write_jsonl, write_text
+from headstart.data_pipelines.stage import Json, Stage, file_digest, target_identity, write_jsonl, write_text
+from headstart.data_pipelines.target_files import WEIGHTS, prompt_identities
 from headstart.heads.target_config import locate_target
 from headstart.inference.target.tokenizer import Tokenizer, load_tokenizer
 from headstart.recipes import Recipe, run_command
+from headstart.recipes.jsonl import read_jsonl
 from headstart.recipes.schema import PYTHON_STDLIB, DataSection
 
 CHARACTERS_PER_TOKEN = 12  # a generous bound, to shorten text before tokenizing
+FRUITLESS_DRAWS = 200  # draws without a single excerpt that is long enough, before giving up
 ROW_REPORT = "rows.json"  # the unusable rows and why
+MAY_GROW = {"data.prompts", "data.num_prompts"}  # inputs that may change if the prompts that were there stay the first
+Key = tuple[int, ...]  # the tokens by which a training sample and a held-out one are recognised as the same
 
 
 def prompts_stage(recipe: Recipe) -> Stage:
-    data = recipe.data
+    data, target = recipe.data, locate_target(recipe.target.path, recipe.target.revision)
     inputs = {
         "data.prompts": data.prompts if data.prompts == PYTHON_STDLIB else source_digest(data.prompts),
         "data.heldout_prompts": file_digest(data.heldout_prompts),
         "data.num_prompts": data.num_prompts,
         "data.prompt_tokens": data.prompt_tokens,
-        "target.path": recipe.target.path,
+        "data.long_prompts": data.long_prompts,
+        WEIGHTS: target_identity(target),
+        **prompt_identities(target),
         "seed": recipe.seed,
     }
     if data.responses == "given":  # this stage then holds the responses too
@@ -39,138 +53,175 @@ def prompts_stage(recipe: Recipe) -> Stage:
             "data.turns": data.turns,
             "data.response_tokens": data.response_tokens,
         }
-    return Stage("prompts", recipe.prompts_dir, inputs)
+    return Stage("prompts", recipe.prompts_dir, inputs, dependents(recipe, recipe.prompts_dir))
+
+
+@dataclass(frozen=True)
+class PromptRows:
+    """The rows of both splits, and what became of the rows of their sources."""
+
+    train: list[Json]
+    heldout: list[Json]
+    reports: list[RowReport]  # of the training and the held-out source
 
 
 def make_prompts(recipe: Recipe) -> Stage:
     """Write prompts/train.jsonl, prompts/heldout.jsonl and a report on the source rows, unless they are complete.
 
     A row is {id, tokens, cut}: the prompt's tokens, and whether its beginning was cut off. With data.responses given it
-    also has `text`, all tokens of the sample, and `spans`, the token ranges to train on. Raises ValueError if too many
-    source rows are unusable.
+    also has `text`, all tokens of the sample, and `spans`, the token ranges to train on. If the source or
+    data.num_prompts grew and the prompts that are there stay the first ones, the new ones are added. Raises ValueError
+    if too many source rows are unusable, or the prompts that are there were made from other inputs.
     """
     stage = prompts_stage(recipe)
-    if stage.is_complete():
+    grows = stage.was_complete() and 0 < len(stage.changed_inputs()) == len(stage.changed_inputs() & MAY_GROW)
+    if stage.was_complete() and not grows:
+        stage.refuse()
         return stage
-    stage.begin()
-    section, data = recipe.target, recipe.data
-    tokenizer = load_tokenizer(locate_target(section.path, section.revision), section.trust_remote_code)
-    row_reports = [RowReport(data.prompts), RowReport(str(data.heldout_prompts))]
-    if data.prompts == PYTHON_STDLIB:
-        train = stdlib_prompts(tokenizer, data.num_prompts, data.prompt_tokens, recipe.seed)
-    else:
-        train = read_prompts(tokenizer, data, data.num_prompts, row_reports[0])
-    heldout = read_prompts(tokenizer, data, None, row_reports[1])
-    write_text(stage.folder / ROW_REPORT, json.dumps([report.to_json() for report in row_reports], indent=1))
-    for report in row_reports if data.prompts != PYTHON_STDLIB else row_reports[1:]:
-        report.check(data.max_bad_fraction)
-    write_jsonl(stage.folder / "train.jsonl", train)
-    write_jsonl(stage.folder / "heldout.jsonl", heldout)
-    stage.finish(
-        {
-            "train": len(train),
-            "heldout": len(heldout),
-            "cut": sum(row["cut"] for row in train + heldout),
-            "bad": sum(len(report.bad) for report in row_reports),
-            "sha256": file_digest(stage.folder / "train.jsonl"),
-            "chat_template": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest(),
-        }
-    )
+    tokenizer = load_target_tokenizer(recipe)
+    rows = read_both(recipe, tokenizer)
+    write_text(stage.folder / ROW_REPORT, json.dumps([report.to_json() for report in rows.reports], indent=1))
+    for report in rows.reports:
+        report.check(recipe.data.max_bad_fraction)
+    if grows:
+        refuse_other_start(stage, rows)
+    stage.claim()
+    write_prompts(stage, rows, tokenizer)
     return stage
 
 
-def stdlib_prompts(tokenizer: Tokenizer, count: int, length: int, seed: int) -> list[Json]:
-    """Draw prompts of `length` tokens that start at a line of the standard library, never from held-out files."""
+def refuse_other_start(stage: Stage, rows: PromptRows) -> None:
+    """Raise ValueError unless the prompts that are there are the first of the new ones; else say what is new."""
+    there = {split: list(read_jsonl(stage.folder / f"{split}.jsonl")) for split in ("train", "heldout")}
+    first = rows.train[: len(there["train"])]
+    if first != there["train"] or rows.heldout != there["heldout"]:
+        stage.refuse(f"its first {len(there['train'])} prompts are not those of the run, so it cannot go on from them")
+    new = len(rows.train) - len(first)
+    print(
+        f"prompts: {len(first):,} are unchanged, and their responses and features are reused; {new:,} are new, and "
+        "theirs are made now" + (" (with the rest of the last shard, whose features are made anew)" if new else "")
+    )
+
+
+def write_prompts(stage: Stage, rows: PromptRows, tokenizer: Tokenizer) -> None:
+    """Write both splits and finish the stage."""
+    write_jsonl(stage.folder / "train.jsonl", rows.train)
+    write_jsonl(stage.folder / "heldout.jsonl", rows.heldout)
+    stage.finish(
+        {
+            "train": len(rows.train),
+            "heldout": len(rows.heldout),
+            "cut": sum(row["cut"] for row in rows.train + rows.heldout),
+            "bad": sum(len(report.bad) for report in rows.reports),
+            "held_out_too": sum(len(report.held_out) for report in rows.reports),
+            "sha256": file_digest(stage.folder / "train.jsonl"),
+            "heldout_sha256": file_digest(stage.folder / "heldout.jsonl"),
+            "chat_template": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest(),
+        }
+    )
+
+
+def describe_prompts(recipe: Recipe) -> str:
+    """What became of the rows of both sources, one line for each."""
+    found = json.loads((recipe.prompts_dir / ROW_REPORT).read_text())
+    names = ("prompts", "held-out prompts")
+    return "\n".join(
+        RowReport.from_json(report).summary(name, recipe.data) for name, report in zip(names, found, strict=True)
+    )
+
+
+def load_target_tokenizer(recipe: Recipe) -> Tokenizer:
+    section = recipe.target
+    return load_tokenizer(locate_target(section.path, section.revision), section.trust_remote_code)
+
+
+def read_both(recipe: Recipe, tokenizer: Tokenizer) -> PromptRows:
+    """Read the prompts of both splits; training samples that are held out too are left out."""
+    data = recipe.data
+    reports = [
+        RowReport(data.prompts, data.num_prompts, "data.num_prompts"),
+        RowReport(str(data.heldout_prompts), data.heldout_samples, "data.heldout_samples"),
+    ]
+    heldout = read_prompts(tokenizer, data, None, reports[1])
+    held_out = {key_of(row) for row in heldout}
+    if data.prompts != PYTHON_STDLIB:
+        return PromptRows(read_prompts(tokenizer, data, data.num_prompts, reports[0], held_out), heldout, reports)
+    train = stdlib_prompts(tokenizer, data.num_prompts, data.prompt_tokens, recipe.seed, held_out)
+    reports[0].rows = reports[0].samples = len(train)
+    return PromptRows(train, heldout, reports)
+
+
+def key_of(row: Json) -> Key:
+    """The tokens that two rows share if one repeats the other: the prompt, or the whole text if it has no prompt."""
+    tokens: list[int] = row["tokens"] if len(row["tokens"]) > 1 else row.get("text", row["tokens"])
+    return tuple(tokens)
+
+
+def stdlib_prompts(
+    tokenizer: Tokenizer, count: int, length: int, seed: int, held_out: Set[Key] = frozenset()
+) -> list[Json]:
+    """Draw prompts of `length` tokens that start at a line of the standard library, never from held-out files.
+
+    Raises ValueError if it has no text of that length.
+    """
     rng = random.Random(seed)
     texts = [file.text for file in source_files() if not file.held_out]
     weights = [len(text) for text in texts]
     tokens: list[list[int]] = []
+    fruitless = 0
     while len(tokens) < count:
         excerpts = []
         for text in rng.choices(texts, weights, k=count - len(tokens)):
             start = text.rfind("\n", 0, rng.randrange(len(text))) + 1
             excerpts.append(text[start : start + length * CHARACTERS_PER_TOKEN])
-        tokens += [
-            encoded[:length] for encoded in tokenizer(excerpts, verbose=False)["input_ids"] if len(encoded) >= length
-        ]
+        encoded = [row[:length] for row in tokenizer(excerpts, verbose=False)["input_ids"] if len(row) >= length]
+        found = [row for row in encoded if tuple(row) not in held_out]
+        fruitless = 0 if found else fruitless + 1
+        if fruitless == FRUITLESS_DRAWS:
+            raise ValueError(
+                f"data.prompt_tokens: {length} given, but {PYTHON_STDLIB} has hardly a text of that many tokens; lower "
+                "it, or name a file in data.prompts"
+            )
+        tokens += found
     return [{"id": i, "tokens": row, "cut": False} for i, row in enumerate(tokens)]
 
 
-def read_prompts(tokenizer: Tokenizer, data: DataSection, count: int | None, report: RowReport) -> list[Json]:
-    """The first `count` samples of a source, or all for None; unusable rows are added to the report."""
+def read_prompts(
+    tokenizer: Tokenizer, data: DataSection, count: int | None, report: RowReport, held_out: Set[Key] = frozenset()
+) -> list[Json]:
+    """The first `count` samples of a source, or all for None, without those of rows that are held out.
+
+    Rows that give no sample, or a shortened one, are added to the report.
+    """
     rows: list[Json] = []
     for row in read_rows(report.source):
         if count is not None and len(rows) >= count:
             break
-        report.rows += 1
+        report.rows, report.counts = report.rows + 1, row.counts
         try:
             if isinstance(row.fields, BadRow):
                 raise row.fields
-            for sample in samples_of(tokenizer, row.fields, data):
-                rows.append({"id": len(rows), **sample})
-                report.cut += [row.line] if sample["cut"] else []
+            parsed = parse_known(tokenizer, row.fields)
+            samples = list(samples_of(tokenizer, parsed, row.fields, data))
         except BadRow as error:
-            report.reject(row.line, error)
+            report.reject(row.line, error, data.long_prompts)
+            continue
+        if any(key_of(sample) in held_out for sample in samples):
+            report.held_out.append(row.line)
+            continue
+        rows += [{"id": len(rows) + place, **sample} for place, sample in enumerate(samples)]
+        if any(sample["cut"] for sample in samples):
+            report.add_cut(row.line, isinstance(parsed, Conversation) and parsed.has_system)
+    report.samples = len(rows[:count])
     return rows[:count]
 
 
-def samples_of(tokenizer: Tokenizer, row: Json, data: DataSection) -> Iterator[Json]:
-    """The samples of a row: one prompt for the target to answer, or the row's own samples (data.responses given)."""
-    if data.responses == "target":
-        tokens = encode_prompt(tokenizer, row)
-        yield {"tokens": tokens[-data.prompt_tokens :], "cut": len(tokens) > data.prompt_tokens}
-        return
-    longest = data.prompt_tokens + data.response_tokens
-    for given in given_samples(tokenizer, row, data):
-        if len(given.tokens) > longest:
-            raise BadRow(
-                "too long", f"{len(given.tokens)} tokens; data.prompt_tokens and data.response_tokens allow {longest}"
-            )
-        prompt = given.tokens[: given.spans[-1][0]]
-        yield {"tokens": prompt, "cut": False, "text": given.tokens, "spans": given.spans}
-
-
-def encode_prompt(tokenizer: Tokenizer, row: Json) -> list[int]:
-    """The tokens for the target to continue: a text as it is, a conversation without its final answer.
-
-    Raises BadRow for a row without a prompt.
-    """
-    parsed = parse_known(tokenizer, row)
-    if isinstance(parsed, Conversation):
-        return ChatTemplate(tokenizer).prompt(parsed)
-    if isinstance(parsed, TokenRow):
-        spans = runs(parsed.loss_mask)
-        return parsed.tokens[: spans[-1][0]] if spans and spans[-1][0] else parsed.tokens
-    return list(tokenizer(parsed)["input_ids"])
-
-
-def given_samples(tokenizer: Tokenizer, row: Json, data: DataSection) -> list[MaskedTokens]:
-    """A row's own text and the ranges to train on; in a plain text, everything after the first token."""
-    parsed = parse_known(tokenizer, row)
-    if isinstance(parsed, Conversation):
-        return ChatTemplate(tokenizer).masked(parsed, data.turns)
-    tokens = parsed.tokens if isinstance(parsed, TokenRow) else list(tokenizer(parsed)["input_ids"])
-    mask = parsed.loss_mask if isinstance(parsed, TokenRow) else [True] * len(tokens)
-    spans = runs([False, *mask[1:]])  # nothing predicts the first token
-    if not spans:
-        raise BadRow("mask", "no token to train on; set loss_mask values to 1, or give a longer text")
-    return [MaskedTokens(tokens, spans if data.turns == "all" else spans[-1:])]
-
-
-def parse_known(tokenizer: Tokenizer, row: Json) -> Conversation | TokenRow | str:
-    """Parse a row; raises BadRow for token ids outside the target's vocabulary."""
-    parsed = parse_row(row)
-    if isinstance(parsed, TokenRow):
-        unknown = [token for token in parsed.tokens if not 0 <= token < len(tokenizer)]
-        if unknown:
-            raise BadRow(
-                "unknown token", f"token {unknown[0]} given; the target's tokens are 0 to {len(tokenizer) - 1}"
-            )
-    return parsed
-
-
 def main() -> None:
-    run_command(__doc__, lambda recipe: print(recipe.prompts_dir, make_prompts(recipe).facts()))
+    def show(recipe: Recipe) -> None:
+        make_prompts(recipe)
+        print(f"{describe_prompts(recipe)}\nwritten to {recipe.prompts_dir}")
+
+    run_command(__doc__, show)
 
 
 if __name__ == "__main__":

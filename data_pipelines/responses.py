@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from headstart.data_pipelines.completion_client import CompletionClient
+from headstart.data_pipelines.dependents import dependents
 from headstart.data_pipelines.shard_work import ProgressMeter, ShardPrompts, prompt_shards
 from headstart.data_pipelines.stage import Json, Stage, file_digest, target_identity, write_jsonl, write_text
+from headstart.data_pipelines.target_files import WEIGHTS, digest_of, generation_identity
 from headstart.heads.checkpoint import load_head
 from headstart.heads.target_config import locate_target
 from headstart.inference.decode import generate_batch
@@ -25,21 +27,24 @@ from headstart.inference.target.ranks import Ranks
 from headstart.inference.target.tokenizer import load_tokenizer
 from headstart.recipes import Recipe
 from headstart.recipes.jsonl import read_jsonl
+from headstart.recipes.os_errors import naming
 
 # Prompts and the sampling of each -> the tokens written after each.
 Writer = Callable[[list[list[int]], list[Sampling]], list[list[int]]]
 
 
 def responses_stage(recipe: Recipe, prompts: Stage) -> Stage:
-    data = recipe.data
+    data, made = recipe.data, prompts.facts()
     inputs = {
-        "prompts": prompts.digest(),
+        "prompts": digest_of([made["sha256"], made["heldout_sha256"]]),
         "data.heldout_samples": data.heldout_samples,
         "data.shard_samples": data.shard_samples,
     }
     if data.responses == "target":
+        target = locate_target(recipe.target.path, recipe.target.revision)
         inputs |= {
-            "target": target_identity(locate_target(recipe.target.path, recipe.target.revision)),
+            WEIGHTS: target_identity(target),
+            "the target's generation_config.json": generation_identity(target),
             "target.dtype": recipe.target.dtype,
             "data.response_tokens": data.response_tokens,
             "data.temperatures": data.temperatures,
@@ -47,7 +52,7 @@ def responses_stage(recipe: Recipe, prompts: Stage) -> Stage:
         }
     if data.server is not None or data.draft_head is not None:
         inputs["written_by"] = written_by(recipe)
-    return Stage("responses", recipe.responses_dir, inputs)
+    return Stage("responses", recipe.responses_dir, inputs, dependents(recipe, recipe.responses_dir))
 
 
 def written_by(recipe: Recipe) -> str:
@@ -61,6 +66,11 @@ def written_by(recipe: Recipe) -> str:
 
 def responses_path(recipe: Recipe, shard: ShardPrompts) -> Path:
     return recipe.responses_dir / f"{shard.split}-{shard.index:05d}.jsonl"
+
+
+def journal_of(path: Path) -> Path:
+    """The file that holds the finished responses of a shard until all are there."""
+    return path.with_name(path.name + ".journal")
 
 
 @dataclass(frozen=True)
@@ -102,10 +112,11 @@ def write_responses(recipe: Recipe, writer: Writer, shard: ShardPrompts, meter: 
     Each finished batch is appended to a journal, so a killed run resumes within the shard.
     """
     path = responses_path(recipe, shard)
+    journal = journal_of(path)
     if path.exists():
+        journal.unlink(missing_ok=True)  # left by a kill just before its removal below
         meter.skip(len(shard.rows))
         return
-    journal = path.with_name(path.name + ".journal")
     done = {row["id"]: row for row in journal_rows(journal)}
     by_length = sorted(shard.rows, key=lambda row: len(row["tokens"]))
     for start in range(0, len(by_length), recipe.data.generate_batch):
@@ -133,7 +144,7 @@ def sampling_of(recipe: Recipe, split: str, number: int) -> Sampling:
 
 
 def append_lines(journal: Path, rows: list[Json]) -> None:
-    with journal.open("a") as file:
+    with naming(journal), journal.open("a") as file:
         file.write("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -150,15 +161,32 @@ def finish_responses(recipe: Recipe, stage: Stage) -> None:
     paths = [responses_path(recipe, shard) for shard in prompt_shards(recipe)]
     texts = [Text.from_row(row) for path in paths for row in read_jsonl(path)]
     trained_on = sum(sum(text.loss_mask) for text in texts)
+    is_written = recipe.data.responses == "target"
     stage.finish(
         {
             "samples": len(texts),
+            "cut": sum(sum(text.loss_mask) == recipe.data.response_tokens for text in texts) if is_written else 0,
+            "empty": sum(not any(text.loss_mask) for text in texts),
             "prompt_tokens": sum(len(text.tokens) for text in texts) - trained_on,
             "response_tokens": trained_on,
             "written_by": written_by(recipe),
             "files": {path.name: file_digest(path) for path in paths},
         }
     )
+
+
+def describe_responses(recipe: Recipe, stage: Stage) -> str:
+    """One line for the user: how much was written, by whom, and what was cut."""
+    facts = stage.facts()
+    parts = [
+        f"responses: {facts['samples']:,} by {facts['written_by']}",
+        f"{facts['response_tokens']:,} tokens to train on after {facts['prompt_tokens']:,} others",
+    ]
+    if facts["cut"]:
+        parts.append(f"{facts['cut']:,} stopped at data.response_tokens={recipe.data.response_tokens}")
+    if facts["empty"]:
+        parts.append(f"{facts['empty']:,} are empty and train nothing")
+    return "; ".join(parts)
 
 
 def target_writer(recipe: Recipe, target: TargetModel, drafter: Drafter | None = None) -> Writer:

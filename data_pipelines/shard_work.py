@@ -9,13 +9,12 @@ from datetime import timedelta
 
 import torch
 from accelerate import PartialState
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.progress import TimeRemainingColumn as TimeLeft
 
 from headstart.data_pipelines.stage import Json, Stage
 from headstart.recipes import Recipe
 from headstart.recipes.jsonl import read_jsonl
 from headstart.recipes.launcher import refuse_separate_processes
+from headstart.recipes.progress import Progress
 
 RANK_TIMEOUT = timedelta(hours=6)  # how long a rank waits for the others, whose texts may be much longer
 
@@ -64,26 +63,25 @@ def claim_stage(stage: Stage, state: PartialState) -> None:
 
 
 class ProgressMeter:
-    """Updates a progress bar with the samples done and this rank's tokens per second."""
+    """Reports the samples done and this rank's tokens per second."""
 
-    def __init__(self, progress: Progress, task: TaskID) -> None:
-        self.progress, self.task = progress, task
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
         self.started, self.tokens = time.perf_counter(), 0
 
     def skip(self, samples: int) -> None:
         """Count samples that an earlier run finished."""
-        self.progress.update(self.task, advance=samples)
+        self.progress.skip(samples)
 
     def add(self, samples: int, tokens: int) -> None:
         self.tokens += tokens
         speed = self.tokens / max(time.perf_counter() - self.started, 1e-9)
-        self.progress.update(self.task, advance=samples, speed=f"{speed:,.0f} tokens/s")
+        self.progress.advance(samples, f"{speed:,.0f} tokens/s")
 
 
 @contextmanager
 def show_progress(work: Sequence[ShardPrompts], state: PartialState, what: str) -> Iterator[ProgressMeter]:
-    """Show a progress bar for this rank's shards, on the main rank only."""
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}")
-    with Progress(*columns, TimeElapsedColumn(), TimeLeft(), disable=not state.is_main_process) as progress:
-        task = progress.add_task(what, total=sum(len(shard.rows) for shard in work), speed="")
-        yield ProgressMeter(progress, task)
+    """Show the progress of this rank's shards, on the main rank only."""
+    total = sum(len(shard.rows) for shard in work)
+    with Progress(what, total, "samples", active=state.is_main_process) as progress:
+        yield ProgressMeter(progress)

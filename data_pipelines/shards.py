@@ -1,21 +1,23 @@
 """Features on disk: samples of variable length in safetensors shards, and a manifest with a checksum per shard."""
 
 import json
-from collections.abc import Iterable, Sequence
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from headstart.data_pipelines.batches import Sample, tapped
 from headstart.data_pipelines.stage import CHECKSUM, Json, checksum, write_text
 from headstart.data_pipelines.state_encoding import decode, encode
 from headstart.data_pipelines.token_counts import read_counts
+from headstart.heads.safetensors_file import write_safetensors
 
 MANIFEST = "manifest.json"
+TEXT_TENSORS = ("tokens", "loss_mask")  # what a shard holds of its texts; the rest are states
 
 
 def stored_taps(taps: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
@@ -50,15 +52,13 @@ class ShardBuffer:
                 at += end - start
 
     def write(self, path: Path, made_from: str) -> None:
-        """Write then rename, so a reader sees a whole shard or none and a killed harvest can simply resume.
+        """Write the shard whole or not at all, so a killed harvest can simply resume.
 
         `made_from` identifies the run's inputs; later runs refuse a shard made from other inputs. The shard's manifest
         entry is saved next to it, so no rank has to read all shards at the end.
         """
-        partial = path.with_name(path.name + ".partial")
-        save_file({**self.tensors, "offsets": self.offsets}, partial, metadata={"made_from": made_from})
-        write_text(note_path(path), json.dumps(shard_entry(partial, path.name)))
-        partial.replace(path)
+        write_safetensors({**self.tensors, "offsets": self.offsets}, path, {"made_from": made_from})
+        write_text(note_path(path), json.dumps(shard_entry(path, path.name)))
 
 
 def stored_tokens(tokens: Tensor, loss_mask: Tensor) -> dict[str, Tensor]:
@@ -75,17 +75,22 @@ def stored_states(taps: tuple[int, ...], tapped: Tensor, last_hidden: Tensor, st
     return stored
 
 
-def shard_is_whole(path: Path, made_from: str) -> bool:
-    """Whether an earlier run wrote this shard; raises ValueError if it is unreadable or made from other inputs."""
+def shard_is_whole(path: Path, wanted: str) -> bool:
+    """Whether an earlier run wrote this shard; raises ValueError if it is unreadable or not made from `wanted`."""
     if not path.exists():
         return False
-    metadata = _open(path).metadata() or {}
-    if metadata.get("made_from") != made_from:
+    if made_from(path) != wanted:
         raise ValueError(
-            f"{path} is a shard of another run (made from {metadata.get('made_from', 'unknown inputs')!r}, this run "
-            f"needs {made_from!r}); remove the file or choose another run_dir"
+            f"{path} is a shard of another run (made from {made_from(path) or 'unknown inputs'!r}, this run "
+            f"needs {wanted!r}); remove the file or choose another run_dir"
         )
     return True
+
+
+def made_from(path: Path) -> str | None:
+    """What a shard was made from, as its writer said; raises ValueError if the shard is unreadable."""
+    metadata: dict[str, str] = open_shard(path).metadata() or {}
+    return metadata.get("made_from")
 
 
 def note_path(shard: Path) -> Path:
@@ -95,7 +100,7 @@ def note_path(shard: Path) -> Path:
 
 def shard_entry(path: Path, name: str) -> Json:
     """The manifest entry of a shard with this file name."""
-    offsets = _open(path).get_tensor("offsets")
+    offsets = open_shard(path).get_tensor("offsets")
     return {
         "file": name,
         "samples": len(offsets) - 1,
@@ -183,6 +188,13 @@ class FeatureStore:
             counts += torch.bincount(opened.get_tensor("tokens")[written], minlength=vocab_size)
         return counts
 
+    def texts(self, shard: int) -> Iterator[tuple[list[int], list[int]]]:
+        """The tokens and the loss mask of each sample of a shard."""
+        opened = self._shard(shard)
+        parts = [opened.get_tensor(name).split(opened.get_tensor("offsets").diff().tolist()) for name in TEXT_TENSORS]
+        for tokens, loss_mask in zip(*parts, strict=True):
+            yield tokens.tolist(), loss_mask.tolist()
+
     def num_trained_on(self) -> int:
         """The number of tokens to train on."""
         return sum(int(self._shard(shard).get_tensor("loss_mask").sum()) for shard in range(len(self.shards)))
@@ -205,7 +217,7 @@ class FeatureStore:
                 f"{problem}; remove it together with {self.folder / 'stage.json'} and {MANIFEST}, and harvest again "
                 "(undamaged shards are reused)"
             )
-        self._opened[shard] = _open(self.folder / self.shards[shard]["file"])
+        self._opened[shard] = open_shard(self.folder / self.shards[shard]["file"])
         self._offsets[shard] = self._opened[shard].get_tensor("offsets")
         return self._opened[shard]
 
@@ -236,20 +248,37 @@ def read_manifest(folder: Path) -> Json:
     """Read a store's manifest; raises ValueError if it is missing, unreadable or of another version."""
     path = folder / MANIFEST
     if not path.is_file():
-        raise ValueError(f"{folder} holds no features (no {MANIFEST}); run data_pipelines.harvest on the recipe")
-    try:
-        about: Json = json.loads(path.read_text())
-    except ValueError as error:
         raise ValueError(
-            f"{path} cannot be read ({error}); remove it together with {path.with_name('stage.json')} and harvest "
-            "again (undamaged shards are reused)"
-        ) from error
+            f"{folder} holds no features (no {MANIFEST}); give a folder of features, such as runs/tiny/features, or "
+            "make one with headstart harvest RECIPE"
+        )
+    about: Json = {}
+    try:
+        about = json.loads(path.read_text())
+        problem = "" if is_manifest(about) else "it has no list of shards, with sizes, or of taps"
+    except ValueError as error:
+        problem = str(error)
+    if problem:
+        again = shlex.join(["rm", str(path), str(path.with_name("stage.json"))])
+        raise ValueError(
+            f"{path} cannot be read ({problem}); a harvest's manifest is needed. Remove it and stage.json ({again}), "
+            "and harvest again, which reuses undamaged shards"
+        )
     if not all(CHECKSUM in shard for shard in about["shards"]):
         raise ValueError(f"{path} lists shards without {CHECKSUM}, because another version wrote it; harvest again")
     return about
 
 
-def _open(path: Path) -> Any:
+def is_manifest(about: object) -> bool:
+    """Whether a manifest has what every reader needs."""
+    if not isinstance(about, dict) or not all(isinstance(about.get(key), list) for key in ("shards", "taps")):
+        return False
+    wanted = {"file", "samples", "tokens", "bytes"}
+    return all(isinstance(shard, dict) and wanted <= shard.keys() for shard in about["shards"])
+
+
+def open_shard(path: Path) -> Any:
+    """An open shard of tensors; raises ValueError if it is unreadable."""
     try:
         return safe_open(path, "pt").__enter__()  # stays open and mapped while its store uses it
     except (SafetensorError, OSError) as error:

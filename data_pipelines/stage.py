@@ -2,22 +2,18 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
+import re
+import shlex
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from headstart.recipes.whole_files import write_text
+
 Json = dict[str, Any]
 CHECKSUM = "xxh3_128"  # of each shard, in a store's manifest
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write then rename, so a reader sees the whole file or none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    partial.replace(path)
 
 
 def write_jsonl(path: Path, rows: Iterable[Json]) -> None:
@@ -35,20 +31,36 @@ def checksum(path: Path) -> str:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
+def different_keys(found: Json, wanted: Json) -> set[str]:
+    return {key for key in found.keys() | wanted.keys() if found.get(key) != wanted.get(key)}
+
+
 def differences(found: Json, wanted: Json, wording: str) -> list[str]:
     """One line per key whose values differ; `wording` has two placeholders, the found and the wanted value."""
     return [
-        f"{key}: " + wording.format(repr(found.get(key)), repr(wanted.get(key)))
-        for key in sorted(found.keys() | wanted.keys())
-        if found.get(key) != wanted.get(key)
+        f"{key}: the content has changed"
+        if is_digest(found.get(key)) and is_digest(wanted.get(key))
+        else f"{key}: " + wording.format(repr(found.get(key)), repr(wanted.get(key)))
+        for key in sorted(different_keys(found, wanted))
     ]
+
+
+def is_digest(value: object) -> bool:
+    """Whether a value is a digest of content, whose digits tell a user nothing."""
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
+
+
+def removal_command(folders: Iterable[Path]) -> str:
+    """A command line that removes those of the folders that exist."""
+    return shlex.join(["rm", "-r", *(str(folder) for folder in folders if folder.exists())])
 
 
 class Stage:
     """A folder with a stage.json that records the stage's inputs and whether it is complete."""
 
-    def __init__(self, name: str, folder: Path, inputs: Json) -> None:
-        self.name, self.folder = name, folder
+    def __init__(self, name: str, folder: Path, inputs: Json, dependents: Sequence[Path] = ()) -> None:
+        """`dependents` are the folders that are made from this one, which a message names too."""
+        self.name, self.folder, self.dependents = name, folder, dependents
         self.inputs: Json = json.loads(json.dumps(inputs))  # as JSON reads them back: tuples become lists
         self.path = folder / "stage.json"
 
@@ -58,43 +70,82 @@ class Stage:
         if inputs is None:
             return False
         self._refuse_difference(inputs)
-        return bool(json.loads(self.path.read_text())["complete"])
+        return bool(self._recorded()["complete"])
+
+    def was_complete(self) -> bool:
+        """Whether the folder is complete, from whichever inputs it was made."""
+        return self.path.is_file() and bool(self._recorded()["complete"])
 
     def claimed_for(self) -> Json | None:
         """The inputs recorded in the folder, or None if no run has claimed it."""
         if not self.path.is_file():
             return None
-        inputs: Json = json.loads(self.path.read_text())["inputs"]
+        inputs: Json = self._recorded()["inputs"]
         return inputs
 
-    def identity(self) -> str:
-        """A digest of the inputs."""
-        return hashlib.sha256(json.dumps(self.inputs, sort_keys=True).encode()).hexdigest()
+    def changed_inputs(self) -> set[str]:
+        """The names of the inputs that differ from the recorded ones; empty if no run has claimed the folder."""
+        found = self.claimed_for()
+        return set() if found is None else different_keys(found, self.inputs)
 
     def begin(self) -> None:
         """Claim the folder for these inputs; what an interrupted run left in it may be reused."""
         if not self.is_complete():
-            write_text(self.path, json.dumps({"inputs": self.inputs, "complete": False}, indent=1))
+            self.claim()
+
+    def claim(self, inputs: Json | None = None) -> None:
+        """Record other inputs, by default the stage's own, for an output that is not complete."""
+        recorded = self.inputs if inputs is None else inputs
+        write_text(self.path, json.dumps({"inputs": recorded, "complete": False}, indent=1))
 
     def finish(self, facts: Json) -> None:
         write_text(self.path, json.dumps({"inputs": self.inputs, "complete": True, "facts": facts}, indent=1))
 
     def facts(self) -> Json:
         """The facts that `finish` recorded."""
-        found: Json = json.loads(self.path.read_text())["facts"]
+        found: Json = self._recorded()["facts"]
         return found
 
     def digest(self) -> str:
         """The identity of the complete stage, an input of the next stage."""
         return file_digest(self.path)
 
-    def _refuse_difference(self, found: Json) -> None:
+    def refuse(self, why: str = "") -> None:
+        """Raise ValueError if the folder was made from other inputs; `why` says what rules out going on from them."""
+        found = self.claimed_for()
+        if found is not None:
+            self._refuse_difference(found, why)
+
+    def _recorded(self) -> Json:
+        """What stage.json holds; raises ValueError if it is broken."""
+        try:
+            found = json.loads(self.path.read_text())
+        except ValueError as error:
+            raise ValueError(self._broken(str(error))) from error
+        missing = [key for key in ("inputs", "complete") if not isinstance(found, dict) or key not in found]
+        if missing or (found["complete"] and "facts" not in found):
+            raise ValueError(self._broken(f"it lacks {' and '.join(missing or ['facts'])}"))
+        recorded: Json = found
+        return recorded
+
+    def _broken(self, why: str) -> str:
+        return (
+            f"{self.path} cannot be read ({why}); it must say what the {self.name} were made from. If recipe, data and "
+            "target have not changed since, remove this file, and the same command goes on with what is there: "
+            f"{shlex.join(['rm', str(self.path)])}. Otherwise start anew: {self._removal()}"
+        )
+
+    def _removal(self) -> str:
+        return removal_command([self.folder, *self.dependents])
+
+    def _refuse_difference(self, found: Json, why: str = "") -> None:
         different = differences(found, self.inputs, "made with {}, the recipe says {}")
         if different:
             raise ValueError(
                 f"the {self.name} in {self.folder} were made from other inputs:\n  "
-                + "\n  ".join(different)
-                + f"\nchoose another run_dir, undo the change in the recipe, or remove {self.folder}"
+                + "\n  ".join([*different, *([why] if why else [])])
+                + "\nundo the change, choose another run_dir (or data.folder, if the recipe sets it), or remove these "
+                f"and all that was made from them: {self._removal()}"
             )
 
 

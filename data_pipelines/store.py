@@ -1,25 +1,34 @@
 """Feature stores: verify one, show its statistics, or merge several into one.
 
-    python -m data_pipelines.store verify runs/tiny/features
-    python -m data_pipelines.store stats  runs/tiny/features
-    python -m data_pipelines.store merge  runs/all/features runs/tiny/features runs/more/features
+    headstart store verify runs/tiny/features
+    headstart store stats  runs/tiny/features
+    headstart store merge  runs/all/features runs/tiny/features runs/more/features
 
 A recipe trains on a merged store with data.store=runs/all/features.
 """
 
-import argparse
+from headstart.data_pipelines.store_options import store_options
+
+if __name__ == "__main__":
+    store_options(__doc__)  # --help and mistakes end the process here, before torch is loaded
+
 import json
+import shlex
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+
+from rich.filesize import decimal
 
 from headstart.data_pipelines.shards import MANIFEST, FeatureStore, read_manifest, shard_damage, shard_name
 from headstart.data_pipelines.stage import CHECKSUM, Json, Stage, differences, file_digest, target_identity, write_text
 from headstart.heads.target_config import locate_target
 from headstart.recipes import Recipe
-from headstart.recipes.command_line import command_name
+from headstart.recipes.os_errors import errors_as_messages
+from headstart.recipes.whole_files import removed_on_failure
 
 SPLITS = ("train", "heldout")
-MERGE_KEYS = ("taps", "dtype", "target")  # manifest keys that must be equal in stores to merge
+MERGE_KEYS = ("taps", "dtype", "target")  # what the merged manifest takes from the first, and all must share
 
 
 def verify(folder: Path) -> list[str]:
@@ -50,36 +59,110 @@ def stats(folder: Path) -> Json:
 def merge(into: Path, sources: list[Path]) -> Stage:
     """Copy the shards of several stores, in order, into one new store, which appears only when complete.
 
-    A shard that several stores share is copied once. Raises ValueError if the stores differ in taps, dtype or target,
-    or if one is damaged.
+    A shard that several stores share is copied once. Raises ValueError if there is no store, if one is given twice or
+    is damaged, or if the stores differ in taps, dtype or target.
     """
+    refuse_sources(into, sources)
     abouts = [read_manifest(source) for source in sources]
     for source, about in zip(sources[1:], abouts[1:], strict=True):
-        mine, its = ({key: found.get(key) for key in MERGE_KEYS} for found in (abouts[0], about))
+        mine, its = (merge_values(found) for found in (abouts[0], about))
         if different := differences(mine, its, f"{{}} in {sources[0]}, {{}} in {source}"):
-            raise ValueError("these stores cannot be merged:\n  " + "\n  ".join(different))
+            raise ValueError(
+                "these stores cannot be merged:\n  "
+                + "\n  ".join(different)
+                + "\nstores with equal taps, dtype and target can be; harvest one of them again"
+            )
     if problems := [problem for source in sources for problem in verify(source)]:
         raise ValueError("\n  ".join(["stores to merge are damaged:", *problems]))
-    if into.exists():
-        raise ValueError(f"{into} exists already; give another folder, or remove it")
     partial = into.with_name(into.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    with removed_on_failure(partial):
+        partial.mkdir(parents=True)
+        shards = copy_shards(partial, list(zip(sources, abouts, strict=True)))
+        merged_from = [file_digest(source / MANIFEST) for source in sources]
+        about = {**{key: abouts[0].get(key) for key in MERGE_KEYS}, "merged_from": [origin(found) for found in abouts]}
+        write_text(partial / MANIFEST, json.dumps({**about, "shards": shards}, indent=1))
+        stage = Stage("features", partial, {"taps": abouts[0]["taps"], "merged_from": merged_from})
+        stage.begin()
+        stage.finish({"manifest": file_digest(partial / MANIFEST)})
+        partial.rename(into)
+    return Stage("features", into, stage.inputs)
+
+
+def copy_shards(into: Path, stores: list[tuple[Path, Json]]) -> list[Json]:
+    """Copy the shards of stores, given with their manifests, under new names; returns their manifest entries."""
     shards: list[Json] = []
     for split in SPLITS:
-        pairs = [(source, shard) for source, about in zip(sources, abouts, strict=True) for shard in about["shards"]]
+        pairs = [(source, shard) for source, about in stores for shard in about["shards"]]
         own = {shard[CHECKSUM]: (source, shard) for source, shard in pairs if shard["file"].startswith(f"{split}-")}
         for index, (source, shard) in enumerate(own.values()):
-            shutil.copy(source / shard["file"], partial / shard_name(split, index))
+            shutil.copy(source / shard["file"], into / shard_name(split, index))
             shards.append({**shard, "file": shard_name(split, index)})
-    merged_from = [file_digest(source / MANIFEST) for source in sources]
-    about = {**{key: abouts[0].get(key) for key in MERGE_KEYS}, "merged_from": [origin(found) for found in abouts]}
-    write_text(partial / MANIFEST, json.dumps({**about, "shards": shards}, indent=1))
-    stage = Stage("features", partial, {"taps": abouts[0]["taps"], "merged_from": merged_from})
-    stage.begin()
-    stage.finish({"manifest": file_digest(partial / MANIFEST)})
-    partial.rename(into)
-    return Stage("features", into, stage.inputs)
+    return shards
+
+
+def refuse_sources(into: Path, sources: list[Path]) -> None:
+    """Raise ValueError for folders that cannot be merged into one, whatever they hold."""
+    if not sources:
+        raise ValueError(
+            f"store merge: only {into} is given, the folder of the new store; one or more stores must follow it, as in "
+            f"headstart store merge {shlex.quote(str(into))} runs/tiny/features runs/more/features"
+        )
+    for number, source in enumerate(sources):
+        if any(source.resolve() == other.resolve() for other in sources[:number]):
+            raise ValueError(
+                f"store merge: {source} is given twice, once is allowed; remove one, or name another store"
+            )
+    if into.exists():
+        raise ValueError(
+            f"{into} exists already, a new folder is needed for the merged store; give another one first, or remove it"
+        )
+
+
+def merge_values(about: Json) -> Json:
+    """What must be equal in manifests to merge."""
+    return {**{key: about.get(key) for key in MERGE_KEYS}, "target": target_digest(about)}
+
+
+def target_digest(about: Json) -> str | None:
+    """The digest of the target that a store was made with, wherever that target is now; None if it is not recorded."""
+    target = about.get("target")
+    return target.get("sha256") if isinstance(target, dict) else None
+
+
+def num_leaked(folder: Path) -> int:
+    """How many training samples of a store have a prompt that it holds out too."""
+    held_out = set(prompts_of(FeatureStore(folder, "heldout", ())))
+    return sum(prompt in held_out for prompt in prompts_of(FeatureStore(folder, "train", ())))
+
+
+def prompts_of(store: FeatureStore) -> Iterator[tuple[int, ...]]:
+    """The prompt of each sample: its tokens before the first that is trained on, or all if that is the second."""
+    for shard in range(len(store.shards)):
+        for tokens, loss_mask in store.texts(shard):
+            start = loss_mask.index(1) if 1 in loss_mask else 0
+            yield tuple(tokens[:start] if start > 1 else tokens)
+
+
+def describe_store(folder: Path) -> str:
+    """One line for the user: the size of a store."""
+    about = read_manifest(folder)
+    counts = {split: [s for s in about["shards"] if s["file"].startswith(f"{split}-")] for split in SPLITS}
+    train, heldout = (sum(shard["samples"] for shard in counts[split]) for split in SPLITS)
+    tokens, size = (sum(shard[name] for shard in about["shards"]) for name in ("tokens", "bytes"))
+    return (
+        f"features: {train:,} training and {heldout:,} held-out samples, {tokens:,} tokens, {decimal(size)} in "
+        f"{len(about['shards'])} shards of {about['dtype']}"
+    )
+
+
+def repair(folder: Path) -> str:
+    """What to do about damaged, lost or foreign shards."""
+    files = shlex.join(["rm", str(folder / "stage.json"), str(folder / MANIFEST)])
+    return (
+        f"remove the shards named here that are there; for a damaged or lost one also {files}, and harvest again with "
+        "the same recipe (undamaged shards are reused), or merge again"
+    )
 
 
 def origin(about: Json) -> Json:
@@ -91,38 +174,49 @@ def existing_store(recipe: Recipe, folder: Path, taps: tuple[int, ...]) -> Stage
     """An existing store as the features stage of a recipe; raises ValueError for another target or a missing tap."""
     about = read_manifest(folder)
     identity = target_identity(locate_target(recipe.target.path, recipe.target.revision))
-    if about["target"]["sha256"] != identity:
+    if target_digest(about) != identity:
         raise ValueError(
-            f"data.store: {folder} was made with the target {about['target']}, which is not target.path; choose another"
+            f"data.store: {folder} was made with other weights or another config ({about.get('target')}), which is not "
+            f"target.path, {recipe.target.path}; give a store of this target, or remove data.store to harvest one"
         )
     if not set(taps) <= set(about["taps"]):
         raise ValueError(
-            f"data.store: {folder} holds taps {about['taps']}, but the head reads {list(taps)}; choose another"
+            f"data.store: {folder} holds taps {about['taps']}, but the head reads {list(taps)}; give another store, "
+            "set head.taps to some of its taps, or remove data.store to harvest one"
         )
     inputs = Stage("features", folder, {}).claimed_for()
-    assert inputs is not None
+    if inputs is None:
+        raise ValueError(
+            f"data.store: {folder} has no stage.json, a whole folder of features is needed; copy it with all its files"
+        )
     return Stage("features", folder, inputs)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog=command_name(), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("command", choices=["verify", "stats", "merge"])
-    parser.add_argument("folder", type=Path, help="the store; for merge, the folder of the new store")
-    parser.add_argument("sources", type=Path, nargs="*", help="for merge: the stores to merge")
-    arguments = parser.parse_args()
-    try:
+    arguments = store_options(__doc__)
+    with errors_as_messages():
         if arguments.command == "merge":
-            print(merge(arguments.folder, arguments.sources).folder, stats(arguments.folder))
+            merge(arguments.folder, arguments.sources)
+            print(f"{describe_store(arguments.folder)}\nmerged; train on it with data.store={arguments.folder}")
+            if leaked := num_leaked(arguments.folder):
+                print(
+                    f"warning: {leaked:,} training samples have the prompt of a held-out sample of another store, so "
+                    "held-out measurements will look too good; harvest with the same data.heldout_prompts"
+                )
+        elif arguments.sources:
+            raise ValueError(
+                f"store {arguments.command}: {len(arguments.sources) + 1} folders are given, one is allowed; start it "
+                "once for each"
+            )
         elif arguments.command == "stats":
             print(json.dumps(stats(arguments.folder), indent=1))
         elif problems := verify(arguments.folder):
-            raise ValueError("\n  ".join([f"{len(problems)} shards are damaged or not listed:", *problems]))
+            count = (
+                f"{len(problems)} shard{'s are' if len(problems) > 1 else ' is'} damaged, lost or not in the manifest:"
+            )
+            raise ValueError("\n  ".join([count, *problems]) + f"\n{repair(arguments.folder)}")
         else:
             print(f"{arguments.folder}: every shard matches the manifest")
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from None
 
 
 if __name__ == "__main__":

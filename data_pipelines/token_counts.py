@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shlex
 from pathlib import Path
 
 import torch
@@ -29,7 +30,13 @@ def write_counts(folder: Path, counted: dict[str, Tensor]) -> None:
 def read_counts(folder: Path, shards: list[Json], vocab_size: int) -> Tensor | None:
     """The saved counts of exactly these shards, or None if there are none. [vocab]"""
     path = folder / COUNTS
-    kept = json.loads(path.read_text()).get(shards_identity(shards)) if path.is_file() else None
+    try:
+        kept = json.loads(path.read_text()).get(shards_identity(shards)) if path.is_file() else None
+    except (ValueError, AttributeError) as error:
+        raise ValueError(
+            f"{path} cannot be read ({error}); the token counts of a harvest are needed. Remove it "
+            f"({shlex.join(['rm', str(path)])}), and the tokens are counted in the shards"
+        ) from error
     if kept is None:
         return None
     counts = torch.zeros(vocab_size, dtype=torch.long)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from jaxtyping import Int
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from headstart.heads.base import DraftHead
@@ -20,9 +20,11 @@ from headstart.heads.formats.files import has_weight_dtype
 from headstart.heads.formats.keys import find_config, read_config
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.medusa import MedusaHead
+from headstart.heads.safetensors_file import write_safetensors
 from headstart.heads.target_config import Rope, TargetConfig
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema import Eagle1Section, HeadSection
+from headstart.recipes.whole_files import remove, removed_on_failure, write_text
 
 KINDS: dict[str, type[DraftHead]] = {"eagle1": Eagle1Head, "eagle3": Eagle3Head, "medusa": MedusaHead}
 
@@ -49,14 +51,15 @@ def new_head(section: HeadSection, frozen: FrozenTarget, vocab: DraftVocab, seed
 def save_head(head: DraftHead, folder: Path) -> None:
     """Write config.json and model.safetensors, to a temporary folder first so that readers never see half a file."""
     partial = folder.with_name(folder.name + ".partial")
-    partial.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.engine_tensors().items()}
-    save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
-    (partial / "config.json").write_text(json.dumps(head_config(head), indent=2) + "\n")
-    folder.mkdir(exist_ok=True)
-    for file in ("model.safetensors", "config.json"):
-        (partial / file).replace(folder / file)
-    partial.rmdir()
+    with removed_on_failure(partial):
+        remove(partial)  # left by a killed run
+        partial.mkdir(parents=True)
+        write_safetensors(head.engine_tensors(), partial / "model.safetensors", {"format": "pt"})
+        write_text(partial / "config.json", json.dumps(head_config(head), indent=2) + "\n")
+        folder.mkdir(exist_ok=True)
+        for file in ("model.safetensors", "config.json"):
+            (partial / file).replace(folder / file)
+        partial.rmdir()
 
 
 def head_config(head: DraftHead) -> dict[str, Any]:

@@ -1,16 +1,21 @@
 """Export a trained head for a serving engine: config.json, weights and a README.md with the serving commands.
 
-    python -m heads.export recipes/tiny.yaml export.format=vllm
-    python -m heads.export recipes/tiny_full.yaml export.head=assets/demo_head export.format=speculators
-    python -m heads.export recipes/tiny.yaml export.push_to=my-org/my-head
+    headstart export recipes/tiny.yaml export.format=vllm
+    headstart export recipes/tiny_full.yaml export.head=assets/demo_head export.format=speculators
+    headstart export recipes/tiny.yaml export.push_to=my-org/my-head
 
 The formats are native, vllm, sglang, tensorrt_llm, eagle, speculators and medusa; the last three are those of the
 EAGLE authors' code, the speculators library and the Medusa authors' code. Before anything is written, the files are
-checked against what the format's engine reads (see heads.lint), and a head that the engine would serve worse than it
-was trained is refused with every reason. vllm, sglang and tensorrt_llm write the same files and differ only in this
+checked against what the format's engine reads (see headstart lint), and a head that the engine would serve worse than
+it was trained is refused with every reason. vllm, sglang and tensorrt_llm write the same files and differ only in this
 check. The export goes to RUN_DIR/export/FORMAT unless export.folder names another folder; with export.push_to it is
 also uploaded to a hub repository. Nothing is overwritten without export.overwrite=true.
 """
+
+from headstart.recipes import recipe_from_command_line
+
+if __name__ == "__main__":
+    recipe_from_command_line(__doc__)  # --help and mistakes end the process here, before torch is loaded
 
 import json
 from collections.abc import Iterator

@@ -146,7 +146,7 @@ class SafetensorsFolder(NamedTensors):
         self.folder = folder
         index = folder / "model.safetensors.index.json"
         if index.is_file():
-            files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            files = read_index(index)
         elif (folder / "model.safetensors").is_file():
             with open_safetensors(folder / "model.safetensors") as file:
                 files = dict.fromkeys(file.keys(), "model.safetensors")
@@ -161,6 +161,14 @@ class SafetensorsFolder(NamedTensors):
     def read(self, name: str) -> Tensor:
         with open_safetensors(self.folder / self.tensors[name]) as file:
             return file.get_tensor(name)
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """The file of each tensor, by an index of shards; raises ValueError for a damaged index."""
+    try:
+        return dict(json.loads(path.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} names no shards ({error!r}); copy or download the target again") from error
 
 
 @contextmanager

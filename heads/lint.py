@@ -1,7 +1,7 @@
 """Check a head's folder, ours or published, against what each engine's loader reads, without running the engine.
 
-    python -m heads.lint runs/tiny/export/vllm --target assets/demo_target
-    python -m heads.lint runs/tiny/export/vllm --target assets/demo_target --engine sglang
+    headstart lint runs/tiny/export/vllm --target assets/demo_target
+    headstart lint runs/tiny/export/vllm --target assets/demo_target --engine sglang
 
 Mistakes in a head's files seldom raise an error in an engine; they silently cost acceptance. Each one found is a line:
 engine, severity, config.json key or tensor, what the file holds, what is allowed. An error means that the engine fails
@@ -11,39 +11,33 @@ every engine that reads its layout except the authors' own code (eagle, medusa).
 otherwise.
 """
 
-import argparse
+from headstart.heads.options import lint_options
+
+if __name__ == "__main__":
+    lint_options(__doc__)  # --help and mistakes end the process here, before torch is loaded
+
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from headstart.heads.formats.contracts import ENGINES, engines_of, violations
+from headstart.heads.formats.contracts import engines_of, violations
 from headstart.heads.formats.files import HeadFiles
 from headstart.heads.formats.violation import Violation
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import locate_target
-from headstart.recipes.command_line import command_name
+from headstart.recipes.os_errors import errors_as_messages
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog=command_name(), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("export", type=Path, help="folder with the head's config.json and weights")
-    parser.add_argument("--target", required=True, help="folder or hub name of the model that the head drafts for")
-    parser.add_argument(
-        "--engine", action="append", choices=ENGINES, help="check for this engine only; repeat it to check for several"
-    )
-    arguments = parser.parse_args(argv)
-    try:
+    arguments = lint_options(__doc__, argv)
+    with errors_as_messages():
         found = lint(arguments.export, arguments.target, arguments.engine)
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from None
-    for violation in found:
-        print(violation)
-    if not found:
-        print(all_is_well(arguments.export, arguments.engine))
+        for violation in found:
+            print(violation)
+        if not found:
+            print(all_is_well(arguments.export, arguments.engine))
     sys.exit(1 if any(violation.severity == "error" for violation in found) else 0)
 
 

@@ -78,8 +78,18 @@ class TargetConfig:
     def from_folder(cls, folder: Path) -> "TargetConfig":
         path = folder / "config.json"
         if not path.is_file():
-            raise ValueError(f"target.path: {folder} has no config.json; give the folder of a Hugging Face model")
-        return cls.from_dict(json.loads(path.read_text()))
+            raise ValueError(
+                f"target.path: {folder} has no config.json, which is required; give the folder of a Hugging Face model"
+            )
+        try:
+            config = json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"{path} is not JSON ({error}); copy or download the target again") from error
+        if not isinstance(config, dict):
+            raise ValueError(
+                f"{path} holds a {type(config).__name__}; a JSON object is allowed: copy or download the target again"
+            )
+        return cls.from_dict(config)
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "TargetConfig":
@@ -97,17 +107,26 @@ class TargetConfig:
                 )
             return default
 
-        hidden, heads = first("hidden_size", "n_embd"), first("num_attention_heads", "n_head")
+        def size(*names: str, default: int | None = None) -> int:
+            found = first(*names, default=default)
+            if type(found) is not int or found < 1:
+                raise ValueError(
+                    f"the target's config.json: {names[0]} is {found!r}; a whole number of at least 1 is required: "
+                    f"copy or download the target again"
+                )
+            return found
+
+        hidden, heads = size("hidden_size", "n_embd"), size("num_attention_heads", "n_head")
         return cls(
             model_type=text.get("model_type", "unknown"),
             hidden_size=hidden,
             intermediate_size=first("intermediate_size", "n_inner", default=4 * hidden),
-            num_layers=first("num_hidden_layers", "n_layer"),
+            num_layers=size("num_hidden_layers", "n_layer"),
             num_heads=heads,
             num_kv_heads=first("num_key_value_heads", default=heads),
             head_dim=first("head_dim", default=hidden // heads),
-            vocab_size=first("vocab_size"),
-            max_positions=first("max_position_embeddings", "n_positions"),
+            vocab_size=size("vocab_size"),
+            max_positions=size("max_position_embeddings", "n_positions"),
             norm_eps=first("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", default=1e-6),
             rope=Rope.from_config(text),
             final_logit_softcap=text.get("final_logit_softcapping"),

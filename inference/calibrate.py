@@ -1,6 +1,6 @@
 """Fit a head's calibration: scale its scores, weight the Gumbel noise, and search the best draft tree of fixed shape.
 
-    python -m inference.calibrate recipes/tiny_full.yaml report.head=assets/demo_head
+    headstart calibrate recipes/tiny_full.yaml report.head=assets/demo_head
 
 The target writes texts from held-out prompts, greedily and sampled, and the head scores every token of them, at each
 depth given the true tokens before it. Three things are then chosen so that the target's tokens become likeliest:
@@ -12,6 +12,11 @@ depth given the true tokens before it. Three things are then chosen so that the 
 
 Training does this at its end. This command does it for any head and writes the result into the head's config.json.
 """
+
+from headstart.recipes import recipe_from_command_line
+
+if __name__ == "__main__":
+    recipe_from_command_line(__doc__)  # --help and mistakes end the process here, before torch is loaded
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

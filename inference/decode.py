@@ -17,6 +17,7 @@ from headstart.inference.cuda_graph import StaticStep, StepOutput, size_bucket
 from headstart.inference.drafter import PLAIN, Drafter, VerifiedOnHost
 from headstart.inference.request import GREEDY, Generation, Request, Row
 from headstart.inference.sampling import BatchSampling, History, Sampling, check_bias
+from headstart.inference.step_memory import refuse_more_than_memory
 from headstart.inference.target.model import TargetModel, TargetOutput
 from headstart.inference.tree import take
 from headstart.inference.verify import Accepted, accept, verify
@@ -84,6 +85,7 @@ class DecodeLoop:
         self.is_static = target.device.type == "cuda" and target.ranks.may_capture if static is None else static
         self.nodes = size_bucket(self.drafter.max_nodes) if self.is_static else self.drafter.max_nodes
         self.limit = max((len(r.prompt) + r.max_new_tokens for r in requests), default=0) + self.nodes
+        refuse_more_than_memory(target, self.max_batch, self.nodes, self.limit - self.nodes)
         self.static: StaticStep | None = None
 
     @torch.inference_mode()

@@ -13,7 +13,7 @@ Bias = tuple[tuple[int, float], ...]  # (token id, value added to its logit)
 
 def read_integer(name: str, given: Any) -> int:
     """A Python, numpy or torch integer as an int; raises ValueError for anything else, True and False included."""
-    found = given.item() if isinstance(given, torch.Tensor) and given.numel() == 1 else given
+    found: Any = given.item() if isinstance(given, torch.Tensor) and given.numel() == 1 else given
     if isinstance(found, bool):
         raise ValueError(f"{name}: {given!r} given, a whole number is allowed; write it as a number")
     try:

@@ -16,7 +16,7 @@ Three methods of BatchSampling build on each other; rows are sequences of a batc
 import math
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
 import torch
@@ -73,9 +73,12 @@ class Sampling:
             "typical_epsilon": (0 < self.typical_epsilon <= 1, "more than 0 and at most 1"),
             "typical_delta": (0 < self.typical_delta < math.inf, "more than 0"),
         }
+        defaults = {field.name: field.default for field in fields(self)}
         for name, (in_range, range_) in allowed.items():
             if not in_range:
-                raise ValueError(f"{name}: {getattr(self, name)} given, {range_} is allowed")
+                raise ValueError(
+                    f"{name}: {getattr(self, name)} given, {range_} is allowed; leave it out for {defaults[name]!r}"
+                )
 
     @property
     def needs_history(self) -> bool:
@@ -351,7 +354,7 @@ class BatchSampling:
 def check_bias(highest: int, vocab_size: int) -> None:
     """Raise ValueError when the highest biased token id is not in the target's vocabulary."""
     if highest >= vocab_size:
-        raise ValueError(f"logit_bias: token {highest} given, 0 to {vocab_size - 1} is allowed")
+        raise ValueError(f"logit_bias: token {highest} given, 0 to {vocab_size - 1} is allowed; leave it out")
 
 
 def add_bias(logits: Float[Tensor, "batch nodes vocab"], bias: Tensor, tokens: Tensor | None) -> Tensor:

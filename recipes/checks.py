@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from headstart.recipes.schema import HUB_PREFIX, PYTHON_STDLIB, DecodeSection, MedusaSection, TrainSection
+from headstart.recipes.target_checks import RecipeMistake, dict_or_empty, size_mistakes
 
-RecipeMistake = tuple[str, str]  # section.key, and "WHAT IS ALLOWED; what to do"
 TIMED_GROWTHS = ("adaptive", "cost_aware", "searched_cost_aware")  # these depend on measured step times
 RELATIVE_PATHS = "relative paths start from the current directory"
 
@@ -38,7 +38,41 @@ def check_against_disk(values: dict[str, Any]) -> Iterator[RecipeMistake]:
         yield from check_joint(head, train, target)
     yield from check_shared_target(target, data, dict_or_empty(values.get("decode")))
     if isinstance(path, str) and path and is_local(path):
-        yield from check_target(Path(os.path.expanduser(path)), head)
+        yield from check_target(Path(os.path.expanduser(path)), values)
+    yield from check_baselines(dict_or_empty(values.get("report")), dict_or_empty(values.get("decode")))
+    yield from check_folders(values)
+    yield from check_magnitudes(values)
+
+
+def check_baselines(report: dict[str, Any], decode: dict[str, Any]) -> Iterator[RecipeMistake]:
+    """Rows of the report need what they draft with."""
+    baselines, needs = report.get("baselines"), {"draft_model": "draft_model", "suffix": "corpus"}
+    for baseline, field in (needs | {"generate_assisted": "draft_model"}).items():
+        if isinstance(baselines, list) and baseline in baselines and decode.get(field) is None:
+            allowed = f"a path is allowed, because report.baselines has {baseline}"
+            yield f"decode.{field}", f"{allowed}; add it, or remove {baseline} there"
+
+
+def check_folders(values: dict[str, Any]) -> Iterator[RecipeMistake]:
+    """A folder to write to must not be a file, nor lie below one."""
+    places = {"run_dir": values.get("run_dir")}
+    places |= {f"{name}.folder": dict_or_empty(values.get(name)).get("folder") for name in ("data", "export")}
+    for field, folder in places.items():
+        if not isinstance(folder, str) or not folder:
+            continue
+        path = Path(os.path.expanduser(folder)).absolute()
+        if taken := [each for each in (path, *path.parents) if each.is_file()]:
+            yield field, f"a folder that exists or can be made is allowed, and {taken[0]} is a file; choose another"
+
+
+def check_magnitudes(values: dict[str, Any]) -> Iterator[RecipeMistake]:
+    """No whole number may exceed 64 bits, which no library below takes."""
+    for name, section in values.items():
+        fields = {f"{name}.{key}": value for key, value in section.items()} if isinstance(section, dict) else {}
+        for path, value in fields.items():
+            numbers = value if isinstance(value, list) else [value]
+            if any(isinstance(number, int) and abs(number) >= 2**63 for number in numbers):
+                yield path, "a number of fewer than 64 bits is allowed; lower it"
 
 
 def check_medusa_depth(head: dict[str, Any], train: dict[str, Any], decode: dict[str, Any]) -> Iterator[RecipeMistake]:
@@ -106,8 +140,8 @@ def is_local(path: str) -> bool:
     return path.startswith((".", "/", "~")) or Path(Path(path).parts[0]).is_dir()
 
 
-def check_target(folder: Path, head: dict[str, Any]) -> Iterator[RecipeMistake]:
-    """Check that the folder holds a model and that the head's taps and draft vocabulary fit it."""
+def check_target(folder: Path, values: dict[str, Any]) -> Iterator[RecipeMistake]:
+    """Check that the folder holds a model and that the recipe's sizes fit it."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except OSError:
@@ -117,20 +151,7 @@ def check_target(folder: Path, head: dict[str, Any]) -> Iterator[RecipeMistake]:
     except ValueError as error:
         yield "target.path", f"a folder with a readable config.json is allowed; fix the file ({error})"
         return
-    sizes = dict_or_empty(config)
-    sizes = dict_or_empty(sizes.get("text_config")) or sizes  # multimodal models keep the decoder's sizes there
-    layers, vocab_size = sizes.get("num_hidden_layers", sizes.get("n_layer")), sizes.get("vocab_size")
-    taps, draft_vocab_size = head.get("taps"), head.get("draft_vocab_size")
-    taps = taps if isinstance(taps, list) else []
-    if isinstance(layers, int) and (beyond := [tap for tap in taps if isinstance(tap, int) and tap > layers]):
-        allowed = f"hidden states 0 to {layers} of a target with {layers} layers are allowed"
-        yield "head.taps", f"{allowed}; replace {', '.join(map(str, beyond))}"
-    if isinstance(vocab_size, int) and isinstance(draft_vocab_size, int) and draft_vocab_size > vocab_size:
-        yield (
-            "head.draft_vocab_size",
-            f"1 to the target's {vocab_size} tokens are allowed; lower it, or null for all of them",
-        )
-
-
-def dict_or_empty(value: object) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
+    if not isinstance(config, dict):
+        yield "target.path", "a folder whose config.json is a JSON object is allowed; give the folder of a model"
+        return
+    yield from size_mistakes(config, values)

@@ -12,6 +12,7 @@ from rich.table import Table
 from headstart.recipes.allocator import keep_freed_memory
 from headstart.recipes.fields import recipe_fields
 from headstart.recipes.load import RecipeError, load_recipe
+from headstart.recipes.os_errors import STARTS_OVER, errors_as_messages
 from headstart.recipes.schema import Recipe
 
 
@@ -48,14 +49,17 @@ def recipe_from_command_line(doc: str | None, argv: Sequence[str] | None = None)
         raise SystemExit(2) from None
 
 
-def run_command(doc: str | None, run: Callable[[Recipe], object]) -> None:
-    """Run a command on the recipe from the command line; user mistakes end it with one message and no traceback."""
-    recipe = recipe_from_command_line(doc)
-    keep_freed_memory()
-    try:
-        run(recipe)
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from None
+def run_command(doc: str | None, run: Callable[[Recipe], object], interrupted: str = STARTS_OVER) -> None:
+    """Run a command on the recipe from the command line.
+
+    User mistakes, errors of disks and networks, and Ctrl-C end it with one message and no traceback; `interrupted` is
+    the message for Ctrl-C.
+    """
+    with errors_as_messages(interrupted):
+        recipe = recipe_from_command_line(doc)
+        keep_freed_memory()
+        with errors_as_messages(interrupted, recipe):
+            run(recipe)
 
 
 def command_name() -> str:

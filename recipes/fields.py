@@ -94,8 +94,13 @@ def allowed_values(schema: dict[str, Any]) -> str:
         return f"a list of one or more, each {allowed_values(schema['items'])}"
     if schema["type"] == "string":
         return "a path" if schema.get("format") == "path" else "a string"
-    bounds = [f"{sign} {schema[key]:g}" for key, sign in BOUNDS.items() if key in schema]
+    bounds = [f"{sign} {bound_in_words(schema[key])}" for key, sign in BOUNDS.items() if key in schema]
     return f"{KINDS[schema['type']]} {' and '.join(bounds)}".rstrip()
+
+
+def bound_in_words(bound: float) -> str:
+    """A bound without rounding: 2147483648 rather than 2.14748e+09."""
+    return str(bound) if isinstance(bound, int) else f"{bound:g}"
 
 
 def in_yaml(value: object) -> str:

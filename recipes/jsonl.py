@@ -13,7 +13,7 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line.decode("utf-8"))
+                row = json.loads(line.decode("utf-8-sig"))  # some editors write a mark at the start
             except (json.JSONDecodeError, UnicodeDecodeError) as error:
                 raise ValueError(f"{path} line {number} is not JSON ({error}); fix or remove the line") from error
             if not isinstance(row, dict):

@@ -1,26 +1,64 @@
 """The typed recipe: every setting of a run is one field here, with its unit, range and default."""
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 PYTHON_STDLIB = "python-stdlib"  # the data.prompts value that names the built-in corpus
 HUB_PREFIX = "hf:"  # data.prompts starts with it to name a Hugging Face hub dataset
 
+
 # Sections are strict: a quoted "600" is not a number. YAML has neither tuples nor paths, so those types convert.
-HomePath = Annotated[Path, Field(strict=False), AfterValidator(lambda path: Path(os.path.expanduser(path)))]
-HomeText = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
+def refuse_unusable_path(path: object) -> object:
+    """Raise ValueError for text that names no file, and which a Path would take for the current folder."""
+    if isinstance(path, str) and (not path.strip() or "\0" in path):
+        raise ValueError("a path of one or more characters is allowed; change it, or write . for the current folder")
+    return path
+
+
+HomePath = Annotated[
+    Path,
+    Field(strict=False),
+    BeforeValidator(refuse_unusable_path),
+    AfterValidator(lambda path: Path(os.path.expanduser(path))),
+]
+HomeText = Annotated[str, BeforeValidator(refuse_unusable_path), AfterValidator(os.path.expanduser)]
 Temperature = Annotated[float, Field(ge=0)]
 Temperatures = Annotated[tuple[Temperature, ...], Field(strict=False, min_length=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Betas = Annotated[tuple[Beta, Beta], Field(strict=False)]
 Taps = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, min_length=1)]
 Dtype = Literal["float32", "bfloat16", "float16"]
+DEVICE_NAME = re.compile(r"auto|cpu|(cuda|mps|xpu|hpu)(:\d+)?")
+
+
+def refuse_unknown_device(name: str) -> str:
+    """Raise ValueError for a name that is no device; whether this machine has it is checked when a run starts."""
+    if DEVICE_NAME.fullmatch(name):
+        return name
+    advice = "did you mean cuda?" if name.partition(":")[0].lower() in ("gpu", "cuda", "nvidia") else "choose one"
+    raise ValueError(
+        f"auto, cpu, cuda, a numbered device such as cuda:1, or another kind of torch's (mps, xpu, hpu) is allowed; "
+        f"{advice}"
+    )
+
+
+DeviceName = Annotated[str, AfterValidator(refuse_unknown_device)]
 NodePath = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, min_length=1)]
 Batches = Annotated[tuple[Annotated[int, Field(gt=0)], ...], Field(strict=False, min_length=1)]
-Devices = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False, min_length=1)]
+Devices = Annotated[tuple[DeviceName, ...], Field(strict=False, min_length=1)]
 Paths = Annotated[tuple[NodePath, ...], Field(strict=False, min_length=1)]
 Folders = Annotated[dict[str, HomePath], Field(strict=False)]
 Weights = Annotated[tuple[Annotated[float, Field(ge=0)], ...], Field(strict=False, min_length=1)]
@@ -55,7 +93,7 @@ class TargetSection(Section):
     path: HomeText = Field(description="Local folder or hub name (org/name) of the target.")
     revision: str | None = Field(default=None, description="Hub branch, tag or commit; null is the default branch.")
     dtype: Dtype = Field(description="Number format of the target's weights and computation.")
-    device: str = Field(
+    device: DeviceName = Field(
         default="auto", description="Torch device, such as cuda:1; auto is cuda if available, else cpu."
     )
     device_map: Literal["auto"] | None = Field(
@@ -129,7 +167,12 @@ class DataSection(Section):
     )
     num_prompts: int = Field(gt=0, description="Number of prompts to train on.")
     prompt_tokens: int = Field(
-        default=1024, gt=0, description="Longest prompt, in tokens; longer ones lose their beginning."
+        default=1024, gt=0, description="Longest prompt, in tokens; data.long_prompts says what becomes of longer ones."
+    )
+    long_prompts: Literal["cut", "drop"] = Field(
+        default="cut",
+        description="What becomes of rows that are too long. cut: the prompt loses its beginning (given conversations "
+        "cannot be cut and count as unusable); drop: the row is left out.",
     )
     response_tokens: int = Field(default=1024, gt=0, description="Longest response, in tokens.")
     temperatures: Temperatures = Field(
@@ -253,7 +296,7 @@ class MedusaSection(Section):
     medusa_heads: int = Field(
         default=4, gt=0, le=32, description="Number of Medusa heads; head i predicts the token at depth i."
     )
-    medusa_layers: int = Field(default=1, gt=0, description="Residual blocks per Medusa head.")
+    medusa_layers: int = Field(default=1, gt=0, le=32, description="Residual blocks per Medusa head.")
     sequential: bool = Field(
         default=False, description="Each Medusa head also reads the tokens drafted before its own (Hydra)."
     )
@@ -526,7 +569,10 @@ class ReportSection(Section):
     )
     warmup_prompts: int = Field(default=3, ge=0, description="Prompts decoded before timing starts.")
     threads: int | None = Field(
-        default=None, gt=0, description="CPU threads per worker; null divides torch's default among the workers."
+        default=None,
+        gt=0,
+        le=1024,
+        description="CPU threads per worker; null shares torch's default among them.",
     )
     workers: int = Field(
         default=1,

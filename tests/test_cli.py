@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headstart.recipes.command_line import command_name
+from headstart.recipes.command_line import command_name, recipe_from_command_line
 from headstart.trainers import cli
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,10 +41,12 @@ def test_a_subcommand_runs_the_main_of_its_module_with_the_arguments(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[list[str]] = []
+    monkeypatch.chdir(ROOT)
+    arguments = cli.COMMANDS[name].example.split()
     module = import_module(cli.entry_module(MODULES[name]))
     monkeypatch.setattr(module, "main", lambda: seen.append(sys.argv))
-    headstart(monkeypatch, name, "one", "--two")
-    assert seen == [[f"headstart {name}", "one", "--two"]]
+    headstart(monkeypatch, name, *arguments)
+    assert seen == [[f"headstart {name}", *arguments]]
 
 
 def test_the_entry_module_is_what_python_m_runs() -> None:
@@ -97,10 +99,7 @@ def test_help_of_a_subcommand_is_the_modules_own_and_names_the_command_that_was_
     if module is None:
         assert "accelerate launch" in printed
         return
-    entry = import_module(cli.entry_module(module))
-    document = (
-        entry.__doc__ if entry.main.__module__ == entry.__name__ else import_module(entry.main.__module__).__doc__
-    )
+    document = import_module(cli.entry_module(module)).__doc__
     assert document is not None
     assert document.splitlines()[0] in printed
 
@@ -117,13 +116,64 @@ def test_help_lists_every_subcommand_in_the_order_of_the_data_flow(
     assert max(map(len, printed.splitlines())) <= 120
 
 
-def test_help_does_not_wait_for_torch() -> None:
-    program = "import sys; from headstart.trainers.cli import main as run; sys.argv[1:] = ['--help']; run()"
-    program += "; print(*sys.modules)"
+# Type every command in one process, as `headstart NAME`, as `python -m MODULE` and as a script, and print those after
+# which a slow library is loaded.
+TYPE_EVERYTHING = """
+import contextlib, io, runpy, sys
+from headstart.trainers import cli
+
+def type_all(arguments):
+    for start in ["headstart", *cli.COMMANDS, *MODULES, "trainers/eagle.py", "trainers/medusa.py"]:
+        said = io.StringIO()
+        wrong = [] if arguments == ["--help"] or start not in PLAIN else ["--stepz"]  # they take no recipe
+        sys.argv = ["headstart"] * (start in cli.COMMANDS) + [start, *arguments, *wrong]
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
+            if start == "headstart" or start in cli.COMMANDS:
+                cli.main()
+            elif start.endswith(".py"):
+                runpy.run_path(start, run_name="__main__")
+            else:
+                runpy.run_module(start, run_name="__main__", alter_sys=True)
+        slow = {"torch", "transformers", "accelerate", "numpy", "wandb"} & set(sys.modules)
+        print(start, "says nothing" if not said.getvalue() else f"loads {slow}" if slow else "is quick")
+"""
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["recipes/tiny.yaml", "train.stepz=3"]], ids=["help", "typo"])
+def test_neither_help_nor_the_message_about_a_typo_waits_for_torch(arguments: list[str]) -> None:
+    """A typo in a recipe took 4.7 s to be reported."""
+    modules = [*(module.removeprefix("headstart.") for module in MODULES.values()), "data_pipelines.prompts"]
+    plain = [name for name, command in cli.COMMANDS.items() if command.read_arguments is not recipe_from_command_line]
+    plain += [MODULES[name].removeprefix("headstart.") for name in plain]
+    program = f"MODULES, PLAIN = {modules}, {plain}\n{TYPE_EVERYTHING}\ntype_all({arguments})"
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    modules = ended.stdout.splitlines()[-1].split()
-    assert "headstart.trainers.cli" in modules
-    assert not {"torch", "transformers", "accelerate"} & set(modules)
+    lines = ended.stdout.splitlines()
+    assert len(lines) == 1 + len(cli.COMMANDS) + len(modules) + 2
+    assert not [line for line in lines if not line.endswith(" is quick")]
+
+
+def test_the_command_tells_its_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    headstart(monkeypatch, "--version")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert capsys.readouterr().out == f"headstart {project['version']}\n"
+
+
+@pytest.mark.parametrize("arguments", ["--help", "report --help"])
+def test_help_into_head_is_no_broken_pipe(arguments: str) -> None:
+    """`headstart -h | head -1` ended in BrokenPipeError."""
+    command = f"{sys.executable} -m headstart.trainers.cli {arguments} | head -1"
+    ended = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ended.stdout.startswith("usage: headstart ")
+    assert ended.stderr == ""
+
+
+def test_examples_in_help_call_the_command_as_its_usage_does() -> None:
+    """`headstart lint --help` showed `python -m heads.lint` in its examples."""
+    for name, module in MODULES.items():
+        text = cli.docstring(cli.entry_module(module))
+        assert text is not None
+        assert "python -m" not in text
+        assert f"headstart {name} " in text or f"accelerate launch -m {module.removeprefix('headstart.')}" in text
 
 
 @pytest.mark.parametrize(

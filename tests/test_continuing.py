@@ -3,9 +3,11 @@
 import json
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from tiny_run import contents
+from safetensors.torch import load_file
+from tiny_run import build_run, contents, tiny_recipe, write_prompts
 
 from headstart.recipes import Recipe
 from headstart.trainers.run import run
@@ -57,3 +59,45 @@ def test_a_damaged_note_on_the_start_names_its_file(make_recipe: MakeRecipe) -> 
     (recipe.checkpoints_dir / "start.json").write_text("{")
     with pytest.raises(ValueError, match=r"start\.json cannot be read .* remove .*checkpoints to start over"):
         run(recipe)
+
+
+@pytest.fixture
+def finished(tmp_path: Path, harvested: Path) -> Path:
+    """A folder with a finished run on 12 prompts, whose file has since grown to 24 prompts."""
+    build_run(tmp_path)
+    shutil.copytree(harvested / "target", tmp_path / "target", dirs_exist_ok=True)
+    run(tiny_recipe(tmp_path))
+    write_prompts(tmp_path / "prompts.jsonl", count=24, first=0)
+    return tmp_path
+
+
+def test_more_prompts_continue_a_finished_run_with_the_same_draft_vocabulary(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tiny_recipe(finished, "data.num_prompts=24", "train.steps=12")
+    before = load_file(recipe.head_dir / "model.safetensors")
+    capsys.readouterr()
+    run(recipe)
+    printed = capsys.readouterr().out
+    assert "going on after step 8; kept: the head's weights, its draft vocabulary" in printed
+    assert "features: 24 training samples instead of 12" in printed
+    assert "resuming after step 8" in printed
+    after = load_file(recipe.head_dir / "model.safetensors")
+    assert after["d2t"].equal(before["d2t"])
+    assert not after["fc.weight"].equal(before["fc.weight"])
+
+
+def test_more_prompts_without_more_steps_say_that_no_steps_are_left(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tiny_recipe(finished, "data.num_prompts=24")
+    before = contents(recipe.head_dir)
+    run(recipe)
+    assert "no steps are left for the new samples: raise train.steps above 8" in capsys.readouterr().out
+    assert contents(recipe.head_dir) == before
+
+
+def test_other_data_does_not_continue_a_run(finished: Path) -> None:
+    with pytest.raises(ValueError, match="made from other inputs") as error:
+        run(tiny_recipe(finished, "data.temperatures=[0.5]", "train.steps=12"))
+    assert "checkpoints" in str(error.value)  # among the folders to remove

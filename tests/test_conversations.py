@@ -13,8 +13,9 @@ from tiny_run import build_run, build_target, build_tokenizer, tiny_recipe
 from headstart.data_pipelines.conversations import Conversation, parse_row
 from headstart.data_pipelines.harvest import harvest
 from headstart.data_pipelines.inspect import inspect
-from headstart.data_pipelines.prompts import ROW_REPORT, encode_prompt, make_prompts, read_prompts
+from headstart.data_pipelines.prompts import ROW_REPORT, make_prompts, read_prompts
 from headstart.data_pipelines.row_report import RowReport
+from headstart.data_pipelines.row_samples import encode_prompt
 from headstart.data_pipelines.rows import BadRow, read_rows
 from headstart.data_pipelines.shards import FeatureStore
 from headstart.recipes import Recipe
@@ -77,18 +78,24 @@ def test_a_tool_calls_arguments_may_be_json_text_or_a_mapping() -> None:
     ("row", "kind", "why"),
     [
         ({"question": "why?"}, "unknown form", r"fields \['question'\] given; a row needs prompt or text"),
+        ({"prompt": None, "text": None}, "unknown form", r"fields \[\] given that are not null; a row needs"),
         ({"prompt": ""}, "empty", "a row needs prompt or text"),
-        ({"prompt": 5}, "unknown form", "a row needs prompt or text"),
+        ({"prompt": 5}, "unknown form", r"prompt is a number \(5\), text is needed"),
+        ({"prompt": " \n"}, "empty", "prompt is empty; a row needs prompt or text"),
         ({"messages": []}, "empty", "no user turn to answer"),
         ({"messages": [{"role": "assistant", "content": "alone"}]}, "empty", "no user turn to answer"),
         ({"messages": ["hello"]}, "unknown form", "messages"),
-        ({"messages": [{"content": "from nobody"}]}, "role", "turn 1 is by None"),
+        ({"messages": [{"content": "from nobody"}]}, "wrong turn", "turn 1 is by None"),
         (
             {"messages": [*turns("a", "b"), {"role": "assistant", "content": "c"}]},
-            "role",
+            "wrong turn",
             "assistant right after a turn by assistant",
         ),
-        ({"messages": [*turns("a"), {"role": "system", "content": "late"}]}, "role", "turn 2 is by system right after"),
+        (
+            {"messages": [*turns("a"), {"role": "system", "content": "late"}]},
+            "wrong turn",
+            "turn 2 is by system right after",
+        ),
         ({"messages": turns("a", "")}, "empty", "turn 2 by assistant is empty"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
@@ -96,13 +103,13 @@ def test_a_tool_calls_arguments_may_be_json_text_or_a_mapping() -> None:
             "contains parts that are not text",
         ),
         ({"tokens": [1, 2], "loss_mask": [1]}, "unknown form", "must have the same length"),
-        ({"tokens": [1, "2"]}, "unknown form", "not a list of int"),
-        ({"messages": turns("a"), "tools": "{"}, "broken", "tools: not JSON"),
-        ({"messages": [{"role": ["user"], "content": "a"}]}, "role", r"turn 1 is by \['user'\]"),
+        ({"tokens": [1, "2"]}, "unknown form", "tokens holds text at place 2, a list of whole numbers is needed"),
+        ({"messages": turns("a"), "tools": "{"}, "unreadable", "tools: not JSON"),
+        ({"messages": [{"role": ["user"], "content": "a"}]}, "wrong turn", r"turn 1 is by \['user'\]"),
         (
             {"messages": [*turns("a"), {"role": "assistant", "tool_calls": 3}]},
             "unknown form",
-            "tool_calls is not a list",
+            "tool_calls is a number",
         ),
     ],
 )
@@ -159,7 +166,7 @@ def test_unusable_rows_are_counted_and_listed_with_their_lines(tmp_path: Path) -
     assert [row["id"] for row in rows] == [0, 1, 2]
     found = report.to_json()
     assert found["rows"] == 9
-    assert found["bad"] == {"broken": 4, "empty": 1, "unknown token": 1}
+    assert found["bad"] == {"unreadable": 4, "empty": 1, "unknown token": 1}
     assert [row["line"] for row in found["bad_rows"]] == [2, 4, 6, 7, 8, 9]
     report.check(0.67)
     with pytest.raises(
@@ -231,7 +238,7 @@ def given_run(folder: Path, *overrides: str) -> Recipe:
     rows = [{"messages": turns("a", "first words", "b", "last words")}, {"text": "plain text"}]
     rows += [{"tokens": [5, 6, 7, 8], "loss_mask": [0, 1, 0, 1]}, {"messages": turns("c" * 120, "too much")}]
     write_rows(folder / "prompts.jsonl", *rows)
-    write_rows(folder / "heldout.jsonl", *rows[:1])
+    write_rows(folder / "heldout.jsonl", {"messages": turns("a", "other words", "b", "last words")})
     sizes = [
         "data.prompt_tokens=60",
         "data.response_tokens=60",

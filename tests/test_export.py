@@ -12,9 +12,9 @@ from exported import EVERY_HEAD, LIMITED, exported, read_config, read_tensors, r
 from huggingface_hub import HfApi
 from transformers import LlamaForCausalLM
 
+from headstart.heads import safetensors_file
 from headstart.heads.checkpoint import load_head, save_head
 from headstart.heads.export import export
-from headstart.heads.formats import files
 from headstart.heads.formats.layouts import FORMATS
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.lint import lint
@@ -193,7 +193,7 @@ def test_a_killed_export_leaves_no_folder(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(files, "save_file", killed)
+        patch.setattr(safetensors_file, "save_file", killed)
         with pytest.raises(KeyboardInterrupt):
             exported(make_head(), tmp_path, target_folder, "vllm")
     assert not (tmp_path / "export/vllm").exists()

@@ -18,10 +18,12 @@ from typing import Any, cast
 import pytest
 import torch
 from accelerate import Accelerator, PartialState
+from rich.filesize import decimal
 from tiny_run import build_run, build_tokenizer, tiny_recipe
 from torch.testing import assert_close
 
 from headstart.data_pipelines.completion_client import CompletionClient
+from headstart.data_pipelines.cost_estimate import duration
 from headstart.data_pipelines.harvest import harvest
 from headstart.data_pipelines.prompts import make_prompts
 from headstart.data_pipelines.responses import append_lines, journal_rows, sampling_of
@@ -56,7 +58,7 @@ def test_features_too_large_for_the_disk_are_refused_before_the_harvest(
     needed *= bytes_per_token(32, 3, "float32")
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=needed - 1))
-    with pytest.raises(ValueError, match=r"data\.folder: the features need .* GB left; choose another data\.folder"):
+    with pytest.raises(ValueError, match=r"data\.folder: the features need .* kB left; choose another data\.folder"):
         harvest(recipe)
     assert not list(recipe.features_dir.glob("*.safetensors"))
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=int(needed * 1.02)))
@@ -73,15 +75,29 @@ def test_a_disk_too_small_for_the_prompts_features_is_refused_before_responses_a
     tokens = sum(len(row["tokens"]) for row in rows[:16])
     per_token = bytes_per_token(32, 3, "float32")
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=tokens * per_token - 1))
-    with pytest.raises(ValueError, match=r"data\.folder: the features need .* GB left; choose another data\.folder"):
+    with pytest.raises(ValueError, match=r"data\.folder: the features need .* kB left; choose another data\.folder"):
         harvest(recipe)
     assert not recipe.responses_dir.exists()
     harvest(tiny_recipe(tmp_path, "data.mode=online"))
     monkeypatch.undo()
     shutil.rmtree(recipe.responses_dir)
     harvest(recipe)
-    least, most = tokens * per_token / 1e9, (tokens + 16 * 12) * per_token / 1e9
-    assert f"features will take {least:.3g} GB to {most:.3g} GB on disk" in capsys.readouterr().out
+    least, most = tokens * per_token, (tokens + 16 * 12) * per_token
+    assert f"features will take {decimal(least)} to {decimal(most)} on disk" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.02, "less than a second"),
+        (1.26, "about 1.3 seconds"),
+        (90, "about 1.5 minutes"),
+        (9000, "about 2.5 hours"),
+        (200000, "about 2.3 days"),
+    ],
+)
+def test_a_short_harvest_is_not_announced_as_0_minutes(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
 
 
 def test_a_target_loaded_with_device_map_computes_the_same_states(tmp_path: Path) -> None:

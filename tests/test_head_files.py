@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headstart.heads import checkpoint
+from headstart.heads import safetensors_file
 from headstart.heads.checkpoint import load_head, save_head
 from headstart.heads.eagle1 import Eagle1Head
 from headstart.heads.eagle3 import Eagle3Head
@@ -322,12 +322,12 @@ def test_a_killed_save_leaves_the_previous_head(
     first, second = make_head(seed=1), make_head(seed=2)
     save_head(first, tmp_path / "head")
 
-    def killed(tensors: dict[str, Tensor], path: Path, **kwargs: object) -> None:
+    def killed(tensors: dict[str, Tensor], path: Path, metadata: object) -> None:
         path.write_bytes(b"half of it")
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save_file", killed)
+        patch.setattr(safetensors_file, "save_file", killed)
         with pytest.raises(KeyboardInterrupt):
             save_head(second, tmp_path / "head")
     assert torch.equal(logits(load_head(tmp_path / "head", frozen)), logits(first))

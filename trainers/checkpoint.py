@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from headstart.data_pipelines.stage import Json, differences, write_text
+from headstart.heads.safetensors_file import write_safetensors
+from headstart.recipes.os_errors import cause, reason
+from headstart.recipes.whole_files import remove, removed_on_failure
 
 STATE = "state.json"
 Tensors = dict[str, Tensor]
@@ -151,7 +154,10 @@ class Checkpoints:
     def exported(self) -> Json | None:
         """What `note_export` recorded last."""
         path = self.folder / "exported.json"
-        found: Json | None = json.loads(path.read_text()) if path.is_file() else None
+        try:
+            found: Json | None = json.loads(path.read_text()) if path.is_file() else None
+        except ValueError as error:
+            raise ValueError(f"{path} is not JSON ({error}); remove it, and the head is written again") from error
         return found
 
     def note_export(self, what: Json) -> None:
@@ -162,23 +168,23 @@ class Checkpoints:
         partial = path.with_name(path.name + ".partial")
         try:
             for leftover in self.folder.glob("*.partial"):
-                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-            partial.mkdir(parents=True)
-            for name, tensors in files.items():
-                on_cpu = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-                save_file(on_cpu, partial / f"{name}.safetensors")
-            (partial / STATE).write_text(json.dumps(state, indent=1))
-            for each in partial.iterdir():
-                flush(each)
-            if path.exists():
-                shutil.rmtree(path)
-            partial.replace(path)
-            flush(self.folder)
-        except (OSError, SafetensorError) as error:
-            shutil.rmtree(partial, ignore_errors=True)
+                remove(leftover)
+            with removed_on_failure(partial):
+                partial.mkdir(parents=True)
+                for name, tensors in files.items():
+                    write_safetensors(tensors, partial / f"{name}.safetensors")
+                write_text(partial / STATE, json.dumps(state, indent=1))
+                for each in partial.iterdir():
+                    flush(each)
+                if path.exists():
+                    shutil.rmtree(path)
+                partial.replace(path)
+                flush(self.folder)
+        except OSError as error:
             kept = ", ".join(f"step-{step}" for step in self.steps()) or "none before it"
+            allowed, remedy = cause(error)
             raise ValueError(
-                f"{path} cannot be written ({error}); whole checkpoints: {kept}; make room, then the same "
+                f"{path} cannot be written ({reason(error)}; {allowed}); whole checkpoints: {kept}; {remedy}; the same "
                 "command continues from the newest"
             ) from error
 

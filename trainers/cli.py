@@ -1,20 +1,30 @@
 """The `headstart` command: the commands of every folder under one name.
 
     headstart --help
+    headstart --version
     headstart report recipes/tiny.yaml
     headstart report --help
 
-Each subcommand runs the `main` of a module that `python -m` runs too. The module is imported only when it is asked
-for, so `headstart --help` answers without loading torch.
+Each subcommand runs the `main` of a module that `python -m` runs too. The module is imported only when its command line
+is known to be right, so that --help and a mistake in a recipe are answered without loading torch.
 """
 
+import ast
 import difflib
+import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 
+from headstart.data_pipelines.store_options import store_options
+from headstart.heads.options import convert_options, lint_options
+from headstart.inference.doctor.options import doctor_options
 from headstart.recipes import recipe_from_command_line
+from headstart.recipes.os_errors import NOT_BEGUN, errors_as_messages
 
 TRAIN_HELP = """Train the recipe's draft head in this process, after running the earlier stages that are missing.
 
@@ -32,6 +42,7 @@ class Command:
     reads: str
     writes: str
     example: str  # arguments
+    read_arguments: Callable[[str | None], object] = recipe_from_command_line  # ends the process if they are wrong
 
 
 COMMANDS = {  # in data-flow order
@@ -62,6 +73,7 @@ COMMANDS = {  # in data-flow order
         "folders of features",
         "a merged folder (merge only)",
         "verify runs/tiny/features",
+        store_options,
     ),
     "train": Command(
         None,
@@ -97,6 +109,7 @@ COMMANDS = {  # in data-flow order
         "a head's folder, target",
         "nothing",
         "runs/tiny/export/vllm --target assets/demo_target",
+        lint_options,
     ),
     "doctor": Command(
         "headstart.inference.doctor",
@@ -104,6 +117,7 @@ COMMANDS = {  # in data-flow order
         "one or two heads' folders, target, held-out prompts",
         "nothing",
         "runs/tiny/head assets/demo_target runs/tiny/export/vllm",
+        doctor_options,
     ),
     "convert": Command(
         "headstart.heads.convert",
@@ -111,21 +125,42 @@ COMMANDS = {  # in data-flow order
         "a published head's folder, target",
         "a head's folder",
         "path/to/head runs/imported --target meta-llama/Llama-3.1-8B-Instruct",
+        convert_options,
     ),
 }
 
 
 def main() -> None:
-    if not sys.argv[1:] or sys.argv[1] in ("-h", "--help"):
+    try:
+        try:
+            run(sys.argv[1:])
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head -1`, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter fails again when it flushes
+        raise SystemExit(1) from None
+
+
+def run(arguments: list[str]) -> None:
+    if not arguments or arguments[0] in ("-h", "--help"):
         print(overview())
         return
-    name, arguments = sys.argv[1], sys.argv[2:]
+    if arguments[0] == "--version":
+        print(f"headstart {version('headstart')}")
+        return
+    name, *own = arguments
     if name not in COMMANDS:
         print(unknown_command(name), file=sys.stderr)
         raise SystemExit(2)
-    sys.argv = [f"headstart {name}", *arguments]  # what the command's own --help shows as its name
-    module = COMMANDS[name].module or training_script()
-    import_module(entry_module(module)).main()
+    sys.argv = [f"headstart {name}", *own]  # what the command's own --help shows as its name
+    command = COMMANDS[name]
+    if command.module is None:
+        module = training_script()
+    else:
+        module = entry_module(command.module)
+        command.read_arguments(docstring(module))
+    with errors_as_messages(NOT_BEGUN):  # loading the module takes seconds
+        import_module(module).main()
 
 
 def training_script() -> str:
@@ -143,6 +178,14 @@ def entry_module(module: str) -> str:
     spec = find_spec(module)
     assert spec is not None
     return module if spec.submodule_search_locations is None else f"{module}.__main__"
+
+
+def docstring(module: str) -> str | None:
+    """The docstring of a module that is not imported for it."""
+    spec = find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    return ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8")), clean=False)
 
 
 def overview() -> str:

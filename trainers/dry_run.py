@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
+from headstart.data_pipelines.count_rows import most_samples
 from headstart.data_pipelines.shards import MANIFEST, FeatureStore, stored_taps
 from headstart.data_pipelines.state_encoding import bytes_per_token
 from headstart.heads.checkpoint import head_taps
@@ -64,8 +65,9 @@ class DataSizes:
         taps = stored_taps(head_taps(recipe.head, target), target.num_layers)
         stored = data.mode == "offline"
         per_token = bytes_per_token(target.hidden_size, len(taps), data.dtype) if stored else 0
-        tokens = data.num_prompts * longest
-        return cls(False, data.num_prompts, tokens, longest, per_token * (tokens + data.heldout_samples * longest))
+        samples = most_samples(data)
+        tokens = samples * longest
+        return cls(False, samples, tokens, longest, per_token * (tokens + data.heldout_samples * longest))
 
 
 def print_plan(recipe: Recipe, num_ranks: int, device: torch.device) -> None:

@@ -8,14 +8,20 @@ Killed at any step, the same command continues from the newest checkpoint and en
 Ctrl-C once, finishes the current step, saves and exits.
 """
 
+from headstart.recipes import recipe_from_command_line
+
+if __name__ == "__main__":
+    recipe_from_command_line(__doc__)  # --help and mistakes end the process here, before torch is loaded
+
 from functools import partial
 
 from headstart.recipes import run_command
+from headstart.recipes.os_errors import CONTINUES
 from headstart.trainers.run import run
 
 
 def main() -> None:
-    run_command(__doc__, partial(run, script="trainers/eagle.py"))
+    run_command(__doc__, partial(run, script="trainers/eagle.py"), CONTINUES)
 
 
 if __name__ == "__main__":

@@ -10,16 +10,21 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from jaxtyping import Int
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from headstart.data_pipelines.batches import Batch
 from headstart.heads.base import DraftHead
 from headstart.heads.frozen import at_least_float32
+from headstart.heads.safetensors_file import as_os_error, give_umask_mode
 from headstart.heads.target_config import SAFE_FILES, locate_target
 from headstart.inference.target.architecture import decoder_layers
 from headstart.inference.target.model import TargetModel
+from headstart.inference.target.quiet import no_bars_of_transformers
 from headstart.recipes import Recipe
+from headstart.recipes.os_errors import naming
 from headstart.recipes.schema import TargetSection, TrainSection
+from headstart.recipes.whole_files import removed_on_failure
 from headstart.trainers.checkpoint import Tensors
 from headstart.trainers.chunked_loss import score_in_chunks
 from headstart.trainers.objective import Objective, Supervision, Teacher, UnrolledHead, UnrollScores, positions_at_once
@@ -92,14 +97,30 @@ class TrainableTarget(nn.Module):
         assert not found.unexpected_keys, found.unexpected_keys
         partial_folder = folder.with_name(folder.name + ".partial")
         shutil.rmtree(partial_folder, ignore_errors=True)
-        plain.save_pretrained(partial_folder)
-        original = locate_target(recipe.target.path, recipe.target.revision)
-        for path in sorted({path for pattern in SAFE_FILES for path in original.glob(pattern)}):
-            if path.suffix != ".safetensors" and not path.name.endswith(".index.json") and path.name != "config.json":
-                shutil.copyfile(path, partial_folder / path.name)
-        if folder.exists():
-            shutil.rmtree(folder)
-        partial_folder.replace(folder)
+        with removed_on_failure(partial_folder), naming(partial_folder):
+            save_model(plain, partial_folder)
+            copy_other_files(locate_target(recipe.target.path, recipe.target.revision), partial_folder)
+            if folder.exists():
+                shutil.rmtree(folder)
+            partial_folder.replace(folder)
+
+
+def save_model(model: Any, folder: Path) -> None:
+    """Write a transformers model, with the permissions of other new files; raises OSError that names the folder."""
+    try:
+        with no_bars_of_transformers():
+            model.save_pretrained(folder)
+    except SafetensorError as error:
+        raise as_os_error(error, folder) from error
+    for weights in folder.glob("*.safetensors"):
+        give_umask_mode(weights)
+
+
+def copy_other_files(original: Path, folder: Path) -> None:
+    """Copy a target's files except config.json and weights: tokenizer, chat template, generation settings."""
+    for path in sorted({path for pattern in SAFE_FILES for path in original.glob(pattern)}):
+        if path.suffix != ".safetensors" and not path.name.endswith(".index.json") and path.name != "config.json":
+            shutil.copyfile(path, folder / path.name)
 
 
 def trainable_section(recipe: Recipe, device: torch.device) -> TargetSection:

@@ -24,6 +24,7 @@ from headstart.trainers.dry_run import print_plan, refuse_sizes
 from headstart.trainers.evaluation import HeldOutDecoding
 from headstart.trainers.loop import train
 from headstart.trainers.medusa2 import TrainableTarget
+from headstart.trainers.preflight import preflight
 from headstart.trainers.ranks.launch import refuse_lone_decoding, start_accelerator
 from headstart.trainers.run_state import TrainingInputs
 
@@ -40,6 +41,7 @@ def run(recipe: Recipe, script: str | None = None) -> None:
     if script is not None:
         refuse_other_script(recipe, script)
     accelerator = start_accelerator(recipe)
+    preflight(recipe, accelerator.num_processes, accelerator.device)
     if recipe.train.dry_run:
         if accelerator.is_main_process:
             print_plan(recipe, accelerator.num_processes, accelerator.device)

@@ -5,13 +5,17 @@ import os
 import subprocess
 import uuid
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import wandb
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from headstart.data_pipelines.stage import write_text
 from headstart.recipes import Recipe
+from headstart.recipes.os_errors import naming
+from headstart.recipes.progress import Progress
+
+KEY_LENGTH = 40  # characters of a key of Weights & Biases, at the least
 
 
 class Tracker:
@@ -19,46 +23,54 @@ class Tracker:
 
     def __init__(self, recipe: Recipe, first_step: int, active: bool) -> None:
         self.recipe, self.first_step, self.active = recipe, first_step, active
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-        self.progress = Progress(*columns, TimeRemainingColumn(), disable=not active)
+        self.progress = Progress("training", recipe.train.steps, "steps", first_step, active)
         self.run: Any = None
 
     def __enter__(self) -> "Tracker":
-        self.progress.start()
-        self.task = self.progress.add_task("training", total=self.recipe.train.steps, completed=self.first_step)
         if self.active:
             self.recipe.run_dir.mkdir(parents=True, exist_ok=True)  # the harvest may be elsewhere
             self._drop_rows_after(self.first_step)
             mode = wandb_mode(self.recipe.log.wandb)
             if mode != "disabled":
-                self.run = wandb.init(
-                    project=self.recipe.log.project,
-                    dir=str(self.recipe.run_dir),
-                    config={**self.recipe.model_dump(mode="json"), "commit": commit()},
-                    mode=mode,
-                    id=self._run_id(),
-                    resume="allow",
-                    settings=wandb.Settings(silent=True, console="off"),
-                )
+                self.run = self._start_wandb(mode)
+        self.progress.__enter__()
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.progress.stop()
+    def _start_wandb(self, mode: Any) -> Any:
+        """Raise ValueError if Weights & Biases refuses the key or does not answer."""
+        try:
+            return wandb.init(
+                project=self.recipe.log.project,
+                dir=str(self.recipe.run_dir),
+                config={**self.recipe.model_dump(mode="json"), "commit": commit()},
+                mode=mode,
+                id=self._run_id(),
+                resume="allow",
+                settings=wandb.Settings(silent=True, console="off"),
+            )
+        except wandb.errors.Error as error:
+            raise ValueError(
+                f"log.wandb: {mode} given, but Weights & Biases cannot be used ({error}); offline or disabled is "
+                "allowed without it; write log.wandb=offline, and the same command goes on"
+            ) from error
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.progress.__exit__(kind, error, at)
         if self.run is not None:
             self.run.finish()
 
     def advance(self, step: int) -> None:
-        self.progress.update(self.task, completed=step)
+        self.progress.advance(step - self.progress.done)
 
     def log(self, step: int, values: dict[str, float], progress_text: str) -> None:
         """Write one row of metrics, and show `progress_text` beside the progress bar."""
         if not self.active:
             return
-        with self.recipe.metrics_path.open("a") as file:
+        with naming(self.recipe.metrics_path), self.recipe.metrics_path.open("a") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
         if self.run is not None:
             self.run.log(values, step=step)
-        self.progress.update(self.task, description=progress_text)
+        self.progress.text = progress_text
 
     def chart_acceptance(self, step: int, metrics: dict[str, float]) -> None:
         """Draw the held-out acceptance rate by depth on wandb; metrics.jsonl holds the numbers."""
@@ -71,14 +83,12 @@ class Tracker:
         self.run.log({"heldout/acceptance_by_depth": chart}, step=step)
 
     def say(self, text: str) -> None:
-        if self.active:
-            self.progress.console.print(text, highlight=False, soft_wrap=True)  # a log file has no width
+        self.progress.say(text)
 
     @staticmethod
     def has_measured(recipe: Recipe, step: int) -> bool:
         """Whether metrics.jsonl holds the held-out metrics of a step."""
-        rows = recipe.metrics_path.read_text().splitlines() if recipe.metrics_path.exists() else []
-        found = [json.loads(row) for row in rows if row]
+        found = [json.loads(row) for row in whole_lines(recipe.metrics_path)]
         return any(row["step"] == step and any(name.startswith("heldout/") for name in row) for row in found)
 
     def _run_id(self) -> str:
@@ -92,8 +102,14 @@ class Tracker:
         """A resumed run repeats the steps after its checkpoint, so their old rows are removed."""
         path = self.recipe.metrics_path
         if path.exists():
-            rows = [line for line in path.read_text().splitlines() if line and json.loads(line)["step"] <= step]
+            rows = [line for line in whole_lines(path) if json.loads(line)["step"] <= step]
             write_text(path, "".join(line + "\n" for line in rows))
+
+
+def whole_lines(path: Path) -> list[str]:
+    """The lines of a file, none if it is missing, without a last line that a full disk or a kill has cut off."""
+    text = path.read_text() if path.exists() else ""
+    return [line for line in text.rpartition("\n")[0].splitlines() if line]
 
 
 def wandb_mode(setting: str) -> Any:
@@ -101,6 +117,30 @@ def wandb_mode(setting: str) -> Any:
         return setting
     configured = "WANDB_API_KEY" in os.environ or "WANDB_MODE" in os.environ
     return os.environ.get("WANDB_MODE", "online") if configured else "offline"
+
+
+def refuse_wandb_without_key(recipe: Recipe) -> None:
+    """Raise ValueError if wandb would ask for a key when training starts, or does not know the mode."""
+    setting, allowed = recipe.log.wandb, ("online", "offline", "disabled")
+    mode = wandb_mode(setting)
+    if mode not in allowed:
+        raise ValueError(
+            f"log.wandb: {setting} given with WANDB_MODE={mode}, one of {', '.join(allowed)} is allowed; change "
+            "WANDB_MODE, or set log.wandb"
+        )
+    if mode != "online":
+        return
+    key = os.environ.get("WANDB_API_KEY")
+    if key is None and not wandb.login(prompt=False, verify=False):  # with a key it would wait for the network
+        raise ValueError(
+            f"log.wandb: {setting} given, offline or disabled is allowed without a key of Weights & Biases; run wandb "
+            "login, set WANDB_API_KEY, or write log.wandb=offline"
+        )
+    if key is not None and len(key) < KEY_LENGTH:
+        raise ValueError(
+            f"log.wandb: {setting} given with a WANDB_API_KEY of {len(key)} characters, {KEY_LENGTH} or more are "
+            "allowed; correct the key, or write log.wandb=offline"
+        )
 
 
 def commit() -> str:

@@ -37,8 +37,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headstart.data_pipelines.demo.python_stdlib import source_files
 from headstart.data_pipelines.demo.target import add_options, held_out_loss, optimizers_of, token_stream
+from headstart.heads.safetensors_file import give_umask_mode
 from headstart.recipes.allocator import keep_freed_memory
 from headstart.recipes.jsonl import read_jsonl
+from headstart.recipes.os_errors import CONTINUES, errors_as_messages
+from headstart.recipes.whole_files import write_text
 
 PROMPT_LENGTHS = (32, 40, 48, 56, 64)
 QUALITY_PROMPTS = 64
@@ -135,9 +138,7 @@ def draw_part(base: Path, part: int, path: Path, settings: Settings) -> None:
                 pad_token_id=tokenizer.eos_token_id,
             )
             rows += [Answer(row[:length].tolist(), row[length:].tolist()) for row in written]
-    partial = path.with_suffix(".partial")
-    partial.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
-    partial.replace(path)
+    write_text(path, "".join(json.dumps(asdict(row)) + "\n" for row in rows))
 
 
 def draw(base: Path, folder: Path, settings: Settings) -> list[Answer]:
@@ -318,9 +319,10 @@ less well. The table compares what both models write after {QUALITY_PROMPTS} hel
 | --- | ---: | ---: | ---: | ---: | ---: |
 {chr(10).join(rows)}
 """
-    (folder / "README.md").write_text(card.rstrip() + "\n" + section)
+    write_text(folder / "README.md", card.rstrip() + "\n" + section)
 
 
+@errors_as_messages(CONTINUES)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -354,6 +356,7 @@ def main() -> None:
         if file.suffix in {".json", ".jsonl"} and file.is_file():
             shutil.copyfile(file, folder / file.name)
     model.eval().bfloat16().save_pretrained(folder)
+    give_umask_mode(folder / "model.safetensors")
     tokenizer, model = load(folder)
     rows += quality_rows(folder.name, model, tokenizer, prompts, settings)
     held_out = token_stream(tokenizer.backend_tokenizer, [file for file in source_files() if file.held_out])

@@ -27,7 +27,10 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headstart.data_pipelines.demo.python_stdlib import SourceFile, source_files
+from headstart.heads.safetensors_file import give_umask_mode
 from headstart.inference.target.model import pick_device
+from headstart.recipes.os_errors import CONTINUES, errors_as_messages
+from headstart.recipes.whole_files import whole_file, write_text
 
 END_OF_TEXT = "<|endoftext|>"
 QUICK_LOOK = 40_000  # held-out tokens scored during training; all are scored at the end
@@ -226,8 +229,8 @@ def train(model: LlamaForCausalLM, stream: Tensor, held_out: Tensor, settings: S
                     "optimizers": [o.state_dict() for o in optimizers],
                     "step": step + 1,
                 }
-                torch.save(state, checkpoint.with_suffix(".partial"))
-                checkpoint.with_suffix(".partial").replace(checkpoint)
+                with whole_file(checkpoint) as partial:
+                    torch.save(state, partial)
                 nats = held_out_loss(model, held_out[:QUICK_LOOK], settings.short_length)
                 print(f"step {step + 1}: held-out loss {nats:.4f} nats per token", flush=True)
 
@@ -271,7 +274,7 @@ heads without a download; it is not a useful code model.
 
 Settings: `{json.dumps(asdict(settings))}`
 """
-    (folder / "README.md").write_text(card)
+    write_text(folder / "README.md", card)
 
 
 def add_options(parser: argparse.ArgumentParser, defaults: dict[str, Any]) -> None:
@@ -280,6 +283,7 @@ def add_options(parser: argparse.ArgumentParser, defaults: dict[str, Any]) -> No
         parser.add_argument(f"--{name}", type=type(value), default=value, help=f"default {value}")
 
 
+@errors_as_messages(CONTINUES)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -310,6 +314,7 @@ def main() -> None:
     train(model, stream, held_out, settings, checkpoint)
 
     model.cpu().bfloat16().save_pretrained(folder)
+    give_umask_mode(folder / "model.safetensors")
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,
@@ -317,7 +322,7 @@ def main() -> None:
         model_max_length=settings.max_positions,
     ).save_pretrained(folder)
     prompts = held_out_prompts(tokenizer, held_files, settings)
-    (folder / "heldout_prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    write_text(folder / "heldout_prompts.jsonl", "".join(json.dumps(prompt) + "\n" for prompt in prompts))
     nats = held_out_loss(model.float(), held_out, settings.max_positions)
     held_out_bytes = sum(len(f.text.encode()) for f in held_files)
     facts: dict[str, object] = {

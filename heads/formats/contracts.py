@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 
 from headstart.heads.formats import config_rules, medusa_rules, tap_rules, tensor_rules
+from headstart.heads.formats.engines import AUTHORS
 from headstart.heads.formats.files import HeadFiles
 from headstart.heads.formats.subject import Subject, layout_of
 from headstart.heads.formats.violation import Violation
@@ -56,8 +57,6 @@ RULES: dict[str, dict[str, tuple[Rule, ...]]] = {  # layout -> engine that can s
     "medusa": {"vllm": MEDUSA},
     "medusa_reference": dict.fromkeys(("vllm", "medusa"), MEDUSA),
 }
-ENGINES = ("vllm", "sglang", "tensorrt_llm", "eagle", "speculators", "medusa")
-AUTHORS = ("eagle", "medusa")  # the authors' own code, which reads only files exported in its own format
 
 
 def engines_of(files: HeadFiles) -> tuple[str, ...]:

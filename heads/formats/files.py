@@ -2,17 +2,19 @@
 
 import json
 import pickle
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from headstart.heads.formats.keys import find_config, read_config
+from headstart.heads.safetensors_file import write_safetensors
+from headstart.recipes.os_errors import naming
+from headstart.recipes.whole_files import remove, removed_on_failure, write_text
 
 MODEL = "model.safetensors"
 SAFETENSORS = (MODEL, "medusa_lm_head.safetensors")
@@ -105,24 +107,36 @@ def write_folder(files: HeadFiles, weights: str, readme: str, overwrite: bool) -
     folder = files.folder
     check_can_write(folder, overwrite)
     partial = folder.with_name(folder.name + ".partial")
-    if partial.exists():
-        shutil.rmtree(partial)  # left by a killed run
-    partial.mkdir(parents=True)
-    contiguous = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in files.tensors.items()}
-    if weights in PICKLES:
-        torch.save(contiguous, partial / weights)
-    else:
-        save_file(contiguous, partial / weights, metadata={"format": "pt"})
-    (partial / "config.json").write_text(json.dumps(files.config, indent=2) + "\n")
-    (partial / "README.md").write_text(readme)
+    remove(partial)  # left by a killed run
+    with removed_on_failure(partial):
+        partial.mkdir(parents=True)
+        contiguous = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in files.tensors.items()}
+        if weights in PICKLES:
+            write_pickle(contiguous, partial / weights)
+        else:
+            write_safetensors(contiguous, partial / weights, {"format": "pt"})
+        write_text(partial / "config.json", json.dumps(files.config, indent=2) + "\n")
+        write_text(partial / "README.md", readme)
+        put_in_place(partial, folder)
+
+
+def write_pickle(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a state dict as torch's code reads it; raises OSError that names the file."""
+    with naming(path), path.open("wb") as file:
+        try:
+            torch.save(tensors, file)
+        except RuntimeError as error:  # torch's writer fails again when it is closed
+            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+
+
+def put_in_place(partial: Path, folder: Path) -> None:
+    """Rename a whole folder to its final name, replacing an earlier one there."""
     replaced = folder.with_name(folder.name + ".replaced.partial")
-    if replaced.exists():
-        shutil.rmtree(replaced)  # left by a run that was killed after its last rename
+    remove(replaced)  # left by a run that was killed after its last rename
     if folder.exists():
         folder.rename(replaced)
     partial.rename(folder)
-    if replaced.exists():
-        shutil.rmtree(replaced)
+    remove(replaced)
 
 
 def check_can_write(folder: Path, overwrite: bool) -> None:

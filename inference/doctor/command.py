@@ -1,20 +1,5 @@
-"""Find out why a head guesses worse than it should: a fault in its files, or in an export of it.
+"""The doctor: measures a head and an export of it as they are, then with one thing changed at a time."""
 
-    python -m inference.doctor assets/demo_head assets/demo_target
-    python -m inference.doctor runs/tiny/head assets/demo_target runs/tiny/export/vllm
-
-The target continues held-out prompts greedily, and the head guesses each of the target's tokens from the true tokens
-before it. The table shows how often its top guess is right, by depth: for HEAD as it was trained, and for EXPORT as its
-engine interprets it. Then one thing is changed at a time and measured again:
-
-  with EXPORT    each part in which EXPORT differs from HEAD: taps, norms, vocabulary map, RoPE, weights
-  HEAD alone     variants of how its files are interpreted: other taps, norm flags, RoPE bases, token shifts, maps
-
-Each finding is one line: what was found, what would be right, what it costs, and how to fix it.
-Exit code 1 if anything is found, 0 otherwise.
-"""
-
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +11,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from headstart.heads.formats.contracts import ENGINES, engines_of
+from headstart.heads.formats.contracts import engines_of
 from headstart.heads.formats.files import HeadFiles
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig, locate_target
@@ -42,29 +27,18 @@ from headstart.inference.doctor.findings import (
     with_unmeasured,
 )
 from headstart.inference.doctor.interpretation import Interpretation, Measure, ReplayedText, accuracies
+from headstart.inference.doctor.options import Options, doctor_options
 from headstart.inference.doctor.variants import check_number_format, find_better_variants
 from headstart.inference.report.tables import rich_table
 from headstart.inference.request import Request
 from headstart.inference.target.model import TargetModel, pick_device
 from headstart.inference.target.tokenizer import load_tokenizer
-from headstart.recipes.command_line import command_name
 from headstart.recipes.jsonl import read_jsonl
+from headstart.recipes.os_errors import errors_as_messages
 from headstart.recipes.schema import TargetSection
 
 # In the folder of the run that trained the head.
 PROMPTS, MANIFEST = Path("prompts/heldout.jsonl"), Path("features/manifest.json")
-
-
-@dataclass(frozen=True)
-class Options:
-    """What is replayed, and how much of it."""
-
-    samples: Path | None = None  # JSONL file; None: the run's held-out prompts, else the target's
-    manifest: Path | None = None  # of the features trained on; None: the run's, if it has one
-    count: int = 8
-    new_tokens: int = 64
-    depth: int = 4
-    engine: str | None = None  # serves EXPORT; None: the first engine that EXPORT is meant for
 
 
 @dataclass(frozen=True)
@@ -77,37 +51,10 @@ class Diagnosis:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog=command_name(), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("head", type=Path, help="folder of the trained head")
-    parser.add_argument("target", help="folder or hub name of the model that the head drafts for")
-    parser.add_argument("export", type=Path, nargs="?", help="folder of the exported head that an engine serves")
-    parser.add_argument(
-        "--samples",
-        type=Path,
-        help="JSONL file of held-out prompts, rows with tokens or prompt; default: the run's, else the target's",
-    )
-    parser.add_argument(
-        "--manifest", type=Path, help="manifest.json of the features that the head was trained on; default: the run's"
-    )
-    parser.add_argument("--count", type=int, default=Options.count, help="prompts to replay (default: %(default)s)")
-    parser.add_argument(
-        "--new-tokens",
-        type=int,
-        default=Options.new_tokens,
-        help="new tokens per prompt (default: %(default)s)",
-    )
-    parser.add_argument("--depth", type=int, default=Options.depth, help="depths to measure (default: %(default)s)")
-    parser.add_argument(
-        "--engine", choices=ENGINES, help="engine that serves EXPORT; default: the first it is meant for"
-    )
-    given = vars(parser.parse_args(argv))
+    given = vars(doctor_options(None, argv))
     head, target, export = given.pop("head"), given.pop("target"), given.pop("export")
-    try:
+    with errors_as_messages():
         found = diagnose(head, target, export, Options(**given))
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from None
     console = Console()
     levels = [f"depth {level + 1}" for level in range(len(found.trained))]
     rows = [["accuracy", *levels], ["HEAD, as trained", *(f"{value:.3f}" for value in found.trained)]]

@@ -1,6 +1,40 @@
-"""`python -m inference.report`. Spawned workers do not import this file, so the command itself is in command.py."""
+"""Compare decoding methods on the same prompts: speed, acceptance length, and whether the text is the target's own.
 
-from headstart.inference.report.command import main
+    headstart report recipes/tiny.yaml
+    headstart report recipes/tiny_full.yaml report.head=assets/demo_head
+    headstart report recipes/tiny_full.yaml report.head=assets/demo_head \\
+        'report.baselines=[plain, generate, generate_lookup, chain, tree, prompt_lookup, lookahead, early_exit]' \\
+        report.prompts=question.jsonl 'report.batches=[1, 4]' 'report.temperatures=[0, 1]'
+    headstart report recipes/tiny_full.yaml report.head=assets/demo_head \\
+        'report.other_heads={medusa: runs/medusa/head}' decode.depth=4
+
+Every method of report.baselines decodes the same prompts, at each of report.temperatures and in each of
+report.batches. Methods alternate prompt by prompt, so that a slow phase of the machine hits all of them.
+
+The tables show, for each method:
+  acceptance length   mean number of tokens per target step, the bonus token included (tau)
+  tokens/s            new tokens per second of wall time, prefill included
+  speed-up            tokens/s over plain decoding, with its 95 % interval over prompts
+  same text           prompts whose text equals plain decoding's, token by token
+and the acceptance rate by depth, latencies and distinct tokens. The first prompt's text is printed with its draft
+tokens coloured.
+
+Prints the tables and writes report.json, report.md, report.png and report.html to RUN_DIR/report, and a searched tree
+as tree.png.
+"""
+
+from headstart.recipes import recipe_from_command_line
+
+if __name__ == "__main__":
+    recipe_from_command_line(__doc__)  # --help and mistakes end the process here, before torch is loaded
+
+from headstart.inference.report.command import report  # not in this file, which spawned workers do not import
+from headstart.recipes import run_command
+
+
+def main() -> None:
+    run_command(__doc__, report)
+
 
 if __name__ == "__main__":
     main()

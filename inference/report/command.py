@@ -1,36 +1,14 @@
-"""Compare decoding methods on the same prompts: speed, acceptance length, and whether the text is the target's own.
-
-    python -m inference.report recipes/tiny.yaml
-    python -m inference.report recipes/tiny_full.yaml report.head=assets/demo_head
-    python -m inference.report recipes/tiny_full.yaml report.head=assets/demo_head \\
-        'report.baselines=[plain, generate, generate_lookup, chain, tree, prompt_lookup, lookahead, early_exit]' \\
-        report.prompts=question.jsonl 'report.batches=[1, 4]' 'report.temperatures=[0, 1]'
-    python -m inference.report recipes/tiny_full.yaml report.head=assets/demo_head \\
-        'report.other_heads={medusa: runs/medusa/head}' decode.depth=4
-
-Every method of report.baselines decodes the same prompts, at each of report.temperatures and in each of
-report.batches. Methods alternate prompt by prompt, so that a slow phase of the machine hits all of them.
-
-The tables show, for each method:
-  acceptance length   mean number of tokens per target step, the bonus token included (tau)
-  tokens/s            new tokens per second of wall time, prefill included
-  speed-up            tokens/s over plain decoding, with its 95 % interval over prompts
-  same text           prompts whose text equals plain decoding's, token by token
-and the acceptance rate by depth, latencies and distinct tokens. The first prompt's text is printed with its draft
-tokens coloured.
-
-Prints the tables and writes report.json, report.md, report.png and report.html to RUN_DIR/report, and a searched tree
-as tree.png.
-"""
+"""The report: the same prompts decoded with every method of report.baselines, as tables and files."""
 
 import platform
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from itertools import product
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from typing import Any
 
 import torch
@@ -50,12 +28,14 @@ from headstart.inference.report.runs import Method, Run
 from headstart.inference.report.tables import LEGEND, NOTE, as_tables
 from headstart.inference.report.trace import Trace, trace
 from headstart.inference.sampling import sampling_from_recipe
-from headstart.inference.target.model import TargetModel, pick_device
+from headstart.inference.step_memory import refuse_trees_of
+from headstart.inference.target.model import TargetModel, generation_fields, pick_device
 from headstart.inference.target.tokenizer import load_tokenizer, text_of
-from headstart.recipes import Recipe, run_command
-from headstart.recipes.launcher import end_with_parent
+from headstart.recipes import Recipe
+from headstart.recipes.progress import Progress
 from headstart.recipes.run_lock import only_run_in
 from headstart.recipes.tuned_target import refuse_original_target
+from headstart.recipes.whole_files import check_folder
 
 MethodRuns = list[list[Run]]  # for each method, its runs on the batches of prompts in order
 
@@ -82,6 +62,9 @@ class Benchmark:
                 f"report.workers: {section.workers} given, only 1 is allowed on {device} because workers share a CPU; "
                 "leave it out"
             )
+        refuse_trees_of(recipe, max(section.batches))
+        if any(baseline.startswith("generate") for baseline in section.baselines):
+            generation_fields(sampling_from_recipe(recipe.decode, temperature=0.0))
         target = TargetModel.load(recipe.target, taps)
         for prompt in prompts:
             check_length(target, prompt.tokens, recipe.decode.max_new_tokens)
@@ -98,10 +81,6 @@ class Setting:
     batch: int
 
 
-def main() -> None:
-    run_command(__doc__, report)
-
-
 def report(recipe: Recipe) -> list[Outcome]:
     """Measure every method, print the tables and write the files.
 
@@ -114,8 +93,11 @@ def report(recipe: Recipe) -> list[Outcome]:
 def make_report(recipe: Recipe) -> list[Outcome]:
     """The report, in a folder that no other report writes into."""
     refuse_original_target(recipe, recipe.report.head)
+    check_folder(recipe.report_dir)
     benchmark, console = Benchmark.load(recipe), Console()
-    outcomes = measure(recipe, benchmark, console)
+    drawn = draw_searched_trees(recipe, benchmark.heads)  # before the work, because it fails for a head without a tree
+    with Progress("report", num_own_texts(recipe, benchmark), "texts") as progress:
+        outcomes = measure(recipe, benchmark, progress)
     folder = locate_target(recipe.target.path, recipe.target.revision)
     text = partial(text_of, load_tokenizer(folder, recipe.target.trust_remote_code))
     traces = trace_methods(recipe, benchmark)
@@ -124,17 +106,17 @@ def make_report(recipe: Recipe) -> list[Outcome]:
         console.print(on_terminal(one, text))
     about = {**machine(), "processes": recipe.report.workers} if recipe.report.workers > 1 else machine()
     folders = head_folders(recipe) if needs_head(recipe) else {}
-    written = write_report(recipe, about, folders, outcomes, traces, text)
-    written += draw_searched_trees(recipe, benchmark.heads)
+    written = write_report(recipe, about, folders, outcomes, traces, text) + drawn
     console.print(f"written to {recipe.report_dir}: {', '.join(written)}", highlight=False)
     return outcomes
 
 
-def measure(recipe: Recipe, benchmark: Benchmark, console: Console) -> list[Outcome]:
+def measure(recipe: Recipe, benchmark: Benchmark, progress: Progress) -> list[Outcome]:
     """Measure every method at every setting; each setting's tables are printed as soon as they are ready."""
     outcomes: list[Outcome] = []
+    console = progress.console
     console.print(NOTE, highlight=False)
-    for setting, runs in zip(settings(recipe), all_runs(recipe, benchmark, console), strict=True):
+    for setting, runs in zip(settings(recipe), all_runs(recipe, benchmark, progress), strict=True):
         methods = able_to_batch(benchmark.methods, setting.batch)
         if left_out := [method.name for method in benchmark.methods if method not in methods]:
             names = ", ".join(left_out)
@@ -152,16 +134,21 @@ def settings(recipe: Recipe) -> list[Setting]:
     return [Setting(*pair) for pair in product(recipe.report.temperatures, recipe.report.batches)]
 
 
-def all_runs(recipe: Recipe, benchmark: Benchmark, console: Console) -> Iterator[MethodRuns]:
+def all_runs(recipe: Recipe, benchmark: Benchmark, progress: Progress) -> Iterator[MethodRuns]:
     """The runs of each setting; several workers share the batches of prompts, and their runs are put back in order."""
     count = recipe.report.workers
-    own = (runs_of_share(recipe, benchmark, setting, 0, console) for setting in settings(recipe))
+    own = (runs_of_share(recipe, benchmark, setting, 0, progress) for setting in settings(recipe))
     if count == 1:
         yield from own
         return
-    with ProcessPoolExecutor(count - 1, get_context("spawn"), end_with_parent) as pool:
-        others = [pool.submit(runs_of_worker, recipe, number) for number in range(1, count)]
-        shares = [list(own), *(other.result() for other in others)]
+    with ProcessPoolExecutor(count - 1, get_context("spawn"), start_worker) as pool:
+        try:
+            others = [pool.submit(runs_of_worker, recipe, number) for number in range(1, count)]
+            shares = [list(own), *(other.result() for other in others)]
+        except BaseException:
+            for worker in active_children():
+                worker.terminate()
+            raise
     for at_setting in zip(*shares, strict=True):
         yield [interleave(shares_of_method) for shares_of_method in zip(*at_setting, strict=True)]
 
@@ -174,31 +161,64 @@ def interleave(shares: tuple[list[Run], ...]) -> list[Run]:
 def runs_of_worker(recipe: Recipe, number: int) -> list[MethodRuns]:
     """Run in a process of its own, with its own target and drafters: the worker's share at every setting."""
     benchmark = Benchmark.load(recipe)
-    return [runs_of_share(recipe, benchmark, setting, number, Console(quiet=True)) for setting in settings(recipe)]
+    with Progress("report", 0, "texts", active=False) as progress:
+        return [runs_of_share(recipe, benchmark, setting, number, progress) for setting in settings(recipe)]
 
 
-def runs_of_share(recipe: Recipe, benchmark: Benchmark, setting: Setting, number: int, console: Console) -> MethodRuns:
+def start_worker() -> None:
+    """Let a worker end without a traceback at Ctrl-C, which the main process reports, and with the main process."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    end_with_parent()
+
+
+def runs_of_share(
+    recipe: Recipe, benchmark: Benchmark, setting: Setting, number: int, progress: Progress
+) -> MethodRuns:
     """Run each method on one worker's share of the prompts."""
-    section, prompts, batch = recipe.report, benchmark.prompts, setting.batch
-    methods = able_to_batch(benchmark.methods, batch)
+    methods = able_to_batch(benchmark.methods, setting.batch)
     sampling = sampling_from_recipe(recipe.decode, setting.temperature)
-    batches = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
-    share = batches[number :: section.workers]
-    with console.status(
-        f"decoding {len(prompts)} prompts with {len(methods)} methods at temperature {setting.temperature:g}"
-    ):
-        return run_interleaved(
-            methods, benchmark.target, share, recipe.decode.max_new_tokens, sampling, section.warmup_prompts
-        )
+    what = f"temperature {setting.temperature:g}, batches of {setting.batch}"
+    return run_interleaved(
+        methods,
+        benchmark.target,
+        share_of(recipe, benchmark, setting, number),
+        recipe.decode.max_new_tokens,
+        sampling,
+        recipe.report.warmup_prompts,
+        lambda run: progress.advance(len(run.texts), what),
+    )
+
+
+def share_of(recipe: Recipe, benchmark: Benchmark, setting: Setting, number: int) -> list[list[Prompt]]:
+    """The batches of prompts that one worker decodes."""
+    prompts, batch = benchmark.prompts, setting.batch
+    return [prompts[start : start + batch] for start in range(0, len(prompts), batch)][number :: recipe.report.workers]
+
+
+def num_own_texts(recipe: Recipe, benchmark: Benchmark) -> int:
+    """How many texts the main process decodes."""
+    return sum(
+        sum(map(len, share_of(recipe, benchmark, setting, 0))) * len(able_to_batch(benchmark.methods, setting.batch))
+        for setting in settings(recipe)
+    )
 
 
 def report_prompts(recipe: Recipe) -> list[Prompt]:
     """The prompts of the recipe's question file, each with its category, or else the run's held-out prompts."""
     section = recipe.report
     if section.prompts is None:
-        return [Prompt(tokens, "held-out") for tokens in held_out_prompts(recipe)]
+        prompts = [Prompt(tokens, "held-out") for tokens in held_out_prompts(recipe)]
+        if not prompts:
+            raise ValueError(
+                f"data.heldout_prompts: {recipe.data.heldout_prompts} given, which yields no prompt; a file with one "
+                "or more is allowed; add prompts there, or name another file with report.prompts"
+            )
+        return prompts
     if not section.prompts.is_file():
-        raise ValueError(f"report.prompts: {section.prompts} is missing; give a JSONL file of prompts")
+        raise ValueError(
+            f"report.prompts: {section.prompts} given, an existing JSONL file is allowed; put the prompts there, or "
+            "leave it out for the held-out prompts"
+        )
     folder = locate_target(recipe.target.path, recipe.target.revision)
     tokenizer = load_tokenizer(folder, recipe.target.trust_remote_code)
     return read_questions(section.prompts, tokenizer, recipe.data.prompt_tokens, section.num_prompts)

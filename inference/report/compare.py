@@ -1,5 +1,6 @@
 """The report's figures: decoding methods compared on the same prompts, run in alternation on the same machine."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -102,8 +103,9 @@ def run_interleaved(
     max_new_tokens: int,
     sampling: Sampling,
     warmup: int,
+    after_run: Callable[[Run], None] = lambda run: None,
 ) -> list[list[Run]]:
-    """The runs of each method on each batch of prompts.
+    """The runs of each method on each batch of prompts; `after_run` is called between runs.
 
     Methods alternate batch by batch and take turns at going first, so a slow phase of the machine hits all of them.
     """
@@ -117,6 +119,7 @@ def run_interleaved(
         for turn in range(len(methods)):
             i = (number + turn) % len(methods)
             runs[i].append(run_batch(methods[i], target, tokens, max_new_tokens, sampling))
+            after_run(runs[i][-1])
     return runs
 
 

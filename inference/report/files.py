@@ -6,6 +6,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from headstart.heads.base import DraftHead
 from headstart.inference.drafters.cost_aware import searched_tree
 from headstart.inference.inputs import OWN_HEAD
@@ -15,6 +17,7 @@ from headstart.inference.report.tables import NOTE, as_markdown, draw
 from headstart.inference.report.trace import Trace
 from headstart.inference.report.tree_picture import draw_tree
 from headstart.recipes import Recipe
+from headstart.recipes.whole_files import whole_file, write_text
 
 
 def write_report(
@@ -27,7 +30,6 @@ def write_report(
 ) -> list[str]:
     """Write into the recipe's report folder and return the file names; `folders` holds the heads' folders by name."""
     folder = recipe.report_dir
-    folder.mkdir(parents=True, exist_ok=True)
     settings = product(recipe.report.temperatures, recipe.report.batches)
     groups = {(t, b): [o for o in outcomes if (o.temperature, o.batch) == (t, b)] for t, b in settings}
     others = {name: str(path) for name, path in folders.items() if name != OWN_HEAD}
@@ -38,15 +40,20 @@ def write_report(
         "recipe": recipe.model_dump(mode="json"),
         "outcomes": [outcome.as_json() for outcome in outcomes],
     }
-    (folder / "report.json").write_text(json.dumps(content, indent=1) + "\n")
+    write_text(folder / "report.json", json.dumps(content, indent=1) + "\n")
     heads = [f"Head `{folders[OWN_HEAD]}`", *(f"{name} `{path}`" for name, path in others.items())] if folders else []
     about = ", ".join(f"{name} {value}" for name, value in machine.items())
     tables = "\n".join(as_markdown(found) for found in groups.values())
-    (folder / "report.md").write_text(f"{'; '.join([*heads, about])}.\n\n{NOTE}\n\n{tables}")
+    write_text(folder / "report.md", f"{'; '.join([*heads, about])}.\n\n{NOTE}\n\n{tables}")
     whole_page = page(f"headstart on {recipe.target.path}", list(groups.values()), traces, text)
-    (folder / "report.html").write_text(whole_page, encoding="utf-8")
-    draw(groups).savefig(folder / "report.png", dpi=150)
+    write_text(folder / "report.html", whole_page)
+    write_png(folder / "report.png", draw(groups))
     return ["report.json", "report.md", "report.png", "report.html"]
+
+
+def write_png(path: Path, figure: Figure) -> None:
+    with whole_file(path) as partial:
+        figure.savefig(partial, format="png", dpi=150)
 
 
 def draw_searched_trees(recipe: Recipe, heads: Mapping[str, DraftHead]) -> list[str]:
@@ -54,5 +61,5 @@ def draw_searched_trees(recipe: Recipe, heads: Mapping[str, DraftHead]) -> list[
     files = []
     for name, head in heads.items() if recipe.decode.growth.startswith("searched") else ():
         files.append("tree.png" if name == OWN_HEAD else f"tree_{name}.png")
-        draw_tree(searched_tree(head), recipe.decode.nodes).savefig(recipe.report_dir / files[-1], dpi=150)
+        write_png(recipe.report_dir / files[-1], draw_tree(searched_tree(head), recipe.decode.nodes))
     return files

@@ -12,10 +12,11 @@ AGAIN = "copy or download the model again"
 SHOWN = 4  # wrong tensors that a message names
 
 
-def pick_device(name: str) -> torch.device:
+def pick_device(name: str, field: str = "target.device") -> torch.device:
     """The device of that name; `auto` is the first CUDA device if there is one, else the CPU.
 
-    Raises ValueError for a name that torch does not know, and for a CUDA device that this machine lacks.
+    Raises ValueError, naming the recipe's field, for a name that torch does not know, and for a device that this
+    machine lacks.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -23,15 +24,27 @@ def pick_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ValueError(
-            f"target.device: {name!r} given, auto, cpu, cuda or cuda:N is allowed; choose one of them"
+            f"{field}: {name!r} given, auto, cpu, cuda or cuda:N is allowed; choose one of them"
         ) from error
-    count = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= count:
-        found = "no CUDA device is found" if count == 0 else f"this machine has cuda:0 to cuda:{count - 1}"
+    if device.type == "cpu":
+        return device
+    count = num_devices(device.type)
+    if (device.index or 0) >= count:
+        numbered = [f"{device.type}:{number}" for number in range(count)]
         raise ValueError(
-            f"target.device: {name!r} given, but {found}; auto is allowed, which takes CUDA if it is there, and cpu"
+            f"{field}: {name!r} given, one of {', '.join(['auto', 'cpu', *numbered])} is allowed, because torch finds "
+            f"{count} {device.type} devices on this machine; choose another"
         )
     return device
+
+
+def num_devices(kind: str) -> int:
+    """How many devices of a kind, such as cuda, torch can use here."""
+    try:
+        module = torch.get_device_module(kind)
+    except RuntimeError:  # this build of torch does not know the kind
+        return 0
+    return int(module.device_count()) if module.is_available() else 0
 
 
 def load_config(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
@@ -58,7 +71,7 @@ def load_weights(folder: Path, **options: Any) -> PreTrainedModel:
     transformers would replace by random numbers.
     """
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        found: Any = AutoModelForCausalLM.from_pretrained(
             folder, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
     except (OSError, SafetensorError) as error:
@@ -66,9 +79,11 @@ def load_weights(folder: Path, **options: Any) -> PreTrainedModel:
             f"{folder}: its weights cannot be read ({in_one_line(error)}); whole safetensors files are required: "
             f"{AGAIN}"
         ) from error
+    model: PreTrainedModel = found[0]
+    info: dict[str, Any] = found[1]
     wrong = [f"{name} is missing" for name in sorted(info["missing_keys"])]
     wrong += [
-        f"{name} is {list(found)} but should be {list(wanted)}" for name, found, wanted in info["mismatched_keys"]
+        f"{name} is {list(shape)} but should be {list(wanted)}" for name, shape, wanted in info["mismatched_keys"]
     ]
     if wrong:
         more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
@@ -76,8 +91,7 @@ def load_weights(folder: Path, **options: Any) -> PreTrainedModel:
             f"{folder}: {'; '.join(wrong[:SHOWN])}{more}; all tensors of a whole model are required: give a model's "
             f"folder, or {AGAIN}"
         )
-    loaded: PreTrainedModel = model
-    return loaded
+    return model
 
 
 def in_one_line(error: Exception) -> str:

@@ -24,6 +24,7 @@ from headstart.inference.target.architecture import (
     rope_limit,
 )
 from headstart.inference.target.loading import load_config, load_weights, pick_device
+from headstart.inference.target.quiet import no_bars_of_transformers
 from headstart.inference.target.ranks import Ranks, load_over_ranks
 from headstart.inference.tree import Block, Tree, block_mask
 from headstart.recipes.schema import TargetSection
@@ -64,6 +65,7 @@ class TargetModel:
         self.layers[-1].register_forward_hook(keep_output(self._seen, self.config.num_layers))
 
     @classmethod
+    @no_bars_of_transformers()
     def load(cls, section: TargetSection, taps: tuple[int, ...]) -> "TargetModel":
         """Load from a local folder or the hub: safetensors only, and no remote code unless the section trusts it.
 
@@ -274,9 +276,15 @@ def pad_token(model: PreTrainedModel) -> int | None:
 def generation_fields(sampling: Sampling) -> dict[str, Any]:
     """The same sampling in transformers' fields; raises ValueError for what transformers does not have."""
     if sampling.presence_penalty or sampling.frequency_penalty or sampling.logit_bias:
+        given = {
+            "decode.presence_penalty": sampling.presence_penalty,
+            "decode.frequency_penalty": sampling.frequency_penalty,
+            "logit_bias": sampling.logit_bias,
+        }
+        named = ", ".join(f"{name}: {value} given" for name, value in given.items() if value)
         raise ValueError(
-            "decode.presence_penalty, frequency_penalty and logit_bias: given, but transformers' own generate does not "
-            "have them; leave them out, or take generate out of report.baselines"
+            f"{named}, nothing but 0 is allowed with transformers' own generate, which does not have it; leave it out, "
+            "or take generate, generate_lookup and generate_assisted out of report.baselines"
         )
     always = {"repetition_penalty": sampling.repetition_penalty}
     if sampling.temperature == 0:

@@ -1,0 +1,96 @@
+"""What a harvest needs, checked before any work: target, device, tokenizer, rows, draft head and folders."""
+
+import json
+import os
+from pathlib import Path
+
+from headstart.data_pipelines.conversations import Conversation, parse_row
+from headstart.data_pipelines.prompts import prompts_stage
+from headstart.data_pipelines.rows import BadRow, Row, read_rows
+from headstart.heads.checkpoint import load_taps
+from headstart.heads.target_config import SAFE_FILES, TargetConfig, locate_target
+from headstart.inference.target.model import pick_device
+from headstart.inference.target.tokenizer import Tokenizer, load_tokenizer
+from headstart.recipes import Recipe
+from headstart.recipes.schema import HUB_PREFIX, PYTHON_STDLIB
+from headstart.recipes.target_checks import size_mistakes
+
+WITHOUT_WEIGHTS = [pattern for pattern in SAFE_FILES if pattern != "*.safetensors"]
+
+
+def check_harvest(recipe: Recipe) -> TargetConfig:
+    """Raise ValueError for the first thing that keeps the harvest from running; writes nothing.
+
+    Returns the target's sizes. Of a target on the hub only the files without weights are fetched.
+    """
+    for field, folder in (("run_dir", recipe.run_dir), ("data.folder", recipe.data_folder)):
+        refuse_unwritable(field, folder)
+    folder = locate_target(recipe.target.path, recipe.target.revision, WITHOUT_WEIGHTS)
+    target = TargetConfig.from_folder(folder)
+    refuse_size_mistakes(recipe, folder)
+    refuse_missing_devices(recipe)
+    tokenizer = load_tokenizer(folder, recipe.target.trust_remote_code)
+    if recipe.data.draft_head is not None:
+        try:
+            load_taps(recipe.data.draft_head, target)
+        except ValueError as error:
+            raise ValueError(f"data.draft_head: {error}") from error
+    if not prompts_stage(recipe).is_complete():
+        check_rows(recipe, tokenizer)
+    return target
+
+
+def refuse_size_mistakes(recipe: Recipe, folder: Path) -> None:
+    """Raise ValueError for sizes that do not fit a target on the hub; a local one was checked with the recipe."""
+    values = recipe.model_dump(mode="json")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    lines = []
+    for path, allowed_and_advice in size_mistakes(config, values):
+        section, _, key = path.partition(".")
+        lines.append(f"{path}: {values[section][key]} given, {allowed_and_advice}")
+    if lines:
+        raise ValueError("the recipe does not fit the target:\n  " + "\n  ".join(lines))
+
+
+def refuse_missing_devices(recipe: Recipe) -> None:
+    """Raise ValueError for a device in the recipe that this machine does not have."""
+    if recipe.target.device_map is None and not recipe.target.spans_ranks:
+        pick_device(recipe.target.device)
+    for name in recipe.data.online_devices or ():
+        pick_device(name, "data.online_devices")
+
+
+def refuse_unwritable(field: str, folder: Path) -> None:
+    """Raise ValueError if a folder, or the one that it would be made in, cannot be written."""
+    found = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    if not found.is_dir() or not os.access(found, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"{field}: {folder} given, a folder that this user may write to is allowed, and {found} cannot be written; "
+            f"choose another {field}, or change its permissions"
+        )
+
+
+def check_rows(recipe: Recipe, tokenizer: Tokenizer) -> None:
+    """Raise ValueError if a file of prompts has no rows, or its first one needs a chat template that is not there."""
+    data = recipe.data
+    sources = {"data.heldout_prompts": str(data.heldout_prompts)}
+    if data.prompts != PYTHON_STDLIB and not data.prompts.startswith(HUB_PREFIX):
+        sources["data.prompts"] = data.prompts
+    for field, source in sources.items():
+        first = next(iter(read_rows(source)), None)
+        if first is None:
+            raise ValueError(f"{field}: {source} given, a file with one row or more is allowed; add prompts to it")
+        if tokenizer.chat_template is None and is_conversation(first):
+            raise ValueError(
+                f"{field}: row {first.line} of {source} is a conversation, which needs a chat template, and the "
+                f"tokenizer of {recipe.target.path} has none; rows of prompt or text are allowed with it; give such "
+                "rows, or put a chat_template.jinja into the target's folder"
+            )
+
+
+def is_conversation(row: Row) -> bool:
+    """Whether a row holds turns; a row that cannot be parsed is left for the harvest, which counts and names it."""
+    try:
+        return not isinstance(row.fields, BadRow) and isinstance(parse_row(row.fields), Conversation)
+    except BadRow:
+        return False

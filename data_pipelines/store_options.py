@@ -1,0 +1,18 @@
+"""The command line of `headstart store`, readable without torch."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from headstart.recipes.command_line import command_name
+
+
+def store_options(doc: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """What to do, and with which stores; `doc` opens --help."""
+    parser = argparse.ArgumentParser(
+        prog=command_name(), description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("command", choices=["verify", "stats", "merge"])
+    parser.add_argument("folder", type=Path, help="the store; for merge, the folder of the new store")
+    parser.add_argument("sources", type=Path, nargs="*", help="for merge: the stores to merge")
+    return parser.parse_args(argv)

@@ -1,0 +1,106 @@
+"""How far a stage is: a bar on a terminal; elsewhere, such as in a log file, a line now and then."""
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+from rich.progress import TimeRemainingColumn as TimeLeftColumn
+from rich.table import Column
+from rich.text import Text
+
+# A line is printed after this share of the work or this many seconds, whichever comes first, but not more often.
+SHARE, SECONDS, APART = 0.05, 30.0, 5.0
+
+
+class NoteColumn(ProgressColumn):
+    """The text beside the bar, the first to be cut where a terminal is narrow."""
+
+    def __init__(self) -> None:
+        super().__init__(Column(no_wrap=False))
+
+    def render(self, task: Task) -> Text:
+        return Text(task.fields["text"], no_wrap=True, overflow="ellipsis")
+
+
+class Progress:
+    """A context manager that shows how much of `total` is done, how fast it goes and how long the rest will take.
+
+    `unit` is the plural of what is counted, and `done` is what an earlier run has finished. Nothing is shown unless
+    `active`. A line appears when work is reported, so no thread disturbs what is measured.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        total: int,
+        unit: str,
+        done: int = 0,
+        active: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.what, self.total, self.unit, self.done, self.active, self.clock = what, total, unit, done, active, clock
+        self.text = ""
+        self.console = Console()
+        self.on_terminal = active and self.console.is_terminal and not self.console.is_dumb_terminal
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), NoteColumn()
+        self._bar = Bar(
+            *columns, TimeElapsedColumn(), TimeLeftColumn(), console=self.console, disable=not self.on_terminal
+        )
+        self._task = self._bar.add_task(what, total=total, completed=done, text="")
+
+    def __enter__(self) -> "Progress":
+        self._bar.start()
+        self._started, self._own = self.clock(), 0  # what this process has done
+        self._print_line()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if kind is None and self.done >= self.total:
+            self._bar.update(self._task, text="done")
+            self._say_in_log(f"{self.what}: all {self.total} {self.unit} done in {duration(self._seconds())}")
+        self._bar.stop()
+
+    def advance(self, count: int, text: str | None = None) -> None:
+        """Count work that is done now; `text` replaces what is shown beside it, such as a loss."""
+        self._own += count
+        self.skip(count, text)
+
+    def skip(self, count: int, text: str | None = None) -> None:
+        """Count work that an earlier run has done, which says nothing about the speed."""
+        self.done += count
+        self.text = self.text if text is None else text
+        self._bar.update(self._task, completed=self.done, text=self.text)
+        waited = self.clock() - self._line_at
+        enough = self.done - self._line_done >= SHARE * self.total
+        if self.done < self.total and (waited >= SECONDS or (enough and waited >= APART)):
+            self._print_line()
+
+    def say(self, text: str) -> None:
+        """Print a line, above the bar on a terminal."""
+        if self.on_terminal:
+            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self._say_in_log(text)
+
+    def _print_line(self) -> None:
+        self._line_at, self._line_done = self.clock(), self.done
+        parts = [f"{self.what}: {self.done} of {self.total} {self.unit} ({self.done / max(self.total, 1):.0%})"]
+        if self._own:
+            rate = self._own / max(self._seconds(), 1e-9)
+            parts += [f"{rate:.3g} {self.unit}/s", f"{duration((self.total - self.done) / rate)} left"]
+        self._say_in_log(", ".join([*parts, self.text] if self.text else parts))
+
+    def _say_in_log(self, text: str) -> None:
+        if self.active and not self.on_terminal:
+            print(text, flush=True)
+
+    def _seconds(self) -> float:
+        return self.clock() - self._started
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds, as in 1:02:03."""
+    return str(timedelta(seconds=round(seconds)))

@@ -1,0 +1,762 @@
+"""Data, stores and stages as clumsy users give them: no traceback, nothing wrong in silence, a message to act on."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bad_inputs import Says, assert_raises, assert_refused, assert_told, type_command
+
+from headstart.data_pipelines.shards import FeatureStore
+from headstart.recipes.jsonl import read_jsonl
+
+FIX = "fix them, or raise data.max_bad_fraction"
+NEEDS = "a row needs prompt or text (a string), prompt with response or completion, messages"
+ROLES = "allowed roles are system, developer, user, human, assistant"
+ORDER = "change the order of the turns"
+GIVEN = ("data.responses=given", "data.turns=all")
+TARGET: tuple[str, ...] = ()
+LINE = "rows.jsonl line 1"
+USER = {"role": "user", "content": "hello"}
+REPLY = {"role": "assistant", "content": "hi there"}
+BROKEN_TEMPLATE = "the target's chat template refuses these messages"
+
+# A row that gives no sample: the row, as the line that a user wrote or as an object; overrides; what is said.
+ROWS: dict[str, tuple[object, tuple[str, ...], Says]] = {
+    "a torn line": (
+        '{"prompt": "cut',
+        TARGET,
+        Says(LINE, "not JSON (", "one JSON object on each", FIX),
+    ),
+    "a bare word": ("hello", TARGET, Says(LINE, "not JSON", "one JSON object on each line", FIX)),
+    "single quotes": ("{'prompt': 'x'}", TARGET, Says(LINE, "not JSON", "one JSON object on each line", FIX)),
+    "a comma at the end": ('{"prompt": "x",}', TARGET, Says(LINE, "not JSON", "one JSON object on each line", FIX)),
+    "a comment line": ("// prompts", TARGET, Says(LINE, "not JSON", "one JSON object on each line", FIX)),
+    "two objects on a line": ('{"prompt": "x"} {}', TARGET, Says(LINE, "Extra data", "one JSON object on", FIX)),
+    "a list as a row": ("[1, 2]", TARGET, Says("row", "a number (1)", "a JSON object is needed", FIX)),
+    "a number as a row": ("7", TARGET, Says(LINE, "a number (7)", "a JSON object is needed", FIX)),
+    "text as a row": ('"hello"', TARGET, Says(LINE, "the row is text", "a JSON object is needed", FIX)),
+    "null as a row": ("null", TARGET, Says(LINE, "the row is null", "a JSON object is needed", FIX)),
+    "true as a row": ("true", TARGET, Says(LINE, "the row is true", "a JSON object is needed", FIX)),
+    "half a surrogate pair": ('{"prompt": "\\ud800"}', TARGET, Says(LINE, "not text", "surrogates not allowed", FIX)),
+    "brackets without end": ("{" * 3 + "[" * 99999, TARGET, Says(LINE, "not JSON", "one JSON object on each", FIX)),
+    "an empty object": ({}, TARGET, Says(LINE, "fields [] given", NEEDS, FIX)),
+    "only nulls": ({"prompt": None, "text": None}, TARGET, Says(LINE, "that are not null", NEEDS, FIX)),
+    "unknown fields": ({"question": "why?", "answer": "so"}, TARGET, Says(LINE, "['answer', 'question']", NEEDS, FIX)),
+    "a misspelt field": ({"promt": "x"}, TARGET, Says(LINE, "['promt']", NEEDS, FIX)),
+    "alpaca's fields": ({"instruction": "x", "output": "y"}, TARGET, Says(LINE, "'instruction'", NEEDS, FIX)),
+    "text that is a number": ({"text": 5}, TARGET, Says(LINE, "text is a number (5)", "text is needed", FIX)),
+    "text that is a fraction": ({"text": 0.5}, TARGET, Says(LINE, "text is a number (0.5)", "text is needed", FIX)),
+    "text that is true": ({"text": True}, TARGET, Says(LINE, "text is true", "text is needed", FIX)),
+    "a prompt that is an object": ({"prompt": {"a": 1}}, TARGET, Says(LINE, "an object", "text is needed", FIX)),
+    "a prompt of token ids": ({"prompt": [1, 2]}, TARGET, Says(LINE, "prompt is a list", "text is needed", FIX)),
+    "an empty prompt": ({"prompt": ""}, TARGET, Says(LINE, "prompt is empty", NEEDS, FIX)),
+    "a prompt of blanks": ({"prompt": " \n\t"}, TARGET, Says(LINE, "prompt is empty", NEEDS, FIX)),
+    "a system turn that is a number": (
+        {"prompt": "x", "system": 3},
+        TARGET,
+        Says(LINE, "system is a number (3)", "text is needed", FIX),
+    ),
+    "messages that are text": ({"messages": "hi"}, TARGET, Says(LINE, "messages is text", "a list of objects", FIX)),
+    "messages of texts": ({"messages": ["hi"]}, TARGET, Says(LINE, "text at place 1", "a list of objects", FIX)),
+    "messages that are an object": ({"messages": USER}, TARGET, Says(LINE, "an object", "a list of objects", FIX)),
+    "no messages": ({"messages": []}, TARGET, Says(LINE, "no user turn to answer", "give at least one", FIX)),
+    "only a system turn": (
+        {"messages": [{"role": "system", "content": "be brief"}]},
+        TARGET,
+        Says(LINE, "no user turn to answer", "give at least one", FIX),
+    ),
+    "a turn by nobody": ({"messages": [{"content": "x"}]}, TARGET, Says(LINE, "turn 1 is by None", ROLES, FIX)),
+    "a turn by a bot": (
+        {"messages": [USER, {"role": "bot", "content": "x"}]},
+        TARGET,
+        Says(LINE, "turn 2 is by 'bot'", ROLES, FIX),
+    ),
+    "a role in capitals": ({"messages": [{"role": "User", "content": "x"}]}, TARGET, Says(LINE, "'User'", ROLES, FIX)),
+    "a turn without words": (
+        {"messages": [{"role": "user"}]},
+        TARGET,
+        Says(LINE, "turn 1 by user is empty", "give it text", FIX),
+    ),
+    "a turn of a number": (
+        {"messages": [{"role": "user", "content": 3}]},
+        TARGET,
+        Says(LINE, "turn 1 is a number (3)", "text is needed", FIX),
+    ),
+    "a turn with an image": (
+        {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
+        TARGET,
+        Says(LINE, "contains parts that are not text", "only text is supported", FIX),
+    ),
+    "two answers in a row": ({"messages": [USER, REPLY, REPLY]}, TARGET, Says(LINE, "turn 3 is by", ORDER, FIX)),
+    "an answer first": ({"messages": [REPLY, USER]}, TARGET, Says(LINE, "right after the start", ORDER, FIX)),
+    "a late system turn": (
+        {"messages": [USER, {"role": "system", "content": "x"}]},
+        TARGET,
+        Says(LINE, "turn 2 is by system", ORDER, FIX),
+    ),
+    "tools that are not JSON": (
+        {"messages": [USER], "tools": "{"},
+        TARGET,
+        Says(LINE, "tools: not JSON", "Expecting", FIX),
+    ),
+    "a tool call without a name": (
+        {"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {}}]}]},
+        TARGET,
+        Says(LINE, "turn 2 has a tool call", "without a function name", FIX),
+    ),
+    "tokens that are text": ({"tokens": "1 2"}, TARGET, Says(LINE, "tokens is text", "a list of whole numbers", FIX)),
+    "tokens with a fraction": ({"tokens": [1, 2.0]}, TARGET, Says(LINE, "a number (2.0)", "whole numbers", FIX)),
+    "tokens of true and false": ({"tokens": [True]}, TARGET, Says(LINE, "true or false", "token ids are needed", FIX)),
+    "no tokens": ({"tokens": []}, TARGET, Says(LINE, "tokens is an empty list", NEEDS, FIX)),
+    "a token above the vocabulary": ({"tokens": [300]}, TARGET, Says(LINE, "token 300 given", "0 to 299", FIX)),
+    "a token below 0": ({"tokens": [-1]}, TARGET, Says(LINE, "token -1 given", "0 to 299", FIX)),
+    "a mask of another length": (
+        {"tokens": [1, 2], "loss_mask": [1]},
+        TARGET,
+        Says(LINE, "2 tokens and 1 loss_mask values", "they must have the same length", FIX),
+    ),
+    "a mask of texts": (
+        {"tokens": [1], "loss_mask": ["1"]},
+        TARGET,
+        Says(LINE, "loss_mask holds text", "a list of whole numbers is needed", FIX),
+    ),
+    "given: a prompt alone": (
+        {"prompt": "x"},
+        GIVEN,
+        Says(LINE, "fields ['prompt']", "needs response or completion", "choose data.responses=target"),
+    ),
+    "given: a prompt and a null response": (
+        {"prompt": "x", "response": None},
+        GIVEN,
+        Says(LINE, "fields ['prompt', 'response']", "needs response or completion", "choose data.responses=target"),
+    ),
+    "given: preferences": (
+        {"prompt": "x", "chosen": "y", "rejected": "z"},
+        GIVEN,
+        Says(LINE, "['chosen', 'prompt', 'rejected']", "needs response or completion", "choose data.responses=target"),
+    ),
+    "given: an empty response": (
+        {"prompt": "x", "response": ""},
+        GIVEN,
+        Says(LINE, "response is empty", NEEDS, FIX),
+    ),
+    "given: a response that is a number": (
+        {"prompt": "x", "response": 5},
+        GIVEN,
+        Says(LINE, "response is a number (5)", "text is needed", FIX),
+    ),
+    "given: a completion that is a list of texts": (
+        {"prompt": "x", "completion": ["a", "b"]},
+        GIVEN,
+        Says(LINE, "completion is a list", "text is needed", FIX),
+    ),
+    "given: response and completion": (
+        {"prompt": "x", "response": "a", "completion": "b"},
+        GIVEN,
+        Says(LINE, "response and completion are given", "one is allowed", "remove the other"),
+    ),
+    "given: a plain completion with a system turn": (
+        {"system": "be brief", "prompt": "x", "completion": "a"},
+        GIVEN,
+        Says(LINE, "system is given", "messages are needed", "give the turns as messages"),
+    ),
+    "given: a question without its answer": (
+        {"messages": [USER]},
+        GIVEN,
+        Says(LINE, "the last turn is not by the assistant", "add the answer", "choose data.responses=target"),
+    ),
+    "given: tokens without a mask": (
+        {"tokens": [1, 2, 3]},
+        GIVEN,
+        Says(LINE, "no token to train on", "set loss_mask values to 1", FIX),
+    ),
+    "given: a text of one token": (
+        {"text": "x"},
+        GIVEN,
+        Says(LINE, "no token to train on", "give a longer text", FIX),
+    ),
+    "given: a text that is too long": (
+        {"text": "word " * 99},
+        GIVEN,
+        Says(LINE, "tokens; data.prompt_tokens and data.response_tokens", "allow 36", "data.long_prompts=drop"),
+    ),
+}
+
+
+@pytest.fixture
+def place(harvested: Path, tmp_path: Path) -> Path:
+    """A folder whose recipe.yaml runs in it, on the shared target."""
+    text = (harvested / "recipe.yaml").read_text().replace(str(harvested), str(tmp_path))
+    (tmp_path / "recipe.yaml").write_text(text.replace(str(tmp_path / "target"), str(harvested / "target")))
+    for name in ("prompts.jsonl", "heldout.jsonl"):
+        shutil.copy(harvested / name, tmp_path / name)
+    return tmp_path
+
+
+Command = Callable[..., Any]
+
+
+@pytest.fixture
+def headstart(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    return lambda *arguments: type_command(list(arguments), monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("symptom", ROWS)
+def test_a_row_that_gives_no_sample_is_named_with_the_reason(place: Path, headstart: Command, symptom: str) -> None:
+    row, overrides, says = ROWS[symptom]
+    line = row if isinstance(row, str) else json.dumps(row)
+    (place / "rows.jsonl").write_text(f"{line}\n", encoding="utf-8")
+    if overrides:  # held-out rows are read in the same way
+        (place / "heldout.jsonl").write_text(json.dumps({"prompt": "other", "completion": "words"}) + "\n")
+    outcome = headstart("inspect", place / "recipe.yaml", f"data.prompts={place / 'rows.jsonl'}", *overrides)
+    assert_refused(outcome, says)
+    assert not (place / "run" / "prompts" / "train.jsonl").exists()
+
+
+# Files
+
+
+def utf_16(place: Path) -> str:
+    (place / "rows.jsonl").write_text('{"prompt": "x"}\n', encoding="utf-16")
+    return "rows.jsonl"
+
+
+def torn_array(place: Path) -> str:
+    (place / "rows.json").write_text('[\n  {"prompt": "x"},\n  {"prompt": \n')
+    return "rows.json"
+
+
+def array_of_texts(place: Path) -> str:
+    (place / "rows.json").write_text('[\n  "one",\n  "two"\n]\n')
+    return "rows.json"
+
+
+def object_around_the_rows(place: Path) -> str:
+    (place / "rows.json").write_text('{"data": [{"prompt": "x"}]}')
+    return "rows.json"
+
+
+def indented_object(place: Path) -> str:
+    (place / "rows.json").write_text('{\n  "prompt": "x"\n}\n')
+    return "rows.json"
+
+
+def file_of(name: str, content: bytes) -> Callable[[Path], str]:
+    def write(place: Path) -> str:
+        (place / name).write_bytes(content)
+        return name
+
+    return write
+
+
+def folder_of_files(place: Path) -> str:
+    (place / "rows").mkdir()
+    (place / "rows" / "a.jsonl").write_text('{"prompt": "x"}\n')
+    return "rows"
+
+
+SUFFIXES = "a file that ends in .jsonl, .json, .parquet, .txt, a dataset folder or"
+FILES: dict[str, tuple[Callable[[Path], str], Says]] = {
+    "an empty file": (
+        file_of("rows.jsonl", b""),
+        Says("rows.jsonl", "has no prompts", "0 rows read", "give at"),
+    ),
+    "a file of blank lines": (
+        file_of("rows.jsonl", b"\n \n"),
+        Says("rows.jsonl", "no prompts", "0 rows", "give at"),
+    ),
+    "an empty text file": (
+        file_of("rows.txt", b"\n\n"),
+        Says("rows.txt", "has no prompts", "0 rows read", "give at"),
+    ),
+    "an empty array": (
+        file_of("rows.json", b"[]\n"),
+        Says("rows.json", "has no prompts", "0 rows read", "give at"),
+    ),
+    "UTF-16, as PowerShell writes": (
+        utf_16,
+        Says("rows.jsonl", "is UTF-16 text", "UTF-8 is allowed", "save it"),
+    ),
+    "Latin-1": (file_of("rows.jsonl", b'{"prompt": "\xe9t\xe9"}\n'), Says(LINE, "not JSON", "'utf-8' codec", FIX)),
+    "Latin-1 text": (file_of("rows.txt", b"\xe9t\xe9\n"), Says("rows.txt line 1", "not UTF-8", "can't decode", FIX)),
+    "zeros": (file_of("rows.jsonl", b"\0" * 64 + b"\n"), Says(LINE, "not JSON", "one JSON object on each line", FIX)),
+    "an array without its end": (
+        torn_array,
+        Says("rows.json", "starts as a JSON array but cannot be read as one", "a whole array or one", "fix the file"),
+    ),
+    "an array of texts": (array_of_texts, Says("rows.json row 1", "the row is text", "a JSON object is needed", FIX)),
+    "rows inside an object": (object_around_the_rows, Says("rows.json line 1", "fields ['data']", NEEDS, FIX)),
+    "an indented object": (indented_object, Says("rows.json line 1", "not JSON", "one JSON object on each line", FIX)),
+    "a pickle": (file_of("rows.pkl", b"\x80\x04."), Says("data: ", "rows.pkl given", SUFFIXES, "convert it")),
+    "a spreadsheet": (file_of("rows.csv", b"prompt\nx\n"), Says("data: ", "rows.csv given", SUFFIXES, "convert it")),
+    "a compressed file": (
+        file_of("rows.jsonl.gz", b"\x1f\x8b"),
+        Says("data: ", ".jsonl.gz given", SUFFIXES, "convert"),
+    ),
+    "a file without a suffix": (file_of("rows", b"{}\n"), Says("data: ", "rows given", SUFFIXES, "convert it")),
+    "parquet in name only": (
+        file_of("rows.parquet", b"PAR1 and nothing else"),
+        Says("rows.parquet", "cannot be read as parquet", "a whole parquet file is needed", "write it again"),
+    ),
+    "an empty parquet file": (
+        file_of("rows.parquet", b""),
+        Says("rows.parquet", "cannot be read as parquet", "a whole parquet file is needed", "write it again"),
+    ),
+    "a folder of files": (
+        folder_of_files,
+        Says("data: ", "is not a dataset", "a folder written by save_to_disk", "or a file"),
+    ),
+    "a hub dataset that is not there": (
+        lambda place: "hf:/no/such/dataset",
+        Says("data: hf:", "cannot be loaded", "hf:org/name:split is allowed", "check the name"),
+    ),
+}
+
+
+@pytest.mark.parametrize("symptom", FILES)
+def test_a_file_that_cannot_be_used_is_named(
+    place: Path, headstart: Command, monkeypatch: pytest.MonkeyPatch, symptom: str
+) -> None:
+    write, says = FILES[symptom]
+    if symptom.startswith(("parquet", "an empty parquet")):
+        pytest.importorskip("pyarrow")
+    if "folder" in symptom or "hub" in symptom:
+        pytest.importorskip("datasets")
+    monkeypatch.chdir(place)
+    assert_refused(headstart("inspect", "recipe.yaml", f"data.prompts={write(place)}"), says)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        pytest.param("rows.jsonl", b'\xef\xbb\xbf{"prompt": "one"}\r\n{"prompt": "two"}\r\n', id="a mark at the start"),
+        pytest.param("rows.txt", b"\xef\xbb\xbfone\r\n\r\ntwo\r\n", id="a mark at the start of a text"),
+        pytest.param("rows.json", b'[\n  {"prompt": "one"},\n  {\n"prompt": "two"}\n]\n', id="an indented array"),
+        pytest.param("rows.json", b'\xef\xbb\xbf[{"prompt": "one"}, {"prompt": "two"}]', id="a marked array"),
+        pytest.param("rows.jsonl", b'[{"prompt": "one"},\n{"prompt": "two"}]', id="an array with the wrong suffix"),
+        pytest.param("rows.JSONL", b'{"prompt": "one"}\n\n{"prompt": "two"}', id="a suffix in capitals"),
+        pytest.param("rows.jsonl", b'{"prompt": "one", "tokens": null}\n{"prompt": null, "text": "two"}', id="nulls"),
+    ],
+)
+def test_a_file_in_an_unusual_dress_gives_its_rows(place: Path, headstart: Command, name: str, content: bytes) -> None:
+    (place / name).write_bytes(content)
+    outcome = headstart("inspect", place / "recipe.yaml", f"data.prompts={place / name}")
+    assert_told(outcome, Says(name, "2 rows read", "2 prompts kept", "data.num_prompts=12 asks for more"))
+    assert [len(row["tokens"]) for row in read_jsonl(place / "run" / "prompts" / "train.jsonl")] == [3, 3]
+
+
+# What the prompts' stage drops, cuts or refuses
+
+
+def rows_of(path: Path, *rows: object) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def texts(first: int, last: int) -> list[dict[str, str]]:
+    return [{"prompt": f"prompt {number}"} for number in range(first, last)]
+
+
+def same_file_twice(place: Path) -> list[str]:
+    return [f"data.heldout_prompts={place / 'prompts.jsonl'}"]
+
+
+def mostly_held_out(place: Path) -> list[str]:
+    rows_of(place / "prompts.jsonl", *texts(0, 12))
+    rows_of(place / "heldout.jsonl", *texts(9, 15))
+    return []
+
+
+def held_out_in_another_form(place: Path) -> list[str]:
+    rows_of(place / "prompts.jsonl", *texts(0, 3), {"messages": [USER]})
+    rows_of(place / "heldout.jsonl", {"messages": [USER, REPLY]}, {"text": "prompt 1"})
+    return []
+
+
+def half_of_30_unusable(place: Path) -> list[str]:
+    rows_of(place / "prompts.jsonl", *texts(0, 15), *[{"question": number} for number in range(15)])
+    return ["data.num_prompts=30"]
+
+
+def unusable_held_out_rows(place: Path) -> list[str]:
+    rows_of(place / "heldout.jsonl", *texts(20, 24), {"text": 5})
+    return []
+
+
+def all_too_long(place: Path) -> list[str]:
+    return ["data.long_prompts=drop", "data.prompt_tokens=1"]
+
+
+def given_without_held_out_responses(place: Path) -> list[str]:
+    rows_of(place / "prompts.jsonl", *[{"prompt": f"p {number}", "completion": "word"} for number in range(9)])
+    return ["data.responses=given"]
+
+
+SPLITS_REFUSED: dict[str, tuple[Callable[[Path], list[str]], Says]] = {
+    "the same file to train and to measure on": (
+        same_file_twice,
+        Says("data.heldout_prompts", "14 of 14 rows", "up to 10% are allowed", "remove them from one of the two files"),
+    ),
+    "a quarter of the rows is held out too": (
+        mostly_held_out,
+        Says("data.heldout_prompts", "3 of 12 rows", "(line 10, 11, 12), up to 10% are", "remove them from one"),
+    ),
+    "half of the rows is held out in another form": (
+        held_out_in_another_form,
+        Says("data.heldout_prompts", "2 of 4 rows", "(line 2, 4), up to 10%", "remove them from one of the two files"),
+    ),
+    "15 of 30 rows are unusable": (
+        half_of_30_unusable,
+        Says("prompts.jsonl line 16", "15 of 30 rows are unusable", "data.max_bad_fraction allows 1.00%", FIX),
+    ),
+    "an unusable held-out row": (
+        unusable_held_out_rows,
+        Says("heldout.jsonl line 5", "1 of 5 rows are unusable", "data.max_bad_fraction allows 1.00%", FIX),
+    ),
+    "all prompts are too long": (
+        all_too_long,
+        Says("prompts.jsonl", "has no prompts (14 rows read, 14 too long)", "at least one usable row", "give"),
+    ),
+    "given: held-out prompts without responses": (
+        given_without_held_out_responses,
+        Says(
+            "heldout.jsonl line 1", "fields ['prompt']", "needs response or completion", "choose data.responses=target"
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("symptom", SPLITS_REFUSED)
+def test_prompts_that_would_spoil_a_run_are_refused(place: Path, headstart: Command, symptom: str) -> None:
+    prepare, says = SPLITS_REFUSED[symptom]
+    overrides = prepare(place)
+    assert_refused(headstart("inspect", place / "recipe.yaml", *overrides), says)
+
+
+def one_held_out_too(place: Path) -> list[str]:
+    rows_of(place / "prompts.jsonl", *texts(0, 14))
+    rows_of(place / "heldout.jsonl", *texts(5, 6), *texts(20, 24))
+    return []
+
+
+def with_a_lost_system_turn(place: Path) -> list[str]:
+    long = {"messages": [{"role": "system", "content": "be very brief"}, {"role": "user", "content": "w" * 30}]}
+    rows_of(place / "prompts.jsonl", {"prompt": "v" * 40}, long, *texts(0, 4))
+    return ["data.num_prompts=6"]
+
+
+def dropped_instead(place: Path) -> list[str]:
+    return [*with_a_lost_system_turn(place), "data.long_prompts=drop"]
+
+
+def given_and_too_long(place: Path) -> list[str]:
+    rows_of(place / "prompts.jsonl", {"text": "word " * 99}, *[{"text": f"text {number}"} for number in range(5)])
+    rows_of(place / "heldout.jsonl", {"text": "another text"})
+    return ["data.responses=given", "data.long_prompts=drop"]
+
+
+def some_unusable(place: Path) -> list[str]:
+    half_of_30_unusable(place)
+    return ["data.num_prompts=30", "data.max_bad_fraction=0.5"]
+
+
+SPLITS_TOLD: dict[str, tuple[Callable[[Path], list[str]], Says]] = {
+    "one row is held out too": (
+        one_held_out_too,
+        Says("prompts.jsonl, 12 prompts kept", "13 rows read", "dropped 1 held out too", "its prompt is held out too"),
+    ),
+    "fewer rows than data.num_prompts": (
+        lambda place: ["data.num_prompts=100"],
+        Says("prompts.jsonl", "14 rows read", "14 prompts kept", "data.num_prompts=100 asks for more, but"),
+    ),
+    "prompts lose their system turn": (
+        with_a_lost_system_turn,
+        Says("6 prompts kept", "cut the beginning of 2", "the system turn of 1", "data.long_prompts=drop leaves"),
+    ),
+    "long prompts are dropped": (
+        dropped_instead,
+        Says("6 rows read", "4 prompts kept", "dropped 2 too long", "data.long_prompts is drop"),
+    ),
+    "given: long texts are dropped and are not unusable": (
+        given_and_too_long,
+        Says("6 rows read", "5 prompts kept", "dropped 1 too long", "data.long_prompts is drop"),
+    ),
+    "unusable rows within data.max_bad_fraction": (
+        some_unusable,
+        Says("30 rows read", "15 prompts kept; dropped 15 unusable (unknown form)", "allows 50.00% unusable", "line"),
+    ),
+}
+
+
+@pytest.mark.parametrize("symptom", SPLITS_TOLD)
+def test_what_was_dropped_or_cut_is_said_in_one_line(place: Path, headstart: Command, symptom: str) -> None:
+    prepare, says = SPLITS_TOLD[symptom]
+    overrides = prepare(place)
+    assert_told(headstart("inspect", place / "recipe.yaml", *overrides), says)
+
+
+# Stages
+
+
+def damaged(stage: str, name: str, content: str) -> Callable[[Path], Path]:
+    def write(run: Path) -> Path:
+        (run / stage / name).write_text(content)
+        return run / stage / name
+
+    return write
+
+
+GOES_ON = "remove this file, and the same command goes on with what is there: rm "
+STAGES: dict[str, tuple[Callable[[Path], Path], str]] = {
+    f"{stage}: stage.json is {what}": (damaged(stage, "stage.json", content), why)
+    for stage in ("prompts", "responses", "features")
+    for what, content, why in (
+        ("empty", "", "Expecting value"),
+        ("torn", '{"inputs": {"se', "Unterminated string"),
+        ("a list", "[]", "it lacks inputs and complete"),
+        ("without facts", '{"inputs": {}, "complete": true}', "it lacks facts"),
+    )
+}
+
+
+@pytest.mark.parametrize("symptom", STAGES)
+def test_a_broken_stage_file_is_named_and_the_remedy_works(
+    harvested: Path, place: Path, headstart: Command, symptom: str
+) -> None:
+    shutil.copytree(harvested / "run", place / "run")
+    write, why = STAGES[symptom]
+    path = write(place / "run")
+    outcome = headstart("harvest", place / "recipe.yaml")
+    assert_refused(outcome, Says(f"{path} cannot be read", why, "it must say what", f"{GOES_ON}{path}"))
+    path.unlink()  # the remedy
+    done = headstart("harvest", place / "recipe.yaml")
+    assert_told(done, Says("complete in", str(place / "run" / "features"), "features: 12 training", ""))
+
+
+# Stores
+
+
+def store(place: Path) -> Path:
+    return place / "run" / "features"
+
+
+def other_store(place: Path, **about: object) -> Path:
+    """A copy of the store whose manifest says something else."""
+    copy = place / "other"
+    shutil.copytree(store(place), copy)
+    path = copy / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **about}))
+    return copy
+
+
+def write_manifest(place: Path, content: object) -> list[str]:
+    (store(place) / "manifest.json").write_text(content if isinstance(content, str) else json.dumps(content))
+    return ["verify", str(store(place))]
+
+
+def entry_without_size(place: Path) -> list[str]:
+    about = json.loads((store(place) / "manifest.json").read_text())
+    del about["shards"][0]["bytes"]
+    return write_manifest(place, about)
+
+
+def flipped_bit(place: Path) -> Path:
+    path = store(place) / "train-00001.safetensors"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    return store(place)
+
+
+def without(place: Path, name: str) -> Path:
+    (store(place) / name).unlink()
+    return store(place)
+
+
+def with_foreign_shard(place: Path) -> Path:
+    shutil.copy(store(place) / "train-00000.safetensors", store(place) / "train-00009.safetensors")
+    return store(place)
+
+
+NEW_FOLDER = "a new folder is needed for the merged store"
+AGAIN = "harvest again, which reuses undamaged shards"
+STORES: dict[str, tuple[Callable[[Path], list[Any]], Says]] = {
+    "merge without stores": (
+        lambda place: ["merge", place / "new"],
+        Says("store merge", "only", "one or more stores must follow it", "as in headstart store merge"),
+    ),
+    "merge of one store twice": (
+        lambda place: ["merge", place / "new", store(place), store(place)],
+        Says("store merge", "is given twice", "once is allowed", "name another store"),
+    ),
+    "merge of one store in two spellings": (
+        lambda place: ["merge", place / "new", store(place), f"{place}/run/../run/features"],
+        Says("store merge", "is given twice", "once is allowed", "name another store"),
+    ),
+    "merge of a store with itself, into itself": (
+        lambda place: ["merge", store(place), store(place)],
+        Says("features", "exists already", NEW_FOLDER, "give another one first"),
+    ),
+    "merge into a folder that is there": (
+        lambda place: ["merge", place, store(place)],
+        Says("merged store", "exists already", NEW_FOLDER, "give another one first"),
+    ),
+    "merge of a folder that is not there": (
+        lambda place: ["merge", place / "new", store(place), place / "nowhere"],
+        Says("nowhere holds no features", "no manifest.json", "give a folder of features", "headstart harvest RECIPE"),
+    ),
+    "merge of a run instead of its features": (
+        lambda place: ["merge", place / "new", place / "run"],
+        Says("run holds no features", "no manifest.json", "such as runs/tiny/features", "headstart harvest RECIPE"),
+    ),
+    "merge of different formats": (
+        lambda place: ["merge", place / "new", store(place), other_store(place, dtype="int8")],
+        Says("dtype: 'float32' in", "'int8' in", "equal taps, dtype and target", "harvest one of them again"),
+    ),
+    "merge of different taps": (
+        lambda place: ["merge", place / "new", store(place), other_store(place, taps=[1])],
+        Says("taps: [2, 3, 4] in", "[1] in", "equal taps, dtype and target", "harvest one of them again"),
+    ),
+    "merge of different targets": (
+        lambda place: ["merge", place / "new", store(place), other_store(place, target={"sha256": "0" * 64})],
+        Says("target: the content", "cannot be merged", "equal taps, dtype and target", "harvest one of them again"),
+    ),
+    "merge of a damaged store": (
+        lambda place: ["merge", place / "new", flipped_bit(place)],
+        Says("train-00001.safetensors", "its checksum differs", "stores to merge are damaged", "harvest"),
+    ),
+    "verify of a flipped bit": (
+        lambda place: ["verify", flipped_bit(place)],
+        Says("train-00001.safetensors", "its checksum differs from the manifest's", "1 shard", "harvest"),
+    ),
+    "verify of a lost shard": (
+        lambda place: ["verify", without(place, "train-00002.safetensors")],
+        Says("train-00002.safetensors", "in the manifest but missing on disk", "1 shard", "and harvest"),
+    ),
+    "verify of a foreign shard": (
+        lambda place: ["verify", with_foreign_shard(place)],
+        Says("train-00009.safetensors", "is not in the manifest", "1 shard", "remove"),
+    ),
+    "verify of two stores": (
+        lambda place: ["verify", store(place), store(place)],
+        Says("store verify", "2 folders are given", "one is allowed", "once for each"),
+    ),
+    "stats of two stores": (
+        lambda place: ["stats", store(place), place],
+        Says("store stats", "2 folders are given", "one is allowed", "once for each"),
+    ),
+    "stats of a lost shard": (
+        lambda place: ["stats", without(place, "train-00000.safetensors")],
+        Says("train-00000.safetensors", "missing on disk", "undamaged shards are reused", "harvest again"),
+    ),
+    "stats of a store without a manifest": (
+        lambda place: ["stats", without(place, "manifest.json")],
+        Says("holds no features", "no manifest.json", "give a folder of features", "headstart harvest RECIPE"),
+    ),
+    "an empty manifest": (
+        lambda place: write_manifest(place, ""),
+        Says("manifest.json cannot be read", "Expecting value", "a harvest's manifest is needed", AGAIN),
+    ),
+    "a torn manifest": (
+        lambda place: write_manifest(place, '{"shards": ['),
+        Says("manifest.json cannot be read", "Expecting value", "a harvest's manifest is needed", AGAIN),
+    ),
+    "a manifest that is a list": (
+        lambda place: write_manifest(place, []),
+        Says("manifest.json cannot be read", "no list of shards", "a harvest's manifest is needed", AGAIN),
+    ),
+    "a manifest without shards": (
+        lambda place: write_manifest(place, {"taps": [1]}),
+        Says("manifest.json cannot be read", "no list of shards", "a harvest's manifest is needed", AGAIN),
+    ),
+    "a manifest of names": (
+        lambda place: write_manifest(place, {"taps": [1], "shards": ["train-00000.safetensors"]}),
+        Says("manifest.json cannot be read", "no list of shards", "a harvest's manifest is needed", AGAIN),
+    ),
+    "a manifest entry without its size": (
+        entry_without_size,
+        Says("manifest.json cannot be read", "no list of shards", "a harvest's manifest is needed", AGAIN),
+    ),
+    "an unknown command": (
+        lambda place: ["mend", store(place)],
+        Says("command", "'mend'", "choose from", "verify"),
+    ),
+    "no folder": (lambda place: ["stats"], Says("arguments are required", "folder", "usage", "store")),
+}
+
+
+@pytest.mark.parametrize("symptom", STORES)
+def test_a_store_command_that_cannot_work_says_why(
+    harvested: Path, place: Path, headstart: Command, symptom: str
+) -> None:
+    shutil.copytree(harvested / "run" / "features", place / "run" / "features")
+    arguments, says = STORES[symptom]
+    assert_refused(headstart("store", *arguments(place)), says)
+    assert not list(place.glob("new*"))
+
+
+def without_stage(place: Path) -> Path:
+    return without(place, "stage.json")
+
+
+def broken_counts(place: Path) -> Path:
+    (store(place) / "token_counts.json").write_text("{")
+    return store(place)
+
+
+USED: dict[str, tuple[Callable[[Path], Path], tuple[str, ...], Says]] = {
+    "data.store is nowhere": (
+        lambda place: place / "nowhere",
+        (),
+        Says("nowhere", "no manifest.json", "give a folder of features", "headstart harvest RECIPE"),
+    ),
+    "data.store is a run": (
+        lambda place: place / "run",
+        (),
+        Says("run holds no features", "no manifest.json", "such as runs/tiny/features", "headstart harvest RECIPE"),
+    ),
+    "data.store lacks a tap": (
+        store,
+        ("head.taps=[1]",),
+        Says("data.store", "holds taps [2, 3, 4]", "the head reads [1]", "remove data.store to harvest one"),
+    ),
+    "data.store is of another target": (
+        lambda place: other_store(place, target={"path": "elsewhere", "sha256": "0" * 64}),
+        (),
+        Says("data.store", "elsewhere", "give a store of this target", "remove data.store to harvest one"),
+    ),
+    "data.store says nothing of its target": (
+        lambda place: other_store(place, target=None),
+        (),
+        Says("data.store", "None", "give a store of this target", "remove data.store to harvest one"),
+    ),
+    "data.store lost its stage.json": (
+        without_stage,
+        (),
+        Says("data.store", "has no stage.json", "a whole folder of features is needed", "copy it with all its files"),
+    ),
+}
+
+
+@pytest.mark.parametrize("symptom", USED)
+def test_a_store_that_a_recipe_cannot_use_is_named(
+    harvested: Path, place: Path, headstart: Command, symptom: str
+) -> None:
+    shutil.copytree(harvested / "run" / "features", store(place))
+    folder, overrides, says = USED[symptom]
+    assert_refused(headstart("harvest", place / "recipe.yaml", f"data.store={folder(place)}", *overrides), says)
+
+
+def test_broken_token_counts_are_named(harvested: Path, place: Path) -> None:
+    shutil.copytree(harvested / "run" / "features", store(place))
+    features = FeatureStore(broken_counts(place), "train")
+    path = store(place) / "token_counts.json"
+    says = Says(
+        f"{path} cannot be read", "Expecting property name", "token counts of a harvest are needed", f"rm {path}"
+    )
+    assert_raises(lambda: features.token_counts(300), says)
+    path.unlink()  # the remedy
+    assert features.token_counts(300).sum() > 0

@@ -1,0 +1,201 @@
+"""Laws of going on with more prompts: what did not change is kept, and the result is that of a fresh harvest."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tiny_run import build_run, contents, modified, tiny_recipe, write_prompts
+
+from headstart.data_pipelines import more_prompts
+from headstart.data_pipelines.harvest import harvest
+from headstart.data_pipelines.responses import journal_of
+from headstart.data_pipelines.stage import Stage
+from headstart.recipes import Recipe
+
+FEW = "data.num_prompts=12"  # of 14 in the file: shards of 5, 5 and 2
+MORE = "data.num_prompts=40"
+
+
+@pytest.fixture
+def folder(harvested: Path, tmp_path: Path) -> Path:
+    """A harvested run of 12 prompts, in a folder of its own."""
+    for name in ("target", "run"):
+        shutil.copytree(harvested / name, tmp_path / name)
+    for name in ("recipe.yaml", "prompts.jsonl", "heldout.jsonl"):
+        text = (harvested / name).read_text()
+        (tmp_path / name).write_text(text.replace(str(harvested), str(tmp_path)))
+    return tmp_path
+
+
+def grow(folder: Path, count: int) -> None:
+    write_prompts(folder / "prompts.jsonl", count=count, first=0)
+
+
+def fresh(folder: Path, *overrides: str) -> dict[str, bytes]:
+    """The files of a harvest of the same recipe into an empty folder."""
+    other = tiny_recipe(folder, f"run_dir={folder / 'fresh'}", *overrides)
+    harvest(other)
+    return contents(other.run_dir)
+
+
+@pytest.mark.parametrize(
+    ("rows", "count"),
+    [
+        pytest.param(33, 33, id="more rows and a larger num_prompts"),
+        pytest.param(33, 15, id="the last shard is filled up exactly"),
+        pytest.param(14, 13, id="one more prompt of the same file"),
+    ],
+)
+def test_adding_prompts_keeps_the_whole_shards_and_ends_like_a_fresh_harvest(
+    folder: Path, capsys: pytest.CaptureFixture[str], rows: int, count: int
+) -> None:
+    """shards of 5   before: 5 5 2    kept: 5 5, and the 2 responses of the third    after: as many as fresh"""
+    before = modified(folder / "run")
+    grow(folder, rows)
+    override = f"data.num_prompts={count}"
+    harvest(tiny_recipe(folder, override))
+    said = capsys.readouterr().out
+    now = modified(folder / "run")
+    for kept in (
+        "responses/train-00000.jsonl",
+        "responses/train-00001.jsonl",
+        "features/train-00000.safetensors",
+        "features/train-00001.safetensors",
+        "features/heldout-00000.safetensors",
+    ):
+        assert now[kept] == before[kept], kept
+    assert contents(folder / "run") == fresh(folder, override)
+    assert f"prompts: 12 are unchanged, and their responses and features are reused; {count - 12} are new" in said
+    assert f"responses: 16 of {count + 4} are there and reused, {count - 12} are new" in said
+    assert "features: 3 of " in said
+    assert said.index("are unchanged") < said.index("responses ")
+
+
+def kill_in_the_features(recipe: Recipe) -> None:
+    """The run before had not finished its features."""
+    for name in ("manifest.json", "train-00001.safetensors"):
+        (recipe.features_dir / name).unlink()
+    path = recipe.features_dir / "stage.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "complete": False}))
+
+
+def kill_in_the_responses(recipe: Recipe) -> None:
+    """The run before was still writing responses."""
+    shutil.rmtree(recipe.features_dir)
+    path = recipe.responses_dir / "train-00001.jsonl"
+    journal_of(path).write_text("".join(path.read_text().splitlines(keepends=True)[:3]) + '{"id": ')
+    path.unlink()
+    (recipe.responses_dir / "train-00002.jsonl").unlink()
+    stage = recipe.responses_dir / "stage.json"
+    stage.write_text(json.dumps({**json.loads(stage.read_text()), "complete": False}))
+
+
+@pytest.mark.parametrize("kill", [kill_in_the_features, kill_in_the_responses])
+def test_prompts_may_be_added_to_a_run_that_was_killed(folder: Path, kill: Callable[[Recipe], None]) -> None:
+    kill(tiny_recipe(folder))
+    grow(folder, 40)
+    harvest(tiny_recipe(folder, MORE))
+    assert contents(folder / "run") == fresh(folder, MORE)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("claim", 3),
+        pytest.param("claim", 1, marks=pytest.mark.slow),
+        pytest.param("claim", 2, marks=pytest.mark.slow),
+        pytest.param("claim", 4, marks=pytest.mark.slow),
+        pytest.param("claim", 5, marks=pytest.mark.slow),
+        pytest.param("unlink", 1, marks=pytest.mark.slow),
+        ("unlink", 2),
+        pytest.param("unlink", 5, marks=pytest.mark.slow),
+        pytest.param("write_text", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_kill_while_prompts_are_added_costs_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, call: int
+) -> None:
+    """The same command then ends as if it had not been killed."""
+    grow(folder, 40)
+    calls = 0
+
+    def dying(whole: Callable[..., object]) -> Callable[..., object]:
+        def call_or_die(*args: object, **kwargs: object) -> object:
+            nonlocal calls
+            calls += 1
+            if calls == call:
+                raise KeyboardInterrupt
+            return whole(*args, **kwargs)
+
+        return call_or_die
+
+    holder, attribute = {
+        "claim": (Stage, "claim"),
+        "unlink": (Path, "unlink"),
+        "write_text": (more_prompts, "write_text"),
+    }[name]
+    monkeypatch.setattr(holder, attribute, dying(getattr(holder, attribute)))
+    with pytest.raises(KeyboardInterrupt):
+        harvest(tiny_recipe(folder, MORE))
+    monkeypatch.undo()
+    harvest(tiny_recipe(folder, MORE))
+    assert contents(folder / "run") == fresh(folder, MORE)
+
+
+def test_given_conversations_may_be_added_too(tmp_path: Path) -> None:
+    build_run(tmp_path)
+    rows = [{"prompt": f"question {number}", "completion": f"answer {number * 'x'}"} for number in range(24)]
+    lines = [json.dumps(row) + "\n" for row in rows]
+    (tmp_path / "heldout.jsonl").write_text("".join(lines[20:]))
+    (tmp_path / "prompts.jsonl").write_text("".join(lines[:7]))
+    given = "data.responses=given", "data.response_tokens=40", "data.num_prompts=20"
+    harvest(tiny_recipe(tmp_path, *given))
+    before = modified(tmp_path / "run" / "features")
+    (tmp_path / "prompts.jsonl").write_text("".join(lines[:13]))
+    harvest(tiny_recipe(tmp_path, *given))
+    assert modified(tmp_path / "run" / "features")["train-00000.safetensors"] == before["train-00000.safetensors"]
+    assert contents(tmp_path / "run") == fresh(tmp_path, *given)
+
+
+def test_rows_after_the_last_prompt_that_is_used_change_nothing(folder: Path) -> None:
+    """A trained head stays valid: its checkpoints depend on the features' stage.json."""
+    before = modified(folder / "run")
+    grow(folder, 40)
+    harvest(tiny_recipe(folder, FEW))
+    now = modified(folder / "run")
+    assert {name: time for name, time in now.items() if not name.startswith("prompts/")} == {
+        name: time for name, time in before.items() if not name.startswith("prompts/")
+    }
+
+
+def test_a_file_whose_first_prompts_changed_is_refused_with_the_reason(folder: Path) -> None:
+    grow(folder, 40)
+    lines = (folder / "prompts.jsonl").read_text().splitlines(keepends=True)
+    (folder / "prompts.jsonl").write_text("".join([json.dumps({"prompt": "another"}) + "\n", *lines[1:]]))
+    before = contents(folder / "run")
+    with pytest.raises(ValueError, match="its first 12 prompts are not those of the run") as refusal:
+        harvest(tiny_recipe(folder, MORE))
+    run = folder / "run"
+    assert f"rm -r {run / 'prompts'} {run / 'responses'} {run / 'features'}" in str(refusal.value)
+    now = contents(run)
+    assert {name: data for name, data in now.items() if name != "prompts/rows.json"} == {
+        name: data for name, data in before.items() if name != "prompts/rows.json"
+    }
+
+
+def test_fewer_prompts_than_before_are_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"data\.num_prompts: made with 12, the recipe says 11"):
+        harvest(tiny_recipe(folder, "data.num_prompts=11"))
+
+
+@pytest.mark.parametrize("stage", ["responses", "features"])
+def test_responses_or_features_of_other_prompts_are_not_taken_over(folder: Path, stage: str) -> None:
+    """The prompts' folder was removed and made from another file; what depends on it was left there."""
+    write_prompts(folder / "prompts.jsonl", count=14, first=50)
+    shutil.rmtree(folder / "run" / "prompts")
+    if stage == "features":
+        shutil.rmtree(folder / "run" / "responses")
+    with pytest.raises(ValueError, match=rf"the {stage} in .* were made from other inputs"):
+        harvest(tiny_recipe(folder))
