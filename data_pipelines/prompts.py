@@ -1,6 +1,6 @@
 """The first stage: training and held-out prompts as tokens; with data.responses given, whole samples.
 
-python -m data_pipelines.prompts recipes/tiny.yaml
+headstart prompts recipes/tiny.yaml
 """
 
 from headstart.recipes import recipe_from_command_line

@@ -25,13 +25,14 @@ from headstart.heads.options import convert_options, lint_options
 from headstart.inference.doctor.options import doctor_options
 from headstart.recipes import recipe_from_command_line
 from headstart.recipes.os_errors import NOT_BEGUN, errors_as_messages
+from headstart.trainers.launch_ranks import launch_arguments
 
 TRAIN_HELP = """Train the recipe's draft head in this process, after running the earlier stages that are missing.
 
 The recipe's head.kind chooses the script: trainers/eagle.py (eagle1, eagle3) or trainers/medusa.py (medusa). To train
-on several GPUs, let accelerate start that script, one process for each GPU:
+on several GPUs, start one process for each:
 
-    accelerate launch --config_file recipes/launch/ddp.yaml --num_processes 8 trainers/eagle.py RECIPE
+    headstart launch --num_processes 8 train RECIPE
 """
 
 
@@ -81,6 +82,14 @@ COMMANDS = {  # in data-flow order
         "RUN_DIR/features, target's embedding, norm, lm_head",
         "RUN_DIR/checkpoints, head, metrics.jsonl",
         "recipes/tiny.yaml run_dir=runs/short train.steps=100",
+    ),
+    "launch": Command(
+        "headstart.trainers.launch_ranks",
+        "Train or harvest on several ranks, one for each GPU.",
+        "what train or harvest reads",
+        "what train or harvest writes",
+        "--num_processes 2 train recipes/tiny.yaml",
+        launch_arguments,
     ),
     "calibrate": Command(
         "headstart.inference.calibrate",
@@ -169,7 +178,7 @@ def training_script() -> str:
     from headstart.trainers.run import SCRIPTS  # loads torch, so not before a recipe is known to be right
 
     script = SCRIPTS[kind]
-    print(f"training in one process; to use several GPUs: accelerate launch {script} RECIPE", flush=True)
+    print("training in one process; to use several GPUs: headstart launch --num_processes N train RECIPE", flush=True)
     return "headstart." + script.removesuffix(".py").replace("/", ".")
 
 
@@ -202,14 +211,13 @@ def overview() -> str:
             f"{'':13}reads {command.reads}; writes {command.writes}",
             f"{'':13}$ headstart {name} {command.example}",
         ]
-    scripts = "trainers/eagle.py or trainers/medusa.py"
     return "\n".join(
         [
             *lines,
             "",
             "RUN_DIR is the recipe's run_dir. Any field of a recipe can be set on the command line: section.key=value.",
-            f"On several GPUs, train with: accelerate launch {scripts} RECIPE",
-            "and harvest with: accelerate launch -m data_pipelines.harvest RECIPE",
+            "In a clone of the repository, accelerate launch starts the same: trainers/eagle.py RECIPE (or medusa.py),",
+            "or -m data_pipelines.harvest RECIPE.",
         ]
     )
 
