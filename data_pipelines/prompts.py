@@ -1,6 +1,6 @@
 """The first stage: training and held-out prompts as tokens; with data.responses given, whole samples.
 
-python -m data_pipelines.prompts recipes/tiny.yaml
+headstart prompts recipes/tiny.yaml
 """
 
 from headstart.recipes import recipe_from_command_line
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from headstart.data_pipelines.conversations import Conversation
 from headstart.data_pipelines.demo.python_stdlib import source_files
-from headstart.data_pipelines.dependents import dependents
+from headstart.data_pipelines.dependents import dependents, is_shared
 from headstart.data_pipelines.row_report import RowReport
 from headstart.data_pipelines.row_samples import parse_known, samples_of
 from headstart.data_pipelines.rows import BadRow, read_rows, source_digest
@@ -54,7 +54,7 @@ def prompts_stage(recipe: Recipe) -> Stage:
             "data.turns": data.turns,
             "data.response_tokens": data.response_tokens,
         }
-    return Stage("prompts", recipe.prompts_dir, inputs, dependents(recipe, recipe.prompts_dir))
+    return Stage("prompts", recipe.prompts_dir, inputs, dependents(recipe, recipe.prompts_dir), is_shared(recipe))
 
 
 @dataclass(frozen=True)

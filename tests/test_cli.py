@@ -32,7 +32,7 @@ def test_the_package_installs_the_command() -> None:
 
 
 def test_every_stage_has_a_subcommand() -> None:
-    stages = "prompts harvest inspect store train calibrate report export lint doctor convert"
+    stages = "prompts harvest inspect store train launch calibrate report export lint doctor convert"
     assert list(cli.COMMANDS) == stages.split()
 
 
@@ -75,7 +75,7 @@ def test_train_runs_the_script_of_the_recipes_kind_of_head(
     monkeypatch.setattr(module, "main", lambda: seen.append(sys.argv))
     headstart(monkeypatch, "train", f"recipes/{recipe}", "train.steps=1")
     assert seen == [["headstart train", f"recipes/{recipe}", "train.steps=1"]]
-    assert f"accelerate launch {script} RECIPE" in capsys.readouterr().out
+    assert "headstart launch --num_processes N train RECIPE" in capsys.readouterr().out
 
 
 def test_train_refuses_a_wrong_recipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,7 +97,7 @@ def test_help_of_a_subcommand_is_the_modules_own_and_names_the_command_that_was_
     assert printed.startswith(f"usage: headstart {name} ")
     module = cli.COMMANDS[name].module
     if module is None:
-        assert "accelerate launch" in printed
+        assert "headstart launch" in printed
         return
     document = import_module(cli.entry_module(module)).__doc__
     assert document is not None

@@ -142,8 +142,8 @@ def options_of_our_commands() -> set[str]:
     for file in [*ROOT.glob("benchmarks/**/*.py"), *our_files()]:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
-                found |= {each.value for each in node.args if isinstance(each, ast.Constant)}
-    return {"--help", *found}
+                found |= {str(each.value) for each in node.args if isinstance(each, ast.Constant)}
+    return {"--help", "--version", *found}
 
 
 def test_every_option_that_a_text_names_exists() -> None:

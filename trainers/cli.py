@@ -11,7 +11,6 @@ is known to be right, so that --help and a mistake in a recipe are answered with
 
 import ast
 import difflib
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,13 +24,14 @@ from headstart.heads.options import convert_options, lint_options
 from headstart.inference.doctor.options import doctor_options
 from headstart.recipes import recipe_from_command_line
 from headstart.recipes.os_errors import NOT_BEGUN, errors_as_messages
+from headstart.trainers.launch_ranks import launch_arguments
 
 TRAIN_HELP = """Train the recipe's draft head in this process, after running the earlier stages that are missing.
 
 The recipe's head.kind chooses the script: trainers/eagle.py (eagle1, eagle3) or trainers/medusa.py (medusa). To train
-on several GPUs, let accelerate start that script, one process for each GPU:
+on several GPUs, start one process for each:
 
-    accelerate launch --config_file recipes/launch/ddp.yaml --num_processes 8 trainers/eagle.py RECIPE
+    headstart launch --num_processes 8 train RECIPE
 """
 
 
@@ -82,6 +82,14 @@ COMMANDS = {  # in data-flow order
         "RUN_DIR/checkpoints, head, metrics.jsonl",
         "recipes/tiny.yaml run_dir=runs/short train.steps=100",
     ),
+    "launch": Command(
+        "headstart.trainers.launch_ranks",
+        "Train or harvest on several ranks, one for each GPU.",
+        "what train or harvest reads",
+        "what train or harvest writes",
+        "--num_processes 2 train recipes/tiny.yaml",
+        launch_arguments,
+    ),
     "calibrate": Command(
         "headstart.inference.calibrate",
         "Fit how much the head's scores can be trusted at each depth. Training ends with this too.",
@@ -131,14 +139,8 @@ COMMANDS = {  # in data-flow order
 
 
 def main() -> None:
-    try:
-        try:
-            run(sys.argv[1:])
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as `head -1`, has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter fails again when it flushes
-        raise SystemExit(1) from None
+    with errors_as_messages(NOT_BEGUN):  # reading the arguments and loading the command's module take seconds
+        run(sys.argv[1:])
 
 
 def run(arguments: list[str]) -> None:
@@ -159,8 +161,7 @@ def run(arguments: list[str]) -> None:
     else:
         module = entry_module(command.module)
         command.read_arguments(docstring(module))
-    with errors_as_messages(NOT_BEGUN):  # loading the module takes seconds
-        import_module(module).main()
+    import_module(module).main()
 
 
 def training_script() -> str:
@@ -169,7 +170,7 @@ def training_script() -> str:
     from headstart.trainers.run import SCRIPTS  # loads torch, so not before a recipe is known to be right
 
     script = SCRIPTS[kind]
-    print(f"training in one process; to use several GPUs: accelerate launch {script} RECIPE", flush=True)
+    print("training in one process; to use several GPUs: headstart launch --num_processes N train RECIPE", flush=True)
     return "headstart." + script.removesuffix(".py").replace("/", ".")
 
 
@@ -202,14 +203,13 @@ def overview() -> str:
             f"{'':13}reads {command.reads}; writes {command.writes}",
             f"{'':13}$ headstart {name} {command.example}",
         ]
-    scripts = "trainers/eagle.py or trainers/medusa.py"
     return "\n".join(
         [
             *lines,
             "",
             "RUN_DIR is the recipe's run_dir. Any field of a recipe can be set on the command line: section.key=value.",
-            f"On several GPUs, train with: accelerate launch {scripts} RECIPE",
-            "and harvest with: accelerate launch -m data_pipelines.harvest RECIPE",
+            "In a clone of the repository, accelerate launch starts the same: trainers/eagle.py RECIPE (or medusa.py),",
+            "or -m data_pipelines.harvest RECIPE.",
         ]
     )
 

@@ -21,6 +21,7 @@ from subprocess import CalledProcessError
 import psutil
 
 from headstart.recipes import recipe_from_command_line
+from headstart.recipes.command_line import command_name
 from headstart.recipes.schema import Recipe
 
 COMMANDS = ("train", "harvest")
@@ -28,14 +29,15 @@ LAUNCH_FILES = Path(__file__).resolve().parents[1] / "recipes" / "launch"
 
 
 def main() -> None:
-    raise SystemExit(launch(launch_arguments(sys.argv[1:])))
+    raise SystemExit(launch(launch_arguments(__doc__)))
 
 
-def launch_arguments(words: Sequence[str]) -> list[str]:
+def launch_arguments(doc: str | None, argv: Sequence[str] | None = None) -> list[str]:
     """The arguments for `accelerate launch`; --help and mistakes end the process here, before torch is loaded."""
+    words = sys.argv[1:] if argv is None else argv
     place = next((place for place, word in enumerate(words) if word in COMMANDS), len(words))
     parser = argparse.ArgumentParser(
-        prog="headstart launch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=command_name(), description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--config_file", default="ddp", metavar="FILE", help="how the ranks share the head")
     parser.add_argument("--num_processes", type=int, required=True, metavar="N", help="ranks of all machines together")

@@ -32,6 +32,7 @@ from headstart.inference.step_memory import refuse_trees_of
 from headstart.inference.target.model import TargetModel, generation_fields, pick_device
 from headstart.inference.target.tokenizer import load_tokenizer, text_of
 from headstart.recipes import Recipe
+from headstart.recipes.launcher import end_with_parent
 from headstart.recipes.progress import Progress
 from headstart.recipes.run_lock import only_run_in
 from headstart.recipes.tuned_target import refuse_original_target
