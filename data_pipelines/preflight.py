@@ -95,6 +95,8 @@ def check_rows(recipe: Recipe, tokenizer: Tokenizer) -> None:
 def is_conversation(row: Row) -> bool:
     """Whether a row holds turns; a row that cannot be parsed is left for the harvest, which counts and names it."""
     try:
-        return not isinstance(row.fields, BadRow) and isinstance(parse_row(row.fields), Conversation)
+        return not isinstance(row.fields, BadRow) and isinstance(
+            parse_row(row.fields, has_template=False), Conversation
+        )
     except BadRow:
         return False
