@@ -173,8 +173,8 @@ def describe_store(folder: Path) -> str:
     train, heldout = (sum(shard["samples"] for shard in counts[split]) for split in SPLITS)
     tokens, size = (sum(shard[name] for shard in about["shards"]) for name in ("tokens", "bytes"))
     return (
-        f"features: {train:,} training and {heldout:,} held-out samples, {tokens:,} tokens, {decimal(size)} in "
-        f"{len(about['shards'])} shards of {about['dtype']}"
+        f"features: {train:,} training and {heldout:,} held-out samples, {tokens:,} tokens, {decimal(size)} as "
+        f"{about['dtype']}"
     )
 
 
