@@ -17,6 +17,7 @@ from headstart.heads.vocab import DraftVocab
 from headstart.inference.report.command import interleave, report
 from headstart.inference.report.compare import Outcome
 from headstart.inference.report.runs import Run
+from headstart.inference.report.tables import COLUMNS, LEGEND, NOTE
 from headstart.recipes import Recipe
 from headstart.recipes.schema import Eagle3Section, HeadSection, MedusaSection
 from headstart.trainers.run import run
@@ -121,6 +122,12 @@ def test_workers_write_the_same_texts_as_one_process(trained: Recipe, monkeypatc
 def test_interleave_puts_the_shares_of_workers_back_in_order() -> None:
     units = [Run([[number]], [], 0.0, [], []) for number in range(7)]
     assert interleave((units[0::3], units[1::3], units[2::3])) == units
+
+
+def test_every_column_is_explained_on_the_terminal() -> None:
+    explained = f"{NOTE}\n{LEGEND}".lower()
+    columns = COLUMNS.keys() - {"method", "tokens/s", "speed-up over generate"}  # these explain themselves
+    assert [column for column in columns if column.partition(" (")[0].lower() not in explained] == []
 
 
 def test_a_report_without_a_head_says_so_before_it_asks_for_prompts(tmp_path: Path) -> None:
