@@ -11,8 +11,10 @@ if __name__ == "__main__":
 import hashlib
 import json
 import random
+import shlex
 from collections.abc import Set
 from dataclasses import dataclass
+from pathlib import Path
 
 from headstart.data_pipelines.conversations import Conversation
 from headstart.data_pipelines.demo.python_stdlib import source_files
@@ -25,7 +27,7 @@ from headstart.data_pipelines.target_files import WEIGHTS, prompt_identities
 from headstart.heads.target_config import locate_target
 from headstart.inference.target.tokenizer import Tokenizer, load_tokenizer
 from headstart.recipes import Recipe, run_command
-from headstart.recipes.jsonl import read_jsonl
+from headstart.recipes.jsonl import read_json, read_jsonl
 from headstart.recipes.schema import PYTHON_STDLIB, DataSection
 
 CHARACTERS_PER_TOKEN = 12  # a generous bound, to shorten text before tokenizing
@@ -121,9 +123,16 @@ def write_prompts(stage: Stage, rows: PromptRows, tokenizer: Tokenizer) -> None:
     )
 
 
+def read_row_reports(folder: Path) -> list[Json]:
+    """What became of the rows of each source, by the report in the folder of prompts."""
+    again = shlex.join(["rm", str(folder / "stage.json")])
+    found: list[Json] = read_json(folder / ROW_REPORT, f"{again}, and the same command makes it again")
+    return found
+
+
 def describe_prompts(recipe: Recipe) -> str:
     """What became of the rows of both sources, one line for each."""
-    found = json.loads((recipe.prompts_dir / ROW_REPORT).read_text())
+    found = read_row_reports(recipe.prompts_dir)
     names = ("prompts", "held-out prompts")
     return "\n".join(
         RowReport.from_json(report).summary(name, recipe.data) for name, report in zip(names, found, strict=True)

@@ -17,7 +17,6 @@ from headstart.recipes import recipe_from_command_line
 if __name__ == "__main__":
     recipe_from_command_line(__doc__)  # --help and mistakes end the process here, before torch is loaded
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +37,7 @@ from headstart.heads.frozen import FrozenTarget
 from headstart.heads.medusa import MedusaHead
 from headstart.heads.target_config import locate_target
 from headstart.recipes import Recipe, run_command
+from headstart.recipes.jsonl import read_json
 from headstart.recipes.tuned_target import refuse_original_target
 
 
@@ -83,11 +83,11 @@ def export(recipe: Recipe) -> Path:
 def stored_dtype(folder: Path) -> str:
     """The dtype that a head was saved in; a folder without config.json is left for `load_head` to refuse."""
     config = folder / "config.json"
-    return str(json.loads(config.read_text()).get("torch_dtype", "float32")) if config.is_file() else "float32"
+    return str(read_json(config).get("torch_dtype", "float32")) if config.is_file() else "float32"
 
 
 def served_target(recipe: Recipe, target_folder: Path) -> ServedTarget:
-    architectures = json.loads((target_folder / "config.json").read_text()).get("architectures", [])
+    architectures = read_json(target_folder / "config.json").get("architectures", [])
     return ServedTarget(recipe.target.path, architectures, recipe.decode.depth, recipe.target.revision)
 
 

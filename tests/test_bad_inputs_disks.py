@@ -318,7 +318,24 @@ CASES: dict[str, tuple[Command, Damage, Says]] = {
     "inspect: the list of prompts is missing": (
         with_recipe("inspect"),
         gone("prompts/train.jsonl", "responses"),
-        Says("prompts/train.jsonl:", "no such file or directory", "an existing path is allowed", OTHER_RUN_DIR),
+        Says(
+            "prompts/train.jsonl:",
+            "no such file or directory",
+            "an existing path is allowed",
+            "prompts/stage.json, and",
+        ),
+    ),
+    "inspect: the report on rows is cut": (
+        with_recipe("inspect"),
+        half("prompts/rows.json"),
+        Says("prompts/rows.json is not JSON", "", "a whole file is needed", "prompts/stage.json, and the same command"),
+    ),
+    "harvest: a file of responses is missing": (
+        with_recipe("harvest"),
+        gone("responses/train-00000.jsonl", "features"),
+        Says(
+            "responses/train-00000.jsonl:", "no such file", "an existing path is allowed", "responses/stage.json, and"
+        ),
     ),
     "inspect: a file of responses is a folder": (
         with_recipe("inspect"),
@@ -448,6 +465,11 @@ CASES: dict[str, tuple[Command, Damage, Says]] = {
         with_recipe("export", "export.folder={run}/new", "export.push_to=org/name"),
         nothing,
         Says("export.push_to: 'org/name' given", "the hub says", "", "upload the folder by hand"),
+    ),
+    "export: the log of the training is damaged": (
+        with_recipe("export", "export.folder={run}/new"),
+        a_file("metrics.jsonl", b"not JSON\n{}\n"),
+        Says("metrics.jsonl line 1 is not JSON", "", "", "fix or remove the line"),
     ),
     # lint
     "lint: the head is a file": (lint("file"), a_file("file"), Says("run/file", *NO_HEAD)),
