@@ -14,11 +14,10 @@ import random
 import shlex
 from collections.abc import Set
 from dataclasses import dataclass
-from pathlib import Path
 
 from headstart.data_pipelines.conversations import Conversation
 from headstart.data_pipelines.demo.python_stdlib import source_files
-from headstart.data_pipelines.dependents import dependents
+from headstart.data_pipelines.dependents import dependents, is_shared
 from headstart.data_pipelines.row_report import RowReport
 from headstart.data_pipelines.row_samples import parse_known, samples_of
 from headstart.data_pipelines.rows import BadRow, read_rows, source_digest
@@ -27,7 +26,7 @@ from headstart.data_pipelines.target_files import WEIGHTS, prompt_identities
 from headstart.heads.target_config import locate_target
 from headstart.inference.target.tokenizer import Tokenizer, load_tokenizer
 from headstart.recipes import Recipe, run_command
-from headstart.recipes.jsonl import read_json, read_jsonl
+from headstart.recipes.jsonl import read_jsonl
 from headstart.recipes.schema import PYTHON_STDLIB, DataSection
 
 CHARACTERS_PER_TOKEN = 12  # a generous bound, to shorten text before tokenizing
@@ -45,17 +44,17 @@ def prompts_stage(recipe: Recipe) -> Stage:
         "data.num_prompts": data.num_prompts,
         "data.prompt_tokens": data.prompt_tokens,
         "data.long_prompts": data.long_prompts,
+        "data.responses": data.responses,
         WEIGHTS: target_identity(target),
         **prompt_identities(target),
         "seed": recipe.seed,
     }
     if data.responses == "given":  # this stage then holds the responses too
         inputs |= {
-            "data.responses": data.responses,
             "data.turns": data.turns,
             "data.response_tokens": data.response_tokens,
         }
-    return Stage("prompts", recipe.prompts_dir, inputs, dependents(recipe, recipe.prompts_dir))
+    return Stage("prompts", recipe.prompts_dir, inputs, dependents(recipe, recipe.prompts_dir), is_shared(recipe))
 
 
 @dataclass(frozen=True)
@@ -82,12 +81,14 @@ def make_prompts(recipe: Recipe) -> Stage:
         return stage
     tokenizer = load_target_tokenizer(recipe)
     rows = read_both(recipe, tokenizer)
-    write_text(stage.folder / ROW_REPORT, json.dumps([report.to_json() for report in rows.reports], indent=1))
+    if not grows:  # else it would belong to the prompts that are there
+        write_report(stage, rows)
     for report in rows.reports:
         report.check(recipe.data.max_bad_fraction)
     if grows:
         refuse_other_start(stage, rows)
     stage.claim()
+    write_report(stage, rows)
     write_prompts(stage, rows, tokenizer)
     return stage
 
@@ -103,6 +104,10 @@ def refuse_other_start(stage: Stage, rows: PromptRows) -> None:
         f"prompts: {len(first):,} are unchanged, and their responses and features are reused; {new:,} are new, and "
         "theirs are made now" + (" (with the rest of the last shard, whose features are made anew)" if new else "")
     )
+
+
+def write_report(stage: Stage, rows: PromptRows) -> None:
+    write_text(stage.folder / ROW_REPORT, json.dumps([report.to_json() for report in rows.reports], indent=1))
 
 
 def write_prompts(stage: Stage, rows: PromptRows, tokenizer: Tokenizer) -> None:
@@ -123,20 +128,24 @@ def write_prompts(stage: Stage, rows: PromptRows, tokenizer: Tokenizer) -> None:
     )
 
 
-def read_row_reports(folder: Path) -> list[Json]:
-    """What became of the rows of each source, by the report in the folder of prompts."""
-    again = shlex.join(["rm", str(folder / "stage.json")])
-    found: list[Json] = read_json(folder / ROW_REPORT, f"{again}, and the same command makes it again")
-    return found
-
-
 def describe_prompts(recipe: Recipe) -> str:
     """What became of the rows of both sources, one line for each."""
-    found = read_row_reports(recipe.prompts_dir)
     names = ("prompts", "held-out prompts")
-    return "\n".join(
-        RowReport.from_json(report).summary(name, recipe.data) for name, report in zip(names, found, strict=True)
-    )
+    reports = zip(names, read_reports(recipe), strict=True)
+    return "\n".join(report.summary(name, recipe.data) for name, report in reports)
+
+
+def read_reports(recipe: Recipe) -> list[RowReport]:
+    """The reports of the training and the held-out source, as `make_prompts` wrote them."""
+    path = recipe.prompts_dir / ROW_REPORT
+    try:
+        train, heldout = json.loads(path.read_text())
+        return [RowReport.from_json(train), RowReport.from_json(heldout)]
+    except (FileNotFoundError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{path} cannot be read ({error}); it must say what became of the rows. Remove the prompts' stage.json, "
+            f"and the same command makes both again: {shlex.join(['rm', str(path.with_name('stage.json'))])}"
+        ) from error
 
 
 def load_target_tokenizer(recipe: Recipe) -> Tokenizer:
@@ -162,8 +171,9 @@ def read_both(recipe: Recipe, tokenizer: Tokenizer) -> PromptRows:
 
 def key_of(row: Json) -> Key:
     """The tokens that two rows share if one repeats the other: the prompt, or the whole text if it has no prompt."""
-    tokens: list[int] = row["tokens"] if len(row["tokens"]) > 1 else row.get("text", row["tokens"])
-    return tuple(tokens)
+    prompt: list[int] = row["tokens"]
+    whole: list[int] = row.get("text", prompt)
+    return tuple(prompt if len(prompt) > 1 else whole)
 
 
 def stdlib_prompts(

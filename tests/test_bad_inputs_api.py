@@ -500,7 +500,7 @@ FROM_FOLDERS: dict[str, tuple[dict[str, Any], Says]] = {
     ),
     "a corpus that does not exist": (
         {"head": None, "decode": decode(drafter="suffix", corpus=Path("none.jsonl"))},
-        Says("decode.corpus", "none.jsonl", "a JSONL file", "responses/train.jsonl"),
+        Says("decode.corpus", "none.jsonl", "a JSONL file", "prompts/train.jsonl"),
     ),
     "more layers than the target has": (
         {"head": None, "decode": decode(drafter="early_exit", exit_layers=99)},

@@ -232,7 +232,7 @@ def test_a_damaged_head_is_written_again_by_the_same_command(typed: Type, tmp_pa
     assert contents(tmp_path / "run/head") == expected
 
 
-@pytest.mark.parametrize("name", ["prompts/train.jsonl", "prompts/rows.json", "responses/train-00001.jsonl"])
+@pytest.mark.parametrize("name", ["prompts/train.jsonl", "responses/train-00001.jsonl"])
 def test_a_lost_file_of_a_stage_is_made_again_after_what_the_message_says(
     typed: Type, tmp_path: Path, name: str
 ) -> None:
