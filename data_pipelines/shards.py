@@ -15,6 +15,7 @@ from headstart.data_pipelines.stage import CHECKSUM, Json, checksum, write_text
 from headstart.data_pipelines.state_encoding import decode, encode
 from headstart.data_pipelines.token_counts import read_counts
 from headstart.heads.safetensors_file import write_safetensors
+from headstart.recipes.jsonl import read_json
 
 MANIFEST = "manifest.json"
 TEXT_TENSORS = ("tokens", "loss_mask")  # what a shard holds of its texts; the rest are states
@@ -114,7 +115,7 @@ def shard_entry(path: Path, name: str) -> Json:
 def write_manifest(folder: Path, names: Iterable[str], about: Json) -> None:
     """Write the manifest of the named shards, with sizes and checksums; other shards in the folder are not listed."""
     paths = [folder / name for name in sorted(names)]
-    noted = {path: json.loads(note_path(path).read_text()) for path in paths if note_path(path).is_file()}
+    noted = {path: read_json(note_path(path), "remove it") for path in paths if note_path(path).is_file()}
     shards = [noted[path] if path in noted else shard_entry(path, path.name) for path in paths]
     write_text(folder / MANIFEST, json.dumps({**about, "shards": shards}, indent=1))
     for path in noted:

@@ -47,6 +47,17 @@ def test_every_method_writes_the_same_text_and_the_files_say_so(trained: Recipe,
     assert (trained.report_dir / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_head_without_a_searched_tree_is_refused_before_the_work(
+    trained: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole report was measured and written first."""
+    searched = trained.decode.model_copy(update={"growth": "searched"})
+    quick = trained.report.model_copy(update={"baselines": ["plain", "chain"]})
+    monkeypatch.setattr("headstart.inference.report.command.measure", lambda *inputs: pytest.fail("measured"))
+    with pytest.raises(ValueError, match=r"decode.growth: searched given.* this head has none"):
+        report(trained.model_copy(update={"decode": searched, "report": quick}))
+
+
 def test_the_card_of_an_export_shows_figures_of_its_own_head_only(trained: Recipe, outcomes: list[Outcome]) -> None:
     def measured(**fields: object) -> str:
         section = trained.export.model_copy(update={"format": "native", "overwrite": True, **fields})

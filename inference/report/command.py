@@ -108,7 +108,7 @@ def make_report(recipe: Recipe) -> list[Outcome]:
     about = {**machine(), "processes": recipe.report.workers} if recipe.report.workers > 1 else machine()
     folders = head_folders(recipe) if needs_head(recipe) else {}
     written = write_report(recipe, about, folders, outcomes, traces, text) + drawn
-    console.print(f"written to {recipe.report_dir}: {', '.join(written)}", highlight=False)
+    console.print(f"written to {recipe.report_dir}: {', '.join(written)}", highlight=False, soft_wrap=True)
     return outcomes
 
 
