@@ -259,8 +259,7 @@ def run(recipe: Recipe) -> None:
     """The command: harvest on all ranks of the launch."""
     end_with_launcher()
     start_processes()
-    check_harvest(recipe)
-    with run_together(recipe, "harvest"):
+    with run_together(recipe, "harvest", partial(check_harvest, recipe)):
         print(f"complete in {harvest(recipe).folder}")
 
 

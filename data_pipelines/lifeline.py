@@ -35,7 +35,7 @@ def lifeline(state: PartialState) -> Iterator[None]:
         line.close(DONE)
         raise
     except BaseException as error:
-        line.close(f"failed: {error!r}")
+        line.close(f"failed: {error or type(error).__name__}")
         if isinstance(error, RuntimeError) and (lost := line.lost_peer()):  # it failed in an operation with that rank
             raise ValueError(lost) from error
         raise

@@ -1,8 +1,8 @@
 """What a harvest needs, checked before any work: target, device, tokenizer, rows, draft head and folders."""
 
 import json
-import os
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from headstart.data_pipelines.conversations import Conversation, parse_row
 from headstart.data_pipelines.prompts import prompts_stage
@@ -19,12 +19,13 @@ WITHOUT_WEIGHTS = [pattern for pattern in SAFE_FILES if pattern != "*.safetensor
 
 
 def check_harvest(recipe: Recipe) -> TargetConfig:
-    """Raise ValueError for the first thing that keeps the harvest from running; writes nothing.
+    """Raise ValueError for the first thing that keeps the harvest from running; leaves nothing behind.
 
     Returns the target's sizes. Of a target on the hub only the files without weights are fetched.
     """
-    for field, folder in (("run_dir", recipe.run_dir), ("data.folder", recipe.data_folder)):
-        refuse_unwritable(field, folder)
+    for field, place in {"run_dir": recipe.run_dir, "data.folder": recipe.data.folder}.items():
+        if place is not None:
+            refuse_unwritable(field, place)
     folder = locate_target(recipe.target.path, recipe.target.revision, WITHOUT_WEIGHTS)
     target = TargetConfig.from_folder(folder)
     refuse_size_mistakes(recipe, folder)
@@ -35,7 +36,7 @@ def check_harvest(recipe: Recipe) -> TargetConfig:
             load_taps(recipe.data.draft_head, target)
         except ValueError as error:
             raise ValueError(f"data.draft_head: {error}") from error
-    if not prompts_stage(recipe).is_complete():
+    if not prompts_stage(recipe).was_complete():
         check_rows(recipe, tokenizer)
     return target
 
@@ -61,13 +62,16 @@ def refuse_missing_devices(recipe: Recipe) -> None:
 
 
 def refuse_unwritable(field: str, folder: Path) -> None:
-    """Raise ValueError if a folder, or the one that it would be made in, cannot be written."""
+    """Raise ValueError if a folder, or the one that it would be made in, takes no new file."""
     found = next(each for each in (folder, *folder.absolute().parents) if each.exists())
-    if not found.is_dir() or not os.access(found, os.W_OK | os.X_OK):
+    try:
+        with TemporaryFile(dir=found):
+            pass
+    except OSError as error:
         raise ValueError(
-            f"{field}: {folder} given, a folder that this user may write to is allowed, and {found} cannot be written; "
-            f"choose another {field}, or change its permissions"
-        )
+            f"{field}: {folder} given, a folder that can be written is allowed, and {found} cannot ({error.strerror}); "
+            f"choose another {field}, or make {found} writable"
+        ) from error
 
 
 def check_rows(recipe: Recipe, tokenizer: Tokenizer) -> None:

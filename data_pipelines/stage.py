@@ -40,9 +40,14 @@ def differences(found: Json, wanted: Json, wording: str) -> list[str]:
     return [
         f"{key}: the content has changed"
         if is_digest(found.get(key)) and is_digest(wanted.get(key))
-        else f"{key}: " + wording.format(repr(found.get(key)), repr(wanted.get(key)))
+        else f"{key}: " + wording.format(shown(found.get(key)), shown(wanted.get(key)))
         for key in sorted(different_keys(found, wanted))
     ]
+
+
+def shown(value: object) -> str:
+    """A value as a message shows it."""
+    return f"content {str(value)[:12]}..." if is_digest(value) else repr(value)
 
 
 def is_digest(value: object) -> bool:

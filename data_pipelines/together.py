@@ -22,16 +22,20 @@ Facts = dict[str, str]  # what all ranks must agree on, by name
 
 
 @contextmanager
-def run_together(recipe: Recipe, command: str, more_facts: Callable[[], Facts] = dict) -> Iterator[None]:
-    """Hold the run's folder for this launch, in which all ranks agree on the run; if one dies, all end.
+def run_together(
+    recipe: Recipe, command: str, check: Callable[[], object], more_facts: Callable[[], Facts] = dict
+) -> Iterator[None]:
+    """Hold the run's folder for this launch, in which all ranks agree on the run; if one fails or dies, all end.
 
-    Every rank must enter. Raises ValueError on every rank if another command writes into the folder, or if the ranks
-    differ in run_dir (by content, not by path), recipe, stored data or `more_facts`, naming each difference.
+    Every rank must enter. `check` raises ValueError for what one rank alone may see, such as a file that its machine
+    lacks. Raises ValueError on every rank if another command writes into the folder, or if the ranks differ in run_dir
+    (by content, not by path), recipe, stored data or `more_facts`, naming each difference.
     """
     state = PartialState()
-    facts = lambda: {**run_facts(recipe), **more_facts()}  # noqa: E731
-    with hold_folder(state, "run_dir", recipe.run_dir, command, facts), lifeline(state):
-        yield
+    with lifeline(state):
+        check()
+        with hold_folder(state, "run_dir", recipe.run_dir, command, lambda: {**run_facts(recipe), **more_facts()}):
+            yield
 
 
 @contextmanager

@@ -21,10 +21,15 @@ HUB_PREFIX = "hf:"  # data.prompts starts with it to name a Hugging Face hub dat
 
 
 # Sections are strict: a quoted "600" is not a number. YAML has neither tuples nor paths, so those types convert.
+LONGEST_NAME = 255  # bytes of a file's name, on every common file system
+
+
 def refuse_unusable_path(path: object) -> object:
-    """Raise ValueError for text that names no file, and which a Path would take for the current folder."""
+    """Raise ValueError for text that can name no file; a Path would take "" for the current folder."""
     if isinstance(path, str) and (not path.strip() or "\0" in path):
         raise ValueError("a path of one or more characters is allowed; change it, or write . for the current folder")
+    if isinstance(path, str) and any(len(os.fsencode(name)) > LONGEST_NAME for name in path.split("/")):
+        raise ValueError(f"a path with names of up to {LONGEST_NAME} bytes is allowed; choose another, shorter one")
     return path
 
 

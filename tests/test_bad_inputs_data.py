@@ -486,7 +486,7 @@ SPLITS_TOLD: dict[str, tuple[Callable[[Path], list[str]], Says]] = {
     ),
     "unusable rows within data.max_bad_fraction": (
         some_unusable,
-        Says("30 rows read", "15 prompts kept; dropped 15 unusable (unknown form)", "allows 50.00% unusable", "line"),
+        Says("30 rows read", "15 prompts kept; dropped 15 unusable (unknown form 15)", "allows 50.00% of", "line"),
     ),
 }
 
@@ -534,6 +534,22 @@ def test_a_broken_stage_file_is_named_and_the_remedy_works(
     path.unlink()  # the remedy
     done = headstart("harvest", place / "recipe.yaml")
     assert_told(done, Says("complete in", str(place / "run" / "features"), "features: 12 training", ""))
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "[1, 2]", '[{"rows": 3}, {}]', None])
+def test_a_broken_report_on_the_rows_is_named_and_the_remedy_works(
+    harvested: Path, place: Path, headstart: Command, content: str | None
+) -> None:
+    shutil.copytree(harvested / "run", place / "run")
+    path = place / "run" / "prompts" / "rows.json"
+    path.unlink() if content is None else path.write_text(content)
+    stage = path.with_name("stage.json")
+    outcome = headstart("inspect", place / "recipe.yaml")
+    assert_refused(outcome, Says(f"{path} cannot be read", "", "it must say what became of the rows", f"rm {stage}"))
+    stage.unlink()  # the remedy
+    assert_told(
+        headstart("inspect", place / "recipe.yaml"), Says("prompts.jsonl", "12 rows read", "12 prompts kept", "")
+    )
 
 
 # Stores

@@ -217,12 +217,12 @@ CASES: dict[str, tuple[Command, Damage, Says]] = {
     "harvest: run_dir is a file": (
         with_recipe("harvest", "run_dir={run}/file"),
         a_file("file"),
-        Says("run/file", *FILE_FOR_FOLDER),
+        Says("run_dir", "run/file is a file", "a folder that exists or can be made is allowed", "choose another"),
     ),
     "train: run_dir lies below a file": (
         with_recipe("train", "run_dir={run}/file/run"),
         a_file("file"),
-        Says("run/file/run", "run/file is a file", "only a folder is allowed here", OTHER_RUN_DIR),
+        Says("run_dir", "run/file is a file", "a folder that exists or can be made is allowed", "choose another"),
     ),
     "harvest: run_dir has too long a name": (
         with_recipe("harvest", f"run_dir={{run}}/{LONG}"),
@@ -334,7 +334,7 @@ CASES: dict[str, tuple[Command, Damage, Says]] = {
     "train: checkpoints/ is a file": (
         with_recipe("train"),
         together(WITHOUT_CHECKPOINTS, a_file("checkpoints")),
-        Says("checkpoints/step-4 cannot be written", "checkpoints is a file", "only a folder is allowed", "move the"),
+        Says("run/checkpoints:", *FILE_FOR_FOLDER),
     ),
     "train: no space for a checkpoint": (
         with_recipe("train"),
@@ -375,12 +375,19 @@ CASES: dict[str, tuple[Command, Damage, Says]] = {
     "calibrate: the head is a file": (
         with_recipe("calibrate"),
         a_file("head"),
-        Says("run/head", *NO_HEAD),
+        Says(
+            "run/head", "holds no head", "a trained head's folder is required", "name another with report.head=FOLDER"
+        ),
     ),
     "calibrate: the head's weights are a folder": (
         with_recipe("calibrate"),
         a_folder("head/model.safetensors"),
-        Says("head/model.safetensors", "cannot be read", "", "export the head again"),
+        Says(
+            "head/model.safetensors",
+            "cannot be read",
+            "a whole safetensors file is required",
+            "export or copy the head",
+        ),
     ),
     "calibrate: no space for the calibrated head": (
         with_recipe("calibrate", *QUICK_REPORT),
@@ -404,12 +411,12 @@ CASES: dict[str, tuple[Command, Damage, Says]] = {
     "report: the questions are a folder": (
         report("report.prompts={folder}"),
         nothing,
-        Says("report.prompts", "", "a JSONL file of prompts", "give"),
+        Says("report.prompts", "finished", "an existing JSONL file is allowed", "put the prompts there"),
     ),
     "report: the other head is missing": (
         report("report.other_heads={{other: {run}/none}}"),
         nothing,
-        Says("run/none", *NO_HEAD),
+        Says("report.other_heads.other", "holds no head", "a trained head's folder is required", "name another"),
     ),
     # export
     "export: export/ is a file": (
@@ -430,7 +437,7 @@ CASES: dict[str, tuple[Command, Damage, Says]] = {
     "export: the folder has too long a name": (
         with_recipe("export", f"export.folder={{run}}/{LONG}"),
         nothing,
-        Says(LONG, *TOO_LONG[:2], "or choose another export.folder"),
+        Says(LONG, *TOO_LONG),
     ),
     "export: the head is a file": (
         with_recipe("export", "export.folder={run}/new", "export.head={run}/file"),
@@ -525,7 +532,7 @@ CASES: dict[str, tuple[Command, Damage, Says]] = {
     "store stats: the manifest is a list": (
         store("stats", "features"),
         a_file("features/manifest.json", b"[]"),
-        Says("features/manifest.json is not a manifest", "", "an object with a list of shards is allowed", "harvest"),
+        Says("features/manifest.json cannot be read", "no list of shards", "a harvest's manifest is needed", "harvest"),
     ),
     "store verify: a shard is cut": (
         store("verify", "features"),

@@ -53,6 +53,11 @@ class SmallDisk:
             raise SafetensorError(f"I/O error: {os.strerror(errno.ENOSPC)} (os error {errno.ENOSPC})")
 
 
+def when_writing(end: str) -> Callable[[int, str], bool]:
+    """The disk is full when the first file with this end of its name is written."""
+    return lambda count, name: name.endswith(end)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target, prompts and a recipe, whose run is in another folder for each test."""
@@ -132,7 +137,7 @@ def test_after_space_is_made_the_same_command_gives_the_undisturbed_run(
 ) -> None:
     expected, written = undisturbed
     assert name in written
-    assert said in assert_recovers(typed, tmp_path / "run", expected, lambda count, here: here == name)
+    assert said in assert_recovers(typed, tmp_path / "run", expected, when_writing(name))
 
 
 @pytest.mark.slow
@@ -151,7 +156,7 @@ def test_a_full_disk_leaves_no_half_export(typed: Type, tmp_path: Path) -> None:
     typed(0, "train")
     for name in ("model.safetensors", "config.json.partial", "README.md.partial"):
         with pytest.MonkeyPatch.context() as patch:
-            SmallDisk(patch, lambda count, here, name=name: here.endswith(name))
+            SmallDisk(patch, when_writing(name))
             assert "no space left on device" in typed(1, "export", "export.format=vllm")
         assert not list((tmp_path / "run/export").iterdir())
     typed(0, "export", "export.format=vllm")
@@ -164,9 +169,9 @@ def test_a_full_disk_leaves_no_half_report(typed: Type, tmp_path: Path) -> None:
     typed(0, "train")
     for name in ("report.json.partial", "report.png.partial"):
         with pytest.MonkeyPatch.context() as patch:
-            SmallDisk(patch, lambda count, here, name=name: here.endswith(name))
+            SmallDisk(patch, when_writing(name))
             assert "no space left on device" in typed(1, "report", *REPORT)
-        assert not [path for path in (tmp_path / "run/report").iterdir() if path.suffix == ".partial"]
+        assert not list((tmp_path / "run").glob("report/*.partial"))
     typed(0, "report", *REPORT)
     outcomes = json.loads((tmp_path / "run/report/report.json").read_text())["outcomes"]
     assert [outcome["identical"] for outcome in outcomes] == [1, 1]

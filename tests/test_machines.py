@@ -248,3 +248,17 @@ def test_the_same_command_right_after_sigterm_waits_for_the_checkpoint(folder: P
         assert line, "the command ended"
     again.kill()
     again.communicate()
+
+
+def test_a_file_that_one_machine_lacks_ends_all_machines(folder: Path) -> None:
+    """The machine that had it waited for the other one."""
+    shared = f"run_dir={folder / 'shared'}"
+    for number in range(2):
+        (folder / f"machine{number}").mkdir()
+    (folder / "machine0" / "more.jsonl").write_text((folder / "prompts.jsonl").read_text())
+    (folder / "machine1" / "more.jsonl").write_text("")
+    machines = launch_training(folder, *[(shared, "data.prompts=more.jsonl")] * 2)
+    printed = outputs(machines, seconds=60)
+    assert all(machine.returncode for machine in machines)
+    assert "data.prompts: more.jsonl given, a file with one row or more is allowed" in printed[1]
+    assert "because rank 1 failed: data.prompts: more.jsonl given" in printed[0]

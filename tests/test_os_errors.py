@@ -138,7 +138,7 @@ INTERRUPTED = {  # command -> the function in which Ctrl-C arrives, and what is 
     "train": ("headstart.trainers.run.harvest", "goes on where it stopped"),
     "inspect": ("headstart.data_pipelines.inspect.make_prompts", "starts over"),
     "calibrate": ("headstart.inference.calibrate.fit_calibration", "starts over"),
-    "report": ("headstart.inference.report.command.measure", "starts over"),
+    "report": ("headstart.inference.report.command.make_report", "starts over"),
     "export": ("headstart.heads.export.load_head", "starts over"),
     "lint": ("headstart.heads.lint.lint", "starts over"),
     "convert": ("headstart.heads.convert.convert", "starts over"),
@@ -163,11 +163,9 @@ def test_ctrl_c_is_one_line_and_exit_code_130(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(function, interrupted)
-    if command in ("calibrate", "report", "export"):  # these need a head
-        monkeypatch.setattr("headstart.inference.calibrate.taps_to_read", lambda recipe: (2, 3, 4), raising=False)
+    if command == "calibrate":  # it loads a head first
+        monkeypatch.setattr("headstart.inference.calibrate.taps_to_read", lambda recipe: (2, 3, 4))
         monkeypatch.setattr("headstart.inference.calibrate.load_head", lambda folder, frozen: None)
-        monkeypatch.setattr("headstart.inference.report.command.Benchmark.load", lambda recipe: None)
-        monkeypatch.setattr("headstart.inference.report.command.num_own_texts", lambda recipe, benchmark: 1)
     recipe = [str(harvested / "recipe.yaml"), f"run_dir={tmp_path}/run", f"data.folder={harvested}/run"]
     if command == "harvest":
         recipe = [str(harvested / "recipe.yaml"), f"run_dir={tmp_path}/run"]

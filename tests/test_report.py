@@ -17,6 +17,7 @@ from headstart.heads.vocab import DraftVocab
 from headstart.inference.report.command import interleave, report
 from headstart.inference.report.compare import Outcome
 from headstart.inference.report.runs import Run
+from headstart.inference.report.tables import COLUMNS, LEGEND, NOTE
 from headstart.recipes import Recipe
 from headstart.recipes.schema import Eagle3Section, HeadSection, MedusaSection
 from headstart.trainers.run import run
@@ -98,7 +99,7 @@ def test_several_heads_are_compared_in_one_report(trained: Recipe, tmp_path: Pat
 
 
 @pytest.mark.slow  # it starts a process
-def test_workers_write_the_same_texts_as_one_process(trained: Recipe) -> None:
+def test_workers_write_the_same_texts_as_one_process(trained: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes share three prompts, singly and in batches of two: same texts and steps, in the same order."""
     settings = ("report.num_prompts=3", "report.temperatures=[0.7]", "report.batches=[1, 2]")
     outcomes = [
@@ -112,14 +113,21 @@ def test_workers_write_the_same_texts_as_one_process(trained: Recipe) -> None:
             shared.stats.steps,
             shared.stats.accepted_at_depth,
         )
+    monkeypatch.setattr("headstart.inference.report.command.pick_device", lambda name: torch.device("meta"))
     message = r"report\.workers: 2 given, only 1 is allowed on meta because .*; leave it out"
     with pytest.raises(ValueError, match=message):
-        report(tiny_recipe(trained.run_dir.parent, "report.workers=2", "target.device=meta"))
+        report(tiny_recipe(trained.run_dir.parent, "report.workers=2"))
 
 
 def test_interleave_puts_the_shares_of_workers_back_in_order() -> None:
     units = [Run([[number]], [], 0.0, [], []) for number in range(7)]
     assert interleave((units[0::3], units[1::3], units[2::3])) == units
+
+
+def test_every_column_is_explained_on_the_terminal() -> None:
+    explained = f"{NOTE}\n{LEGEND}".lower()
+    columns = COLUMNS.keys() - {"method", "tokens/s", "speed-up over generate"}  # these explain themselves
+    assert [column for column in columns if column.partition(" (")[0].lower() not in explained] == []
 
 
 def test_a_report_without_a_head_says_so_before_it_asks_for_prompts(tmp_path: Path) -> None:

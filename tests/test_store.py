@@ -18,7 +18,7 @@ from headstart.data_pipelines.read_ahead import ReadAhead
 from headstart.data_pipelines.sample_order import SampleOrder
 from headstart.data_pipelines.shards import FeatureStore
 from headstart.data_pipelines.state_encoding import bytes_per_token, decode, encode
-from headstart.data_pipelines.store import merge, stats, verify
+from headstart.data_pipelines.store import merge, num_leaked, stats, verify
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +137,27 @@ def test_a_shared_shard_is_merged_once_and_its_origin_is_kept(harvested: Path, t
     assert [(about["mask_rule"], about["written_by"]) for about in found["merged_from"]] == [
         ("response", "plain decoding")
     ] * 2
+
+
+def test_stores_of_a_target_that_moved_are_merged(harvested: Path, tmp_path: Path) -> None:
+    shutil.copytree(harvested / "target", tmp_path / "renamed")
+    moved = f"target.path={tmp_path / 'renamed'}", "data.num_prompts=4", "seed=9"
+    other = tiny_recipe(harvested, f"run_dir={tmp_path / 'other'}", *moved)
+    merge(tmp_path / "merged", [harvested / "run" / "features", harvest(other).folder])
+    assert stats(tmp_path / "merged")["train"]["samples"] == 16
+
+
+def test_training_samples_that_another_store_holds_out_are_counted(harvested: Path, tmp_path: Path) -> None:
+    """Each store is sound by itself; merged, 3 of 12 training prompts are held out too."""
+    lines = (harvested / "prompts.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "prompts.jsonl").write_text((harvested / "heldout.jsonl").read_text())
+    (tmp_path / "heldout.jsonl").write_text("".join(lines[2:5]))
+    files = f"data.prompts={tmp_path / 'prompts.jsonl'}", f"data.heldout_prompts={tmp_path / 'heldout.jsonl'}"
+    other = tiny_recipe(harvested, f"run_dir={tmp_path / 'other'}", "data.num_prompts=1", *files)
+    sources = [harvested / "run" / "features", harvest(other).folder]
+    assert [num_leaked(source) for source in sources] == [0, 0]
+    merge(tmp_path / "merged", sources)
+    assert num_leaked(tmp_path / "merged") == 3 + 1  # and the one that the other store trains on
 
 
 def test_stores_of_different_taps_or_dtypes_are_not_merged(harvested: Path, tmp_path: Path) -> None:

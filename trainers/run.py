@@ -1,5 +1,7 @@
 """A whole training run: recipe -> prompts -> responses -> features -> head, for every kind of head."""
 
+from functools import partial
+
 import torch
 from accelerate import Accelerator
 
@@ -41,14 +43,15 @@ def run(recipe: Recipe, script: str | None = None) -> None:
     if script is not None:
         refuse_other_script(recipe, script)
     accelerator = start_accelerator(recipe)
-    preflight(recipe, accelerator.num_processes, accelerator.device)
+    check = partial(preflight, recipe, accelerator.num_processes, accelerator.device)
     if recipe.train.dry_run:
+        check()
         if accelerator.is_main_process:
             print_plan(recipe, accelerator.num_processes, accelerator.device)
         return
     refuse_lone_decoding(recipe, accelerator.num_processes)
     refuse_sizes(recipe, accelerator.num_processes, recipe.data.num_prompts)
-    with run_together(recipe, "training", lambda: {"step to resume from": str(newest_step(recipe.checkpoints_dir))}):
+    with run_together(recipe, "training", check, lambda: {"checkpoint": f"step {newest_step(recipe.checkpoints_dir)}"}):
         make_head(recipe, accelerator)
 
 
