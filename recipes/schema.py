@@ -557,7 +557,7 @@ class DecodeSection(Section):
             if missing := {path[:-1], (*path[:-1], max(path[-1] - 1, 0))} - known:
                 raise ValueError(
                     "the path of every node is allowed only with those of its parent and of the child before it; add "
-                    f"{list(min(missing, key=len))} for {list(path)}"
+                    f"{list(min(missing, key=lambda each: len(each)))} for {list(path)}"
                 )
         return paths
 

@@ -130,6 +130,14 @@ def test_workers_write_the_same_texts_as_one_process(trained: Recipe, monkeypatc
         report(tiny_recipe(trained.run_dir.parent, "report.workers=2"))
 
 
+def test_more_workers_than_cores_are_refused(trained: Recipe) -> None:
+    """report.workers=100000 started processes until the machine stood still."""
+    with pytest.raises(
+        ValueError, match=r"report\.workers: 100000 given, 1 to \d+ is allowed, one per core.*; lower it"
+    ):
+        report(tiny_recipe(trained.run_dir.parent, "report.workers=100000"))
+
+
 def test_interleave_puts_the_shares_of_workers_back_in_order() -> None:
     units = [Run([[number]], [], 0.0, [], []) for number in range(7)]
     assert interleave((units[0::3], units[1::3], units[2::3])) == units

@@ -1,5 +1,6 @@
 """The report: the same prompts decoded with every method of report.baselines, as tables and files."""
 
+import os
 import platform
 import signal
 from collections.abc import Iterator
@@ -62,6 +63,11 @@ class Benchmark:
             raise ValueError(
                 f"report.workers: {section.workers} given, only 1 is allowed on {device} because workers share a CPU; "
                 "leave it out"
+            )
+        if section.workers > (most := max(os.cpu_count() or 1, 2)):
+            raise ValueError(
+                f"report.workers: {section.workers} given, 1 to {most} is allowed, one per core: each loads the target; "
+                "lower it"
             )
         refuse_trees_of(recipe, max(section.batches))
         if any(baseline.startswith("generate") for baseline in section.baselines):
