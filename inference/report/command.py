@@ -66,8 +66,8 @@ class Benchmark:
             )
         if section.workers > (most := max(os.cpu_count() or 1, 2)):
             raise ValueError(
-                f"report.workers: {section.workers} given, 1 to {most} is allowed, one per core: each loads the target; "
-                "lower it"
+                f"report.workers: {section.workers} given, 1 to {most} is allowed, one per core, as each loads the "
+                "target; lower it"
             )
         refuse_trees_of(recipe, max(section.batches))
         if any(baseline.startswith("generate") for baseline in section.baselines):
