@@ -1,11 +1,14 @@
 """What a harvest needs, checked before any work: target, device, tokenizer, rows, draft head and folders."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
 
 from headstart.data_pipelines.conversations import Conversation, parse_row
 from headstart.data_pipelines.rows import BadRow, Row, read_rows
+from headstart.data_pipelines.shards import read_manifest
 from headstart.data_pipelines.stage import Stage
 from headstart.heads.checkpoint import load_taps
 from headstart.heads.target_config import SAFE_FILES, TargetConfig, locate_target
@@ -32,13 +35,23 @@ def check_harvest(recipe: Recipe) -> TargetConfig:
     refuse_missing_devices(recipe)
     tokenizer = load_tokenizer(folder, recipe.target.trust_remote_code)
     if recipe.data.draft_head is not None:
-        try:
+        with naming_field("data.draft_head"):
             load_taps(recipe.data.draft_head, target)
-        except ValueError as error:
-            raise ValueError(f"data.draft_head: {error}") from error
+    if recipe.data.store is not None:
+        with naming_field("data.store"):
+            read_manifest(recipe.data.store)
     if not Stage("prompts", recipe.prompts_dir, {}).was_complete():  # its inputs would need the weights
         check_rows(recipe, tokenizer)
     return target
+
+
+@contextmanager
+def naming_field(field: str) -> Iterator[None]:
+    """Put the recipe's field in front of an error about the folder that it names."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{field}: {error}") from error
 
 
 def refuse_size_mistakes(recipe: Recipe, folder: Path) -> None:

@@ -554,11 +554,11 @@ class DecodeSection(Section):
     ) -> tuple[tuple[int, ...], ...] | None:
         known = {(), *(paths or ())}
         for path in paths or ():
-            missing: set[tuple[int, ...]] = {path[:-1], (*path[:-1], max(path[-1] - 1, 0))} - known
-            if missing:
+            needed = [path[:-1], (*path[:-1], max(path[-1] - 1, 0))]
+            if missing := [list(other) for other in needed if other not in known]:
                 raise ValueError(
                     "the path of every node is allowed only with those of its parent and of the child before it; add "
-                    f"{list(sorted(missing, key=len)[0])} for {list(path)}"
+                    f"{missing[0]} for {list(path)}"
                 )
         return paths
 
@@ -635,6 +635,16 @@ class ReportSection(Section):
     @classmethod
     def each_has_its_own_row(cls, values: tuple[object, ...]) -> tuple[object, ...]:
         return refuse_repeats(values)
+
+    @field_validator("workers")
+    @classmethod
+    def each_worker_has_a_prompt(cls, workers: int, section: ValidationInfo) -> int:
+        most = section.data.get("num_prompts")
+        if most is not None and workers > most:
+            raise ValueError(
+                f"1 to report.num_prompts, {most}, is allowed; write as many as the CPU has cores, or fewer"
+            )
+        return workers
 
     @field_validator("other_heads")
     @classmethod

@@ -113,6 +113,7 @@ CASES: list[Case] = [
         "chat_template.jinja",
     ),
     ("no draft head", ["data.draft_head=/nowhere"], "data.draft_head", "/nowhere", "head", "give"),
+    ("no store", ["data.store=/nowhere"], "data.store", "/nowhere holds no features", "a folder of features", "give"),
     ("wandb without a key", ["log.wandb=online"], "log.wandb", "online given", "offline or disabled", "wandb login"),
     (
         "a head above the memory",
@@ -323,5 +324,6 @@ def test_a_head_that_drafts_fewer_tokens_than_a_node_has_children_is_refused() -
     """topk raised `selected index k out of range`."""
     says = Says("decode.width", "40 given", "1 to 30 is allowed", "lower it")
     assert_raises(lambda: refuse_more_children(DecodeSection(width=40), 30), says)
+    children = tuple((rank,) for rank in range(31))
     says = Says("decode.paths", "child rank 30 given", "0 to 29 is allowed", "lower it")
-    assert_raises(lambda: refuse_more_children(DecodeSection(growth="fixed", paths=((30,),)), 30), says)
+    assert_raises(lambda: refuse_more_children(DecodeSection(growth="fixed", paths=children), 30), says)
