@@ -42,8 +42,9 @@ class SmallDisk:
 
     def _open(self, file: Any, mode: str = "r", *others: Any, **options: Any) -> Any:
         writes = isinstance(file, str | Path) and "/run/" in str(file) and set(mode) & set("wax")
-        where = "/dev/full" if writes and not self._take(Path(file)) else file
-        return self.open(where, mode, *others, **options)
+        if writes and not self._take(Path(file)):
+            return self.open("/dev/full", mode.replace("x", "w"), *others, **options)  # it exists, so "x" would fail
+        return self.open(file, mode, *others, **options)
 
     def _save_file(self, tensors: Any, path: Path, metadata: Any) -> None:
         has_room = self._take(path)
