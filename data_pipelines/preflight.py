@@ -95,6 +95,7 @@ def check_rows(recipe: Recipe, tokenizer: Tokenizer) -> None:
 def is_conversation(row: Row) -> bool:
     """Whether a row holds turns; a row that cannot be parsed is left for the harvest, which counts and names it."""
     try:
-        return not isinstance(row.fields, BadRow) and isinstance(parse_row(row.fields), Conversation)
+        parsed = row.fields if isinstance(row.fields, BadRow) else parse_row(row.fields, has_template=False)
+        return isinstance(parsed, Conversation)
     except BadRow:
         return False

@@ -17,7 +17,6 @@ from headstart.recipes import recipe_from_command_line
 if __name__ == "__main__":
     recipe_from_command_line(__doc__)  # --help and mistakes end the process here, before torch is loaded
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +40,7 @@ from headstart.heads.frozen import FrozenTarget
 from headstart.heads.medusa import MedusaHead
 from headstart.heads.target_config import locate_target
 from headstart.recipes import Recipe, run_command
+from headstart.recipes.jsonl import read_json
 from headstart.recipes.schema import Dtype
 from headstart.recipes.tuned_target import refuse_original_target
 
@@ -97,7 +97,7 @@ def stored_dtype(folder: Path) -> str:
 
 
 def served_target(recipe: Recipe, target_folder: Path) -> ServedTarget:
-    architectures = json.loads((target_folder / "config.json").read_text()).get("architectures", [])
+    architectures = read_json(target_folder / "config.json").get("architectures", [])
     return ServedTarget(recipe.target.path, architectures, recipe.decode.depth, recipe.target.revision)
 
 

@@ -58,6 +58,9 @@ class ShortRepr(reprlib.Repr):
         self.maxstring = self.maxlong = self.maxother = 2 * SHOWN
 
 
+SHORT = ShortRepr()
+
+
 @dataclass
 class RawRecipe:
     """A recipe before validation: the values given, where each was given, and the mistakes found so far."""
@@ -73,8 +76,9 @@ class RawRecipe:
             if not isinstance(holder, dict) or key not in holder:
                 return "nothing"
             holder = holder[key]
-        text = in_yaml(holder) if holder is None or isinstance(holder, bool) else ShortRepr().repr(holder)
-        return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+        text = in_yaml(holder) if holder is None or isinstance(holder, bool) else SHORT.repr(holder)
+        half = (SHOWN - 3) // 2  # the end of a path says more than its middle
+        return text if len(text) <= SHOWN else f"{text[:half]}...{text[-half:]}"
 
     def add_mistake(self, path: str, allowed_and_advice: str) -> None:
         place = f" ({self.places[path]})" if path in self.places else ""

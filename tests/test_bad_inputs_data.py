@@ -666,7 +666,7 @@ STORES: dict[str, tuple[Callable[[Path], list[Any]], Says]] = {
     ),
     "stats of a lost shard": (
         lambda place: ["stats", without(place, "train-00000.safetensors")],
-        Says("train-00000.safetensors", "missing on disk", "undamaged shards are reused", "harvest again"),
+        Says("train-00000.safetensors", "missing on disk", "which reuses undamaged shards", "harvest again"),
     ),
     "stats of a store without a manifest": (
         lambda place: ["stats", without(place, "manifest.json")],
@@ -776,3 +776,16 @@ def test_broken_token_counts_are_named(harvested: Path, place: Path) -> None:
     assert_raises(lambda: features.token_counts(300), says)
     path.unlink()  # the remedy
     assert features.token_counts(300).sum() > 0
+
+
+def test_a_target_without_a_chat_template_takes_prompts_with_responses(
+    harvested: Path, place: Path, headstart: Command
+) -> None:
+    """They are plain text then; a check before the work used to ask for a template."""
+    shutil.copytree(harvested / "target", place / "target")
+    (place / "target" / "chat_template.jinja").unlink()
+    rows_of(place / "prompts.jsonl", *[{"prompt": f"p {number} ", "response": "word"} for number in range(12)])
+    rows_of(place / "heldout.jsonl", {"prompt": "other ", "response": "word"})
+    options = f"target.path={place / 'target'}", "data.responses=given"
+    outcome = headstart("harvest", place / "recipe.yaml", *options)
+    assert_told(outcome, Says("12 rows read", "12 prompts kept", "complete in", "12 training and 1 held-out samples"))

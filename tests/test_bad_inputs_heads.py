@@ -793,7 +793,7 @@ COMMANDS: dict[str, tuple[Edit, str, Says]] = {
     "export: the folder is a file": (
         lambda folder: (folder.parent / "out").write_text("mine"),
         f"{EXPORT} export.overwrite=true",
-        Says("export.folder", "exists and holds no head", "a new folder", "export.folder=FOLDER"),
+        Says("export.folder", "out is a file", "a folder that exists or can be made is allowed", "choose another"),
     ),
     "export: a format for other heads": (
         nothing,
@@ -827,10 +827,8 @@ COMMANDS: dict[str, tuple[Edit, str, Says]] = {
     ),
     "report: more new tokens than positions": (
         nothing,
-        f"{PLAIN} 'report.baselines=[plain]' decode.max_new_tokens=1000",
-        Says(
-            "decode.max_new_tokens", "1000", "new tokens are allowed after this prompt", "lower decode.max_new_tokens"
-        ),
+        f"{PLAIN} 'report.baselines=[plain]' decode.max_new_tokens=127",
+        Says("decode.max_new_tokens", "127", "new tokens are allowed after this prompt", "lower decode.max_new_"),
     ),
     "report: a draft model that does not exist": (
         nothing,

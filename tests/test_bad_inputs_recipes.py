@@ -502,6 +502,82 @@ COMBINATIONS: list[Case] = [
     ),
 ]
 
+COMBINATIONS += [
+    (
+        "a child without its parent",
+        ["decode.growth=fixed", "decode.paths=[[0, 0]]"],
+        "decode.paths",
+        "[[0, 0]] given",
+        "those of its parent",
+        "add [0]",
+    ),
+    (
+        "a second child without the first",
+        ["decode.growth=fixed", "decode.paths=[[1]]"],
+        "decode.paths",
+        "[[1]] given",
+        "the child before it",
+        "add [0] for [1]",
+    ),
+    (
+        "a row twice",
+        ["report.baselines=[plain, tree, plain]"],
+        "report.baselines",
+        "given",
+        "without repeats is allowed",
+        "write ['plain', 'tree']",
+    ),
+    ("a batch size twice", ["report.batches=[1, 1]"], "report.batches", "[1, 1] given", "without repeats", "write [1]"),
+    (
+        "a temperature twice",
+        ["report.temperatures=[0, 0.0]"],
+        "report.temperatures",
+        "[0, 0.0] given",
+        "without repeats",
+        "write [0.0]",
+    ),
+    (
+        "a head without a name",
+        ["report.other_heads={'': head}"],
+        "report.other_heads",
+        "given",
+        "names of one or more characters",
+        "give a name",
+    ),
+    (
+        "a server without http",
+        ["data.server=localhost:8000"],
+        "data.server",
+        "'localhost:8000' given",
+        "http:// or https://",
+        "write http://localhost:8000",
+    ),
+    (
+        "a server that is empty",
+        ["data.server=''"],
+        "data.server",
+        "'' given",
+        "http:// or https://",
+        "write http://HOST:PORT",
+    ),
+    (
+        "a hub dataset without a name",
+        ["data.prompts='hf:'"],
+        "data.prompts",
+        "'hf:' given",
+        "hf:org/name:split is allowed",
+        "correct the name",
+    ),
+    (
+        "a hub dataset with a space",
+        ["data.prompts='hf:my data'"],
+        "data.prompts",
+        "'hf:my data' given",
+        "hf:org/name:split",
+        "correct the name",
+    ),
+]
+
 PATHS: list[Case] = [
     (
         "prompts that are not there",
@@ -784,3 +860,116 @@ def test_a_file_that_is_no_recipe_is_refused(
     assert_refused(outcome, Says(what, value, allowed, remedy))
     assert outcome.code == 2
     assert len(outcome.text) < 20_000
+
+
+COMMANDS: list[Case] = [
+    ("no recipe", [], "headstart train", "required: recipe", "a recipe and then section.key=value", "--help lists"),
+    ("a recipe that is not there", ["gone.yaml"], "gone.yaml", "No such file", "the path of a recipe", "give the path"),
+    ("a folder for a recipe", ["{folder}"], "{folder}", "Is a directory", "the path of a recipe", "give the path"),
+    ("an empty name for a recipe", [""], ":", "Is a directory", "the path of a recipe", "give the path"),
+    (
+        "prompts for a recipe",
+        ["{folder}/one.jsonl"],
+        "one.jsonl",
+        "given, but there is no such key",
+        "only run_dir",
+        "remove it",
+    ),
+    (
+        "a model for a recipe",
+        ["{folder}/target/model.safetensors"],
+        "model.safetensors",
+        "not YAML",
+        "utf-8",
+        "fix the file",
+    ),
+    ("an override first", ["train.steps=3"], "train.steps=3", "No such file", "the path of a recipe", "give the path"),
+    (
+        "two recipes",
+        ["{folder}/recipe.yaml", "{folder}/recipe.yaml"],
+        "recipe.yaml",
+        "given",
+        "section.key=value is",
+        "example",
+    ),
+    (
+        "spaces around the sign",
+        ["{folder}/recipe.yaml", "train.steps", "=", "3"],
+        "train.steps",
+        "given",
+        "=value is",
+        "example",
+    ),
+    (
+        "an unknown option",
+        ["{folder}/recipe.yaml", "--fast"],
+        "--fast",
+        "unrecognized",
+        "section.key=value",
+        "--help lists",
+    ),
+    ("a file that cannot be opened", ["/proc/1/mem"], "/proc/1/mem", "", "", "give the path of a recipe"),
+]
+
+
+@pytest.mark.parametrize(
+    ("symptom", "words", "what", "value", "allowed", "remedy"), COMMANDS, ids=[c[0] for c in COMMANDS]
+)
+def test_a_command_without_a_recipe_is_refused(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    symptom: str,
+    words: list[str],
+    what: str,
+    value: str,
+    allowed: str,
+    remedy: str,
+) -> None:
+    typed = ["train", *(word.replace("{folder}", str(folder)) for word in words)]
+    outcome = type_command(typed, monkeypatch, capsys)
+    assert_refused(outcome, Says(what.replace("{folder}", str(folder)), value, allowed, remedy))
+    assert outcome.code == 2
+
+
+CONFIGS: list[FileCase] = [
+    ("an empty config.json", b"", "target.path", "target' given", "a readable config.json", "fix the file"),
+    ("a config.json of prose", b"llama", "target.path", "target' given", "a readable config.json", "fix the file"),
+    (
+        "a config.json that is a list",
+        b"[]",
+        "target.path",
+        "target' given",
+        "a JSON object is allowed",
+        "give the folder",
+    ),
+    (
+        "a config.json in Latin-1",
+        b'{"a": "\xe9"}',
+        "target.path",
+        "target' given",
+        "a readable config.json",
+        "fix the file",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("symptom", "content", "what", "value", "allowed", "remedy"), CONFIGS, ids=[c[0] for c in CONFIGS]
+)
+def test_a_target_without_a_readable_config_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    symptom: str,
+    content: bytes,
+    what: str,
+    value: str,
+    allowed: str,
+    remedy: str,
+) -> None:
+    build_run(tmp_path)
+    (tmp_path / "target/config.json").write_bytes(content)
+    outcome = type_command(["train", str(tmp_path / "recipe.yaml")], monkeypatch, capsys)
+    assert_refused(outcome, Says(what, value, allowed, remedy))
+    assert outcome.code == 2

@@ -220,3 +220,30 @@ def test_the_kernel_refuses_files_above_a_size_in_each_stage(folder: Path, tmp_p
 def train_elsewhere(command: list[str], run_dir: Path) -> Path:
     subprocess.run([*command, f"run_dir={run_dir}"], env=quiet_environment(ROOT), capture_output=True, check=True)
     return run_dir
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_damaged_head_is_written_again_by_the_same_command(typed: Type, tmp_path: Path, name: str) -> None:
+    """Training said that the head was complete, and every other command that it was damaged."""
+    typed(0, "train")
+    expected = contents(tmp_path / "run/head")
+    (tmp_path / "run/head" / name).write_bytes(expected[name][:100])
+    typed(0, "train")
+    assert contents(tmp_path / "run/head") == expected
+
+
+@pytest.mark.parametrize("name", ["prompts/train.jsonl", "responses/train-00001.jsonl"])
+def test_a_lost_file_of_a_stage_is_made_again_after_what_the_message_says(
+    typed: Type, tmp_path: Path, name: str
+) -> None:
+    typed(0, "harvest")
+    expected = contents(tmp_path / "run")
+    (tmp_path / "run" / name).unlink()
+    if name.startswith("responses"):  # they are not read again otherwise
+        subprocess.run(["rm", "-r", f"{tmp_path}/run/features"], check=True)
+    said = typed(1, "harvest")
+    assert f"{tmp_path}/run/{name}: no such file or directory" in said
+    [command] = [part for part in said.split("; ") if part.startswith("rm ")]
+    subprocess.run(command.partition(",")[0], shell=True, check=True)
+    typed(0, "harvest")
+    assert contents(tmp_path / "run") == expected

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import signal
 import stat
 import subprocess
@@ -19,6 +20,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 from tiny_run import build_run, quiet_environment
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from headstart.heads.formats.files import write_pickle
 from headstart.heads.safetensors_file import write_safetensors
 from headstart.recipes import load_recipe
 from headstart.recipes.os_errors import CAUSES, STARTS_OVER, errors_as_messages, explained
@@ -214,6 +216,26 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
         raise KeyboardInterrupt
     assert path.read_text() == "first"
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_what_a_killed_writer_of_weights_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    left = tmp_path / "a.safetensors.partial"
+    left.mkdir()
+    (left / ".tmpowLZXY").write_bytes(b"half of it")
+    write_safetensors({"a": torch.zeros(3)}, tmp_path / "a.safetensors")
+    assert list(tmp_path.iterdir()) == [tmp_path / "a.safetensors"]
+
+
+def test_pickled_weights_on_a_full_disk_name_the_file(tmp_path: Path) -> None:
+    """torch hides the system's error if the disk is full in the middle of a file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as error:
+            write_pickle({"a": torch.zeros(1 << 16)}, tmp_path / "a.pt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert error.value.filename == str(tmp_path / "a.pt")
 
 
 def test_a_folder_is_checked_without_leaving_anything(tmp_path: Path) -> None:

@@ -47,6 +47,17 @@ def test_every_method_writes_the_same_text_and_the_files_say_so(trained: Recipe,
     assert (trained.report_dir / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_head_without_a_searched_tree_is_refused_before_the_work(
+    trained: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole report was measured and written first."""
+    searched = trained.decode.model_copy(update={"growth": "searched"})
+    quick = trained.report.model_copy(update={"baselines": ["plain", "chain"]})
+    monkeypatch.setattr("headstart.inference.report.command.measure", lambda *inputs: pytest.fail("measured"))
+    with pytest.raises(ValueError, match=r"decode.growth: searched given.* this head has none"):
+        report(trained.model_copy(update={"decode": searched, "report": quick}))
+
+
 def test_the_card_of_an_export_shows_figures_of_its_own_head_only(trained: Recipe, outcomes: list[Outcome]) -> None:
     def measured(**fields: object) -> str:
         section = trained.export.model_copy(update={"format": "native", "overwrite": True, **fields})
@@ -117,6 +128,14 @@ def test_workers_write_the_same_texts_as_one_process(trained: Recipe, monkeypatc
     message = r"report\.workers: 2 given, only 1 is allowed on meta because .*; leave it out"
     with pytest.raises(ValueError, match=message):
         report(tiny_recipe(trained.run_dir.parent, "report.workers=2"))
+
+
+def test_more_workers_than_cores_are_refused(trained: Recipe) -> None:
+    """report.workers=100000 started processes until the machine stood still."""
+    with pytest.raises(
+        ValueError, match=r"report\.workers: 100000 given, 1 to \d+ is allowed, one per core.*; lower it"
+    ):
+        report(tiny_recipe(trained.run_dir.parent, "report.workers=100000"))
 
 
 def test_interleave_puts_the_shares_of_workers_back_in_order() -> None:

@@ -1,7 +1,10 @@
 """Laws of the feature store: compact, checked, mergeable, read in an order that depends on seed and step alone."""
 
 import json
+import re
+import shlex
 import shutil
+import subprocess
 import threading
 from pathlib import Path
 
@@ -9,7 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from tiny_run import build_run, tiny_recipe, write_shard
+from tiny_run import build_run, contents, tiny_recipe, write_shard
 from torch.testing import assert_close
 
 from headstart.data_pipelines.batches import Sample
@@ -99,6 +102,26 @@ def test_a_flipped_bit_anywhere_in_a_shard_is_found_and_named(harvested: Path, t
     path.write_bytes(stored)
     [what] = verify(tmp_path / "features")
     assert "train-00001.safetensors is not what the harvest wrote" in what
+
+
+@pytest.mark.parametrize(("name", "damage"), [("train-00001", "flip"), ("train-00002", "lose"), ("manifest", "tear")])
+def test_the_remedy_for_a_damaged_store_makes_the_same_store(
+    harvested: Path, tmp_path: Path, name: str, damage: str
+) -> None:
+    shutil.copytree(harvested / "run", tmp_path / "run")
+    recipe, folder = tiny_recipe(harvested, f"run_dir={tmp_path / 'run'}"), tmp_path / "run" / "features"
+    path = folder / (f"{name}.json" if damage == "tear" else f"{name}.safetensors")
+    content = path.read_bytes()
+    path.write_bytes(content[:-9] + b"x" * 9 if damage == "flip" else content[:9])
+    if damage == "lose":
+        path.unlink()
+    with pytest.raises(ValueError, match="manifest") as problem:
+        stats(folder) if damage == "tear" else FeatureStore(folder, "train").num_trained_on()
+    found = re.search(r"\((rm .*?)\)", str(problem.value))
+    assert found is not None
+    subprocess.run(shlex.split(found[1]), check=True)
+    harvest(recipe)
+    assert contents(tmp_path / "run") == contents(harvested / "run")
 
 
 def test_stats_show_sizes_and_origin(harvested: Path) -> None:

@@ -38,7 +38,7 @@ def preflight(recipe: Recipe, num_ranks: int, device: torch.device) -> None:
 def refuse_few_rows(recipe: Recipe) -> None:
     """Raise ValueError if the prompts cannot fill one training step."""
     data, step = recipe.data, recipe.train.batch_size
-    rows = most_samples(data)
+    rows = most_samples(data, enough=step)
     if rows < min(step, data.num_prompts):
         raise ValueError(
             f"data.prompts: {data.prompts} given, which has {rows} usable rows; {step} or more are allowed, as many as "
