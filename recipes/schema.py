@@ -554,10 +554,11 @@ class DecodeSection(Section):
     ) -> tuple[tuple[int, ...], ...] | None:
         known = {(), *(paths or ())}
         for path in paths or ():
-            if missing := {path[:-1], (*path[:-1], max(path[-1] - 1, 0))} - known:
+            missing: set[tuple[int, ...]] = {path[:-1], (*path[:-1], max(path[-1] - 1, 0))} - known
+            if missing:
                 raise ValueError(
                     "the path of every node is allowed only with those of its parent and of the child before it; add "
-                    f"{list(min(missing, key=lambda each: len(each)))} for {list(path)}"
+                    f"{list(sorted(missing, key=len)[0])} for {list(path)}"
                 )
         return paths
 
