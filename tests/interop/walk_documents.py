@@ -99,7 +99,7 @@ def run(walked: Walked, clone: Path, log: Path) -> Result:
             code = -1
     seconds = time.perf_counter() - start
     printed = ANSI.sub("", log.read_text(errors="replace"))
-    allowed = (0, 1) if re.search(FINDINGS, walked.command) else (0,)
+    allowed = (0, 1) if re.search(FINDINGS, walked.command) and "error:" not in printed else (0,)
     failure = "" if code in allowed else f"exit code {code}" if code != -1 else f"ran over {LIMIT} s"
     return Result(walked, seconds, failure or ("traceback" if "Traceback (most recent" in printed else ""))
 

@@ -103,7 +103,6 @@ ORDER = (
     r"^make clean$",
 )
 OUTPUTS = {
-    r"\bexport ": ("runs/*/export",),
     r"\bconvert ": ("runs/imported", "runs/converted"),
     r"\bstore merge ": ("runs/all",),
 }
@@ -160,6 +159,8 @@ def outputs(command: str, clone: Path) -> list[Path]:
     for pattern, folders in OUTPUTS.items():
         if re.search(pattern, command):
             return [path for folder in folders for path in clone.glob(folder)]
+    if re.search(r"\bexport ", command):
+        return [run_dir(command, clone) / "export"]
     if TRAINS.search(command):
         return [run_dir(command, clone) / folder for folder in ("checkpoints", "head", "target", "metrics.jsonl")]
     return []
