@@ -311,7 +311,7 @@ FILES: dict[str, tuple[Callable[[Path], str], Says]] = {
     ),
     "a hub dataset that is not there": (
         lambda place: "hf:/no/such/dataset",
-        Says("data: hf:", "cannot be loaded", "hf:org/name:split is allowed", "check the name"),
+        Says("data.prompts", "hf:/no/such/dataset' given", "hf:org/name:split is allowed", "correct the name"),
     ),
 }
 

@@ -151,7 +151,7 @@ ARGUMENTS = {
     "lint": ["HEAD", "--target", "TARGET"],
     "convert": ["HEAD", "OUT", "--target", "TARGET"],
     "doctor": ["HEAD", "TARGET"],
-    "store": ["verify", "FOLDER"],
+    "store": ["verify", "FEATURES"],
 }
 
 
@@ -171,7 +171,8 @@ def test_ctrl_c_is_one_line_and_exit_code_130(
     recipe = [str(harvested / "recipe.yaml"), f"run_dir={tmp_path}/run", f"data.folder={harvested}/run"]
     if command == "harvest":
         recipe = [str(harvested / "recipe.yaml"), f"run_dir={tmp_path}/run"]
-    outcome = type_command([command, *ARGUMENTS.get(command, recipe)], monkeypatch, capsys)
+    arguments = [word.replace("FEATURES", f"{harvested}/run/features") for word in ARGUMENTS.get(command, recipe)]
+    outcome = type_command([command, *arguments], monkeypatch, capsys)
     assert outcome.code == 130, outcome.text
     assert "Traceback" not in outcome.text
     assert outcome.err.strip() == f"interrupted; the same command {said}"
