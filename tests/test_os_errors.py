@@ -145,7 +145,7 @@ INTERRUPTED = {  # command -> the function in which Ctrl-C arrives, and what is 
     "lint": ("headstart.heads.lint.lint", "starts over"),
     "convert": ("headstart.heads.convert.convert", "starts over"),
     "doctor": ("headstart.inference.doctor.command.diagnose", "starts over"),
-    "store": ("headstart.data_pipelines.store.verify", "starts over"),
+    "store": ("headstart.data_pipelines.store.refuse_damage", "starts over"),
 }
 ARGUMENTS = {
     "lint": ["HEAD", "--target", "TARGET"],
