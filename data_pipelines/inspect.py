@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text as Coloured
 
-from headstart.data_pipelines.prompts import ROW_REPORT, describe_prompts, make_prompts, read_reports
+from headstart.data_pipelines.prompts import ROW_REPORT, describe_prompts, make_prompts_alone, read_reports
 from headstart.data_pipelines.responses import Text
 from headstart.data_pipelines.stage import Json, Stage
 from headstart.heads.target_config import locate_target
@@ -37,7 +37,7 @@ def main() -> None:
 
 def inspect(recipe: Recipe, console: Console) -> None:
     """Print samples, histograms and unusable rows."""
-    stage = make_prompts(recipe)
+    stage = make_prompts_alone(recipe)
     texts = [Text.from_row(row) for row in training_rows(recipe, stage)]
     section = recipe.target
     tokenizer = load_tokenizer(locate_target(section.path, section.revision), section.trust_remote_code)

@@ -27,6 +27,7 @@ from headstart.heads.target_config import locate_target
 from headstart.inference.target.tokenizer import Tokenizer, load_tokenizer
 from headstart.recipes import Recipe, run_command
 from headstart.recipes.jsonl import read_jsonl
+from headstart.recipes.run_lock import only_run_in
 from headstart.recipes.schema import PYTHON_STDLIB, DataSection
 
 CHARACTERS_PER_TOKEN = 12  # a generous bound, to shorten text before tokenizing
@@ -235,9 +236,18 @@ def read_prompts(
     return rows[:count]
 
 
+def make_prompts_alone(recipe: Recipe) -> Stage:
+    """`make_prompts` for a command of its own: while it writes, no other command may write into the folder."""
+    stage = prompts_stage(recipe)
+    if stage.was_complete() and not stage.changed_inputs():
+        return stage
+    with only_run_in(recipe.data_folder, "the prompts"):
+        return make_prompts(recipe)
+
+
 def main() -> None:
     def show(recipe: Recipe) -> None:
-        make_prompts(recipe)
+        make_prompts_alone(recipe)
         print(f"{describe_prompts(recipe)}\nwritten to {recipe.prompts_dir}")
 
     run_command(__doc__, show)
