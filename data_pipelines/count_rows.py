@@ -6,12 +6,12 @@ from headstart.data_pipelines.rows import BadRow, read_rows
 from headstart.recipes.schema import HUB_PREFIX, PYTHON_STDLIB, DataSection
 
 
-def most_samples(data: DataSection) -> int:
-    """data.num_prompts, or the readable rows of data.prompts if these are fewer.
+def most_samples(data: DataSection, enough: int | None = None) -> int:
+    """data.num_prompts, or the readable rows of data.prompts if these are fewer; counting stops at `enough`.
 
     The rows of a hub dataset are not counted, nor given conversations, one of which can give several samples.
     """
     if data.responses == "given" or data.prompts == PYTHON_STDLIB or data.prompts.startswith(HUB_PREFIX):
         return data.num_prompts
     readable = (row for row in read_rows(data.prompts) if not isinstance(row.fields, BadRow))
-    return sum(1 for _ in islice(readable, data.num_prompts))
+    return sum(1 for _ in islice(readable, min(data.num_prompts, enough or data.num_prompts)))

@@ -17,7 +17,7 @@ import torch
 from accelerate import PartialState
 
 from headstart.data_pipelines.cost_estimate import FeatureCost, first_batch, forecast_disk, time_second_run
-from headstart.data_pipelines.dependents import dependents
+from headstart.data_pipelines.dependents import dependents, is_shared
 from headstart.data_pipelines.features import TapTexts, tap, write_features
 from headstart.data_pipelines.more_prompts import take_over_features, take_over_responses
 from headstart.data_pipelines.preflight import check_harvest
@@ -79,7 +79,7 @@ def features_stage(recipe: Recipe, responses: Stage, taps: tuple[int, ...]) -> S
         "data.dtype": recipe.data.dtype,
         "format": STORE_FORMAT,
     }
-    return Stage("features", recipe.features_dir, inputs, dependents(recipe, recipe.features_dir))
+    return Stage("features", recipe.features_dir, inputs, dependents(recipe, recipe.features_dir), is_shared(recipe))
 
 
 def shard_identities(recipe: Recipe, features: Stage, responses: Stage) -> dict[str, str]:

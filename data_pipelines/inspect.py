@@ -10,7 +10,6 @@ from headstart.recipes import recipe_from_command_line
 if __name__ == "__main__":
     recipe_from_command_line(__doc__)  # --help and mistakes end the process here, before torch is loaded
 
-import json
 from collections import Counter
 from collections.abc import Iterator
 
@@ -19,9 +18,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text as Coloured
 
-from headstart.data_pipelines.prompts import ROW_REPORT, describe_prompts, make_prompts
+from headstart.data_pipelines.prompts import ROW_REPORT, describe_prompts, make_prompts_alone, read_reports
 from headstart.data_pipelines.responses import Text
-from headstart.data_pipelines.row_report import RowReport
 from headstart.data_pipelines.stage import Json, Stage
 from headstart.heads.target_config import locate_target
 from headstart.inference.target.tokenizer import Tokenizer, load_tokenizer
@@ -39,7 +37,7 @@ def main() -> None:
 
 def inspect(recipe: Recipe, console: Console) -> None:
     """Print samples, histograms and unusable rows."""
-    stage = make_prompts(recipe)
+    stage = make_prompts_alone(recipe)
     texts = [Text.from_row(row) for row in training_rows(recipe, stage)]
     section = recipe.target
     tokenizer = load_tokenizer(locate_target(section.path, section.revision), section.trust_remote_code)
@@ -49,8 +47,7 @@ def inspect(recipe: Recipe, console: Console) -> None:
     console.print(histogram("tokens per sample", [len(text.tokens) for text in texts]))
     console.print(histogram("trained-on tokens per sample", [sum(text.loss_mask) for text in texts]))
     console.print(describe_prompts(recipe), soft_wrap=True, highlight=False, markup=False)
-    for found in json.loads((stage.folder / ROW_REPORT).read_text()):
-        report = RowReport.from_json(found)
+    for report in read_reports(recipe):
         if rows := report.left_out_rows():
             console.print(
                 f"\nrows of {report.source} that gave no sample:", soft_wrap=True, highlight=False, markup=False

@@ -1,12 +1,15 @@
 """What a harvest needs, checked before any work: target, device, tokenizer, rows, draft head and folders."""
 
 import json
-import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from headstart.data_pipelines.conversations import Conversation, parse_row
-from headstart.data_pipelines.prompts import prompts_stage
 from headstart.data_pipelines.rows import BadRow, Row, read_rows
+from headstart.data_pipelines.shards import read_manifest
+from headstart.data_pipelines.stage import Stage
 from headstart.heads.checkpoint import load_taps
 from headstart.heads.target_config import SAFE_FILES, TargetConfig, locate_target
 from headstart.inference.target.model import pick_device
@@ -19,25 +22,36 @@ WITHOUT_WEIGHTS = [pattern for pattern in SAFE_FILES if pattern != "*.safetensor
 
 
 def check_harvest(recipe: Recipe) -> TargetConfig:
-    """Raise ValueError for the first thing that keeps the harvest from running; writes nothing.
+    """Raise ValueError for the first thing that keeps the harvest from running; leaves nothing behind.
 
     Returns the target's sizes. Of a target on the hub only the files without weights are fetched.
     """
-    for field, folder in (("run_dir", recipe.run_dir), ("data.folder", recipe.data_folder)):
-        refuse_unwritable(field, folder)
+    for field, place in {"run_dir": recipe.run_dir, "data.folder": recipe.data.folder}.items():
+        if place is not None:
+            refuse_unwritable(field, place)
     folder = locate_target(recipe.target.path, recipe.target.revision, WITHOUT_WEIGHTS)
     target = TargetConfig.from_folder(folder)
     refuse_size_mistakes(recipe, folder)
     refuse_missing_devices(recipe)
     tokenizer = load_tokenizer(folder, recipe.target.trust_remote_code)
     if recipe.data.draft_head is not None:
-        try:
+        with naming_field("data.draft_head"):
             load_taps(recipe.data.draft_head, target)
-        except ValueError as error:
-            raise ValueError(f"data.draft_head: {error}") from error
-    if not prompts_stage(recipe).is_complete():
+    if recipe.data.store is not None:
+        with naming_field("data.store"):
+            read_manifest(recipe.data.store)
+    if not Stage("prompts", recipe.prompts_dir, {}).was_complete():  # its inputs would need the weights
         check_rows(recipe, tokenizer)
     return target
+
+
+@contextmanager
+def naming_field(field: str) -> Iterator[None]:
+    """Put the recipe's field in front of an error about the folder that it names."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{field}: {error}") from error
 
 
 def refuse_size_mistakes(recipe: Recipe, folder: Path) -> None:
@@ -61,13 +75,16 @@ def refuse_missing_devices(recipe: Recipe) -> None:
 
 
 def refuse_unwritable(field: str, folder: Path) -> None:
-    """Raise ValueError if a folder, or the one that it would be made in, cannot be written."""
+    """Raise ValueError if a folder, or the one that it would be made in, takes no new file."""
     found = next(each for each in (folder, *folder.absolute().parents) if each.exists())
-    if not found.is_dir() or not os.access(found, os.W_OK | os.X_OK):
+    try:
+        with TemporaryFile(dir=found):
+            pass
+    except OSError as error:
         raise ValueError(
-            f"{field}: {folder} given, a folder that this user may write to is allowed, and {found} cannot be written; "
-            f"choose another {field}, or change its permissions"
-        )
+            f"{field}: {folder} given, a folder that can be written is allowed, and {found} cannot ({error.strerror}); "
+            f"choose another {field}, or make {found} writable"
+        ) from error
 
 
 def check_rows(recipe: Recipe, tokenizer: Tokenizer) -> None:
@@ -91,6 +108,7 @@ def check_rows(recipe: Recipe, tokenizer: Tokenizer) -> None:
 def is_conversation(row: Row) -> bool:
     """Whether a row holds turns; a row that cannot be parsed is left for the harvest, which counts and names it."""
     try:
-        return not isinstance(row.fields, BadRow) and isinstance(parse_row(row.fields), Conversation)
+        parsed = row.fields if isinstance(row.fields, BadRow) else parse_row(row.fields, has_template=False)
+        return isinstance(parsed, Conversation)
     except BadRow:
         return False

@@ -11,12 +11,13 @@ if __name__ == "__main__":
 import hashlib
 import json
 import random
+import shlex
 from collections.abc import Set
 from dataclasses import dataclass
 
 from headstart.data_pipelines.conversations import Conversation
 from headstart.data_pipelines.demo.python_stdlib import source_files
-from headstart.data_pipelines.dependents import dependents
+from headstart.data_pipelines.dependents import dependents, is_shared
 from headstart.data_pipelines.row_report import RowReport
 from headstart.data_pipelines.row_samples import parse_known, samples_of
 from headstart.data_pipelines.rows import BadRow, read_rows, source_digest
@@ -26,6 +27,7 @@ from headstart.heads.target_config import locate_target
 from headstart.inference.target.tokenizer import Tokenizer, load_tokenizer
 from headstart.recipes import Recipe, run_command
 from headstart.recipes.jsonl import read_jsonl
+from headstart.recipes.run_lock import only_run_in
 from headstart.recipes.schema import PYTHON_STDLIB, DataSection
 
 CHARACTERS_PER_TOKEN = 12  # a generous bound, to shorten text before tokenizing
@@ -43,17 +45,17 @@ def prompts_stage(recipe: Recipe) -> Stage:
         "data.num_prompts": data.num_prompts,
         "data.prompt_tokens": data.prompt_tokens,
         "data.long_prompts": data.long_prompts,
+        "data.responses": data.responses,
         WEIGHTS: target_identity(target),
         **prompt_identities(target),
         "seed": recipe.seed,
     }
     if data.responses == "given":  # this stage then holds the responses too
         inputs |= {
-            "data.responses": data.responses,
             "data.turns": data.turns,
             "data.response_tokens": data.response_tokens,
         }
-    return Stage("prompts", recipe.prompts_dir, inputs, dependents(recipe, recipe.prompts_dir))
+    return Stage("prompts", recipe.prompts_dir, inputs, dependents(recipe, recipe.prompts_dir), is_shared(recipe))
 
 
 @dataclass(frozen=True)
@@ -80,12 +82,14 @@ def make_prompts(recipe: Recipe) -> Stage:
         return stage
     tokenizer = load_target_tokenizer(recipe)
     rows = read_both(recipe, tokenizer)
-    write_text(stage.folder / ROW_REPORT, json.dumps([report.to_json() for report in rows.reports], indent=1))
+    if not grows:  # else it would belong to the prompts that are there
+        write_report(stage, rows)
     for report in rows.reports:
         report.check(recipe.data.max_bad_fraction)
     if grows:
         refuse_other_start(stage, rows)
     stage.claim()
+    write_report(stage, rows)
     write_prompts(stage, rows, tokenizer)
     return stage
 
@@ -101,6 +105,10 @@ def refuse_other_start(stage: Stage, rows: PromptRows) -> None:
         f"prompts: {len(first):,} are unchanged, and their responses and features are reused; {new:,} are new, and "
         "theirs are made now" + (" (with the rest of the last shard, whose features are made anew)" if new else "")
     )
+
+
+def write_report(stage: Stage, rows: PromptRows) -> None:
+    write_text(stage.folder / ROW_REPORT, json.dumps([report.to_json() for report in rows.reports], indent=1))
 
 
 def write_prompts(stage: Stage, rows: PromptRows, tokenizer: Tokenizer) -> None:
@@ -123,11 +131,22 @@ def write_prompts(stage: Stage, rows: PromptRows, tokenizer: Tokenizer) -> None:
 
 def describe_prompts(recipe: Recipe) -> str:
     """What became of the rows of both sources, one line for each."""
-    found = json.loads((recipe.prompts_dir / ROW_REPORT).read_text())
     names = ("prompts", "held-out prompts")
-    return "\n".join(
-        RowReport.from_json(report).summary(name, recipe.data) for name, report in zip(names, found, strict=True)
-    )
+    reports = zip(names, read_reports(recipe), strict=True)
+    return "\n".join(report.summary(name, recipe.data) for name, report in reports)
+
+
+def read_reports(recipe: Recipe) -> list[RowReport]:
+    """The reports of the training and the held-out source, as `make_prompts` wrote them."""
+    path = recipe.prompts_dir / ROW_REPORT
+    try:
+        train, heldout = json.loads(path.read_text())
+        return [RowReport.from_json(train), RowReport.from_json(heldout)]
+    except (FileNotFoundError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{path} cannot be read ({error}); it must say what became of the rows. Remove the prompts' stage.json, "
+            f"and the same command makes both again: {shlex.join(['rm', str(path.with_name('stage.json'))])}"
+        ) from error
 
 
 def load_target_tokenizer(recipe: Recipe) -> Tokenizer:
@@ -153,8 +172,9 @@ def read_both(recipe: Recipe, tokenizer: Tokenizer) -> PromptRows:
 
 def key_of(row: Json) -> Key:
     """The tokens that two rows share if one repeats the other: the prompt, or the whole text if it has no prompt."""
-    tokens: list[int] = row["tokens"] if len(row["tokens"]) > 1 else row.get("text", row["tokens"])
-    return tuple(tokens)
+    prompt: list[int] = row["tokens"]
+    whole: list[int] = row.get("text", prompt)
+    return tuple(prompt if len(prompt) > 1 else whole)
 
 
 def stdlib_prompts(
@@ -216,9 +236,18 @@ def read_prompts(
     return rows[:count]
 
 
+def make_prompts_alone(recipe: Recipe) -> Stage:
+    """`make_prompts` for a command of its own: while it writes, no other command may write into the folder."""
+    stage = prompts_stage(recipe)
+    if stage.was_complete() and not stage.changed_inputs():
+        return stage
+    with only_run_in(recipe.data_folder, "the prompts"):
+        return make_prompts(recipe)
+
+
 def main() -> None:
     def show(recipe: Recipe) -> None:
-        make_prompts(recipe)
+        make_prompts_alone(recipe)
         print(f"{describe_prompts(recipe)}\nwritten to {recipe.prompts_dir}")
 
     run_command(__doc__, show)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headstart.data_pipelines.completion_client import CompletionClient
-from headstart.data_pipelines.dependents import dependents
+from headstart.data_pipelines.dependents import dependents, is_shared
 from headstart.data_pipelines.shard_work import ProgressMeter, ShardPrompts, prompt_shards
 from headstart.data_pipelines.stage import Json, Stage, file_digest, target_identity, write_jsonl, write_text
 from headstart.data_pipelines.target_files import WEIGHTS, digest_of, generation_identity
@@ -52,7 +52,7 @@ def responses_stage(recipe: Recipe, prompts: Stage) -> Stage:
         }
     if data.server is not None or data.draft_head is not None:
         inputs["written_by"] = written_by(recipe)
-    return Stage("responses", recipe.responses_dir, inputs, dependents(recipe, recipe.responses_dir))
+    return Stage("responses", recipe.responses_dir, inputs, dependents(recipe, recipe.responses_dir), is_shared(recipe))
 
 
 def written_by(recipe: Recipe) -> str:

@@ -79,8 +79,8 @@ class RowReport:
 
     def dropped(self) -> list[str]:
         """In words, why rows gave no sample."""
-        kinds = Counter(row["kind"] for row in self.bad)
-        found = [f"{count} unusable ({kind})" for kind, count in kinds.items()]
+        kinds = ", ".join(f"{kind} {count:,}" for kind, count in Counter(row["kind"] for row in self.bad).items())
+        found = [f"{len(self.bad):,} unusable ({kinds})"] if self.bad else []
         found += [f"{len(self.held_out)} held out too"] if self.held_out else []
         found += [f"{len(self.too_long)} too long"] if self.too_long else []
         return found
@@ -89,8 +89,9 @@ class RowReport:
         """One line for the user: what was read, dropped and cut, and why."""
         parts = [f"{name}: {self.rows:,} rows read from {self.source}, {self.samples:,} prompts kept"]
         if dropped := self.dropped():
-            allowed = f" (data.max_bad_fraction allows {data.max_bad_fraction:.2%} unusable)" if self.bad else ""
-            parts.append(f"dropped {', '.join(dropped)}{allowed}")
+            parts.append(f"dropped {', '.join(dropped)}")
+        if self.bad:
+            parts.append(f"data.max_bad_fraction allows {data.max_bad_fraction:.2%} of the rows to be unusable")
         if self.cut:
             lost = f", with it the system turn of {len(self.lost_system):,}" if self.lost_system else ""
             parts.append(

@@ -15,6 +15,7 @@ from headstart.data_pipelines.stage import CHECKSUM, Json, checksum, write_text
 from headstart.data_pipelines.state_encoding import decode, encode
 from headstart.data_pipelines.token_counts import read_counts
 from headstart.heads.safetensors_file import write_safetensors
+from headstart.recipes.jsonl import read_json
 
 MANIFEST = "manifest.json"
 TEXT_TENSORS = ("tokens", "loss_mask")  # what a shard holds of its texts; the rest are states
@@ -82,7 +83,8 @@ def shard_is_whole(path: Path, wanted: str) -> bool:
     if made_from(path) != wanted:
         raise ValueError(
             f"{path} is a shard of another run (made from {made_from(path) or 'unknown inputs'!r}, this run "
-            f"needs {wanted!r}); remove the file or choose another run_dir"
+            f"needs {wanted!r}); its folder may hold its own only: remove it ({shlex.join(['rm', str(path)])}) or "
+            "choose another run_dir"
         )
     return True
 
@@ -113,7 +115,7 @@ def shard_entry(path: Path, name: str) -> Json:
 def write_manifest(folder: Path, names: Iterable[str], about: Json) -> None:
     """Write the manifest of the named shards, with sizes and checksums; other shards in the folder are not listed."""
     paths = [folder / name for name in sorted(names)]
-    noted = {path: json.loads(note_path(path).read_text()) for path in paths if note_path(path).is_file()}
+    noted = {path: read_json(note_path(path), "remove it") for path in paths if note_path(path).is_file()}
     shards = [noted[path] if path in noted else shard_entry(path, path.name) for path in paths]
     write_text(folder / MANIFEST, json.dumps({**about, "shards": shards}, indent=1))
     for path in noted:
@@ -134,10 +136,12 @@ class FeatureStore:
         self.taps = stored if taps is None else taps
         if not set(self.taps) <= set(stored):
             raise ValueError(f"{folder} holds taps {list(stored)} and the head reads {list(self.taps)}; harvest again")
-        listed = {shard["file"] for shard in self.about["shards"]}
-        foreign = [path.name for path in sorted(folder.glob("*.safetensors")) if path.name not in listed]
-        if foreign:
-            raise ValueError(f"{folder}: {', '.join(foreign)} is not in its manifest; remove it or harvest again")
+        if foreign := foreign_shards(folder):
+            names = ", ".join(path.name for path in foreign)
+            raise ValueError(
+                f"{folder}: {names} is not in its manifest, which lists all shards; remove it "
+                f"({shlex.join(['rm', *map(str, foreign)])})"
+            )
         self.shards = [shard for shard in self.about["shards"] if shard["file"].startswith(f"{split}-")]
         self.places = [
             (shard, row) for shard in range(len(self.shards)) for row in range(self.shards[shard]["samples"])
@@ -213,10 +217,7 @@ class FeatureStore:
         if shard in self._opened:
             return self._opened[shard]
         if problem := shard_damage(self.folder, self.shards[shard]):
-            raise ValueError(
-                f"{problem}; remove it together with {self.folder / 'stage.json'} and {MANIFEST}, and harvest again "
-                "(undamaged shards are reused)"
-            )
+            raise ValueError(f"{problem}; {repair(self.folder, [self.folder / self.shards[shard]['file']])}")
         self._opened[shard] = open_shard(self.folder / self.shards[shard]["file"])
         self._offsets[shard] = self._opened[shard].get_tensor("offsets")
         return self._opened[shard]
@@ -244,6 +245,21 @@ def shard_damage(folder: Path, shard: Json) -> str | None:
     return None
 
 
+def foreign_shards(folder: Path) -> list[Path]:
+    """The shards in a store's folder that its manifest does not list."""
+    listed = {shard["file"] for shard in read_manifest(folder)["shards"]}
+    return [path for path in sorted(folder.glob("*.safetensors")) if path.name not in listed]
+
+
+def repair(folder: Path, damaged: Iterable[Path], foreign: Iterable[Path] = ()) -> str:
+    """What to do about shards that are damaged or lost, or that the manifest does not list."""
+    there = [*(path for path in damaged if path.is_file()), *foreign, folder / "stage.json", folder / MANIFEST]
+    return (
+        f"remove what is wrong ({shlex.join(['rm', *map(str, there)])}) and harvest again, which reuses undamaged "
+        "shards; of a merged store, merge again"
+    )
+
+
 def read_manifest(folder: Path) -> Json:
     """Read a store's manifest; raises ValueError if it is missing, unreadable or of another version."""
     path = folder / MANIFEST
@@ -259,7 +275,7 @@ def read_manifest(folder: Path) -> Json:
     except ValueError as error:
         problem = str(error)
     if problem:
-        again = shlex.join(["rm", str(path), str(path.with_name("stage.json"))])
+        again = shlex.join(["rm", str(path.with_name("stage.json")), str(path)])
         raise ValueError(
             f"{path} cannot be read ({problem}); a harvest's manifest is needed. Remove it and stage.json ({again}), "
             "and harvest again, which reuses undamaged shards"
@@ -282,4 +298,7 @@ def open_shard(path: Path) -> Any:
     try:
         return safe_open(path, "pt").__enter__()  # stays open and mapped while its store uses it
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} cannot be read as a shard ({error}); remove it and harvest again") from error
+        raise ValueError(
+            f"{path} cannot be read as a shard ({error}); a whole safetensors file is needed: remove it "
+            f"({shlex.join(['rm', str(path)])}) and run the same command again"
+        ) from error

@@ -40,9 +40,14 @@ def differences(found: Json, wanted: Json, wording: str) -> list[str]:
     return [
         f"{key}: the content has changed"
         if is_digest(found.get(key)) and is_digest(wanted.get(key))
-        else f"{key}: " + wording.format(repr(found.get(key)), repr(wanted.get(key)))
+        else f"{key}: " + wording.format(shown(found.get(key)), shown(wanted.get(key)))
         for key in sorted(different_keys(found, wanted))
     ]
+
+
+def shown(value: object) -> str:
+    """A value as a message shows it."""
+    return f"content {str(value)[:12]}..." if is_digest(value) else repr(value)
 
 
 def is_digest(value: object) -> bool:
@@ -58,9 +63,14 @@ def removal_command(folders: Iterable[Path]) -> str:
 class Stage:
     """A folder with a stage.json that records the stage's inputs and whether it is complete."""
 
-    def __init__(self, name: str, folder: Path, inputs: Json, dependents: Sequence[Path] = ()) -> None:
-        """`dependents` are the folders that are made from this one, which a message names too."""
-        self.name, self.folder, self.dependents = name, folder, dependents
+    def __init__(
+        self, name: str, folder: Path, inputs: Json, dependents: Sequence[Path] = (), shared: bool = False
+    ) -> None:
+        """`dependents` are the folders that are made from this one; a message names them too.
+
+        A shared folder (data.folder) may serve other recipes, so no message names it for removal.
+        """
+        self.name, self.folder, self.dependents, self.shared = name, folder, dependents, shared
         self.inputs: Json = json.loads(json.dumps(inputs))  # as JSON reads them back: tuples become lists
         self.path = folder / "stage.json"
 
@@ -132,11 +142,17 @@ class Stage:
         return (
             f"{self.path} cannot be read ({why}); it must say what the {self.name} were made from. If recipe, data and "
             "target have not changed since, remove this file, and the same command goes on with what is there: "
-            f"{shlex.join(['rm', str(self.path)])}. Otherwise start anew: {self._removal()}"
+            f"{shlex.join(['rm', str(self.path)])}. Otherwise {self._start_anew()}"
         )
 
-    def _removal(self) -> str:
-        return removal_command([self.folder, *self.dependents])
+    def _start_anew(self) -> str:
+        """What to do about a folder that does not fit the recipe."""
+        if not self.shared:
+            removal = removal_command([self.folder, *self.dependents])
+            return f"choose another run_dir, or remove these and all that was made from them: {removal}"
+        advice = "choose another data.folder, because other recipes may use this one"
+        made = [folder for folder in self.dependents if folder.exists()]
+        return f"{advice}, and remove what this run made from it: {removal_command(made)}" if made else advice
 
     def _refuse_difference(self, found: Json, why: str = "") -> None:
         different = differences(found, self.inputs, "made with {}, the recipe says {}")
@@ -144,8 +160,7 @@ class Stage:
             raise ValueError(
                 f"the {self.name} in {self.folder} were made from other inputs:\n  "
                 + "\n  ".join([*different, *([why] if why else [])])
-                + "\nundo the change, choose another run_dir (or data.folder, if the recipe sets it), or remove these "
-                f"and all that was made from them: {self._removal()}"
+                + f"\nundo the change, or {self._start_anew()}"
             )
 
 

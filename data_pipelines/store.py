@@ -20,7 +20,15 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
-from headstart.data_pipelines.shards import MANIFEST, FeatureStore, read_manifest, shard_damage, shard_name
+from headstart.data_pipelines.shards import (
+    MANIFEST,
+    FeatureStore,
+    foreign_shards,
+    read_manifest,
+    repair,
+    shard_damage,
+    shard_name,
+)
 from headstart.data_pipelines.stage import CHECKSUM, Json, Stage, differences, file_digest, target_identity, write_text
 from headstart.heads.target_config import locate_target
 from headstart.recipes import Recipe
@@ -33,10 +41,24 @@ MERGE_KEYS = ("taps", "dtype", "target")  # what the merged manifest takes from 
 
 def verify(folder: Path) -> list[str]:
     """One message per damaged or unlisted shard of a store; empty if the store is sound."""
-    listed = read_manifest(folder)["shards"]
-    foreign = sorted({path.name for path in folder.glob("*.safetensors")} - {shard["file"] for shard in listed})
-    found = [shard_damage(folder, shard) for shard in listed]
-    return [problem for problem in found if problem] + [f"{folder / name} is not in the manifest" for name in foreign]
+    return [*damaged_shards(folder).values(), *(f"{path} is not in the manifest" for path in foreign_shards(folder))]
+
+
+def damaged_shards(folder: Path) -> dict[Path, str]:
+    """The shards that the manifest lists and that are damaged or missing, and what is wrong with each."""
+    found = {folder / shard["file"]: shard_damage(folder, shard) for shard in read_manifest(folder)["shards"]}
+    return {path: problem for path, problem in found.items() if problem}
+
+
+def refuse_damage(folder: Path) -> None:
+    """Raise ValueError if a store is not sound, with the command that mends it."""
+    damaged, foreign = damaged_shards(folder), foreign_shards(folder)
+    problems = [*damaged.values(), *(f"{path} is not in the manifest" for path in foreign)]
+    if problems:
+        count = "1 shard is" if len(problems) == 1 else f"{len(problems)} shards are"
+        lines = [f"{count} damaged, lost or not in the manifest:", *problems]
+        remedy = repair(folder, damaged, foreign) if damaged else f"remove: {shlex.join(['rm', *map(str, foreign)])}"
+        raise ValueError("\n  ".join(lines) + f"\n{remedy}")
 
 
 def stats(folder: Path) -> Json:
@@ -151,17 +173,8 @@ def describe_store(folder: Path) -> str:
     train, heldout = (sum(shard["samples"] for shard in counts[split]) for split in SPLITS)
     tokens, size = (sum(shard[name] for shard in about["shards"]) for name in ("tokens", "bytes"))
     return (
-        f"features: {train:,} training and {heldout:,} held-out samples, {tokens:,} tokens, {decimal(size)} in "
-        f"{len(about['shards'])} shards of {about['dtype']}"
-    )
-
-
-def repair(folder: Path) -> str:
-    """What to do about damaged, lost or foreign shards."""
-    files = shlex.join(["rm", str(folder / "stage.json"), str(folder / MANIFEST)])
-    return (
-        f"remove the shards named here that are there; for a damaged or lost one also {files}, and harvest again with "
-        "the same recipe (undamaged shards are reused), or merge again"
+        f"features: {train:,} training and {heldout:,} held-out samples, {tokens:,} tokens, {decimal(size)} as "
+        f"{about['dtype']}"
     )
 
 
@@ -210,12 +223,8 @@ def main() -> None:
             )
         elif arguments.command == "stats":
             print(json.dumps(stats(arguments.folder), indent=1))
-        elif problems := verify(arguments.folder):
-            count = (
-                f"{len(problems)} shard{'s are' if len(problems) > 1 else ' is'} damaged, lost or not in the manifest:"
-            )
-            raise ValueError("\n  ".join([count, *problems]) + f"\n{repair(arguments.folder)}")
         else:
+            refuse_damage(arguments.folder)
             print(f"{arguments.folder}: every shard matches the manifest")
 
 

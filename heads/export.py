@@ -17,20 +17,22 @@ from headstart.recipes import recipe_from_command_line
 if __name__ == "__main__":
     recipe_from_command_line(__doc__)  # --help and mistakes end the process here, before torch is loaded
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import get_args
 
 import torch
 from httpx import HTTPError
 from huggingface_hub import HfApi
+from huggingface_hub.errors import HFValidationError
 
 from headstart.heads.base import DraftHead
 from headstart.heads.checkpoint import load_head
 from headstart.heads.formats.card import card
 from headstart.heads.formats.contracts import AUTHORS, RULES, violations
 from headstart.heads.formats.files import HeadFiles, check_can_write, write_folder
+from headstart.heads.formats.keys import read_config
 from headstart.heads.formats.layouts import FORMATS, ServedTarget
 from headstart.heads.formats.subject import layout_of
 from headstart.heads.formats.violation import Violation
@@ -38,6 +40,8 @@ from headstart.heads.frozen import FrozenTarget
 from headstart.heads.medusa import MedusaHead
 from headstart.heads.target_config import locate_target
 from headstart.recipes import Recipe, run_command
+from headstart.recipes.jsonl import read_json
+from headstart.recipes.schema import Dtype
 from headstart.recipes.tuned_target import refuse_original_target
 
 
@@ -83,11 +87,17 @@ def export(recipe: Recipe) -> Path:
 def stored_dtype(folder: Path) -> str:
     """The dtype that a head was saved in; a folder without config.json is left for `load_head` to refuse."""
     config = folder / "config.json"
-    return str(json.loads(config.read_text()).get("torch_dtype", "float32")) if config.is_file() else "float32"
+    name = read_config(config).get("torch_dtype", "float32") if config.is_file() else "float32"
+    if name not in get_args(Dtype):
+        raise ValueError(
+            f"{config}: torch_dtype is {name!r}; float32, bfloat16 or float16 is allowed: correct the file, or set "
+            f"export.dtype"
+        )
+    return str(name)
 
 
 def served_target(recipe: Recipe, target_folder: Path) -> ServedTarget:
-    architectures = json.loads((target_folder / "config.json").read_text()).get("architectures", [])
+    architectures = read_json(target_folder / "config.json").get("architectures", [])
     return ServedTarget(recipe.target.path, architectures, recipe.decode.depth, recipe.target.revision)
 
 
@@ -151,7 +161,7 @@ def hub_errors(repository: str, advice: str) -> Iterator[None]:
     """Turn the errors of the hub's client into a ValueError that says what to do."""
     try:
         yield
-    except (OSError, HTTPError) as error:  # no token, no permission, no connection
+    except (OSError, HTTPError, HFValidationError) as error:  # no token, no permission, no connection, no such name
         raise ValueError(
             f"export.push_to: {repository!r} given, but the hub says {type(error).__name__}: {error}; {advice}"
         ) from error

@@ -119,7 +119,10 @@ class MedusaHead(LastHiddenHead):
         vocab = DraftVocab.full(size) if ids is None else DraftVocab.from_ids("token_map", ids, size)
         first = [name for name in tensors if name.startswith("blocks.0.layers.") and name.endswith(".weight")]
         if not first:
-            raise ValueError("blocks.0.layers.0.weight is missing; every Medusa head has this tensor")
+            raise ValueError(
+                "blocks.0.layers.0.weight is missing; every Medusa head has this tensor: copy the head again, or "
+                "correct headstart.kind in its config.json"
+            )
         shape = MedusaShape(
             hidden_size=target.hidden_size,
             num_heads=len({name.split(".")[1] for name in tensors if name.startswith("lm_heads.")}),

@@ -38,6 +38,7 @@ from headstart.inference.request import Request
 from headstart.inference.sampling import BatchSampling, Sampling
 from headstart.inference.target.model import TargetModel
 from headstart.recipes import Recipe, run_command
+from headstart.recipes.run_lock import only_run_in
 
 CANDIDATES = torch.logspace(-0.6, 0.7, 53)  # multipliers to try: 0.25 to 5
 WEIGHTS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0)  # of Gumbel noise, tried with every fourth multiplier
@@ -208,7 +209,13 @@ def tally_text(tally: Tally, levels: Iterator[LevelScores], unit: float = 1.0) -
 
 
 def main() -> None:
-    run_command(__doc__, calibrate)
+    run_command(__doc__, calibrate_alone)
+
+
+def calibrate_alone(recipe: Recipe) -> None:
+    """`calibrate`, while no other command writes into the run's folder."""
+    with only_run_in(recipe.run_dir, "a calibration"):
+        calibrate(recipe)
 
 
 def calibrate(recipe: Recipe) -> None:

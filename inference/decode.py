@@ -71,6 +71,7 @@ class DecodeLoop:
         self.target, self.drafter = target, drafter or PLAIN
         for request in requests:
             check_length(target, request.prompt, request.max_new_tokens)
+            check_vocabulary(target, request.prompt)
             highest = max((token for token, _ in request.sampling.logit_bias), default=0)
             check_bias(highest, target.config.vocab_size)
         self.tap_columns = target.tap_columns(self.drafter.taps)
@@ -253,6 +254,16 @@ def check_length(
             f"{field}: a prompt of {len(prompt)} tokens and max_new_tokens {max_new_tokens} exceed the target's "
             f"{limit} positions; up to {max(limit - len(prompt), 0)} new tokens are allowed after this prompt: lower "
             f"{field}, or shorten the prompt to {max(limit - max_new_tokens, 0)} tokens"
+        )
+
+
+def check_vocabulary(target: TargetModel, prompt: list[int]) -> None:
+    """Raise ValueError for a prompt in tokens that the target does not have."""
+    size = target.config.vocab_size
+    if outside := [token for token in (min(prompt), max(prompt)) if not 0 <= token < size]:
+        raise ValueError(
+            f"a prompt holds token id {outside[0]}, 0 to {size - 1} of the target is allowed; encode it with the "
+            f"target's own tokenizer (the one in the target's folder may be another model's)"
         )
 
 

@@ -52,18 +52,24 @@ def refuse_trees_of(recipe: Recipe, rows: int) -> None:
     target = TargetConfig.from_folder(locate_target(recipe.target.path, recipe.target.revision, ["config.json"]))
     step = StepMemory.of(target, getattr(torch, recipe.target.dtype))
     device = pick_device(recipe.target.device)
-    refuse_large_trees(step, device, rows, tree_nodes(recipe.decode), recipe.decode.max_new_tokens)
+    nodes, width = tree_nodes(recipe.decode), recipe.decode.width
+    given = (
+        "decode.nodes" if nodes == recipe.decode.nodes + 1 else f"decode.width: {width} given, draft tokens per tree"
+    )
+    refuse_large_trees(step, device, rows, nodes, recipe.decode.max_new_tokens, given)
 
 
-def refuse_large_trees(step: StepMemory, device: torch.device, rows: int, nodes: int, length: int) -> None:
+def refuse_large_trees(
+    step: StepMemory, device: torch.device, rows: int, nodes: int, length: int, given: str = "decode.nodes"
+) -> None:
     needed = step.needed(rows, nodes, length)
     if needed < SMALL or needed <= (free := free_memory(device)):
         return
     most = step.most_nodes(rows, length, free)
     texts, fewer = ("1 text", "") if rows == 1 else (f"{rows} texts together", ", or decode fewer texts together")
     raise ValueError(
-        f"decode.nodes: {nodes - 1} given, up to {max(most - 1, 0)} is allowed here: a step of {texts} would need "
-        f"{decimal(needed)} or more, and {device} has {decimal(free)} free; lower decode.nodes{fewer}"
+        f"{given}: {nodes - 1} given, up to {max(most - 1, 0)} is allowed here: a step of {texts} would need "
+        f"{decimal(needed)} or more, and {device} has {decimal(free)} free; lower {given.partition(':')[0]}{fewer}"
     )
 
 

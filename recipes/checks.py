@@ -21,10 +21,10 @@ def check_against_disk(values: dict[str, Any]) -> Iterator[RecipeMistake]:
     data, target, head = (dict_or_empty(values.get(section)) for section in ("data", "target", "head"))
     prompts, heldout_prompts, path = data.get("prompts"), data.get("heldout_prompts"), target.get("path")
     built_in = isinstance(prompts, str) and (prompts == PYTHON_STDLIB or prompts.startswith(HUB_PREFIX))
-    if isinstance(prompts, str) and not built_in and not Path(os.path.expanduser(prompts)).exists():
+    if isinstance(prompts, str) and not built_in and not os.path.exists(os.path.expanduser(prompts)):
         allowed = f"an existing file or dataset folder, {HUB_PREFIX}org/name:split or {PYTHON_STDLIB} is allowed"
         yield "data.prompts", f"{allowed}; put the prompts there ({RELATIVE_PATHS})"
-    if isinstance(heldout_prompts, str) and not Path(os.path.expanduser(heldout_prompts)).is_file():
+    if isinstance(heldout_prompts, str) and not os.path.isfile(os.path.expanduser(heldout_prompts)):
         yield "data.heldout_prompts", f"an existing file is allowed; put the prompts there ({RELATIVE_PATHS})"
     train, kind = dict_or_empty(values.get("train")), head.get("kind")
     if train.get("regression_weight") and kind != "eagle1":
@@ -64,7 +64,7 @@ def check_folders(values: dict[str, Any]) -> Iterator[RecipeMistake]:
         if not isinstance(folder, str) or not folder:
             continue
         path = Path(os.path.expanduser(folder)).absolute()
-        if taken := [each for each in (path, *path.parents) if each.is_file()]:
+        if taken := [each for each in (path, *path.parents) if os.path.isfile(each)]:
             yield field, f"a folder that exists or can be made is allowed, and {taken[0]} is a file; choose another"
 
 

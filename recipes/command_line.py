@@ -5,6 +5,7 @@ import io
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from rich.console import Console
 from rich.table import Table
@@ -21,6 +22,11 @@ class RecipeParser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         return f"{super().format_help()}\nfields of a recipe:\n{field_table()}"
+
+    def error(self, message: str) -> NoReturn:
+        """End the process; argparse's own message says what is wrong, but not what to do."""
+        allowed = "a recipe and then section.key=value are allowed"
+        super().error(f"{message}; {allowed}; {self.prog} --help lists the fields")
 
 
 def recipe_from_command_line(doc: str | None, argv: Sequence[str] | None = None) -> Recipe:

@@ -2,6 +2,7 @@
 
 import difflib
 import re
+import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,28 +16,49 @@ from headstart.recipes.checks import check_against_disk
 from headstart.recipes.fields import in_yaml, recipe_fields, recipe_sections, section_keys
 from headstart.recipes.schema import Recipe
 
+NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)  # what PyYAML raises; numbers of 5000 digits are ValueErrors
+
 
 class RecipeError(ValueError):
     """A recipe that cannot be used; the message lists every mistake, one per line."""
 
 
 class RecipeLoader(yaml.SafeLoader):
-    """YAML 1.1 with the floats of YAML 1.2, where 1e-4 is a number, and without dates, which no recipe needs."""
+    """YAML 1.1 with the numbers of YAML 1.2, and without dates, which no recipe needs.
+
+    So 1e-4 is a number, while 010 and 1:30 are text, which YAML 1.1 would silently take for 8 and 90.
+    """
 
     yaml_implicit_resolvers = {  # noqa: RUF012 (how PyYAML extends a loader)
-        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":float", ":timestamp"))]
+        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":float", ":int", ":timestamp"))]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
 
-# Resolvers are tried in order. Integers come first, so this pattern may match them too.
+RecipeLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:int", re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F]+)$"), list("-+0123456789")
+)
 RecipeLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(
-        r"(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+        r"(?:[-+]?(?:(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+)"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
     ),
     list("-+.0123456789"),
 )
+SHOWN = 60  # characters of a value in a message
+
+
+class ShortRepr(reprlib.Repr):
+    """`repr` that looks no deeper than a message can show: nested aliases may stand for billions of values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxlist, self.maxdict = 4, 10, 10
+        self.maxstring = self.maxlong = self.maxother = 2 * SHOWN
+
+
+SHORT = ShortRepr()
 
 
 @dataclass
@@ -54,8 +76,9 @@ class RawRecipe:
             if not isinstance(holder, dict) or key not in holder:
                 return "nothing"
             holder = holder[key]
-        text = in_yaml(holder) if holder is None or isinstance(holder, bool) else repr(holder)
-        return text if len(text) <= 60 else f"{text[:57]}..."
+        text = in_yaml(holder) if holder is None or isinstance(holder, bool) else SHORT.repr(holder)
+        half = (SHOWN - 3) // 2  # the end of a path says more than its middle
+        return text if len(text) <= SHOWN else f"{text[:half]}...{text[-half:]}"
 
     def add_mistake(self, path: str, allowed_and_advice: str) -> None:
         place = f" ({self.places[path]})" if path in self.places else ""
@@ -103,7 +126,7 @@ def read_recipe_file(path: Path) -> RawRecipe:
         document = loader.get_single_node()
     except OSError as error:
         raise RecipeError(f"{path}: {error.strerror}; give the path of a recipe, such as recipes/tiny.yaml") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except NOT_YAML as error:
         raise RecipeError(f"{path}: not YAML: {in_one_line(error)}; fix the file there") from error
     raw = RawRecipe()
     if document is None:  # an empty file: every required field is reported later
@@ -113,7 +136,7 @@ def read_recipe_file(path: Path) -> RawRecipe:
     repeated = list(record_lines(document, raw.places))
     try:
         values = loader.construct_document(document)
-    except (yaml.YAMLError, ValueError) as error:
+    except NOT_YAML as error:
         raise RecipeError(f"{path}: not YAML: {in_one_line(error)}; fix the file there") from error
     raw.values = with_text_keys(values)
     for name in recipe_sections():
@@ -147,7 +170,7 @@ def apply_override(raw: RawRecipe, override: str) -> None:
     section, dot, key = path.partition(".")
     try:
         value = yaml.load(text, RecipeLoader)  # RecipeLoader is a SafeLoader
-    except (yaml.YAMLError, ValueError) as error:
+    except NOT_YAML as error:
         raw.mistakes.append(f"{path}: {text!r} given, YAML is allowed; put it in quotes ({in_one_line(error)})")
         return
     if not dot:
@@ -177,7 +200,7 @@ def add_schema_mistake(raw: RawRecipe, details: ErrorDetails) -> None:
     else:
         advice = "add it" if raw.given(path) == "nothing" else "change it"
         given = details.get("ctx", {}).get("tag", details["input"])
-        if near := difflib.get_close_matches(str(given), known.choices, n=1):
+        if isinstance(given, str) and (near := difflib.get_close_matches(given, known.choices, n=1)):
             advice = f"did you mean {near[0]}?"
         elif known.default is not None:
             advice += f", or leave it out for the default, {known.default}"
@@ -186,7 +209,8 @@ def add_schema_mistake(raw: RawRecipe, details: ErrorDetails) -> None:
 
 def unknown_key(path: str, kind: str) -> str:
     """The message for a key that is not in the schema: the allowed keys and what was probably meant."""
-    section, _, key = path.rpartition(".")
+    section, dot, key = path.partition(".")
+    section, key = (section, key) if dot else ("", section)
     keys = section_keys(section, kind)
     if path in recipe_fields():
         others = " or ".join(other for other in recipe_sections()[section] if key in section_keys(section, other))
@@ -204,6 +228,8 @@ def with_text_keys(mapping: dict[Any, Any]) -> dict[str, Any]:
 
 def in_one_line(error: Exception) -> str:
     """A YAML error in one line, without the excerpt of the file."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: {error.problem}"
     return " ".join(str(error).split())

@@ -3,6 +3,7 @@
 import errno
 import os
 import select
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -90,6 +91,9 @@ def os_error_message(error: OSError, settings: BaseModel | None = None) -> str:
         return in_words(what, reason(error), allowed, remedy)
     parts = Path(os.fsdecode(error.filename2 or error.filename)).parts
     path = Path(*(part.removesuffix(PARTIAL) for part in parts))
+    stage = path.parent / "stage.json"
+    if error.errno == errno.ENOENT and stage.is_file():
+        remedy = f"{shlex.join(['rm', str(stage)])}, and the same command makes it again"
     field = field_of(path, settings)
     elsewhere = "give another path" if field is None else f"choose another {field}"
     return in_words(str(path), reason(error), allowed, f"{remedy}, or {elsewhere}")

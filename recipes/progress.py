@@ -48,7 +48,12 @@ class Progress:
         self.on_terminal = active and self.console.is_terminal and not self.console.is_dumb_terminal
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), NoteColumn()
         self._bar = Bar(
-            *columns, TimeElapsedColumn(), TimeLeftColumn(), console=self.console, disable=not self.on_terminal
+            *columns,
+            TimeElapsedColumn(),
+            TimeLeftColumn(),
+            console=self.console,
+            refresh_per_second=2,
+            disable=not self.on_terminal,
         )
         self._task = self._bar.add_task(what, total=total, completed=done, text="")
 

@@ -20,6 +20,8 @@ from pathlib import Path
 import psutil
 
 from headstart.recipes.launcher import launcher_command
+from headstart.recipes.os_errors import naming
+from headstart.recipes.whole_files import removed_on_failure
 
 LOCK = "in_use.json"
 HEARTBEAT_SECONDS = 10.0  # between two signs of life of a lock's owner
@@ -113,10 +115,11 @@ def only_run_in(folder: Path, command: str, wait: bool = False) -> Iterator[Owne
 def take(lock: Path, owner: Owner) -> bool:
     """Create the lock file unless there is one; exactly one of several processes succeeds."""
     try:
-        with lock.open("x", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(owner), indent=1))
+        file = lock.open("x", encoding="utf-8")
     except FileExistsError:
         return False
+    with removed_on_failure(lock), naming(lock), file:
+        file.write(json.dumps(asdict(owner), indent=1))
     return True
 
 

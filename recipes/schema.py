@@ -21,10 +21,15 @@ HUB_PREFIX = "hf:"  # data.prompts starts with it to name a Hugging Face hub dat
 
 
 # Sections are strict: a quoted "600" is not a number. YAML has neither tuples nor paths, so those types convert.
+LONGEST_NAME = 255  # bytes of a file's name, on every common file system
+
+
 def refuse_unusable_path(path: object) -> object:
-    """Raise ValueError for text that names no file, and which a Path would take for the current folder."""
+    """Raise ValueError for text that can name no file; a Path would take "" for the current folder."""
     if isinstance(path, str) and (not path.strip() or "\0" in path):
         raise ValueError("a path of one or more characters is allowed; change it, or write . for the current folder")
+    if isinstance(path, str) and any(len(os.fsencode(name)) > LONGEST_NAME for name in path.split("/")):
+        raise ValueError(f"a path with names of up to {LONGEST_NAME} bytes is allowed; choose another, shorter one")
     return path
 
 
@@ -79,6 +84,13 @@ Baseline = Literal[
     "lookahead",
 ]
 Baselines = Annotated[tuple[Baseline, ...], Field(strict=False, min_length=1)]
+
+
+def refuse_repeats(values: tuple[object, ...]) -> tuple[object, ...]:
+    """Raise ValueError for a value that is given twice, where each makes a row of its own."""
+    if len(set(values)) < len(values):
+        raise ValueError(f"a list without repeats is allowed; write {list(dict.fromkeys(values))}")
+    return values
 
 
 class Section(BaseModel):
@@ -214,6 +226,23 @@ class DataSection(Section):
         default=None,
         description="Folder of a head that speeds up writing the responses (speculative decoding); null is none.",
     )
+
+    @field_validator("server")
+    @classmethod
+    def server_is_a_url(cls, server: str | None) -> str | None:
+        if server is not None and not re.match(r"https?://[^/\s]", server):
+            written = server.lstrip("/") or "HOST:PORT"
+            raise ValueError(f"a URL that starts with http:// or https:// is allowed; write http://{written}")
+        return server
+
+    @field_validator("prompts")
+    @classmethod
+    def hub_names_are_whole(cls, prompts: str) -> str:
+        if prompts.startswith(HUB_PREFIX) and not re.fullmatch(
+            r"[\w.-]+(/[\w.-]+)?(:\w+)?", prompts[len(HUB_PREFIX) :]
+        ):
+            raise ValueError(f"{HUB_PREFIX}org/name:split is allowed for a dataset of the hub; correct the name")
+        return prompts
 
     @model_validator(mode="after")
     def fields_agree(self) -> "DataSection":
@@ -518,6 +547,21 @@ class DecodeSection(Section):
         default=0, ge=0, lt=2**63, description="Seed of the Gumbel noise; the same seed samples the same text."
     )
 
+    @field_validator("paths")
+    @classmethod
+    def paths_follow_their_parents(
+        cls, paths: tuple[tuple[int, ...], ...] | None
+    ) -> tuple[tuple[int, ...], ...] | None:
+        known = {(), *(paths or ())}
+        for path in paths or ():
+            needed = [path[:-1], (*path[:-1], max(path[-1] - 1, 0))]
+            if missing := [list(other) for other in needed if other not in known]:
+                raise ValueError(
+                    "the path of every node is allowed only with those of its parent and of the child before it; add "
+                    f"{missing[0]} for {list(path)}"
+                )
+        return paths
+
     @model_validator(mode="after")
     def fields_agree(self) -> "DecodeSection":
         for kind, field in (("draft_model", "draft_model"), ("suffix", "corpus")):
@@ -586,6 +630,28 @@ class ReportSection(Section):
         "transformers' generate, alone, with prompt lookup, with the draft model; chain, tree: each head; untrained: a "
         "random head; others: the drafter of that name.",
     )
+
+    @field_validator("batches", "temperatures", "baselines")
+    @classmethod
+    def each_has_its_own_row(cls, values: tuple[object, ...]) -> tuple[object, ...]:
+        return refuse_repeats(values)
+
+    @field_validator("workers")
+    @classmethod
+    def each_worker_has_a_prompt(cls, workers: int, section: ValidationInfo) -> int:
+        most = section.data.get("num_prompts")
+        if most is not None and workers > most:
+            raise ValueError(
+                f"1 to report.num_prompts, {most}, is allowed; write as many as the CPU has cores, or fewer"
+            )
+        return workers
+
+    @field_validator("other_heads")
+    @classmethod
+    def names_are_words(cls, folders: dict[str, Path]) -> dict[str, Path]:
+        if bad := [name for name in folders if not name.strip()]:
+            raise ValueError(f"names of one or more characters are allowed; give a name instead of {bad[0]!r}")
+        return folders
 
     @field_validator("baselines")
     @classmethod

@@ -475,9 +475,12 @@ FROM_FOLDERS: dict[str, tuple[dict[str, Any], Says]] = {
     "torch's dtype": ({"dtype": torch.float32}, Says("dtype", "torch.float32", "'float32'", "correct or remove it")),
     "a device that torch does not know": (
         {"device": "gpu"},
-        Says("device", "'gpu'", "cuda:N is allowed", "choose one"),
+        Says("device", "'gpu'", "a numbered device such as cuda:1", "did you mean cuda?"),
     ),
-    "a device that is not there": ({"device": "cuda:99"}, Says("device", "'cuda:99'", "auto is allowed", "cpu")),
+    "a device that is not there": (
+        {"device": "cuda:99"},
+        Says("target.device", "'cuda:99'", "auto, cpu", "choose another"),
+    ),
     "decode as a dict": (
         {"decode": {"depth": 2}},
         Says("decode", "dict", "a DecodeSection", "DecodeSection(**fields)"),
@@ -500,7 +503,7 @@ FROM_FOLDERS: dict[str, tuple[dict[str, Any], Says]] = {
     ),
     "a corpus that does not exist": (
         {"head": None, "decode": decode(drafter="suffix", corpus=Path("none.jsonl"))},
-        Says("decode.corpus", "none.jsonl", "a JSONL file", "responses/train.jsonl"),
+        Says("decode.corpus", "none.jsonl", "a JSONL file", "prompts/train.jsonl"),
     ),
     "more layers than the target has": (
         {"head": None, "decode": decode(drafter="early_exit", exit_layers=99)},

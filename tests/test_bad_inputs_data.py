@@ -311,7 +311,7 @@ FILES: dict[str, tuple[Callable[[Path], str], Says]] = {
     ),
     "a hub dataset that is not there": (
         lambda place: "hf:/no/such/dataset",
-        Says("data: hf:", "cannot be loaded", "hf:org/name:split is allowed", "check the name"),
+        Says("data.prompts", "hf:/no/such/dataset' given", "hf:org/name:split is allowed", "correct the name"),
     ),
 }
 
@@ -486,7 +486,7 @@ SPLITS_TOLD: dict[str, tuple[Callable[[Path], list[str]], Says]] = {
     ),
     "unusable rows within data.max_bad_fraction": (
         some_unusable,
-        Says("30 rows read", "15 prompts kept; dropped 15 unusable (unknown form)", "allows 50.00% unusable", "line"),
+        Says("30 rows read", "15 prompts kept; dropped 15 unusable (unknown form 15)", "allows 50.00% of", "line"),
     ),
 }
 
@@ -534,6 +534,22 @@ def test_a_broken_stage_file_is_named_and_the_remedy_works(
     path.unlink()  # the remedy
     done = headstart("harvest", place / "recipe.yaml")
     assert_told(done, Says("complete in", str(place / "run" / "features"), "features: 12 training", ""))
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "[1, 2]", '[{"rows": 3}, {}]', None])
+def test_a_broken_report_on_the_rows_is_named_and_the_remedy_works(
+    harvested: Path, place: Path, headstart: Command, content: str | None
+) -> None:
+    shutil.copytree(harvested / "run", place / "run")
+    path = place / "run" / "prompts" / "rows.json"
+    path.unlink() if content is None else path.write_text(content)
+    stage = path.with_name("stage.json")
+    outcome = headstart("inspect", place / "recipe.yaml")
+    assert_refused(outcome, Says(f"{path} cannot be read", "", "it must say what became of the rows", f"rm {stage}"))
+    stage.unlink()  # the remedy
+    assert_told(
+        headstart("inspect", place / "recipe.yaml"), Says("prompts.jsonl", "12 rows read", "12 prompts kept", "")
+    )
 
 
 # Stores
@@ -650,7 +666,7 @@ STORES: dict[str, tuple[Callable[[Path], list[Any]], Says]] = {
     ),
     "stats of a lost shard": (
         lambda place: ["stats", without(place, "train-00000.safetensors")],
-        Says("train-00000.safetensors", "missing on disk", "undamaged shards are reused", "harvest again"),
+        Says("train-00000.safetensors", "missing on disk", "which reuses undamaged shards", "harvest again"),
     ),
     "stats of a store without a manifest": (
         lambda place: ["stats", without(place, "manifest.json")],
@@ -760,3 +776,16 @@ def test_broken_token_counts_are_named(harvested: Path, place: Path) -> None:
     assert_raises(lambda: features.token_counts(300), says)
     path.unlink()  # the remedy
     assert features.token_counts(300).sum() > 0
+
+
+def test_a_target_without_a_chat_template_takes_prompts_with_responses(
+    harvested: Path, place: Path, headstart: Command
+) -> None:
+    """They are plain text then; a check before the work used to ask for a template."""
+    shutil.copytree(harvested / "target", place / "target")
+    (place / "target" / "chat_template.jinja").unlink()
+    rows_of(place / "prompts.jsonl", *[{"prompt": f"p {number} ", "response": "word"} for number in range(12)])
+    rows_of(place / "heldout.jsonl", {"prompt": "other ", "response": "word"})
+    options = f"target.path={place / 'target'}", "data.responses=given"
+    outcome = headstart("harvest", place / "recipe.yaml", *options)
+    assert_told(outcome, Says("12 rows read", "12 prompts kept", "complete in", "12 training and 1 held-out samples"))

@@ -206,6 +206,7 @@ NO_SPACE = "no space left on device", "a disk with room for the whole file is ne
 READ_ONLY = "read-only file system", "a disk that can be written to is needed", "mount it writable"
 DENIED = "permission denied", "a path that this user may read and write is allowed", "change its permissions"
 TOO_LONG = "file name too long", "most file systems allow 255 bytes in a name", "choose a shorter one"
+TOO_LONG_IN_RECIPE = "a path with names of up to 255 bytes is allowed", "choose another, shorter one"
 OFFLINE = "neither a local folder nor a model available on the hub", "a folder with config.json", "or a hub name"
 NO_HEAD = "holds no head", "no config.json", "give"
 WITHOUT_CHECKPOINTS = gone("checkpoints", "head", "metrics.jsonl")
@@ -217,22 +218,22 @@ CASES: dict[str, tuple[Command, Damage, Says]] = {
     "harvest: run_dir is a file": (
         with_recipe("harvest", "run_dir={run}/file"),
         a_file("file"),
-        Says("run/file", *FILE_FOR_FOLDER),
+        Says("run_dir", "run/file is a file", "a folder that exists or can be made is allowed", "choose another"),
     ),
     "train: run_dir lies below a file": (
         with_recipe("train", "run_dir={run}/file/run"),
         a_file("file"),
-        Says("run/file/run", "run/file is a file", "only a folder is allowed here", OTHER_RUN_DIR),
+        Says("run_dir", "run/file is a file", "a folder that exists or can be made is allowed", "choose another"),
     ),
     "harvest: run_dir has too long a name": (
         with_recipe("harvest", f"run_dir={{run}}/{LONG}"),
         nothing,
-        Says(LONG, *TOO_LONG),
+        Says("run_dir", LONG, *TOO_LONG_IN_RECIPE),
     ),
     "inspect: run_dir has too long a name": (
         with_recipe("inspect", f"run_dir={{run}}/{LONG}"),
         nothing,
-        Says(LONG, *TOO_LONG),
+        Says("run_dir", LONG, *TOO_LONG_IN_RECIPE),
     ),
     "harvest: run_dir may not be made": (
         with_recipe("harvest", "run_dir={run}/new"),
@@ -318,7 +319,24 @@ CASES: dict[str, tuple[Command, Damage, Says]] = {
     "inspect: the list of prompts is missing": (
         with_recipe("inspect"),
         gone("prompts/train.jsonl", "responses"),
-        Says("prompts/train.jsonl:", "no such file or directory", "an existing path is allowed", OTHER_RUN_DIR),
+        Says(
+            "prompts/train.jsonl:",
+            "no such file or directory",
+            "an existing path is allowed",
+            "prompts/stage.json, and",
+        ),
+    ),
+    "inspect: the report on rows is cut": (
+        with_recipe("inspect"),
+        half("prompts/rows.json"),
+        Says("prompts/rows.json cannot be read", "", "it must say what became of the rows", "rm /"),
+    ),
+    "harvest: a file of responses is missing": (
+        with_recipe("harvest"),
+        gone("responses/train-00000.jsonl", "features"),
+        Says(
+            "responses/train-00000.jsonl:", "no such file", "an existing path is allowed", "responses/stage.json, and"
+        ),
     ),
     "inspect: a file of responses is a folder": (
         with_recipe("inspect"),
@@ -334,7 +352,7 @@ CASES: dict[str, tuple[Command, Damage, Says]] = {
     "train: checkpoints/ is a file": (
         with_recipe("train"),
         together(WITHOUT_CHECKPOINTS, a_file("checkpoints")),
-        Says("checkpoints/step-4 cannot be written", "checkpoints is a file", "only a folder is allowed", "move the"),
+        Says("run/checkpoints:", *FILE_FOR_FOLDER),
     ),
     "train: no space for a checkpoint": (
         with_recipe("train"),
@@ -375,12 +393,19 @@ CASES: dict[str, tuple[Command, Damage, Says]] = {
     "calibrate: the head is a file": (
         with_recipe("calibrate"),
         a_file("head"),
-        Says("run/head", *NO_HEAD),
+        Says(
+            "run/head", "holds no head", "a trained head's folder is required", "name another with report.head=FOLDER"
+        ),
     ),
     "calibrate: the head's weights are a folder": (
         with_recipe("calibrate"),
         a_folder("head/model.safetensors"),
-        Says("head/model.safetensors", "cannot be read", "", "export the head again"),
+        Says(
+            "head/model.safetensors",
+            "cannot be read",
+            "a whole safetensors file is required",
+            "export or copy the head",
+        ),
     ),
     "calibrate: no space for the calibrated head": (
         with_recipe("calibrate", *QUICK_REPORT),
@@ -404,12 +429,12 @@ CASES: dict[str, tuple[Command, Damage, Says]] = {
     "report: the questions are a folder": (
         report("report.prompts={folder}"),
         nothing,
-        Says("report.prompts", "", "a JSONL file of prompts", "give"),
+        Says("report.prompts", "finished", "an existing JSONL file is allowed", "put the prompts there"),
     ),
     "report: the other head is missing": (
         report("report.other_heads={{other: {run}/none}}"),
         nothing,
-        Says("run/none", *NO_HEAD),
+        Says("report.other_heads.other", "holds no head", "a trained head's folder is required", "name another"),
     ),
     # export
     "export: export/ is a file": (
@@ -430,7 +455,7 @@ CASES: dict[str, tuple[Command, Damage, Says]] = {
     "export: the folder has too long a name": (
         with_recipe("export", f"export.folder={{run}}/{LONG}"),
         nothing,
-        Says(LONG, *TOO_LONG[:2], "or choose another export.folder"),
+        Says("export.folder", LONG, *TOO_LONG_IN_RECIPE),
     ),
     "export: the head is a file": (
         with_recipe("export", "export.folder={run}/new", "export.head={run}/file"),
@@ -441,6 +466,11 @@ CASES: dict[str, tuple[Command, Damage, Says]] = {
         with_recipe("export", "export.folder={run}/new", "export.push_to=org/name"),
         nothing,
         Says("export.push_to: 'org/name' given", "the hub says", "", "upload the folder by hand"),
+    ),
+    "export: the log of the training is damaged": (
+        with_recipe("export", "export.folder={run}/new"),
+        a_file("metrics.jsonl", b"not JSON\n{}\n"),
+        Says("metrics.jsonl line 1 is not JSON", "", "", "fix or remove the line"),
     ),
     # lint
     "lint: the head is a file": (lint("file"), a_file("file"), Says("run/file", *NO_HEAD)),
@@ -525,7 +555,7 @@ CASES: dict[str, tuple[Command, Damage, Says]] = {
     "store stats: the manifest is a list": (
         store("stats", "features"),
         a_file("features/manifest.json", b"[]"),
-        Says("features/manifest.json is not a manifest", "", "an object with a list of shards is allowed", "harvest"),
+        Says("features/manifest.json cannot be read", "no list of shards", "a harvest's manifest is needed", "harvest"),
     ),
     "store verify: a shard is cut": (
         store("verify", "features"),
@@ -561,7 +591,7 @@ CASES: dict[str, tuple[Command, Damage, Says]] = {
     "harvest: the prompts have too long a name": (
         with_recipe("harvest", f"data.prompts={LONG}.jsonl"),
         nothing,
-        Says(LONG, *TOO_LONG[:2], "choose a shorter one"),
+        Says("data.prompts", LONG, *TOO_LONG_IN_RECIPE),
     ),
     "harvest: the target is on the hub, without a network": (
         with_recipe("harvest", "run_dir={run}/new", "target.path=org/none"),

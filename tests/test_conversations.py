@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from tiny_run import build_run, build_target, build_tokenizer, tiny_recipe
+from tiny_run import END_OF_TEXT, build_run, build_target, build_tokenizer, tiny_recipe
 
-from headstart.data_pipelines.conversations import Conversation, parse_row
+from headstart.data_pipelines.conversations import Conversation, PromptAndAnswer, parse_row
 from headstart.data_pipelines.harvest import harvest
 from headstart.data_pipelines.inspect import inspect
-from headstart.data_pipelines.prompts import ROW_REPORT, make_prompts, read_prompts
+from headstart.data_pipelines.prompts import ROW_REPORT, key_of, make_prompts, read_prompts
 from headstart.data_pipelines.row_report import RowReport
-from headstart.data_pipelines.row_samples import encode_prompt
+from headstart.data_pipelines.row_samples import encode_prompt, join
 from headstart.data_pipelines.rows import BadRow, read_rows
 from headstart.data_pipelines.shards import FeatureStore
 from headstart.recipes import Recipe
@@ -305,3 +305,124 @@ def test_fields_that_contradict_each_other_are_refused(fields: dict[str, Any], w
 def test_the_standard_library_has_no_replies_to_train_on() -> None:
     with pytest.raises(ValueError, match="responses given needs conversations"):
         DataSection(prompts="python-stdlib", heldout_prompts=Path("x"), num_prompts=1, responses="given")
+
+
+# Prompts with their answers
+
+
+def trained_on(folder: Path, rows: list[dict[str, Any]], template: str | None) -> list[tuple[str, str]]:
+    """What comes before the trained-on text, and the trained-on text, of each sample of a run on given rows."""
+    build_run(folder)
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder / "target")
+    if template is None:
+        (folder / "target" / "chat_template.jinja").unlink(missing_ok=True)
+    write_rows(folder / "prompts.jsonl", *rows)
+    write_rows(folder / "heldout.jsonl", {"text": "something else"})
+    make_prompts(tiny_recipe(folder, "data.responses=given", "data.response_tokens=90"))
+    found = []
+    for row in read_jsonl(folder / "run" / "prompts" / "train.jsonl"):
+        [[start, end]] = row["spans"]
+        assert end == len(row["text"])
+        found.append((tokenizer.decode(row["text"][:start]), tokenizer.decode(row["text"][start:end])))
+    return found
+
+
+def test_a_response_beside_a_prompt_is_trained_on(tmp_path: Path) -> None:
+    """The prompt alone used to be trained on, in silence."""
+    rows = [{"prompt": "what?", "response": "that"}, {"prompt": "go ", "completion": "on"}]
+    with_template, without = tmp_path / "with", tmp_path / "without"
+    for folder in (with_template, without):
+        folder.mkdir()
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.role == 'assistant' %}<end>{% endif %}"
+    template += "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    assert trained_on(with_template, rows, template) == [("[user]what?[assistant]", "that<end>"), ("go ", "on<end>")]
+    assert trained_on(without, rows, None) == [("what?", "that<end>"), ("go ", "on<end>")]
+
+
+def test_the_tokens_of_a_prompt_are_those_of_the_prompt_alone() -> None:
+    """A token of the joined text may hold the end of the prompt and the start of the completion."""
+    tokenizer = build_tokenizer()
+    for prompt, answer in (("the", " target"), ("the ", "target"), ("t", "he target"), ("a", "b" + END_OF_TEXT)):
+        joined = join(tokenizer, PromptAndAnswer(prompt, answer))
+        alone = tokenizer(prompt)["input_ids"]
+        assert joined.tokens[: len(alone)] == alone
+        assert joined.spans == [(len(alone), len(joined.tokens))]
+        assert tokenizer.decode(joined.tokens) == prompt + answer.removesuffix(END_OF_TEXT) + END_OF_TEXT
+
+
+def test_prompts_and_answers_that_are_messages_are_one_conversation() -> None:
+    asked, said = [{"role": "user", "content": "what?"}], [{"role": "assistant", "content": "that"}]
+    wanted = Conversation([*asked, *said])
+    rows: list[dict[str, Any]] = [
+        {"prompt": asked, "completion": said},
+        {"prompt": asked, "response": said},
+        {"prompt": asked, "completion": "that"},
+        {"prompt": "what?", "response": "that"},
+        {"prompt": "what?", "response": "that", "completion": None, "tokens": None, "messages": None},
+    ]
+    assert [parse_row(row) for row in rows] == [wanted] * len(rows)
+    assert parse_row({"prompt": asked}) == Conversation(asked)
+    system = {"role": "system", "content": "be brief"}
+    assert parse_row({"prompt": "what?", "system": "be brief"}) == Conversation([system, *asked])
+
+
+def test_the_target_answers_the_prompt_of_a_row_whatever_was_answered() -> None:
+    """data.responses: target; the row means the same as when its response is trained on."""
+    tokenizer = build_tokenizer()
+    for row, prompt in (
+        ({"prompt": "what?", "response": "that"}, "[user]what?[assistant]"),
+        ({"prompt": "what?", "completion": "that"}, "what?"),
+        ({"prompt": "what?", "chosen": "that", "rejected": "this"}, "what?"),
+    ):
+        assert tokenizer.decode(encode_prompt(tokenizer, row)) == prompt
+
+
+# Held-out prompts and long ones
+
+
+def test_a_training_row_that_is_held_out_too_is_dropped_and_replaced(tmp_path: Path) -> None:
+    texts = [{"prompt": f"prompt {number}"} for number in range(20)]
+    path, report = write_rows(tmp_path / "prompts.jsonl", *texts), RowReport(str(tmp_path / "prompts.jsonl"))
+    tokenizer, sizes = build_tokenizer(), section(prompt_tokens=20)
+    held_out = {tuple(tokenizer("prompt 3")["input_ids"])}
+    rows = read_prompts(tokenizer, sizes, 12, report, held_out)
+    assert [tokenizer.decode(row["tokens"]) for row in rows] == [f"prompt {n}" for n in range(13) if n != 3]
+    assert [row["id"] for row in rows] == list(range(12))
+    assert (report.rows, report.samples, report.held_out) == (13, 12, [4])
+    assert f"prompts: 13 rows read from {path}, 12 prompts kept; dropped 1 held out too" in report.summary(
+        "prompts", sizes
+    )
+
+
+def test_plain_texts_that_start_alike_are_not_taken_for_the_same(tmp_path: Path) -> None:
+    """A plain text has no prompt; the first token alone says nothing."""
+    path = write_rows(tmp_path / "prompts.jsonl", {"text": "go on"}, {"text": "go home"})
+    tokenizer, sizes, report = build_tokenizer(), section(responses="given"), RowReport(str(path))
+    held_out = {key_of(row) for row in read_prompts(tokenizer, sizes, 1, RowReport(str(path)))}
+    rows = read_prompts(tokenizer, sizes, None, report, held_out)
+    assert [tokenizer.decode(row["text"]) for row in rows] == ["go home"]
+
+
+def test_the_share_of_rows_that_are_held_out_too_is_bounded() -> None:
+    report = RowReport("prompts.jsonl")
+    report.rows, report.samples, report.held_out = 100, 90, list(range(1, 11))
+    report.check(0.0)
+    report.held_out.append(11)
+    with pytest.raises(
+        ValueError, match=r"11 of 100 rows of prompts\.jsonl are held out too \(line 1, 2, 3, 4, 5, \.\.\."
+    ):
+        report.check(0.0)
+
+
+def test_a_prompt_that_loses_its_system_turn_is_counted(tmp_path: Path) -> None:
+    system = {"role": "system", "content": "be brief"}
+    rows = [{"messages": [system, *turns("hi " * 30)]}, {"prompt": "ho " * 30}, {"messages": turns("ha")}]
+    path = write_rows(tmp_path / "prompts.jsonl", *rows)
+    for how, cut, lost, dropped in (("cut", [1, 2], [1], []), ("drop", [], [], [1, 2])):
+        report = RowReport(str(path))
+        kept = read_prompts(build_tokenizer(), section(prompt_tokens=20, long_prompts=how), None, report)
+        assert (report.cut, report.lost_system, report.too_long) == (cut, lost, dropped)
+        assert len(kept) == 3 - len(dropped)
+        report.check(0.0)  # what the recipe asks for is not an error

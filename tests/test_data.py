@@ -1,7 +1,9 @@
 """Laws of the data pipeline: stages are reused, resumed or refused; stored features are what the target computes."""
 
 import json
+import shlex
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from headstart.data_pipelines.prompts import make_prompts, stdlib_prompts
 from headstart.data_pipelines.sample_order import SampleOrder
 from headstart.data_pipelines.shards import FeatureStore, stored_taps
 from headstart.data_pipelines.stage import Stage
+from headstart.data_pipelines.target_files import prompt_identities
 from headstart.heads.checkpoint import head_taps
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig
@@ -106,6 +109,101 @@ def test_changed_weights_in_the_target_folder_are_refused(tmp_path: Path) -> Non
     build_target(tmp_path / "target", seed=1)
     with pytest.raises(ValueError, match="the target's config and weights: the content has changed"):
         harvest(recipe)
+
+
+def set_template(target: Path) -> None:
+    (target / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
+
+
+def set_template_in_settings(target: Path) -> None:
+    (target / "chat_template.jinja").unlink()
+    path = target / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": "{{ messages[0].content }}"}))
+
+
+def set_tokenizer(target: Path) -> None:
+    path = target / "tokenizer.json"
+    path.write_text(path.read_text().replace('"add_prefix_space":false', '"add_prefix_space":true', 1) + " ")
+
+
+def set_end_tokens(target: Path) -> None:
+    path = target / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": [0]}))
+
+
+@pytest.mark.parametrize(
+    ("change", "stage", "named"),
+    [
+        (set_template, "prompts", "the target's chat template"),
+        (set_template_in_settings, "prompts", "the target's chat template"),
+        (set_tokenizer, "prompts", "the target's tokenizer"),
+        (set_end_tokens, "responses", "the target's generation_config.json"),
+    ],
+)
+def test_a_changed_template_or_tokenizer_at_the_same_path_is_noticed_and_the_remedy_works(
+    harvested: Path, tmp_path: Path, change: Callable[[Path], None], stage: str, named: str
+) -> None:
+    """It used to go on with prompts of the old template. The remedy is one command line, for all that depends on it."""
+    run = tmp_path / "run"
+    shutil.copytree(harvested / "target", tmp_path / "target")
+    shutil.copytree(harvested / "run", run)
+    for name in ("checkpoints", "head", "report"):
+        (run / name).mkdir()
+    recipe = tiny_recipe(harvested, f"run_dir={run}", f"target.path={tmp_path / 'target'}")
+    change(tmp_path / "target")
+    with pytest.raises(ValueError, match=f"the {stage} in") as refusal:
+        harvest(recipe)
+    assert f"{named}: the content has changed" in str(refusal.value)
+    stages = ["prompts", "responses", "features"]
+    folders = [*stages[stages.index(stage) :], "checkpoints", "head", "report"]
+    remedy = str(refusal.value).rpartition(": ")[2]
+    assert remedy == "rm -r " + " ".join(str(run / name) for name in folders)
+    subprocess.run(shlex.split(remedy), check=True)
+    harvest(recipe)
+    assert not any((run / name).exists() for name in ("checkpoints", "head", "report"))
+
+
+def test_a_target_that_moved_is_the_same_target(harvested: Path, tmp_path: Path) -> None:
+    """Its path was part of the identity, so a renamed folder made a harvest useless."""
+    shutil.copytree(harvested / "run", tmp_path / "run")
+    shutil.copytree(harvested / "target", tmp_path / "renamed")
+    before = modified(tmp_path / "run")
+    harvest(tiny_recipe(harvested, f"run_dir={tmp_path / 'run'}", f"target.path={tmp_path / 'renamed'}"))
+    assert modified(tmp_path / "run") == before
+
+
+def test_a_template_in_another_file_is_the_same_template(harvested: Path, tmp_path: Path) -> None:
+    shutil.copytree(harvested / "target", tmp_path / "target")
+    before = prompt_identities(tmp_path / "target")
+    template = (tmp_path / "target" / "chat_template.jinja").read_text()
+    (tmp_path / "target" / "chat_template.jinja").unlink()
+    path = tmp_path / "target" / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template}))
+    assert prompt_identities(tmp_path / "target") == before
+
+
+def test_changed_weights_are_noticed_for_given_responses_too(tmp_path: Path) -> None:
+    """The features are the target's, whoever wrote the texts."""
+    build_run(tmp_path)
+    for name in ("prompts", "heldout"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{name} {n}"}}\n' for n in range(6)))
+    recipe = tiny_recipe(tmp_path, "data.responses=given")
+    harvest(recipe)
+    build_target(tmp_path / "target", seed=1)
+    shutil.rmtree(tmp_path / "run" / "prompts")
+    with pytest.raises(ValueError, match=r"the features in (.|\n)*config and weights: the content has changed"):
+        harvest(recipe)
+
+
+def test_a_row_that_was_mended_needs_no_other_run_dir(tmp_path: Path) -> None:
+    """The folder of prompts that were refused used to be refused again, for another content of the file."""
+    build_run(tmp_path)
+    good = (tmp_path / "prompts.jsonl").read_text()
+    (tmp_path / "prompts.jsonl").write_text('{"text": 5}\n' + good)
+    with pytest.raises(ValueError, match="text is a number"):
+        make_prompts(tiny_recipe(tmp_path))
+    (tmp_path / "prompts.jsonl").write_text(good)
+    assert make_prompts(tiny_recipe(tmp_path)).facts()["train"] == 12
 
 
 def test_a_second_harvest_does_nothing(harvested: Path) -> None:
@@ -366,6 +464,12 @@ def test_a_broken_line_in_our_own_files_is_refused_with_its_number(tmp_path: Pat
         list(read_jsonl(path))
 
 
+def test_a_mark_at_the_start_of_our_own_files_is_ignored(tmp_path: Path) -> None:
+    """Some editors write it when a file of questions or a corpus is saved."""
+    (tmp_path / "questions.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "good"}\n')
+    assert list(read_jsonl(tmp_path / "questions.jsonl")) == [{"prompt": "good"}]
+
+
 def named(held_out: bool) -> str:
     """A file name on this side of the split, which depends on the name alone."""
     return next(name for number in range(1000) if SourceFile(name := f"m{number}.py", "").held_out == held_out)
@@ -379,6 +483,22 @@ def test_held_out_files_of_the_standard_library_give_no_training_prompts(monkeyp
     assert [row["id"] for row in rows] == list(range(20))
     assert all(len(row["tokens"]) == 6 and END_OF_TEXT not in tokenizer.decode(row["tokens"]) for row in rows)
     assert not any("secret" in tokenizer.decode(row["tokens"]) for row in rows)
+
+
+def test_prompts_longer_than_any_file_of_the_standard_library_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They used to be drawn without end."""
+    monkeypatch.setattr(prompts_module, "source_files", lambda: iter([SourceFile(named(False), "public = 2\n" * 5)]))
+    with pytest.raises(ValueError, match=r"data\.prompt_tokens: 999 given, but python-stdlib has hardly a text"):
+        stdlib_prompts(build_tokenizer(), count=2, length=999, seed=0)
+
+
+def test_excerpts_that_are_held_out_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts_module, "source_files", lambda: iter([SourceFile(named(False), "a = 1\nb = 2\n" * 9)]))
+    tokenizer = build_tokenizer()
+    seen = {tuple(row["tokens"]) for row in stdlib_prompts(tokenizer, count=20, length=6, seed=0)}
+    held_out = {min(seen)}
+    left = {tuple(row["tokens"]) for row in stdlib_prompts(tokenizer, 20, 6, 0, held_out)}
+    assert left == seen - held_out
 
 
 def test_the_standard_library_has_training_and_held_out_files_in_path_order() -> None:

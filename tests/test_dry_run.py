@@ -68,6 +68,15 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
     assert not (recipe.run_dir / "new").exists()
 
 
+@pytest.mark.parametrize(("options", "samples"), [((), 14), (("data.responses=given",), 40)])
+def test_a_plan_counts_the_rows_that_are_there(
+    make_recipe: Callable[..., Recipe], harvested: Path, tmp_path: Path, options: tuple[str, ...], samples: int
+) -> None:
+    """It used to plan for data.num_prompts; a given conversation may give several samples, so its rows say less."""
+    recipe = make_recipe("run", f"data.folder={tmp_path / 'nothing'}", "data.num_prompts=40", *options)
+    assert DataSizes.of(recipe, TargetConfig.from_folder(harvested / "target")).samples == samples
+
+
 @pytest.mark.parametrize("features", ["run", "nothing"])
 def test_online_training_needs_no_disk_for_features(
     make_recipe: Callable[..., Recipe], harvested: Path, tmp_path: Path, features: str

@@ -42,8 +42,9 @@ class SmallDisk:
 
     def _open(self, file: Any, mode: str = "r", *others: Any, **options: Any) -> Any:
         writes = isinstance(file, str | Path) and "/run/" in str(file) and set(mode) & set("wax")
-        where = "/dev/full" if writes and not self._take(Path(file)) else file
-        return self.open(where, mode, *others, **options)
+        if writes and not self._take(Path(file)):
+            return self.open("/dev/full", mode.replace("x", "w"), *others, **options)  # it exists, so "x" would fail
+        return self.open(file, mode, *others, **options)
 
     def _save_file(self, tensors: Any, path: Path, metadata: Any) -> None:
         has_room = self._take(path)
@@ -51,6 +52,11 @@ class SmallDisk:
         if not has_room:
             os.truncate(path, path.stat().st_size // 2)
             raise SafetensorError(f"I/O error: {os.strerror(errno.ENOSPC)} (os error {errno.ENOSPC})")
+
+
+def when_writing(end: str) -> Callable[[int, str], bool]:
+    """The disk is full when the first file with this end of its name is written."""
+    return lambda count, name: name.endswith(end)
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +138,7 @@ def test_after_space_is_made_the_same_command_gives_the_undisturbed_run(
 ) -> None:
     expected, written = undisturbed
     assert name in written
-    assert said in assert_recovers(typed, tmp_path / "run", expected, lambda count, here: here == name)
+    assert said in assert_recovers(typed, tmp_path / "run", expected, when_writing(name))
 
 
 @pytest.mark.slow
@@ -151,7 +157,7 @@ def test_a_full_disk_leaves_no_half_export(typed: Type, tmp_path: Path) -> None:
     typed(0, "train")
     for name in ("model.safetensors", "config.json.partial", "README.md.partial"):
         with pytest.MonkeyPatch.context() as patch:
-            SmallDisk(patch, lambda count, here, name=name: here.endswith(name))
+            SmallDisk(patch, when_writing(name))
             assert "no space left on device" in typed(1, "export", "export.format=vllm")
         assert not list((tmp_path / "run/export").iterdir())
     typed(0, "export", "export.format=vllm")
@@ -164,9 +170,9 @@ def test_a_full_disk_leaves_no_half_report(typed: Type, tmp_path: Path) -> None:
     typed(0, "train")
     for name in ("report.json.partial", "report.png.partial"):
         with pytest.MonkeyPatch.context() as patch:
-            SmallDisk(patch, lambda count, here, name=name: here.endswith(name))
+            SmallDisk(patch, when_writing(name))
             assert "no space left on device" in typed(1, "report", *REPORT)
-        assert not [path for path in (tmp_path / "run/report").iterdir() if path.suffix == ".partial"]
+        assert not list((tmp_path / "run").glob("report/*.partial"))
     typed(0, "report", *REPORT)
     outcomes = json.loads((tmp_path / "run/report/report.json").read_text())["outcomes"]
     assert [outcome["identical"] for outcome in outcomes] == [1, 1]
@@ -215,3 +221,30 @@ def test_the_kernel_refuses_files_above_a_size_in_each_stage(folder: Path, tmp_p
 def train_elsewhere(command: list[str], run_dir: Path) -> Path:
     subprocess.run([*command, f"run_dir={run_dir}"], env=quiet_environment(ROOT), capture_output=True, check=True)
     return run_dir
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_damaged_head_is_written_again_by_the_same_command(typed: Type, tmp_path: Path, name: str) -> None:
+    """Training said that the head was complete, and every other command that it was damaged."""
+    typed(0, "train")
+    expected = contents(tmp_path / "run/head")
+    (tmp_path / "run/head" / name).write_bytes(expected[name][:100])
+    typed(0, "train")
+    assert contents(tmp_path / "run/head") == expected
+
+
+@pytest.mark.parametrize("name", ["prompts/train.jsonl", "responses/train-00001.jsonl"])
+def test_a_lost_file_of_a_stage_is_made_again_after_what_the_message_says(
+    typed: Type, tmp_path: Path, name: str
+) -> None:
+    typed(0, "harvest")
+    expected = contents(tmp_path / "run")
+    (tmp_path / "run" / name).unlink()
+    if name.startswith("responses"):  # they are not read again otherwise
+        subprocess.run(["rm", "-r", f"{tmp_path}/run/features"], check=True)
+    said = typed(1, "harvest")
+    assert f"{tmp_path}/run/{name}: no such file or directory" in said
+    [command] = [part for part in said.split("; ") if part.startswith("rm ")]
+    subprocess.run(command.partition(",")[0], shell=True, check=True)
+    typed(0, "harvest")
+    assert contents(tmp_path / "run") == expected

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from bad_inputs import Says, assert_told, type_command
+from test_harvest import start
 from tiny_run import build_run, contents, modified, tiny_recipe, write_prompts
 
 from headstart.data_pipelines import more_prompts
@@ -179,10 +181,17 @@ def test_a_file_whose_first_prompts_changed_is_refused_with_the_reason(folder: P
         harvest(tiny_recipe(folder, MORE))
     run = folder / "run"
     assert f"rm -r {run / 'prompts'} {run / 'responses'} {run / 'features'}" in str(refusal.value)
-    now = contents(run)
-    assert {name: data for name, data in now.items() if name != "prompts/rows.json"} == {
-        name: data for name, data in before.items() if name != "prompts/rows.json"
-    }
+    assert contents(run) == before
+
+
+def test_rows_that_are_refused_leave_the_prompts_that_are_there_as_they_are(folder: Path) -> None:
+    """Their report used to take the place of the one on the prompts that are there."""
+    with (folder / "prompts.jsonl").open("a") as file:
+        file.write('{"text": 5}\n')
+    before = contents(folder / "run")
+    with pytest.raises(ValueError, match=r"prompts\.jsonl line 15: text is a number"):
+        harvest(tiny_recipe(folder, MORE))
+    assert contents(folder / "run") == before
 
 
 def test_fewer_prompts_than_before_are_refused(folder: Path) -> None:
@@ -199,3 +208,24 @@ def test_responses_or_features_of_other_prompts_are_not_taken_over(folder: Path,
         shutil.rmtree(folder / "run" / "responses")
     with pytest.raises(ValueError, match=rf"the {stage} in .* were made from other inputs"):
         harvest(tiny_recipe(folder))
+
+
+@pytest.mark.slow
+def test_two_ranks_go_on_with_more_prompts_like_one(folder: Path) -> None:
+    grow(folder, 40)
+    recipe = (folder / "recipe.yaml").read_text()
+    (folder / "recipe.yaml").write_text(recipe.replace("num_prompts: 12", "num_prompts: 40"))
+    processes = start(folder, ranks=2)
+    for process in processes:
+        process.join(timeout=120)
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert contents(folder / "run") == fresh(folder)
+
+
+def test_the_command_goes_on_after_rows_were_added(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A check before the work used to refuse them."""
+    outcome = type_command(["harvest", str(folder / "recipe.yaml"), "data.num_prompts=14"], monkeypatch, capsys)
+    said = Says("prompts: 12 are unchanged", "2 are new", "responses: 16 of 18 are there", "features: 3 of 4 shards")
+    assert_told(outcome, said)

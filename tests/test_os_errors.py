@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import signal
 import stat
 import subprocess
@@ -19,6 +20,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 from tiny_run import build_run, quiet_environment
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from headstart.heads.formats.files import write_pickle
 from headstart.heads.safetensors_file import write_safetensors
 from headstart.recipes import load_recipe
 from headstart.recipes.os_errors import CAUSES, STARTS_OVER, errors_as_messages, explained
@@ -136,20 +138,20 @@ def test_a_full_disk_under_a_log_is_an_error(program: str) -> None:
 INTERRUPTED = {  # command -> the function in which Ctrl-C arrives, and what is said
     "harvest": ("headstart.data_pipelines.harvest.make_features", "goes on where it stopped"),
     "train": ("headstart.trainers.run.harvest", "goes on where it stopped"),
-    "inspect": ("headstart.data_pipelines.inspect.make_prompts", "starts over"),
+    "inspect": ("headstart.data_pipelines.inspect.make_prompts_alone", "starts over"),
     "calibrate": ("headstart.inference.calibrate.fit_calibration", "starts over"),
-    "report": ("headstart.inference.report.command.measure", "starts over"),
+    "report": ("headstart.inference.report.command.make_report", "starts over"),
     "export": ("headstart.heads.export.load_head", "starts over"),
     "lint": ("headstart.heads.lint.lint", "starts over"),
     "convert": ("headstart.heads.convert.convert", "starts over"),
     "doctor": ("headstart.inference.doctor.command.diagnose", "starts over"),
-    "store": ("headstart.data_pipelines.store.verify", "starts over"),
+    "store": ("headstart.data_pipelines.store.refuse_damage", "starts over"),
 }
 ARGUMENTS = {
     "lint": ["HEAD", "--target", "TARGET"],
     "convert": ["HEAD", "OUT", "--target", "TARGET"],
     "doctor": ["HEAD", "TARGET"],
-    "store": ["verify", "FOLDER"],
+    "store": ["verify", "FEATURES"],
 }
 
 
@@ -163,15 +165,14 @@ def test_ctrl_c_is_one_line_and_exit_code_130(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(function, interrupted)
-    if command in ("calibrate", "report", "export"):  # these need a head
-        monkeypatch.setattr("headstart.inference.calibrate.taps_to_read", lambda recipe: (2, 3, 4), raising=False)
+    if command == "calibrate":  # it loads a head first
+        monkeypatch.setattr("headstart.inference.calibrate.taps_to_read", lambda recipe: (2, 3, 4))
         monkeypatch.setattr("headstart.inference.calibrate.load_head", lambda folder, frozen: None)
-        monkeypatch.setattr("headstart.inference.report.command.Benchmark.load", lambda recipe: None)
-        monkeypatch.setattr("headstart.inference.report.command.num_own_texts", lambda recipe, benchmark: 1)
     recipe = [str(harvested / "recipe.yaml"), f"run_dir={tmp_path}/run", f"data.folder={harvested}/run"]
     if command == "harvest":
         recipe = [str(harvested / "recipe.yaml"), f"run_dir={tmp_path}/run"]
-    outcome = type_command([command, *ARGUMENTS.get(command, recipe)], monkeypatch, capsys)
+    arguments = [word.replace("FEATURES", f"{harvested}/run/features") for word in ARGUMENTS.get(command, recipe)]
+    outcome = type_command([command, *arguments], monkeypatch, capsys)
     assert outcome.code == 130, outcome.text
     assert "Traceback" not in outcome.text
     assert outcome.err.strip() == f"interrupted; the same command {said}"
@@ -216,6 +217,26 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
         raise KeyboardInterrupt
     assert path.read_text() == "first"
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_what_a_killed_writer_of_weights_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    left = tmp_path / "a.safetensors.partial"
+    left.mkdir()
+    (left / ".tmpowLZXY").write_bytes(b"half of it")
+    write_safetensors({"a": torch.zeros(3)}, tmp_path / "a.safetensors")
+    assert list(tmp_path.iterdir()) == [tmp_path / "a.safetensors"]
+
+
+def test_pickled_weights_on_a_full_disk_name_the_file(tmp_path: Path) -> None:
+    """torch hides the system's error if the disk is full in the middle of a file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as error:
+            write_pickle({"a": torch.zeros(1 << 16)}, tmp_path / "a.pt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert error.value.filename == str(tmp_path / "a.pt")
 
 
 def test_a_folder_is_checked_without_leaving_anything(tmp_path: Path) -> None:

@@ -1,19 +1,25 @@
 """What a message says to do is done, word for word, and the same command then succeeds."""
 
 import re
+import runpy
 import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from bad_inputs import Outcome, type_command
+from safetensors.torch import load_file
 from tiny_run import build_run, recipe_values, write_prompts
+
+from headstart.trainers import cli
+
+ROOT = Path(__file__).resolve().parent.parent
 
 Type = Callable[..., Outcome]  # headstart ARGUMENTS
 
-SMALL = ("train.steps=2", "train.warmup_steps=0", "train.checkpoint_every=1", "train.eval_every=2")
 REPORT = (
     "report.num_prompts=1",
     "report.warmup_prompts=0",
@@ -36,8 +42,6 @@ def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
         build_run(folder)
         values["train"] |= yaml.safe_load("{steps: 2, warmup_steps: 0, checkpoint_every: 1, eval_every: 2}")
         (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
-        from headstart.trainers import cli
-
         patch.setattr("sys.argv", ["bin/headstart", "train", str(folder / "recipe.yaml")])
         cli.main()
     return folder
@@ -211,6 +215,64 @@ def test_a_report_without_held_out_prompts_names_the_command_that_makes_them(tra
     succeeded(headstart(*report))
 
 
+@pytest.mark.parametrize("missing", ["head", "prompts"])
+def test_a_report_without_heads_or_prompts_names_overrides_that_do_without_them(
+    trained: Path, headstart: Type, missing: str
+) -> None:
+    shutil.rmtree(trained / "run" / missing)
+    report = ("report", trained / "recipe.yaml", *REPORT)
+    message = refused(headstart(*report))
+    named = re.findall(r"(report\.\w+=(?:'[^']*'|\w+))", message)
+    assert named, message
+    write_prompts(trained / "questions.jsonl", count=3, first=200)
+    words = {"FOLDER": str(trained / "saved"), "FILE": str(trained / "questions.jsonl")}
+    if missing == "prompts":
+        shutil.copytree(trained / "run/head", trained / "saved")
+        succeeded(headstart(*report, *(name.split("=")[0] + "=" + words[name.split("=")[1]] for name in named)))
+    else:
+        without_head = next(name for name in named if "baselines" in name)
+        succeeded(headstart(*report, without_head.replace("'", "")))
+
+
+def test_a_missing_corpus_is_replaced_by_the_one_that_is_named(trained: Path, headstart: Type) -> None:
+    report = ("report", trained / "recipe.yaml", *REPORT[:3], "report.baselines=[plain, suffix]")
+    message = refused(headstart(*report, "decode.corpus=nowhere.jsonl"))
+    named = re.search(r"RUN_DIR(/[\w./]+)", message)
+    assert named is not None, message
+    succeeded(headstart(*report, f"decode.corpus={trained}/run{named[1]}"))
+
+
+def test_a_head_of_pickled_weights_is_converted_by_the_command_that_is_named(trained: Path, headstart: Type) -> None:
+    weights = trained / "run/head/model.safetensors"
+    torch.save(load_file(weights), trained / "run/head/pytorch_model.bin")
+    weights.unlink()
+    report = ("report", trained / "recipe.yaml", *REPORT)
+    command = command_it_names(refused(headstart(*report)), "convert", trained / "recipe.yaml")
+    words = {"NEW_FOLDER": str(trained / "new"), "TARGET": str(trained / "target")}
+    succeeded(headstart(*(words.get(word, word) for word in command)))
+    succeeded(headstart(*report, f"report.head={trained / 'new'}"))
+
+
+def test_a_head_of_the_other_script_is_trained_by_the_script_that_is_named(
+    trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = [str(trained / "recipe.yaml"), "train.dry_run=true"]
+    monkeypatch.setattr("sys.argv", ["trainers/medusa.py", *arguments])
+    with pytest.raises(SystemExit) as refusal:
+        runpy.run_path(str(ROOT / "trainers/medusa.py"), run_name="__main__")
+    named = re.search(r"accelerate launch (\S+\.py) RECIPE", str(refusal.value.code))
+    assert named is not None, refusal.value.code
+    monkeypatch.setattr("sys.argv", [named[1], *arguments])
+    runpy.run_path(str(ROOT / named[1]), run_name="__main__")
+
+
+def test_a_misspelt_command_is_corrected_as_the_message_says(trained: Path, headstart: Type) -> None:
+    message = refused(headstart("inspekt", trained / "recipe.yaml"))
+    named = re.search(r"did you mean (\w+)\?", message)
+    assert named is not None, message
+    succeeded(headstart(named[1], trained / "recipe.yaml"))
+
+
 def test_a_missing_draft_model_is_reported_as_its_own_field(trained: Path, headstart: Type) -> None:
     """It was reported as target.path."""
     report = ("report", trained / "recipe.yaml", *REPORT[:3], "report.baselines=[plain, draft_model]")
@@ -274,6 +336,18 @@ MISTAKES = {
         r"1 to the target's (\d+)",
         "head.draft_vocab_size={}",
     ),
+    "a batch of more samples than there are": (
+        "train.batch_size=13",
+        r"up to (\d+) is allowed for 12 training samples",
+        "train.batch_size={}",
+    ),
+    "more micro-batches than sequences": ("train.accumulate=4", r"up to (\d+) is allowed", "train.accumulate={}"),
+    "a device that is not there": ("target.device=cuda:77", r"\b(cpu)\b", "target.device={}"),
+    "a tree that rejection sampling cannot use": (
+        "decode.acceptance=rejection",
+        r"growth (chain),",
+        "decode.growth={}",
+    ),
     "best weights without measurements": ("train.export=best", r"choose (newest)", "train.export={}"),
 }
 
@@ -287,7 +361,9 @@ def test_an_override_that_is_corrected_as_the_message_says_is_accepted(
     message = refused(headstart(*command, mistake))
     found = re.search(advice, message)
     assert found is not None, message
-    kept = [mistake] if mistake.startswith(("head={", "decode.drafter")) else []  # the advice completes these
+    kept = (
+        [mistake] if mistake.startswith(("head={", "decode.drafter", "decode.acceptance")) else []
+    )  # the advice completes these
     succeeded(headstart(*command, *kept, corrected.format(found[1])))
 
 

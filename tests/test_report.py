@@ -17,6 +17,7 @@ from headstart.heads.vocab import DraftVocab
 from headstart.inference.report.command import interleave, report
 from headstart.inference.report.compare import Outcome
 from headstart.inference.report.runs import Run
+from headstart.inference.report.tables import COLUMNS, LEGEND, NOTE
 from headstart.recipes import Recipe
 from headstart.recipes.schema import Eagle3Section, HeadSection, MedusaSection
 from headstart.trainers.run import run
@@ -44,6 +45,17 @@ def test_every_method_writes_the_same_text_and_the_files_say_so(trained: Recipe,
     assert [row["tau"] for row in written["outcomes"]] == [o.stats.acceptance_length for o in outcomes]
     assert (trained.report_dir / "report.md").read_text().count("| plain |") == len(trained.report.temperatures)
     assert (trained.report_dir / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_head_without_a_searched_tree_is_refused_before_the_work(
+    trained: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole report was measured and written first."""
+    searched = trained.decode.model_copy(update={"growth": "searched"})
+    quick = trained.report.model_copy(update={"baselines": ["plain", "chain"]})
+    monkeypatch.setattr("headstart.inference.report.command.measure", lambda *inputs: pytest.fail("measured"))
+    with pytest.raises(ValueError, match=r"decode.growth: searched given.* this head has none"):
+        report(trained.model_copy(update={"decode": searched, "report": quick}))
 
 
 def test_the_card_of_an_export_shows_figures_of_its_own_head_only(trained: Recipe, outcomes: list[Outcome]) -> None:
@@ -98,7 +110,7 @@ def test_several_heads_are_compared_in_one_report(trained: Recipe, tmp_path: Pat
 
 
 @pytest.mark.slow  # it starts a process
-def test_workers_write_the_same_texts_as_one_process(trained: Recipe) -> None:
+def test_workers_write_the_same_texts_as_one_process(trained: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes share three prompts, singly and in batches of two: same texts and steps, in the same order."""
     settings = ("report.num_prompts=3", "report.temperatures=[0.7]", "report.batches=[1, 2]")
     outcomes = [
@@ -112,14 +124,28 @@ def test_workers_write_the_same_texts_as_one_process(trained: Recipe) -> None:
             shared.stats.steps,
             shared.stats.accepted_at_depth,
         )
+    monkeypatch.setattr("headstart.inference.report.command.pick_device", lambda name: torch.device("meta"))
     message = r"report\.workers: 2 given, only 1 is allowed on meta because .*; leave it out"
     with pytest.raises(ValueError, match=message):
-        report(tiny_recipe(trained.run_dir.parent, "report.workers=2", "target.device=meta"))
+        report(tiny_recipe(trained.run_dir.parent, "report.workers=2"))
+
+
+def test_more_workers_than_cores_are_refused(trained: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of workers, each loading the target, made the machine stand still."""
+    monkeypatch.setattr("headstart.inference.report.command.os.cpu_count", lambda: 4)
+    with pytest.raises(ValueError, match=r"report\.workers: 5 given, 1 to 4 is allowed, one per core.*; lower it"):
+        report(tiny_recipe(trained.run_dir.parent, "report.workers=5"))
 
 
 def test_interleave_puts_the_shares_of_workers_back_in_order() -> None:
     units = [Run([[number]], [], 0.0, [], []) for number in range(7)]
     assert interleave((units[0::3], units[1::3], units[2::3])) == units
+
+
+def test_every_column_is_explained_on_the_terminal() -> None:
+    explained = f"{NOTE}\n{LEGEND}".lower()
+    columns = COLUMNS.keys() - {"method", "tokens/s", "speed-up over generate"}  # these explain themselves
+    assert [column for column in columns if column.partition(" (")[0].lower() not in explained] == []
 
 
 def test_a_report_without_a_head_says_so_before_it_asks_for_prompts(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from bad_inputs import Says, assert_refused, type_command
+from tiny_run import build_run
 
 from headstart.recipes import run_lock
 from headstart.recipes.run_lock import LOCK, Owner, Process, only_run_in
@@ -160,3 +162,23 @@ def test_processes_that_compete_for_a_folder_hold_it_in_turn(tmp_path: Path) -> 
     for process in processes:
         process.join(60)
     assert (tmp_path / "count").read_text() == "16"
+
+
+@pytest.mark.parametrize("command", ["train", "prompts", "inspect", "calibrate", "harvest"])
+def test_no_command_writes_into_a_run_that_another_process_writes(
+    command: str,
+    tmp_path: Path,
+    leave_lock: Leave,
+    living: Process,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Two at once doubled metrics.jsonl, or crashed on a missing file."""
+    build_run(tmp_path)
+    (tmp_path / "run").mkdir()
+    lock = leave_lock(replace(Owner.this_process("training"), process=living)).rename(tmp_path / "run" / LOCK)
+    outcome = type_command([command, str(tmp_path / "recipe.yaml")], monkeypatch, capsys)
+    assert_refused(
+        outcome, Says(str(tmp_path / "run"), f"process {living.pid}", "one command at a time", "wait for it")
+    )
+    assert list((tmp_path / "run").iterdir()) == [lock]

@@ -1,7 +1,10 @@
 """Laws of the feature store: compact, checked, mergeable, read in an order that depends on seed and step alone."""
 
 import json
+import re
+import shlex
 import shutil
+import subprocess
 import threading
 from pathlib import Path
 
@@ -9,7 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from tiny_run import build_run, tiny_recipe, write_shard
+from tiny_run import build_run, contents, tiny_recipe, write_shard
 from torch.testing import assert_close
 
 from headstart.data_pipelines.batches import Sample
@@ -18,7 +21,7 @@ from headstart.data_pipelines.read_ahead import ReadAhead
 from headstart.data_pipelines.sample_order import SampleOrder
 from headstart.data_pipelines.shards import FeatureStore
 from headstart.data_pipelines.state_encoding import bytes_per_token, decode, encode
-from headstart.data_pipelines.store import merge, stats, verify
+from headstart.data_pipelines.store import merge, num_leaked, stats, verify
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +104,26 @@ def test_a_flipped_bit_anywhere_in_a_shard_is_found_and_named(harvested: Path, t
     assert "train-00001.safetensors is not what the harvest wrote" in what
 
 
+@pytest.mark.parametrize(("name", "damage"), [("train-00001", "flip"), ("train-00002", "lose"), ("manifest", "tear")])
+def test_the_remedy_for_a_damaged_store_makes_the_same_store(
+    harvested: Path, tmp_path: Path, name: str, damage: str
+) -> None:
+    shutil.copytree(harvested / "run", tmp_path / "run")
+    recipe, folder = tiny_recipe(harvested, f"run_dir={tmp_path / 'run'}"), tmp_path / "run" / "features"
+    path = folder / (f"{name}.json" if damage == "tear" else f"{name}.safetensors")
+    content = path.read_bytes()
+    path.write_bytes(content[:-9] + b"x" * 9 if damage == "flip" else content[:9])
+    if damage == "lose":
+        path.unlink()
+    with pytest.raises(ValueError, match="manifest") as problem:
+        stats(folder) if damage == "tear" else FeatureStore(folder, "train").num_trained_on()
+    found = re.search(r"\((rm .*?)\)", str(problem.value))
+    assert found is not None
+    subprocess.run(shlex.split(found[1]), check=True)
+    harvest(recipe)
+    assert contents(tmp_path / "run") == contents(harvested / "run")
+
+
 def test_stats_show_sizes_and_origin(harvested: Path) -> None:
     found = stats(harvested / "run" / "features")
     store = FeatureStore(harvested / "run" / "features", "train")
@@ -137,6 +160,27 @@ def test_a_shared_shard_is_merged_once_and_its_origin_is_kept(harvested: Path, t
     assert [(about["mask_rule"], about["written_by"]) for about in found["merged_from"]] == [
         ("response", "plain decoding")
     ] * 2
+
+
+def test_stores_of_a_target_that_moved_are_merged(harvested: Path, tmp_path: Path) -> None:
+    shutil.copytree(harvested / "target", tmp_path / "renamed")
+    moved = f"target.path={tmp_path / 'renamed'}", "data.num_prompts=4", "seed=9"
+    other = tiny_recipe(harvested, f"run_dir={tmp_path / 'other'}", *moved)
+    merge(tmp_path / "merged", [harvested / "run" / "features", harvest(other).folder])
+    assert stats(tmp_path / "merged")["train"]["samples"] == 16
+
+
+def test_training_samples_that_another_store_holds_out_are_counted(harvested: Path, tmp_path: Path) -> None:
+    """Each store is sound by itself; merged, 3 of 12 training prompts are held out too."""
+    lines = (harvested / "prompts.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "prompts.jsonl").write_text((harvested / "heldout.jsonl").read_text())
+    (tmp_path / "heldout.jsonl").write_text("".join(lines[2:5]))
+    files = f"data.prompts={tmp_path / 'prompts.jsonl'}", f"data.heldout_prompts={tmp_path / 'heldout.jsonl'}"
+    other = tiny_recipe(harvested, f"run_dir={tmp_path / 'other'}", "data.num_prompts=1", *files)
+    sources = [harvested / "run" / "features", harvest(other).folder]
+    assert [num_leaked(source) for source in sources] == [0, 0]
+    merge(tmp_path / "merged", sources)
+    assert num_leaked(tmp_path / "merged") == 3 + 1  # and the one that the other store trains on
 
 
 def test_stores_of_different_taps_or_dtypes_are_not_merged(harvested: Path, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ is known to be right, so that --help and a mistake in a recipe are answered with
 
 import ast
 import difflib
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -140,14 +139,8 @@ COMMANDS = {  # in data-flow order
 
 
 def main() -> None:
-    try:
-        try:
-            run(sys.argv[1:])
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as `head -1`, has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter fails again when it flushes
-        raise SystemExit(1) from None
+    with errors_as_messages(NOT_BEGUN):  # reading the arguments and loading the command's module take seconds
+        run(sys.argv[1:])
 
 
 def run(arguments: list[str]) -> None:
@@ -168,8 +161,7 @@ def run(arguments: list[str]) -> None:
     else:
         module = entry_module(command.module)
         command.read_arguments(docstring(module))
-    with errors_as_messages(NOT_BEGUN):  # loading the module takes seconds
-        import_module(module).main()
+    import_module(module).main()
 
 
 def training_script() -> str:

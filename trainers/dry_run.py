@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 from rich.console import Console
@@ -88,6 +89,8 @@ def print_plan(recipe: Recipe, num_ranks: int, device: torch.device) -> None:
     weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     table.add_row("the target itself", decimal(weights) if weights else "unknown", target_note(recipe))
     Console(width=120, highlight=False).print(table)
+    if recipe.joint.mode == "lora" and find_spec("peft") is None:
+        print("joint.mode: the run itself needs peft, which is not installed; run pip install -e '.[lora]'")
     print("dry run: nothing was written")
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -13,9 +13,10 @@ from headstart.heads.base import DraftHead
 from headstart.heads.checkpoint import KINDS, draft_vocab
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig
+from headstart.inference.target.architecture import decoder_layers
 from headstart.inference.target.model import TargetModel
 from headstart.recipes import Recipe
-from headstart.trainers.medusa2 import TrainableTarget, trainable_section
+from headstart.trainers.medusa2 import trainable_section
 from headstart.trainers.objective import Objective, Supervision, Teacher, UnrolledHead, positions_at_once
 from headstart.trainers.optimizers import build_optimizers
 from headstart.trainers.precision import autocast
@@ -74,17 +75,21 @@ class TargetSizes:
 def target_sizes(recipe: Recipe, samples: int, longest: int, device: torch.device) -> TargetSizes:
     """Sizes of the target that joint.mode trains on `samples` sequences of `longest` tokens; nothing is allocated.
 
-    Raises ValueError if joint.mode is lora and peft is missing.
+    Adapters are planned without peft, which a plan does not need.
     """
     target = TargetModel.without_weights(trainable_section(recipe, device))
-    trainable = TrainableTarget(target, recipe)
+    layers = decoder_layers(target.model)
+    if recipe.joint.mode == "lora":
+        plan_adapters(layers, recipe.joint.lora_rank)
+    else:
+        layers.requires_grad_(True)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device(device):
         target.model.to_empty(device=device)
         weights = list(target.model.parameters())
         trained = [weight for weight in weights if weight.requires_grad]
         own = {storage_of(tensor) for tensor in [*weights, *target.model.buffers()]}
         with SavedForBackward(own) as saved:
-            hidden = trainable(torch.zeros(samples, longest, dtype=torch.long))
+            hidden = target.states(torch.zeros(samples, longest, dtype=torch.long))[1]
         gradients = sum(weight.nbytes for weight in trained)
         return TargetSizes(
             trained_parameters=sum(weight.numel() for weight in trained),
@@ -94,6 +99,29 @@ def target_sizes(recipe: Recipe, samples: int, longest: int, device: torch.devic
             optimizer=2 * gradients,
             activations=saved.num_bytes + hidden.nbytes,
         )
+
+
+class PlannedAdapter(nn.Module):
+    """A linear layer with a low-rank addition in float32, as peft adds one: same sizes, same tensors for autograd."""
+
+    def __init__(self, layer: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.layer = layer
+        with torch.device("meta"):
+            self.down = nn.Linear(layer.in_features, rank, bias=False, dtype=torch.float32)
+            self.up = nn.Linear(rank, layer.out_features, bias=False, dtype=torch.float32)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        added = self.up(self.down(inputs.to(self.down.weight.dtype)))
+        return self.layer(inputs) + added.to(inputs.dtype)
+
+
+def plan_adapters(layers: nn.Module, rank: int) -> None:
+    """Put an adapter around every linear layer below `layers`."""
+    for parent in list(layers.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Linear) and not isinstance(parent, PlannedAdapter):
+                setattr(parent, name, PlannedAdapter(child, rank))
 
 
 def frozen_without_weights(target: TargetConfig) -> FrozenTarget:

@@ -22,7 +22,8 @@ def preflight(recipe: Recipe, num_ranks: int, device: torch.device) -> None:
     """Raise ValueError for whatever is known to fail later in the run; writes nothing."""
     target = check_harvest(recipe)
     if recipe.data.store is None:
-        refuse_sizes(recipe, num_ranks, most_samples(recipe.data))
+        refuse_few_rows(recipe)
+        refuse_sizes(recipe, num_ranks, recipe.data.num_prompts)
     refuse_wandb_without_key(recipe)
     refuse_large_head(recipe, target, num_ranks, device)
     if recipe.train.eval_prompts:
@@ -31,6 +32,17 @@ def preflight(recipe: Recipe, num_ranks: int, device: torch.device) -> None:
         raise ValueError(
             "joint.mode: lora given, null or full is allowed without peft, which is not installed; run pip install -e "
             "'.[lora]'"
+        )
+
+
+def refuse_few_rows(recipe: Recipe) -> None:
+    """Raise ValueError if the prompts cannot fill one training step."""
+    data, step = recipe.data, recipe.train.batch_size
+    rows = most_samples(data, enough=step)
+    if rows < min(step, data.num_prompts):
+        raise ValueError(
+            f"data.prompts: {data.prompts} given, which has {rows} usable rows; {step} or more are allowed, as many as "
+            f"train.batch_size; add prompts, or write train.batch_size={max(rows, 1)}"
         )
 
 

@@ -1,6 +1,7 @@
 """A whole training run: recipe -> prompts -> responses -> features -> head, for every kind of head."""
 
 from functools import partial
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -13,11 +14,12 @@ from headstart.data_pipelines.together import run_together
 from headstart.heads.base import DraftHead
 from headstart.heads.checkpoint import draft_vocab, head_taps, new_head, save_head
 from headstart.heads.eagle3 import Eagle3Head
-from headstart.heads.frozen import FrozenTarget
+from headstart.heads.frozen import FrozenTarget, SafetensorsFolder
 from headstart.heads.target_config import locate_target
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.target.model import TargetModel
 from headstart.recipes import Recipe
+from headstart.recipes.jsonl import read_json
 from headstart.recipes.launcher import end_with_launcher
 from headstart.recipes.schema import Eagle3Section
 from headstart.trainers.checkpoint import Checkpoints, Tensors, newest_step
@@ -164,10 +166,20 @@ def is_exported(recipe: Recipe, checkpoints: Checkpoints) -> bool:
     """Whether the run is finished and has exported the weights that `train.export` names."""
     folders = [recipe.head_dir] if recipe.joint.mode is None else [recipe.head_dir, recipe.tuned_target_dir]
     return (
-        all((folder / "config.json").is_file() for folder in folders)
+        all(is_whole(folder) for folder in folders)
         and checkpoints.newest() == recipe.train.steps
         and (checkpoints.exported() or {}).get("export") == recipe.train.export
     )
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether config.json and the weights in a folder can be read; damaged ones are written again."""
+    try:
+        read_json(folder / "config.json")
+        SafetensorsFolder(folder)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def start_decoding(recipe: Recipe, taps: tuple[int, ...], start: RunStart) -> HeldOutDecoding:

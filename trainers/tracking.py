@@ -10,8 +10,9 @@ from typing import Any
 
 import wandb
 
-from headstart.data_pipelines.stage import write_text
+from headstart.data_pipelines.stage import write_jsonl, write_text
 from headstart.recipes import Recipe
+from headstart.recipes.jsonl import read_growing_jsonl
 from headstart.recipes.os_errors import naming
 from headstart.recipes.progress import Progress
 
@@ -88,8 +89,8 @@ class Tracker:
     @staticmethod
     def has_measured(recipe: Recipe, step: int) -> bool:
         """Whether metrics.jsonl holds the held-out metrics of a step."""
-        found = [json.loads(row) for row in whole_lines(recipe.metrics_path)]
-        return any(row["step"] == step and any(name.startswith("heldout/") for name in row) for row in found)
+        found = read_growing_jsonl(recipe.metrics_path)
+        return any(row.get("step") == step and any(name.startswith("heldout/") for name in row) for row in found)
 
     def _run_id(self) -> str:
         """One wandb run per run_dir, however often it is resumed."""
@@ -102,14 +103,7 @@ class Tracker:
         """A resumed run repeats the steps after its checkpoint, so their old rows are removed."""
         path = self.recipe.metrics_path
         if path.exists():
-            rows = [line for line in whole_lines(path) if json.loads(line)["step"] <= step]
-            write_text(path, "".join(line + "\n" for line in rows))
-
-
-def whole_lines(path: Path) -> list[str]:
-    """The lines of a file, none if it is missing, without a last line that a full disk or a kill has cut off."""
-    text = path.read_text() if path.exists() else ""
-    return [line for line in text.rpartition("\n")[0].splitlines() if line]
+            write_jsonl(path, [row for row in read_growing_jsonl(path) if row.get("step", 0) <= step])
 
 
 def wandb_mode(setting: str) -> Any:

@@ -1,7 +1,6 @@
 """Writes the README.md of an export: what the head is, how it was trained, what was measured, how to serve it."""
 
 import hashlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from headstart.heads.formats.commands import headstart_section, serving_sections
 from headstart.heads.formats.files import MODEL
 from headstart.heads.formats.layouts import FORMATS, ServedTarget, engine_files, native_files
 from headstart.heads.formats.violation import Violation
+from headstart.recipes.jsonl import read_growing_jsonl, read_json
 from headstart.recipes.schema import Recipe
 
 KIND_NAMES = {"eagle1": "EAGLE-1", "eagle3": "EAGLE-3", "medusa": "Medusa"}
@@ -102,7 +102,7 @@ def template(target_folder: Path) -> str:
     separate, config = target_folder / "chat_template.jinja", target_folder / "tokenizer_config.json"
     text = separate.read_text() if separate.is_file() else None
     if text is None and config.is_file():
-        text = json.loads(config.read_text()).get("chat_template")
+        text = read_json(config).get("chat_template")
     if text is None:
         return "none, the target's tokenizer has no template; prompts were continued as plain text"
     digest = hashlib.sha256(str(text).encode()).hexdigest()[:16]
@@ -136,13 +136,9 @@ def training(recipe: Recipe) -> Iterator[str]:
 def heldout_row(recipe: Recipe) -> dict[str, Any] | None:
     """What training logged on held-out data for the exported weights, which need not be those of the last step."""
     record = recipe.checkpoints_dir / "exported.json"
-    step = json.loads(record.read_text())["step"] if record.is_file() else recipe.train.steps
-    rows = [json.loads(row) for row in lines_of(recipe.metrics_path)]
+    step = read_json(record)["step"] if record.is_file() else recipe.train.steps
+    rows = read_growing_jsonl(recipe.metrics_path)
     return next((row for row in reversed(rows) if "heldout/loss_0" in row and row["step"] == step), None)
-
-
-def lines_of(path: Path) -> list[str]:
-    return [line for line in path.read_text().splitlines() if line] if path.is_file() else []
 
 
 def measured(recipe: Recipe, source: Path) -> str:
@@ -188,7 +184,7 @@ def report_of(recipe: Recipe, source: Path) -> dict[str, Any] | None:
     path, weights = recipe.report_dir / "report.json", source / MODEL
     if not path.is_file() or path.stat().st_mtime < weights.stat().st_mtime:
         return None
-    report: dict[str, Any] = json.loads(path.read_text())
+    report: dict[str, Any] = read_json(path, "make it again with headstart report RECIPE, or remove it")
     head, target = report["head"], report["recipe"]["target"]["path"]
     is_same = head is not None and Path(head).resolve() == source.resolve() and target == recipe.target.path
     return report if is_same else None

@@ -22,6 +22,7 @@ from headstart.heads.target_config import Rope
 from headstart.heads.vocab import DraftVocab
 
 ENGINES_EPSILON = 1e-6  # what the engines assume if a Llama's config.json names no rms_norm_eps
+UNRELATED = 0.9  # relative difference of two embeddings beyond which neither was trained from the other
 TRAINING_ONLY = ("verifier_lm_head.weight", "verifier_norm.weight")  # speculators saves them with the head
 NORMS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")  # absent from the first EAGLE-3 heads
 
@@ -46,7 +47,8 @@ def import_head(files: HeadFiles, frozen: FrozenTarget) -> tuple[DraftHead, list
     refuse_broken_weights(subject, translation)
     if translation.refused:
         wrong = [*translation.refused, *misfits(subject, translation)]
-        raise ValueError(f"{files.folder} cannot be converted: " + "; ".join(wrong))
+        advice = "correct the files, or get a head that headstart can represent"
+        raise ValueError(f"{files.folder} cannot be converted: {'; '.join(wrong)}; {advice}")
     return build(files.folder, subject, translation), translation.inferred
 
 
@@ -113,9 +115,24 @@ def refuse_other_layers(subject: Subject, translation: Translation) -> None:
     for key, allowed in (("use_aux_hidden_state", True), ("parallel_draft_step", 1)):
         if subject.eagle_config.get(key, allowed) != allowed:
             translation.refused.append(f"eagle_config.{key} {subject.eagle_config[key]!r}: only {allowed!r} is allowed")
+    translation.refused += other_target(subject)
     if "sliding_attention" in (config.get("layer_types") or []):
         translation.refused.append("layer_types with sliding_attention: only full_attention is allowed")
     translation.refused += [f"{key}: missing; add the head's size to config.json" for key in subject.missing_sizes]
+
+
+def other_target(subject: Subject) -> list[str]:
+    """A line for each size by which the head was made for another target."""
+    target = subject.frozen.config
+    sizes = (
+        ("vocab_size", subject.config.get("vocab_size"), target.vocab_size),
+        ("the target's hidden_size", subject.target_hidden_size, target.hidden_size),
+    )
+    return [
+        f"{name} {mine}: only the target's {its} is allowed; name the target that the head was trained for"
+        for name, mine, its in sizes
+        if mine not in (None, its)
+    ]
 
 
 def infer_rope(subject: Subject, translation: Translation) -> None:
@@ -182,7 +199,7 @@ def infer_vocabulary(subject: Subject, translation: Translation) -> None:
         ids = tensors["t2d"].bool().nonzero().flatten()
         tensors["d2t"] = DraftVocab(ids, vocab_size).offsets()
         translation.inferred.append("d2t: from t2d")
-    if "d2t" not in tensors and scored != vocab_size:
+    if "d2t" not in tensors and scored < vocab_size:
         translation.refused.append(f"d2t is missing: which {scored} of {vocab_size} tokens lm_head scores is unknown")
     if "d2t" in tensors:
         tensors["d2t"] = tensors["d2t"].long()
@@ -191,13 +208,23 @@ def infer_vocabulary(subject: Subject, translation: Translation) -> None:
 
 
 def share_embedding(subject: Subject, translation: Translation) -> None:
-    """Drop the embedding if it is a copy of the target's; keep any other one."""
+    """Drop the embedding if it is a copy of the target's; keep another one, unless it is unrelated to the target's."""
     own, target = translation.tensors.get("embed_tokens.weight"), subject.frozen.embedding
     if own is not None and own.shape == target.shape and torch.equal(own, target.to(own.dtype)):
         del translation.tensors["embed_tokens.weight"]
         translation.inferred.append("embed_tokens.weight: a copy of the target's, left out")
+    elif own is not None and own.shape == target.shape and (away := relative_difference(own, target)) > UNRELATED:
+        translation.refused.append(
+            f"embed_tokens.weight: differs from the target's by {away:.0%}, as that of another target does; one near "
+            f"the target's is allowed: name the target that the head was trained for"
+        )
     elif own is not None:
         translation.inferred.append("embed_tokens.weight: differs from the target's, kept")
+
+
+def relative_difference(own: Tensor, target: Tensor) -> float:
+    """The size of the difference relative to the target's; about 1.4 for unrelated tensors of equal size."""
+    return float((own.float() - target.float()).norm() / target.float().norm())
 
 
 def flatten_norms(subject: Subject, translation: Translation) -> None:

@@ -39,7 +39,7 @@ def layout_of(files: HeadFiles) -> str:
     shown = ", ".join(sorted(names)[:4])
     raise ValueError(
         f"{files.folder}: the layout of this draft head is unknown (its tensors: {shown}, ...); EAGLE-1, EAGLE-3, "
-        f"speculators' eagle3 and Medusa are allowed"
+        f"speculators' eagle3 and Medusa are allowed: give the folder of such a head"
     )
 
 

@@ -37,6 +37,7 @@ from headstart.recipes.jsonl import read_jsonl
 from headstart.recipes.os_errors import errors_as_messages
 from headstart.recipes.schema import TargetSection
 
+MAX_DEPTH = 64  # far beyond what any head is served with
 # In the folder of the run that trained the head.
 PROMPTS, MANIFEST = Path("prompts/heldout.jsonl"), Path("features/manifest.json")
 
@@ -77,8 +78,9 @@ def diagnose(head: Path, target_name: str, export: Path | None, options: Options
     for name in ("count", "new_tokens", "depth"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')}: {getattr(options, name)} given, 1 or more is allowed")
+    if options.depth > MAX_DEPTH:
+        raise ValueError(f"--depth: {options.depth} given, 1 to {MAX_DEPTH} is allowed; lower it")
     files, folder = HeadFiles.read(head), locate_target(target_name, field="TARGET")
-    prompts = held_out(head, folder, options)
     ends = FrozenTarget.from_folder(folder, torch.float32)
     trained, by_files = Interpretation.trained(files, ends), head_violations(files, ends)
     served, served_by_files = None, []
@@ -87,6 +89,7 @@ def diagnose(head: Path, target_name: str, export: Path | None, options: Options
         engine = options.engine or next(iter(engines_of(export_files)), "vllm")
         served = Interpretation.served(export_files, ends, engine)
         served_by_files = export_violations(export_files, ends, engine)
+    prompts = held_out(head, folder, options)
     target = load_target(folder, taps_to_try(trained, served, ends.config.num_layers))
     replays = replay(target, prompts, options.new_tokens)
     measure = partial(accuracies, replays=replays, frozen=target.frozen, depth=options.depth)
@@ -122,11 +125,14 @@ def held_out(head: Path, target: Path, options: Options) -> list[list[int]]:
     prompts, tokenizer, vocab_size = [], None, TargetConfig.from_folder(target).vocab_size
     for number, row in enumerate(islice(read_jsonl(path), options.count), start=1):
         if isinstance(row.get("tokens"), list):
-            check_tokens(f"{path}: row {number}", row["tokens"], vocab_size)
+            advice = "encode the text with TARGET's tokenizer, or give it as prompt"
+            check_tokens(f"{path}: row {number}", row["tokens"], vocab_size, advice)
             prompts.append(row["tokens"])
         elif isinstance(row.get("prompt"), str):
             tokenizer = tokenizer or load_tokenizer(target)
             prompts.append(list(tokenizer(row["prompt"])["input_ids"]))
+            advice = "the tokenizer in TARGET is another model's, copy the right one; or this prompt has no text"
+            check_tokens(f"{path}: row {number}", prompts[-1], vocab_size, advice)
         else:
             raise ValueError(f"{path}: row {number} has {sorted(row)}; give it tokens (a list) or prompt (text)")
     if not prompts:
@@ -134,13 +140,12 @@ def held_out(head: Path, target: Path, options: Options) -> list[list[int]]:
     return prompts
 
 
-def check_tokens(place: str, tokens: list[Any], vocab_size: int) -> None:
+def check_tokens(place: str, tokens: list[Any], vocab_size: int, advice: str) -> None:
     """Raise ValueError, naming the row, for tokens that are none of the target's."""
     for token in tokens:
         if type(token) is not int or not 0 <= token < vocab_size:
             raise ValueError(
-                f"{place}: tokens hold {token!r}, token ids 0 to {vocab_size - 1} of TARGET are allowed; encode the "
-                f"text with TARGET's tokenizer, or give it as prompt"
+                f"{place}: tokens hold {token!r}, token ids 0 to {vocab_size - 1} of TARGET are allowed; {advice}"
             )
     if not tokens:
         raise ValueError(f"{place}: tokens are empty, at least one token id is allowed; leave the row out")

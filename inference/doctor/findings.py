@@ -21,6 +21,7 @@ CATEGORIES = (  # a word in the place or text of a contract violation -> the cat
     ("finite numbers", "dtype"),
     ("floating-point format", "dtype"),
     ("target_rope", "files"),
+    ("config.json vocab_size", "files"),  # made for another target
     ("aux_hidden_state", "taps"),
     ("rope", "RoPE base"),
     ("norm", "norm"),

@@ -96,7 +96,7 @@ def read_corpus(path: Path, vocab_size: int) -> list[list[int]]:
     if not path.is_file():
         raise ValueError(
             f"decode.corpus: {path} is missing; a JSONL file of texts in the target's tokens is allowed, such as "
-            f"RUN_DIR/responses/train.jsonl of a run"
+            f"RUN_DIR/prompts/train.jsonl of a run"
         )
     texts: list[list[int]] = []
     for number, row in enumerate(read_jsonl(path), start=1):

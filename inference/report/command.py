@@ -1,5 +1,6 @@
 """The report: the same prompts decoded with every method of report.baselines, as tables and files."""
 
+import os
 import platform
 import signal
 from collections.abc import Iterator
@@ -63,6 +64,11 @@ class Benchmark:
                 f"report.workers: {section.workers} given, only 1 is allowed on {device} because workers share a CPU; "
                 "leave it out"
             )
+        if section.workers > (most := max(os.cpu_count() or 1, 2)):
+            raise ValueError(
+                f"report.workers: {section.workers} given, 1 to {most} is allowed, one per core, as each loads the "
+                "target; lower it"
+            )
         refuse_trees_of(recipe, max(section.batches))
         if any(baseline.startswith("generate") for baseline in section.baselines):
             generation_fields(sampling_from_recipe(recipe.decode, temperature=0.0))
@@ -108,7 +114,7 @@ def make_report(recipe: Recipe) -> list[Outcome]:
     about = {**machine(), "processes": recipe.report.workers} if recipe.report.workers > 1 else machine()
     folders = head_folders(recipe) if needs_head(recipe) else {}
     written = write_report(recipe, about, folders, outcomes, traces, text) + drawn
-    console.print(f"written to {recipe.report_dir}: {', '.join(written)}", highlight=False)
+    console.print(f"written to {recipe.report_dir}: {', '.join(written)}", highlight=False, soft_wrap=True)
     return outcomes
 
 

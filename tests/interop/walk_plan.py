@@ -84,7 +84,7 @@ ORDER = (
     r"^make demo$",
     r"trainers/eagle\.py recipes/tiny\w*\.yaml$",  # their harvests serve Medusa heads too, but not the reverse
     r"^accelerate launch trainers/\w+\.py |^headstart train |launch/one\.yaml ",
-    r"launch/(ddp|fsdp2)\.yaml ",
+    r"launch/(ddp|fsdp2)\.yaml |^headstart launch ",
     r"^(headstart |python -m inference\.)calibrate ",
     r"^(headstart |python -m inference\.)report ",
     r"^(headstart |python -m heads\.)export ",
@@ -103,11 +103,12 @@ ORDER = (
     r"^make clean$",
 )
 OUTPUTS = {
-    r"\bexport ": ("runs/*/export",),
     r"\bconvert ": ("runs/imported", "runs/converted"),
     r"\bstore merge ": ("runs/all",),
 }
-TRAINS = re.compile(r"trainers/\w+\.py |^headstart train |^make demo$")
+LAUNCH_OF_TINY = re.compile(r"--config_file (?:recipes/launch/)?(\w+).* recipes/tiny\.yaml$")
+SLICED = ("fsdp2", "zero2", "zero3")
+TRAINS = re.compile(r"trainers/\w+\.py |^headstart (launch .* )?train |^make demo$")
 
 
 @dataclass
@@ -145,8 +146,9 @@ def tiny(command: str) -> str:
         command = re.sub(pattern, stand_in, command)
     for field, value in SIZES.items():
         command = re.sub(rf"(?<=\s){re.escape(field)}=\S+", f"{field}={value}", command)
-    if (launch := re.search(r"recipes/launch/(\w+)\.yaml.* recipes/tiny\.yaml$", command)) is not None:
+    if (launch := LAUNCH_OF_TINY.search(command)) is not None:
         command += f" run_dir=runs/{launch[1]} data.folder=runs/tiny"  # or it would find the head of the run before
+        command += " train.optimizer=adamw" * (launch[1] in SLICED)  # muon, the recipe's, needs whole matrices
     if "benchmarks/medusa.py" in command:
         command += " report.num_prompts=10"  # it calibrates on eight of them
     return command
@@ -157,6 +159,8 @@ def outputs(command: str, clone: Path) -> list[Path]:
     for pattern, folders in OUTPUTS.items():
         if re.search(pattern, command):
             return [path for folder in folders for path in clone.glob(folder)]
+    if re.search(r"\bexport ", command):
+        return [run_dir(command, clone) / "export"]
     if TRAINS.search(command):
         return [run_dir(command, clone) / folder for folder in ("checkpoints", "head", "target", "metrics.jsonl")]
     return []

@@ -1,0 +1,329 @@
+"""Laws of the first second: what can be known at the start is said at the start, and leaves nothing behind."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from bad_inputs import Says, assert_raises, assert_refused, type_command
+from tiny_run import build_run, build_tokenizer, tiny_recipe
+
+from headstart.inference import step_memory
+from headstart.inference.drafters.cost_aware import refuse_more_children
+from headstart.inference.step_memory import StepMemory, free_memory, refuse_large_trees
+from headstart.recipes.schema import DecodeSection
+from headstart.trainers.run import run
+from headstart.trainers.tracking import refuse_wandb_without_key
+
+GIGABYTE = 10**9
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("preflight")
+    build_run(folder)
+    (folder / "empty.jsonl").write_text("\n\n")
+    (folder / "one.jsonl").write_text('{"prompt": "import os"}\n')
+    (folder / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "hello"}]}\n' * 20)
+    for name in ("no_tokenizer", "no_template"):
+        (folder / name).mkdir()
+        for file in ("config.json", "model.safetensors", "generation_config.json"):
+            (folder / name / file).symlink_to(folder / "target" / file)
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(folder / "no_template")
+    return folder
+
+
+# symptom in words, overrides, then what, value, allowed and remedy in the message
+Case = tuple[str, list[str], str, str, str, str]
+CASES: list[Case] = [
+    ("no CUDA device", ["target.device=cuda"], "target.device", "'cuda' given", "one of auto, cpu", "choose another"),
+    (
+        "no eighth device",
+        ["target.device=cuda:7"],
+        "target.device",
+        "'cuda:7' given",
+        "one of auto, cpu",
+        "choose another",
+    ),
+    ("no other device", ["target.device=mps"], "target.device", "'mps' given", "one of auto, cpu", "choose another"),
+    (
+        "no device for an online target",
+        ["data.mode=online", "data.online_devices=[cpu, cuda:4]"],
+        "data.online_devices",
+        "'cuda:4' given",
+        "one of auto, cpu",
+        "choose another",
+    ),
+    (
+        "one row",
+        ["data.prompts={folder}/one.jsonl"],
+        "data.prompts",
+        "1 usable rows",
+        "3 or more",
+        "train.batch_size=1",
+    ),
+    (
+        "no row",
+        ["data.prompts={folder}/empty.jsonl"],
+        "data.prompts",
+        "empty.jsonl given",
+        "one row or more",
+        "add prompts",
+    ),
+    (
+        "no held-out row",
+        ["data.heldout_prompts={folder}/empty.jsonl"],
+        "data.heldout_prompts",
+        "empty.jsonl given",
+        "one row or more",
+        "add prompts",
+    ),
+    (
+        "a batch above the prompts",
+        ["train.batch_size=13"],
+        "train.batch_size",
+        "13 given",
+        "up to 12 is allowed",
+        "lower it",
+    ),
+    (
+        "more micro-batches than samples",
+        ["train.accumulate=4"],
+        "train.accumulate",
+        "4 given",
+        "up to 3 is allowed",
+        "lower it",
+    ),
+    (
+        "no tokenizer",
+        ["target.path={folder}/no_tokenizer"],
+        "no_tokenizer",
+        "cannot be loaded",
+        "tokenizer.json",
+        "again",
+    ),
+    (
+        "conversations without a chat template",
+        ["target.path={folder}/no_template", "data.prompts={folder}/chat.jsonl"],
+        "data.prompts: row 1",
+        "is a conversation",
+        "rows of prompt or text are allowed",
+        "chat_template.jinja",
+    ),
+    ("no draft head", ["data.draft_head=/nowhere"], "data.draft_head", "/nowhere", "head", "give"),
+    ("no store", ["data.store=/nowhere"], "data.store", "/nowhere holds no features", "a folder of features", "give"),
+    ("wandb without a key", ["log.wandb=online"], "log.wandb", "online given", "offline or disabled", "wandb login"),
+    (
+        "a head above the memory",
+        ["head={kind: eagle3, intermediate_size: 100000000000}"],
+        "head: ",
+        "38.4 TB of weights given",
+        "the most that is allowed",
+        "lower head.intermediate_size",
+    ),
+    (
+        "a head above all memory",
+        ["head={kind: eagle3, intermediate_size: 9000000000000000000}"],
+        "head: kind eagle3",
+        "intermediate_size 9000000000000000000",
+        "are allowed",
+        "leave them out",
+    ),
+    (
+        "trees above the memory",
+        ["decode.nodes=1000000", "train.eval_prompts=2"],
+        "decode.nodes",
+        "1000000 given",
+        "is allowed here",
+        "lower decode.nodes",
+    ),
+    (
+        "a run_dir in /proc",
+        ["run_dir=/proc/x"],
+        "run_dir",
+        "/proc/x given",
+        "can be written is allowed",
+        "choose another",
+    ),
+    (
+        "a data.folder in /proc",
+        ["data.folder=/proc/x/y"],
+        "data.folder",
+        "/proc/x/y given",
+        "can be written is allowed",
+        "choose another",
+    ),
+]
+
+
+@pytest.mark.parametrize("mode", ["run", "dry run"])
+@pytest.mark.parametrize(
+    ("symptom", "overrides", "what", "value", "allowed", "remedy"), CASES, ids=[c[0] for c in CASES]
+)
+def test_what_would_fail_after_the_harvest_is_refused_before_it(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    symptom: str,
+    overrides: list[str],
+    what: str,
+    value: str,
+    allowed: str,
+    remedy: str,
+    mode: str,
+) -> None:
+    """A head's sizes, one row, wandb's key and a missing device were noticed only when hours of harvest were done."""
+    monkeypatch.setattr("headstart.trainers.run.harvest", None)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setattr("wandb.login", lambda **options: False)
+    named = [override.replace("{folder}", str(folder)) for override in overrides]
+    recipe = tiny_recipe(folder, *named, f"train.dry_run={str(mode == 'dry run').lower()}")
+    before = sorted(folder.iterdir())
+    assert_raises(lambda: run(recipe), Says(what, value, allowed, remedy))
+    assert sorted(folder.iterdir()) == before
+
+
+def test_lora_without_peft_is_refused_at_the_start_and_planned_all_the_same(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A dry run of tiny_medusa2 was refused without peft, and a run noticed after the harvest."""
+    monkeypatch.setitem(sys.modules, "peft", None)
+    options = ["head={kind: medusa, medusa_heads: 3}", "joint.mode=lora", "joint.lora_rank=2"]
+    recipe = tiny_recipe(folder, *options)
+    assert_raises(lambda: run(recipe), Says("joint.mode", "lora given", "null or full is allowed", "pip install"))
+    run(tiny_recipe(folder, *options, "train.dry_run=true"))
+    said = capsys.readouterr().out
+    assert "parameters learn, joint.mode lora" in " ".join(said.split())
+    assert "needs peft" in said
+    assert not (folder / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "variables", "says"),
+    [
+        (
+            "auto",
+            {"WANDB_MODE": "onlin"},
+            Says("WANDB_MODE", "onlin", "online, offline, disabled is allowed", "change"),
+        ),
+        ("auto", {"WANDB_MODE": "online"}, Says("log.wandb", "auto given", "offline or disabled", "log.wandb=offline")),
+        ("auto", {"WANDB_API_KEY": "short"}, Says("WANDB_API_KEY", "5 characters", "40 or more", "correct the key")),
+        ("online", {}, Says("log.wandb", "online given", "offline or disabled is allowed", "set WANDB_API_KEY")),
+    ],
+)
+def test_wandb_that_would_ask_for_a_key_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, setting: str, variables: dict[str, str], says: Says
+) -> None:
+    monkeypatch.setattr("wandb.login", lambda **options: False)
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert_raises(lambda: refuse_wandb_without_key(tiny_recipe(folder, f"log.wandb={setting}")), says)
+    refuse_wandb_without_key(tiny_recipe(folder, "log.wandb=offline"))
+
+
+def test_trees_are_bounded_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """decode.nodes=100000 reached 19 GB and was killed."""
+    step, cpu = StepMemory(cached=4096, vocab_size=1000, element=4), torch.device("cpu")
+    most = step.most_nodes(rows=2, length=500, free=20 * GIGABYTE)
+    assert step.needed(2, most, 500) <= 20 * GIGABYTE < step.needed(2, most + 1, 500)
+    monkeypatch.setattr(step_memory, "free_memory", lambda device: 20 * GIGABYTE)
+    refuse_large_trees(step, cpu, rows=2, nodes=most, length=500)
+    said = Says("decode.nodes", "100000 given", f"up to {most - 1} is allowed", "lower decode.nodes")
+    assert_raises(lambda: refuse_large_trees(step, cpu, rows=2, nodes=100_001, length=500), said)
+
+
+def test_free_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:   8000 kB\n")
+    monkeypatch.setattr(step_memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(step_memory, "CGROUP", tmp_path)
+    assert free_memory(torch.device("cpu")) == 8000 * 1024
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_memory(torch.device("cpu")) == 8000 * 1024
+    (tmp_path / "memory.max").write_text("5000000\n")
+    (tmp_path / "memory.current").write_text("3000000\n")
+    (tmp_path / "memory.stat").write_text("anon 1000000\ninactive_file 500000\n")
+    assert free_memory(torch.device("cpu")) == 2_500_000
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("", Says("report.prompts", "questions.jsonl given, which is empty", "one prompt or more", "add rows")),
+        ("\n\n", Says("report.prompts", "which is empty", "one prompt or more is allowed", "add rows")),
+        ("{}\n", Says("report.prompts: row 1", "{}", "turns (a list of texts) or prompt", "fix or remove the row")),
+        ('{"prompt": 7}\n', Says("report.prompts: row 1", "7", "prompt (a text) is allowed", "fix or remove")),
+        ('{"turns": "abc"}\n', Says("report.prompts: row 1", "abc", "turns (a list of texts)", "fix or remove")),
+        ('{"turns": [{"a": 1}]}\n', Says("report.prompts: row 1", "turns", "(a list of texts)", "fix or remove")),
+        ("no json\n", Says("line 1", "not JSON", "", "fix or remove the line")),
+        ("[1]\n", Says("line 1", "list", "a JSON object is needed", "fix or remove the line")),
+    ],
+    ids=["empty", "blank", "no fields", "a number", "turns as text", "turns as rows", "no JSON", "a list"],
+)
+def test_questions_that_cannot_be_asked_are_refused(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    content: str,
+    says: Says,
+) -> None:
+    """An empty report.prompts ended in a traceback, and turns of text were asked by their first letter."""
+    (tmp_path / "questions.jsonl").write_text(content)
+    options = ["report.baselines=[plain]", f"report.prompts={tmp_path}/questions.jsonl", f"run_dir={tmp_path}/run"]
+    assert_refused(type_command(["report", str(folder / "recipe.yaml"), *options], monkeypatch, capsys), says)
+
+
+REPORT: list[Case] = [
+    ("a device that is not there", ["target.device=cuda:3"], "target.device", "'cuda:3' given", "auto, cpu", "choose"),
+    ("a tree above the memory", ["decode.nodes=1000000"], "decode.nodes", "1000000 given", "is allowed here", "lower"),
+    (
+        "a penalty that transformers lacks",
+        ["report.baselines=[plain, generate]", "decode.presence_penalty=0.5"],
+        "decode.presence_penalty",
+        "0.5 given",
+        "nothing but 0",
+        "leave it out",
+    ),
+    (
+        "no questions",
+        ["report.prompts=/gone.jsonl"],
+        "report.prompts",
+        "/gone.jsonl given",
+        "an existing",
+        "put the prompts",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("symptom", "overrides", "what", "value", "allowed", "remedy"), REPORT, ids=[c[0] for c in REPORT]
+)
+def test_a_report_that_cannot_work_is_refused_before_the_target_is_loaded(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    symptom: str,
+    overrides: list[str],
+    what: str,
+    value: str,
+    allowed: str,
+    remedy: str,
+) -> None:
+    monkeypatch.setattr("headstart.inference.target.model.TargetModel.load", None)
+    prompts = f"report.prompts={folder}/one.jsonl"
+    options = ["report.baselines=[plain]", prompts, f"run_dir={tmp_path}/run", *overrides]
+    outcome = type_command(["report", str(folder / "recipe.yaml"), *options], monkeypatch, capsys)
+    assert_refused(outcome, Says(what, value, allowed, remedy))
+
+
+def test_a_head_that_drafts_fewer_tokens_than_a_node_has_children_is_refused() -> None:
+    """topk raised `selected index k out of range`."""
+    says = Says("decode.width", "40 given", "1 to 30 is allowed", "lower it")
+    assert_raises(lambda: refuse_more_children(DecodeSection(width=40), 30), says)
+    children = tuple((rank,) for rank in range(31))
+    says = Says("decode.paths", "child rank 30 given", "0 to 29 is allowed", "lower it")
+    assert_raises(lambda: refuse_more_children(DecodeSection(growth="fixed", paths=children), 30), says)
