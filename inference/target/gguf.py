@@ -1,8 +1,6 @@
 """A GGUF file as a target: its weights are unpacked once into safetensors, which every command then reads.
 
-    python -m inference.target.gguf FILE FOLDER
-
-`locate_target` runs this in a process of its own, so that the memory for unpacking is free again afterwards.
+`locate_target` runs this module in a process of its own, so that the memory for unpacking is free again afterwards.
 """
 
 import argparse
@@ -47,9 +45,9 @@ def unpack(file: Path, folder: Path) -> None:
             tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         except (ValueError, KeyError, NotImplementedError, struct.error, IndexError) as error:
             raise ValueError(
-                f"{file}: transformers cannot read this GGUF file ({' '.join(str(error).split())[:300]}); a whole file of "
-                "an architecture that it reads is needed, such as Llama, Qwen2 or Mistral: download it again, or give "
-                "the model as a folder of safetensors"
+                f"{file}: transformers cannot read this GGUF file ({' '.join(str(error).split())[:300]}); a whole file "
+                "of an architecture that it reads is needed, such as Llama, Qwen2 or Mistral: download it again, or "
+                "give the model as a folder of safetensors"
             ) from error
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)

@@ -81,6 +81,7 @@ ORDER = (
     r"^(headstart|python -m data_pipelines\.)\s?prompts ",
     r"^headstart harvest |-m data_pipelines\.harvest ",
     r"^(headstart|python -m data_pipelines\.)\s?inspect ",
+    r"^(make|headstart) smollm2",
     r"^make demo$",
     r"trainers/eagle\.py recipes/tiny\w*\.yaml$",  # their harvests serve Medusa heads too, but not the reverse
     r"^accelerate launch trainers/\w+\.py |^headstart train |launch/one\.yaml ",
