@@ -12,6 +12,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from headstart.heads.safetensors_file import give_umask_mode
 from headstart.inference.target.quiet import no_bars_of_transformers
 from headstart.recipes.command_line import command_name
 from headstart.recipes.os_errors import errors_as_messages
@@ -51,6 +52,8 @@ def unpack(file: Path, folder: Path) -> None:
             ) from error
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
+        for weights in partial.glob("*.safetensors"):
+            give_umask_mode(weights)
         partial.replace(folder)
 
 
