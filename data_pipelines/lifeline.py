@@ -17,6 +17,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
 CONNECT_SECONDS = 20.0
+SETTLE_SECONDS = 0.5
 GRACE_SECONDS = 5.0  # for a rank to end by itself, with an error message of its own
 DONE = "done"
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # a silent machine is given up after 30 s
@@ -33,6 +34,7 @@ def lifeline(state: PartialState) -> Iterator[None]:
         yield
     except SystemExit:  # all ranks exit together
         line.close(DONE)
+        settle()
         raise
     except BaseException as error:
         line.close(f"failed: {error or type(error).__name__}")
@@ -40,6 +42,16 @@ def lifeline(state: PartialState) -> Iterator[None]:
             raise ValueError(lost) from error
         raise
     line.close(DONE)
+    settle()
+
+
+def settle() -> None:
+    """Leave the interpreter to the threads of torch for a moment, before a rank ends.
+
+    gloo's threads need it to drop the tensors of the last collective operation. If the interpreter is being torn down
+    by then, it waits for them and they wait for it, for ever (seen with torch 2.13 under DDP).
+    """
+    time.sleep(SETTLE_SECONDS)
 
 
 class Line:

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from headstart.data_pipelines.features import tap
+from headstart.data_pipelines.lifeline import settle
 from headstart.data_pipelines.shard_work import start_processes
 from headstart.inference.decode import generate_batch
 from headstart.inference.request import Request
@@ -54,6 +55,7 @@ def main(folder: str, field: str, result: str) -> None:
     errors = {path.name: largest_error(path, field) for path in sorted(Path(folder).iterdir())}
     if dist.get_rank() == 0:
         Path(result).write_text(json.dumps(errors, indent=1))
+    settle()
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from headstart.data_pipelines.features import tap
+from headstart.data_pipelines.lifeline import settle
 from headstart.data_pipelines.shard_work import start_processes
 from headstart.inference.target.model import TargetModel
 from headstart.recipes import load_recipe
@@ -43,6 +44,7 @@ def main(recipe_path: str, result: str, *overrides: str) -> None:
     dist.all_gather_object(gathered, counts)
     if dist.get_rank() == 0:
         Path(result).write_text(json.dumps(gathered))
+    settle()
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from headstart.data_pipelines.batches import Batch, Sample
+from headstart.data_pipelines.lifeline import settle
 from headstart.data_pipelines.shards import FeatureStore
 from headstart.heads.checkpoint import draft_vocab, new_head
 from headstart.heads.frozen import FrozenTarget
@@ -55,6 +56,7 @@ def main(folder: Path, result: Path, resumed: Path | None = None) -> None:
     accumulate(head_on_ranks, samples, micro_batches=1, scale=math.inf)
     assert not math.isfinite(head_on_ranks.update())
     save(head_on_ranks, found, result)
+    settle()
     accelerator.end_training()
 
 
