@@ -214,13 +214,13 @@ def test_sigterm_to_headstart_launch_saves_and_ends_with_143(folder: Path, ranks
 
 def test_a_failed_rank_leaves_its_message_as_the_last_one(folder: Path) -> None:
     """accelerate's traceback followed it."""
-    (folder / "prompts.jsonl").write_text('{"nothing": 1}\n')
+    (folder / "prompts.jsonl").write_text('{"nothing": 1}\n' * 12)
     command = [sys.executable, "-m", "headstart.trainers.launch_ranks", "--num_processes", "2"]
     command += ["--main_process_port", str(free_port()), "train", str(folder / "recipe.yaml")]
     ended = subprocess.run(command, env=quiet_environment(ROOT), capture_output=True, text=True)
     assert ended.returncode == 1
     assert "Traceback" not in ended.stderr
-    assert "1 of 1 rows are unusable" in ended.stderr
+    assert "12 of 12 rows are unusable" in ended.stderr
 
 
 def test_the_same_command_right_after_sigterm_waits_for_the_checkpoint(folder: Path) -> None:

@@ -60,7 +60,7 @@ CASES: list[Case] = [
         "one row",
         ["data.prompts={folder}/one.jsonl"],
         "data.prompts",
-        "1 usable rows",
+        "which has 1 row;",
         "3 or more",
         "train.batch_size=1",
     ),
