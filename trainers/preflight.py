@@ -41,8 +41,8 @@ def refuse_few_rows(recipe: Recipe) -> None:
     rows = most_samples(data, enough=step)
     if rows < min(step, data.num_prompts):
         raise ValueError(
-            f"data.prompts: {data.prompts} given, which has {rows} row{'s' * (rows != 1)}; {step} or more are allowed, as "
-            f"many as train.batch_size; add prompts, or write train.batch_size={max(rows, 1)}"
+            f"data.prompts: {data.prompts} given, which has {rows} row{'s' * (rows != 1)}; {step} or more are allowed, "
+            f"as many as train.batch_size; add prompts, or write train.batch_size={max(rows, 1)}"
         )
 
 
