@@ -12,7 +12,7 @@ THREADS ?= $(shell nproc 2>/dev/null || sysctl -n hw.physicalcpu)
 .PHONY: help demo smollm2 drafters test test-all lint bench check-vllm check-speculators check-page walk clean
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "  %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / { printf "  %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .venv: $(INSTALLED) ## make the environment pinned in constraints.txt (PYTHON=python3.12 picks the interpreter)
 
