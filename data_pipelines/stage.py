@@ -10,6 +10,7 @@ from typing import Any
 
 import xxhash
 
+from headstart.heads.model_files import both_ends
 from headstart.recipes.whole_files import write_text
 
 Json = dict[str, Any]
@@ -170,12 +171,7 @@ def target_identity(folder: Path) -> str:
     It covers config.json, and the name, size, first and last MiB of every weight file.
     """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
-    end = 1 << 20
     for path in sorted(folder.glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(end))
-            file.seek(max(size - end, 0))
-            digest.update(file.read())
+        digest.update(f"{path.name} {path.stat().st_size}".encode())
+        digest.update(both_ends(path))
     return digest.hexdigest()

@@ -6,9 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from headstart.heads.model_files import both_ends
 from headstart.recipes.run_lock import only_run_in
-
-END = 1 << 20  # bytes at both ends of a file that its identity covers
 
 
 def unpacked_folder(file: Path, field: str) -> Path:
@@ -40,10 +39,5 @@ def cache() -> Path:
 
 def identity(file: Path) -> str:
     """A digest of size and both ends of a file, cheap for one of hundreds of gigabytes."""
-    size = file.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    with file.open("rb") as opened:
-        digest.update(opened.read(END))
-        opened.seek(max(size - END, 0))
-        digest.update(opened.read())
+    digest = hashlib.sha256(str(file.stat().st_size).encode() + both_ends(file))
     return f"{file.stem}-{digest.hexdigest()[:16]}"

