@@ -1,8 +1,9 @@
 """Responses from an OpenAI-compatible server that runs the target, such as vLLM or SGLang."""
 
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from itertools import islice
 
 import httpx
 
@@ -15,7 +16,7 @@ RETRIED_STATUSES = {408, 409, 429, 500, 502, 503, 504}  # HTTP statuses that may
 
 
 class CompletionClient:
-    """Sends prompts as token ids and returns the server's responses as token ids, a whole batch at once.
+    """Sends prompts as token ids and returns the server's responses as token ids, several at a time.
 
     The ids come from the server if it gives them (vLLM's return_token_ids), else its text is tokenized. A failed
     request is retried `retries` times after waits of 1, 2, 4, ... seconds, if its error may pass with time; `pause`
@@ -35,8 +36,13 @@ class CompletionClient:
         self.client = httpx.Client(timeout=TIMEOUT, limits=httpx.Limits(max_connections=None))
         self.model = str(self._found(self._ask("GET", "/v1/models", None), "data")["id"])
 
-    def complete(self, prompts: list[list[int]], samplings: list[Sampling], max_new_tokens: int) -> list[list[int]]:
-        """The response to each prompt; one request per prompt, all in flight together."""
+    def complete(
+        self, prompts: list[list[int]], samplings: list[Sampling], max_new_tokens: int, at_once: int
+    ) -> Iterator[tuple[int, list[int]]]:
+        """Yield (number of the prompt, its response) as each arrives; `at_once` requests are in flight together.
+
+        After a failure nothing more is asked for, and the error is raised after the responses that still arrive.
+        """
 
         def one(prompt: list[int], sampling: Sampling) -> list[int]:
             answer = self._ask(
@@ -54,8 +60,23 @@ class CompletionClient:
             )
             return self._tokens(self._found(answer, "choices"))
 
-        with ThreadPoolExecutor(max_workers=len(prompts)) as pool:
-            return list(pool.map(one, prompts, samplings))
+        with ThreadPoolExecutor(max_workers=at_once) as pool:
+            waiting = enumerate(zip(prompts, samplings, strict=True))
+            in_flight: dict[Future[list[int]], int] = {}
+            failure = None
+            while True:
+                if failure is None:
+                    free = at_once - len(in_flight)
+                    in_flight |= {pool.submit(one, *pair): number for number, pair in islice(waiting, free)}
+                if not in_flight:
+                    break
+                for future in wait(in_flight, return_when=FIRST_COMPLETED).done:
+                    number = in_flight.pop(future)
+                    if (error := future.exception()) is None:
+                        yield number, future.result()
+                    failure = failure or error
+            if failure is not None:
+                raise failure
 
     def _found(self, answer: Json, key: str) -> Json:
         """The first entry of the list `key` of an answer; raises ValueError if there is none."""

@@ -176,8 +176,7 @@ def make_responses(recipe: Recipe, load: Callable[[], TargetModel], state: Parti
     def work(write: Writer) -> None:
         share = ranks.share(prompt_shards(recipe))
         with show_progress(share, state, "responses") as meter:
-            for shard in share:
-                write_responses(recipe, write, shard, meter)
+            write_responses(recipe, write, share, meter)
 
     ranks.carry_out(writer, work)
 

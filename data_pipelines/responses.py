@@ -2,7 +2,7 @@
 
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from headstart.data_pipelines.stage import Json, Stage, file_digest, target_iden
 from headstart.data_pipelines.target_files import WEIGHTS, digest_of, generation_identity
 from headstart.heads.checkpoint import load_head
 from headstart.heads.target_config import locate_target
-from headstart.inference.decode import generate_batch
+from headstart.inference.decode import generate_each
 from headstart.inference.drafter import Drafter
 from headstart.inference.drafters.cost_aware import growth_from_recipe
 from headstart.inference.drafters.head import HeadDrafter
@@ -29,8 +29,8 @@ from headstart.recipes import Recipe
 from headstart.recipes.jsonl import read_jsonl
 from headstart.recipes.os_errors import naming
 
-# Prompts and the sampling of each -> the tokens written after each.
-Writer = Callable[[list[list[int]], list[Sampling]], list[list[int]]]
+# Prompts and the sampling of each -> (number of the prompt, tokens written after it), as each text ends.
+Writer = Callable[[list[list[int]], list[Sampling]], Iterator[tuple[int, list[int]]]]
 
 
 def responses_stage(recipe: Recipe, prompts: Stage) -> Stage:
@@ -106,34 +106,65 @@ def write_given(recipe: Recipe, shard: ShardPrompts) -> None:
     write_jsonl(responses_path(recipe, shard), rows)
 
 
-def write_responses(recipe: Recipe, writer: Writer, shard: ShardPrompts, meter: ProgressMeter) -> None:
-    """Write the responses to the prompts of a shard; the samples use the recipe's temperatures in turn.
+def write_responses(recipe: Recipe, writer: Writer, shards: Sequence[ShardPrompts], meter: ProgressMeter) -> None:
+    """Write the responses to the prompts of these shards; the samples use the recipe's temperatures in turn.
 
-    Each finished batch is appended to a journal, so a killed run resumes within the shard.
+    The writer gets the prompts of all shards at once, so that its batch stays full until the last prompts. Each
+    finished response is appended to the journal of its shard, so a killed run loses only the unfinished ones.
     """
-    path = responses_path(recipe, shard)
-    journal = journal_of(path)
-    if path.exists():
-        journal.unlink(missing_ok=True)  # left by a kill just before its removal below
-        meter.skip(len(shard.rows))
-        return
-    done = {row["id"]: row for row in journal_rows(journal)}
-    by_length = sorted(shard.rows, key=lambda row: len(row["tokens"]))
-    for start in range(0, len(by_length), recipe.data.generate_batch):
-        batch = by_length[start : start + recipe.data.generate_batch]
-        missing = [row for row in batch if row["id"] not in done]
-        if missing:
-            samplings = [sampling_of(recipe, shard.split, row["id"]) for row in missing]
-            written = writer([row["tokens"] for row in missing], samplings)
-            rows = [
-                {"id": row["id"], "prompt": row["tokens"], "response": text, "temperature": sampling.temperature}
-                for row, text, sampling in zip(missing, written, samplings, strict=True)
-            ]
-            append_lines(journal, rows)
-            done |= {row["id"]: row for row in rows}
-        meter.add(len(batch), sum(len(done[row["id"]]["response"]) for row in batch))
-    write_jsonl(path, [done[row["id"]] for row in shard.rows])
-    journal.unlink(missing_ok=True)
+    parts = [part for shard in shards if (part := UnfinishedShard.find(recipe, shard, meter)) is not None]
+    missing = [(part, row) for part in parts for row in part.missing]
+    for part in parts:
+        part.finish_if_complete()
+    samplings = [sampling_of(recipe, part.shard.split, row["id"]) for part, row in missing]
+    for number, tokens in writer([row["tokens"] for _, row in missing], samplings) if missing else ():
+        part, row = missing[number]
+        part.add(
+            {
+                "id": row["id"],
+                "prompt": row["tokens"],
+                "response": tokens,
+                "temperature": samplings[number].temperature,
+            }
+        )
+        meter.add(1, len(tokens))
+        part.finish_if_complete()
+
+
+@dataclass(frozen=True)
+class UnfinishedShard:
+    """A shard some of whose responses are still missing; the others are in its journal."""
+
+    shard: ShardPrompts
+    path: Path
+    done: dict[int, Json]  # finished responses by the number of their sample
+
+    @classmethod
+    def find(cls, recipe: Recipe, shard: ShardPrompts, meter: ProgressMeter) -> "UnfinishedShard | None":
+        """The shard with what earlier runs wrote of it; None if it is complete."""
+        path = responses_path(recipe, shard)
+        journal = journal_of(path)
+        if path.exists():
+            journal.unlink(missing_ok=True)  # left by a kill just before its removal
+            meter.skip(len(shard.rows))
+            return None
+        found = cls(shard, path, {row["id"]: row for row in journal_rows(journal)})
+        meter.skip(len(found.done))
+        return found
+
+    @property
+    def missing(self) -> list[Json]:
+        return [row for row in self.shard.rows if row["id"] not in self.done]
+
+    def add(self, row: Json) -> None:
+        append_lines(journal_of(self.path), [row])
+        self.done[row["id"]] = row
+
+    def finish_if_complete(self) -> None:
+        """Replace the journal by the whole shard once all responses are there."""
+        if len(self.done) == len(self.shard.rows):
+            write_jsonl(self.path, [self.done[row["id"]] for row in self.shard.rows])
+            journal_of(self.path).unlink(missing_ok=True)
 
 
 def sampling_of(recipe: Recipe, split: str, number: int) -> Sampling:
@@ -192,11 +223,11 @@ def describe_responses(recipe: Recipe, stage: Stage) -> str:
 def target_writer(recipe: Recipe, target: TargetModel, drafter: Drafter | None = None) -> Writer:
     """Write responses with our own decoding, one seed per sample; a drafter changes the speed, never the text."""
 
-    def write(prompts: list[list[int]], samplings: list[Sampling]) -> list[list[int]]:
+    def write(prompts: list[list[int]], samplings: list[Sampling]) -> Iterator[tuple[int, list[int]]]:
         pairs = zip(prompts, samplings, strict=True)
         requests = [Request(prompt, recipe.data.response_tokens, sampling) for prompt, sampling in pairs]
-        found = generate_batch(target, requests, drafter, recipe.data.generate_batch)
-        return [generation.tokens for generation in found]
+        for number, generation in generate_each(target, requests, drafter, recipe.data.generate_batch):
+            yield number, generation.tokens
 
     return write
 
@@ -216,7 +247,7 @@ def server_writer(recipe: Recipe, url: str) -> Writer:
     tokenizer = load_tokenizer(locate_target(section.path, section.revision), section.trust_remote_code)
     client = CompletionClient(url, tokenizer, recipe.data.server_retries)
 
-    def write(prompts: list[list[int]], samplings: list[Sampling]) -> list[list[int]]:
-        return client.complete(prompts, samplings, recipe.data.response_tokens)
+    def write(prompts: list[list[int]], samplings: list[Sampling]) -> Iterator[tuple[int, list[int]]]:
+        return client.complete(prompts, samplings, recipe.data.response_tokens, recipe.data.generate_batch)
 
     return write

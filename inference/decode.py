@@ -6,21 +6,23 @@ batching).
 
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from headstart.inference.cache import PAGE
+from headstart.inference.cache import PAGE, KVCache
 from headstart.inference.cuda_graph import StaticStep, StepOutput, size_bucket
 from headstart.inference.drafter import PLAIN, Drafter, VerifiedOnHost
 from headstart.inference.request import GREEDY, Generation, Request, Row
 from headstart.inference.sampling import BatchSampling, History, Sampling, check_bias
 from headstart.inference.step_memory import refuse_more_than_memory
 from headstart.inference.target.model import TargetModel, TargetOutput
-from headstart.inference.tree import take
+from headstart.inference.tree import Block, take
 from headstart.inference.verify import Accepted, accept, verify
+
+READ_TOGETHER = 512  # tokens of prompts in one prefill pass; of more, every token would look at too many of the others
 
 
 def generate(
@@ -56,6 +58,16 @@ def generate_batch(
     return loop.generations
 
 
+def generate_each(
+    target: TargetModel, requests: Sequence[Request], drafter: Drafter | None = None, max_batch: int = 16
+) -> Iterator[tuple[int, Generation]]:
+    """`generate_batch` that yields (number of the request, its output) as each text ends."""
+    loop = DecodeLoop(target, requests, drafter, max_batch)
+    for _ in loop.run():
+        yield from loop.take_ended()
+    yield from loop.take_ended()
+
+
 class DecodeLoop:
     """Decodes requests and yields their tokens in blocks. `generations` holds the output of each request so far."""
 
@@ -81,6 +93,7 @@ class DecodeLoop:
             raise ValueError(f"max_batch: {max_batch} given, 1 or more is allowed")
         self.waiting = deque(enumerate(requests))
         self.generations = [Generation() for _ in requests]
+        self.ended: list[int] = []  # requests whose text has ended since `take_ended` was last called
         self.rows: list[Row] = []
         self.max_batch = min(max_batch, len(requests))
         self.is_static = target.device.type == "cuda" and target.ranks.may_capture if static is None else static
@@ -96,10 +109,10 @@ class DecodeLoop:
         try:
             while self.waiting or self.rows:
                 while self.waiting and len(self.rows) < self.max_batch:
-                    row = self.prefill(*self.waiting.popleft())
-                    yield row.number, row.text[len(row.request.prompt) :]
-                    if row.ended:
-                        self.end(row)
+                    for row in self.prefill(self.next_prompts()):
+                        yield row.number, row.text[len(row.request.prompt) :]
+                        if row.ended:
+                            self.end(row)
                 if self.rows:
                     yield from self.step()
         finally:
@@ -124,31 +137,48 @@ class DecodeLoop:
             self.end(row)
         return blocks
 
-    def prefill(self, number: int, request: Request) -> Row:
-        """Read a prompt into a row of its own; its last logits give the first new token."""
-        started, device = time.perf_counter(), self.target.device
-        count = len(request.prompt)
-        row_cache = self.cache.row(len(self.rows))
-        tokens = torch.tensor([request.prompt], device=device)
-        output = self.target.forward(tokens, cache=row_cache, last_only=True)
-        refuse_nan(output.logits, self.target)
-        taps = self.drafter_taps(output.taps)
-        sampling = BatchSampling([request.sampling], device)
-        history = start_history([request], [[]], self.target)
-        choice = sampling.choose(output.logits, torch.tensor([[count]], device=device), history)
-        self.drafter.prefill(taps, torch.cat([tokens, choice], dim=1), row_cache)
+    def next_prompts(self) -> list[tuple[int, Request]]:
+        """The waiting requests to read next: as many as there are free rows, unless their prompts are long."""
+        taken, tokens = [self.waiting.popleft()], 0
+        while self.waiting and len(self.rows) + len(taken) < self.max_batch:
+            tokens += len(taken[-1][1].prompt)
+            if tokens + len(self.waiting[0][1].prompt) > READ_TOGETHER:
+                break
+            taken.append(self.waiting.popleft())
+        return taken
 
-        ends = tuple(self.target.end_tokens) if request.end_tokens is None else request.end_tokens
-        generation = self.generations[number]
-        generation.stats.cache_bytes = self.cache.num_bytes
-        row = Row(number, request, generation, ends, list(request.prompt), taps[0, -1:], count - 1, started)
-        logprobs = log_probabilities(output.logits[0], choice[0]) if request.logprobs else None
-        row.add_tokens(choice[0].tolist(), logprobs)
-        self.rows.append(row)
+    def prefill(self, requests: list[tuple[int, Request]]) -> list[Row]:
+        """Read prompts in one pass, each into a row of its own; their last logits give the first new tokens."""
+        started, device = time.perf_counter(), self.target.device
+        prompts = [request.prompt for _, request in requests]
+        row_caches = [self.cache.row(len(self.rows) + place) for place in range(len(prompts))]
+        output = read_prompts(self.target, prompts, row_caches)
+        refuse_nan(output.logits, self.target)
+        taps = self.drafter_taps(output.taps)[0].split([len(prompt) for prompt in prompts])
+        logits = output.logits.transpose(0, 1)  # [prompts, 1, vocab]
+        sampling = BatchSampling([request.sampling for _, request in requests], device)
+        history = start_history([request for _, request in requests], [[]] * len(requests), self.target)
+        positions = torch.tensor([[len(prompt)] for prompt in prompts], device=device)
+        choices = sampling.choose(logits, positions, history)
+        rows = []
+        for place, (number, request) in enumerate(requests):
+            text = torch.cat([torch.tensor(request.prompt, device=device), choices[place]])
+            self.drafter.prefill(taps[place].unsqueeze(0), text.unsqueeze(0), row_caches[place])
+            rows.append(self.start_row(number, request, taps[place], started))
+            logprobs = log_probabilities(logits[place], choices[place]) if request.logprobs else None
+            rows[-1].add_tokens(choices[place].tolist(), logprobs)
+        self.rows += rows
         for slots in self.cache.slots:
-            slots.set_lengths([*slots.lengths, count])
+            slots.set_lengths([*slots.lengths, *map(len, prompts)])
         self._rows_changed()
-        return row
+        return rows
+
+    def start_row(self, number: int, request: Request, taps: Float[Tensor, "count tapped"], started: float) -> Row:
+        """A row whose prompt was read; `taps` are those of the prompt."""
+        ends = tuple(self.target.end_tokens) if request.end_tokens is None else request.end_tokens
+        generation, prompt = self.generations[number], request.prompt
+        generation.stats.cache_bytes = self.cache.num_bytes
+        return Row(number, request, generation, ends, list(prompt), taps[-1:], len(prompt) - 1, started)
 
     def verified(self) -> VerifiedOnHost:
         """The tokens and hidden states that the last step made certain in each row, as a batch."""
@@ -200,8 +230,14 @@ class DecodeLoop:
             row.generation.stats.cache_bytes = max(row.generation.stats.cache_bytes, self.cache.num_bytes)
         return blocks
 
+    def take_ended(self) -> list[tuple[int, Generation]]:
+        """The requests whose text has ended since the last call, with their output."""
+        numbers, self.ended = self.ended, []
+        return [(number, self.generations[number]) for number in numbers]
+
     def end(self, row: Row) -> None:
         """Take a row out of the batch; the last one moves into its place."""
+        self.ended.append(row.number)
         index = self.rows.index(row)
         for slots in self.cache.slots:
             slots.end_row(index)
@@ -267,7 +303,31 @@ def check_vocabulary(target: TargetModel, prompt: list[int]) -> None:
         )
 
 
-def refuse_nan(logits: Float[Tensor, "1 1 vocab"], target: TargetModel) -> None:
+def read_prompts(target: TargetModel, prompts: list[list[int]], rows: list[KVCache]) -> TargetOutput:
+    """Read each prompt into the cache of its own row, all in one pass.
+
+    The logits are those after each prompt's last token, [1, prompts, vocab]; the taps are those of all prompts in turn,
+    [1, tokens, tapped]. The prompts lie side by side without padding, and a mask hides them from each other.
+    """
+    device = target.device
+    if len(prompts) == 1:
+        return target.forward(torch.tensor(prompts, device=device), cache=rows[0], last_only=True)
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    owner = torch.repeat_interleave(torch.arange(len(prompts)), lengths)  # [tokens]: the prompt of each
+    positions = torch.cat([torch.arange(len(prompt)) for prompt in prompts])
+    visible = (owner[:, None] == owner) & (positions <= positions[:, None])
+    tokens = torch.tensor([[token for prompt in prompts for token in prompt]], device=device)
+    together = target.new_cache(tokens.shape[1])
+    together.set_lengths([0])
+    positions = positions.unsqueeze(0).to(device)
+    mask = target.masks(together.target, Block(visible.unsqueeze(0).to(device), positions))
+    output = target.forward(tokens, positions, mask, together, logits_at=(lengths.cumsum(0) - 1).to(device))
+    for row, read in zip(rows, together.target.storage.split(lengths.tolist(), dim=4), strict=True):
+        row.target.storage[..., : read.shape[4], :] = read
+    return output
+
+
+def refuse_nan(logits: Float[Tensor, "1 rows vocab"], target: TargetModel) -> None:
     """Raise ValueError if the target computes NaN or infinity, from which some token would be chosen all the same."""
     if not bool((logits < torch.inf).all()):  # NaN fails every comparison; -infinity only forbids a token
         raise ValueError(

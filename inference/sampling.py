@@ -225,8 +225,8 @@ class GumbelTable:
     ) -> Float[Tensor, "rows nodes columns"]:
         """The Gumbel noise of some rows (None: all) and tokens (None: all) at absolute positions."""
         first, values = (self.first, self.values) if rows is None else (self.first[rows], self.values[rows])
-        index = (positions - first.unsqueeze(1)).unsqueeze(-1)
-        found = values.gather(1, index.expand(-1, -1, values.shape[-1]))
+        places = torch.arange(len(first), device=first.device).unsqueeze(1)
+        found = values[places, positions - first.unsqueeze(1)]  # copies whole rows, which gather would do by the number
         return found if tokens is None else found[..., tokens]
 
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 from scripted import DRAFTERS, LOPSIDED, HalfRightHead, Hidden, Moody, Oracle, Texts
 from torch import Tensor
+from torch.testing import assert_close
 
 from headstart.heads.eagle3 import Eagle3Head, Eagle3Shape
 from headstart.heads.vocab import DraftVocab
-from headstart.inference.decode import DecodeLoop, generate, generate_batch
+from headstart.inference.decode import DecodeLoop, generate, generate_batch, generate_each, read_prompts
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.request import DecodeStats, Request
@@ -202,11 +203,35 @@ def test_a_waiting_request_starts_as_soon_as_a_row_is_free(target: TargetModel) 
     handle.remove()
     assert seen == [generation.tokens for generation in loop.generations]
     assert [len(tokens) for tokens in seen] == [9, 2, 5, 4, 2, 3, 1]
-    # Each prompt is read by itself; the first three are read before the first step.
-    assert batch_sizes[:3] == [1, 1, 1]
-    assert batch_sizes[3:6] == [3, 1, 3]
-    assert sum(batch_sizes) == 7 + (8 + 1 + 4 + 3 + 1 + 2)
-    assert len(batch_sizes) == 7 + 8
+    # The first three prompts are read in one pass, before the first step; later ones as rows become free.
+    assert batch_sizes[:4] == [1, 3, 1, 3]
+    assert sum(batch_sizes) == 4 + (8 + 1 + 4 + 3 + 1 + 2)
+    assert len(batch_sizes) == 4 + 8
+
+
+def test_prompts_that_are_read_together_do_not_see_each_other(target: TargetModel) -> None:
+    """One pass over three prompts side by side gives each prompt's own logits, taps and cache."""
+    prompts = [[3, 9, 4, 7, 7, 12], [5], [8, 3, 1]]
+    cache, alone = target.new_cache(16, batch=3), target.new_cache(16, batch=3)
+    together = read_prompts(target, prompts, [cache.row(row) for row in range(3)])
+    first = 0
+    for row, prompt in enumerate(prompts):
+        single = read_prompts(target, [prompt], [alone.row(row)])
+        assert_close(together.logits[0, row], single.logits[0, 0], rtol=1e-4, atol=1e-4)
+        assert_close(together.taps[0, first : first + len(prompt)], single.taps[0], rtol=1e-4, atol=1e-4)
+        held = (..., slice(len(prompt)), slice(None))
+        stored = cache.row(row).target.storage[held], alone.row(row).target.storage[held]
+        assert_close(*stored, rtol=1e-4, atol=1e-4)
+        first += len(prompt)
+
+
+def test_a_text_is_handed_out_when_it_ends(target: TargetModel) -> None:
+    """Short texts come before longer ones that began earlier, and each comes once."""
+    requests = [Request([3 + number], count) for number, count in enumerate([9, 2, 5, 1])]
+    wanted = generate_batch(target, requests)
+    found = list(generate_each(target, requests, max_batch=2))
+    assert [number for number, _ in found] == [1, 2, 3, 0]
+    assert {number: generation.tokens for number, generation in found} == dict(enumerate(g.tokens for g in wanted))
 
 
 def test_each_row_yields_a_block_per_step(target: TargetModel, texts: Texts) -> None:

@@ -186,7 +186,7 @@ def test_text_from_a_server_without_token_ids_is_tokenized_and_ended(server: tup
     handler.says_ids = False
     tokenizer = build_tokenizer()
     prompt = tokenizer("target")["input_ids"]
-    [found] = CompletionClient(f"{url}/v1", tokenizer, retries=0).complete([prompt], [Sampling()], 8)
+    [(_, found)] = CompletionClient(f"{url}/v1", tokenizer, retries=0).complete([prompt], [Sampling()], 8, 1)
     assert tokenizer.decode(found) == tokenizer.decode(prompt[::-1]) + str(tokenizer.eos_token)
 
 
@@ -210,7 +210,7 @@ def test_waits_between_retries_grow(server: tuple[str, type[Server]]) -> None:
     waits: list[float] = []
     client = CompletionClient(url, build_tokenizer(), 3, waits.append)
     with pytest.raises(ValueError, match="status 504"):
-        client.complete([[1, 2]], [Sampling()], 4)
+        list(client.complete([[1, 2]], [Sampling()], 4, 1))
     assert waits == [1.0, 2.0, 4.0]
 
 
@@ -220,7 +220,8 @@ def test_all_requests_of_a_batch_are_in_flight_at_once(server: tuple[str, type[S
     handler.together = threading.Barrier(120)
     client = CompletionClient(url, build_tokenizer(), retries=0)
     prompts = [[number, 7] for number in range(120)]
-    assert client.complete(prompts, [Sampling()] * 120, 4) == [prompt[::-1] for prompt in prompts]
+    found = dict(client.complete(prompts, [Sampling()] * 120, 4, 120))
+    assert [found[number] for number in range(120)] == [prompt[::-1] for prompt in prompts]
 
 
 @pytest.mark.parametrize("odd", [[1], "text", {"choices": []}, {"error": "no such model"}])
@@ -229,7 +230,7 @@ def test_an_answer_in_another_form_is_reported(server: tuple[str, type[Server]],
     handler.odd = odd
     client = CompletionClient(url, build_tokenizer(), retries=0)
     with pytest.raises(ValueError, match=r"data\.server: http.* answers without choices"):
-        client.complete([[1, 2]], [Sampling()], 4)
+        list(client.complete([[1, 2]], [Sampling()], 4, 1))
 
 
 def test_a_draft_head_writes_the_targets_own_text(tmp_path: Path) -> None:

@@ -137,9 +137,13 @@ class TargetModel:
         mask: Masks | None = None,
         cache: KVCache | None = None,
         last_only: bool = False,
+        logits_at: Int[Tensor, " kept"] | None = None,
     ) -> TargetOutput:
-        """One pass; causal if there is no mask. `last_only` computes logits for the last position alone."""
+        """One pass; causal if there is no mask. `last_only` computes logits for the last position alone, `logits_at`
+        for these places in the sequence."""
         extra: dict[str, Any] = {"logits_to_keep": 1} if last_only else {}
+        if logits_at is not None:
+            extra = {"logits_to_keep": logits_at}
         output = self.model(
             input_ids=tokens,
             attention_mask=mask,

@@ -7,7 +7,8 @@ target.zero_stage  a slice of every weight, gathered         each rank runs its 
                    while its layer computes
 """
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -79,7 +80,9 @@ class TensorParallel(Ranks):
         else:
             while (message := broadcast(None)) is not None:
                 args, kwargs = message
-                run_target(*args, **kwargs)
+                result = run_target(*args, **kwargs)
+                if isinstance(result, Iterator):  # it runs the target only while it is read
+                    deque(result, maxlen=0)
 
 
 class ZeroSlices(Ranks):
