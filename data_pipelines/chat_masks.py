@@ -61,7 +61,7 @@ class ChatTemplate:
     def prompt(self, conversation: Conversation) -> list[int]:
         """The tokens after which the target answers the last turn that is not the assistant's."""
         asked = conversation.prompt()
-        return list(self.tokenizer(self._render(asked, ask=True), add_special_tokens=False)["input_ids"])
+        return list(self.tokenizer(self.render(asked, ask=True), add_special_tokens=False)["input_ids"])
 
     def masked(self, conversation: Conversation, turns: Turns) -> list[MaskedTokens]:
         """The conversation as one sample, or as one per assistant turn if the template changes earlier turns.
@@ -105,9 +105,9 @@ class ChatTemplate:
         """Locate the assistant's turn `number` after its context, by rendering the context with and without it."""
         before = Conversation(conversation.messages[:number], conversation.tools)
         turn = conversation.messages[number]
-        asked, full = self._render(before, ask=True), self._render(append(before, turn))
+        asked, full = self.render(before, ask=True), self.render(append(before, turn))
         plain = {key: value for key, value in turn.items() if key in ("role", "tool_calls")}
-        around = self._render(append(before, {**plain, "content": STAND_IN}))
+        around = self.render(append(before, {**plain, "content": STAND_IN}))
         if turn.get("tool_calls"):
             end = self._end_of_calls(turn, full)
         else:
@@ -127,7 +127,7 @@ class ChatTemplate:
         the template changes earlier turns once there is an answer (Mistral moves the system prompt); the answer is then
         appended to the prompt that the target would see. `opening` is the rendering up to the turn's words.
         """
-        rest, start = self._render(before), common_length(asked, opening)
+        rest, start = self.render(before), common_length(asked, opening)
         if asked.startswith(rest) and start >= len(rest) and full.startswith(asked[:start]):
             return RenderedTurn(full, start)
 
@@ -162,7 +162,8 @@ class ChatTemplate:
         inside = [[number for number, (place, _) in enumerate(places) if start <= place < end] for start, end in spans]
         return MaskedTokens(list(encoded["input_ids"]), [(found[0], found[-1] + 1) for found in inside])
 
-    def _render(self, conversation: Conversation, ask: bool = False) -> str:
+    def render(self, conversation: Conversation, ask: bool = False) -> str:
+        """The conversation as text; with `ask`, up to where the target's answer begins."""
         return str(self._apply(conversation, tokenize=False, add_generation_prompt=ask))
 
     def _apply(self, conversation: Conversation, **how: Any) -> Any:

@@ -21,7 +21,7 @@ from headstart.data_pipelines.dependents import dependents, is_shared
 from headstart.data_pipelines.features import TapTexts, tap, write_features
 from headstart.data_pipelines.more_prompts import take_over_features, take_over_responses
 from headstart.data_pipelines.preflight import check_harvest
-from headstart.data_pipelines.prompts import describe_prompts, make_prompts
+from headstart.data_pipelines.prompts import describe_prompts, make_prompts, write_own_candidates
 from headstart.data_pipelines.responses import (
     Text,
     Writer,
@@ -120,14 +120,15 @@ def make_stages(recipe: Recipe, state: PartialState) -> Stage:
         if state.is_main_process:
             print(line, flush=True)
 
+    taps = taps_to_store(recipe, config)
+    load = cache(partial(TargetModel.load, recipe.target, taps))  # loads on first use, once
+    write_own_candidates(recipe, load)
     with state.main_process_first():
         prompts = make_prompts(recipe)
     say(describe_prompts(recipe))
     if recipe.data.store is not None:
         return existing_store(recipe, recipe.data.store, stored_taps(head_taps(recipe.head, config), config.num_layers))
 
-    taps = taps_to_store(recipe, config)
-    load = cache(partial(TargetModel.load, recipe.target, taps))  # loads on first use, once
     responses = responses_stage(recipe, prompts)
     with state.main_process_first():
         take_over_responses(recipe, responses)

@@ -7,7 +7,9 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from headstart.data_pipelines.conversations import Conversation, parse_row
+from headstart.data_pipelines.language import Languages
 from headstart.data_pipelines.rows import BadRow, Row, read_rows
+from headstart.data_pipelines.self_template import UserTemplate
 from headstart.data_pipelines.shards import read_manifest
 from headstart.data_pipelines.stage import Stage
 from headstart.heads.checkpoint import load_taps
@@ -15,7 +17,7 @@ from headstart.heads.target_config import SAFE_FILES, TargetConfig, locate_targe
 from headstart.inference.target.model import pick_device
 from headstart.inference.target.tokenizer import Tokenizer, load_tokenizer
 from headstart.recipes import Recipe
-from headstart.recipes.schema import HUB_PREFIX, PYTHON_STDLIB
+from headstart.recipes.schema import HUB_PREFIX, PYTHON_STDLIB, SELF
 from headstart.recipes.target_checks import size_mistakes
 
 WITHOUT_WEIGHTS = [pattern for pattern in SAFE_FILES if pattern != "*.safetensors"]
@@ -88,10 +90,14 @@ def refuse_unwritable(field: str, folder: Path) -> None:
 
 
 def check_rows(recipe: Recipe, tokenizer: Tokenizer) -> None:
-    """Raise ValueError if a file of prompts has no rows, or its first one needs a chat template that is not there."""
+    """Raise ValueError if a file of prompts has no rows, or a chat template is needed that is not there."""
     data = recipe.data
-    sources = {"data.heldout_prompts": str(data.heldout_prompts)}
-    if data.prompts != PYTHON_STDLIB and not data.prompts.startswith(HUB_PREFIX):
+    sources = {} if data.holds_out_own_prompts else {"data.heldout_prompts": str(data.heldout_prompts)}
+    if data.prompts == SELF:
+        UserTemplate(tokenizer, data)
+        if data.self_language is not None:
+            Languages(data.self_language)
+    if data.prompts not in (PYTHON_STDLIB, SELF) and not data.prompts.startswith(HUB_PREFIX):
         sources["data.prompts"] = data.prompts
     for field, source in sources.items():
         first = next(iter(read_rows(source)), None)

@@ -12,23 +12,31 @@ import hashlib
 import json
 import random
 import shlex
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass
+from functools import partial
+
+from accelerate import PartialState
 
 from headstart.data_pipelines.conversations import Conversation
 from headstart.data_pipelines.demo.python_stdlib import source_files
 from headstart.data_pipelines.dependents import dependents, is_shared
-from headstart.data_pipelines.row_report import RowReport
+from headstart.data_pipelines.row_report import CANDIDATE, RowReport
 from headstart.data_pipelines.row_samples import parse_known, samples_of
 from headstart.data_pipelines.rows import BadRow, read_rows, source_digest
+from headstart.data_pipelines.self_prompts import read_candidates, write_candidates
+from headstart.data_pipelines.self_selection import HeldOutFile, Selection, opening_texts
+from headstart.data_pipelines.self_template import UserTemplate
+from headstart.data_pipelines.shard_work import start_processes
 from headstart.data_pipelines.stage import Json, Stage, file_digest, target_identity, write_jsonl, write_text
-from headstart.data_pipelines.target_files import WEIGHTS, prompt_identities
+from headstart.data_pipelines.target_files import WEIGHTS, generation_identity, prompt_identities
 from headstart.heads.target_config import locate_target
+from headstart.inference.target.model import TargetModel
 from headstart.inference.target.tokenizer import Tokenizer, load_tokenizer
 from headstart.recipes import Recipe, run_command
 from headstart.recipes.jsonl import read_jsonl
 from headstart.recipes.run_lock import only_run_in
-from headstart.recipes.schema import PYTHON_STDLIB, DataSection
+from headstart.recipes.schema import PYTHON_STDLIB, SELF, DataSection
 
 CHARACTERS_PER_TOKEN = 12  # a generous bound, to shorten text before tokenizing
 FRUITLESS_DRAWS = 200  # draws without a single excerpt that is long enough, before giving up
@@ -40,8 +48,8 @@ Key = tuple[int, ...]  # the tokens by which a training sample and a held-out on
 def prompts_stage(recipe: Recipe) -> Stage:
     data, target = recipe.data, locate_target(recipe.target.path, recipe.target.revision)
     inputs = {
-        "data.prompts": data.prompts if data.prompts == PYTHON_STDLIB else source_digest(data.prompts),
-        "data.heldout_prompts": file_digest(data.heldout_prompts),
+        "data.prompts": data.prompts if data.prompts in (PYTHON_STDLIB, SELF) else source_digest(data.prompts),
+        "data.heldout_prompts": SELF if data.holds_out_own_prompts else file_digest(data.heldout_prompts),
         "data.num_prompts": data.num_prompts,
         "data.prompt_tokens": data.prompt_tokens,
         "data.long_prompts": data.long_prompts,
@@ -50,6 +58,16 @@ def prompts_stage(recipe: Recipe) -> Stage:
         **prompt_identities(target),
         "seed": recipe.seed,
     }
+    if data.prompts == SELF:
+        inputs |= {
+            "the target's generation_config.json": generation_identity(target),
+            "target.dtype": recipe.target.dtype,
+            **{f"data.{name}": value for name, value in data.model_dump().items() if name.startswith("self_")},
+        }
+        if data.self_turns > 1:  # the target answers some of its own turns
+            inputs |= {"data.response_tokens": data.response_tokens, "data.temperatures": data.temperatures}
+        if data.holds_out_own_prompts:
+            inputs["data.heldout_samples"] = data.heldout_samples
     if data.responses == "given":  # this stage then holds the responses too
         inputs |= {
             "data.turns": data.turns,
@@ -65,6 +83,7 @@ class PromptRows:
     train: list[Json]
     heldout: list[Json]
     reports: list[RowReport]  # of the training and the held-out source
+    rejected: dict[str, int] | None = None  # the target's own candidates that were left out, by reason
 
 
 def make_prompts(recipe: Recipe) -> Stage:
@@ -72,7 +91,8 @@ def make_prompts(recipe: Recipe) -> Stage:
 
     A row is {id, tokens, cut}: the prompt's tokens, and whether its beginning was cut off. With data.responses given it
     also has `text`, all tokens of the sample, and `spans`, the token ranges to train on. If the source or
-    data.num_prompts grew and the prompts that are there stay the first ones, the new ones are added. Raises ValueError
+    data.num_prompts grew and the prompts that are there stay the first ones, the new ones are added. With data.prompts
+    self, `write_own_candidates` must have been called. Raises ValueError
     if too many source rows are unusable, or the prompts that are there were made from other inputs.
     """
     stage = prompts_stage(recipe)
@@ -85,7 +105,8 @@ def make_prompts(recipe: Recipe) -> Stage:
     if not grows:  # else it would belong to the prompts that are there
         write_report(stage, rows)
     for report in rows.reports:
-        report.check(recipe.data.max_bad_fraction)
+        if report.counts != CANDIDATE:
+            report.check(recipe.data.max_bad_fraction)
     if grows:
         refuse_other_start(stage, rows)
     stage.claim()
@@ -124,6 +145,7 @@ def write_prompts(stage: Stage, rows: PromptRows, tokenizer: Tokenizer) -> None:
             "held_out_too": sum(len(report.held_out) for report in rows.reports),
             "sha256": file_digest(stage.folder / "train.jsonl"),
             "heldout_sha256": file_digest(stage.folder / "heldout.jsonl"),
+            **({} if rows.rejected is None else {"rejected": rows.rejected}),
             "chat_template": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest(),
         }
     )
@@ -157,6 +179,8 @@ def load_target_tokenizer(recipe: Recipe) -> Tokenizer:
 def read_both(recipe: Recipe, tokenizer: Tokenizer) -> PromptRows:
     """Read the prompts of both splits; training samples that are held out too are left out."""
     data = recipe.data
+    if data.prompts == SELF:
+        return own_prompts(recipe, tokenizer)
     reports = [
         RowReport(data.prompts, data.num_prompts, "data.num_prompts"),
         RowReport(str(data.heldout_prompts), data.heldout_samples, "data.heldout_samples"),
@@ -168,6 +192,47 @@ def read_both(recipe: Recipe, tokenizer: Tokenizer) -> PromptRows:
     train = stdlib_prompts(tokenizer, data.num_prompts, data.prompt_tokens, recipe.seed, held_out)
     reports[0].rows = reports[0].samples = len(train)
     return PromptRows(train, heldout, reports)
+
+
+def own_prompts(recipe: Recipe, tokenizer: Tokenizer) -> PromptRows:
+    """The prompts among the candidates that the target has written."""
+    selection, candidates = start_selection(recipe, tokenizer), read_candidates(recipe.prompts_dir)
+    while selection.missing:
+        selection.take(candidates[selection.next])
+    return PromptRows(selection.train, selection.heldout, selection.reports, selection.rejections())
+
+
+def start_selection(recipe: Recipe, tokenizer: Tokenizer) -> Selection:
+    """A selection that has seen the held-out prompts, if a file has them."""
+    data, source = recipe.data, str(recipe.data.heldout_prompts)
+    if data.holds_out_own_prompts:
+        return Selection(data)
+    report = RowReport(source, data.heldout_samples, "data.heldout_samples")
+    rows = read_prompts(tokenizer, data, None, report)
+    return Selection(data, HeldOutFile(rows, report, list(opening_texts(source, tokenizer))))
+
+
+def write_own_candidates(recipe: Recipe, load: Callable[[], TargetModel]) -> None:
+    """Let the target write the prompts, if data.prompts is self and they are missing. All ranks must call this.
+
+    Raises ValueError if the target's chat template has no user turn, if hardly any candidate is usable, or if the
+    candidates that are there were made from other inputs.
+    """
+    if recipe.data.prompts != SELF:
+        return
+    stage = prompts_stage(recipe)
+    others = stage.changed_inputs() - {"data.num_prompts"}
+    if stage.was_complete() and (others or not stage.changed_inputs()):
+        return  # there is nothing to do, or `make_prompts` refuses
+    if others and read_candidates(stage.folder):
+        stage.refuse()
+    tokenizer = load_target_tokenizer(recipe)
+    template = UserTemplate(tokenizer, recipe.data)
+    state = PartialState()
+    if state.is_main_process and not stage.was_complete():  # else its prompts stay what they are until there are more
+        stage.claim()
+    state.wait_for_everyone()
+    write_candidates(recipe, template, partial(start_selection, recipe, tokenizer), load)
 
 
 def key_of(row: Json) -> Key:
@@ -242,6 +307,9 @@ def make_prompts_alone(recipe: Recipe) -> Stage:
     if stage.was_complete() and not stage.changed_inputs():
         return stage
     with only_run_in(recipe.data_folder, "the prompts"):
+        if recipe.data.prompts == SELF:
+            start_processes()
+            write_own_candidates(recipe, partial(TargetModel.load, recipe.target, ()))
         return make_prompts(recipe)
 
 

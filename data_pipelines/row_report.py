@@ -8,16 +8,17 @@ from headstart.recipes.schema import DataSection
 
 TOO_LONG = "too long"  # the kind of rows that data.long_prompts drops
 SHOWN = 5  # unusable rows named in a message; the report lists all
+CANDIDATE = "candidate"  # what the numbers of rows are if the target wrote them itself
 MAX_OVERLAP = 0.1  # largest share of the training rows that may be held out too; they are dropped
 
 
 class RowReport:
     """Counts the rows of one source and lists those that gave no sample or a shortened prompt."""
 
-    def __init__(self, source: str, wanted: int | None = None, wanted_by: str = "") -> None:
+    def __init__(self, source: str, wanted: int | None = None, wanted_by: str = "", counts: str = "line") -> None:
         """`wanted` is the number of samples that the recipe asks for, in its field `wanted_by`."""
         self.source, self.wanted, self.wanted_by = source, wanted, wanted_by
-        self.counts = "line"  # what the numbers of rows are: a line, or a row where there are no lines
+        self.counts = counts  # what the numbers of rows are: a line, or a row where there are no lines
         self.rows = 0
         self.samples = 0
         self.bad: list[Json] = []  # {line, kind, why}
@@ -87,6 +88,9 @@ class RowReport:
 
     def summary(self, name: str, data: DataSection) -> str:
         """One line for the user: what was read, dropped and cut, and why."""
+        if self.counts == CANDIDATE:
+            kept = f"{name}: {self.rows:,} candidates written by the target, {self.samples:,} kept"
+            return "; ".join([kept, *(f"dropped {why}" for why in [", ".join(self.dropped())] if why)])
         parts = [f"{name}: {self.rows:,} rows read from {self.source}, {self.samples:,} prompts kept"]
         if dropped := self.dropped():
             parts.append(f"dropped {', '.join(dropped)}")

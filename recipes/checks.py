@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from headstart.recipes.schema import HUB_PREFIX, PYTHON_STDLIB, DecodeSection, MedusaSection, TrainSection
+from headstart.recipes.schema import HUB_PREFIX, PYTHON_STDLIB, SELF, DecodeSection, MedusaSection, TrainSection
 from headstart.recipes.target_checks import RecipeMistake, dict_or_empty, size_mistakes
 
 TIMED_GROWTHS = ("adaptive", "cost_aware", "searched_cost_aware")  # these depend on measured step times
@@ -20,12 +20,15 @@ def check_against_disk(values: dict[str, Any]) -> Iterator[RecipeMistake]:
     """Yield every missing file, every contradiction between sections, and every size that does not fit the target."""
     data, target, head = (dict_or_empty(values.get(section)) for section in ("data", "target", "head"))
     prompts, heldout_prompts, path = data.get("prompts"), data.get("heldout_prompts"), target.get("path")
-    built_in = isinstance(prompts, str) and (prompts == PYTHON_STDLIB or prompts.startswith(HUB_PREFIX))
+    built_in = isinstance(prompts, str) and (prompts in (PYTHON_STDLIB, SELF) or prompts.startswith(HUB_PREFIX))
     if isinstance(prompts, str) and not built_in and not os.path.exists(os.path.expanduser(prompts)):
-        allowed = f"an existing file or dataset folder, {HUB_PREFIX}org/name:split or {PYTHON_STDLIB} is allowed"
+        names = f"{HUB_PREFIX}org/name:split, {PYTHON_STDLIB} or {SELF}"
+        allowed = f"an existing file or dataset folder, {names} is allowed"
         yield "data.prompts", f"{allowed}; put the prompts there ({RELATIVE_PATHS})"
-    if isinstance(heldout_prompts, str) and not os.path.isfile(os.path.expanduser(heldout_prompts)):
-        yield "data.heldout_prompts", f"an existing file is allowed; put the prompts there ({RELATIVE_PATHS})"
+    named = isinstance(heldout_prompts, str) and heldout_prompts != SELF
+    if named and not os.path.isfile(os.path.expanduser(str(heldout_prompts))):
+        allowed = f"an existing file, or {SELF} with data.prompts {SELF}, is allowed"
+        yield "data.heldout_prompts", f"{allowed}; put the prompts there ({RELATIVE_PATHS})"
     train, kind = dict_or_empty(values.get("train")), head.get("kind")
     if train.get("regression_weight") and kind != "eagle1":
         yield (

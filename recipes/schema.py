@@ -17,6 +17,7 @@ from pydantic import (
 )
 
 PYTHON_STDLIB = "python-stdlib"  # the data.prompts value that names the built-in corpus
+SELF = "self"  # the data.prompts and data.heldout_prompts value for prompts that the target writes itself
 HUB_PREFIX = "hf:"  # data.prompts starts with it to name a Hugging Face hub dataset
 
 
@@ -65,6 +66,8 @@ NodePath = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False
 Batches = Annotated[tuple[Annotated[int, Field(gt=0)], ...], Field(strict=False, min_length=1)]
 Devices = Annotated[tuple[DeviceName, ...], Field(strict=False, min_length=1)]
 Paths = Annotated[tuple[NodePath, ...], Field(strict=False, min_length=1)]
+SystemPrompt = Annotated[str, Field(min_length=1)]
+SystemPrompts = Annotated[tuple[SystemPrompt | None, ...], Field(strict=False, min_length=1)]
 Folders = Annotated[dict[str, HomePath], Field(strict=False)]
 Weights = Annotated[tuple[Annotated[float, Field(ge=0)], ...], Field(strict=False, min_length=1)]
 Objective = Literal["soft_cross_entropy", "reverse_kl", "total_variation", "log_acceptance", "blended_acceptance"]
@@ -152,10 +155,12 @@ class DataSection(Section):
 
     prompts: HomeText = Field(
         description="Prompts or conversations to train on: a .jsonl, .parquet or .txt file, a folder written by the "
-        f"datasets library, {HUB_PREFIX}org/name:split, or {PYTHON_STDLIB} (built in)."
+        f"datasets library, {HUB_PREFIX}org/name:split, {PYTHON_STDLIB} (built in), or {SELF}: the target, a chat "
+        "model, writes them itself (Magpie)."
     )
     heldout_prompts: HomePath = Field(
-        description="File of prompts kept for measurements, never trained on; same formats."
+        description=f"File of prompts kept for measurements, never trained on; same formats. {SELF}: with data.prompts "
+        f"{SELF}, the first data.heldout_samples that the target writes."
     )
     responses: Literal["target", "given"] = Field(
         default="target",
@@ -185,6 +190,37 @@ class DataSection(Section):
         default="cut",
         description="What becomes of rows that are too long. cut: the prompt loses its beginning (given conversations "
         "cannot be cut and count as unusable); drop: the row is left out.",
+    )
+    self_prompt_tokens: int = Field(
+        default=256, gt=0, description=f"Longest user turn that the target writes with data.prompts {SELF}, in tokens."
+    )
+    self_temperature: float = Field(
+        default=1.0, ge=0.01, description=f"Sampling temperature of the user turns that data.prompts {SELF} writes."
+    )
+    self_top_p: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description=f"The user turns of data.prompts {SELF} are sampled from the likeliest tokens with this total "
+        "probability.",
+    )
+    self_turns: int = Field(
+        default=1,
+        gt=0,
+        le=16,
+        description=f"Most user turns of a conversation that data.prompts {SELF} writes; 1 to this many are used in "
+        "turn, with the target's own answers between them.",
+    )
+    self_system_prompts: SystemPrompts | None = Field(
+        default=None,
+        description=f"System prompts that steer the topics of data.prompts {SELF}, used in turn; null among them is "
+        "none. The finished prompts do not hold them: they are rendered as a server renders a user without one.",
+    )
+    self_language: str | None = Field(
+        default=None,
+        min_length=2,
+        description=f"Language that the user turns of data.prompts {SELF} must be in, as its ISO 639-1 code, such as "
+        "en; null is any.",
     )
     response_tokens: int = Field(default=1024, gt=0, description="Longest response, in tokens.")
     temperatures: Temperatures = Field(
@@ -246,10 +282,13 @@ class DataSection(Section):
 
     @model_validator(mode="after")
     def fields_agree(self) -> "DataSection":
-        if self.responses == "given" and self.prompts == PYTHON_STDLIB:
-            raise ValueError(
-                f"responses given needs conversations in prompts; {PYTHON_STDLIB} has none, so name a file"
-            )
+        if self.responses == "given" and self.prompts in (PYTHON_STDLIB, SELF):
+            raise ValueError(f"responses given needs conversations in prompts; {self.prompts} has none, so name a file")
+        if self.holds_out_own_prompts and self.prompts != SELF:
+            raise ValueError(f"heldout_prompts {SELF} needs prompts {SELF}; choose that, or name a file of prompts")
+        unused = [name for name in ("self_system_prompts", "self_language") if getattr(self, name) is not None]
+        if unused and self.prompts != SELF:
+            raise ValueError(f"{unused[0]} is for prompts {SELF}; remove it, or choose prompts {SELF}")
         writers = ["server"] * (self.server is not None) + ["draft_head"] * (self.draft_head is not None)
         writers += ["responses given"] * (self.responses == "given")
         if len(writers) > 1:
@@ -259,6 +298,11 @@ class DataSection(Section):
         if self.mode != "online" and self.online_devices is not None:
             raise ValueError("online_devices are for mode online; remove them, or choose mode online")
         return self
+
+    @property
+    def holds_out_own_prompts(self) -> bool:
+        """Whether the held-out prompts are the target's own too."""
+        return str(self.heldout_prompts) == SELF
 
 
 class LayerSection(Section):
