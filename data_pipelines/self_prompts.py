@@ -26,7 +26,7 @@ from headstart.recipes.jsonl import read_growing_jsonl
 from headstart.recipes.progress import Progress
 
 CANDIDATES = "candidates.jsonl"
-BATCHES = 4  # candidates written and appended together, in units of data.generate_batch
+BATCHES = 16  # candidates written and appended together, in units of data.generate_batch
 FIRST_SHARE, MORE = 0.8, 1.02  # share of the first candidates expected to be usable; factor for those that are not
 
 
