@@ -128,7 +128,8 @@ class TargetSection(Section):
     )
     trust_remote_code: bool = Field(default=False, description="Run Python code shipped with the model.")
     attention: Literal["auto", "sdpa", "eager"] = Field(
-        default="auto", description="Attention implementation of the target; auto is the fastest exact one."
+        default="auto",
+        description="Attention code of the target. auto: the fastest exact one; sdpa, eager: transformers' own.",
     )
     compile: bool = Field(
         default=False,

@@ -15,6 +15,7 @@ from headstart.data_pipelines.sample_order import SampleOrder
 from headstart.data_pipelines.shards import FeatureStore
 from headstart.inference.report.command import report
 from headstart.inference.sampling import sampling_from_recipe
+from headstart.inference.target.attention import GROUPED
 from headstart.inference.target.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.recipes.schema import DecodeSection
@@ -42,10 +43,10 @@ def test_every_sampling_field_of_a_recipe_is_used_in_decoding() -> None:
 def test_the_target_is_loaded_with_the_recipes_attention_and_compilation(harvested: Path) -> None:
     loaded = [
         TargetModel.load(tiny_recipe(harvested, *overrides).target, ())
-        for overrides in ((), ("target.attention=eager", "target.compile=true"))
+        for overrides in ((), ("target.attention=eager", "target.compile=true"), ("target.attention=sdpa",))
     ]
-    assert [target.model.config._attn_implementation for target in loaded] == ["sdpa", "eager"]
-    assert [target.compiles for target in loaded] == [False, True]
+    assert [target.model.config._attn_implementation for target in loaded] == [GROUPED, "eager", "sdpa"]
+    assert [target.compiles for target in loaded] == [False, True, False]
 
 
 def test_the_report_uses_as_many_cpu_threads_as_the_recipe_says(

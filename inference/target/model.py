@@ -23,6 +23,7 @@ from headstart.inference.target.architecture import (
     refuse_unknown_state,
     rope_limit,
 )
+from headstart.inference.target.attention import own_attention_of, use_grouped_attention
 from headstart.inference.target.loading import load_config, load_weights, pick_device
 from headstart.inference.target.quiet import no_bars_of_transformers
 from headstart.inference.target.ranks import Ranks, load_over_ranks
@@ -43,8 +44,13 @@ class TargetOutput:
 class TargetModel:
     """The target model. `taps` are indices into Hugging Face's hidden_states: tap i is the input of layer i."""
 
-    def __init__(self, model: PreTrainedModel, taps: tuple[int, ...], ranks: Ranks | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, taps: tuple[int, ...], ranks: Ranks | None = None, attention: str = "auto"
+    ) -> None:
+        """`attention` is target.attention; with auto, `grouped_attention` replaces transformers' sdpa."""
         refuse_unknown_state(model)
+        if attention == "auto":
+            use_grouped_attention(model)
         self.ranks = ranks or Ranks()
         self.model = model.eval().requires_grad_(False)
         self.device, self.dtype = model.device, model.dtype  # asking the model every time would cost 1 % of a step
@@ -82,14 +88,14 @@ class TargetModel:
         )
         if section.spans_ranks and Ranks().count > 1:
             model, ranks = load_over_ranks(section, config, load)
-            target = cls(model, taps, ranks)
+            target = cls(model, taps, ranks, section.attention)
             # No rank has all weights.
             target.frozen = FrozenTarget.from_folder(folder, target.dtype, target.device)
         elif section.device_map is not None:
-            target = cls(load(device_map=section.device_map), taps)
+            target = cls(load(device_map=section.device_map), taps, None, section.attention)
         else:
             device: Any = pick_device(section.device)  # transformers' own `to` is mistyped
-            target = cls(load().to(device), taps)
+            target = cls(load().to(device), taps, None, section.attention)
         target.compiles = section.compile
         return target
 
@@ -233,7 +239,10 @@ class TargetModel:
                 num_assistant_tokens=count, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0
             )
             extra["assistant_model"] = model.model
-        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+        with (
+            own_attention_of(self.model),
+            torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []),
+        ):
             torch.manual_seed(sampling.seed)
             written = self.model.generate(tokens, attention_mask=mask, generation_config=config, **extra)
         self._seen.clear()

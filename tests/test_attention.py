@@ -1,0 +1,84 @@
+"""The law of grouped attention: transformers' own sdpa, without a copy of the keys for each query head."""
+
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES
+from torch import Tensor, nn
+from torch.testing import assert_close
+from transformers import AttentionInterface
+
+from headstart.inference.target.attention import GROUPED, SDPA, grouped_attention
+from headstart.inference.target.model import TargetModel
+from headstart.inference.tree import Tree
+
+LOWEST = torch.finfo(torch.float32).min
+
+
+class Layer(nn.Module):
+    """What transformers' sdpa reads of an attention layer."""
+
+    num_key_value_groups, is_causal = 3, True
+
+
+def states(batch: int, seq: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value of 9 query heads and 3 key heads."""
+    generator = torch.Generator().manual_seed(seq)
+    sizes = ((9, seq), (3, keys), (3, keys))
+    query, key, value = (torch.randn(batch, *size, 16, generator=generator) for size in sizes)
+    return query, key, value
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("seq", [1, 7])
+def test_grouped_attention_is_that_of_transformers(batch: int, seq: int) -> None:
+    query, key, value = states(batch, seq, 40)
+    mask = torch.where(torch.rand(batch, 1, seq, 40) < 0.3, LOWEST, 0.0)
+    mask[..., 0] = 0
+    for given in (mask, mask[:1], mask.bool().logical_not(), None):
+        wanted, _ = AttentionInterface()[SDPA](Layer(), query, key, value, given, scaling=0.2)
+        found, _ = grouped_attention(Layer(), query, key, value, given, scaling=0.2)
+        assert_close(found, wanted)
+        assert found.shape == (batch, seq, 9, 16)
+
+
+def test_no_key_is_copied_for_each_query_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' own sdpa hands torch 9 heads of keys, a copy three times as large as the cache."""
+    seen: list[tuple[int, int]] = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
+        seen.append((key.shape[1], key.data_ptr()))
+        return attend(query, key, value, *args, **options)
+
+    monkeypatch.setattr("headstart.inference.target.attention.scaled_dot_product_attention", spy)
+    query, key, value = states(1, 4, 30)
+    grouped_attention(Layer(), query, key, value, torch.zeros(1, 1, 4, 30))
+    assert seen == [(3, key.data_ptr())]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_tree_gets_the_logits_of_transformers_own_attention(name: str) -> None:
+    """Draft trees after a prompt, for every family of targets."""
+    tree = Tree(torch.tensor([[7, 3, 9, 4, 8]]), torch.tensor([[-1, 0, 0, 1, 3]]))
+    found = []
+    for attention in ("auto", "sdpa"):
+        target = TargetModel(FAMILIES[name](), (), attention=attention)
+        cache = target.new_cache(32)
+        cache.set_lengths([0])
+        target.forward(torch.tensor([[5, 6, 7, 11, 2]]), cache=cache)
+        cache.set_lengths([5])
+        found.append(target.forward_tree(tree, cache).logits)
+    assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+def test_the_baseline_runs_on_transformers_own_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`generate` is what users compare with, so it must not run on our code."""
+    target = TargetModel(FAMILIES["llama"](), ())
+    assert target.model.config._attn_implementation == GROUPED
+    seen = []
+    target.model.register_forward_pre_hook(lambda model, args: seen.append(model.config._attn_implementation))
+    target.generate([[5, 6, 7]], 3)
+    assert seen == [SDPA] * 3
+    assert target.model.config._attn_implementation == GROUPED
