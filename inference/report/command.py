@@ -30,6 +30,7 @@ from headstart.inference.report.tables import LEGEND, NOTE, as_tables
 from headstart.inference.report.trace import Trace, trace
 from headstart.inference.sampling import sampling_from_recipe
 from headstart.inference.step_memory import refuse_trees_of
+from headstart.inference.target.loading import processor_name
 from headstart.inference.target.model import TargetModel, generation_fields, pick_device
 from headstart.inference.target.tokenizer import load_tokenizer, text_of
 from headstart.recipes import Recipe
@@ -238,9 +239,8 @@ def needs_head(recipe: Recipe) -> bool:
 def machine() -> dict[str, Any]:
     """The hardware and versions that figures were measured with."""
     device = pick_device("auto")
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return {
-        "device": f"{device.type} ({name})",
+        "device": f"{device.type} ({processor_name(device)})",
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
