@@ -6,11 +6,11 @@ import os
 import weakref
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from pydantic import TypeAdapter
 
 from headstart.heads.base import DraftHead
@@ -74,7 +74,7 @@ def cost_key(target: TargetModel, head: DraftHead, width: int, nodes: int, batch
         "processor": processor_name(target.device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": version("transformers"),
         "target": digest_of(config),
         "dtype": str(target.dtype),
         "attention": target.model.config._attn_implementation,
