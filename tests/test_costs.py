@@ -244,3 +244,19 @@ def test_a_slow_machine_measures_only_what_is_needed(monkeypatch: pytest.MonkeyP
     assert now[0] == 2 * NEEDED * 60
     few = {("target", 1): 60.0, ("first", 128): 5.0, ("target", 32): 90.0, ("levels", 128): 15.0}
     assert surface_from(few, 128, 2048, 32, 1, 3).target == (60.0, 90.0)
+
+
+def test_captured_steps_are_measured_and_observed_too(
+    folder: Path, fresh: Callable[[], TargetModel], make_head: MakeHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU the functions that CUDA would capture run as they are."""
+    for module in (cost_files, cost_measurement):
+        monkeypatch.setattr(module, "is_captured", lambda target: True)
+    target, head = fresh(), make_head()
+    for growth in growths(target, head):
+        assert growth.watch.costs.captured
+        assert growth.watch.costs.surface.tokens == ((1, 2, 4, 8, 16) if growth.width == 3 else (1, 2, 4))
+        plain = generate(target, PROMPT, NEW_TOKENS)
+        found = generate(target, PROMPT, NEW_TOKENS, drafter=HeadDrafter(head, growth), static=True)
+        assert found.tokens == plain.tokens
+        assert growth.watch.costs.observed
