@@ -238,8 +238,8 @@ def speculative_writer(recipe: Recipe, folder: Path) -> tuple[Writer, Ranks]:
     untapped = TargetModel.load(recipe.target, ())
     head = load_head(folder, untapped.frozen)
     target = TargetModel(untapped.model, head.taps, untapped.ranks)
-    writer = target_writer(recipe, target, HeadDrafter(head, growth_from_recipe(recipe.decode, target, head)))
-    return writer, target.ranks
+    growth = growth_from_recipe(recipe.decode, target, head, batch=recipe.data.generate_batch)
+    return target_writer(recipe, target, HeadDrafter(head, growth)), target.ranks
 
 
 def server_writer(recipe: Recipe, url: str) -> Writer:

@@ -60,7 +60,7 @@ def measure_costs(target: TargetModel, head: DraftHead, width: int, nodes: int, 
     }
     if batch > 1:
         many = Bench(target, head, width, short, batch, spare)
-        sizes = [size for size in NODES if batch * size > most and size <= most]
+        sizes = [size for size in NODES if batch * size > most and size <= nodes + 1]
         works |= {("batch", size): partial(many.verify, size, GREEDY) for size in sizes}
     return surface_from(time_works(works, target.device), short, long, most, batch, levels)
 
