@@ -85,6 +85,21 @@ def test_costs_on_disk_are_read_and_not_measured_again(
         cost_table(fresh(), make_head(intermediate_size=48), width=2, nodes=6)
 
 
+def test_a_measurement_that_had_no_time_for_all_sizes_is_not_kept_on_disk(
+    folder: Path, fresh: Callable[[], TargetModel], make_head: MakeHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cost_measurement, "PATIENCE", 0.0)
+    table = cost_table(fresh(), make_head(), width=2, nodes=6)
+    assert not table.surface.complete
+    table.observe_target(AT, 4, 1.0)
+    del table
+    gc.collect()
+    assert not folder.exists()
+    monkeypatch.undo()
+    monkeypatch.setenv("HEADSTART_CACHE", str(folder.parent))
+    assert cost_table(fresh(), make_head(), width=2, nodes=6).surface.complete
+
+
 def test_observed_steps_are_kept_on_disk(
     folder: Path, fresh: Callable[[], TargetModel], make_head: MakeHead, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,7 +54,8 @@ def cost_table(target: TargetModel, head: DraftHead, width: int, nodes: int, bat
             stored = read_costs(digest, key)
             if stored is None:
                 stored = CostFile(key, measure_costs(target, head, width, nodes, batch), {})
-                write_costs(digest, stored)
+                if stored.surface.complete:  # else the next run may find the machine less busy
+                    write_costs(digest, stored)
             found.append(stored)
 
         target.ranks.carry_out(find, lambda run: run())  # some ranks may find a file that others lack
@@ -111,7 +112,7 @@ def write_costs(digest: str, content: CostFile) -> None:
 
 def write_observed(digest: str, stored: CostFile, observed: Observed) -> None:
     """Add what the steps of this run took to the file."""
-    if observed.count:
+    if observed.count and stored.surface.complete:
         newest = {name: list(values)[-REMEMBERED:] for name, values in observed.items()}
         write_costs(digest, CostFile(stored.key, stored.surface, newest))
 

@@ -4,6 +4,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 import numpy
@@ -25,8 +26,9 @@ LEVELS = 3  # levels drafted to find the time of one
 KEPT = 4  # nodes on the accepted path
 DEEP = 6  # positions of Gumbel noise that a step draws
 REPEATS = 5
-ENOUGH = 2.0  # seconds, after which the sizes that are not timed yet are interpolated
+ENOUGH = 2.0  # seconds, after which nothing is timed again
 ENOUGH_ON_GPU = 10.0  # capturing a graph takes longer than running it
+PATIENCE = 3  # times as long, after which the sizes that are not timed yet are interpolated
 NEEDED = 4  # the first pieces of work, without which nothing is known
 GREEDY, SAMPLED = Sampling(), Sampling(1.0)
 
@@ -62,7 +64,9 @@ def measure_costs(target: TargetModel, head: DraftHead, width: int, nodes: int, 
         many = Bench(target, head, width, short, batch, spare)
         sizes = [size for size in NODES if batch * size > most and size <= nodes + 1]
         works |= {("batch", size): partial(many.verify, size, GREEDY) for size in sizes}
-    return surface_from(time_works(works, target.device), short, long, most, batch, levels)
+    times = time_works(works, target.device)
+    surface = surface_from(times, short, long, most, batch, levels)
+    return replace(surface, complete=len(times) == len(works))
 
 
 class Bench:
@@ -132,7 +136,8 @@ def time_works(works: Mapping[Work, Callable[[], object]], device: torch.device)
     began, enough = time.perf_counter(), ENOUGH if device.type == "cpu" else ENOUGH_ON_GPU
     for turn in range(REPEATS):
         for number, (name, work) in enumerate(works.items()):
-            if time.perf_counter() - began > enough and (turn or number >= NEEDED):
+            spent = time.perf_counter() - began
+            if (spent > enough * PATIENCE and number >= NEEDED) or (spent > enough and turn):
                 return {name: min(times) for name, times in found.items()}
             if not turn:
                 work()  # the first run allocates, compiles or captures

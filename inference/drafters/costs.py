@@ -19,7 +19,7 @@ SHORTEST = 128  # positions; shorter contexts are corrected together
 CONTEXTS = 64  # positions; costs are computed once for each multiple
 WINDOW = 32  # observed steps that a correction rests on
 PRIOR = 4  # observed steps that a correction must outweigh
-RENEWED = 8  # observed steps after which corrections are applied
+RENEWED = 32  # observations after which corrections are applied; a step gives a few
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -56,6 +56,7 @@ class CostSurface:
     sampled: tuple[Seconds, Seconds]  # further, per row, if rows sample, with one node and with `most`
     first_level: tuple[Seconds, Seconds]  # drafting for one row without context, and further per position
     level: tuple[Seconds, Seconds]
+    complete: bool = True  # whether there was time for all sizes
 
     def __post_init__(self) -> None:
         ascending = all(before < after for before, after in zip(self.tokens, self.tokens[1:], strict=False))
@@ -135,6 +136,7 @@ class CostTable:
         self.surface, self.width, self.captured, self.synced = surface, width, captured, synced
         self.observed = Observed()
         self._now: dict[Situation, StepCosts] = {}
+        self._renew_at = RENEWED
 
     def now(self, at: Situation) -> StepCosts:
         """The costs in this situation; its context rounds up."""
@@ -161,7 +163,8 @@ class CostTable:
         self._renew()
 
     def _renew(self) -> None:
-        if self.observed.count % RENEWED == 0:
+        if self.observed.count >= self._renew_at:
+            self._renew_at = self.observed.count + RENEWED
             self._now.clear()
 
     def _corrected(self, at: Situation) -> StepCosts:
