@@ -23,7 +23,7 @@ from headstart.heads.checkpoint import load_head
 from headstart.inference.decode import generate
 from headstart.inference.drafter import Drafter
 from headstart.inference.drafters.cost_aware import CostAware, CostAwareShape, growth_from_recipe
-from headstart.inference.drafters.costs import CostTable
+from headstart.inference.drafters.cost_files import cost_table
 from headstart.inference.drafters.growth import Dynamic, Growth
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.inputs import head_folder, held_out_prompts, taps_to_read
@@ -210,8 +210,8 @@ def run(recipe: Recipe) -> None:
     for sampling in (greedy, warm):
         title = f"growth policies, temperature {sampling.temperature:g}"
         sweep = [Row(name_of(growth), with_head(growth, sampling)) for growth in SWEEP]
-        adaptive = Row("adaptive chain", with_head(CostAwareShape.chain(8, CostTable(target, head, 1)), sampling))
-        cost_aware = Row("cost-aware", with_head(CostAware(8, 4, 32, CostTable(target, head, 4)), sampling))
+        adaptive = Row("adaptive chain", with_head(CostAwareShape.chain(8, cost_table(target, head, 1, 8)), sampling))
+        cost_aware = Row("cost-aware", with_head(CostAware(8, 4, 32, cost_table(target, head, 4, 32)), sampling))
         rows = [*sweep, adaptive, cost_aware]
         measure(rows, prompts, target, head, title)
         console.print(growth_table(rows, max(row.rate for row in sweep), title))

@@ -44,7 +44,7 @@ from headstart.data_pipelines.shards import (
     stored_taps,
     write_manifest,
 )
-from headstart.data_pipelines.stage import Stage, file_digest, target_identity
+from headstart.data_pipelines.stage import Stage, file_digest
 from headstart.data_pipelines.store import describe_store, existing_store
 from headstart.data_pipelines.target_files import WEIGHTS, digest_of
 from headstart.data_pipelines.together import hold_folder, refuse_differences, run_together
@@ -52,6 +52,7 @@ from headstart.data_pipelines.token_counts import shards_identity, write_counts
 from headstart.heads.checkpoint import head_taps
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig, locate_target
+from headstart.heads.target_origin import target_identity
 from headstart.inference.target.model import TargetModel
 from headstart.inference.target.ranks import Ranks
 from headstart.recipes import Recipe, run_command

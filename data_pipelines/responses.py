@@ -12,10 +12,11 @@ from torch import Tensor
 from headstart.data_pipelines.completion_client import CompletionClient
 from headstart.data_pipelines.dependents import dependents, is_shared
 from headstart.data_pipelines.shard_work import ProgressMeter, ShardPrompts, prompt_shards
-from headstart.data_pipelines.stage import Json, Stage, file_digest, target_identity, write_jsonl, write_text
+from headstart.data_pipelines.stage import Json, Stage, file_digest, write_jsonl, write_text
 from headstart.data_pipelines.target_files import WEIGHTS, digest_of, generation_identity
 from headstart.heads.checkpoint import load_head
 from headstart.heads.target_config import locate_target
+from headstart.heads.target_origin import target_identity
 from headstart.inference.decode import generate_each
 from headstart.inference.drafter import Drafter
 from headstart.inference.drafters.cost_aware import growth_from_recipe
@@ -237,8 +238,8 @@ def speculative_writer(recipe: Recipe, folder: Path) -> tuple[Writer, Ranks]:
     untapped = TargetModel.load(recipe.target, ())
     head = load_head(folder, untapped.frozen)
     target = TargetModel(untapped.model, head.taps, untapped.ranks)
-    writer = target_writer(recipe, target, HeadDrafter(head, growth_from_recipe(recipe.decode, target, head)))
-    return writer, target.ranks
+    growth = growth_from_recipe(recipe.decode, target, head, batch=recipe.data.generate_batch)
+    return target_writer(recipe, target, HeadDrafter(head, growth)), target.ranks
 
 
 def server_writer(recipe: Recipe, url: str) -> Writer:

@@ -10,7 +10,6 @@ from typing import Any
 
 import xxhash
 
-from headstart.heads.model_files import both_ends
 from headstart.recipes.whole_files import write_text
 
 Json = dict[str, Any]
@@ -163,15 +162,3 @@ class Stage:
                 + "\n  ".join([*different, *([why] if why else [])])
                 + f"\nundo the change, or {self._start_anew()}"
             )
-
-
-def target_identity(folder: Path) -> str:
-    """A digest of a target's config and weights that is cheap for hundreds of gigabytes.
-
-    It covers config.json, and the name, size, first and last MiB of every weight file.
-    """
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for path in sorted(folder.glob("*.safetensors")):
-        digest.update(f"{path.name} {path.stat().st_size}".encode())
-        digest.update(both_ends(path))
-    return digest.hexdigest()

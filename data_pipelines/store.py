@@ -29,8 +29,9 @@ from headstart.data_pipelines.shards import (
     shard_damage,
     shard_name,
 )
-from headstart.data_pipelines.stage import CHECKSUM, Json, Stage, differences, file_digest, target_identity, write_text
+from headstart.data_pipelines.stage import CHECKSUM, Json, Stage, differences, file_digest, write_text
 from headstart.heads.target_config import locate_target
+from headstart.heads.target_origin import target_identity
 from headstart.recipes import Recipe
 from headstart.recipes.os_errors import errors_as_messages
 from headstart.recipes.whole_files import removed_on_failure

@@ -1,6 +1,6 @@
 """What a stage records of a target's small files: digests of content, so that a moved folder is still the same target.
 
-`target_identity` in stage.py is the digest of config and weights.
+`target_identity` in heads/target_origin.py is the digest of config and weights.
 """
 
 import hashlib

@@ -12,6 +12,7 @@ from headstart.heads.calibration import Calibration
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.layers import AttentionCache
 from headstart.heads.target_config import TargetConfig
+from headstart.heads.target_origin import TargetOrigin
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema import HeadSection
 
@@ -34,6 +35,7 @@ class DraftHead(nn.Module, ABC):
     feature_size: int
     embedding: Tensor  # the target's, [vocab, hidden], shared
     calibration: Calibration = Calibration()  # fitted after training
+    origin: TargetOrigin | None = None  # the target it was trained for, where that is known
     max_levels: int | None = None  # how many levels it can draft; None is any number
     has_rope: bool = True  # whether it has rotary embeddings, which must then match the target's
 

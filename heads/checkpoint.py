@@ -22,6 +22,7 @@ from headstart.heads.frozen import FrozenTarget
 from headstart.heads.medusa import MedusaHead
 from headstart.heads.safetensors_file import write_safetensors
 from headstart.heads.target_config import Rope, TargetConfig
+from headstart.heads.target_origin import TargetOrigin
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema import Eagle1Section, HeadSection
 from headstart.recipes.whole_files import remove, removed_on_failure, write_text
@@ -71,6 +72,8 @@ def head_config(head: DraftHead) -> dict[str, Any]:
         "target_num_layers": head.target.num_layers,
         "calibration": head.calibration.to_config(),
     }
+    if head.origin is not None:
+        own["target"] = head.origin.to_config()
     if head.has_rope and Rope.from_config(config) != head.target.rope:
         own["target_rope"] = asdict(head.target.rope)  # the engines' keys hold the head's own rope
     dtype = str(next(head.parameters()).dtype).removeprefix("torch.")
@@ -145,6 +148,7 @@ def head_from_files(
     check_tensors(folder, head, tensors)
     head.load_state_dict(tensors)
     head.calibration = Calibration.from_config(config.get("headstart", {}).get("calibration"))
+    head.origin = TargetOrigin.from_config(config)
     return head.to(frozen.embedding.device, frozen.embedding.dtype).eval().requires_grad_(False)
 
 

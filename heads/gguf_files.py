@@ -1,13 +1,13 @@
 """Where the weights of a GGUF file lie once they are unpacked: a folder per content, shared by all runs of a user."""
 
 import hashlib
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 from headstart.heads.model_files import both_ends
 from headstart.recipes.run_lock import only_run_in
+from headstart.recipes.user_cache import user_cache
 
 
 def unpacked_folder(file: Path, field: str) -> Path:
@@ -17,7 +17,7 @@ def unpacked_folder(file: Path, field: str) -> Path:
     """
     if not file.is_file():
         raise ValueError(f"{field}: {file} given, an existing GGUF file is allowed; check the path")
-    folder = cache() / identity(file)
+    folder = user_cache("gguf") / identity(file)
     if (folder / "config.json").is_file():
         return folder
     with only_run_in(folder.with_name(folder.name + ".lock"), f"unpacking {file.name}", wait=True):
@@ -29,12 +29,6 @@ def unpacked_folder(file: Path, field: str) -> Path:
                 said = ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"]
                 raise ValueError(f"{field}: {said[-1].removeprefix('error: ')}")
     return folder
-
-
-def cache() -> Path:
-    """The user's folder for unpacked models: HEADSTART_CACHE, or headstart/ in the cache folder of the system."""
-    usual = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "headstart"
-    return Path(os.environ.get("HEADSTART_CACHE", usual)).expanduser() / "gguf"
 
 
 def identity(file: Path) -> str:

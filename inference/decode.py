@@ -101,6 +101,7 @@ class DecodeLoop:
         self.limit = max((len(r.prompt) + r.max_new_tokens for r in requests), default=0) + self.nodes
         refuse_more_than_memory(target, self.max_batch, self.nodes, self.limit - self.nodes)
         self.static: StaticStep | None = None
+        self.last_step: tuple[float, float] | None = None  # time.perf_counter() before and after it
 
     @torch.inference_mode()
     def run(self) -> Generator[tuple[int, list[int]], None, None]:
@@ -121,6 +122,7 @@ class DecodeLoop:
 
     def step(self) -> list[tuple[int, list[int]]]:
         """One cycle for all rows: draft a tree, run the target on it, verify, compact the cache, record."""
+        started = time.perf_counter()
         self.cache.make_room(max(self.cache.target.lengths) + self.nodes, self.limit)
         verified = self.verified()
         output: StepOutput | TargetOutput
@@ -133,6 +135,7 @@ class DecodeLoop:
             accepted = verify(tree, output.logits, self.cache.target.starts, verified.sampling, self.history)
         bytes_moved = self.cache.target.keep([found.path for found in accepted])
         blocks = self.record(accepted, output, bytes_moved)
+        self.last_step = started, time.perf_counter()
         for row in [row for row in self.rows if row.ended]:
             self.end(row)
         return blocks
@@ -205,6 +208,7 @@ class DecodeLoop:
             remaining=[row.left - 1 for row in rows],  # one token is left for the bonus token
             texts=[row.text for row in rows],
             choices=[row.choices for row in rows],
+            last_step=self.last_step,
         )
 
     def record(

@@ -59,6 +59,7 @@ class VerifiedOnHost(Verified):
     remaining: list[int]  # draft tokens that a row can still use
     texts: list[list[int]]  # prompt and output, the root included; a row's list is one object as long as the row lives
     choices: list[list[int]] = field(default_factory=list)  # the target's, at each node of the last tree
+    last_step: tuple[float, float] | None = None  # time.perf_counter() before and after the last step, if there was one
 
     def levels(self, most: int) -> int:
         return min(most, max(self.remaining))

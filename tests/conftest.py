@@ -1,7 +1,7 @@
 """Tiny random targets and heads: a few thousand weights, with distributions so peaked that a wrong mask shows."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,14 @@ HeadFactory = Callable[..., Any]  # returns a head of the requested kind
 def _fixed_seed() -> None:
     """Seed torch, so that no test depends on those before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep what headstart caches for a user away from the user's own folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HEADSTART_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from headstart.inference.cache import KVCache
 from headstart.inference.decode import DecodeLoop
 from headstart.inference.drafter import Drafter, Verified, VerifiedOnHost
 from headstart.inference.drafters.cost_aware import CostAware, CostAwareShape
-from headstart.inference.drafters.costs import NODES, CostTable, StepCosts
+from headstart.inference.drafters.costs import NODES, CostSurface, CostTable, Situation, StepCosts
 from headstart.inference.drafters.growth import Dynamic, Fixed
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.request import Request
@@ -235,10 +235,19 @@ class SetCosts(CostTable):
     """Costs that are given, not measured: verifying n nodes takes 1 + n / `nodes` seconds, drafting a level `level`."""
 
     def __init__(self, level: float = 0.05, nodes: float = 40) -> None:
-        self.costs = StepCosts(tuple(1 + count / nodes for count in NODES), level, level)
+        target = tuple(1 + count / nodes for count in NODES)
+        levels = max(level, 1e-9), 0.0
+        super().__init__(CostSurface(NODES, target, NODES[-1], (0.0, 0.0), (0.0, 0.0), levels, levels), width=1)
+        self.costs = StepCosts(target, level, level)
 
-    def now(self, verified: VerifiedOnHost, nodes: int) -> StepCosts:
+    def now(self, at: Situation) -> StepCosts:
         return self.costs
+
+    def observe_target(self, at: Situation, nodes: int, seconds: float) -> None:
+        """Do nothing: the costs stay as they were given."""
+
+    def observe_drafting(self, at: Situation, first_level: float, levels: list[float]) -> None:
+        """Do nothing: the costs stay as they were given."""
 
 
 LIMITED = DraftVocab(torch.arange(0, VOCAB, 4), VOCAB)

@@ -330,6 +330,14 @@ DAMAGED: dict[str, tuple[Edit, Says]] = {
     "a tap too few": (own(taps=[2, 3]), Says("fc.weight", "is [32, 96]", "should be [32, 64]", "copy or export")),
     "taps as text": (own(taps="2,3,4"), Says("headstart.taps", "'2,3,4'", "a valid list", "correct the file")),
     "no taps": (own(taps=[]), Says("headstart.taps", "[]", "at least 1 item", "correct the file")),
+    "a target's digest that is none": (
+        own(target={"sha256": "unknown"}),
+        Says("headstart.target.sha256", "'unknown'", "match pattern", "correct the file"),
+    ),
+    "a target as text": (
+        own(target="models/SmolLM2"),
+        Says("headstart.target", "'models/SmolLM2'", "a valid dictionary", "correct the file"),
+    ),
     "an empty calibration": (
         own(calibration={"greedy": [], "sampled": [1.0]}),
         Says("calibration.greedy", "[]", "at least 1 item", "correct the file"),

@@ -18,6 +18,7 @@ from headstart.data_pipelines.shards import FeatureStore
 from headstart.heads.checkpoint import draft_vocab, load_head, new_head
 from headstart.heads.export import export
 from headstart.heads.frozen import FrozenTarget
+from headstart.heads.target_origin import TargetOrigin
 from headstart.inference.decode import generate_batch
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
@@ -82,6 +83,7 @@ def test_the_head_changes_no_token_of_the_tuned_target(make_recipe: MakeRecipe, 
     assert changed
     assert all(name.startswith("model.layers.") for name in changed)
     head = load_head(recipe.head_dir, tuned.frozen)
+    assert head.origin == TargetOrigin.of(recipe.tuned_target_dir)
     for sampling in (Sampling(), Sampling(0.9, seed=4)):
         requests = [Request([5, 6, 7], 20, sampling), Request([40, 41], 20, sampling)]
         plain = generate_batch(tuned, requests)

@@ -1,5 +1,6 @@
 """Laws of the training command, run as a process: it makes everything, and continues however it was stopped."""
 
+import json
 import random
 import runpy
 import shutil
@@ -13,6 +14,8 @@ import pytest
 from safetensors.torch import load_file
 from tiny_run import build_run, contents, quiet_environment
 from torch.testing import assert_close
+
+from headstart.heads.target_origin import target_identity
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -54,6 +57,8 @@ def test_one_command_makes_everything_and_running_it_again_changes_nothing(finis
     assert folders == {"prompts", "responses", "features", "checkpoints", "metrics.jsonl", "head"}
     assert "head/config.json" in before
     assert load_file(finished / "run/head/model.safetensors")["d2t"].shape == (80,)
+    recorded = json.loads((finished / "run/head/config.json").read_text())["headstart"]["target"]
+    assert recorded == {"sha256": target_identity(finished / "target")}
     assert not [name for name in before if "partial" in name]
     output = finish(start(finished / "recipe.yaml", *LONGER, "train.eval_prompts=1"))
     assert contents(finished / "run") == before

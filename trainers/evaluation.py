@@ -44,10 +44,11 @@ class HeldOutDecoding:
 
     def decode(self, temperature: float) -> DecodeStats:
         """Decode the prompts as the recipe says; returns the statistics of all of them."""
-        drafter = HeadDrafter(self.head, growth_from_recipe(self.recipe.decode, self.target, self.head))
         sampling, stats = sampling_from_recipe(self.recipe.decode, temperature), DecodeStats()
         requests = [Request(prompt, self.new_tokens, sampling) for prompt in self.prompts()]
-        for generation in generate_batch(self.target, requests, drafter, self.recipe.decode.max_batch):
+        most = self.recipe.decode.max_batch
+        growth = growth_from_recipe(self.recipe.decode, self.target, self.head, batch=min(most, len(requests)))
+        for generation in generate_batch(self.target, requests, HeadDrafter(self.head, growth), most):
             stats.add(generation.stats)
         self.target.kept(SpareSteps).clear()  # training needs their memory
         return stats

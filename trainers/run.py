@@ -16,6 +16,7 @@ from headstart.heads.checkpoint import draft_vocab, head_taps, new_head, save_he
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.frozen import FrozenTarget, SafetensorsFolder
 from headstart.heads.target_config import locate_target
+from headstart.heads.target_origin import TargetOrigin
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.target.model import TargetModel
 from headstart.recipes import Recipe
@@ -196,6 +197,8 @@ def export(recipe: Recipe, inputs: TrainingInputs, head: DraftHead, checkpoints:
     if inputs.decoding is not None:
         inputs.decoding.load_weights(weights, tuned)
         head.calibration = inputs.decoding.fit_calibration()
+    tuned_folder = None if inputs.target is None else recipe.tuned_target_dir
+    head.origin = TargetOrigin.of(tuned_folder or locate_target(recipe.target.path, recipe.target.revision))
     save_head(head, recipe.head_dir)
     checkpoints.note_export({"export": recipe.train.export, "step": step})
 

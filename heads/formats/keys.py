@@ -61,9 +61,17 @@ class HeadstartKeys(Keys):
     kind: str = "eagle3"
     taps: Annotated[Layers, Field(min_length=1)] = [0]
     engines: list[str] | None = None
+    target: "OriginKeys | None" = None
     target_num_layers: Size = 1
     target_rope: dict[str, Any] = {}
     calibration: "CalibrationKeys | None" = None
+
+
+class OriginKeys(Keys):
+    """The target that the head was trained for."""
+
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    source: str | None = None
 
 
 class TreeKeys(Keys):

@@ -22,6 +22,7 @@ from headstart.inference.doctor.findings import (
     export_violations,
     head_violations,
     no_right_guess,
+    other_target,
     other_template,
     share_past_limit,
     with_unmeasured,
@@ -102,8 +103,12 @@ def diagnose(head: Path, target_name: str, export: Path | None, options: Options
         return Diagnosis(by_files, [], None)
     tokens = sum(one.text.shape[1] - one.prompt for one in replays)
     measured = [*find_better_variants(trained, target.frozen, measure, tokens), *check_number_format(trained, measure)]
-    found = [*template_findings(head, folder, options), *with_unmeasured(measured, by_files)]
-    if not {finding.category for finding in found} - {"context length", "template"}:
+    found = [
+        *other_target(files, folder),
+        *template_findings(head, folder, options),
+        *with_unmeasured(measured, by_files),
+    ]
+    if not {finding.category for finding in found} - {"context length", "target", "template"}:
         found += no_right_guess(head, accuracy, tokens)
     found = with_length_cost(found, replays, trained)
     if served is None:

@@ -12,6 +12,7 @@ from headstart.heads.formats.files import HeadFiles
 from headstart.heads.formats.subject import MEDUSA, Subject, layout_of
 from headstart.heads.formats.violation import Violation
 from headstart.heads.frozen import FrozenTarget
+from headstart.heads.target_origin import SMOLLM2_SOURCES, TargetOrigin
 from headstart.inference.doctor.interpretation import Interpretation
 from headstart.inference.target.tokenizer import load_tokenizer
 
@@ -103,6 +104,24 @@ def no_right_guess(folder: Path, accuracy: Sequence[float], tokens: int) -> Iter
         cost = "every draft token is rejected, and decoding is slower than without the head"
         advice = "name the target that it was trained for, copy its files again, or train it"
         yield Finding("accuracy", found, right, cost, advice)
+
+
+def other_target(files: HeadFiles, target: Path) -> Iterator[Finding]:
+    """Yield a finding if the head records that it was trained for other weights than those of the target at hand."""
+    trained, now = TargetOrigin.from_config(files.config), TargetOrigin.of(target)
+    if trained is not None and trained.sha256 != now.sha256:
+        right = f"{trained}, for which {files.folder.name} was trained"
+        cost = "not measured; these weights write other texts, so fewer draft tokens are accepted"
+        yield Finding("target", f"TARGET is {now}", right, cost, advice_on(trained))
+
+
+def advice_on(trained: TargetOrigin) -> str:
+    """How to bring a head and the target that it was trained for together."""
+    fit = "fit the head to this one with headstart calibrate RECIPE, or train a head for it with headstart train RECIPE"
+    for source, words in SMOLLM2_SOURCES.items():
+        if (trained.source or "").startswith(words):
+            return f"fetch that target with headstart smollm2 NEW_FOLDER --source {source} and name it, or {fit}"
+    return f"name that target, or {fit}"
 
 
 def other_template(manifest: Path, target: Path) -> Iterator[Finding]:

@@ -14,7 +14,8 @@ from torch import Tensor
 from headstart.heads.base import DraftHead
 from headstart.heads.static_tree import StaticTree
 from headstart.inference.drafter import Verified, VerifiedOnHost
-from headstart.inference.drafters.costs import CostTable, StepCosts
+from headstart.inference.drafters.cost_files import cost_table
+from headstart.inference.drafters.costs import CostTable, StepCosts, StepWatch
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth, Pool, likeliest
 from headstart.inference.target.model import TargetModel
 from headstart.inference.tree import Tree
@@ -33,13 +34,13 @@ class CostAware:
     static_shapes = False
 
     def __init__(self, depth: int, width: int, nodes: int, costs: CostTable) -> None:
-        self.depth, self.width, self.nodes, self.costs = depth, width, nodes, costs
+        self.depth, self.width, self.nodes, self.watch = depth, width, nodes, StepWatch(costs)
         # Plain numbers: there are few, and the policy itself must be fast on every level.
         self.levels_done: list[list[list[float]]] = []  # by level, then row: the chances of the nodes
 
     def levels(self, verified: Verified) -> int:
         assert isinstance(verified, VerifiedOnHost)
-        self.now = self.costs.now(verified, self.nodes)
+        self.now = self.watch.begin(verified)
         self.verify_costs = verify_costs(self.now, self.nodes)
         self.levels_done = []
         return verified.levels(self.depth)
@@ -63,12 +64,15 @@ class CostAware:
         self.look_at(pool)
         spent = self.spent()
         rates = [tokens / (spent + cost) for tokens, cost in zip(self.expected(), self.verify_costs, strict=False)]
-        return pool.best(roots, rates.index(max(rates)) + 1)
+        tree = pool.best(roots, rates.index(max(rates)) + 1)
+        self.watch.end(tree.shape[1], len(pool.scores))
+        return tree
 
     def look_at(self, pool: Pool) -> None:
         """Copy the chances of new levels to the host; on a GPU this waits for them."""
         for scores in pool.scores[len(self.levels_done) :]:
             self.levels_done.append(scores.exp().tolist())
+            self.watch.level_done()
 
     def expected(self) -> list[float]:
         """Expected tokens of a step with the best 1, 2, ... nodes, the bonus token included; the mean over rows."""
@@ -163,7 +167,7 @@ class CostAwareShape:
 
     def __init__(self, sizes: Sequence[Fixed], chances: NodeChances, costs: CostTable) -> None:
         """`sizes[i]` has i + 1 nodes, and each holds the one before it."""
-        self.sizes, self.chances, self.costs = sizes, chances, costs
+        self.sizes, self.chances, self.watch = sizes, chances, StepWatch(costs)
         self.depths = numpy.array([size.depth for size in sizes])
         self.chosen = sizes[-1]
         self.depth, self.width, self.nodes = self.chosen.depth, self.chosen.width, len(sizes)
@@ -182,7 +186,7 @@ class CostAwareShape:
     def levels(self, verified: Verified) -> int:
         assert isinstance(verified, VerifiedOnHost)
         self.chances.observe(verified)
-        self.chosen = self.fastest(self.costs.now(verified, self.nodes))
+        self.chosen = self.fastest(self.watch.begin(verified))
         return self.chosen.levels(verified)
 
     def fastest(self, now: StepCosts) -> Fixed:
@@ -201,7 +205,9 @@ class CostAwareShape:
         return self.chosen.frontier(level, totals)
 
     def prune(self, pool: Pool, roots: Tensor) -> Tree:
-        return self.chosen.prune(pool, roots)
+        tree = self.chosen.prune(pool, roots)
+        self.watch.end(tree.shape[1], len(pool.scores))
+        return tree
 
 
 def searched_tree(head: DraftHead) -> StaticTree:
@@ -227,8 +233,10 @@ def refuse_more_children(section: DecodeSection, drafted: int) -> None:
         )
 
 
-def growth_from_recipe(section: DecodeSection, target: TargetModel, head: DraftHead) -> Growth:
-    """The recipe's policy. Cost-aware policies measure this target and head when they are first used.
+def growth_from_recipe(section: DecodeSection, target: TargetModel, head: DraftHead, batch: int = 1) -> Growth:
+    """The recipe's policy. Cost-aware policies measure this target and head here, unless an earlier run did.
+
+    `batch` is the number of rows that will be decoded together, if that is known.
 
     Raises ValueError if a node would have more children than the head drafts tokens.
     """
@@ -241,9 +249,11 @@ def growth_from_recipe(section: DecodeSection, target: TargetModel, head: DraftH
     if section.growth == "searched":
         return Fixed(searched_tree(head).best(section.nodes))
     if section.growth == "searched_cost_aware":
-        return CostAwareShape.searched(searched_tree(head), section.nodes, CostTable(target, head, section.width))
+        tree, costs = searched_tree(head), cost_table(target, head, section.width, section.nodes, batch)
+        return CostAwareShape.searched(tree, section.nodes, costs)
     if section.growth == "adaptive":
-        return CostAwareShape.chain(section.depth, CostTable(target, head, 1))
+        return CostAwareShape.chain(section.depth, cost_table(target, head, 1, section.depth, batch))
     if section.growth == "cost_aware":
-        return CostAware(section.depth, section.width, section.nodes, CostTable(target, head, section.width))
+        costs = cost_table(target, head, section.width, section.nodes, batch)
+        return CostAware(section.depth, section.width, section.nodes, costs)
     return Dynamic(section.depth, section.width, section.nodes)

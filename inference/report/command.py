@@ -3,13 +3,14 @@
 import os
 import platform
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from itertools import product
 from multiprocessing import active_children, get_context
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from rich.console import Console
 from headstart.heads.base import DraftHead
 from headstart.heads.checkpoint import load_head
 from headstart.heads.target_config import locate_target
+from headstart.heads.target_origin import TargetOrigin
 from headstart.inference.decode import check_length
 from headstart.inference.inputs import head_folders, held_out_prompts, taps_to_read
 from headstart.inference.report.compare import Outcome, able_to_batch, run_interleaved, summarise_methods
@@ -30,6 +32,7 @@ from headstart.inference.report.tables import LEGEND, NOTE, as_tables
 from headstart.inference.report.trace import Trace, trace
 from headstart.inference.sampling import sampling_from_recipe
 from headstart.inference.step_memory import refuse_trees_of
+from headstart.inference.target.loading import processor_name
 from headstart.inference.target.model import TargetModel, generation_fields, pick_device
 from headstart.inference.target.tokenizer import load_tokenizer, text_of
 from headstart.recipes import Recipe
@@ -102,6 +105,7 @@ def make_report(recipe: Recipe) -> list[Outcome]:
     refuse_original_target(recipe, recipe.report.head)
     check_folder(recipe.report_dir)
     benchmark, console = Benchmark.load(recipe), Console()
+    warn_of_other_targets(benchmark.heads, locate_target(recipe.target.path, recipe.target.revision))
     drawn = draw_searched_trees(recipe, benchmark.heads)  # before the work, because it fails for a head without a tree
     with Progress("report", num_own_texts(recipe, benchmark), "texts") as progress:
         outcomes = measure(recipe, benchmark, progress)
@@ -235,12 +239,22 @@ def needs_head(recipe: Recipe) -> bool:
     return not set(NEED_A_HEAD).isdisjoint(recipe.report.baselines)
 
 
+def warn_of_other_targets(heads: Mapping[str, DraftHead], folder: Path) -> None:
+    """Print a line for each head that was trained for other weights than those of the report's target."""
+    now = TargetOrigin.of(folder) if heads else None
+    for name, head in heads.items():
+        if now is not None and head.origin is not None and head.origin.sha256 != now.sha256:
+            print(
+                f"{name or 'the head'} was trained for {head.origin}, and target.path is {now}: fewer of its draft "
+                f"tokens may be accepted (headstart doctor says more)"
+            )
+
+
 def machine() -> dict[str, Any]:
     """The hardware and versions that figures were measured with."""
     device = pick_device("auto")
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return {
-        "device": f"{device.type} ({name})",
+        "device": f"{device.type} ({processor_name(device)})",
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": version("transformers"),

@@ -1,5 +1,6 @@
 """Loads a target's configuration, weights and device; whatever is wrong with its files becomes a ValueError."""
 
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,16 @@ def pick_device(name: str, field: str = "target.device") -> torch.device:
             f"{count} {device.type} devices on this machine; choose another"
         )
     return device
+
+
+def processor_name(device: torch.device) -> str:
+    """What the maker calls the GPU, or the CPU where the system says so."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpus = Path("/proc/cpuinfo")
+    lines = cpus.read_text().splitlines() if cpus.is_file() else []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()
 
 
 def num_devices(kind: str) -> int:

