@@ -1,7 +1,7 @@
 """Loads a target's configuration, weights and device; whatever is wrong with its files becomes a ValueError."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -9,6 +9,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 AGAIN = "copy or download the model again"
+BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")  # of x86 twice, then of ARM
 SHOWN = 4  # wrong tensors that a message names
 
 
@@ -36,6 +37,14 @@ def pick_device(name: str, field: str = "target.device") -> torch.device:
             f"{count} {device.type} devices on this machine; choose another"
         )
     return device
+
+
+def fast_dtype(device: torch.device) -> Literal["bfloat16", "float32"]:
+    """bfloat16 where the device computes in it; elsewhere float32, because emulation is slower."""
+    if device.type == "cuda":
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+    able = device.type == "cpu" and any(torch.cpu.get_capabilities().get(name) for name in BFLOAT16_INSTRUCTIONS)
+    return "bfloat16" if able else "float32"
 
 
 def num_devices(kind: str) -> int:
