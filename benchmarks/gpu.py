@@ -33,7 +33,7 @@ from headstart.inference.inputs import head_folder, taps_to_read
 from headstart.inference.report.command import machine, report_prompts
 from headstart.inference.report.compare import compare
 from headstart.inference.report.runs import Method
-from headstart.inference.report.tables import as_tables
+from headstart.inference.report.tables import short_table
 from headstart.inference.request import Request
 from headstart.inference.sampling import BatchSampling, Sampling
 from headstart.inference.target.model import TargetModel
@@ -257,8 +257,7 @@ def demo(console: Console, recipe: Recipe) -> None:
     for temperature in recipe.report.temperatures:
         sampling = Sampling(temperature, seed=recipe.decode.seed)
         found = compare(methods, target, report_prompts(recipe), recipe.decode.max_new_tokens, sampling, 1)
-        for table in as_tables(found):
-            console.print(table)
+        console.print(short_table(found))
 
 
 def main() -> None:

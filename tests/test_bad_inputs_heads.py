@@ -863,6 +863,51 @@ COMMANDS: dict[str, tuple[Edit, str, Says]] = {
         f"{REPORT} 'report.baselines=[plain]'",
         Says("heldout.jsonl", "is missing", "held-out prompts are required", "headstart prompts RECIPE"),
     ),
+    "chat: no head": (
+        nothing,
+        "chat --target {place}/whole --head {place}/none",
+        Says("--head", "none holds no head", "a trained head's folder is allowed", "headstart train RECIPE"),
+    ),
+    "chat: no head in the recipe's run": (
+        nothing,
+        "chat {place}/recipe.yaml",
+        Says("report.head", "run/head holds no head", "a trained head's folder", "decode.drafter=prompt_lookup"),
+    ),
+    "chat: the head of another target": (
+        nothing,
+        "chat --target {place}/whole --head {place}/head",
+        Says("vocab_size", "head 97", "target 300", "train one for this target"),
+    ),
+    "chat: no such target": (
+        nothing,
+        "chat --target {place}/none --head {place}/foreign",
+        Says("target", "none", "neither a local folder nor a model", "give a folder with config.json"),
+    ),
+    "chat: a recipe and a target": (
+        nothing,
+        "chat {place}/recipe.yaml --target {place}/whole",
+        Says("--target", "whole given", "one of the two is allowed", "write target.path="),
+    ),
+    "chat: a wrong override": (
+        nothing,
+        "chat {place}/recipe.yaml decode.growth=bush",
+        Says("decode.growth", "bush", "dynamic", ""),
+    ),
+    "chat: a negative temperature": (
+        nothing,
+        "chat --target {place}/whole --head {place}/foreign --temperature=-1",
+        Says("temperature", "-1", "0 (greedy) or at least 1e-8", "leave it out"),
+    ),
+    "chat: a question longer than the target's positions": (
+        nothing,
+        "chat --target {place}/whole --head {place}/foreign --dtype float32 --prompt hello --max-new-tokens 128",
+        Says("the question is", "tokens long", "are allowed", "lower --max-new-tokens"),
+    ),
+    "chat: no new tokens": (
+        nothing,
+        "chat --target {place}/whole --head {place}/foreign --dtype float32 --prompt hello --max-new-tokens 0",
+        Says("--max-new-tokens", "0 given", "1 or more is allowed", "raise it"),
+    ),
     "calibrate: no head": (
         nothing,
         "calibrate {place}/recipe.yaml",

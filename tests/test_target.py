@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from headstart.inference.sampling import Sampling
+from headstart.inference.target.loading import fast_dtype
 from headstart.inference.target.model import TargetModel
 from headstart.recipes.schema import TargetSection
 
@@ -181,3 +182,21 @@ class OwnConfig(LlamaConfig):
     with pytest.raises(ValueError, match="Unrecognized configuration class" if trusted else "trust_remote_code"):
         TargetModel.load(section, ())  # trusted or not, the configuration has no model class
     assert ran.exists() == trusted
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "dtype"),
+    [
+        ({"avx512_f": True, "avx512_bf16": True}, "bfloat16"),
+        ({"amx_bf16": True}, "bfloat16"),
+        ({"neon": True, "bf16": True}, "bfloat16"),
+        ({"avx512_f": True, "avx512_bf16": False}, "float32"),
+        ({"avx2": True}, "float32"),
+    ],
+)
+def test_a_cpu_computes_in_bfloat16_only_if_it_has_instructions_for_it(
+    capabilities: dict[str, bool], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    assert fast_dtype(torch.device("cpu")) == dtype
+    assert fast_dtype(torch.device("meta")) == "float32"

@@ -19,6 +19,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
+from headstart.data_pipelines.demo.chat_options import chat_options
 from headstart.data_pipelines.demo.smollm2_options import smollm2_options
 from headstart.data_pipelines.store_options import store_options
 from headstart.heads.options import convert_options, lint_options
@@ -113,6 +114,14 @@ COMMANDS = {  # in data-flow order
         "RUN_DIR/head or report.head, target, prompts",
         "RUN_DIR/report",
         "recipes/tiny.yaml",
+    ),
+    "chat": Command(
+        "headstart.data_pipelines.demo.chat",
+        "Talk with a target in the terminal: streamed answers, draft tokens coloured, speed beside plain decoding.",
+        "target, head (default: SmolLM2-135M-Instruct, which it fetches, and its bundled head)",
+        "nothing",
+        "--target assets/demo_target --head assets/demo_head",
+        chat_options,
     ),
     "export": Command(
         "headstart.heads.export",

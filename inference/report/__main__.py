@@ -11,16 +11,15 @@
 Every method of report.baselines decodes the same prompts, at each of report.temperatures and in each of
 report.batches. Methods alternate prompt by prompt, so that a slow phase of the machine hits all of them.
 
-The tables show, for each method:
-  acceptance length   mean number of tokens per target step, the bonus token included (tau)
-  tokens/s            new tokens per second of wall time, prefill included
-  speed-up            tokens/s over plain decoding, with its 95 % interval over prompts
-  same text           prompts whose text equals plain decoding's, token by token
-and the acceptance rate by depth, latencies and distinct tokens. The first prompt's text is printed with its draft
-tokens coloured.
+The table on the terminal shows, for each method:
+  tokens per target step   mean number of tokens that one pass of the target yields (the acceptance length, tau)
+  tokens/s                 new tokens per second of wall time, prefill included
+  speed-up                 tokens/s over plain decoding's
+  same text                prompts whose text equals plain decoding's, token by token
+The first prompt's text is printed with its draft tokens coloured.
 
-Prints the tables and writes report.json, report.md, report.png and report.html to RUN_DIR/report, and a searched tree
-as tree.png.
+Writes report.json, report.md, report.png and report.html to RUN_DIR/report, and a searched tree as tree.png. They also
+have the speed-up's 95 % interval, the acceptance rate by depth, latencies and distinct tokens.
 """
 
 from headstart.recipes import recipe_from_command_line

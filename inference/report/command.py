@@ -20,6 +20,7 @@ from headstart.heads.base import DraftHead
 from headstart.heads.checkpoint import load_head
 from headstart.heads.target_config import locate_target
 from headstart.heads.target_origin import TargetOrigin
+from headstart.inference.colours import LEGEND as COLOURS
 from headstart.inference.decode import check_length
 from headstart.inference.inputs import head_folders, held_out_prompts, taps_to_read
 from headstart.inference.report.compare import Outcome, able_to_batch, run_interleaved, summarise_methods
@@ -28,7 +29,7 @@ from headstart.inference.report.methods import NEED_A_HEAD, build_methods
 from headstart.inference.report.page import on_terminal
 from headstart.inference.report.questions import Prompt, read_questions
 from headstart.inference.report.runs import Method, Run
-from headstart.inference.report.tables import LEGEND, NOTE, as_tables
+from headstart.inference.report.tables import LEGEND, short_table
 from headstart.inference.report.trace import Trace, trace
 from headstart.inference.sampling import sampling_from_recipe
 from headstart.inference.step_memory import refuse_trees_of
@@ -113,7 +114,7 @@ def make_report(recipe: Recipe) -> list[Outcome]:
     text = partial(text_of, load_tokenizer(folder, recipe.target.trust_remote_code))
     traces = trace_methods(recipe, benchmark)
     for one in traces:
-        console.rule(f"{one.method}: draft tokens on green, darker with depth; bonus tokens underlined")
+        console.rule(f"{one.method}: {COLOURS}")
         console.print(on_terminal(one, text))
     about = {**machine(), "processes": recipe.report.workers} if recipe.report.workers > 1 else machine()
     folders = head_folders(recipe) if needs_head(recipe) else {}
@@ -123,10 +124,9 @@ def make_report(recipe: Recipe) -> list[Outcome]:
 
 
 def measure(recipe: Recipe, benchmark: Benchmark, progress: Progress) -> list[Outcome]:
-    """Measure every method at every setting; each setting's tables are printed as soon as they are ready."""
+    """Measure every method at every setting; each setting's table is printed as soon as it is ready."""
     outcomes: list[Outcome] = []
     console = progress.console
-    console.print(NOTE, highlight=False)
     for setting, runs in zip(settings(recipe), all_runs(recipe, benchmark, progress), strict=True):
         methods = able_to_batch(benchmark.methods, setting.batch)
         if left_out := [method.name for method in benchmark.methods if method not in methods]:
@@ -134,8 +134,7 @@ def measure(recipe: Recipe, benchmark: Benchmark, progress: Progress) -> list[Ou
             console.print(f"left out in batches of {setting.batch}, where transformers does not draft: {names}")
         sampling = sampling_from_recipe(recipe.decode, setting.temperature)
         found = summarise_methods(methods, runs, benchmark.target, benchmark.prompts, sampling, setting.batch)
-        for table in as_tables(found):
-            console.print(table)
+        console.print(short_table(found))
         outcomes += found
     console.print(LEGEND, highlight=False)
     return outcomes

@@ -12,10 +12,11 @@ from headstart.heads.base import DraftHead
 from headstart.inference.drafters.cost_aware import searched_tree
 from headstart.inference.inputs import OWN_HEAD
 from headstart.inference.report.compare import Outcome
-from headstart.inference.report.page import Detokenize, page
-from headstart.inference.report.tables import NOTE, as_markdown, draw
+from headstart.inference.report.page import page
+from headstart.inference.report.tables import COLUMNS, NOTE, as_markdown, draw
 from headstart.inference.report.trace import Trace
 from headstart.inference.report.tree_picture import draw_tree
+from headstart.inference.request import Detokenize
 from headstart.recipes import Recipe
 from headstart.recipes.whole_files import whole_file, write_text
 
@@ -44,7 +45,8 @@ def write_report(
     heads = [f"Head `{folders[OWN_HEAD]}`", *(f"{name} `{path}`" for name, path in others.items())] if folders else []
     about = ", ".join(f"{name} {value}" for name, value in machine.items())
     tables = "\n".join(as_markdown(found) for found in groups.values())
-    write_text(folder / "report.md", f"{'; '.join([*heads, about])}.\n\n{NOTE}\n\n{tables}")
+    columns = "\n".join(f"- {name}: {meaning}" for name, meaning in COLUMNS.items())
+    write_text(folder / "report.md", f"{'; '.join([*heads, about])}.\n\n{NOTE}\n\n{tables}\nColumns:\n\n{columns}\n")
     whole_page = page(f"headstart on {recipe.target.path}", list(groups.values()), traces, text)
     write_text(folder / "report.html", whole_page)
     write_png(folder / "report.png", draw(groups))

@@ -3,25 +3,21 @@
 The coloured texts are also made for the terminal.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from html import escape
 
 from rich.text import Text
 
+from headstart.inference.colours import BONUS, LIGHT_INK, SHADES, shade, token_style
 from headstart.inference.report.compare import Outcome
 from headstart.inference.report.svg import Series, category_plot, legend, line_plot, tree_drawing
 from headstart.inference.report.tables import COLUMNS, NOTE, cells, further_tables, heading
 from headstart.inference.report.trace import Trace, TracedStep
-from headstart.inference.target.tokenizer import REPLACEMENT_CHARACTER
+from headstart.inference.request import Detokenize
+from headstart.inference.text_stream import TextStream
 
-Detokenize = Callable[[list[int]], str]
-
-# One colour per draft depth, stronger with depth; bonus tokens have none.
-SHADES = ("#d9f0d3", "#b8e2b0", "#93d08c", "#6abb6b", "#43a24f", "#1f7d34", "#0f6126")
-LIGHT_INK = 6  # from this depth on, letters are white
 ON_DARK = ("#1c3322", "#1f4227", "#22522c", "#256331", "#277034", "#4fae58", "#8fd694")
 DARK_INK = 6  # on a dark page: from this depth on, letters are black
-PROMPT_CONTEXT = 8  # last tokens of the prompt, decoded with the text: a first token may need the ones before it
 STYLE = """
 :root { color-scheme: light dark; --ink: #222; --faint: #666; --paper: #fff; --panel: #f6f6f6; --line: #ddd;
   --taken: #0f6f2b; --bonus: #c2680b }
@@ -61,11 +57,6 @@ def style() -> str:
     on_dark = shade_rules(ON_DARK, ("#eee", "#111"), DARK_INK)
     on_light = shade_rules(SHADES, ("#111", "#fff"), LIGHT_INK)
     return f"{STYLE}{on_light}\n@media (prefers-color-scheme: dark) {{ {on_dark} }}\n"
-
-
-def shade(depth: int) -> int:
-    """The number of the shade for a depth, from 1; deeper levels share the last one."""
-    return min(depth, len(SHADES))
 
 
 def page(title: str, groups: Sequence[list[Outcome]], traces: Sequence[Trace], text: Detokenize) -> str:
@@ -123,13 +114,9 @@ def pieces(trace: Trace, text: Detokenize) -> tuple[str, list[list[str]]]:
     A character spelled by several tokens belongs to the last of them, so the pieces joined are the whole text.
     """
     tokens = [trace.first, *(token for step in trace.steps for token in step.added)]
-    before = trace.prompt[-PROMPT_CONTEXT:]
-    done, found = len(text(before)), []
-    for end in range(1, len(tokens) + 1):
-        whole = text(before + tokens[:end])
-        certain = whole if end == len(tokens) else whole.rstrip(REPLACEMENT_CHARACTER)
-        found.append(certain[done:])
-        done = max(done, len(certain))
+    stream = TextStream(text, trace.prompt)
+    found = [stream.piece(token) for token in tokens]
+    found[-1] += stream.rest()
     ends = iter(found[1:])
     return found[0], [[next(ends) for _ in step.added] for step in trace.steps]
 
@@ -160,7 +147,6 @@ def on_terminal(trace: Trace, text: Detokenize) -> Text:
     found.append(first, style="not dim")
     for step, words in zip(trace.steps, by_step, strict=True):
         for depth, word in enumerate(words, start=1):
-            ink = "white" if depth >= LIGHT_INK else "black"
-            style = f"{ink} on {SHADES[shade(depth) - 1]}" if depth < len(step.path) else "underline"
+            style = token_style(depth if depth < len(step.path) else BONUS)
             found.append(word, style=f"not dim {style}")
     return found

@@ -22,14 +22,20 @@ COLUMNS = {
     "per token p50 (ms)": "median time per later token",
     "p95 (ms)": "95th percentile of the time per later token",
 }
-FIRST_TABLE = 6  # columns of the terminal's first table; the others follow in a second one, so both fit 100 characters
 HEADER_WIDTH = 13  # characters per line of a header on a terminal
 NOTE = "Acceptance length: tokens per target step, the bonus token included (tau). Speed-up: over plain decoding."
-LEGEND = """95 % interval: where the speed-up would fall with other prompts of the same kind
-same text: prompts whose text equals plain decoding's, token by token
-distinct tokens: share of different tokens in a text; low for a text that loops
-first token: median wait for it; per token p50, p95: median and 95th percentile of the time of each later token
-acceptance rate by depth: share of the target's steps that accepted at least 1, 2, ... draft tokens"""
+# The terminal shows few columns; the files have all of them.
+LEGEND = """tokens per target step: mean number of tokens that one pass of the target yields (the acceptance length)
+tokens/s: new tokens per second of wall time, prefill included
+speed-up: tokens/s over plain decoding's
+same text: prompts whose text equals plain decoding's, token by token"""
+METHODS = {  # the commonest methods in plain words
+    "generate": "transformers' generate",
+    "plain": "plain decoding",
+    "untrained": "untrained head, tree",
+    "chain": "head, chain",
+    "tree": "head, tree",
+}
 
 
 def cells(outcomes: list[Outcome]) -> list[list[str]]:
@@ -109,21 +115,29 @@ def heading(outcomes: list[Outcome]) -> str:
     return f"temperature {first.temperature:g}, {first.prompts} prompts{together}, {tokens} tokens per method{lossy}"
 
 
-def as_tables(outcomes: list[Outcome]) -> list[Table]:
-    caption = "\n".join([*acceptance_lines(outcomes), *divergence_lines(outcomes)])
-    rows = cells(outcomes)
-    tables = [rich_table(heading(outcomes), [row[:FIRST_TABLE] for row in rows])]
-    tables.append(rich_table("", [[row[0], *row[FIRST_TABLE:]] for row in rows]))
-    tables += [rich_table("", table) for table in further_tables(outcomes)]
-    tables[-1].caption, tables[-1].caption_justify = caption, "left"
-    return tables
+def short_table(outcomes: list[Outcome]) -> Table:
+    """The main columns, for the terminal; the caption says where texts differ from plain decoding's."""
+    rows = [["method", "tokens per target step", "tokens/s", "speed-up", "same text"]]
+    for outcome in outcomes:
+        rows.append(
+            [
+                METHODS.get(outcome.method, outcome.method),
+                f"{outcome.stats.acceptance_length:.2f}",
+                f"{outcome.tokens_per_second:.1f}",
+                f"{outcome.speedups['plain'].value:.2f}",
+                fill(same_text(outcome), HEADER_WIDTH),
+            ]
+        )
+    table = rich_table(heading(outcomes), rows)
+    table.caption, table.caption_justify = "\n".join(divergence_lines(outcomes)), "left"
+    return table
 
 
 def rich_table(title: str, rows: list[list[str]]) -> Table:
     """A table for the terminal; the first row is the header, the first column is aligned left."""
     table = Table(title=title)
     for number, column in enumerate(rows[0]):
-        header = fill(column, HEADER_WIDTH, break_long_words=False) if column in COLUMNS else column
+        header = fill(column, HEADER_WIDTH, break_long_words=False)
         table.add_column(header, justify="right" if number else "left", overflow="fold")
     for row in rows[1:]:
         table.add_row(*row)

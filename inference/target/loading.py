@@ -2,7 +2,7 @@
 
 import platform
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 AGAIN = "copy or download the model again"
+BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")  # of x86 twice, then of ARM
 SHOWN = 4  # wrong tensors that a message names
 
 
@@ -47,6 +48,14 @@ def processor_name(device: torch.device) -> str:
     lines = cpus.read_text().splitlines() if cpus.is_file() else []
     named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return named[0] if named else platform.processor() or platform.machine()
+
+
+def fast_dtype(device: torch.device) -> Literal["bfloat16", "float32"]:
+    """bfloat16 where the device computes in it; elsewhere float32, because emulation is slower."""
+    if device.type == "cuda":
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+    able = device.type == "cpu" and any(torch.cpu.get_capabilities().get(name) for name in BFLOAT16_INSTRUCTIONS)
+    return "bfloat16" if able else "float32"
 
 
 def num_devices(kind: str) -> int:

@@ -5,7 +5,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-__all__ = ["REPLACEMENT_CHARACTER", "Tokenizer", "load_tokenizer", "same_tokenizer", "text_of"]
+__all__ = ["REPLACEMENT_CHARACTER", "Tokenizer", "load_tokenizer", "same_tokenizer", "text_of", "visible_text_of"]
 
 REPLACEMENT_CHARACTER = "\ufffd"  # a decoder writes it while the last bytes of a character are still missing
 
@@ -25,6 +25,11 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Tokenizer:
 def text_of(tokenizer: Tokenizer, tokens: list[int]) -> str:
     """The text of some tokens, special tokens included."""
     return str(tokenizer.decode(tokens))
+
+
+def visible_text_of(tokenizer: Tokenizer, tokens: list[int]) -> str:
+    """The text of some tokens without special tokens, as a reader of an answer wants it."""
+    return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 def same_tokenizer(one: Tokenizer, other: Tokenizer) -> bool:

@@ -92,7 +92,14 @@ def run(walked: Walked, clone: Path, log: Path) -> Result:
         out.flush()
         try:
             ended = subprocess.run(
-                command, cwd=clone, env=environment(clone), stdout=out, stderr=out, timeout=LIMIT, check=False
+                command,
+                cwd=clone,
+                env=environment(clone),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                timeout=LIMIT,
+                check=False,
             )
             code = ended.returncode
         except subprocess.TimeoutExpired:

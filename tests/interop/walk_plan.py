@@ -88,6 +88,7 @@ ORDER = (
     r"launch/(ddp|fsdp2)\.yaml |^headstart launch ",
     r"^(headstart |python -m inference\.)calibrate ",
     r"^(headstart |python -m inference\.)report ",
+    r"^make chat-cli$|^headstart chat\b",
     r"^(headstart |python -m heads\.)export ",
     r"^(headstart |python -m heads\.)lint ",
     r"^(headstart |python -m heads\.)convert ",

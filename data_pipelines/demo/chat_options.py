@@ -1,0 +1,96 @@
+"""The command line of `headstart chat`, readable without torch."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headstart.data_pipelines.demo.smollm2_options import FOLDER
+from headstart.recipes.command_line import command_name
+from headstart.recipes.load import RecipeError, load_recipe
+from headstart.recipes.schema import DecodeSection, Recipe
+
+HEAD = Path("assets/smollm2_head")
+# Trees that pay on two cores: a step of 8 nodes takes 1.5 times as long as one of plain decoding.
+DRAFTS = DecodeSection(depth=3, width=3, nodes=8)
+LOOKUP = DecodeSection(drafter="prompt_lookup", growth="chain")
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """Who talks, and how. Without a recipe the target's dtype is `dtype`, or the fast one for this machine."""
+
+    target: str | None  # None: SmolLM2-135M-Instruct, which is fetched if it is missing
+    head: Path | None  # None: drafts need no head
+    decode: DecodeSection
+    recipe: Recipe | None  # its target section has all fields of the target
+    dtype: str
+    temperature: float
+    max_new_tokens: int
+    prompt: str | None  # the only question; None: questions are read from standard input
+
+
+def chat_options(doc: str | None, argv: Sequence[str] | None = None) -> ChatOptions:
+    """Who is to talk; `doc` opens --help. Mistakes go to stderr and end the process with status 2."""
+    parser = argparse.ArgumentParser(
+        prog=command_name(), description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("recipe", nargs="?", help="recipe whose target and head talk, and draft as it says")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="section.key=value", help="replaces the recipe's value"
+    )
+    parser.add_argument("--target", help=f"folder or hub name of the model that talks (default: {FOLDER})")
+    parser.add_argument(
+        "--head", type=Path, help=f"folder of its draft head (default: {HEAD}; with --target: prompt lookup, no head)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        help="number format of the target; auto, the default, is bfloat16 where this machine computes in it",
+    )
+    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
+    parser.add_argument("--seed", type=int, help="seed of the random numbers (default: 0)")
+    parser.add_argument("--max-new-tokens", type=int, help="longest answer (default: 512)")
+    parser.add_argument("--prompt", help="answer this question and exit")
+    given = parser.parse_args(argv)
+    recipe = None if given.recipe is None else read_recipe(parser, given)
+    decode, head = (recipe.decode, head_of(recipe)) if recipe is not None else own_drafts(given)
+    if given.seed is not None:
+        decode = decode.model_copy(update={"seed": given.seed})
+    longest = decode.max_new_tokens if given.max_new_tokens is None else given.max_new_tokens
+    if longest < 1:
+        parser.error(f"--max-new-tokens: {longest} given, 1 or more is allowed; raise it")
+    return ChatOptions(
+        given.target, head, decode, recipe, given.dtype or "auto", given.temperature, longest, given.prompt
+    )
+
+
+def own_drafts(given: argparse.Namespace) -> tuple[DecodeSection, Path | None]:
+    """Without a recipe: the given head, the bundled one for the bundled target, or prompt lookup."""
+    if given.target is not None and given.head is None:
+        return LOOKUP, None
+    return DRAFTS, given.head or HEAD
+
+
+def head_of(recipe: Recipe) -> Path | None:
+    """The folder of the recipe's head; None if the recipe drafts without one."""
+    if recipe.decode.drafter != "head":
+        return None
+    return recipe.head_dir if recipe.report.head is None else recipe.report.head
+
+
+def read_recipe(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Recipe:
+    """The recipe; ends the process for a wrong one, and for options that say what it says already."""
+    fields = {"target": "target.path", "head": "report.head", "dtype": "target.dtype"}
+    for option, field in fields.items():
+        if (value := getattr(given, option)) is not None:
+            parser.error(
+                f"--{option}: {value} given with the recipe {given.recipe}, one of the two is allowed; write "
+                f"{field}={value}, or leave the recipe out"
+            )
+    try:
+        return load_recipe(given.recipe, given.overrides)
+    except RecipeError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None

@@ -1,0 +1,66 @@
+"""A conversation as the prompt of its next answer, cut to fit the target's positions."""
+
+from dataclasses import dataclass
+
+from headstart.inference.target.tokenizer import Tokenizer
+
+Turn = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What the target reads before it answers."""
+
+    tokens: list[int]
+    turns: list[Turn]  # the question last
+    dropped: int  # questions that were dropped with their answers, the oldest first, so that the rest fits
+
+
+class Conversation:
+    """The questions and answers so far. Without a chat template the target only continues text, and keeps none."""
+
+    def __init__(self, tokenizer: Tokenizer, max_positions: int, max_new_tokens: int) -> None:
+        """The prompt and `max_new_tokens` of answer must fit `max_positions`."""
+        self.tokenizer = tokenizer
+        self.max_positions, self.max_new_tokens = max_positions, max_new_tokens
+        self.turns: list[Turn] = []
+
+    @property
+    def has_template(self) -> bool:
+        return self.tokenizer.chat_template is not None
+
+    def ask(self, question: str) -> Prompt:
+        """The prompt for the answer to a question, without the oldest turns if the conversation is too long.
+
+        Raises ValueError for a question that does not fit alone.
+        """
+        question = question.encode(errors="replace").decode()  # a terminal may give bytes that are not UTF-8
+        turns = [*self.turns, {"role": "user", "content": question}]
+        whole = len(turns)
+        room = self.max_positions - self.max_new_tokens
+        while len(tokens := self.as_tokens(turns)) > room and len(turns) > 1:
+            turns = turns[2:]
+        if not 0 < len(tokens) <= room:
+            raise ValueError(
+                f"the question is {len(tokens)} tokens long; 1 to {max(room, 0)} are allowed, because the target has "
+                f"{self.max_positions} positions, of which --max-new-tokens keeps {self.max_new_tokens} for the "
+                f"answer; ask a shorter question, or lower --max-new-tokens"
+            )
+        return Prompt(tokens, turns, dropped=(whole - len(turns)) // 2)
+
+    def answered(self, prompt: Prompt, answer: str) -> None:
+        """Go on from this prompt and its answer."""
+        self.turns = [*prompt.turns, {"role": "assistant", "content": answer}] if self.has_template else []
+
+    def forget(self) -> None:
+        self.turns = []
+
+    def take_back(self) -> None:
+        """Forget the last question and its answer."""
+        self.turns = self.turns[:-2]
+
+    def as_tokens(self, turns: list[Turn]) -> list[int]:
+        if not self.has_template:
+            return list(self.tokenizer(turns[-1]["content"])["input_ids"])
+        text = str(self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
