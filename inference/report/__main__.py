@@ -11,12 +11,19 @@
 Every method of report.baselines decodes the same prompts, at each of report.temperatures and in each of
 report.batches. Methods alternate prompt by prompt, so that a slow phase of the machine hits all of them.
 
+report.prompts is a JSONL file of questions by category, such as Spec-Bench's, which is reported in its six groups:
+download data/spec_bench/question.jsonl from github.com/hemingkexia/Spec-Bench. Later turns of a question are asked too,
+each after plain decoding's answer to the one before, so that all methods continue the same text.
+
+An interrupted report goes on where it stopped if recipe, prompts, heads and machine are the same.
+
 The tables show, for each method:
   acceptance length   mean number of tokens per target step, the bonus token included (tau)
   tokens/s            new tokens per second of wall time, prefill included
   speed-up            tokens/s over plain decoding, with its 95 % interval over prompts
   same text           prompts whose text equals plain decoding's, token by token
-and the acceptance rate by depth, latencies and distinct tokens. The first prompt's text is printed with its draft
+and the acceptance rate by depth, latencies, distinct tokens, the same figures for each category, and how near a tie
+texts that differ were. The first prompt's text is printed with its draft
 tokens coloured.
 
 Prints the tables and writes report.json, report.md, report.png and report.html to RUN_DIR/report, and a searched tree
@@ -30,10 +37,11 @@ if __name__ == "__main__":
 
 from headstart.inference.report.command import report  # not in this file, which spawned workers do not import
 from headstart.recipes import run_command
+from headstart.recipes.os_errors import CONTINUES
 
 
 def main() -> None:
-    run_command(__doc__, report)
+    run_command(__doc__, report, CONTINUES)
 
 
 if __name__ == "__main__":
