@@ -130,7 +130,9 @@ def run(recipe: Recipe, seeds: int) -> None:
     own, *others = trees(decode, head)
     cases = [*((own, temperature) for temperature in temperatures), *((tree, temperatures[-1]) for tree in others)]
     num_sets = 1 + len(others) + 2 * seeds * len(cases)
-    table = Table(title=f"acceptance length, {len(tokens)} prompts, {seeds} seeds above temperature 0", pad_edge=False)
+    table = Table(
+        title=f"acceptance length, {len(tokens)} prompts, {seeds} seed(s) above temperature 0", box=None, pad_edge=False
+    )
     for column in COLUMNS:
         table.add_column(column, justify="left" if column == "tree" else "right")
     with Progress("texts", num_sets * len(tokens), "texts") as progress:
