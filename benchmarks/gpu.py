@@ -30,7 +30,7 @@ from headstart.inference.drafter import PLAIN, Drafter, VerifiedOnHost
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.inputs import head_folder, taps_to_read
-from headstart.inference.report.command import machine, report_prompts
+from headstart.inference.report.command import machine, recipe_tokenizer, report_prompts
 from headstart.inference.report.compare import compare
 from headstart.inference.report.runs import Method
 from headstart.inference.report.tables import short_table
@@ -256,7 +256,8 @@ def demo(console: Console, recipe: Recipe) -> None:
     ]
     for temperature in recipe.report.temperatures:
         sampling = Sampling(temperature, seed=recipe.decode.seed)
-        found = compare(methods, target, report_prompts(recipe), recipe.decode.max_new_tokens, sampling, 1)
+        prompts = report_prompts(recipe, recipe_tokenizer(recipe))
+        found = compare(methods, target, prompts, recipe.decode.max_new_tokens, sampling, 1)
         console.print(short_table(found))
 
 

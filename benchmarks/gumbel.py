@@ -1,11 +1,15 @@
 """How much acceptance length drafting with the target's Gumbel noise gains, by temperature and size of the tree.
 
     python benchmarks/gumbel.py recipes/tiny_full.yaml report.head=assets/demo_head report.num_prompts=169
+    python benchmarks/gumbel.py recipes/tiny_full.yaml report.head=assets/demo_head 'report.temperatures=[1]' --seeds 5
+
+For any recipe whose head can be drafted with as a tree; prompts are those of its report, of chats the first turn. The
+trees are the recipe's and two in use elsewhere, as deep as the head allows. The recipe's tree is measured at each of
+report.temperatures above 0, the others at the highest of them.
 
 Columns of the table, where the acceptance length (tau) is the mean number of tokens per target step:
-  tree     depth x width, draft tokens; the recipe's tree and two in use elsewhere
+  tree     depth x width, draft tokens
   T        temperature
-  seeds    sampled texts per prompt, each with its own seed; there is one greedy text per prompt
   nats     the target's entropy per token
   T = 0    acceptance length at temperature 0
   Gumbel   acceptance length at T when children are ranked with the target's Gumbel noise, as headstart does
@@ -13,17 +17,20 @@ Columns of the table, where the acceptance length (tau) is the mean number of to
   from     the low end of the share's 95 % interval over prompts
   top-k    acceptance length at T with EAGLE's children: the head's likeliest tokens, without Gumbel noise
   share    that over the one at temperature 0
+  gain     Gumbel over top-k
+  from     the low end of the gain's 95 % interval over prompts
 
-Nothing is timed, so other work on the machine does no harm. About 40 minutes on one core for 169 prompts: all of the
-demo's held-out prompts but the 31 that its head was calibrated on.
+Each prompt is continued --seeds times at each temperature above 0. In both columns the target samples with the same
+noise, so both write the same texts; in bfloat16, up to near-ties.
+
+Nothing is timed, so other work on the machine does no harm.
 """
 
+import argparse
 from dataclasses import dataclass
 from itertools import cycle
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 from torch.distributions import Categorical
@@ -33,17 +40,23 @@ from headstart.heads.checkpoint import load_head
 from headstart.inference.decode import generate_batch
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import Frontier, HeadDrafter
-from headstart.inference.inputs import head_folder, held_out_prompts, taps_to_read
+from headstart.inference.inputs import head_folder, taps_to_read
+from headstart.inference.report.command import recipe_tokenizer, report_prompts
+from headstart.inference.report.questions import Chat
 from headstart.inference.report.statistics import Interval, speedup
 from headstart.inference.request import DecodeStats, Generation, Request
 from headstart.inference.sampling import BatchSampling, Sampling
 from headstart.inference.target.model import TargetModel
-from headstart.recipes import Recipe, run_command
+from headstart.recipes import Recipe
+from headstart.recipes.allocator import keep_freed_memory
+from headstart.recipes.command_line import recipe_from_command_line
+from headstart.recipes.os_errors import errors_as_messages
+from headstart.recipes.progress import Progress
+from headstart.recipes.schema import DecodeSection
 
-USED_ELSEWHERE = (Dynamic(5, 8, 31), Dynamic(7, 10, 59))  # SGLang's documentation, the EAGLE-3 paper; without the root
-CASES = ((0, 0.3, 1), (0, 0.6, 1), (0, 1.0, 10), (1, 1.0, 5), (2, 1.0, 5))  # tree, temperature, seeds per prompt
+USED_ELSEWHERE = ((5, 8, 31), (7, 10, 59))  # depth, width, nodes of SGLang's documentation and the EAGLE-3 paper
 SPACING = 1000  # difference between the seeds of a prompt
-COLUMNS = ("tree", "T", "seeds", "nats", "T = 0", "Gumbel", "share", "from", "top-k", "share")  # fit 80 characters
+COLUMNS = ("tree", "T", "nats", "T = 0", "Gumbel", "share", "from", "top-k", "share", "gain", "from")
 
 
 class WithoutGumbel(HeadDrafter):
@@ -60,19 +73,23 @@ class Writer:
     target: TargetModel
     head: DraftHead
     prompts: list[list[int]]
-    new_tokens: int
-    seed: int
+    decode: DecodeSection
+    progress: Progress
 
     def texts(
         self, tree: Dynamic, temperature: float, seeds: int = 1, drafter: type[HeadDrafter] = HeadDrafter
     ) -> list[Generation]:
         """The texts of all prompts with their first seed, then with their second, and so on."""
-        requests = [
-            Request(prompt, self.new_tokens, Sampling(temperature, seed=self.seed + SPACING * turn + number))
-            for turn in range(seeds)
-            for number, prompt in enumerate(self.prompts)
-        ]
-        return generate_batch(self.target, requests, drafter(self.head, tree))
+        found: list[Generation] = []
+        for turn in range(seeds):
+            first = self.decode.seed + SPACING * turn
+            requests = [
+                Request(prompt, self.decode.max_new_tokens, Sampling(temperature, seed=first + number))
+                for number, prompt in enumerate(self.prompts)
+            ]
+            found += generate_batch(self.target, requests, drafter(self.head, tree), self.decode.max_batch)
+            self.progress.advance(len(requests), f"{name_of(tree)}, temperature {temperature:g}")
+        return found
 
     def entropy(self, texts: list[Generation], temperature: float) -> float:
         """The entropy of the target's distributions over texts it wrote at this temperature, in nats per token."""
@@ -86,38 +103,73 @@ class Writer:
 
 
 def main() -> None:
-    run_command(__doc__, run)
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--seeds", type=int, default=1)
+    given, arguments = parser.parse_known_args()
+    with errors_as_messages():
+        recipe = recipe_from_command_line(__doc__, arguments)
+        keep_freed_memory()
+        with errors_as_messages(settings=recipe):
+            run(recipe, given.seeds)
 
 
-def run(recipe: Recipe) -> None:
+def run(recipe: Recipe, seeds: int) -> None:
+    temperatures = sorted(temperature for temperature in recipe.report.temperatures if temperature > 0)
+    if not temperatures or seeds < 1:
+        raise ValueError(
+            f"report.temperatures: {[*recipe.report.temperatures]} given, with --seeds {seeds}; a temperature above 0 "
+            "and one seed or more are allowed; add a temperature or raise --seeds"
+        )
     torch.set_num_threads(recipe.report.threads or torch.get_num_threads())
-    prompts, folder, decode = held_out_prompts(recipe), head_folder(recipe), recipe.decode
-    target = TargetModel.load(recipe.target, taps_to_read(recipe))
+    folder, taps, decode, tokenizer = head_folder(recipe), taps_to_read(recipe), recipe.decode, recipe_tokenizer(recipe)
+    prompts = report_prompts(recipe, tokenizer)
+    target = TargetModel.load(recipe.target, taps)
+    chat = Chat(tokenizer, target.max_positions - decode.max_new_tokens)
+    tokens = [chat.shortened(prompt).tokens for prompt in prompts]
     head = load_head(folder, target.frozen)
-    writer = Writer(target, head, prompts, decode.max_new_tokens, decode.seed)
-    trees = [Dynamic(decode.depth, decode.width, decode.nodes), *USED_ELSEWHERE]
-
-    greedy = [writer.texts(tree, 0.0) for tree in track(trees, description="greedy", transient=True)]
-    table = Table(title=f"acceptance length with Gumbel noise in the drafts, {len(prompts)} prompts", pad_edge=False)
+    own, *others = trees(decode, head)
+    cases = [*((own, temperature) for temperature in temperatures), *((tree, temperatures[-1]) for tree in others)]
+    num_sets = 1 + len(others) + 2 * seeds * len(cases)
+    table = Table(
+        title=f"acceptance length, {len(tokens)} prompts, {seeds} seed(s) above temperature 0", box=None, pad_edge=False
+    )
     for column in COLUMNS:
         table.add_column(column, justify="left" if column == "tree" else "right")
-    for number, temperature, seeds in track(CASES, description="sampled", transient=True):
-        base, tree = greedy[number], trees[number]
-        gumbel, top = (writer.texts(tree, temperature, seeds, drafter) for drafter in (HeadDrafter, WithoutGumbel))
-        share = over_greedy(gumbel, base)
-        table.add_row(
-            f"{tree.depth}x{tree.width}, {tree.nodes}",
-            f"{temperature:g}",
-            f"{seeds}",
-            f"{writer.entropy(gumbel, temperature):.2f}",
-            f"{acceptance_length(base):.2f}",
-            f"{acceptance_length(gumbel):.2f}",
-            f"{share.value:.3f}",
-            f"{share.low:.2f}",
-            f"{acceptance_length(top):.2f}",
-            f"{over_greedy(top, base).value:.3f}",
-        )
-    Console().print(table)
+    with Progress("texts", num_sets * len(tokens), "texts") as progress:
+        writer = Writer(target, head, tokens, decode, progress)
+        greedy = {name_of(tree): writer.texts(tree, 0.0) for tree in (own, *others)}
+        for tree, temperature in cases:
+            table.add_row(name_of(tree), *figures(writer, tree, temperature, seeds, greedy[name_of(tree)]))
+    progress.console.print(table)
+
+
+def trees(decode: DecodeSection, head: DraftHead) -> list[Dynamic]:
+    """The recipe's tree and those in use elsewhere, no deeper than the head drafts; each once."""
+    sizes = (decode.depth, decode.width, decode.nodes), *USED_ELSEWHERE
+    drawn = [(min(depth, head.max_levels or depth), width, nodes) for depth, width, nodes in sizes]
+    return [Dynamic(*size) for size in dict.fromkeys(drawn)]
+
+
+def name_of(tree: Dynamic) -> str:
+    return f"{tree.depth}x{tree.width}, {tree.nodes}"
+
+
+def figures(writer: Writer, tree: Dynamic, temperature: float, seeds: int, greedy: list[Generation]) -> list[str]:
+    """The row of a tree at one temperature, after its name."""
+    gumbel, top = (writer.texts(tree, temperature, seeds, drafter) for drafter in (HeadDrafter, WithoutGumbel))
+    share, gain = over(gumbel, greedy, len(greedy)), over(gumbel, top, len(greedy))
+    return [
+        f"{temperature:g}",
+        f"{writer.entropy(gumbel, temperature):.2f}",
+        f"{acceptance_length(greedy):.2f}",
+        f"{acceptance_length(gumbel):.2f}",
+        f"{share.value:.3f}",
+        f"{share.low:.2f}",
+        f"{acceptance_length(top):.2f}",
+        f"{over(top, greedy, len(greedy)).value:.3f}",
+        f"{gain.value:.3f}",
+        f"{gain.low:.2f}",
+    ]
 
 
 def acceptance_length(texts: list[Generation]) -> float:
@@ -127,14 +179,14 @@ def acceptance_length(texts: list[Generation]) -> float:
     return total.acceptance_length
 
 
-def over_greedy(texts: list[Generation], greedy: list[Generation]) -> Interval:
-    """Acceptance length over that at temperature 0, with an interval over prompts: a speed-up in tokens per step."""
-    steps, tokens, greedy_steps, greedy_tokens = (
-        [sum(getattr(text.stats, name) for text in each[number :: len(greedy)]) for number in range(len(greedy))]
-        for each in (texts, greedy)
+def over(texts: list[Generation], base: list[Generation], num_prompts: int) -> Interval:
+    """Acceptance length over that of other texts, with an interval over prompts: a speed-up in tokens per step."""
+    steps, tokens, base_steps, base_tokens = (
+        [sum(getattr(text.stats, name) for text in each[number::num_prompts]) for number in range(num_prompts)]
+        for each in (texts, base)
         for name in ("steps", "tokens")
     )
-    return speedup(steps, tokens, greedy_steps, greedy_tokens, seed=0)
+    return speedup(steps, tokens, base_steps, base_tokens, seed=0)
 
 
 if __name__ == "__main__":

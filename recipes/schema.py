@@ -79,6 +79,7 @@ Baseline = Literal[
     "generate_assisted",
     "chain",
     "tree",
+    "cost_aware",
     "untrained",
     "draft_model",
     "early_exit",
@@ -639,10 +640,14 @@ class ReportSection(Section):
 
     prompts: Annotated[HomePath | None, Field(strict=False)] = Field(
         default=None,
-        description="JSONL file of prompts by category, such as Spec-Bench's; null is the held-out prompts.",
+        description="JSONL file of prompts by category, such as Spec-Bench's (data/spec_bench/question.jsonl of "
+        "github.com/hemingkexia/Spec-Bench); null is the held-out prompts.",
     )
     num_prompts: int = Field(
-        default=80, gt=0, description="Prompts decoded for each row of the table, taken from each category in turn."
+        default=80,
+        gt=0,
+        description="Prompts decoded for each row of the table, taken from each category in turn; a "
+        "question with several turns counts once.",
     )
     batches: Batches = Field(default=(1,), description="Batch sizes; every row is measured with each.")
     temperatures: Temperatures = Field(
@@ -672,8 +677,9 @@ class ReportSection(Section):
     baselines: Baselines = Field(
         default=("generate", "plain", "untrained", "chain", "tree"),
         description="Rows of the table. plain: our plain decoding; generate, generate_lookup, generate_assisted: "
-        "transformers' generate, alone, with prompt lookup, with the draft model; chain, tree: each head; untrained: a "
-        "random head; others: the drafter of that name.",
+        "transformers' generate, alone, with prompt lookup, with the draft model; chain, tree, cost_aware: each "
+        "head as a chain, as the recipe says, with growth cost_aware; untrained: a random head; others: the drafter of "
+        "that name.",
     )
 
     @field_validator("batches", "temperatures", "baselines")
@@ -701,8 +707,10 @@ class ReportSection(Section):
     @field_validator("baselines")
     @classmethod
     def other_heads_have_rows(cls, baselines: tuple[str, ...], section: ValidationInfo) -> tuple[str, ...]:
-        if section.data.get("other_heads") and {"chain", "tree"}.isdisjoint(baselines):
-            raise ValueError("a list with chain or tree is allowed with report.other_heads; add one of them")
+        if section.data.get("other_heads") and {"chain", "tree", "cost_aware"}.isdisjoint(baselines):
+            raise ValueError(
+                "a list with chain, tree or cost_aware is allowed with report.other_heads; add one of them"
+            )
         return baselines
 
 

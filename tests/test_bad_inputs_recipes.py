@@ -432,8 +432,16 @@ COMBINATIONS: list[Case] = [
         ["report.baselines=[plain]", "report.other_heads={a: b}"],
         "report.baselines",
         "['plain'] given",
-        "chain or tree",
+        "chain, tree or cost_aware",
         "add one",
+    ),
+    (
+        "a cost-aware row with rejection sampling",
+        ["report.baselines=[cost_aware]", "decode.acceptance=rejection", "decode.growth=chain"],
+        "report.baselines",
+        "['cost_aware'] given",
+        "only rows other than cost_aware",
+        "remove cost_aware",
     ),
     (
         "an assistant that is not named",

@@ -7,18 +7,21 @@ from pathlib import Path
 
 import numpy
 import pytest
+from conftest import ModelFactory
 from scripted import Hidden, Oracle
 from tiny_run import build_tokenizer
 
 from headstart.inference.decode import generate
-from headstart.inference.report.compare import compare, divergence
+from headstart.inference.report.compare import Divergence, compare, divergence, summarise_methods
 from headstart.inference.report.page import coloured, on_terminal, page, pieces
-from headstart.inference.report.questions import Prompt, read_questions
-from headstart.inference.report.runs import Method, run_batch
+from headstart.inference.report.questions import CONVERSATION, Chat, Prompt, read_questions
+from headstart.inference.report.rounds import Round, numbered_batches, run_rounds, seconds_and_tokens
+from headstart.inference.report.runs import Method, Run, run_batch
 from headstart.inference.report.statistics import speedup
 from headstart.inference.report.svg import Scale, tree_drawing
-from headstart.inference.report.tables import low_to_high
+from headstart.inference.report.tables import low_to_high, margins_in_words
 from headstart.inference.report.trace import Trace, TracedStep, trace
+from headstart.inference.request import DecodeStats
 from headstart.inference.sampling import Sampling
 from headstart.inference.target.model import TargetModel
 
@@ -66,8 +69,11 @@ def test_every_method_has_the_same_text_latencies_and_figures_by_category(target
     found = {o.method: o for o in compare(methods, target, PROMPTS, 9, Sampling(), 1, batch)}
     assert set(found) == {"plain", "generate", "oracle", *(["generate_lookup"] if batch == 1 else [])}
     assert all(o.identical == o.prompts == 3 and o.divergences == [] and o.batch == batch for o in found.values())
-    assert found["oracle"].acceptance_length_by_category == {"one": 4, "two": 4}
-    assert found["plain"].acceptance_length_by_category == {"one": 1, "two": 1}
+    for method, length in (("oracle", 4), ("plain", 1)):
+        by_category = found[method].by_category
+        assert {name: each.acceptance_length for name, each in by_category.items()} == {"one": length, "two": length}
+        assert [(each.identical, each.prompts) for each in by_category.values()] == [(2, 2), (1, 1)]
+        assert (by_category["one"].tokens_per_second is None) == (batch == 2)  # the first batch mixes categories
     assert all(o.new_tokens == 27 for o in found.values())
     for outcome in found.values():
         if batch == 1 or not outcome.method.startswith("generate"):
@@ -101,15 +107,66 @@ def test_questions_come_from_each_category_in_turn(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = build_tokenizer()
     found = read_questions(path, tokenizer, 1000, 3)
-    assert [prompt.category for prompt in found] == ["math", "typing.py", "math"]
+    assert [prompt.category for prompt in found] == [CONVERSATION, "math", "typing.py"]
     assert tokenizer.decode(found[0].tokens) == "[user]a draft[assistant]"
-    assert tokenizer.decode(found[1].tokens) == "def head"
-    assert [p.tokens for p in read_questions(path, tokenizer, 3, 2)] == [p.tokens[-3:] for p in found[:2]]
+    assert tokenizer.decode(found[2].tokens) == "def head"
+    assert [p.tokens for p in read_questions(path, tokenizer, 3, 3)][1:] == [found[1].tokens, found[2].tokens[-3:]]
+    assert (found[0].later, found[2].later) == (("and then",), ())
     path.write_text('{"category": "math"}\n')
     with pytest.raises(
         ValueError, match=r"report\.prompts: row 1 of .* is {'category': 'math'}, turns .* or prompt .* is allowed"
     ):
         read_questions(path, tokenizer, 10, 3)
+
+
+def test_the_topics_of_conversations_are_one_category_taken_in_turn(tmp_path: Path) -> None:
+    """As in Spec-Bench's file: ten questions of each of MT-Bench's topics, in order, beside 80 of each other group."""
+    rows = [{"category": topic, "turns": [f"{topic} {i}", "b"]} for topic in ("writing", "stem") for i in range(3)]
+    rows += [{"category": "qa", "turns": [f"qa {i}"]} for i in range(6)]
+    path = tmp_path / "question.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = read_questions(path, build_tokenizer(), 1000, 6)
+    assert [prompt.category for prompt in found] == [CONVERSATION, "qa"] * 3
+    assert [prompt.said for prompt in found[::2]] == [("writing 0",), ("stem 0",), ("writing 1",)]
+
+
+def test_a_later_turn_follows_plain_decodings_answer_for_every_method(make_model: ModelFactory, tmp_path: Path) -> None:
+    """transformers samples another answer, so its second turn would continue another text."""
+    path = tmp_path / "question.jsonl"
+    rows = [{"category": "math", "turns": ["a draft", "and then"]}, {"category": "qa", "turns": ["a path"]}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = build_tokenizer()
+    target = TargetModel(make_model(vocab_size=len(tokenizer)), ())
+    prompts, chat = read_questions(path, tokenizer, 1000, 2), Chat(tokenizer, 100)
+    methods = [Method("generate", transformers=True), Method("plain")]
+    rounds = run_rounds(methods, target, numbered_batches(prompts, 2), 6, Sampling(1.0), 0, chat.next_turn)
+    assert [(each.place, len(each.prompts)) for each in rounds] == [((0, 0), 2), ((0, 1), 1)]
+    answer = tokenizer.decode(generate(target, prompts[0].tokens, 6, Sampling(1.0)).tokens, skip_special_tokens=True)
+    assert rounds[1].prompts[0].said == ("a draft", answer, "and then")
+    assert tokenizer.decode(rounds[1].prompts[0].tokens).endswith("[user]and then[assistant]")
+    outcomes = summarise_methods(methods, rounds, target, Sampling(1.0), 2)
+    assert [(o.prompts, o.new_tokens) for o in outcomes] == [(3, 18), (3, 18)]
+
+
+def test_a_chat_that_is_too_long_loses_its_middle_and_a_text_to_continue_does_not() -> None:
+    chat, long = Chat(build_tokenizer(), 5), [*range(9)]
+    assert chat.shortened(Prompt(long, "qa", ("said",))).tokens == [0, 1, 2, 7, 8]
+    assert chat.shortened(Prompt(long, "qa", ("said",))).left_out == 4
+    assert chat.shortened(Prompt(long[:5], "qa", ("said",))).left_out == 0
+    assert chat.shortened(Prompt(long, "held-out")).tokens == long
+
+
+def test_a_question_is_one_unit_of_the_interval_with_all_its_turns() -> None:
+    def round_of(place: tuple[int, int], seconds: float, tokens: int) -> Round:
+        return Round(place, [Prompt([1], "qa")], [Run([[1] * tokens], [DecodeStats()], seconds, [], [])])
+
+    rounds = [round_of((0, 0), 1.0, 4), round_of((0, 1), 2.0, 5), round_of((1, 0), 4.0, 6)]
+    assert seconds_and_tokens(rounds, 0) == ([3.0, 4.0], [9, 6])
+
+
+def test_the_margin_of_a_divergence_in_words_leaves_out_texts_that_only_end_earlier() -> None:
+    found = [Divergence(0, 3, 0.5), Divergence(1, 4, math.nan), Divergence(2, 5, 0.25), Divergence(3, 6, 0.125)]
+    assert margins_in_words(found) == "margin in logits at the first difference: median 0.25, largest 0.5"
 
 
 def test_a_trace_holds_the_whole_text_and_the_accepted_path_of_each_tree(target: TargetModel) -> None:
@@ -163,12 +220,13 @@ def test_a_page_is_valid_html_and_shows_every_token(target: TargetModel) -> None
     outcomes = compare(
         [Method("plain"), Method("<hidden>", hidden)], target, [Prompt(prompt, "a & b")], 14, Sampling(), 0
     )
-    outcomes[1].acceptance_length_by_category = outcomes[0].acceptance_length_by_category = {"a & b": 1.5, "<c>": 2.0}
+    figures = outcomes[0].by_category["a & b"]
+    outcomes[1].by_category = outcomes[0].by_category = {"a & b": figures, "<c>": figures}
     parsed = Balanced()
     parsed.feed(page("a <title>", [outcomes], [found], letters))
     assert parsed.open == []
     assert parsed.counts["svg"] == 3 + len(found.steps)
-    assert parsed.counts["table"] == 2
+    assert parsed.counts["table"] == 1 + 4
     alone = Balanced()
     alone.feed(coloured(found, letters))
     assert alone.text == letters(prompt + tokens) == on_terminal(found, letters).plain

@@ -140,7 +140,7 @@ INTERRUPTED = {  # command -> the function in which Ctrl-C arrives, and what is 
     "train": ("headstart.trainers.run.harvest", "goes on where it stopped"),
     "inspect": ("headstart.data_pipelines.inspect.make_prompts_alone", "starts over"),
     "calibrate": ("headstart.inference.calibrate.fit_calibration", "starts over"),
-    "report": ("headstart.inference.report.command.make_report", "starts over"),
+    "report": ("headstart.inference.report.command.make_report", "goes on where it stopped"),
     "export": ("headstart.heads.export.load_head", "starts over"),
     "lint": ("headstart.heads.lint.lint", "starts over"),
     "convert": ("headstart.heads.convert.convert", "starts over"),

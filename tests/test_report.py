@@ -2,8 +2,11 @@
 
 import json
 import shutil
+from collections.abc import Callable
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +17,10 @@ from headstart.heads.export import export
 from headstart.heads.formats.card import measured
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.vocab import DraftVocab
-from headstart.inference.report.command import interleave, report
+from headstart.inference.report.command import report
 from headstart.inference.report.compare import Outcome
-from headstart.inference.report.runs import Run
+from headstart.inference.report.journal import journal_path
+from headstart.inference.report.runs import Method, Run, run_batch
 from headstart.inference.report.tables import COLUMNS, LEGEND, short_table
 from headstart.recipes import Recipe
 from headstart.recipes.schema import Eagle3Section, HeadSection, MedusaSection
@@ -105,7 +109,7 @@ def test_several_heads_are_compared_in_one_report(trained: Recipe, tmp_path: Pat
     card = measured(recipe, recipe.head_dir)
     assert card.count("| tree |") == 2  # a row for each batch size
     assert "early" not in card
-    with pytest.raises(ValueError, match=r"a list with chain or tree is allowed with report\.other_heads"):
+    with pytest.raises(ValueError, match=r"a list with chain, tree or cost_aware is allowed with report\.other_heads"):
         tiny_recipe(trained.run_dir.parent, "report.baselines=[plain]", f"report.other_heads={{{folders}}}")
 
 
@@ -137,9 +141,43 @@ def test_more_workers_than_cores_are_refused(trained: Recipe, monkeypatch: pytes
         report(tiny_recipe(trained.run_dir.parent, "report.workers=5"))
 
 
-def test_interleave_puts_the_shares_of_workers_back_in_order() -> None:
-    units = [Run([[number]], [], 0.0, [], []) for number in range(7)]
-    assert interleave((units[0::3], units[1::3], units[2::3])) == units
+def test_a_killed_report_goes_on_where_it_stopped(trained: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured is taken over; a torn line, another recipe's figures and a finished report's are not."""
+    settings = "report.num_prompts=3", "report.temperatures=[0.7]", "report.warmup_prompts=0"
+    recipe = tiny_recipe(trained.run_dir.parent, "report.baselines=[plain, chain, cost_aware]", *settings)
+    measured: list[str] = []
+
+    def killed_in_prompt(number: int) -> Callable[..., Run]:
+        def run(method: Method, *rest: Any) -> Run:
+            if len(measured) == 3 * number:
+                raise KeyboardInterrupt
+            measured.append(method.name)
+            return run_batch(method, *rest)
+
+        return run
+
+    def measures(recipe: Recipe, killed_in: int) -> int:
+        measured.clear()
+        monkeypatch.setattr("headstart.inference.report.rounds.run_batch", killed_in_prompt(killed_in))
+        with suppress(KeyboardInterrupt):
+            finished.append(report(recipe))
+        return len(measured)
+
+    finished: list[list[Outcome]] = []
+    journal = journal_path(recipe, 0)
+    assert measures(recipe, killed_in=1) == 3
+    with journal.open("a") as file:
+        file.write('{"torn')
+    assert measures(recipe, killed_in=1) == 3  # the second prompt
+    lines = journal.read_text().splitlines()
+    assert measures(recipe, killed_in=9) == 3  # the third, and the report is written
+    assert len(lines) == 3
+    assert not journal.exists()
+    assert measures(recipe, killed_in=2) == 6
+    other = recipe.model_copy(update={"decode": recipe.decode.model_copy(update={"max_new_tokens": 4})})
+    assert measures(other, killed_in=9) == 9
+    assert [[o.identical for o in found] for found in finished] == [[3, 3, 3], [3, 3, 3]]
+    assert [o.stats.drafted > 0 for o in finished[0]] == [False, True, True]
 
 
 def test_the_terminal_shows_few_columns_and_explains_each(outcomes: list[Outcome]) -> None:

@@ -11,6 +11,12 @@
 Every method of report.baselines decodes the same prompts, at each of report.temperatures and in each of
 report.batches. Methods alternate prompt by prompt, so that a slow phase of the machine hits all of them.
 
+report.prompts is a JSONL file of questions by category, such as Spec-Bench's, which is reported in its six groups:
+download data/spec_bench/question.jsonl from github.com/hemingkexia/Spec-Bench. Later turns of a question are asked too,
+each after plain decoding's answer to the one before, so that all methods continue the same text.
+
+An interrupted report goes on where it stopped if recipe, prompts, heads and machine are the same.
+
 The table on the terminal shows, for each method:
   tokens per target step   mean number of tokens that one pass of the target yields (the acceptance length, tau)
   tokens/s                 new tokens per second of wall time, prefill included
@@ -29,10 +35,11 @@ if __name__ == "__main__":
 
 from headstart.inference.report.command import report  # not in this file, which spawned workers do not import
 from headstart.recipes import run_command
+from headstart.recipes.os_errors import CONTINUES
 
 
 def main() -> None:
-    run_command(__doc__, report)
+    run_command(__doc__, report, CONTINUES)
 
 
 if __name__ == "__main__":

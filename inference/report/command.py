@@ -23,19 +23,21 @@ from headstart.heads.target_origin import TargetOrigin
 from headstart.inference.colours import LEGEND as COLOURS
 from headstart.inference.decode import check_length
 from headstart.inference.inputs import head_folders, held_out_prompts, taps_to_read
-from headstart.inference.report.compare import Outcome, able_to_batch, run_interleaved, summarise_methods
+from headstart.inference.report.compare import Outcome, summarise_methods
 from headstart.inference.report.files import draw_searched_trees, write_report
+from headstart.inference.report.journal import Journal, journal_path, made_from, remove_journals
 from headstart.inference.report.methods import NEED_A_HEAD, build_methods
 from headstart.inference.report.page import on_terminal
-from headstart.inference.report.questions import Prompt, read_questions
-from headstart.inference.report.runs import Method, Run
+from headstart.inference.report.questions import SPEC_BENCH, Chat, Prompt, read_questions
+from headstart.inference.report.rounds import Round, able_to_batch, numbered_batches, run_rounds
+from headstart.inference.report.runs import Method
 from headstart.inference.report.tables import LEGEND, short_table
 from headstart.inference.report.trace import Trace, trace
 from headstart.inference.sampling import sampling_from_recipe
 from headstart.inference.step_memory import refuse_trees_of
 from headstart.inference.target.loading import processor_name
 from headstart.inference.target.model import TargetModel, generation_fields, pick_device
-from headstart.inference.target.tokenizer import load_tokenizer, text_of
+from headstart.inference.target.tokenizer import Tokenizer, load_tokenizer, text_of
 from headstart.recipes import Recipe
 from headstart.recipes.launcher import end_with_parent
 from headstart.recipes.progress import Progress
@@ -43,14 +45,13 @@ from headstart.recipes.run_lock import only_run_in
 from headstart.recipes.tuned_target import refuse_original_target
 from headstart.recipes.whole_files import check_folder
 
-MethodRuns = list[list[Run]]  # for each method, its runs on the batches of prompts in order
-
 
 @dataclass(frozen=True)
 class Benchmark:
     """All that is loaded for a report: prompts, target, heads by name, and the methods to compare."""
 
     prompts: list[Prompt]
+    chat: Chat
     target: TargetModel
     heads: dict[str, DraftHead]
     methods: list[Method]
@@ -61,7 +62,8 @@ class Benchmark:
         section = recipe.report
         # Cheap checks come before the target is loaded; heads come first, as training one makes the prompts too.
         taps = taps_to_read(recipe) if needs_head(recipe) else ()
-        prompts = report_prompts(recipe)
+        tokenizer = recipe_tokenizer(recipe)
+        prompts = report_prompts(recipe, tokenizer)
         torch.set_num_threads(section.threads or max(torch.get_num_threads() // section.workers, 1))
         if section.workers > 1 and (device := pick_device(recipe.target.device)).type != "cpu":
             raise ValueError(
@@ -77,11 +79,13 @@ class Benchmark:
         if any(baseline.startswith("generate") for baseline in section.baselines):
             generation_fields(sampling_from_recipe(recipe.decode, temperature=0.0))
         target = TargetModel.load(recipe.target, taps)
+        chat = Chat(tokenizer, target.max_positions - recipe.decode.max_new_tokens)
+        prompts = [*map(chat.shortened, prompts)]
         for prompt in prompts:
             check_length(target, prompt.tokens, recipe.decode.max_new_tokens)
         folders = head_folders(recipe) if needs_head(recipe) else {}
         heads = {name: load_head(folder, target.frozen) for name, folder in folders.items()}
-        return cls(prompts, target, heads, build_methods(recipe, target, heads))
+        return cls(prompts, chat, target, heads, build_methods(recipe, target, heads))
 
 
 @dataclass(frozen=True)
@@ -108,10 +112,10 @@ def make_report(recipe: Recipe) -> list[Outcome]:
     benchmark, console = Benchmark.load(recipe), Console()
     warn_of_other_targets(benchmark.heads, locate_target(recipe.target.path, recipe.target.revision))
     drawn = draw_searched_trees(recipe, benchmark.heads)  # before the work, because it fails for a head without a tree
-    with Progress("report", num_own_texts(recipe, benchmark), "texts") as progress:
-        outcomes = measure(recipe, benchmark, progress)
-    folder = locate_target(recipe.target.path, recipe.target.revision)
-    text = partial(text_of, load_tokenizer(folder, recipe.target.trust_remote_code))
+    journal = open_journal(recipe, benchmark, 0)
+    with Progress("report", num_own_texts(recipe, benchmark), "texts", done=journal.num_texts) as progress:
+        outcomes = measure(recipe, benchmark, journal, progress)
+    text = partial(text_of, benchmark.chat.tokenizer)
     traces = trace_methods(recipe, benchmark)
     for one in traces:
         console.rule(f"{one.method}: {COLOURS}")
@@ -119,21 +123,29 @@ def make_report(recipe: Recipe) -> list[Outcome]:
     about = {**machine(), "processes": recipe.report.workers} if recipe.report.workers > 1 else machine()
     folders = head_folders(recipe) if needs_head(recipe) else {}
     written = write_report(recipe, about, folders, outcomes, traces, text) + drawn
+    remove_journals(recipe)
     console.print(f"written to {recipe.report_dir}: {', '.join(written)}", highlight=False, soft_wrap=True)
     return outcomes
 
 
-def measure(recipe: Recipe, benchmark: Benchmark, progress: Progress) -> list[Outcome]:
+def open_journal(recipe: Recipe, benchmark: Benchmark, worker: int) -> Journal:
+    """The journal of one worker, with what an earlier run of this report has measured."""
+    folders = head_folders(recipe) if needs_head(recipe) else {}
+    wanted = made_from(recipe, machine(), folders, benchmark.prompts, benchmark.methods)
+    return Journal(journal_path(recipe, worker), wanted)
+
+
+def measure(recipe: Recipe, benchmark: Benchmark, journal: Journal, progress: Progress) -> list[Outcome]:
     """Measure every method at every setting; each setting's table is printed as soon as it is ready."""
     outcomes: list[Outcome] = []
     console = progress.console
-    for setting, runs in zip(settings(recipe), all_runs(recipe, benchmark, progress), strict=True):
+    for setting, rounds in zip(settings(recipe), all_rounds(recipe, benchmark, journal, progress), strict=True):
         methods = able_to_batch(benchmark.methods, setting.batch)
         if left_out := [method.name for method in benchmark.methods if method not in methods]:
             names = ", ".join(left_out)
             console.print(f"left out in batches of {setting.batch}, where transformers does not draft: {names}")
         sampling = sampling_from_recipe(recipe.decode, setting.temperature)
-        found = summarise_methods(methods, runs, benchmark.target, benchmark.prompts, sampling, setting.batch)
+        found = summarise_methods(methods, rounds, benchmark.target, sampling, setting.batch)
         console.print(short_table(found))
         outcomes += found
     console.print(LEGEND, highlight=False)
@@ -144,35 +156,31 @@ def settings(recipe: Recipe) -> list[Setting]:
     return [Setting(*pair) for pair in product(recipe.report.temperatures, recipe.report.batches)]
 
 
-def all_runs(recipe: Recipe, benchmark: Benchmark, progress: Progress) -> Iterator[MethodRuns]:
-    """The runs of each setting; several workers share the batches of prompts, and their runs are put back in order."""
+def all_rounds(recipe: Recipe, benchmark: Benchmark, journal: Journal, progress: Progress) -> Iterator[list[Round]]:
+    """The rounds of each setting; several workers share the batches of prompts."""
     count = recipe.report.workers
-    own = (runs_of_share(recipe, benchmark, setting, 0, progress) for setting in settings(recipe))
+    own = (rounds_of_share(recipe, benchmark, setting, 0, journal, progress) for setting in settings(recipe))
     if count == 1:
         yield from own
         return
     with ProcessPoolExecutor(count - 1, get_context("spawn"), start_worker) as pool:
         try:
-            others = [pool.submit(runs_of_worker, recipe, number) for number in range(1, count)]
+            others = [pool.submit(rounds_of_worker, recipe, number) for number in range(1, count)]
             shares = [list(own), *(other.result() for other in others)]
         except BaseException:
             for worker in active_children():
                 worker.terminate()
             raise
     for at_setting in zip(*shares, strict=True):
-        yield [interleave(shares_of_method) for shares_of_method in zip(*at_setting, strict=True)]
+        yield [each for rounds in at_setting for each in rounds]
 
 
-def interleave(shares: tuple[list[Run], ...]) -> list[Run]:
-    """The first run of each share, then the second of each, and so on: the inverse of dealing out batches in turn."""
-    return [share[place] for place in range(len(shares[0])) for share in shares if place < len(share)]
-
-
-def runs_of_worker(recipe: Recipe, number: int) -> list[MethodRuns]:
+def rounds_of_worker(recipe: Recipe, number: int) -> list[list[Round]]:
     """Run in a process of its own, with its own target and drafters: the worker's share at every setting."""
     benchmark = Benchmark.load(recipe)
+    journal = open_journal(recipe, benchmark, number)
     with Progress("report", 0, "texts", active=False) as progress:
-        return [runs_of_share(recipe, benchmark, setting, number, progress) for setting in settings(recipe)]
+        return [rounds_of_share(recipe, benchmark, setting, number, journal, progress) for setting in settings(recipe)]
 
 
 def start_worker() -> None:
@@ -181,39 +189,48 @@ def start_worker() -> None:
     end_with_parent()
 
 
-def runs_of_share(
-    recipe: Recipe, benchmark: Benchmark, setting: Setting, number: int, progress: Progress
-) -> MethodRuns:
+def rounds_of_share(
+    recipe: Recipe, benchmark: Benchmark, setting: Setting, number: int, journal: Journal, progress: Progress
+) -> list[Round]:
     """Run each method on one worker's share of the prompts."""
     methods = able_to_batch(benchmark.methods, setting.batch)
     sampling = sampling_from_recipe(recipe.decode, setting.temperature)
     what = f"temperature {setting.temperature:g}, batches of {setting.batch}"
-    return run_interleaved(
+    measured_at = setting.temperature, setting.batch
+    return run_rounds(
         methods,
         benchmark.target,
         share_of(recipe, benchmark, setting, number),
         recipe.decode.max_new_tokens,
         sampling,
         recipe.report.warmup_prompts,
+        benchmark.chat.next_turn,
+        journal.done[measured_at],
         lambda run: progress.advance(len(run.texts), what),
+        partial(journal.add, measured_at),
     )
 
 
-def share_of(recipe: Recipe, benchmark: Benchmark, setting: Setting, number: int) -> list[list[Prompt]]:
-    """The batches of prompts that one worker decodes."""
-    prompts, batch = benchmark.prompts, setting.batch
-    return [prompts[start : start + batch] for start in range(0, len(prompts), batch)][number :: recipe.report.workers]
+def share_of(recipe: Recipe, benchmark: Benchmark, setting: Setting, number: int) -> list[tuple[int, list[Prompt]]]:
+    """The numbered batches of prompts that one worker decodes."""
+    return numbered_batches(benchmark.prompts, setting.batch)[number :: recipe.report.workers]
 
 
 def num_own_texts(recipe: Recipe, benchmark: Benchmark) -> int:
     """How many texts the main process decodes."""
     return sum(
-        sum(map(len, share_of(recipe, benchmark, setting, 0))) * len(able_to_batch(benchmark.methods, setting.batch))
+        sum(1 + len(prompt.later) for _, batch in share_of(recipe, benchmark, setting, 0) for prompt in batch)
+        * len(able_to_batch(benchmark.methods, setting.batch))
         for setting in settings(recipe)
     )
 
 
-def report_prompts(recipe: Recipe) -> list[Prompt]:
+def recipe_tokenizer(recipe: Recipe) -> Tokenizer:
+    folder = locate_target(recipe.target.path, recipe.target.revision)
+    return load_tokenizer(folder, recipe.target.trust_remote_code)
+
+
+def report_prompts(recipe: Recipe, tokenizer: Tokenizer) -> list[Prompt]:
     """The prompts of the recipe's question file, each with its category, or else the run's held-out prompts."""
     section = recipe.report
     if section.prompts is None:
@@ -226,11 +243,9 @@ def report_prompts(recipe: Recipe) -> list[Prompt]:
         return prompts
     if not section.prompts.is_file():
         raise ValueError(
-            f"report.prompts: {section.prompts} given, an existing JSONL file is allowed; put the prompts there, or "
-            "leave it out for the held-out prompts"
+            f"report.prompts: {section.prompts} given, an existing JSONL file is allowed; put the prompts there "
+            f"({SPEC_BENCH}), or leave it out for the held-out prompts"
         )
-    folder = locate_target(recipe.target.path, recipe.target.revision)
-    tokenizer = load_tokenizer(folder, recipe.target.trust_remote_code)
     return read_questions(section.prompts, tokenizer, recipe.data.prompt_tokens, section.num_prompts)
 
 

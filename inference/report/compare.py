@@ -1,6 +1,6 @@
 """The report's figures: decoding methods compared on the same prompts, run in alternation on the same machine."""
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -8,14 +8,24 @@ import torch
 
 from headstart.inference.decode import start_history
 from headstart.inference.report.questions import Prompt
-from headstart.inference.report.runs import Method, Run, run_batch
+from headstart.inference.report.rounds import (
+    Round,
+    able_to_batch,
+    in_order,
+    numbered_batches,
+    plain_place,
+    run_rounds,
+    seconds_and_tokens,
+    texts_of,
+)
+from headstart.inference.report.runs import Method
 from headstart.inference.report.statistics import Interval, quantile, speedup
 from headstart.inference.request import DecodeStats, Request
 from headstart.inference.sampling import AcceptanceRule, BatchSampling, Sampling
 from headstart.inference.target.model import TargetModel
 
 # The keys of report.json are a file format: they keep their names when fields are renamed.
-JSON_KEYS = {"method": "way", "acceptance_length_by_category": "tau_by_category"}
+JSON_KEYS = {"method": "way"}
 
 
 @dataclass(frozen=True)
@@ -24,7 +34,20 @@ class Divergence:
 
     prompt: int
     position: int  # new tokens before the first difference
-    margin: float  # score of plain decoding's token minus the other's: logits, plus the Gumbel noise when sampling
+    # The best score minus the lower one of the two tokens: logits, plus the Gumbel noise when sampling. It is the gap
+    # between the best two scores, unless one of the tokens is further down.
+    margin: float
+
+
+@dataclass(frozen=True)
+class CategoryFigures:
+    """The figures of one method on the prompts of one category."""
+
+    prompts: int
+    identical: int  # prompts whose text equals plain decoding's
+    acceptance_length: float
+    tokens_per_second: float | None  # None if batches mix categories, and so share their time
+    speedups: dict[str, Interval]  # as in Outcome; empty if batches mix categories
 
 
 @dataclass
@@ -43,7 +66,8 @@ class Outcome:
     first_token: float = 0.0  # median seconds until the first token
     per_token: tuple[float, float] = (0.0, 0.0)  # seconds per later token: median and 95th percentile
     speedups: dict[str, Interval] = field(default_factory=dict)  # by the name of the method without our drafters
-    acceptance_length_by_category: dict[str, float] = field(default_factory=dict)
+    by_category: dict[str, CategoryFigures] = field(default_factory=dict)
+    shortened: int = 0  # prompts that were too long for the target's positions
     divergences: list[Divergence] = field(default_factory=list)
     transformers: bool = False  # written by transformers' `generate`; not part of the JSON
 
@@ -66,6 +90,7 @@ class Outcome:
         fields = {JSON_KEYS.get(name, name): value for name, value in asdict(self).items() if name != "transformers"}
         derived = {
             "tau": self.stats.acceptance_length,
+            "tau_by_category": {name: found.acceptance_length for name, found in self.by_category.items()},
             "tokens_per_second": self.tokens_per_second,
             "acceptance_by_depth": self.stats.acceptance,
         }
@@ -86,98 +111,60 @@ def compare(
     Methods that cannot decode batches are left out when `batch` is above 1.
     """
     methods = able_to_batch(methods, batch)
-    batches = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
-    runs = run_interleaved(methods, target, batches, max_new_tokens, sampling, warmup)
-    return summarise_methods(methods, runs, target, prompts, sampling, batch)
-
-
-def able_to_batch(methods: list[Method], batch: int) -> list[Method]:
-    """The methods that can decode `batch` prompts together."""
-    return [method for method in methods if batch == 1 or not method.one_prompt_at_a_time]
-
-
-def run_interleaved(
-    methods: list[Method],
-    target: TargetModel,
-    batches: list[list[Prompt]],
-    max_new_tokens: int,
-    sampling: Sampling,
-    warmup: int,
-    after_run: Callable[[Run], None] = lambda run: None,
-) -> list[list[Run]]:
-    """The runs of each method on each batch of prompts; `after_run` is called between runs.
-
-    Methods alternate batch by batch and take turns at going first, so a slow phase of the machine hits all of them.
-    """
-    longest = sorted(batches, key=lambda batch: max(len(prompt.tokens) for prompt in batch), reverse=True)
-    for method in methods:
-        for batch in longest[:warmup]:  # the longest prompts allocate everything that depends on size
-            run_batch(method, target, [prompt.tokens for prompt in batch], max_new_tokens, sampling)
-    runs: list[list[Run]] = [[] for _ in methods]
-    for number, batch in enumerate(batches):
-        tokens = [prompt.tokens for prompt in batch]
-        for turn in range(len(methods)):
-            i = (number + turn) % len(methods)
-            runs[i].append(run_batch(methods[i], target, tokens, max_new_tokens, sampling))
-            after_run(runs[i][-1])
-    return runs
+    batches = numbered_batches(prompts, batch)
+    rounds = run_rounds(methods, target, batches, max_new_tokens, sampling, warmup)
+    return summarise_methods(methods, rounds, target, sampling, batch)
 
 
 def summarise_methods(
-    methods: list[Method],
-    runs: list[list[Run]],
-    target: TargetModel,
-    prompts: list[Prompt],
-    sampling: Sampling,
-    batch: int,
+    methods: list[Method], rounds: Sequence[Round], target: TargetModel, sampling: Sampling, batch: int
 ) -> list[Outcome]:
     """The outcome of each method; plain decoding's texts are the reference."""
-    baselines = {method.name: its for method, its in zip(methods, runs, strict=True) if method.drafter is None}
-    plain = next(
-        its for method, its in zip(methods, runs, strict=True) if method.drafter is None and not method.transformers
-    )
-    outcomes = [
-        summarise(method, its, plain, prompts, target, sampling, batch)
-        for method, its in zip(methods, runs, strict=True)
+    rounds = in_order(rounds)
+    baselines = {method.name: place for place, method in enumerate(methods) if method.drafter is None}
+    plain = plain_place(methods)
+    return [
+        summarise(method, place, plain, baselines, rounds, target, sampling, batch)
+        for place, method in enumerate(methods)
     ]
-    for outcome, its in zip(outcomes, runs, strict=True):
-        outcome.speedups = {name: speedup_over(base, its, sampling.seed) for name, base in baselines.items()}
-    return outcomes
 
 
-def speedup_over(base: list[Run], runs: list[Run], seed: int) -> Interval:
-    """The speed-up over a baseline that ran the same batches."""
-    measured = [run.seconds for run in runs], [run.tokens for run in runs]
-    return speedup(*measured, [run.seconds for run in base], [run.tokens for run in base], seed)
+def speedups_over(baselines: Mapping[str, int], rounds: Sequence[Round], place: int, seed: int) -> dict[str, Interval]:
+    """The speed-up over each baseline; a question counts as one unit with all of its turns."""
+    measured = seconds_and_tokens(rounds, place)
+    return {name: speedup(*measured, *seconds_and_tokens(rounds, other), seed) for name, other in baselines.items()}
 
 
 def summarise(
     method: Method,
-    runs: list[Run],
-    plain: list[Run],
-    prompts: list[Prompt],
+    place: int,
+    plain: int,
+    baselines: Mapping[str, int],
+    rounds: Sequence[Round],
     target: TargetModel,
     sampling: Sampling,
     batch: int,
 ) -> Outcome:
-    """The outcome of one method, its texts compared with plain decoding's on the same prompts."""
+    """The outcome of the method at `place`, its texts compared with those of the one at `plain`."""
+    runs, prompts = [each.runs[place] for each in rounds], [prompt for each in rounds for prompt in each.prompts]
     outcome = Outcome(
         method.name, sampling.temperature, batch, sampling.rule, prompts=len(prompts), transformers=method.transformers
     )
-    texts, plain_texts = ([text for run in each for text in run.texts] for each in (runs, plain))
-    by_category: dict[str, DecodeStats] = {}
-    for prompt, stats in zip(prompts, (stats for run in runs for stats in run.stats), strict=True):
+    texts, plain_texts = texts_of(rounds, place), texts_of(rounds, plain)
+    for stats in (stats for run in runs for stats in run.stats):
         outcome.stats.add(stats)
-        by_category.setdefault(prompt.category, DecodeStats()).add(stats)
     outcome.stats.seconds = sum(run.seconds for run in runs)
     outcome.new_tokens = sum(run.tokens for run in runs)
-    outcome.identical = sum(text == other for text, other in zip(texts, plain_texts, strict=True))
+    outcome.identical = num_identical(rounds, place, plain)
     outcome.distinct = sum(len(set(text)) / len(text) for text in texts) / len(texts)
     outcome.first_token = quantile([seconds for run in runs for seconds in run.first_token], 0.5)
     later = [seconds for run in runs for seconds in run.per_token]
     outcome.per_token = quantile(later, 0.5), quantile(later, 0.95)
-    outcome.acceptance_length_by_category = {
-        category: stats.acceptance_length for category, stats in by_category.items()
+    outcome.shortened = sum(prompt.left_out > 0 for prompt in prompts)
+    outcome.speedups = speedups_over(baselines, rounds, place, sampling.seed)
+    outcome.by_category = {
+        category: category_figures(category, place, plain, baselines, rounds, sampling.seed)
+        for category in dict.fromkeys(prompt.category for prompt in prompts)
     }
     if not (outcome.is_lossy or outcome.draws_other_random_numbers):
         outcome.divergences = [
@@ -186,6 +173,28 @@ def summarise(
             if text != other
         ]
     return outcome
+
+
+def category_figures(
+    category: str, place: int, plain: int, baselines: Mapping[str, int], rounds: Sequence[Round], seed: int
+) -> CategoryFigures:
+    """The figures of the method at `place` on the prompts of one category."""
+    within = [part for each in rounds if (part := each.of_category(category)) is not None]
+    stats = DecodeStats()
+    for each in (stats_of_prompt for part in within for stats_of_prompt in part.runs[place].stats):
+        stats.add(each)
+    prompts, identical = sum(len(part.prompts) for part in within), num_identical(within, place, plain)
+    whole = [each for each in rounds if each.categories == {category}]
+    if sum(len(each.prompts) for each in whole) < prompts:
+        return CategoryFigures(prompts, identical, stats.acceptance_length, None, {})
+    seconds, tokens = seconds_and_tokens(whole, place)
+    speedups = speedups_over(baselines, whole, place, seed)
+    return CategoryFigures(prompts, identical, stats.acceptance_length, sum(tokens) / sum(seconds), speedups)
+
+
+def num_identical(rounds: Sequence[Round], place: int, plain: int) -> int:
+    """How many texts of two methods are equal, token by token."""
+    return sum(text == other for text, other in zip(texts_of(rounds, place), texts_of(rounds, plain), strict=True))
 
 
 @torch.inference_mode()
@@ -201,4 +210,5 @@ def divergence(
     position = torch.tensor([[len(prompt) + at]], device=target.device)
     history = start_history([request], [plain[:at]], target)
     scores = BatchSampling([sampling], target.device).scores(logits, position, history)[0, 0]
-    return Divergence(number, at, float(scores[plain[at]] - scores[text[at]]))
+    lower = torch.minimum(scores[plain[at]], scores[text[at]])
+    return Divergence(number, at, float(scores.max() - lower))

@@ -14,11 +14,11 @@ from headstart.inference.target.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.recipes.schema import Baseline
 
-NEED_A_HEAD: tuple[Baseline, ...] = ("chain", "tree", "untrained")  # values of report.baselines
+NEED_A_HEAD: tuple[Baseline, ...] = ("chain", "tree", "cost_aware", "untrained")  # values of report.baselines
 
 
 def build_methods(recipe: Recipe, target: TargetModel, heads: Mapping[str, DraftHead]) -> list[Method]:
-    """The methods of report.baselines, with plain decoding always among them; chain and tree once for each head."""
+    """The methods of report.baselines, with plain decoding always among them; rows of heads once for each head."""
     baselines = recipe.report.baselines
     if "plain" not in baselines:
         baselines = ("plain", *baselines)
@@ -58,10 +58,10 @@ def transformers_method(baseline: Baseline, recipe: Recipe) -> Method:
 
 
 def growth_of(baseline: Baseline, name: str, recipe: Recipe, target: TargetModel, head: DraftHead) -> Growth:
-    """How a head's tree grows: a chain, or as the recipe says; a new object each time, since adaptive growth learns."""
+    """How a head's tree grows, by its row's name or the recipe; a new object each time, since some growths learn."""
     section = recipe.decode
     if name != OWN_HEAD and head.max_levels is not None:
         section = section.model_copy(update={"depth": min(section.depth, head.max_levels)})
-    if baseline == "chain":
-        section = section.model_copy(update={"growth": "chain"})
+    if baseline in ("chain", "cost_aware"):
+        section = section.model_copy(update={"growth": baseline, "paths": None})
     return growth_from_recipe(section, target, head)

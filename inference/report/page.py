@@ -89,10 +89,10 @@ def plots(outcomes: list[Outcome]) -> list[str]:
     found = [legend([o.method for o in outcomes])]
     found.append(line_plot("acceptance rate by depth (share of target steps)", "depth", depths))
     found.append(line_plot("tokens/s by size of the draft tree", "draft tokens per step", sizes))
-    categories = list(outcomes[0].acceptance_length_by_category)
+    categories = list(outcomes[0].by_category)
     if len(categories) > 1:
         lengths = [
-            Series(o.method, [(o.acceptance_length_by_category[c], i + 0.5) for i, c in enumerate(categories)])
+            Series(o.method, [(o.by_category[c].acceptance_length, i + 0.5) for i, c in enumerate(categories)])
             for o in outcomes
         ]
         plot = category_plot("acceptance length by category", categories, lengths)

@@ -1,71 +1,113 @@
 """Prompts to measure with, each in a category: read from question files such as Spec-Bench's (arXiv 2401.07851)."""
 
 import reprlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TypeGuard
 
 from headstart.inference.target.tokenizer import Tokenizer
 from headstart.recipes.jsonl import read_jsonl
 
+# Spec-Bench files the conversations of MT-Bench under eight topics of ten questions each; its tables have one group.
+CONVERSATION = "multi-turn conversation"
+MT_BENCH_TOPICS = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+SPEC_BENCH = "Spec-Bench's is data/spec_bench/question.jsonl of github.com/hemingkexia/Spec-Bench"
+
 
 @dataclass(frozen=True)
 class Prompt:
+    """The tokens to continue; in a chat also the messages they were made of, and what the user says later."""
+
     tokens: list[int]
     category: str
+    said: tuple[str, ...] = ()  # messages of user and target in turn, the user's first; empty for a text to continue
+    later: tuple[str, ...] = ()  # the user's further turns
+    left_out: int = 0  # tokens that were left out in the middle, so that the rest fits the target's positions
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Turns messages into prompts of at most `room` tokens."""
+
+    tokenizer: Tokenizer
+    room: int
+
+    def shortened(self, prompt: Prompt) -> Prompt:
+        """A chat without the middle of its tokens, where it is too long: instructions are at either end.
+
+        A text to continue stays as it is.
+        """
+        excess = len(prompt.tokens) - self.room
+        if not prompt.said or excess <= 0 or self.room <= 0:
+            return prompt
+        start, end = self.room - self.room // 2, len(prompt.tokens) - self.room // 2
+        return replace(prompt, tokens=prompt.tokens[:start] + prompt.tokens[end:], left_out=excess)
+
+    def next_turn(self, prompt: Prompt, answer: list[int]) -> Prompt | None:
+        """What the user says after this answer, with the chat before it; None if that is nothing."""
+        if not prompt.later:
+            return None
+        said = (*prompt.said, str(self.tokenizer.decode(answer, skip_special_tokens=True)), prompt.later[0])
+        return self.shortened(chat_prompt(said, prompt.later[1:], prompt.category, self.tokenizer))
 
 
 def read_questions(path: Path, tokenizer: Tokenizer, longest: int, count: int) -> list[Prompt]:
-    """The first `count` prompts of a JSONL file, taken from each category in turn, cut to their last `longest` tokens.
+    """The prompts of the first `count` rows of a JSONL file, taken from each category in turn.
 
-    A row has `turns`, of which only the first is asked because a later one needs the answer before it, or a `prompt`.
-    Its category is its `category`, else its `source`. Raises ValueError for a row with neither `turns` nor `prompt`,
-    and for a file without rows.
+    A row has `turns`, which are asked one after the other, or a `prompt`, which is continued from its last `longest`
+    tokens. Its category is its `category`, else its `source`; the topics of MT-Bench's conversations are one category,
+    taken in turn too. Raises ValueError for a row with neither `turns` nor `prompt`, and for a file without rows.
     """
-    by_category: dict[str, list[str]] = {}
+    by_category: dict[str, dict[str, list[Prompt]]] = {}
     for number, row in enumerate(read_jsonl(path), start=1):
-        category = str(row.get("category", row.get("source", "all")))
+        topic = str(row.get("category", row.get("source", "all")))
         turns, prompt = row.get("turns"), row.get("prompt")
-        if isinstance(turns, list) and turns and is_text(turns[0]):
-            by_category.setdefault(category, []).append(as_chat(turns[0], tokenizer))
+        if isinstance(turns, list) and turns and all(map(is_text, turns)):
+            category = CONVERSATION if len(turns) > 1 and topic in MT_BENCH_TOPICS else topic
+            found = chat_prompt((turns[0],), tuple(turns[1:]), category, tokenizer)
         elif is_text(prompt):
-            by_category.setdefault(category, []).append(prompt)
+            category = topic
+            found = Prompt(encoded(prompt, tokenizer)[-longest:], category)
         else:
             raise ValueError(
                 f"report.prompts: row {number} of {path} is {reprlib.repr(row)}, turns (a list of texts) or prompt (a "
                 "text) is allowed; fix or remove the row"
             )
+        by_category.setdefault(category, {}).setdefault(topic, []).append(found)
     if not by_category:
         raise ValueError(
             f"report.prompts: {path} given, which is empty; a JSONL file with one prompt or more is allowed; add rows "
             'such as {"prompt": "import os"}'
         )
-    chosen = [question for _, question in zip(range(count), round_robin(by_category), strict=False)]
-    # A chat template writes the special tokens itself.
-    templated = tokenizer.chat_template is not None
-    prompts = []
-    for category, text in chosen:
-        tokens = list(tokenizer(text, add_special_tokens=not templated, verbose=False)["input_ids"])
-        prompts.append(Prompt(tokens[-longest:], category))
-    return prompts
+    mixed = {category: [*in_turn(by_topic)] for category, by_topic in by_category.items()}
+    return [*islice(in_turn(mixed), count)]
 
 
 def is_text(value: object) -> TypeGuard[str]:
     return isinstance(value, str) and value != ""
 
 
-def as_chat(question: str, tokenizer: Tokenizer) -> str:
-    """The question in the tokenizer's chat template, unchanged if it has none."""
+def chat_prompt(said: tuple[str, ...], later: tuple[str, ...], category: str, tokenizer: Tokenizer) -> Prompt:
+    return Prompt(encoded(as_chat(said, tokenizer), tokenizer), category, said, later)
+
+
+def as_chat(said: tuple[str, ...], tokenizer: Tokenizer) -> str:
+    """The messages in the tokenizer's chat template; paragraphs of plain text if it has none."""
     if tokenizer.chat_template is None:
-        return question
-    turns = [{"role": "user", "content": question}]
-    return str(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
+        return "\n\n".join(said)
+    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
+    return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
 
 
-def round_robin(by_category: dict[str, list[str]]) -> Iterator[tuple[str, str]]:
-    """Yield (category, text): the first text of each category, then the second of each, and so on."""
-    for place in range(max(map(len, by_category.values()), default=0)):
-        for category, texts in by_category.items():
-            if place < len(texts):
-                yield category, texts[place]
+def encoded(text: str, tokenizer: Tokenizer) -> list[int]:
+    """The tokens of a text; a chat template writes the special tokens itself."""
+    templated = tokenizer.chat_template is not None
+    return list(tokenizer(text, add_special_tokens=not templated, verbose=False)["input_ids"])
+
+
+def in_turn(lists: Mapping[str, list[Prompt]]) -> Iterator[Prompt]:
+    """The first prompt of each list, then the second of each, and so on."""
+    for place in range(max(map(len, lists.values()), default=0)):
+        yield from (prompts[place] for prompts in lists.values() if place < len(prompts))

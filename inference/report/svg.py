@@ -74,7 +74,7 @@ def category_plot(title: str, categories: Sequence[str], series: Sequence[Series
         parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{height - BOTTOM}" class="grid"/>')
         parts.append(text(x, height - BOTTOM + 14, f"{value:.4g}"))
     for number, name in enumerate(categories):
-        short = name if len(name) <= 22 else "…" + name[-21:]
+        short = name if len(name) <= 24 else "…" + name[-23:]
         parts.append(text(NAMES - 8, TOP + ROW * (number + 0.5) + 4, short, "end"))
     for number, one in enumerate(series):
         for x, y in one.points:

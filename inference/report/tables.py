@@ -1,12 +1,14 @@
 """The report's outcomes as tables for the terminal and Markdown, and as a figure."""
 
 import math
+from collections.abc import Callable, Sequence
+from statistics import median
 from textwrap import fill
 
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from headstart.inference.report.compare import Outcome
+from headstart.inference.report.compare import CategoryFigures, Divergence, Outcome
 from headstart.inference.report.statistics import Interval
 
 COLUMNS = {
@@ -60,21 +62,39 @@ def cells(outcomes: list[Outcome]) -> list[list[str]]:
 
 
 def further_tables(outcomes: list[Outcome]) -> list[list[list[str]]]:
-    """Tables that only some reports have: speed-up over transformers' own drafting, acceptance length by category."""
+    """Tables that only some reports have: speed-up over transformers' own drafting, figures by category."""
     tables = []
     baselines = [name for name in outcomes[0].speedups if name.startswith("generate")]
     if baselines not in ([], ["generate"]):
-        rows = [
-            [o.method, *(f"{o.speedups[name].value:.2f} ({low_to_high(o.speedups[name])})" for name in baselines)]
-            for o in outcomes
-        ]
+        rows = [[o.method, *(with_interval(o.speedups[name]) for name in baselines)] for o in outcomes]
         tables.append([["speed-up (95 % interval)", *(f"over {name}" for name in baselines)], *rows])
-    categories = list(outcomes[0].acceptance_length_by_category)
-    if len(categories) > 1:
-        drafting = [o for o in outcomes if o.stats.tokens > o.stats.steps]  # without drafts it is 1 in every category
-        rows = [[name, *(f"{o.acceptance_length_by_category[name]:.2f}" for o in drafting)] for name in categories]
-        tables.append([["acceptance length", *(o.method for o in drafting)], *rows])
+    if len(outcomes[0].by_category) > 1:
+        tables += tables_by_category(outcomes)
     return tables
+
+
+def tables_by_category(outcomes: list[Outcome]) -> list[list[list[str]]]:
+    """For each figure, a table of methods by categories."""
+    drafting = [o for o in outcomes if o.stats.tokens > o.stats.steps]  # without drafts the length is 1 everywhere
+    comparable = [o for o in outcomes if not (o.is_lossy or o.draws_other_random_numbers)]
+    figures: list[tuple[str, list[Outcome], Callable[[CategoryFigures], str]]] = [
+        ("acceptance length", drafting, lambda found: f"{found.acceptance_length:.2f}"),
+        ("same text", comparable, lambda found: f"{found.identical}/{found.prompts}"),
+    ]
+    if all(found.speedups for found in outcomes[0].by_category.values()):
+        figures[1:1] = [
+            ("tokens/s", outcomes, lambda found: f"{found.tokens_per_second:.1f}"),
+            ("speed-up (95 % interval)", outcomes, lambda found: with_interval(found.speedups["plain"])),
+        ]
+    return [
+        [[name, *rows[0].by_category], *([row.method, *map(cell, row.by_category.values())] for row in rows)]
+        for name, rows, cell in figures
+        if rows
+    ]
+
+
+def with_interval(interval: Interval) -> str:
+    return f"{interval.value:.2f} ({low_to_high(interval)})"
 
 
 def low_to_high(interval: Interval) -> str:
@@ -98,13 +118,18 @@ def divergence_lines(outcomes: list[Outcome]) -> list[str]:
     """For each method whose texts differ from plain decoding's: how many do, and how near a tie the difference is."""
     lines = []
     for outcome in outcomes:
-        margins = [found.margin for found in outcome.divergences]
-        if margins:
+        if outcome.divergences:
             lines.append(
-                f"{outcome.method} differs from plain in {len(margins)} of {outcome.prompts} texts; "
-                f"largest margin in logits at the first difference: {max(margins):.2g}"
+                f"{outcome.method} differs from plain in {len(outcome.divergences)} of {outcome.prompts} texts; "
+                f"{margins_in_words(outcome.divergences)}"
             )
     return lines
+
+
+def margins_in_words(divergences: Sequence[Divergence]) -> str:
+    """How near a tie the target was where texts began to differ; a text that only ends earlier has no margin."""
+    margins = [found.margin for found in divergences if not math.isnan(found.margin)] or [math.nan]
+    return f"margin in logits at the first difference: median {median(margins):.2g}, largest {max(margins):.2g}"
 
 
 def heading(outcomes: list[Outcome]) -> str:
@@ -112,7 +137,10 @@ def heading(outcomes: list[Outcome]) -> str:
     first = outcomes[0]
     together = "" if first.batch == 1 else f" in batches of {first.batch}"
     lossy = "; typical acceptance, LOSSY" if any(outcome.is_lossy for outcome in outcomes) else ""
-    return f"temperature {first.temperature:g}, {first.prompts} prompts{together}, {tokens} tokens per method{lossy}"
+    cut = f"; {first.shortened} prompts shortened to fit the target's positions" if first.shortened else ""
+    return (
+        f"temperature {first.temperature:g}, {first.prompts} prompts{together}, {tokens} tokens per method{cut}{lossy}"
+    )
 
 
 def short_table(outcomes: list[Outcome]) -> Table:

@@ -1,0 +1,80 @@
+"""What a report has measured so far, so that the same command goes on where it was killed."""
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from headstart.heads.formats.files import MODEL
+from headstart.heads.target_config import locate_target
+from headstart.inference.report.questions import Prompt
+from headstart.inference.report.rounds import Place, Round
+from headstart.inference.report.runs import Method, Run
+from headstart.inference.request import DecodeStats
+from headstart.recipes import Recipe
+from headstart.recipes.jsonl import read_growing_jsonl
+from headstart.recipes.os_errors import naming
+from headstart.recipes.whole_files import write_text
+
+Setting = tuple[float, int]  # temperature, batch size
+
+
+class Journal:
+    """A file to which every finished round is added as one line; the first line says what was measured, and where."""
+
+    def __init__(self, path: Path, made_from: Mapping[str, Any]) -> None:
+        """Take in the rounds of an earlier run of the same report; those of any other are dropped."""
+        rows = read_growing_jsonl(path)
+        is_same = rows[:1] == [json.loads(json.dumps(made_from))]
+        rows = rows[1:] if is_same else []
+        self.path, self.done = path, defaultdict[Setting, dict[Place, list[Run]]](dict)
+        write_text(path, "".join(json.dumps(row) + "\n" for row in [made_from, *rows]))  # without a torn last line
+        for row in rows:
+            self.done[row["temperature"], row["batch"]][row["number"], row["turn"]] = [*map(run_from_row, row["runs"])]
+
+    @property
+    def num_texts(self) -> int:
+        return sum(len(run.texts) for rounds in self.done.values() for runs in rounds.values() for run in runs)
+
+    def add(self, setting: Setting, found: Round) -> None:
+        (temperature, batch), (number, turn) = setting, found.place
+        place = {"temperature": temperature, "batch": batch, "number": number, "turn": turn}
+        with naming(self.path), self.path.open("a") as file:
+            file.write(json.dumps({**place, "runs": [asdict(run) for run in found.runs]}) + "\n")
+
+
+def run_from_row(row: dict[str, Any]) -> Run:
+    return Run(**{**row, "stats": [DecodeStats(**stats) for stats in row["stats"]]})
+
+
+def journal_path(recipe: Recipe, worker: int) -> Path:
+    return recipe.report_dir / f"measured.{worker}.jsonl"
+
+
+def remove_journals(recipe: Recipe) -> None:
+    """Forget what was measured: the report is written, and the same command measures again."""
+    for path in recipe.report_dir.glob("measured.*.jsonl"):
+        path.unlink()
+
+
+def made_from(
+    recipe: Recipe,
+    machine: Mapping[str, Any],
+    folders: Mapping[str, Path],
+    prompts: Sequence[Prompt],
+    methods: Sequence[Method],
+) -> dict[str, Any]:
+    """What must agree before figures of an earlier run are taken over; `folders` holds the heads' folders by name."""
+    target = locate_target(recipe.target.path, recipe.target.revision)
+    weights = {path.name: path.stat() for path in sorted(target.glob("*.safetensors"))}
+    return {
+        "recipe": recipe.model_dump(mode="json"),
+        "machine": dict(machine),
+        "target": {name: [found.st_size, found.st_mtime_ns] for name, found in weights.items()},
+        "heads": {name: hashlib.sha256((folder / MODEL).read_bytes()).hexdigest() for name, folder in folders.items()},
+        "prompts": hashlib.sha256(json.dumps([asdict(prompt) for prompt in prompts]).encode()).hexdigest(),
+        "methods": [method.name for method in methods],
+    }
