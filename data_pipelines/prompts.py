@@ -16,8 +16,6 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass
 from functools import partial
 
-from accelerate import PartialState
-
 from headstart.data_pipelines.conversations import Conversation
 from headstart.data_pipelines.demo.python_stdlib import source_files
 from headstart.data_pipelines.dependents import dependents, is_shared
@@ -229,11 +227,7 @@ def write_own_candidates(recipe: Recipe, load: Callable[[], TargetModel]) -> Non
         stage.refuse()
     tokenizer = load_target_tokenizer(recipe)
     template = UserTemplate(tokenizer, recipe.data)
-    state = PartialState()
-    if state.is_main_process and not stage.was_complete():  # else its prompts stay what they are until there are more
-        stage.claim()
-    state.wait_for_everyone()
-    write_candidates(recipe, template, partial(start_selection, recipe, tokenizer), load)
+    write_candidates(recipe, stage, template, partial(start_selection, recipe, tokenizer), load)
 
 
 def key_of(row: Json) -> Key:

@@ -96,7 +96,7 @@ class CandidateWriter:
             for each, opening in work
         ]
         for (each, opening), generation in zip(work, self._written(requests), strict=True):
-            words = self._words(generation)
+            words = self._words(generation).removeprefix(opening.space)
             each.rejected = self._flaw(each, opening, generation, words)
             each.messages.append(user_turn(words))
 

@@ -17,7 +17,7 @@ from headstart.data_pipelines.responses import append_lines, journal_rows
 from headstart.data_pipelines.self_candidates import CandidateWriter, Write
 from headstart.data_pipelines.self_selection import WINDOW, Selection
 from headstart.data_pipelines.self_template import UserTemplate
-from headstart.data_pipelines.stage import Json, write_jsonl
+from headstart.data_pipelines.stage import Json, Stage, write_jsonl
 from headstart.inference.decode import generate_batch
 from headstart.inference.request import Generation, Request
 from headstart.inference.target.model import TargetModel
@@ -41,13 +41,20 @@ def rank_file(rank: str) -> str:
 
 
 def write_candidates(
-    recipe: Recipe, template: UserTemplate, start_selection: Callable[[], Selection], load: Callable[[], TargetModel]
+    recipe: Recipe,
+    stage: Stage,
+    template: UserTemplate,
+    start_selection: Callable[[], Selection],
+    load: Callable[[], TargetModel],
 ) -> None:
     """Write candidates until the selection has the prompts that the recipe asks for. All ranks must call this.
 
     Only the main rank selects. Raises ValueError if hardly any candidate is usable.
     """
-    state, folder = PartialState(), recipe.prompts_dir
+    state, folder = PartialState(), stage.folder
+    if state.is_main_process and not stage.was_complete():  # else its prompts stay what they are until there are more
+        stage.claim()
+    state.wait_for_everyone()
     own = folder / rank_file(f"{state.process_index:05d}")
     journal_rows(own)  # removes an incomplete last line
     selection = start_selection() if state.is_main_process else None

@@ -151,11 +151,12 @@ class Selection:
 
     def _gives_up(self) -> str:
         reasons = ", ".join(f"{why} {count:,}" for why, count in self.rejections().items())
+        most = max(self.accepted - self.num_heldout, 0)
         return (
             f"data.num_prompts: {self.data.num_prompts} given, but the target wrote only {self.accepted} usable "
             f"prompts in {self.next:,} candidates, {sum(self.recent)} of them in the last {WINDOW} ({reasons}); up to "
-            f"{self.accepted - self.num_heldout} can be reached: lower it, raise data.self_prompt_tokens if most have "
-            "no end, add data.self_system_prompts for more topics if most repeat others, or name a file in data.prompts"
+            f"{most} can be reached: lower it, raise data.self_prompt_tokens if most have no end, add "
+            "data.self_system_prompts for more topics if most repeat others, or name a file in data.prompts"
         )
 
 

@@ -10,16 +10,21 @@ from headstart.data_pipelines.stage import Json
 from headstart.inference.target.tokenizer import Tokenizer
 from headstart.recipes.schema import SELF, DataSection
 
-STAND_IN = "\u27e6words of the user\u27e7"  # rendered in place of the user's words, to find what surrounds them
+# Rendered in place of the user's words, to find what surrounds them; common words, tokenized as a user's would be.
+STAND_IN = "What this user asks comes here"
 REMEDY = "choose a target with such a template, or name a file of prompts in data.prompts"
 
 
 @dataclass(frozen=True)
 class Opening:
-    """The tokens up to the place where the user's words begin, and the first token after these words."""
+    """The tokens up to the place where the user's words begin, and the first token after these words.
+
+    `space` is what the template writes before the words, if the first token of the words holds it.
+    """
 
     tokens: list[int]
     end: int
+    space: str
 
 
 class UserTemplate:
@@ -71,8 +76,10 @@ class UserTemplate:
         tokens, places = list(encoded["input_ids"]), list(encoded["offset_mapping"])
         first = next((number for number, (_, stop) in enumerate(places) if stop > start), len(tokens))
         last = next((number for number, (begin, _) in enumerate(places) if begin >= end), len(tokens))
-        straddles = places[first][0] < start or places[last - 1][1] > end
-        return None if first == 0 or last == len(tokens) or straddles else Opening(tokens[:first], tokens[last])
+        if first == 0 or last == len(tokens) or places[last - 1][1] > end:
+            return None
+        space = text[places[first - 1][1] : start]
+        return None if space.strip() else Opening(tokens[:first], tokens[last], space)
 
     def holds(self, messages: list[Json], opening: Opening, written: list[int], words: str) -> bool:
         """Whether the template, given these words, renders to the very tokens that the target wrote after `opening`."""

@@ -26,6 +26,7 @@ ONLY_IN = {
         "trainers/",
         "data_pipelines/harvest.py",
         "data_pipelines/shard_work.py",
+        "data_pipelines/self_prompts.py",
         "data_pipelines/together.py",
         "data_pipelines/lifeline.py",
     ),

@@ -11,7 +11,7 @@ from headstart.heads.formats.files import MODEL
 from headstart.heads.formats.layouts import FORMATS, ServedTarget, engine_files, native_files
 from headstart.heads.formats.violation import Violation
 from headstart.recipes.jsonl import read_growing_jsonl, read_json
-from headstart.recipes.schema import Recipe
+from headstart.recipes.schema import SELF, Recipe
 
 KIND_NAMES = {"eagle1": "EAGLE-1", "eagle3": "EAGLE-3", "medusa": "Medusa"}
 LOGGED_LENGTHS = {"heldout/tau": "0", "heldout/tau_t1": "1"}  # key in the training log -> its temperature
@@ -168,12 +168,13 @@ def key_of(outcome: dict[str, Any]) -> tuple[float, int]:
 
 def conditions(report: dict[str, Any]) -> str:
     recipe = report["recipe"]
-    decode, prompts = recipe["decode"], recipe["report"]["prompts"] or recipe["data"]["heldout_prompts"]
+    decode, file = recipe["decode"], recipe["report"]["prompts"] or recipe["data"]["heldout_prompts"]
+    prompts = "prompts that the target wrote" if file == SELF else f"prompts of `{file}`"
     about = ", ".join(f"{name} {value}" for name, value in report["machine"].items())
     return (
         "Acceptance length (tau) is the mean number of tokens that each forward pass of the target adds to the text, "
         "including the bonus token; plain decoding adds 1. Speed-up is tokens per second relative to plain decoding. "
-        f"Measured with headstart on prompts of `{prompts}`, at most {decode['max_new_tokens']} new tokens each; draft "
+        f"Measured with headstart on {prompts}, at most {decode['max_new_tokens']} new tokens each; draft "
         f"growth {decode['growth']}, depth {decode['depth']}; acceptance rule {decode['acceptance']}; target in "
         f"{recipe['target']['dtype']}; {about}."
     )

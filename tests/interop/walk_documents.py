@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def prepare(clone: Path) -> None:
-    """Make the recipes tiny, and put down the files that the documents ask a user for."""
+    """Make the recipes tiny, and put down the files that they and the documents name."""
     for path in clone.glob("recipes/*.yaml"):
         shrink_recipe(path)
     rows = [json.loads(line) for line in (clone / "assets/demo_target/heldout_prompts.jsonl").open()]

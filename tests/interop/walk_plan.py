@@ -35,6 +35,8 @@ SIZES: dict[str, Any] = {
 TINY_TARGET: dict[str, Any] = {
     "target.path": "assets/demo_target",
     "target.dtype": "float32",
+    "data.prompts": "data/prompts.jsonl",  # the demo target is no chat model, which could write them itself
+    "data.heldout_prompts": "data/heldout_prompts.jsonl",
     "head.hidden_size": 64,
     "head.intermediate_size": 96,
     "head.num_heads": 4,
@@ -55,7 +57,7 @@ STAND_INS = {
     r"runs/medusa/head": "runs/tiny_medusa/head",
     r"--num_processes 8": "--num_processes 2",
 }
-# Made before the walk, beside data/prompts.jsonl and data/heldout_prompts.jsonl, which the recipes ask for.
+# Made before the walk, beside data/prompts.jsonl and data/heldout_prompts.jsonl.
 PREPARED = ("headstart harvest recipes/tiny.yaml run_dir=runs/more seed=1",)  # a second store, to be merged
 
 BY_HAND = {
@@ -96,7 +98,7 @@ ORDER = (
     r"^(headstart |python -m data_pipelines\.)store (verify|stats|merge) ",
     r"^make drafters$",
     r"^python benchmarks/\w+\.py",
-    r"^pip install -e '\.\[deepspeed\]'$",
+    r"^pip install -e '\.\[(deepspeed|language)\]'$",
     r"^make test-all$",
     r"launch/zero[23]\.yaml ",
     r"^make (lint|test)$",

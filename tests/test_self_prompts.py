@@ -1,0 +1,422 @@
+"""Laws of prompts that the target writes itself (data.prompts self): as many as asked for, usable, reproducible."""
+
+import json
+import random
+import shutil
+import zlib
+from collections.abc import Callable
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bad_inputs import Says, assert_raises
+from chat_run import build_chat_run, build_letters
+from launches import finish, launch_module
+from test_chat_masks import FAMILIES, template_of
+from tiny_run import contents, tiny_recipe
+from transformers import PreTrainedTokenizerFast
+
+from headstart.data_pipelines import self_prompts
+from headstart.data_pipelines.harvest import harvest
+from headstart.data_pipelines.language import Languages
+from headstart.data_pipelines.prompts import describe_prompts, make_prompts_alone
+from headstart.data_pipelines.responses import append_lines
+from headstart.data_pipelines.row_report import RowReport
+from headstart.data_pipelines.self_candidates import CandidateWriter
+from headstart.data_pipelines.self_selection import (
+    SIMILARITY,
+    HeldOutFile,
+    SeenTexts,
+    Selection,
+    jaccard,
+    normalised,
+    shingles,
+)
+from headstart.data_pipelines.self_template import UserTemplate
+from headstart.data_pipelines.stage import Json
+from headstart.inference.decode import generate
+from headstart.inference.inputs import held_out_prompts
+from headstart.inference.request import Generation, Request
+from headstart.inference.sampling import Sampling
+from headstart.inference.target.model import TargetModel
+from headstart.recipes import Recipe
+from headstart.recipes.jsonl import read_jsonl
+from headstart.recipes.schema import DataSection
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a chat target and its own prompts: 8 to train on, 3 held out."""
+    folder = tmp_path_factory.mktemp("chat")
+    build_chat_run(folder)
+    make_prompts_alone(tiny_recipe(folder))
+    return folder
+
+
+def own_recipe(folder: Path, tmp_path: Path, *overrides: str) -> Recipe:
+    """The folder's recipe for a run in another folder."""
+    return tiny_recipe(folder, f"run_dir={tmp_path / 'run'}", *overrides)
+
+
+def rows(recipe: Recipe, split: str = "train") -> list[Json]:
+    return list(read_jsonl(recipe.prompts_dir / f"{split}.jsonl"))
+
+
+def kept_candidates(recipe: Recipe) -> list[Json]:
+    """The candidates that became prompts, the held-out ones first."""
+    tokens = [row["tokens"] for row in rows(recipe, "heldout") + rows(recipe)]
+    found = {tuple(row["tokens"]): row for row in read_jsonl(recipe.prompts_dir / "candidates.jsonl")}
+    return [found[tuple(each)] for each in tokens]
+
+
+def prompt_files(recipe: Recipe) -> dict[str, bytes]:
+    return {name: (recipe.prompts_dir / name).read_bytes() for name in ("train.jsonl", "heldout.jsonl", "rows.json")}
+
+
+def data_section(**fields: Any) -> DataSection:
+    wanted = {"prompts": "self", "heldout_prompts": "self", "num_prompts": 4, "heldout_samples": 1, **fields}
+    return DataSection.model_validate(wanted)
+
+
+def test_as_many_prompts_as_asked_for_are_written_and_all_are_usable(folder: Path) -> None:
+    recipe, tokenizer = tiny_recipe(folder), build_letters()
+    assert (len(rows(recipe)), len(rows(recipe, "heldout"))) == (8, 3)
+    kept = kept_candidates(recipe)
+    for row in kept:
+        words = row["turns"][0]
+        assert len(words) <= 40
+        assert sum(map(str.isalpha, words)) >= 10
+        rendered = tokenizer.apply_chat_template([{"role": "user", "content": words}], tokenize=False)
+        assert row["tokens"] == tokenizer(rendered)["input_ids"]
+    texts = [shingles(normalised(row["turns"][0])) for row in kept]
+    assert all(jaccard(one, other) < SIMILARITY for one, other in combinations(texts, 2))
+
+
+def test_every_candidate_that_was_left_out_is_counted_with_its_reason(folder: Path) -> None:
+    recipe = tiny_recipe(folder)
+    facts = json.loads((recipe.prompts_dir / "stage.json").read_text())["facts"]
+    assert facts["rejected"]["no end within data.self_prompt_tokens"] > 0
+    train, heldout = json.loads((recipe.prompts_dir / "rows.json").read_text())
+    assert train["rows"] + heldout["rows"] == 11 + sum(facts["rejected"].values())
+    assert "candidates written by the target, 8 kept; dropped" in describe_prompts(recipe)
+
+
+@pytest.mark.parametrize("batch", [1, 64])
+def test_prompts_do_not_depend_on_the_batch(folder: Path, tmp_path: Path, batch: int) -> None:
+    recipe = own_recipe(folder, tmp_path, f"data.generate_batch={batch}")
+    make_prompts_alone(recipe)
+    assert prompt_files(recipe) == prompt_files(tiny_recipe(folder))
+
+
+@pytest.mark.parametrize("count", [1, 20])
+def test_a_killed_run_goes_on_after_its_last_candidate(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """candidates   0..7 | 8..14 | torn line   killed   the torn one and all after it by the same command"""
+    recipe = own_recipe(folder, tmp_path, "data.generate_batch=2")
+    written: list[int] = []
+
+    def killed_in(journal: Path, found: list[Json]) -> None:
+        append_lines(journal, found)
+        was_killed = len(written) >= count
+        written.extend(row["candidate"] for row in found)
+        if not was_killed and len(written) >= count:
+            journal.write_text(journal.read_text()[:-20])  # the last line is torn
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(self_prompts, "append_lines", killed_in)
+    with pytest.raises(KeyboardInterrupt):
+        make_prompts_alone(recipe)
+    make_prompts_alone(recipe)
+    assert len(written) == len(set(written)) + 1  # only the torn one is written again
+    assert prompt_files(recipe) == prompt_files(tiny_recipe(folder))
+
+
+def test_candidates_of_a_run_on_other_ranks_are_reused(folder: Path, tmp_path: Path) -> None:
+    """rank 0: 0 2 4 ...   rank 1: 1 3 5 ...   then one rank: nothing to write"""
+    recipe = own_recipe(folder, tmp_path)
+    make_prompts_alone(recipe)
+    found = list(read_jsonl(recipe.prompts_dir / "candidates.jsonl"))
+    before = prompt_files(recipe)
+    for path in recipe.prompts_dir.iterdir():
+        if path.name != "stage.json":
+            path.unlink()
+    state = json.loads((recipe.prompts_dir / "stage.json").read_text())
+    (recipe.prompts_dir / "stage.json").write_text(json.dumps({"inputs": state["inputs"], "complete": False}))
+    for rank in range(2):
+        append_lines(recipe.prompts_dir / f"candidates-{rank:05d}.jsonl", found[rank::2])
+    make_prompts_alone(recipe)
+    assert list(read_jsonl(recipe.prompts_dir / "candidates.jsonl")) == found
+    assert prompt_files(recipe) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("override", ["target.tp_plan=null", "target.tp_plan=auto"])
+def test_two_ranks_write_the_prompts_of_one(folder: Path, tmp_path: Path, override: str) -> None:
+    recipe = own_recipe(folder, tmp_path)
+    command = "ddp", 2, "data_pipelines.harvest", folder / "recipe.yaml", override, f"run_dir={tmp_path / 'run'}"
+    finish(launch_module(*command))
+    assert prompt_files(recipe) == prompt_files(tiny_recipe(folder))
+
+
+def test_more_prompts_keep_the_first_and_are_those_of_a_fresh_run(folder: Path, tmp_path: Path) -> None:
+    few = own_recipe(folder, tmp_path)
+    make_prompts_alone(few)
+    first = rows(few)
+    more = own_recipe(folder, tmp_path, "data.num_prompts=20")
+    make_prompts_alone(more)
+    fresh = own_recipe(folder, tmp_path / "fresh", "data.num_prompts=20")
+    make_prompts_alone(fresh)
+    assert rows(more)[:8] == first
+    assert prompt_files(more) == prompt_files(fresh)
+
+
+def test_other_settings_never_take_over_candidates(folder: Path, tmp_path: Path) -> None:
+    recipe = own_recipe(folder, tmp_path)
+    make_prompts_alone(recipe)
+    before = contents(recipe.prompts_dir)
+    for override in ("seed=4", "data.self_temperature=0.5", "data.heldout_samples=2"):
+        with pytest.raises(ValueError, match=r"(?s)the prompts in .* were made from other inputs.*undo the change"):
+            make_prompts_alone(own_recipe(folder, tmp_path, override))
+    state = json.loads((recipe.prompts_dir / "stage.json").read_text())
+    (recipe.prompts_dir / "stage.json").write_text(json.dumps({"inputs": state["inputs"], "complete": False}))
+    with pytest.raises(ValueError, match="were made from other inputs"):  # of a killed run, too
+        make_prompts_alone(own_recipe(folder, tmp_path, "seed=4"))
+    assert {**contents(recipe.prompts_dir), "stage.json": b""} == {**before, "stage.json": b""}
+
+
+def test_a_harvest_and_its_measurements_run_on_the_targets_own_prompts(folder: Path, tmp_path: Path) -> None:
+    recipe = own_recipe(folder, tmp_path)
+    harvest(recipe)
+    assert prompt_files(recipe) == prompt_files(tiny_recipe(folder))
+    assert held_out_prompts(recipe) == [row["tokens"] for row in rows(recipe, "heldout")]
+
+
+# Several turns
+
+
+def test_several_turns_hold_the_targets_own_answers_and_no_steering_system_prompt(folder: Path, tmp_path: Path) -> None:
+    """[user]words[assistant]answer[user]words[assistant]   the answer is what the target says to the first words"""
+    settings = "data.self_turns=2", "data.self_system_prompts=[null, maths]", "data.temperatures=[1.0]"
+    lengths = "data.prompt_tokens=160", "data.response_tokens=60"
+    recipe, tokenizer = own_recipe(folder, tmp_path, *settings, *lengths), build_letters()
+    make_prompts_alone(recipe)
+    target = TargetModel.load(recipe.target, ())
+    kept = kept_candidates(recipe)
+    assert {len(row["turns"]) for row in kept} == {1, 3}
+    for row in kept:
+        text = tokenizer.decode(row["tokens"])
+        assert "[system]" not in text
+        if len(row["turns"]) == 3:
+            first, answer, second = row["turns"]
+            opening = f"[user]{first}[assistant]"
+            assert text == f"{opening}{answer}[user]{second}[assistant]"
+            sampling = Sampling(1.0, seed=zlib.crc32(f"3 {row['candidate']} 1 answer".encode()))
+            said = generate(target, list(tokenizer(opening)["input_ids"]), 60, sampling).tokens
+            assert tokenizer.decode(said) == answer + "<end>"
+
+
+def test_system_prompts_steer_the_words(folder: Path, tmp_path: Path) -> None:
+    recipe = own_recipe(folder, tmp_path, "data.self_system_prompts=[maths, null]")
+    make_prompts_alone(recipe)
+    plain = {row["candidate"]: row["turns"] for row in read_jsonl(folder / "run/prompts/candidates.jsonl")}
+    steered = {row["candidate"]: row["turns"] for row in read_jsonl(recipe.prompts_dir / "candidates.jsonl")}
+    shared = plain.keys() & steered.keys()
+    assert all((plain[number] == steered[number]) == (number % 2 == 1) for number in shared)
+
+
+# Templates
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_opening_ends_where_the_words_begin_in_every_family(name: str) -> None:
+    tokenizer, _ = template_of(name)
+    template = UserTemplate(tokenizer, data_section())
+    opening = template.first(None)
+    words = "What is 2+2?"
+    written = list(tokenizer(opening.space + words, add_special_tokens=False)["input_ids"])
+    assert template.holds([], opening, written, words)
+    assert not template.holds([], opening, written[:-1], words)
+    whole = template.prompt([{"role": "user", "content": words}])
+    assert tokenizer.decode(whole).startswith(tokenizer.decode(opening.tokens) + opening.space + words)
+
+
+# Filters
+
+WORDS = "please count all letters of this line"
+
+
+def scripted(said: str, tokenizer: PreTrainedTokenizerFast, ends: bool = True) -> Any:
+    """What carries out requests in place of a target: it always says the same."""
+
+    def write(requests: list[Request]) -> list[Generation]:
+        found = []
+        for request in requests:
+            assert request.end_tokens is not None
+            tokens = list(tokenizer(said, add_special_tokens=False)["input_ids"])
+            end = [request.end_tokens[0]] if ends else []
+            found.append(Generation(tokens + end, finish="end" if ends else "length"))
+        return found
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("said", "ends", "why"),
+    [
+        (WORDS, True, None),
+        (WORDS, False, "no end within data.self_prompt_tokens"),
+        ("", True, "too short"),
+        ("a b c", True, "too short"),
+        ("one two three <end> four", True, "template marks"),
+    ],
+)
+def test_what_is_wrong_with_a_candidate_alone_is_found(
+    folder: Path, tmp_path: Path, said: str, ends: bool, why: str | None
+) -> None:
+    tokenizer, recipe = build_letters(), own_recipe(folder, tmp_path)
+    template = UserTemplate(tokenizer, recipe.data)
+    writer = CandidateWriter(recipe, template, scripted(said, tokenizer, ends), [0])
+    [candidate] = writer.candidates([5])
+    assert (candidate["candidate"], candidate["rejected"]) == (5, why)
+
+
+def test_a_template_that_changes_the_words_gives_no_prompt(folder: Path, tmp_path: Path) -> None:
+    """A space at the end is trimmed, so the target would not see the tokens that it wrote."""
+    tokenizer, recipe = build_letters(), own_recipe(folder, tmp_path)
+    tokenizer.chat_template = str(tokenizer.chat_template).replace("m.content", "m.content | trim")
+    template = UserTemplate(tokenizer, recipe.data)
+    for said, why in ((WORDS, None), (WORDS + " ", "renders to other tokens")):
+        writer = CandidateWriter(recipe, template, scripted(said, tokenizer), [0])
+        assert writer.candidates([0])[0]["rejected"] == why
+
+
+def candidate(number: int, words: str, rejected: str | None = None) -> Json:
+    return {"candidate": number, "turns": [words], "tokens": [number], "rejected": rejected}
+
+
+def test_a_prompt_that_repeats_another_or_a_held_out_one_is_left_out() -> None:
+    file = HeldOutFile([{"id": 0, "tokens": [6], "cut": False}], RowReport("file"), ["Which planets have rings?"])
+    selection = Selection(data_section(num_prompts=100, heldout_prompts="heldout.jsonl"), file)
+    texts = [
+        "Write a poem about the autumn wind, please",
+        "write a  poem about the autumn wind, please!",
+        "Write a poem about the autumn winds, please",
+        "Write a recipe for a soup of autumn pumpkins",
+        "which planets have rings",
+        "What is the boiling point of water?",
+        "the file has the tokens of this one",
+    ]
+    for number, text in enumerate(texts):
+        selection.take(candidate(number, text))
+    selection.take(candidate(7, "cut off", "too short"))
+    assert [row["tokens"] for row in selection.train] == [[0], [3], [5]]
+    counts = {"repeats another": 1, "nearly repeats another": 1, "too short": 1, "held out too": 2}
+    assert selection.rejections() == counts
+
+
+def test_the_first_prompts_are_held_out() -> None:
+    selection = Selection(data_section(num_prompts=2, heldout_samples=1))
+    for number, text in enumerate(("a question about tea", "one of ships", "and one about the moon")):
+        assert selection.missing == 3 - number
+        selection.take(candidate(number, text))
+    assert ([row["tokens"] for row in selection.heldout], [row["tokens"] for row in selection.train]) == (
+        [[0]],
+        [[1], [2]],
+    )
+
+
+def test_near_duplicates_are_found_among_many_texts() -> None:
+    """Every text of 2,000 is found again after one letter has changed, and no other is."""
+    seen, numbers = SeenTexts(), range(2000)
+    for number in numbers:
+        seen.add(text_about(number))
+    assert all(seen.like(text_about(number).replace("z", "y", 1)) >= SIMILARITY for number in numbers)
+    assert not any(seen.like(text_about(number)) for number in range(2000, 2200))
+
+
+def text_about(number: int) -> str:
+    """A text of random words that begins with z."""
+    rng = random.Random(number)
+    return "z" + " ".join("".join(rng.choices("abcdefghij", k=6)) for _ in range(10))
+
+
+def test_prompts_in_another_language_are_left_out(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("py3langid")
+    german = Languages("de")
+    assert german.has("Wie viele Buchstaben hat das deutsche Alphabet, und welche davon sind Umlaute?")
+    assert not german.has("How many letters does the English alphabet have, and which of them are vowels?")
+    tokenizer, recipe = build_letters(), own_recipe(folder, tmp_path, "data.self_language=de")
+    writer = CandidateWriter(
+        recipe, UserTemplate(tokenizer, recipe.data), scripted(WORDS + " and say why", tokenizer), [0]
+    )
+    assert writer.candidates([0])[0]["rejected"] == "other language"
+
+
+# Refusals
+
+
+def no_template(target: Path) -> None:
+    (target / "chat_template.jinja").unlink()
+
+
+def no_user_turn(target: Path) -> None:
+    (target / "chat_template.jinja").write_text("[assistant]")
+
+
+def shouting(target: Path) -> None:
+    (target / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.content | upper }}]{% endfor %}")
+
+
+def no_system(target: Path) -> None:
+    path = target / "chat_template.jinja"
+    path.write_text(
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}" + path.read_text()
+    )
+
+
+def unchanged(target: Path) -> None:
+    pass
+
+
+REFUSED: list[tuple[str, Callable[[Path], None], list[str], Says]] = [
+    ("a base model", no_template, [], Says("data.prompts", "self given", "needs a chat template", "choose the chat")),
+    ("a template without a user turn", no_user_turn, [], Says("data.prompts", "self given", "rules out", "choose a")),
+    ("a template that changes words", shouting, [], Says("data.prompts", "self given", "words once, as", "choose a")),
+    (
+        "a template without system prompts",
+        no_system,
+        ["data.self_system_prompts=[maths]"],
+        Says("data.self_system_prompts", "'maths' given", "no system turn", "remove it"),
+    ),
+    (
+        "a system prompt that leaves no room",
+        unchanged,
+        ["data.prompt_tokens=6"],
+        Says("data.prompt_tokens", "6 given", "7 or more are allowed", "raise it"),
+    ),
+    (
+        "an unknown language",
+        unchanged,
+        ["data.self_language=xx"],
+        Says("data.self_language", "xx given", "is allowed", "choose one"),
+    ),
+    (
+        "a target that always writes the same",
+        unchanged,
+        ["data.self_temperature=0.01", "data.generate_batch=64", "data.self_prompt_tokens=24"],
+        Says("data.num_prompts: 8", "in the last 500", "up to", "lower it"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("symptom", "change", "overrides", "says"), REFUSED, ids=[row[0] for row in REFUSED])
+def test_what_rules_out_the_targets_own_prompts_is_named(
+    folder: Path, tmp_path: Path, symptom: str, change: Callable[[Path], None], overrides: list[str], says: Says
+) -> None:
+    shutil.copytree(folder / "target", tmp_path / "target")
+    change(tmp_path / "target")
+    recipe = own_recipe(folder, tmp_path, f"target.path={tmp_path / 'target'}", *overrides)
+    assert_raises(lambda: make_prompts_alone(recipe), says)
+    assert not (recipe.prompts_dir / "train.jsonl").exists()
