@@ -25,7 +25,6 @@ CUT = "no end within data.self_prompt_tokens"
 TOO_LONG = "too long"
 TOO_SHORT = "too short"
 MARKS = "template marks"
-OTHER_TOKENS = "renders to other tokens"
 OTHER_LANGUAGE = "other language"
 BAD_ANSWER = "unusable answer"
 
@@ -97,7 +96,7 @@ class CandidateWriter:
         ]
         for (each, opening), generation in zip(work, self._written(requests), strict=True):
             words = self._words(generation).removeprefix(opening.space)
-            each.rejected = self._flaw(each, opening, generation, words)
+            each.rejected = self._flaw(generation, words)
             each.messages.append(user_turn(words))
 
     def _opening(self, candidate: Candidate, turn: int) -> Opening | None:
@@ -114,7 +113,7 @@ class CandidateWriter:
             candidate.rejected, opening = TOO_LONG, None
         return opening
 
-    def _flaw(self, candidate: Candidate, opening: Opening, generation: Generation, words: str) -> str | None:
+    def _flaw(self, generation: Generation, words: str) -> str | None:
         """Why a user turn is unusable, if it is."""
         if generation.finish != "end":
             return CUT
@@ -122,8 +121,6 @@ class CandidateWriter:
             return MARKS
         if sum(map(str.isalpha, words)) < MIN_LETTERS:
             return TOO_SHORT
-        if not self.template.holds(candidate.steered, opening, generation.tokens[:-1], words):
-            return OTHER_TOKENS
         if self.languages is not None and not self.languages.has(words):
             return OTHER_LANGUAGE
         return None

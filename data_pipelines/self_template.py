@@ -81,12 +81,6 @@ class UserTemplate:
         space = text[places[first - 1][1] : start]
         return None if space.strip() else Opening(tokens[:first], tokens[last], space)
 
-    def holds(self, messages: list[Json], opening: Opening, written: list[int], words: str) -> bool:
-        """Whether the template, given these words, renders to the very tokens that the target wrote after `opening`."""
-        found = self.chat.prompt(Conversation([*messages, user_turn(words)]))
-        wanted = [*opening.tokens, *written, opening.end]
-        return found[: len(wanted)] == wanted
-
     def prompt(self, messages: list[Json]) -> list[int]:
         """The tokens after which the target answers the last user turn."""
         return self.chat.prompt(Conversation(messages))
