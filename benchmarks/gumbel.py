@@ -131,7 +131,7 @@ def run(recipe: Recipe, seeds: int) -> None:
     cases = [*((own, temperature) for temperature in temperatures), *((tree, temperatures[-1]) for tree in others)]
     num_sets = 1 + len(others) + 2 * seeds * len(cases)
     table = Table(
-        title=f"acceptance length, {len(tokens)} prompts, {seeds} seed(s) above temperature 0", box=None, pad_edge=False
+        title=f"acceptance length, {len(tokens)} prompts, seeds above temperature 0: {seeds}", box=None, pad_edge=False
     )
     for column in COLUMNS:
         table.add_column(column, justify="left" if column == "tree" else "right")
