@@ -1,7 +1,7 @@
 """One KV cache for a target and its head: a single allocation. Unpatched models see it as a transformers Cache."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -11,7 +11,22 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from headstart.heads.layers import attention
 
 PAGE = 256  # tokens; a cache grows by whole pages
+GROUP_ROWS = 16  # rows of a large batch whose attention is computed together on a CPU
 Shape = tuple[int, int, int]  # layers, kv_heads, head_dim
+
+
+class RowGroup(NamedTuple):
+    """Neighbouring rows of a batch, and the keys that the longest of them holds."""
+
+    rows: slice
+    keys: int
+
+
+class Move(NamedTuple):
+    """A row of the batch is copied to the place of another."""
+
+    source: int
+    goal: int
 
 
 class Slots:
@@ -135,15 +150,20 @@ class Slots:
         """One row by itself, empty, in the same storage, in use or not. Its shapes are never static."""
         return Slots(self.storage[:, :, number : number + 1])
 
-    def end_row(self, number: int) -> None:
-        """Take a row out of use. The last row moves into its place, including the slot after its length."""
+    def end_row(self, moves: list[Move]) -> None:
+        """Take a row out of use: the last one, after rows were moved as `moves_to_end` says."""
         lengths = list(self.lengths)
-        last = lengths.pop()
-        if number < len(lengths):
-            held = slice(last + 1)  # a draft model has written its root there, and the next step reads it
-            self.storage[:, :, number, :, held] = self.storage[:, :, len(lengths), :, held]
-            lengths[number] = last
-        self.set_lengths(lengths)
+        for source, goal in moves:
+            held = slice(lengths[source] + 1)  # a draft model has written its root after it, and the next step reads it
+            self.storage[:, :, goal, :, held] = self.storage[:, :, source, :, held]
+            lengths[goal] = lengths[source]
+        self.set_lengths(lengths[:-1])
+
+    def row_groups(self, block: int) -> tuple[RowGroup, ...]:
+        """The groups of rows, each with the number of keys that a block of this many tokens attends to in it."""
+        count, more = len(self.lengths), self.pending + block
+        bounds = [(start, min(start + GROUP_ROWS, count)) for start in range(0, count, GROUP_ROWS)]
+        return tuple(RowGroup(slice(*bound), max(self.lengths[slice(*bound)]) + more) for bound in bounds)
 
     def grown(self, storage: Tensor) -> "Slots":
         """The same content in a larger storage, including the slot after each row's length, as in `end_row`."""
@@ -163,6 +183,20 @@ class OpaqueSlots(Slots):
     """Slots that torch.compile does not trace into; otherwise it would recompile for every length."""
 
     append = torch.compiler.disable(Slots.append)
+
+
+def moves_to_end(lengths: list[int], number: int) -> list[Move]:
+    """How to fill the place of a row that ends so that rows of like length stay together: copies in this order.
+
+    Each later group of rows gives its longest to the hole before it, and the last row fills the hole that is left. As
+    new rows come at the end, the longest rows stay in the first groups.
+    """
+    moves, hole, count = [], number, len(lengths)
+    for start in range((number // GROUP_ROWS + 1) * GROUP_ROWS, count, GROUP_ROWS):
+        longest = max(range(start, min(start + GROUP_ROWS, count)), key=lengths.__getitem__)
+        moves.append(Move(longest, hole))
+        hole = longest
+    return moves if hole == count - 1 else [*moves, Move(count - 1, hole)]
 
 
 class SlotLayer(CacheLayerMixin):
@@ -243,6 +277,13 @@ class KVCache(Cache):
         """Set which rows are in use and how many tokens each holds."""
         for slots in self.slots:
             slots.set_lengths(lengths)
+
+    def end_row(self, number: int) -> list[Move]:
+        """Take a row out of use; returns which rows moved to another place."""
+        moves = moves_to_end(self.target.lengths, number)
+        for slots in self.slots:
+            slots.end_row(moves)
+        return moves
 
     def reset(self) -> None:
         """Forget what is pending."""

@@ -240,14 +240,11 @@ class DecodeLoop:
         return [(number, self.generations[number]) for number in numbers]
 
     def end(self, row: Row) -> None:
-        """Take a row out of the batch; the last one moves into its place."""
+        """Take a row out of the batch; others move into its place."""
         self.ended.append(row.number)
-        index = self.rows.index(row)
-        for slots in self.cache.slots:
-            slots.end_row(index)
-        last = self.rows.pop()
-        if last is not row:
-            self.rows[index] = last
+        for source, goal in self.cache.end_row(self.rows.index(row)):
+            self.rows[goal] = self.rows[source]
+        self.rows.pop()
         self._rows_changed()
 
     def drafter_taps(self, taps: Float[Tensor, "batch count given"]) -> Float[Tensor, "batch count tapped"]:

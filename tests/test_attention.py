@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from transformers import AttentionInterface
 
+from headstart.inference.decode import generate_batch
+from headstart.inference.request import Request
 from headstart.inference.target.attention import GROUPED, SDPA, grouped_attention
 from headstart.inference.target.model import TargetModel
 from headstart.inference.tree import Tree
@@ -82,3 +84,26 @@ def test_the_baseline_runs_on_transformers_own_attention(monkeypatch: pytest.Mon
     target.generate([[5, 6, 7]], 3)
     assert seen == [SDPA] * 3
     assert target.model.config._attn_implementation == GROUPED
+
+
+def test_a_large_batch_of_unlike_rows_reads_only_the_keys_that_each_group_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target, num_keys = TargetModel(FAMILIES["llama"](), ()), 0
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(query: Tensor, key: Tensor, *args: Any, **options: Any) -> Tensor:
+        nonlocal num_keys
+        num_keys += key.shape[0] * key.shape[2]
+        return attend(query, key, *args, **options)
+
+    monkeypatch.setattr("headstart.inference.target.attention.scaled_dot_product_attention", spy)
+    lengths = [60] * 16 + [1 + number % 9 for number in range(28)]
+    requests = [Request([5 + number % 7] * length, 3 + number % 5) for number, length in enumerate(lengths)]
+    alone = [generate_batch(target, [request])[0].tokens for request in requests]
+    num_keys = 0
+    assert [found.tokens for found in generate_batch(target, requests, max_batch=40)] == alone
+    grouped, num_keys = num_keys, 0
+    monkeypatch.setattr("headstart.inference.target.attention.GROUP_ROWS", 1000)
+    assert [found.tokens for found in generate_batch(target, requests, max_batch=40)] == alone
+    assert grouped < 0.7 * num_keys

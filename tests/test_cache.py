@@ -1,6 +1,7 @@
 """Laws of the KV cache: it holds exactly what one forward over the kept tokens alone would have written."""
 
 import math
+import random
 from collections.abc import Callable
 from functools import partial
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.inference import cache as cache_module
 from headstart.inference import decode as decode_module
-from headstart.inference.cache import KVCache, Slots
+from headstart.inference.cache import GROUP_ROWS, KVCache, Slots, moves_to_end
 from headstart.inference.decode import DecodeLoop, generate, generate_batch
 from headstart.inference.request import Request
 from headstart.inference.sampling import Sampling
@@ -278,14 +279,30 @@ def test_the_last_row_moves_into_the_place_of_a_row_that_ends(number: int) -> No
     """Rows a b c become c b when a ends, a c when b ends, and a b when c ends."""
     slots = numbered_slots(2, 7, 5)
     rows = [held(slots, row).clone() for row in range(3)]
-    slots.end_row(number)
+    slots.end_row(moves_to_end(slots.lengths, number))
     order = {0: [2, 1], 1: [0, 2], 2: [0, 1]}[number]
     assert slots.lengths == slots.starts.tolist() == [[2, 7, 5][row] for row in order]
     for place, row in enumerate(order):
         assert torch.equal(held(slots, place), rows[row])
-    slots.end_row(0)
-    slots.end_row(0)
+    for _ in range(2):
+        slots.end_row(moves_to_end(slots.lengths, 0))
     assert slots.lengths == slots.starts.tolist() == []
+
+
+def test_the_longest_rows_of_a_refilled_batch_stay_together() -> None:
+    """Each row that ends is replaced by a new one; attention over groups of rows then reads few keys in vain."""
+    rng, lengths = random.Random(0), list(range(4 * GROUP_ROWS, 0, -1))
+    for _ in range(500):
+        ends = rng.randrange(len(lengths))
+        kept = lengths[:ends] + lengths[ends + 1 :]
+        for source, goal in moves_to_end(lengths, ends):
+            lengths[goal] = lengths[source]
+        assert sorted(lengths[:-1]) == sorted(kept)
+        lengths = [length + 1 for length in lengths[:-1]] + [1]
+    groups = [lengths[start : start + GROUP_ROWS] for start in range(0, len(lengths), GROUP_ROWS)]
+    read = sum(GROUP_ROWS * max(group) for group in groups)
+    assert read < 1.5 * sum(lengths)
+    assert max(lengths) * len(lengths) > 2.5 * sum(lengths)  # what would be read without groups
 
 
 def test_a_grown_cache_keeps_its_content(target: TargetModel, head: Eagle3Head) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.vocab import DraftVocab
-from headstart.inference.cache import KVCache
+from headstart.inference.cache import KVCache, Move
 from headstart.inference.decode import start_history
 from headstart.inference.drafter import VerifiedOnHost
 from headstart.inference.drafters.cost_aware import growth_from_recipe
@@ -226,7 +226,7 @@ def test_prefill_reads_all_of_a_prompt_but_its_last_position(target: TargetModel
         assert cache.head is not None
         cache.head.set_lengths([11, 11])
         if row == 1:
-            cache.head.end_row(0)
+            cache.head.end_row([Move(1, 0)])
         else:
             cache.head.set_lengths([11])
         last = drafter.draft(verified(target, sampling, (10, 11)), cache)

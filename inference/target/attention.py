@@ -10,10 +10,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from headstart.inference.cache import GROUP_ROWS, RowGroup, Slots
+
+
+class RaggedMask(Tensor):
+    """An additive mask of many rows that says how many keys each group of them has; the rest is hidden."""
+
+    groups: tuple[RowGroup, ...] = ()
+
 
 SDPA = "sdpa"  # transformers' own
 GROUPED = "headstart_grouped"
@@ -30,24 +40,51 @@ def grouped_attention(
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it; returns [batch, seq, num_heads, value_dim].
 
-    Passes without a mask, or with a mask per head, go to transformers' own sdpa.
+    Passes without a mask, or with a mask per head, go to transformers' own sdpa. In a large batch of unlike rows, on a
+    CPU, each group of rows reads only the keys that its longest row holds.
     """
-    batch, num_heads, seq, _ = query.shape
-    kv_heads = key.shape[1]
-    group = num_heads // kv_heads
-    if attention_mask is None or attention_mask.shape[1] != 1 or group == 1 or options.get("position_bias") is not None:
+    if attention_mask is None or attention_mask.shape[1] != 1 or options.get("position_bias") is not None:
         attend = AttentionInterface()[SDPA]
         found: tuple[Tensor, None] = attend(module, query, key, value, attention_mask, scaling=scaling, **options)
         return found
-    mask = attention_mask[..., : key.shape[2]].unsqueeze(2)  # [batch or 1, 1, 1, seq, keys]
-    mask = mask.expand(-1, -1, group, -1, -1).flatten(2, 3)  # [batch or 1, 1, group * seq, keys]
-    folded = query.reshape(batch, kv_heads, group * seq, -1)
-    states = scaled_dot_product_attention(folded, key, value, mask, scale=scaling)
-    return states.view(batch, num_heads, seq, -1).transpose(1, 2), None
+    mask = attention_mask.as_subclass(Tensor)[..., : key.shape[2]]
+    if isinstance(attention_mask, RaggedMask) and attention_mask.groups:
+        parts = [
+            folded_attention(query[rows], key[rows, :, :keys], value[rows, :, :keys], mask[rows, ..., :keys], scaling)
+            for rows, keys in attention_mask.groups
+        ]
+        return torch.cat(parts).transpose(1, 2), None
+    return folded_attention(query, key, value, mask, scaling).transpose(1, 2), None
+
+
+def folded_attention(
+    query: Float[Tensor, "batch num_heads seq head_dim"],
+    key: Float[Tensor, "batch kv_heads keys head_dim"],
+    value: Float[Tensor, "batch kv_heads keys value_dim"],
+    mask: Tensor,
+    scaling: float | None,
+) -> Float[Tensor, "batch num_heads seq value_dim"]:
+    """Attention whose query heads of one key head are further queries; mask [batch or 1, 1, seq, keys]."""
+    batch, num_heads, seq, _ = query.shape
+    group = num_heads // key.shape[1]
+    if group == 1:
+        return scaled_dot_product_attention(query, key, value, mask, scale=scaling)
+    mask = mask.unsqueeze(2).expand(-1, -1, group, -1, -1).flatten(2, 3)  # [batch or 1, 1, group * seq, keys]
+    folded = query.reshape(batch, key.shape[1], group * seq, -1)
+    return scaled_dot_product_attention(folded, key, value, mask, scale=scaling).view(batch, num_heads, seq, -1)
 
 
 AttentionInterface.register(GROUPED, grouped_attention)
 AttentionMaskInterface.register(GROUPED, AttentionMaskInterface()[SDPA])
+
+
+def with_row_groups(mask: Tensor, slots: Slots) -> Tensor:
+    """A mask that lets `grouped_attention` skip keys, where that pays: many unlike rows on a CPU."""
+    if slots.static or slots.even or mask.device.type != "cpu" or len(slots.lengths) <= GROUP_ROWS:
+        return mask
+    ragged = mask.as_subclass(RaggedMask)
+    ragged.groups = slots.row_groups(mask.shape[2])
+    return ragged
 
 
 def use_grouped_attention(model: PreTrainedModel) -> None:

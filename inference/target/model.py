@@ -23,7 +23,7 @@ from headstart.inference.target.architecture import (
     refuse_unknown_state,
     rope_limit,
 )
-from headstart.inference.target.attention import own_attention_of, use_grouped_attention
+from headstart.inference.target.attention import GROUPED, own_attention_of, use_grouped_attention, with_row_groups
 from headstart.inference.target.loading import load_config, load_weights, pick_device
 from headstart.inference.target.quiet import no_bars_of_transformers
 from headstart.inference.target.ranks import Ranks, load_over_ranks
@@ -201,6 +201,8 @@ class TargetModel:
     def masks(self, slots: Slots, block: Block) -> Masks:
         """The attention mask as the model expects it: one for all layers, or one per layer type."""
         made = {kind: block_mask(slots, block, self.dtype, window) for kind, window in self.windows.items()}
+        if self.model.config._attn_implementation == GROUPED:
+            made = {kind: with_row_groups(mask, slots) for kind, mask in made.items()}
         return made if len(made) > 1 else next(iter(made.values()))
 
     @torch.inference_mode()
