@@ -19,6 +19,7 @@ from headstart.heads.layers import (
     power_of_two_scales,
     rotary_table,
 )
+from headstart.heads.least_squares import LeastSquares
 from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema import Eagle3Section, HeadSection
@@ -169,6 +170,17 @@ class Eagle3Head(DraftHead):
         self.embed_tokens.weight.copy_(frozen.embedding @ projection)
         self.lm_head.weight.copy_((lm_head * frozen.norm_weight) @ projection)
 
+    @torch.no_grad()
+    def start_with_fit(self, fit: LeastSquares) -> None:
+        """Start with features that predict the target's next hidden state; `fit` maps `scaled` taps to its direction.
+
+        A random `fc` under the target's own norm and lm_head is confidently wrong: its loss is far above that of the
+        uniform distribution, and training first unlearns it. The norm shrinks the logits to what the fit explains.
+        """
+        weight, size = fit.solve()
+        self.fc.weight.copy_(weight)
+        self.norm.weight.mul_(size)
+
     def scale_taps(self, sizes: list[float]) -> None:
         """Scale the input of `fc` so that every tap is about 1, given the RMS of each tap's hidden states.
 
@@ -221,12 +233,16 @@ class Eagle3Head(DraftHead):
         return [self.norm.weight, self.lm_head.weight]
 
     def project(self, taps: Float[Tensor, "*axes tapped"]) -> Float[Tensor, "*axes feature"]:
+        return self.fc(self.scaled(taps))
+
+    def scaled(self, taps: Float[Tensor, "*axes tapped"]) -> Float[Tensor, "*axes tapped"]:
+        """The input of `fc`."""
         if self.shape.norm_before_fc:
             taps = self.input_norm(taps)
         if self.shape.fc_norm:
             parts = taps.split(self.target.hidden_size, dim=-1)
             taps = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
-        return self.fc(taps if self.tap_scale is None else taps * self.tap_scale)
+        return taps if self.tap_scale is None else taps * self.tap_scale
 
     def forward(
         self,

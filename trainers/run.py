@@ -27,6 +27,7 @@ from headstart.trainers.checkpoint import Checkpoints, Tensors, newest_step
 from headstart.trainers.continuing import RunStart, changes, checkpoint_inputs, describe_changes
 from headstart.trainers.dry_run import print_plan, refuse_sizes
 from headstart.trainers.evaluation import HeldOutDecoding
+from headstart.trainers.first_weights import fit_first_weights
 from headstart.trainers.loop import train
 from headstart.trainers.medusa2 import TrainableTarget
 from headstart.trainers.preflight import preflight
@@ -89,6 +90,8 @@ def train_and_export(
     refuse_sizes(recipe, accelerator.num_processes, len(train_store), len(heldout_store))
     checkpoints, start = open_checkpoints(recipe, accelerator, features, frozen, train_store)
     head = build_head(recipe, frozen, start)
+    if checkpoints.newest() == 0:
+        fit_first_weights(head, train_store, accelerator)
     if accelerator.is_main_process:
         describe(head, train_store)
     finished = is_exported(recipe, checkpoints)
