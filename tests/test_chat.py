@@ -340,6 +340,8 @@ def test_the_default_target_is_fetched_if_it_is_missing(
             monkeypatch, b"a draft is\n", "--head", str(folders / "head"), "--dtype", "float32", "--max-new-tokens", "4"
         )
         assert capsys.readouterr().out.count("fetched from auto") == times
+    talk(monkeypatch, b"a draft is\n", "--dtype", "float32", "--max-new-tokens", "4")  # no bundled head in this folder
+    assert "drafts by prompt lookup" in capsys.readouterr().out
 
 
 def test_a_recipe_says_who_talks_and_how_it_drafts(

@@ -42,7 +42,9 @@ def chat_options(doc: str | None, argv: Sequence[str] | None = None) -> ChatOpti
     )
     parser.add_argument("--target", help=f"folder or hub name of the model that talks (default: {FOLDER})")
     parser.add_argument(
-        "--head", type=Path, help=f"folder of its draft head (default: {HEAD}; with --target: prompt lookup, no head)"
+        "--head",
+        type=Path,
+        help=f"folder of its draft head (default: {HEAD}; without it, and with --target: prompt lookup)",
     )
     parser.add_argument(
         "--dtype",
@@ -67,10 +69,10 @@ def chat_options(doc: str | None, argv: Sequence[str] | None = None) -> ChatOpti
 
 
 def own_drafts(given: argparse.Namespace) -> tuple[DecodeSection, Path | None]:
-    """Without a recipe: the given head, the bundled one for the bundled target, or prompt lookup."""
-    if given.target is not None and given.head is None:
-        return LOOKUP, None
-    return DRAFTS, given.head or HEAD
+    """Without a recipe: the given head, the bundled one for the bundled target if it is here, or prompt lookup."""
+    bundled = HEAD if given.target is None and (HEAD / "config.json").is_file() else None
+    head = given.head or bundled
+    return (LOOKUP, None) if head is None else (DRAFTS, head)
 
 
 def head_of(recipe: Recipe) -> Path | None:
