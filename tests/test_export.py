@@ -242,6 +242,13 @@ def test_the_card_shows_what_training_logged_for_the_exported_weights(
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints/exported.json").write_text(json.dumps({"export": "best", "step": 5}))
     assert "after step 5: loss 0.600" in text()
+    assert "tokens read" not in text()  # a log of before
+    rows = [{**row, "train/tokens": 1000 * row["step"], "train/tokens_per_second": 0.25} for row in rows]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    noted = {"export": "best", "step": 5, "machine": "2 x a fast CPU"}
+    (tmp_path / "checkpoints/exported.json").write_text(json.dumps(noted))
+    assert "- 10,000 tokens read, 11.1 hours of optimizer steps on 2 x a fast CPU" in text()
+    assert "| tokens read | acceptance length at temperature 0 |\n| ---: | ---: |\n| 5,000 | 7.00 |\n" in text()
     assert "context: 256 tokens" in text()
     assert "trained on texts of at most 2,048 tokens" in text()
     other = exported(make_head(), tmp_path / "other", target_folder, "vllm", head=str(tmp_path / "head"))

@@ -80,10 +80,17 @@ def measure(training: Training, checkpoints: Checkpoints, tracker: Tracker, step
                 inputs.decoding.load_weights(weights, {} if inputs.target is None else inputs.target.weights())
                 metrics |= decoding_metrics(inputs.decoding)
                 checkpoints.offer_best(step, weights, metrics["heldout/score"], inputs.decoding.conditions())
+            metrics["train/tokens"] = tokens_read(training, step)
             tracker.log(step, metrics, f"measured after step {step}")
             tracker.chart_acceptance(step, metrics)
             tracker.say(f"step {step}: {measured_text(recipe, metrics)}")
     training.accelerator.wait_for_everyone()
+
+
+def tokens_read(training: Training, step: int) -> int:
+    """About how many tokens the first `step` steps read, from the mean length of a sample."""
+    store = training.inputs.train
+    return round(step * training.recipe.train.batch_size * store.num_tokens / len(store))
 
 
 def measured_text(recipe: Recipe, metrics: dict[str, float]) -> str:

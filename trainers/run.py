@@ -18,6 +18,7 @@ from headstart.heads.frozen import FrozenTarget, SafetensorsFolder
 from headstart.heads.target_config import locate_target
 from headstart.heads.target_origin import TargetOrigin
 from headstart.heads.vocab import DraftVocab
+from headstart.inference.target.loading import processor_name
 from headstart.inference.target.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.recipes.jsonl import read_json
@@ -106,7 +107,7 @@ def train_and_export(
     train(recipe, head, inputs, accelerator, checkpoints)
     if accelerator.is_main_process:
         if not finished:
-            export(recipe, inputs, build_head(recipe, frozen, start), checkpoints)
+            export(recipe, inputs, build_head(recipe, frozen, start), checkpoints, machine(accelerator))
         with_target = "" if recipe.joint.mode is None else f" target.path={recipe.tuned_target_dir}"
         state = "head was already complete in" if finished else "head written to"
         print(f"{state} {recipe.head_dir}; next: headstart report RECIPE{with_target}")
@@ -192,7 +193,13 @@ def start_decoding(recipe: Recipe, taps: tuple[int, ...], start: RunStart) -> He
     return HeldOutDecoding(recipe, target, decoding_head.eval().requires_grad_(False))
 
 
-def export(recipe: Recipe, inputs: TrainingInputs, head: DraftHead, checkpoints: Checkpoints) -> None:
+def machine(accelerator: Accelerator) -> str:
+    """What the head is trained on, for its card."""
+    name = processor_name(accelerator.device)
+    return name if accelerator.num_processes == 1 else f"{accelerator.num_processes} x {name}"
+
+
+def export(recipe: Recipe, inputs: TrainingInputs, head: DraftHead, checkpoints: Checkpoints, trained_on: str) -> None:
     """Write the newest or best weights as a calibrated head, and the target if it was trained too."""
     tuned = {} if inputs.target is None else export_target(recipe, inputs.target, checkpoints)
     step, weights = exported_weights(recipe, checkpoints)
@@ -203,7 +210,7 @@ def export(recipe: Recipe, inputs: TrainingInputs, head: DraftHead, checkpoints:
     tuned_folder = None if inputs.target is None else recipe.tuned_target_dir
     head.origin = TargetOrigin.of(tuned_folder or locate_target(recipe.target.path, recipe.target.revision))
     save_head(head, recipe.head_dir)
-    checkpoints.note_export({"export": recipe.train.export, "step": step})
+    checkpoints.note_export({"export": recipe.train.export, "step": step, "machine": trained_on})
 
 
 def export_target(recipe: Recipe, target: TrainableTarget, checkpoints: Checkpoints) -> Tensors:

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from headstart.heads.base import DraftHead
@@ -131,14 +132,45 @@ def training(recipe: Recipe) -> Iterator[str]:
     ]
     if lengths:
         yield f"- acceptance length after that step, on {section.eval_prompts} held-out prompts: {', '.join(lengths)}"
+    yield from learning_curve(recipe)
 
 
 def heldout_row(recipe: Recipe) -> dict[str, Any] | None:
     """What training logged on held-out data for the exported weights, which need not be those of the last step."""
-    record = recipe.checkpoints_dir / "exported.json"
-    step = read_json(record)["step"] if record.is_file() else recipe.train.steps
+    step = exported(recipe).get("step", recipe.train.steps)
     rows = read_growing_jsonl(recipe.metrics_path)
     return next((row for row in reversed(rows) if "heldout/loss_0" in row and row["step"] == step), None)
+
+
+def exported(recipe: Recipe) -> dict[str, Any]:
+    """What training recorded about the exported weights; empty if it has not recorded anything."""
+    record = recipe.checkpoints_dir / "exported.json"
+    found: dict[str, Any] = read_json(record) if record.is_file() else {}
+    return found
+
+
+def learning_curve(recipe: Recipe) -> Iterator[str]:
+    """How much was read on what, and a table of the acceptance length by tokens read."""
+    rows = [row for row in read_growing_jsonl(recipe.metrics_path) if row["step"] <= recipe.train.steps]
+    measured = {row["step"]: row for row in rows if "train/tokens" in row}
+    if not measured:
+        return
+    last = measured[max(measured)]
+    rates = [row["train/tokens_per_second"] for row in rows if "train/tokens_per_second" in row]
+    machine = exported(recipe).get("machine")
+    if rates and machine:
+        hours = last["train/tokens"] / median(rates) / 3600
+        yield f"- {last['train/tokens']:,} tokens read, {hours:.1f} hours of optimizer steps on {machine}"
+    lengths = {name: temperature for name, temperature in LOGGED_LENGTHS.items() if name in last}
+    if not lengths:
+        return
+    yield ""
+    yield (
+        "| tokens read | " + " | ".join(f"acceptance length at temperature {each}" for each in lengths.values()) + " |"
+    )
+    yield "| ---: |" + " ---: |" * len(lengths)
+    for _, row in sorted(measured.items()):
+        yield f"| {row['train/tokens']:,} | " + " | ".join(f"{row[name]:.2f}" for name in lengths) + " |"
 
 
 def measured(recipe: Recipe, source: Path) -> str:
