@@ -8,24 +8,30 @@ RIDGE = 0.01  # added to the mean square of every input, which is about 1
 
 
 class LeastSquares:
-    """The linear map that predicts directions from inputs with the least squared error."""
+    """The linear map from inputs to outputs with the least squared error."""
 
     def __init__(self, num_inputs: int, num_outputs: int) -> None:
         self.count = 0
-        self.products = torch.zeros(num_inputs, num_inputs, dtype=torch.float64)
-        self.targets = torch.zeros(num_inputs, num_outputs, dtype=torch.float64)
+        self.products = torch.zeros(num_inputs, num_inputs, dtype=torch.float64)  # sum of input x input
+        self.targets = torch.zeros(num_inputs, num_outputs, dtype=torch.float64)  # sum of input x output
 
     def add(self, inputs: Float[Tensor, "count inputs"], outputs: Float[Tensor, "count outputs"]) -> None:
-        """Add pairs; each output counts by its direction alone, scaled to a root mean square of 1."""
         inputs, outputs = inputs.float(), outputs.float()
-        outputs = outputs / outputs.square().mean(-1, keepdim=True).sqrt().clamp(min=torch.finfo(torch.float32).tiny)
         self.count += len(inputs)
         self.products += (inputs.T @ inputs).cpu()
         self.targets += (inputs.T @ outputs).cpu()
 
-    def solve(self) -> tuple[Float[Tensor, "outputs inputs"], float]:
-        """The weight of the map, and the root mean square of what it predicts (1 if it explains everything)."""
+    def solve(self) -> Float[Tensor, "inputs outputs"]:
+        """The weight of the map, float64."""
         ridge = RIDGE * self.count * torch.eye(len(self.products), dtype=torch.float64)
-        weight = torch.linalg.solve(self.products + ridge, self.targets)  # [inputs, outputs]
+        return torch.linalg.solve(self.products + ridge, self.targets)
+
+    def size(self, weight: Float[Tensor, "inputs outputs"]) -> float:
+        """The root mean square of what a map predicts."""
         squares = ((self.products @ weight) * weight).sum() / (self.count * weight.shape[1])
-        return weight.T.float(), float(squares.sqrt())
+        return float(squares.sqrt())
+
+    def principal_outputs(self, weight: Float[Tensor, "some outputs"], first: int, rank: int) -> Tensor:
+        """The directions in which the inputs from number `first` on move the outputs most. [outputs, rank]"""
+        moments = weight.T @ self.products[first:, first:] @ weight
+        return torch.linalg.eigh(moments).eigenvectors[:, -rank:]

@@ -92,7 +92,7 @@ def train_and_export(
     checkpoints, start = open_checkpoints(recipe, accelerator, features, frozen, train_store)
     head = build_head(recipe, frozen, start)
     if checkpoints.newest() == 0:
-        fit_first_weights(head, train_store, accelerator)
+        fit_first_weights(head, frozen, train_store, accelerator, recipe.seed)
     if accelerator.is_main_process:
         describe(head, train_store)
     finished = is_exported(recipe, checkpoints)
