@@ -42,9 +42,12 @@ def add_sample(fit: LeastSquares, head: Eagle3Head, frozen: FrozenTarget, sample
     """Add what the head's first level sees and predicts: the taps at a position and the next token, and the target's
     normed state at the next position.
 
-    Only positions after which the target wrote a token count, as in training.
+    Only positions after which the target wrote a token count, as in training. What is not finite is left out, because
+    training itself names the sample.
     """
     device, written = frozen.embedding.device, sample.loss_mask[2:]
     states = tapped(sample.taps, sample.last_hidden, head.taps, head.target.num_layers)[:-2]
     inputs = head.linear_inputs(states[written].to(frozen.embedding), sample.tokens[1:-1][written].to(device))
-    fit.add(inputs, frozen.norm(sample.last_hidden[1:-1][written].to(frozen.embedding)))
+    outputs = frozen.norm(sample.last_hidden[1:-1][written].to(frozen.embedding))
+    finite = inputs.isfinite().all(-1) & outputs.isfinite().all(-1)
+    fit.add(inputs[finite], outputs[finite])
