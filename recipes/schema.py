@@ -463,6 +463,11 @@ class TrainSection(Section):
         description="Width of the uniform input noise, scaled by 512 / tokens; null is 0.2 for eagle1, 0 for other "
         "heads.",
     )
+    fitted_start: bool = Field(
+        default=False,
+        description="Start an EAGLE-3 head as the linear map, fitted by least squares, that predicts the target's next "
+        "state; false starts at random.",
+    )
     activation_checkpointing: bool = Field(
         default=False, description="Save memory by recomputing unroll steps in the backward pass."
     )

@@ -224,8 +224,8 @@ def test_a_non_finite_loss_stops_at_once_and_names_its_step_and_samples(
 
 
 def test_a_non_finite_gradient_stops_before_it_reaches_the_weights(make_recipe: Callable[..., Recipe]) -> None:
-    """With weights around 1e6 the loss is finite, because norms rescale them, but its gradient is not."""
-    options = "train.learning_rate=1e6", "train.warmup_steps=0", "train.log_every=8", "train.checkpoint_every=1"
+    """With weights around 1e30 the loss is finite, because norms rescale them, but its gradient is not."""
+    options = "train.learning_rate=1e30", "train.warmup_steps=0", "train.log_every=8", "train.checkpoint_every=1"
     assert_stops_in(make_recipe("run", *options), step=2, what="gradient")
 
 

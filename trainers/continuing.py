@@ -12,6 +12,7 @@ from headstart.recipes import Recipe
 # Fields of the train section that may change when a run is resumed: they affect the weights only through the order of
 # additions.
 MAY_CHANGE_ON_RESUME = {
+    "fitted_start",  # it decides only what a run begins with
     "accumulate",
     "activation_checkpointing",
     "checkpoint_every",

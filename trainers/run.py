@@ -91,7 +91,7 @@ def train_and_export(
     refuse_sizes(recipe, accelerator.num_processes, len(train_store), len(heldout_store))
     checkpoints, start = open_checkpoints(recipe, accelerator, features, frozen, train_store)
     head = build_head(recipe, frozen, start)
-    if checkpoints.newest() == 0:
+    if recipe.train.fitted_start and checkpoints.newest() == 0:
         fit_first_weights(head, frozen, train_store, accelerator, recipe.seed)
     if accelerator.is_main_process:
         describe(head, train_store)
