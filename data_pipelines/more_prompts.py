@@ -8,12 +8,12 @@ import json
 from pathlib import Path
 
 from headstart.data_pipelines.features import token_tensors
-from headstart.data_pipelines.responses import Text, journal_of, journal_rows, responses_path
+from headstart.data_pipelines.responses import Text, journal_of, responses_path
 from headstart.data_pipelines.shard_work import ShardPrompts, prompt_shards
 from headstart.data_pipelines.shards import MANIFEST, made_from, note_path, open_shard, read_manifest, shard_name
-from headstart.data_pipelines.stage import Json, Stage, write_jsonl, write_text
+from headstart.data_pipelines.stage import Json, Stage, write_text
 from headstart.recipes import Recipe
-from headstart.recipes.jsonl import read_jsonl
+from headstart.recipes.jsonl import read_jsonl, resume_jsonl, write_jsonl
 
 
 def take_over_responses(recipe: Recipe, stage: Stage) -> None:
@@ -26,7 +26,7 @@ def take_over_responses(recipe: Recipe, stage: Stage) -> None:
         return
     shards = {responses_path(recipe, shard): shard for shard in prompt_shards(recipe)}
     found = {path: list(read_jsonl(path)) for path in sorted(stage.folder.glob("*.jsonl"))}
-    journals = {path: journal_rows(journal_of(path)) for path in shards}
+    journals = {path: resume_jsonl(journal_of(path)) for path in shards}
     for path, rows in [*found.items(), *journals.items()]:
         if path not in shards or not belong_to(rows, shards[path]):
             stage.refuse(f"{path.name} answers other prompts, so the run cannot go on from these responses")

@@ -26,14 +26,14 @@ from headstart.data_pipelines.self_prompts import read_candidates, write_candida
 from headstart.data_pipelines.self_selection import HeldOutFile, Selection, opening_texts
 from headstart.data_pipelines.self_template import UserTemplate
 from headstart.data_pipelines.shard_work import start_processes
-from headstart.data_pipelines.stage import Json, Stage, file_digest, write_jsonl, write_text
+from headstart.data_pipelines.stage import Json, Stage, file_digest, write_text
 from headstart.data_pipelines.target_files import WEIGHTS, generation_identity, prompt_identities
 from headstart.heads.target_config import locate_target
 from headstart.heads.target_origin import target_identity
 from headstart.inference.target.model import TargetModel
 from headstart.inference.target.tokenizer import Tokenizer, load_tokenizer
 from headstart.recipes import Recipe, run_command
-from headstart.recipes.jsonl import read_jsonl
+from headstart.recipes.jsonl import read_jsonl, write_jsonl
 from headstart.recipes.run_lock import only_run_in
 from headstart.recipes.schema import PYTHON_STDLIB, SELF, DataSection
 

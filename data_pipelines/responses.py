@@ -1,6 +1,5 @@
 """The second stage: the texts to train on, as tokens: the target's answers to the prompts, or given conversations."""
 
-import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from torch import Tensor
 from headstart.data_pipelines.completion_client import CompletionClient
 from headstart.data_pipelines.dependents import dependents, is_shared
 from headstart.data_pipelines.shard_work import ProgressMeter, ShardPrompts, prompt_shards
-from headstart.data_pipelines.stage import Json, Stage, file_digest, write_jsonl, write_text
+from headstart.data_pipelines.stage import Json, Stage, file_digest
 from headstart.data_pipelines.target_files import WEIGHTS, digest_of, generation_identity
 from headstart.heads.checkpoint import load_head
 from headstart.heads.target_config import locate_target
@@ -27,8 +26,7 @@ from headstart.inference.target.model import TargetModel
 from headstart.inference.target.ranks import Ranks
 from headstart.inference.target.tokenizer import load_tokenizer
 from headstart.recipes import Recipe
-from headstart.recipes.jsonl import read_jsonl
-from headstart.recipes.os_errors import naming
+from headstart.recipes.jsonl import append_jsonl, read_jsonl, resume_jsonl, write_jsonl
 
 # Prompts and the sampling of each -> (number of the prompt, tokens written after it), as each text ends.
 Writer = Callable[[list[list[int]], list[Sampling]], Iterator[tuple[int, list[int]]]]
@@ -149,7 +147,7 @@ class UnfinishedShard:
             journal.unlink(missing_ok=True)  # left by a kill just before its removal
             meter.skip(len(shard.rows))
             return None
-        found = cls(shard, path, {row["id"]: row for row in journal_rows(journal)})
+        found = cls(shard, path, {row["id"]: row for row in resume_jsonl(journal)})
         meter.skip(len(found.done))
         return found
 
@@ -158,7 +156,7 @@ class UnfinishedShard:
         return [row for row in self.shard.rows if row["id"] not in self.done]
 
     def add(self, row: Json) -> None:
-        append_lines(journal_of(self.path), [row])
+        append_jsonl(journal_of(self.path), [row])
         self.done[row["id"]] = row
 
     def finish_if_complete(self) -> None:
@@ -173,20 +171,6 @@ def sampling_of(recipe: Recipe, split: str, number: int) -> Sampling:
     temperatures = recipe.data.temperatures
     seed = zlib.crc32(f"{recipe.seed} {split} {number}".encode())
     return Sampling(temperatures[number % len(temperatures)], seed=seed)
-
-
-def append_lines(journal: Path, rows: list[Json]) -> None:
-    with naming(journal), journal.open("a") as file:
-        file.write("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def journal_rows(journal: Path) -> list[Json]:
-    """The complete rows of a killed run's journal; an incomplete last line is removed from the file."""
-    if not journal.exists():
-        return []
-    whole, newline, _ = journal.read_text().rpartition("\n")
-    write_text(journal, whole + newline)
-    return [json.loads(line) for line in whole.splitlines()]
 
 
 def finish_responses(recipe: Recipe, stage: Stage) -> None:

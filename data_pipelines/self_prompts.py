@@ -13,16 +13,15 @@ from pathlib import Path
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
-from headstart.data_pipelines.responses import append_lines, journal_rows
 from headstart.data_pipelines.self_candidates import CandidateWriter, Write
 from headstart.data_pipelines.self_selection import WINDOW, Selection
 from headstart.data_pipelines.self_template import UserTemplate
-from headstart.data_pipelines.stage import Json, Stage, write_jsonl
+from headstart.data_pipelines.stage import Json, Stage
 from headstart.inference.decode import generate_batch
 from headstart.inference.request import Generation, Request
 from headstart.inference.target.model import TargetModel
 from headstart.recipes import Recipe
-from headstart.recipes.jsonl import read_growing_jsonl
+from headstart.recipes.jsonl import append_jsonl, read_growing_jsonl, resume_jsonl, write_jsonl
 from headstart.recipes.progress import Progress
 
 CANDIDATES = "candidates.jsonl"
@@ -56,7 +55,7 @@ def write_candidates(
         stage.claim()
     state.wait_for_everyone()
     own = folder / rank_file(f"{state.process_index:05d}")
-    journal_rows(own)  # removes an incomplete last line
+    resume_jsonl(own)  # removes an incomplete last line
     selection = start_selection() if state.is_main_process else None
     while True:
         numbers, what = agree(None if selection is None else next_round(recipe, selection))
@@ -71,7 +70,7 @@ def write_candidates(
                 size = BATCHES * recipe.data.generate_batch
                 for start in range(0, len(share), size):
                     rows = writer.candidates(share[start : start + size])
-                    append_lines(own, rows)
+                    append_jsonl(own, rows)
                     progress.advance(len(rows))
 
         target.ranks.carry_out(partial(decode, target, recipe.data.generate_batch), work)

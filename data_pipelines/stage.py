@@ -16,10 +16,6 @@ Json = dict[str, Any]
 CHECKSUM = "xxh3_128"  # of each shard, in a store's manifest
 
 
-def write_jsonl(path: Path, rows: Iterable[Json]) -> None:
-    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
-
-
 def file_digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,9 +1,12 @@
-"""Reading JSON and JSONL files; errors name the file and the line."""
+"""Reading and writing JSON and JSONL files; errors name the file and the line."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from headstart.recipes.os_errors import naming
+from headstart.recipes.whole_files import write_text
 
 
 def read_json(path: Path, remedy: str = "make it again, or copy or download it again") -> Any:
@@ -27,6 +30,29 @@ def read_growing_jsonl(path: Path) -> list[dict[str, Any]]:
     """
     whole = path.read_bytes().rpartition(b"\n")[0] if path.exists() else b""
     return list(rows_of(path, whole.splitlines()))
+
+
+def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write a JSONL file, whole or not at all."""
+    write_text(path, as_lines(rows))
+
+
+def append_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Add rows to a growing file."""
+    with naming(path), path.open("a") as file:
+        file.write(as_lines(rows))
+
+
+def resume_jsonl(path: Path) -> list[dict[str, Any]]:
+    """`read_growing_jsonl`, and an incomplete last line is removed, so that more rows can be appended."""
+    rows = read_growing_jsonl(path)
+    if path.exists():
+        write_jsonl(path, rows)
+    return rows
+
+
+def as_lines(rows: Iterable[Mapping[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def rows_of(path: Path, lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:

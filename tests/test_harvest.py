@@ -26,7 +26,7 @@ from headstart.data_pipelines.completion_client import CompletionClient
 from headstart.data_pipelines.cost_estimate import duration
 from headstart.data_pipelines.harvest import harvest
 from headstart.data_pipelines.prompts import make_prompts
-from headstart.data_pipelines.responses import append_lines, journal_rows, sampling_of
+from headstart.data_pipelines.responses import sampling_of
 from headstart.data_pipelines.shard_work import idle_cores
 from headstart.data_pipelines.shards import FeatureStore
 from headstart.data_pipelines.state_encoding import bytes_per_token
@@ -36,7 +36,7 @@ from headstart.inference.decode import generate
 from headstart.inference.sampling import Sampling
 from headstart.inference.target.model import TargetModel
 from headstart.recipes import Recipe, load_recipe
-from headstart.recipes.jsonl import read_jsonl
+from headstart.recipes.jsonl import append_jsonl, read_jsonl, resume_jsonl
 
 
 def responses(recipe: Recipe, split: str = "train") -> list[dict[str, Any]]:
@@ -274,13 +274,13 @@ def test_the_user_is_told_of_cores_that_the_launch_leaves_idle(
 
 def test_a_journal_loses_only_its_incomplete_last_line(tmp_path: Path) -> None:
     journal = tmp_path / "journal"
-    assert journal_rows(journal) == []
-    append_lines(journal, [{"id": 1}, {"id": 2}])
+    assert resume_jsonl(journal) == []
+    append_jsonl(journal, [{"id": 1}, {"id": 2}])
     with journal.open("a") as file:
         file.write('{"id": 3')
-    assert [row["id"] for row in journal_rows(journal)] == [1, 2]
-    append_lines(journal, [{"id": 4}])
-    assert [row["id"] for row in journal_rows(journal)] == [1, 2, 4]
+    assert [row["id"] for row in resume_jsonl(journal)] == [1, 2]
+    append_jsonl(journal, [{"id": 4}])
+    assert [row["id"] for row in resume_jsonl(journal)] == [1, 2, 4]
 
 
 # Kills

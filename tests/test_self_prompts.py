@@ -21,7 +21,6 @@ from headstart.data_pipelines import self_prompts
 from headstart.data_pipelines.harvest import harvest
 from headstart.data_pipelines.language import Languages
 from headstart.data_pipelines.prompts import describe_prompts, make_prompts_alone
-from headstart.data_pipelines.responses import append_lines
 from headstart.data_pipelines.row_report import RowReport
 from headstart.data_pipelines.self_candidates import CandidateWriter
 from headstart.data_pipelines.self_selection import (
@@ -41,7 +40,7 @@ from headstart.inference.request import Generation, Request
 from headstart.inference.sampling import Sampling
 from headstart.inference.target.model import TargetModel
 from headstart.recipes import Recipe
-from headstart.recipes.jsonl import read_jsonl
+from headstart.recipes.jsonl import append_jsonl, read_jsonl
 from headstart.recipes.schema import DataSection
 
 
@@ -118,14 +117,14 @@ def test_a_killed_run_goes_on_after_its_last_candidate(
     written: list[int] = []
 
     def killed_in(journal: Path, found: list[Json]) -> None:
-        append_lines(journal, found)
+        append_jsonl(journal, found)
         was_killed = len(written) >= count
         written.extend(row["candidate"] for row in found)
         if not was_killed and len(written) >= count:
             journal.write_text(journal.read_text()[:-20])  # the last line is torn
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(self_prompts, "append_lines", killed_in)
+    monkeypatch.setattr(self_prompts, "append_jsonl", killed_in)
     with pytest.raises(KeyboardInterrupt):
         make_prompts_alone(recipe)
     make_prompts_alone(recipe)
@@ -145,7 +144,7 @@ def test_candidates_of_a_run_on_other_ranks_are_reused(folder: Path, tmp_path: P
     state = json.loads((recipe.prompts_dir / "stage.json").read_text())
     (recipe.prompts_dir / "stage.json").write_text(json.dumps({"inputs": state["inputs"], "complete": False}))
     for rank in range(2):
-        append_lines(recipe.prompts_dir / f"candidates-{rank:05d}.jsonl", found[rank::2])
+        append_jsonl(recipe.prompts_dir / f"candidates-{rank:05d}.jsonl", found[rank::2])
     make_prompts_alone(recipe)
     assert list(read_jsonl(recipe.prompts_dir / "candidates.jsonl")) == found
     assert prompt_files(recipe) == before

@@ -1,6 +1,5 @@
 """Where the metrics of a training run go: always to metrics.jsonl, to wandb as configured, to the progress bar."""
 
-import json
 import os
 import subprocess
 import uuid
@@ -10,10 +9,9 @@ from typing import Any
 
 import wandb
 
-from headstart.data_pipelines.stage import write_jsonl, write_text
+from headstart.data_pipelines.stage import write_text
 from headstart.recipes import Recipe
-from headstart.recipes.jsonl import read_growing_jsonl
-from headstart.recipes.os_errors import naming
+from headstart.recipes.jsonl import append_jsonl, read_growing_jsonl, write_jsonl
 from headstart.recipes.progress import Progress
 
 KEY_LENGTH = 40  # characters of a key of Weights & Biases, at the least
@@ -67,8 +65,7 @@ class Tracker:
         """Write one row of metrics, and show `progress_text` beside the progress bar."""
         if not self.active:
             return
-        with naming(self.recipe.metrics_path), self.recipe.metrics_path.open("a") as file:
-            file.write(json.dumps({"step": step, **values}) + "\n")
+        append_jsonl(self.recipe.metrics_path, [{"step": step, **values}])
         if self.run is not None:
             self.run.log(values, step=step)
         self.progress.text = progress_text

@@ -15,9 +15,7 @@ from headstart.inference.report.rounds import Place, Round
 from headstart.inference.report.runs import Method, Run
 from headstart.inference.request import DecodeStats
 from headstart.recipes import Recipe
-from headstart.recipes.jsonl import read_growing_jsonl
-from headstart.recipes.os_errors import naming
-from headstart.recipes.whole_files import write_text
+from headstart.recipes.jsonl import append_jsonl, read_growing_jsonl, write_jsonl
 
 Setting = tuple[float, int]  # temperature, batch size
 
@@ -31,7 +29,7 @@ class Journal:
         is_same = rows[:1] == [json.loads(json.dumps(made_from))]
         rows = rows[1:] if is_same else []
         self.path, self.done = path, defaultdict[Setting, dict[Place, list[Run]]](dict)
-        write_text(path, "".join(json.dumps(row) + "\n" for row in [made_from, *rows]))  # without a torn last line
+        write_jsonl(path, [made_from, *rows])  # without a torn last line
         for row in rows:
             self.done[row["temperature"], row["batch"]][row["number"], row["turn"]] = [*map(run_from_row, row["runs"])]
 
@@ -42,8 +40,7 @@ class Journal:
     def add(self, setting: Setting, found: Round) -> None:
         (temperature, batch), (number, turn) = setting, found.place
         place = {"temperature": temperature, "batch": batch, "number": number, "turn": turn}
-        with naming(self.path), self.path.open("a") as file:
-            file.write(json.dumps({**place, "runs": [asdict(run) for run in found.runs]}) + "\n")
+        append_jsonl(self.path, [{**place, "runs": [asdict(run) for run in found.runs]}])
 
 
 def run_from_row(row: dict[str, Any]) -> Run:
