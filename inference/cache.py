@@ -58,6 +58,11 @@ class Slots:
         """Whether offsets are plain numbers, the same for all rows."""
         return not self.static and (len(self.lengths) == 1 or min(self.lengths) == max(self.lengths))
 
+    @property
+    def reads_in_groups(self) -> bool:
+        """Whether attention may read each group of rows up to the end of its longest: on a CPU."""
+        return not self.static and self.storage.device.type == "cpu"
+
     def num_keys(self, block: int) -> int:
         """The number of keys that a block of this many tokens attends to."""
         return self.capacity if self.static else max(self.lengths) + self.pending + block
@@ -185,15 +190,15 @@ class OpaqueSlots(Slots):
     append = torch.compiler.disable(Slots.append)
 
 
-def moves_to_end(lengths: list[int], number: int) -> list[Move]:
+def moves_to_end(lengths: list[int], number: int, group: int = GROUP_ROWS) -> list[Move]:
     """How to fill the place of a row that ends so that rows of like length stay together: copies in this order.
 
     Each later group of rows gives its longest to the hole before it, and the last row fills the hole that is left. As
     new rows come at the end, the longest rows stay in the first groups.
     """
     moves, hole, count = [], number, len(lengths)
-    for start in range((number // GROUP_ROWS + 1) * GROUP_ROWS, count, GROUP_ROWS):
-        longest = max(range(start, min(start + GROUP_ROWS, count)), key=lengths.__getitem__)
+    for start in range((number // group + 1) * group, count, group):
+        longest = max(range(start, min(start + group, count)), key=lengths.__getitem__)
         moves.append(Move(longest, hole))
         hole = longest
     return moves if hole == count - 1 else [*moves, Move(count - 1, hole)]
@@ -280,7 +285,8 @@ class KVCache(Cache):
 
     def end_row(self, number: int) -> list[Move]:
         """Take a row out of use; returns which rows moved to another place."""
-        moves = moves_to_end(self.target.lengths, number)
+        lengths = self.target.lengths
+        moves = moves_to_end(lengths, number, GROUP_ROWS if self.target.reads_in_groups else len(lengths))
         for slots in self.slots:
             slots.end_row(moves)
         return moves

@@ -80,7 +80,7 @@ AttentionMaskInterface.register(GROUPED, AttentionMaskInterface()[SDPA])
 
 def with_row_groups(mask: Tensor, slots: Slots) -> Tensor:
     """A mask that lets `grouped_attention` skip keys, where that pays: many unlike rows on a CPU."""
-    if slots.static or slots.even or mask.device.type != "cpu" or len(slots.lengths) <= GROUP_ROWS:
+    if slots.even or not slots.reads_in_groups or len(slots.lengths) <= GROUP_ROWS:
         return mask
     ragged = mask.as_subclass(RaggedMask)
     ragged.groups = slots.row_groups(mask.shape[2])
