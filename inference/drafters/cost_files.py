@@ -45,7 +45,7 @@ def cost_table(target: TargetModel, head: DraftHead, width: int, nodes: int, bat
     number of rows that will be decoded together, if that is known.
     """
     key = cost_key(target, head, width, nodes, batch)
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
+    digest = digest_of(key)[:24]
     tables = target.kept(KnownTables)
     if digest not in tables:
         found: list[CostFile] = []
