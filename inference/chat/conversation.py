@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from headstart.inference.target.tokenizer import Tokenizer
+from headstart.inference.target.tokenizer import Tokenizer, chat_tokens
 
 Turn = dict[str, str]
 
@@ -62,5 +62,4 @@ class Conversation:
     def as_tokens(self, turns: list[Turn]) -> list[int]:
         if not self.has_template:
             return list(self.tokenizer(turns[-1]["content"])["input_ids"])
-        text = str(self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
-        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return chat_tokens(self.tokenizer, turns)

@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeGuard
 
-from headstart.inference.target.tokenizer import Tokenizer
+from headstart.inference.target.tokenizer import Tokenizer, chat_tokens
 from headstart.recipes.jsonl import read_jsonl
 
 # Spec-Bench files the conversations of MT-Bench under eight topics of ten questions each; its tables have one group.
@@ -90,15 +90,13 @@ def is_text(value: object) -> TypeGuard[str]:
 
 
 def chat_prompt(said: tuple[str, ...], later: tuple[str, ...], category: str, tokenizer: Tokenizer) -> Prompt:
-    return Prompt(encoded(as_chat(said, tokenizer), tokenizer), category, said, later)
-
-
-def as_chat(said: tuple[str, ...], tokenizer: Tokenizer) -> str:
     """The messages in the tokenizer's chat template; paragraphs of plain text if it has none."""
     if tokenizer.chat_template is None:
-        return "\n\n".join(said)
-    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
-    return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        tokens = encoded("\n\n".join(said), tokenizer)
+    else:
+        messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
+        tokens = chat_tokens(tokenizer, messages)
+    return Prompt(tokens, category, said, later)
 
 
 def encoded(text: str, tokenizer: Tokenizer) -> list[int]:
