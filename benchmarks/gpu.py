@@ -25,7 +25,7 @@ from headstart.heads.base import DraftHead
 from headstart.heads.checkpoint import load_head, new_head
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.cuda_graph import SpareSteps, StaticStep
-from headstart.inference.decode import DecodeLoop
+from headstart.inference.decode import loop_of
 from headstart.inference.drafter import PLAIN, Drafter, VerifiedOnHost
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
@@ -134,7 +134,7 @@ def decode_rate(setting: Setting, drafter: Drafter | None, static: bool) -> floa
     """Tokens per second after the prefill."""
     prompt = torch.arange(setting.prompt).remainder(setting.target.config.vocab_size).tolist()
     for _ in range(2):  # the first one warms up
-        loop = DecodeLoop(setting.target, [Request(prompt, setting.new_tokens)], drafter, static=static)
+        loop = loop_of(setting.target, [Request(prompt, setting.new_tokens)], drafter, static=static)
         steps = loop.run()
         next(steps)
         next(steps)  # a graph is captured in the first step

@@ -21,7 +21,7 @@ from headstart.data_pipelines.prompts import make_prompts_alone
 from headstart.data_pipelines.responses import responses_path, sampling_of, target_writer, write_responses
 from headstart.data_pipelines.shard_work import ShardPrompts, prompt_shards, show_progress
 from headstart.data_pipelines.stage import Json
-from headstart.inference.decode import DecodeLoop, generate
+from headstart.inference.decode import generate, loop_of
 from headstart.inference.request import Request
 from headstart.inference.target.model import TargetModel
 from headstart.recipes import Recipe, run_command
@@ -85,16 +85,15 @@ def full_batch_rate(recipe: Recipe, target: TargetModel, rows: list[Json]) -> fl
         )
         for number, row in enumerate(chosen)
     ]
-    loop = DecodeLoop(target, requests, max_batch=size)
-    blocks = loop.run()
-    for _ in range(size):  # the prompts
-        next(blocks)
+    loop = loop_of(target, requests, max_batch=size)
+    while loop.waiting:  # the prompts
+        loop.step()
     loop.step()  # a warm-up
     started = time.perf_counter()
     for _ in range(STEPS):
         loop.step()
     rate = size * STEPS / (time.perf_counter() - started)
-    blocks.close()
+    loop.close()
     return rate
 
 

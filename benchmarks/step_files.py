@@ -94,7 +94,7 @@ def decode_step() -> Functions:
     taps = load_taps(HEAD, TargetConfig.from_folder(TARGET))
     target = TargetModel.load(TargetSection(path=str(TARGET), dtype="float32", device="cpu"), taps)
     drafter = HeadDrafter(load_head(HEAD, target.frozen), Dynamic(depth=5, width=4, nodes=16))
-    with profiled(DecodeLoop.step) as found:
+    with profiled(DecodeLoop.cycle) as found:
         generate(target, [5, 6, 7, 8], 20, drafter=drafter)
     return found
 

@@ -171,13 +171,17 @@ class Slots:
         return tuple(RowGroup(slice(*bound), max(self.lengths[slice(*bound)]) + more) for bound in bounds)
 
     def grown(self, storage: Tensor) -> "Slots":
-        """The same content in a larger storage, including the slot after each row's length, as in `end_row`."""
-        held = min(max(self.lengths, default=0) + 1, self.capacity)
-        storage[:, :, : len(self.lengths), :, :held] = self.storage[:, :, : len(self.lengths), :, :held]
+        """The same content in a larger storage."""
         slots = Slots(storage, len(self.lengths), self.static)
-        slots.set_lengths(self.lengths)
+        slots.take_over(self)
         slots.bytes_moved = self.bytes_moved
         return slots
+
+    def take_over(self, other: "Slots") -> None:
+        """Copy the rows of smaller slots, including the slot after each row's length, as in `end_row`."""
+        rows, held = len(other.lengths), min(max(other.lengths, default=0) + 1, other.capacity)
+        self.storage[:, :, :rows, :, :held] = other.storage[:, :, :rows, :, :held]
+        self.set_lengths(other.lengths)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         keys, values = self.append(layer, key, value)

@@ -1,10 +1,11 @@
 """One colour per draft depth, for texts that show where each of their tokens came from."""
 
+from headstart.inference.verify import BONUS
+
 # Stronger with depth; bonus tokens have none.
 SHADES = ("#d9f0d3", "#b8e2b0", "#93d08c", "#6abb6b", "#43a24f", "#1f7d34", "#0f6126")
 LIGHT_INK = 6  # from this depth on, letters are white
 LEGEND = "draft tokens on green, darker with depth; bonus tokens underlined"
-BONUS = 0  # in place of a depth: the token that the target adds after the accepted draft tokens
 
 
 def shade(depth: int) -> int:

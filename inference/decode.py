@@ -1,11 +1,10 @@
 """The decode loop: draft trees, let the target verify all of them in one pass, and keep the paths that it accepts.
 
 Rows of a batch advance at their own pace. When one ends, the next waiting request takes its place (continuous
-batching).
+batching), and requests may be submitted and cancelled at any time between steps.
 """
 
 import time
-from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 
 import torch
@@ -15,12 +14,15 @@ from torch import Tensor
 from headstart.inference.cache import PAGE, KVCache
 from headstart.inference.cuda_graph import StaticStep, StepOutput, size_bucket
 from headstart.inference.drafter import PLAIN, Drafter, VerifiedOnHost
-from headstart.inference.request import GREEDY, Generation, Request, Row
-from headstart.inference.sampling import BatchSampling, History, Sampling, check_bias
+from headstart.inference.prefill import read_prompts, refuse_nan
+from headstart.inference.request import GREEDY, Block, Generation, Request, Row
+from headstart.inference.request_checks import check_request
+from headstart.inference.sampling import BatchSampling, History, Sampling
 from headstart.inference.step_memory import refuse_more_than_memory
 from headstart.inference.target.model import TargetModel, TargetOutput
-from headstart.inference.tree import Block, take
+from headstart.inference.tree import take
 from headstart.inference.verify import Accepted, accept, verify
+from headstart.inference.waiting import Queue
 
 READ_TOGETHER = 512  # tokens of prompts in one prefill pass; of more, every token would look at too many of the others
 
@@ -52,78 +54,140 @@ def generate_batch(
     `static` gives every tensor the shape of the full capacity, as CUDA graphs need it. None means True on CUDA, unless
     several ranks hold the target.
     """
-    loop = DecodeLoop(target, requests, drafter, max_batch, static)
+    loop = loop_of(target, requests, drafter, max_batch, static)
     for _ in loop.run():
         pass
-    return loop.generations
+    return list(loop.generations.values())
 
 
 def generate_each(
     target: TargetModel, requests: Sequence[Request], drafter: Drafter | None = None, max_batch: int = 16
 ) -> Iterator[tuple[int, Generation]]:
     """`generate_batch` that yields (number of the request, its output) as each text ends."""
-    loop = DecodeLoop(target, requests, drafter, max_batch)
+    loop = loop_of(target, requests, drafter, max_batch)
     for _ in loop.run():
         yield from loop.take_ended()
-    yield from loop.take_ended()
+
+
+def loop_of(
+    target: TargetModel,
+    requests: Sequence[Request],
+    drafter: Drafter | None = None,
+    max_batch: int = 16,
+    static: bool | None = None,
+) -> "DecodeLoop":
+    """A loop with these requests, which are numbered from 0, and with no more rows than they need."""
+    loop = DecodeLoop(target, drafter, min(max_batch, max(len(requests), 1)), static)
+    for request in requests:
+        loop.submit(request)
+    return loop
 
 
 class DecodeLoop:
-    """Decodes requests and yields their tokens in blocks. `generations` holds the output of each request so far."""
+    """Decodes requests, which may come and go while it runs, and hands out their tokens in blocks.
+
+    `generations` holds the output of each request so far. A loop is not thread-safe: one thread owns it, together with
+    its target and drafter, and calls `submit`, `cancel` and `step` in turn. Requests decode in the order of their
+    priority, those of one priority in the order in which they came.
+    """
 
     def __init__(
-        self,
-        target: TargetModel,
-        requests: Sequence[Request],
-        drafter: Drafter | None = None,
-        max_batch: int = 16,
-        static: bool | None = None,
+        self, target: TargetModel, drafter: Drafter | None = None, max_batch: int = 16, static: bool | None = None
     ) -> None:
-        """Raise ValueError for a request that does not fit the target or the other requests."""
-        self.target, self.drafter = target, drafter or PLAIN
-        for request in requests:
-            check_length(target, request.prompt, request.max_new_tokens)
-            check_vocabulary(target, request.prompt)
-            highest = max((token for token, _ in request.sampling.logit_bias), default=0)
-            check_bias(highest, target.config.vocab_size)
-        self.tap_columns = target.tap_columns(self.drafter.taps)
-        if len({request.sampling.rule for request in requests}) > 1:
-            raise ValueError("the requests of a batch must agree on decode.acceptance; decode them in separate calls")
+        """At most `max_batch` requests decode together; the others wait. `static` is that of `generate_batch`."""
         if max_batch < 1:
             raise ValueError(f"max_batch: {max_batch} given, 1 or more is allowed")
-        self.waiting = deque(enumerate(requests))
-        self.generations = [Generation() for _ in requests]
-        self.ended: list[int] = []  # requests whose text has ended since `take_ended` was last called
-        self.rows: list[Row] = []
-        self.max_batch = min(max_batch, len(requests))
+        self.target, self.drafter, self.max_batch = target, drafter or PLAIN, max_batch
+        self.tap_columns = target.tap_columns(self.drafter.taps)
         self.is_static = target.device.type == "cuda" and target.ranks.may_capture if static is None else static
         self.nodes = size_bucket(self.drafter.max_nodes) if self.is_static else self.drafter.max_nodes
-        self.limit = max((len(r.prompt) + r.max_new_tokens for r in requests), default=0) + self.nodes
-        refuse_more_than_memory(target, self.max_batch, self.nodes, self.limit - self.nodes)
+        self.generations: dict[int, Generation] = {}
+        self.waiting = Queue()
+        self.rows: list[Row] = []
+        self.ended: list[int] = []  # requests whose text has ended since `take_ended` was last called
+        self.submitted = 0
+        self.limit = 0  # slots that the longest request so far may need
+        self.cache: KVCache  # while the loop is open: from the first prompt until `close`
+        self.is_open = False
         self.static: StaticStep | None = None
         self.last_step: tuple[float, float] | None = None  # time.perf_counter() before and after it
 
-    @torch.inference_mode()
-    def run(self) -> Generator[tuple[int, list[int]], None, None]:
-        """Yield (number of the request, new tokens) as tokens become certain. Runs once."""
-        self._make_cache()
-        try:
-            while self.waiting or self.rows:
-                while self.waiting and len(self.rows) < self.max_batch:
-                    for row in self.prefill(self.next_prompts()):
-                        yield row.number, row.text[len(row.request.prompt) :]
-                        if row.ended:
-                            self.end(row)
-                if self.rows:
-                    yield from self.step()
-        finally:
-            if self.static is not None:
-                self.static.give_back()
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do until another request is submitted."""
+        return not (self.waiting or self.rows)
 
-    def step(self) -> list[tuple[int, list[int]]]:
-        """One cycle for all rows: draft a tree, run the target on it, verify, compact the cache, record."""
+    def submit(self, request: Request) -> int:
+        """Queue a request; returns its number. Raises ValueError for one that does not fit the target or the others."""
+        check_request(self.target, request)
+        self._refuse_other_rule(request)
+        length = len(request.prompt) + request.max_new_tokens
+        if not self.is_open or length + self.nodes > self.limit:
+            rows = min(self.max_batch, len(self.waiting) + len(self.rows) + 1)
+            refuse_more_than_memory(self.target, rows, self.nodes, max(length, self.limit - self.nodes))
+        self.limit = max(self.limit, length + self.nodes)
+        number, self.submitted = self.submitted, self.submitted + 1
+        self.generations[number] = Generation()
+        self.waiting.add(number, request)
+        return number
+
+    @torch.inference_mode()
+    def cancel(self, number: int) -> None:
+        """End a request wherever it is; its row is free at once. Nothing happens if its text has ended."""
+        row = next((row for row in self.rows if row.number == number), None)
+        if row is not None:
+            self.end(row)
+        elif self.waiting.remove(number):
+            self.ended.append(number)
+        else:
+            return
+        self.generations[number].finish = "cancelled"
+
+    def forget(self, number: int) -> None:
+        """Drop the output of a request whose text has ended, so that memory stays flat while a loop runs for long."""
+        if number in self.waiting or any(row.number == number for row in self.rows):
+            raise ValueError(f"request {number} has not ended, only one that has is allowed here; cancel it first")
+        self.generations.pop(number, None)
+        self.ended = [ended for ended in self.ended if ended != number]
+
+    def take_ended(self) -> list[tuple[int, Generation]]:
+        """The requests that have ended since the last call, cancelled ones too, with their output."""
+        numbers, self.ended = self.ended, []
+        return [(number, self.generations[number]) for number in numbers]
+
+    def run(self) -> Generator[Block, None, None]:
+        """Do all there is to do, and yield the blocks as they become certain. Closing the iterator closes the loop."""
+        try:
+            while not self.idle:
+                yield from self.step()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Cancel what has not ended, and free the cache. The loop may be used again."""
+        for number in [*self.waiting.numbers, *(row.number for row in self.rows)]:
+            self.cancel(number)
+        if self.static is not None:
+            self.static.give_back()
+            self.static = None
+        if self.is_open:
+            del self.cache
+            self.is_open = False
+
+    @torch.inference_mode()
+    def step(self) -> list[Block]:
+        """One piece of work: read prompts while a row is free for them, or one cycle of all rows; nothing if idle.
+
+        No block is empty. The first block of a request is its first token.
+        """
+        if self.waiting and len(self.rows) < self.max_batch:
+            return self.prefill(self.waiting.take(self.max_batch - len(self.rows), READ_TOGETHER))
+        return self.cycle() if self.rows else []
+
+    def cycle(self) -> list[Block]:
+        """For all rows: draft a tree, run the target on it, verify, compact the cache, record."""
         started = time.perf_counter()
-        self.cache.make_room(max(self.cache.target.lengths) + self.nodes, self.limit)
+        self.make_room(max(self.cache.target.lengths) + self.nodes)
         verified = self.verified()
         output: StepOutput | TargetOutput
         if self.static is not None and self.static.serves(self.sampling):
@@ -136,24 +200,14 @@ class DecodeLoop:
         bytes_moved = self.cache.target.keep([found.path for found in accepted])
         blocks = self.record(accepted, output, bytes_moved)
         self.last_step = started, time.perf_counter()
-        for row in [row for row in self.rows if row.ended]:
-            self.end(row)
+        self._end_rows()
         return blocks
 
-    def next_prompts(self) -> list[tuple[int, Request]]:
-        """The waiting requests to read next: as many as there are free rows, unless their prompts are long."""
-        taken, tokens = [self.waiting.popleft()], 0
-        while self.waiting and len(self.rows) + len(taken) < self.max_batch:
-            tokens += len(taken[-1][1].prompt)
-            if tokens + len(self.waiting[0][1].prompt) > READ_TOGETHER:
-                break
-            taken.append(self.waiting.popleft())
-        return taken
-
-    def prefill(self, requests: list[tuple[int, Request]]) -> list[Row]:
+    def prefill(self, requests: list[tuple[int, Request]]) -> list[Block]:
         """Read prompts in one pass, each into a row of its own; their last logits give the first new tokens."""
         started, device = time.perf_counter(), self.target.device
         prompts = [request.prompt for _, request in requests]
+        self.make_room(max(map(len, prompts)) + self.nodes)
         row_caches = [self.cache.row(len(self.rows) + place) for place in range(len(prompts))]
         output = read_prompts(self.target, prompts, row_caches)
         refuse_nan(output.logits, self.target)
@@ -163,18 +217,19 @@ class DecodeLoop:
         history = start_history([request for _, request in requests], [[]] * len(requests), self.target)
         positions = torch.tensor([[len(prompt)] for prompt in prompts], device=device)
         choices = sampling.choose(logits, positions, history)
-        rows = []
+        rows, blocks = [], []
         for place, (number, request) in enumerate(requests):
             text = torch.cat([torch.tensor(request.prompt, device=device), choices[place]])
             self.drafter.prefill(taps[place].unsqueeze(0), text.unsqueeze(0), row_caches[place])
             rows.append(self.start_row(number, request, taps[place], started))
             logprobs = log_probabilities(logits[place], choices[place]) if request.logprobs else None
-            rows[-1].add_tokens(choices[place].tolist(), logprobs)
+            blocks.append(Block(number, rows[-1].add_tokens(choices[place].tolist(), logprobs), [None]))
         self.rows += rows
         for slots in self.cache.slots:
             slots.set_lengths([*slots.lengths, *map(len, prompts)])
         self._rows_changed()
-        return rows
+        self._end_rows()
+        return blocks
 
     def start_row(self, number: int, request: Request, taps: Float[Tensor, "count tapped"], started: float) -> Row:
         """A row whose prompt was read; `taps` are those of the prompt."""
@@ -211,10 +266,8 @@ class DecodeLoop:
             last_step=self.last_step,
         )
 
-    def record(
-        self, accepted: list[Accepted], output: StepOutput | TargetOutput, bytes_moved: int
-    ) -> list[tuple[int, list[int]]]:
-        """Add what was accepted to each row; returns (number of the request, its new tokens)."""
+    def record(self, accepted: list[Accepted], output: StepOutput | TargetOutput, bytes_moved: int) -> list[Block]:
+        """Add what was accepted to each row."""
         device = self.target.device
         longest = max(len(found.path) for found in accepted)
         paths = torch.tensor([found.path + [0] * (longest - len(found.path)) for found in accepted])
@@ -229,15 +282,17 @@ class DecodeLoop:
             if row.request.logprobs:
                 chosen = torch.tensor(found.tokens, device=device)
                 logprobs = log_probabilities(output.logits[index, paths[index, :count]], chosen)
-            blocks.append((row.number, row.record_step(found, path_taps[index, :count], logprobs)))
+            blocks.append(row.record_step(found, path_taps[index, :count], logprobs))
             row.generation.stats.bytes_moved += bytes_moved // len(self.rows)
             row.generation.stats.cache_bytes = max(row.generation.stats.cache_bytes, self.cache.num_bytes)
         return blocks
 
-    def take_ended(self) -> list[tuple[int, Generation]]:
-        """The requests whose text has ended since the last call, with their output."""
-        numbers, self.ended = self.ended, []
-        return [(number, self.generations[number]) for number in numbers]
+    def _refuse_other_rule(self, request: Request) -> None:
+        if self.idle:
+            return
+        other = self.rows[0].request if self.rows else self.waiting.first
+        if request.sampling.rule != other.sampling.rule:  # all others agree already
+            raise ValueError("the requests of a batch must agree on decode.acceptance; decode them in separate calls")
 
     def end(self, row: Row) -> None:
         """Take a row out of the batch; others move into its place."""
@@ -256,15 +311,40 @@ class DecodeLoop:
         positions, count = self.cache.target.starts + 1, self.drafter.depth + 1
         return self.sampling.with_gumbel(positions, count, self.target.config.vocab_size)
 
-    def _make_cache(self) -> None:
+    def make_room(self, capacity: int) -> None:
+        """Make sure that each row can hold `capacity` tokens, a tree included."""
+        if not self.is_open:
+            self._open(capacity)
+        elif not self.is_static:
+            self.cache.make_room(capacity, self.limit)
+        elif self.cache.target.capacity < self.limit:
+            self._move_to_larger_step()
+
+    def _open(self, capacity: int) -> None:
+        """Allocate the cache, or borrow that of an earlier run with its captured step."""
         if self.is_static:
             self.static = StaticStep.borrow(self.target, self.drafter, self.max_batch, self.limit)
             self.cache = self.static.cache
         else:
-            longest = max((len(request.prompt) for _, request in self.waiting), default=0)
-            capacity = min(longest + self.nodes + PAGE, self.limit)
+            capacity = min(max(capacity, self.waiting.longest_prompt + self.nodes) + PAGE, self.limit)
             self.cache = self.target.new_cache(capacity, self.drafter.cache_shape, self.max_batch)
         self.cache.set_lengths([])
+        self.is_open = True
+
+    def _move_to_larger_step(self) -> None:
+        """Take the rows to a step with room for the longest request: a captured step cannot grow its cache."""
+        assert self.static is not None
+        wanted = min(2 * self.cache.target.capacity, self.target.max_positions + self.nodes)
+        larger = StaticStep.borrow(self.target, self.drafter, self.max_batch, max(self.limit, wanted))
+        for slots, source in zip(larger.cache.slots, self.cache.slots, strict=True):
+            slots.take_over(source)
+        self.static.give_back()
+        self.static, self.cache = larger, larger.cache
+
+    def _end_rows(self) -> None:
+        """Take the rows out whose text has ended."""
+        for row in [row for row in self.rows if row.ended]:
+            self.end(row)
 
     def _rows_changed(self) -> None:
         """Rebuild what depends on which rows are in the batch."""
@@ -272,69 +352,6 @@ class DecodeLoop:
             requests = [row.request for row in self.rows]
             self.sampling = BatchSampling([request.sampling for request in requests], self.target.device)
             self.history = start_history(requests, [row.generation.tokens[:-1] for row in self.rows], self.target)
-
-
-def check_length(
-    target: TargetModel, prompt: list[int], max_new_tokens: int, field: str = "decode.max_new_tokens"
-) -> None:
-    """Raise ValueError, before any work is done, for a request that does not fit the target's positions.
-
-    `field` is where the user said how many new tokens to write.
-    """
-    limit = target.max_positions
-    if not prompt:
-        raise ValueError("the prompt is empty; give at least one token")
-    if max_new_tokens < 1:
-        raise ValueError(f"{field}: {max_new_tokens} given, 1 or more is allowed; raise it")
-    if len(prompt) + max_new_tokens > limit:
-        raise ValueError(
-            f"{field}: a prompt of {len(prompt)} tokens and max_new_tokens {max_new_tokens} exceed the target's "
-            f"{limit} positions; up to {max(limit - len(prompt), 0)} new tokens are allowed after this prompt: lower "
-            f"{field}, or shorten the prompt to {max(limit - max_new_tokens, 0)} tokens"
-        )
-
-
-def check_vocabulary(target: TargetModel, prompt: list[int]) -> None:
-    """Raise ValueError for a prompt in tokens that the target does not have."""
-    size = target.config.vocab_size
-    if outside := [token for token in (min(prompt), max(prompt)) if not 0 <= token < size]:
-        raise ValueError(
-            f"a prompt holds token id {outside[0]}, 0 to {size - 1} of the target is allowed; encode it with the "
-            f"target's own tokenizer (the one in the target's folder may be another model's)"
-        )
-
-
-def read_prompts(target: TargetModel, prompts: list[list[int]], rows: list[KVCache]) -> TargetOutput:
-    """Read each prompt into the cache of its own row, all in one pass.
-
-    The logits are those after each prompt's last token, [1, prompts, vocab]; the taps are those of all prompts in turn,
-    [1, tokens, tapped]. The prompts lie side by side without padding, and a mask hides them from each other.
-    """
-    device = target.device
-    if len(prompts) == 1:
-        return target.forward(torch.tensor(prompts, device=device), cache=rows[0], last_only=True)
-    lengths = torch.tensor([len(prompt) for prompt in prompts])
-    owner = torch.repeat_interleave(torch.arange(len(prompts)), lengths)  # [tokens]: the prompt of each
-    positions = torch.cat([torch.arange(len(prompt)) for prompt in prompts])
-    visible = (owner[:, None] == owner) & (positions <= positions[:, None])
-    tokens = torch.tensor([[token for prompt in prompts for token in prompt]], device=device)
-    together = target.new_cache(tokens.shape[1])
-    together.set_lengths([0])
-    positions = positions.unsqueeze(0).to(device)
-    mask = target.masks(together.target, Block(visible.unsqueeze(0).to(device), positions))
-    output = target.forward(tokens, positions, mask, together, logits_at=(lengths.cumsum(0) - 1).to(device))
-    for row, read in zip(rows, together.target.storage.split(lengths.tolist(), dim=4), strict=True):
-        row.target.storage[..., : read.shape[4], :] = read
-    return output
-
-
-def refuse_nan(logits: Float[Tensor, "1 rows vocab"], target: TargetModel) -> None:
-    """Raise ValueError if the target computes NaN or infinity, from which some token would be chosen all the same."""
-    if not bool((logits < torch.inf).all()):  # NaN fails every comparison; -infinity only forbids a token
-        raise ValueError(
-            f"the target's logits are NaN or infinite in {str(target.dtype).removeprefix('torch.')}, only finite ones "
-            f"are allowed; set target.dtype to float32, and if that does not help, download its weights again"
-        )
 
 
 def start_history(requests: list[Request], outputs: list[list[int]], target: TargetModel) -> History | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from headstart.heads.checkpoint import load_head
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import locate_target
-from headstart.inference.decode import DecodeLoop
+from headstart.inference.decode import loop_of
 from headstart.inference.drafter import Drafter
 from headstart.inference.drafters.build import build_drafter
 from headstart.inference.generation_config import (
@@ -150,28 +150,29 @@ class SpeculativeModel:
         requests = self._build_requests(input_ids, attention_mask, settings)
         assert input_ids is not None
         check_streamer(streamer, len(requests))
-        loop = DecodeLoop(self.target, requests, self.drafter, self.max_batch)
+        loop = loop_of(self.target, requests, self.drafter, self.max_batch)
         if streamer is not None:
             streamer.put(input_ids.cpu())
-        for _, block in loop.run():
+        for block in loop.run():
             if streamer is not None:
-                for token in block:  # one by one, as a text streamer looks for the end of a word or line after each
+                for token in block.tokens:  # one by one: a text streamer looks for the end of a word or line
                     streamer.put(torch.tensor([token]))
         if streamer is not None:
             streamer.end()
 
         rows = input_ids.repeat_interleave(len(requests) // len(input_ids), dim=0)
+        generations = list(loop.generations.values())
         # Without a pad token all texts are equally long, so the 0 is never used.
-        written = pad_right([found.tokens for found in loop.generations], settings["pad_token_id"] or 0)
+        written = pad_right([found.tokens for found in generations], settings["pad_token_id"] or 0)
         sequences = torch.cat([rows, written.to(rows.device)], dim=1)
         if not settings["return_dict_in_generate"]:
             return sequences
         stats = DecodeStats()
-        for found in loop.generations:
+        for found in generations:
             stats.add(found.stats)
         stats.seconds = time.perf_counter() - started
-        logprobs = [found.logprobs for found in loop.generations if found.logprobs is not None]
-        return SpeculativeOutput(sequences, loop.generations, stats, pad_right(logprobs, 0.0) if logprobs else None)
+        logprobs = [found.logprobs for found in generations if found.logprobs is not None]
+        return SpeculativeOutput(sequences, generations, stats, pad_right(logprobs, 0.0) if logprobs else None)
 
     def stream(
         self,
@@ -185,8 +186,8 @@ class SpeculativeModel:
         requests = self._build_requests(input_ids, attention_mask, self._read_settings(generation_config, overrides))
         if len(requests) > 1:
             raise ValueError(f"input_ids: {len(requests)} texts given, stream allows only 1; use generate for more")
-        loop = DecodeLoop(self.target, requests, self.drafter)
-        return (block for _, block in loop.run())
+        loop = loop_of(self.target, requests, self.drafter)
+        return (block.tokens for block in loop.run())
 
     def _read_settings(self, config: Config | None, overrides: Settings) -> dict[str, Any]:
         """The settings of a call, with eos_token_id as a tuple and pad_token_id resolved."""

@@ -109,6 +109,7 @@ class Request:
     stop: StopStrings | None = None
     logprobs: bool = False
     end_tokens: tuple[int, ...] | None = None  # None: the target's own
+    priority: int = 0  # requests of a higher one are decoded first
 
 
 @dataclass
@@ -118,7 +119,16 @@ class Generation:
     tokens: list[int] = field(default_factory=list)  # the new ones, an end token included
     stats: DecodeStats = field(default_factory=DecodeStats)
     logprobs: list[float] | None = None  # of each new token under the target alone, temperature 1, in nats
-    finish: Literal["length", "end", "stop"] = "length"
+    finish: Literal["length", "end", "stop", "cancelled"] = "length"
+
+
+@dataclass(frozen=True)
+class Block:
+    """New tokens of a request that one piece of work made certain."""
+
+    number: int  # of the request
+    tokens: list[int]
+    depths: list[int | None]  # the draft depth of each; BONUS for a bonus token, None if nothing was drafted
 
 
 @dataclass(eq=False)
@@ -142,15 +152,13 @@ class Row:
         """How many new tokens the request still allows."""
         return self.request.max_new_tokens - len(self.generation.tokens)
 
-    def record_step(
-        self, found: Accepted, taps: Float[Tensor, "count tapped"], logprobs: list[float] | None
-    ) -> list[int]:
-        """Take in what a target step accepted; returns the tokens that became text."""
+    def record_step(self, found: Accepted, taps: Float[Tensor, "count tapped"], logprobs: list[float] | None) -> Block:
+        """Take in what a target step accepted; returns what of it became text."""
         self.start, self.taps = len(self.text) - 1, taps
         self.drafted, self.choices = found.drafted, found.choices
         kept = self.add_tokens(found.tokens, logprobs)
         self.generation.stats.count_step(len(found.path) - 1, len(kept), found.drafted)
-        return kept
+        return Block(self.number, kept, found.depths[: len(kept)])
 
     def add_tokens(self, tokens: list[int], logprobs: list[float] | None) -> list[int]:
         """Add tokens until the text ends; returns those that were added."""

@@ -10,6 +10,8 @@ from headstart.inference.rejection import rejection_choices, typical_allowed
 from headstart.inference.sampling import BatchSampling, History
 from headstart.inference.tree import Tree
 
+BONUS = 0  # in place of a draft depth: the token that the target adds after the accepted draft tokens
+
 
 @dataclass(frozen=True)
 class Accepted:
@@ -19,6 +21,11 @@ class Accepted:
     tokens: list[int]  # the path's tokens without the root, then the bonus token
     drafted: int  # draft tokens that were verified
     choices: list[int] = field(default_factory=list, compare=False)  # the target's, at every node
+
+    @property
+    def depths(self) -> list[int | None]:
+        """The draft depth of each token, BONUS for the last; None for all if nothing was drafted."""
+        return [*range(1, len(self.tokens)), BONUS] if self.drafted else [None] * len(self.tokens)
 
 
 def verify(

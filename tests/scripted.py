@@ -10,7 +10,7 @@ from torch import Tensor
 from headstart.heads.eagle3 import Eagle3Head, Eagle3Shape
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.cache import KVCache
-from headstart.inference.decode import DecodeLoop
+from headstart.inference.decode import loop_of
 from headstart.inference.drafter import Drafter, Verified, VerifiedOnHost
 from headstart.inference.drafters.cost_aware import CostAware, CostAwareShape
 from headstart.inference.drafters.costs import NODES, CostSurface, CostTable, Situation, StepCosts
@@ -51,7 +51,7 @@ def paths(tree: Tree) -> list[set[tuple[int, ...]]]:
 
 def blocks_of(target: TargetModel, request: Request, drafter: Drafter | None = None) -> Iterator[list[int]]:
     """The new tokens of one request, a block from prefill and one from each target step."""
-    return (block for _, block in DecodeLoop(target, [request], drafter).run())
+    return (block.tokens for block in loop_of(target, [request], drafter).run())
 
 
 class Scripted:

@@ -13,9 +13,10 @@ from torch.testing import assert_close
 
 from headstart.heads.eagle3 import Eagle3Head, Eagle3Shape
 from headstart.heads.vocab import DraftVocab
-from headstart.inference.decode import DecodeLoop, generate, generate_batch, generate_each, read_prompts
+from headstart.inference.decode import generate, generate_batch, generate_each, loop_of
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
 from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.prefill import read_prompts
 from headstart.inference.request import DecodeStats, Request
 from headstart.inference.sampling import BatchSampling, Sampling
 from headstart.inference.target.model import TargetModel
@@ -137,18 +138,16 @@ def test_static_steps_of_earlier_runs_leave_no_trace(target: TargetModel, texts:
     for chosen in (first, second, first):
         found = generate_batch(target, [request for request, _ in chosen], drafter, 3, static=True)
         assert [generation.tokens for generation in found] == [tokens for _, tokens in chosen]
-    unfinished = DecodeLoop(target, [request for request, _ in second], drafter, 3, static=True).run()
+    unfinished = loop_of(target, [request for request, _ in second], drafter, 3, static=True).run()
     for _ in range(7):
         next(unfinished)
     found = generate_batch(target, [request for request, _ in first], drafter, 3, static=True)
     assert [generation.tokens for generation in found] == [tokens for _, tokens in first]
-    loops = [
-        DecodeLoop(target, [request for request, _ in chosen], drafter, 3, static=True) for chosen in (first, second)
-    ]
+    loops = [loop_of(target, [request for request, _ in chosen], drafter, 3, static=True) for chosen in (first, second)]
     for _ in itertools.zip_longest(unfinished, *(loop.run() for loop in loops)):
         pass
     for loop, chosen in zip(loops, (first, second), strict=True):
-        assert [generation.tokens for generation in loop.generations] == [tokens for _, tokens in chosen]
+        assert [generation.tokens for generation in loop.generations.values()] == [tokens for _, tokens in chosen]
 
 
 def test_requests_may_be_in_any_order(target: TargetModel, texts: Texts) -> None:
@@ -194,14 +193,14 @@ def test_a_waiting_request_starts_as_soon_as_a_row_is_free(target: TargetModel) 
     row 2  c c c c e
     """
     requests = [Request([3 + number], count) for number, count in enumerate([9, 2, 5, 4, 2, 3, 1])]
-    loop, batch_sizes = DecodeLoop(target, requests, max_batch=3), []
+    loop, batch_sizes = loop_of(target, requests, max_batch=3), []
     embedding = target.model.get_input_embeddings()
     handle = embedding.register_forward_pre_hook(lambda module, args: batch_sizes.append(len(args[0])))
     seen: list[list[int]] = [[] for _ in requests]
-    for number, block in loop.run():
-        seen[number] += block
+    for block in loop.run():
+        seen[block.number] += block.tokens
     handle.remove()
-    assert seen == [generation.tokens for generation in loop.generations]
+    assert seen == [generation.tokens for generation in loop.generations.values()]
     assert [len(tokens) for tokens in seen] == [9, 2, 5, 4, 2, 3, 1]
     # The first three prompts are read in one pass, before the first step; later ones as rows become free.
     assert batch_sizes[:4] == [1, 3, 1, 3]
@@ -236,13 +235,13 @@ def test_a_text_is_handed_out_when_it_ends(target: TargetModel) -> None:
 
 def test_each_row_yields_a_block_per_step(target: TargetModel, texts: Texts) -> None:
     """A request's first block is one token; each later one holds what a step made certain. No block is empty."""
-    loop = DecodeLoop(target, REQUESTS, Moody(*texts.whole), max_batch=4)
+    loop = loop_of(target, REQUESTS, Moody(*texts.whole), max_batch=4)
     blocks: dict[int, list[list[int]]] = {}
-    for number, block in loop.run():
-        blocks.setdefault(number, []).append(block)
-        assert block
+    for block in loop.run():
+        blocks.setdefault(block.number, []).append(block.tokens)
+        assert block.tokens
     assert [list(itertools.chain(*blocks[number])) for number in range(len(REQUESTS))] == new_tokens(texts)
-    for number, generation in enumerate(loop.generations):
+    for number, generation in loop.generations.items():
         assert len(blocks[number][0]) == 1
         assert len(blocks[number]) == 1 + generation.stats.steps
 
@@ -264,7 +263,7 @@ def test_logprobs_of_a_batch_are_each_rows_own(target: TargetModel, texts: Texts
 def test_requests_with_different_acceptance_rules_are_refused_before_any_work(target: TargetModel) -> None:
     requests = [Request([1], 5), Request([1], 5, Sampling(1.0, rule="typical"))]
     with pytest.raises(ValueError, match=r"the requests of a batch must agree on decode\.acceptance"):
-        DecodeLoop(target, requests)
+        loop_of(target, requests)
 
 
 @pytest.mark.parametrize("max_batch", [0, -1])

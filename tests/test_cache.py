@@ -14,7 +14,7 @@ from headstart.heads.eagle3 import Eagle3Head
 from headstart.inference import cache as cache_module
 from headstart.inference import decode as decode_module
 from headstart.inference.cache import GROUP_ROWS, KVCache, Slots, moves_to_end
-from headstart.inference.decode import DecodeLoop, generate, generate_batch
+from headstart.inference.decode import generate, generate_batch, loop_of
 from headstart.inference.request import Request
 from headstart.inference.sampling import Sampling
 from headstart.inference.target.model import TargetModel
@@ -379,12 +379,12 @@ def test_a_cache_that_grows_changes_no_text(
     wanted = [generate(target, r.prompt, r.max_new_tokens, sampling).tokens for r in requests]
     whole = [prompt + text for prompt, text in zip(PROMPTS, wanted, strict=True)]
     set_page_size(4)
-    loop = DecodeLoop(target, requests, DRAFTERS[drafter_name](Texts(target, whole, make_head)), max_batch=2)
+    loop = loop_of(target, requests, DRAFTERS[drafter_name](Texts(target, whole, make_head)), max_batch=2)
     capacities: list[int] = []
     for _ in loop.run():
         if loop.cache.target.capacity not in capacities:
             capacities.append(loop.cache.target.capacity)
-    assert [generation.tokens for generation in loop.generations] == wanted
+    assert [generation.tokens for generation in loop.generations.values()] == wanted
     assert len(capacities) > 1
     assert capacities == sorted(capacities)
     assert capacities[-1] <= loop.limit
@@ -394,8 +394,8 @@ def test_a_cache_is_no_larger_than_its_requests_can_fill(target: TargetModel) ->
     """Its capacity is that of the longest request: prompt, new tokens and one tree. Pages do not round it up."""
     requests = [Request([1] * 10, 20), Request([1], 5)]
     whole = [request.prompt + generate(target, request.prompt, request.max_new_tokens).tokens for request in requests]
-    loop = DecodeLoop(target, requests, Oracle(*whole), static=False)
-    next(loop.run())
+    loop = loop_of(target, requests, Oracle(*whole), static=False)
+    loop.step()
     assert loop.cache.target.capacity == loop.limit == 10 + 20 + Oracle.max_nodes
     for generation in generate_batch(target, requests, Oracle(*whole), static=False):
         assert generation.stats.cache_bytes == loop.cache.num_bytes == loop.limit * 2 * 896  # two rows
@@ -403,7 +403,7 @@ def test_a_cache_is_no_larger_than_its_requests_can_fill(target: TargetModel) ->
 
 def test_no_step_copies_or_reallocates_the_cache(target: TargetModel) -> None:
     text = generate(target, PROMPT, 30).tokens
-    loop, addresses = DecodeLoop(target, [Request(PROMPT, 30)], Hidden(PROMPT + text)), set()
+    loop, addresses = loop_of(target, [Request(PROMPT, 30)], Hidden(PROMPT + text)), set()
     for _ in loop.run():
         addresses.add(loop.cache.target.storage.data_ptr())
     assert len(addresses) == 1

@@ -19,11 +19,11 @@ from headstart.data_pipelines.demo import chat as command
 from headstart.heads.checkpoint import new_head, save_head
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.vocab import DraftVocab
-from headstart.inference.chat.answer import Answer, draft_depths
+from headstart.inference.chat.answer import Answer
 from headstart.inference.chat.commands import HELP, Command, read_command
 from headstart.inference.chat.conversation import Conversation
 from headstart.inference.chat.session import Chat, converse, first_ctrl_c, printable
-from headstart.inference.colours import BONUS, SHADES, token_style
+from headstart.inference.colours import SHADES, token_style
 from headstart.inference.drafter import Drafter, Verified
 from headstart.inference.report.trace import trace
 from headstart.inference.request import Request
@@ -32,6 +32,7 @@ from headstart.inference.target.model import TargetModel
 from headstart.inference.target.tokenizer import visible_text_of
 from headstart.inference.text_stream import TextStream
 from headstart.inference.tree import Tree
+from headstart.inference.verify import BONUS, Accepted
 from headstart.recipes.schema import Eagle3Section, TargetSection
 
 ESCAPE = "\x1b"
@@ -138,11 +139,9 @@ def test_mistakes_are_told_and_the_chat_goes_on(make_chat: Any, talker: TargetMo
 
 
 def test_a_token_is_drafted_up_to_the_accepted_depth_and_else_a_bonus() -> None:
-    assert draft_depths(3, 2, True) == [1, 2, BONUS]
-    assert draft_depths(2, 2, True) == [1, 2]  # the text ended before the bonus token
-    assert draft_depths(1, 3, True) == [1]  # the text ended inside the accepted path
-    assert draft_depths(1, 0, True) == [BONUS]
-    assert draft_depths(1, 0, False) == [None]
+    assert Accepted([0, 2, 3], [7, 8, 9], drafted=4).depths == [1, 2, BONUS]
+    assert Accepted([0], [7], drafted=4).depths == [BONUS]
+    assert Accepted([0], [7], drafted=0).depths == [None]
 
 
 def test_depths_agree_with_the_trees_that_were_verified(talker: TargetModel) -> None:
@@ -153,7 +152,7 @@ def test_depths_agree_with_the_trees_that_were_verified(talker: TargetModel) -> 
         [depth if depth < len(step.path) else BONUS for depth in range(1, len(step.added) + 1)] for step in found.steps
     ]
     answer = Answer(talker, KnowsTheText(talker), Request(prompt, count), str)
-    assert [depths for _, depths in answer.blocks()] == [[None], *wanted]
+    assert [block.depths for block in answer.blocks()] == [[None], *wanted]
     assert {BONUS, 1, 2, 3} <= {depth for depths in wanted for depth in depths}
     assert len(answer.step_seconds) == answer.stats.steps == len(found.steps)
 

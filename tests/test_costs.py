@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from headstart.heads.eagle3 import Eagle3Head
-from headstart.inference.decode import DecodeLoop, generate
+from headstart.inference.decode import generate, loop_of
 from headstart.inference.drafters import cost_files, cost_measurement
 from headstart.inference.drafters.cost_aware import CostAware, CostAwareShape, growth_from_recipe
 from headstart.inference.drafters.cost_files import cost_table
@@ -213,7 +213,7 @@ def test_loops_that_take_turns_learn_only_from_their_own_steps(
     growth = CostAware(3, 2, 6, cost_table(target, head, 2, 6))
     monkeypatch.setattr(CostTable, "observe_target", lambda self, *seen: learnt.append(seen))
     drafter = HeadDrafter(head, growth)
-    runs = [DecodeLoop(target, [Request(PROMPT, NEW_TOKENS)], drafter).run() for _ in range(2)]
+    runs = [loop_of(target, [Request(PROMPT, NEW_TOKENS)], drafter).run() for _ in range(2)]
     for _ in range(4):
         for run in runs:
             next(run)

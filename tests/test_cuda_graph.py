@@ -9,7 +9,7 @@ from headstart.heads.calibration import Calibration
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.inference import decode
 from headstart.inference.cuda_graph import SpareSteps
-from headstart.inference.decode import DecodeLoop, generate, generate_batch
+from headstart.inference.decode import generate, generate_batch, loop_of
 from headstart.inference.drafters.growth import Dynamic, Fixed
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.request import Generation, Request
@@ -88,13 +88,13 @@ def test_a_static_step_is_reused_by_the_next_run_that_it_fits(make_model: MakeMo
         generate(target, prompt, 10, static=True)
     assert len(target.kept(SpareSteps)) == 1
     (first,) = target.kept(SpareSteps)
-    stream = DecodeLoop(target, [Request(prompt, 10)], static=True).run()
+    stream = loop_of(target, [Request(prompt, 10)], static=True).run()
     next(stream)
     assert target.kept(SpareSteps) == []  # in use
     generate(target, prompt, 5, static=True)  # meanwhile, in a cache of its own
     stream.close()
     assert target.kept(SpareSteps) == [first]
-    DecodeLoop(target, [Request(prompt, 10)], static=True)  # a loop that never runs borrows no step
+    loop_of(target, [Request(prompt, 10)], static=True)  # a loop that never runs borrows no step
     assert target.kept(SpareSteps) == [first]
 
 

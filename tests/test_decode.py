@@ -13,7 +13,7 @@ from scripted import DRAFTERS, Duplicates, HalfRightHead, Hidden, Listener, Neve
 from headstart.heads.eagle3 import Eagle3Head, Eagle3Shape
 from headstart.heads.target_config import Rope
 from headstart.heads.vocab import DraftVocab
-from headstart.inference.decode import DecodeLoop, generate, generate_batch
+from headstart.inference.decode import generate, generate_batch, loop_of
 from headstart.inference.drafter import Drafter, NoDrafter
 from headstart.inference.drafters.cost_aware import growth_from_recipe
 from headstart.inference.drafters.growth import Dynamic
@@ -466,10 +466,10 @@ def test_a_stream_yields_what_generate_returns(
 
 def test_partial_output_is_readable_between_blocks(target: TargetModel, plain: Plain) -> None:
     text = plain(Sampling())
-    loop, seen = DecodeLoop(target, [Request(PROMPT, NEW_TOKENS)], Oracle(PROMPT + text)), []
-    for number, block in loop.run():
-        assert number == 0
-        seen += block
+    loop, seen = loop_of(target, [Request(PROMPT, NEW_TOKENS)], Oracle(PROMPT + text)), []
+    for block in loop.run():
+        assert block.number == 0
+        seen += block.tokens
         assert loop.generations[0].tokens == seen
         assert loop.generations[0].stats.tokens == len(seen) - 1
     assert seen == text

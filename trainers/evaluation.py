@@ -11,10 +11,11 @@ from headstart.heads.base import DraftHead
 from headstart.heads.calibration import Calibration
 from headstart.inference.calibrate import fit_calibration
 from headstart.inference.cuda_graph import SpareSteps
-from headstart.inference.decode import check_length, generate_batch
+from headstart.inference.decode import generate_batch
 from headstart.inference.drafters.cost_aware import growth_from_recipe
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.request import DecodeStats, Request
+from headstart.inference.request_checks import check_length
 from headstart.inference.sampling import sampling_from_recipe
 from headstart.inference.target.model import TargetModel
 from headstart.recipes import Recipe

@@ -6,10 +6,9 @@ from contextlib import closing
 from dataclasses import dataclass
 from statistics import median
 
-from headstart.inference.colours import BONUS
 from headstart.inference.decode import DecodeLoop
 from headstart.inference.drafter import Drafter
-from headstart.inference.request import DecodeStats, Detokenize, Request
+from headstart.inference.request import Block, DecodeStats, Detokenize, Request
 from headstart.inference.target.model import TargetModel
 from headstart.inference.text_stream import TextStream
 
@@ -30,8 +29,8 @@ class Answer:
 
     def __init__(self, target: TargetModel, drafter: Drafter | None, request: Request, text: Detokenize) -> None:
         self.request, self.text = request, text
-        self.loop = DecodeLoop(target, [request], drafter, max_batch=1)
-        self.generation = self.loop.generations[0]
+        self.loop = DecodeLoop(target, drafter, max_batch=1)
+        self.generation = self.loop.generations[self.loop.submit(request)]
         self.step_seconds: list[float] = []  # of each target step after the prompt was read
         self.stopped = False
 
@@ -51,38 +50,28 @@ class Answer:
     def pieces(self) -> Iterator[Piece]:
         """The text as it becomes certain, without the end token."""
         stream = TextStream(self.text, self.request.prompt)
-        for block, depths in self.blocks():
-            shown = len(block) - (self.generation.finish == "end")
-            for token, depth in zip(block[:shown], depths, strict=False):
+        for block in self.blocks():
+            shown = len(block.tokens) - (self.generation.finish == "end")
+            for token, depth in zip(block.tokens[:shown], block.depths, strict=False):
                 yield Piece(stream.piece(token), depth)
         yield Piece(stream.rest(), None)
 
-    def blocks(self) -> Iterator[tuple[list[int], list[int | None]]]:
-        """The tokens of the prompt's pass, then of each step, with the draft depth of each token."""
-        accepted = drafted = 0
-        with closing(self.loop.run()) as steps:
+    def blocks(self) -> Iterator[Block]:
+        """The first token, from the prompt's pass, then the tokens of each step."""
+        with closing(self.loop.run()) as blocks:
             started = None  # the pass over the prompt is no step
-            for _, block in steps:
+            for block in blocks:
                 if started is not None:
                     self.step_seconds.append(time.perf_counter() - started)
-                new = sum(self.stats.accepted_at_depth) - accepted
-                yield block, draft_depths(len(block), new, self.stats.drafted > drafted)
+                yield block
                 if self.stopped:
                     break
-                accepted, drafted = accepted + new, self.stats.drafted
                 started = time.perf_counter()
 
     def whole_text(self) -> str:
         """All text so far."""
         tokens = self.generation.tokens
         return self.text(tokens[:-1] if self.generation.finish == "end" else tokens)
-
-
-def draft_depths(count: int, accepted: int, has_drafts: bool) -> list[int | None]:
-    """The draft depth of each token that a step added; a text that ends early keeps fewer than the step accepted."""
-    if not has_drafts:
-        return [None] * count
-    return [depth if depth <= accepted else BONUS for depth in range(1, count + 1)]
 
 
 def plain_tokens_per_second(target: TargetModel, request: Request, text: Detokenize) -> float:

@@ -15,7 +15,7 @@ from headstart.heads.formats.contracts import engines_of
 from headstart.heads.formats.files import HeadFiles
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig, locate_target
-from headstart.inference.decode import check_length, generate_batch
+from headstart.inference.decode import generate_batch
 from headstart.inference.doctor.export_parts import compare_parts
 from headstart.inference.doctor.findings import (
     Finding,
@@ -32,6 +32,7 @@ from headstart.inference.doctor.options import Options, doctor_options
 from headstart.inference.doctor.variants import check_number_format, find_better_variants
 from headstart.inference.report.tables import rich_table
 from headstart.inference.request import Request
+from headstart.inference.request_checks import check_length
 from headstart.inference.target.model import TargetModel, pick_device
 from headstart.inference.target.tokenizer import load_tokenizer
 from headstart.recipes.jsonl import read_jsonl

@@ -21,7 +21,6 @@ from headstart.heads.checkpoint import load_head
 from headstart.heads.target_config import locate_target
 from headstart.heads.target_origin import TargetOrigin
 from headstart.inference.colours import LEGEND as COLOURS
-from headstart.inference.decode import check_length
 from headstart.inference.inputs import head_folders, held_out_prompts, taps_to_read
 from headstart.inference.report.compare import Outcome, summarise_methods
 from headstart.inference.report.files import draw_searched_trees, write_report
@@ -33,6 +32,7 @@ from headstart.inference.report.rounds import Round, able_to_batch, numbered_bat
 from headstart.inference.report.runs import Method
 from headstart.inference.report.tables import LEGEND, short_table
 from headstart.inference.report.trace import Trace, trace
+from headstart.inference.request_checks import check_length
 from headstart.inference.sampling import sampling_from_recipe
 from headstart.inference.step_memory import refuse_trees_of
 from headstart.inference.target.loading import processor_name

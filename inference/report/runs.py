@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from headstart.inference.decode import DecodeLoop
+from headstart.inference.decode import loop_of
 from headstart.inference.drafter import Drafter
 from headstart.inference.request import DecodeStats, Request
 from headstart.inference.sampling import Sampling
@@ -73,18 +73,19 @@ def run_batch(
     if method.transformers:
         return run_transformers(method, target, prompts, max_new_tokens, sampling)
     requests = [Request(prompt, max_new_tokens, sampling) for prompt in prompts]
-    loop = DecodeLoop(target, requests, method.drafter, len(prompts))
+    loop = loop_of(target, requests, method.drafter, len(prompts))
     first, later, started = [0.0] * len(prompts), [], time.perf_counter()
     last = [started] * len(prompts)
-    for number, block in loop.run():
-        now = time.perf_counter()
+    for block in loop.run():
+        now, number, count = time.perf_counter(), block.number, len(block.tokens)
         if last[number] == started:
             first[number] = now - started
         else:
-            later += [(now - last[number]) / len(block)] * len(block)
+            later += [(now - last[number]) / count] * count
         last[number] = now
-    texts = [generation.tokens for generation in loop.generations]
-    return Run(texts, [generation.stats for generation in loop.generations], max(last) - started, first, later)
+    generations = list(loop.generations.values())
+    texts = [generation.tokens for generation in generations]
+    return Run(texts, [generation.stats for generation in generations], max(last) - started, first, later)
 
 
 def run_transformers(

@@ -28,7 +28,7 @@ from headstart.heads.checkpoint import load_head
 from headstart.heads.convert import convert
 from headstart.heads.export import export
 from headstart.heads.frozen import FrozenTarget
-from headstart.inference.decode import DecodeLoop, generate
+from headstart.inference.decode import generate, loop_of
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.request import Request
@@ -120,11 +120,11 @@ def decode(head: Path, prompts: list[list[int]]) -> tuple[list[list[int]], Count
     texts, counts = [], Counts()
     for prompt in prompts:
         text: list[int] = []
-        for _, block in DecodeLoop(target, [Request(prompt, NEW_TOKENS + DRAFT_TOKENS + 1)], drafter).run():
+        for block in loop_of(target, [Request(prompt, NEW_TOKENS + DRAFT_TOKENS + 1)], drafter).run():
             counts.steps += bool(text)  # the first token comes from the prefill
-            for depth in range(len(block) - 1):
+            for depth in range(len(block.tokens) - 1):
                 counts.accepted_at_depth[depth] += 1
-            text += block
+            text += block.tokens
             if len(text) >= NEW_TOKENS:
                 break
         texts.append(text[:NEW_TOKENS])

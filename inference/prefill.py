@@ -1,0 +1,42 @@
+"""Prefill: read prompts into the cache, several in one pass."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from headstart.inference.cache import KVCache
+from headstart.inference.target.model import TargetModel, TargetOutput
+from headstart.inference.tree import Block
+
+
+def read_prompts(target: TargetModel, prompts: list[list[int]], rows: list[KVCache]) -> TargetOutput:
+    """Read each prompt into the cache of its own row, all in one pass.
+
+    The logits are those after each prompt's last token, [1, prompts, vocab]; the taps are those of all prompts in turn,
+    [1, tokens, tapped]. The prompts lie side by side without padding, and a mask hides them from each other.
+    """
+    device = target.device
+    if len(prompts) == 1:
+        return target.forward(torch.tensor(prompts, device=device), cache=rows[0], last_only=True)
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    owner = torch.repeat_interleave(torch.arange(len(prompts)), lengths)  # [tokens]: the prompt of each
+    positions = torch.cat([torch.arange(len(prompt)) for prompt in prompts])
+    visible = (owner[:, None] == owner) & (positions <= positions[:, None])
+    tokens = torch.tensor([[token for prompt in prompts for token in prompt]], device=device)
+    together = target.new_cache(tokens.shape[1])
+    together.set_lengths([0])
+    positions = positions.unsqueeze(0).to(device)
+    mask = target.masks(together.target, Block(visible.unsqueeze(0).to(device), positions))
+    output = target.forward(tokens, positions, mask, together, logits_at=(lengths.cumsum(0) - 1).to(device))
+    for row, read in zip(rows, together.target.storage.split(lengths.tolist(), dim=4), strict=True):
+        row.target.storage[..., : read.shape[4], :] = read
+    return output
+
+
+def refuse_nan(logits: Float[Tensor, "1 rows vocab"], target: TargetModel) -> None:
+    """Raise ValueError if the target computes NaN or infinity, from which some token would be chosen all the same."""
+    if not bool((logits < torch.inf).all()):  # NaN fails every comparison; -infinity only forbids a token
+        raise ValueError(
+            f"the target's logits are NaN or infinite in {str(target.dtype).removeprefix('torch.')}, only finite ones "
+            f"are allowed; set target.dtype to float32, and if that does not help, download its weights again"
+        )

@@ -1,0 +1,52 @@
+"""Requests that wait for a row: those of higher priority first, and in the order in which they came within one."""
+
+from bisect import insort
+
+from headstart.inference.request import Request
+
+
+class Queue:
+    """Requests with their numbers, in the order in which they will be decoded."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[int, Request]] = []
+
+    def __len__(self) -> int:
+        return len(self.waiting)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self.numbers
+
+    @property
+    def numbers(self) -> list[int]:
+        return [number for number, _ in self.waiting]
+
+    @property
+    def first(self) -> Request:
+        """The next one."""
+        return self.waiting[0][1]
+
+    @property
+    def longest_prompt(self) -> int:
+        """The tokens of the longest prompt; 0 if nothing waits."""
+        return max((len(request.prompt) for _, request in self.waiting), default=0)
+
+    def add(self, number: int, request: Request) -> None:
+        insort(self.waiting, (number, request), key=lambda entry: (-entry[1].priority, entry[0]))
+
+    def remove(self, number: int) -> bool:
+        """Take a request out; returns whether it was waiting."""
+        before = len(self.waiting)
+        self.waiting = [entry for entry in self.waiting if entry[0] != number]
+        return len(self.waiting) < before
+
+    def take(self, rows: int, tokens: int) -> list[tuple[int, Request]]:
+        """The next requests, at least one and at most `rows`; together their prompts have at most `tokens` tokens."""
+        count, total = 1, len(self.waiting[0][1].prompt)
+        for _, request in self.waiting[1:rows]:
+            total += len(request.prompt)
+            if total > tokens:
+                break
+            count += 1
+        taken, self.waiting = self.waiting[:count], self.waiting[count:]
+        return taken
