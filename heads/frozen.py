@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn import functional
@@ -92,6 +92,11 @@ class FrozenTarget:
     def logits(self, last_hidden: Float[Tensor, "*axes hidden"]) -> Float[Tensor, "*axes vocab"]:
         """The target's logits, from its last hidden state before the final norm."""
         return self.unembed(self.norm(last_hidden))
+
+    def choices(self, last_hidden: Float[Tensor, "*axes hidden"]) -> Int[Tensor, "*axes"]:
+        """The token that the target likes best after each position, as the argmax of `logits`."""
+        # `max` takes the first of equal logits as `argmax` does, and is several times as fast on a CPU.
+        return functional.linear(self.norm(last_hidden), self.lm_head).max(-1).indices  # a softcap keeps the order
 
     def norm(self, last_hidden: Float[Tensor, "*axes hidden"]) -> Float[Tensor, "*axes hidden"]:
         """The target's final norm, computed in float32 or float64."""

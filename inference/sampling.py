@@ -310,7 +310,7 @@ class BatchSampling:
         history: History | None = None,
     ) -> Int[Tensor, "batch nodes"]:
         """The token that each row's Sampling chooses at each absolute position."""
-        return self.scores(logits, positions, history).argmax(-1)
+        return self.scores(logits, positions, history).max(-1).indices  # as argmax, slow in bfloat16 on a CPU
 
     def gumbel(
         self, positions: Int[Tensor, "batch nodes"], tokens: Int[Tensor, " vocab"], stream: int = 0

@@ -39,6 +39,7 @@ def assert_own_logits(model: PreTrainedModel, folder: Path) -> None:
     output = TargetModel(model, ()).forward(TOKENS)
     frozen = FrozenTarget.from_folder(folder, torch.float32)
     torch.testing.assert_close(frozen.logits(output.last_hidden), output.logits, atol=1e-5, rtol=1e-5)
+    assert torch.equal(frozen.choices(output.last_hidden), output.logits.argmax(-1))
     assert torch.equal(frozen.embedding, model.get_input_embeddings().state_dict()["weight"])
 
 

@@ -1,7 +1,7 @@
 """The training-time test: unroll the head on its own features, as drafting will, and score every depth."""
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from headstart.trainers.chunked_loss import score_in_chunks
 CHUNK_LOGITS = 2**25  # logits scored at once: 128 MiB in float32, and a few times that in intermediate results
 CACHED_LOGITS = 2**19  # the limit on a CPU, where a chunk that fits the cache takes two thirds of the time
 CACHED_POSITIONS = 64  # the least that a CPU scores at once, since smaller matrix products are inefficient
+CHOOSING_POSITIONS = 256  # the most whose logits over the target's whole vocabulary are computed at once
 NOISE_LENGTH = 512  # sample length, in tokens, at which EAGLE-1's input noise has its nominal width
 # head.kind -> objective_weight, regression_weight and input_noise of its paper
 PAPER_WEIGHTS = {"eagle1": (0.1, 1.0, 0.2), "eagle3": (1.0, 0.0, 0.0), "medusa": (1.0, 0.0, 0.0)}
@@ -77,7 +78,12 @@ class Supervision:
 class Teacher:
     """The target's distributions, which every unroll step is scored against."""
 
-    def __init__(self, frozen: FrozenTarget, vocab: DraftVocab) -> None:
+    def __init__(self, frozen: FrozenTarget, vocab: DraftVocab, dtype: torch.dtype | None = None) -> None:
+        """`dtype` is that of the matrix products; None means the target's.
+
+        Autocast would convert the frozen lm_head to it again for every chunk of positions.
+        """
+        frozen = frozen if dtype is None else replace(frozen, lm_head=frozen.lm_head.to(dtype))
         self.frozen, self.vocab = frozen, vocab
         self.within_vocab = frozen.within(vocab)
 
@@ -93,8 +99,8 @@ class Teacher:
         last_hidden = batch.last_hidden[rows, columns]  # [positions, hidden]
         if self.vocab.is_full:
             return Supervision(rows, columns, places, last_hidden, outside=0)
-        chunks = last_hidden.split(max(CHUNK_LOGITS // self.vocab.target_size, 1))
-        choices = torch.cat([self.frozen.logits(chunk).argmax(-1) for chunk in chunks])
+        chunk = max(min(CHUNK_LOGITS // self.vocab.target_size, CHOOSING_POSITIONS), 1)
+        choices = torch.cat([self.frozen.choices(part) for part in last_hidden.split(chunk)])
         inside = torch.isin(choices, self.vocab.ids.to(choices.device))
         outside = int((~inside).sum())
         return Supervision(rows[inside], columns[inside], places[inside], last_hidden[inside], outside)

@@ -8,8 +8,14 @@ from headstart.recipes.schema import TrainSection
 def autocast(section: TrainSection, device: torch.device) -> torch.autocast:
     """Matrix products in `train.precision`; weights, softmaxes, losses and the sums of norms stay in float32."""
     enabled = section.precision != "float32"
-    dtype = getattr(torch, section.precision) if enabled else torch.bfloat16  # torch checks it even when disabled
+    dtype = compute_dtype(section) if enabled else torch.bfloat16  # torch checks it even when disabled
     return torch.autocast(device.type, dtype=dtype, enabled=enabled)
+
+
+def compute_dtype(section: TrainSection) -> torch.dtype:
+    """The number format of matrix products."""
+    dtype: torch.dtype = getattr(torch, section.precision)
+    return dtype
 
 
 class LossScale:

@@ -16,7 +16,7 @@ from headstart.trainers.ema import MovingAverage
 from headstart.trainers.evaluation import HeldOutDecoding
 from headstart.trainers.medusa2 import JointHead, JointHeadOnRanks, TrainableTarget
 from headstart.trainers.objective import Objective, Teacher, UnrolledHead
-from headstart.trainers.precision import LossScale
+from headstart.trainers.precision import LossScale, compute_dtype
 from headstart.trainers.ranks.head_on_ranks import HeadOnRanks
 from headstart.trainers.ranks.launch import distribute_head
 
@@ -88,7 +88,8 @@ class Training:
 
 def start_head(recipe: Recipe, head: DraftHead, inputs: TrainingInputs, accelerator: Accelerator) -> HeadOnRanks:
     """Put the head on the ranks, together with the target if joint.mode trains it too."""
-    teacher, objective = Teacher(inputs.frozen, head.vocab), Objective.from_recipe(recipe)
+    teacher = Teacher(inputs.frozen, head.vocab, compute_dtype(recipe.train))
+    objective = Objective.from_recipe(recipe)
     section, checkpointing = recipe.train, recipe.train.activation_checkpointing
     if inputs.target is None:
         return distribute_head(accelerator, UnrolledHead(head, teacher, objective, checkpointing), section)
