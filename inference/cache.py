@@ -159,10 +159,13 @@ class Slots:
         """Take a row out of use: the last one, after rows were moved as `moves_to_end` says."""
         lengths = list(self.lengths)
         for source, goal in moves:
-            held = slice(lengths[source] + 1)  # a draft model has written its root after it, and the next step reads it
-            self.storage[:, :, goal, :, held] = self.storage[:, :, source, :, held]
+            self.move(source, goal, lengths[source] + 1)  # a draft model's root comes after it, and is read next
             lengths[goal] = lengths[source]
         self.set_lengths(lengths[:-1])
+
+    def move(self, source: int, goal: int, held: int) -> None:
+        """Copy the first slots of a row to another place; neither has to be in use."""
+        self.storage[:, :, goal, :, :held] = self.storage[:, :, source, :, :held]
 
     def row_groups(self, block: int) -> tuple[RowGroup, ...]:
         """The groups of rows, each with the number of keys that a block of this many tokens attends to in it."""
@@ -294,6 +297,11 @@ class KVCache(Cache):
         for slots in self.slots:
             slots.end_row(moves)
         return moves
+
+    def move(self, source: int, goal: int, held: int) -> None:
+        """Copy what a row holds to another place; neither has to be in use."""
+        for slots in self.slots:
+            slots.move(source, goal, held)
 
     def reset(self) -> None:
         """Forget what is pending."""

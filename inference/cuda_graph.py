@@ -102,10 +102,14 @@ class StaticStep:
                 held = [start + count for start, count in zip(verified.starts, verified.counts, strict=True)]
                 self.cache.head.set_lengths(held)
             return output
-        tree = self.drafter.draft(verified, self.cache)
+        return self.verify(self.drafter.draft(verified, self.cache), verified.sampling)
+
+    @torch.inference_mode()
+    def verify(self, tree: Tree, sampling: BatchSampling) -> StepOutput:
+        """Run the target on a tree and let it choose; the drafter has no part in it."""
         missing = size_bucket(tree.tokens.shape[1]) - tree.tokens.shape[1]
         tokens, parents = pad(tree.tokens, (0, missing)), pad(tree.parents, (0, missing), value=-1)
-        return StepOutput.from_tensors(self.replay(self.choose, verified.sampling, tokens, parents))
+        return StepOutput.from_tensors(self.replay(self.choose, sampling, tokens, parents))
 
     def replay(
         self, function: Callable[..., tuple[Tensor, ...]], sampling: BatchSampling, *inputs: Tensor

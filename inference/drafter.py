@@ -134,7 +134,11 @@ class Drafter(Protocol):
         """Layers of its own that torch.compile may speed up; empty for none."""
 
     def prefill(self, taps: Float[Tensor, "1 count tapped"], text: Int[Tensor, "1 count+1"], row: KVCache) -> None:
-        """Read a new prompt into a row of the cache; `text` is the prompt, then the first new token: the root."""
+        """Read what the target has just read of a row, all but the last position, into the row's slots.
+
+        `text` begins with the token at the first of these positions, and ends with the token after the last one. A
+        prompt may come in pieces: `row` holds the positions before the first, which the piece before this one left.
+        """
 
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
         """A tree for each row, its root included. The target verifies it next."""

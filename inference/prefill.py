@@ -1,4 +1,4 @@
-"""Prefill: read prompts into the cache, several in one pass."""
+"""Prefill: read prompts into the cache, several in one pass or a long one in pieces."""
 
 import torch
 from jaxtyping import Float
@@ -15,9 +15,9 @@ def read_prompts(target: TargetModel, prompts: list[list[int]], rows: list[KVCac
     The logits are those after each prompt's last token, [1, prompts, vocab]; the taps are those of all prompts in turn,
     [1, tokens, tapped]. The prompts lie side by side without padding, and a mask hides them from each other.
     """
-    device = target.device
     if len(prompts) == 1:
-        return target.forward(torch.tensor(prompts, device=device), cache=rows[0], last_only=True)
+        return read_piece(target, prompts[0], rows[0], 0)
+    device = target.device
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     owner = torch.repeat_interleave(torch.arange(len(prompts)), lengths)  # [tokens]: the prompt of each
     positions = torch.cat([torch.arange(len(prompt)) for prompt in prompts])
@@ -33,7 +33,18 @@ def read_prompts(target: TargetModel, prompts: list[list[int]], rows: list[KVCac
     return output
 
 
-def refuse_nan(logits: Float[Tensor, "1 rows vocab"], target: TargetModel) -> None:
+def read_piece(target: TargetModel, tokens: list[int], row: KVCache, before: int) -> TargetOutput:
+    """Read the next tokens of a prompt after those `before` that its row holds; the logits are those after the last."""
+    row.set_lengths([before])
+    inputs, device = torch.tensor([tokens], device=target.device), target.device
+    if not before:
+        return target.forward(inputs, cache=row, last_only=True)
+    offsets = torch.arange(len(tokens), device=device)
+    masks = target.masks(row.target, Block((offsets <= offsets[:, None]).unsqueeze(0), offsets.unsqueeze(0)))
+    return target.forward(inputs, before + offsets.unsqueeze(0), masks, row, last_only=True)
+
+
+def refuse_nan(logits: Float[Tensor, "rows 1 vocab"], target: TargetModel) -> None:
     """Raise ValueError if the target computes NaN or infinity, from which some token would be chosen all the same."""
     if not bool((logits < torch.inf).all()):  # NaN fails every comparison; -infinity only forbids a token
         raise ValueError(

@@ -110,6 +110,12 @@ class Request:
     logprobs: bool = False
     end_tokens: tuple[int, ...] | None = None  # None: the target's own
     priority: int = 0  # requests of a higher one are decoded first
+    speculative: bool = True  # False: this text is written without draft tokens, whatever the others of the batch do
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest text that may be written, prompt included."""
+        return len(self.prompt) + self.max_new_tokens
 
 
 @dataclass
@@ -140,9 +146,10 @@ class Row:
     generation: Generation
     end_tokens: tuple[int, ...]
     text: list[int]  # prompt and output; the last token is the root, which the target has not read yet
-    taps: Float[Tensor, "count tapped"]  # of the newly verified positions
+    taps: Float[Tensor, "count tapped"]  # of the positions that the drafter has not read yet
     start: int  # the first of these positions
     started: float  # time.perf_counter() before prefill
+    newest: int = 1  # how many of these positions the last target step made certain; after prefill, 1
     drafted: int = 0  # draft tokens that the last target step verified
     choices: list[int] = field(default_factory=list)  # the target's, at the root and at each of these draft tokens
     ended: bool = False
@@ -152,9 +159,19 @@ class Row:
         """How many new tokens the request still allows."""
         return self.request.max_new_tokens - len(self.generation.tokens)
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether the drafter lacks more than it reads with its next draft."""
+        return len(self.taps) > self.newest
+
+    @property
+    def usable_drafts(self) -> int:
+        """How many draft tokens the next step can use; one place is left for the bonus token."""
+        return self.left - 1 if self.request.speculative else 0
+
     def record_step(self, found: Accepted, taps: Float[Tensor, "count tapped"], logprobs: list[float] | None) -> Block:
         """Take in what a target step accepted; returns what of it became text."""
-        self.start, self.taps = len(self.text) - 1, taps
+        self.start, self.taps, self.newest = len(self.text) - 1, taps, len(taps)
         self.drafted, self.choices = found.drafted, found.choices
         kept = self.add_tokens(found.tokens, logprobs)
         self.generation.stats.count_step(len(found.path) - 1, len(kept), found.drafted)

@@ -26,11 +26,6 @@ class Queue:
         """The next one."""
         return self.waiting[0][1]
 
-    @property
-    def longest_prompt(self) -> int:
-        """The tokens of the longest prompt; 0 if nothing waits."""
-        return max((len(request.prompt) for _, request in self.waiting), default=0)
-
     def add(self, number: int, request: Request) -> None:
         insort(self.waiting, (number, request), key=lambda entry: (-entry[1].priority, entry[0]))
 
@@ -41,7 +36,7 @@ class Queue:
         return len(self.waiting) < before
 
     def take(self, rows: int, tokens: int) -> list[tuple[int, Request]]:
-        """The next requests, at least one and at most `rows`; together their prompts have at most `tokens` tokens."""
+        """The next requests, at most `rows`: one, and others as long as their prompts have up to `tokens` together."""
         count, total = 1, len(self.waiting[0][1].prompt)
         for _, request in self.waiting[1:rows]:
             total += len(request.prompt)

@@ -387,7 +387,7 @@ def test_a_cache_that_grows_changes_no_text(
     assert [generation.tokens for generation in loop.generations.values()] == wanted
     assert len(capacities) > 1
     assert capacities == sorted(capacities)
-    assert capacities[-1] <= loop.limit
+    assert capacities[-1] <= loop.batch.limit
 
 
 def test_a_cache_is_no_larger_than_its_requests_can_fill(target: TargetModel) -> None:
@@ -396,9 +396,9 @@ def test_a_cache_is_no_larger_than_its_requests_can_fill(target: TargetModel) ->
     whole = [request.prompt + generate(target, request.prompt, request.max_new_tokens).tokens for request in requests]
     loop = loop_of(target, requests, Oracle(*whole), static=False)
     loop.step()
-    assert loop.cache.target.capacity == loop.limit == 10 + 20 + Oracle.max_nodes
+    assert loop.cache.target.capacity == loop.batch.limit == 10 + 20 + Oracle.max_nodes
     for generation in generate_batch(target, requests, Oracle(*whole), static=False):
-        assert generation.stats.cache_bytes == loop.cache.num_bytes == loop.limit * 2 * 896  # two rows
+        assert generation.stats.cache_bytes == loop.cache.num_bytes == loop.batch.limit * 2 * 896  # two rows
 
 
 def test_no_step_copies_or_reallocates_the_cache(target: TargetModel) -> None:

@@ -7,7 +7,7 @@ from transformers import LlamaForCausalLM
 
 from headstart.heads.calibration import Calibration
 from headstart.heads.eagle3 import Eagle3Head
-from headstart.inference import decode
+from headstart.inference import batch
 from headstart.inference.cuda_graph import SpareSteps
 from headstart.inference.decode import generate, generate_batch, loop_of
 from headstart.inference.drafters.growth import Dynamic, Fixed
@@ -44,8 +44,8 @@ def verified_trees(monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]]]:
 
         return record
 
-    monkeypatch.setattr(decode, "accept", recording(accept))
-    monkeypatch.setattr(decode, "verify", recording(verify))
+    monkeypatch.setattr(batch, "accept", recording(accept))
+    monkeypatch.setattr(batch, "verify", recording(verify))
     return trees
 
 

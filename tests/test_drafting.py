@@ -13,8 +13,8 @@ from torch import Tensor
 
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.vocab import DraftVocab
+from headstart.inference.batch import start_history
 from headstart.inference.cache import KVCache, Move
-from headstart.inference.decode import start_history
 from headstart.inference.drafter import VerifiedOnHost
 from headstart.inference.drafters.cost_aware import growth_from_recipe
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth

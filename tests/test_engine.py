@@ -2,14 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from scripted import DRAFTERS, HalfRightHead, Oracle, Texts
 
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.inference.decode import DecodeLoop, generate
+from headstart.inference.drafter import Drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.drafters.model import EarlyExit, ModelDrafter
+from headstart.inference.pace import Pace
 from headstart.inference.request import Request
 from headstart.inference.sampling import Sampling
 from headstart.inference.target.model import TargetModel
@@ -152,4 +156,141 @@ def test_a_run_that_is_closed_early_cancels_the_rest(target: TargetModel) -> Non
     blocks.close()
     assert loop.idle
     assert [generation.finish for generation in loop.generations.values()] == ["cancelled", "cancelled"]
-    assert not loop.is_open
+    assert not loop.batch.is_open
+
+
+# Prompts that are read in pieces.
+
+LONG = [7 + (5 * i + i * i) % 71 for i in range(100)]
+
+
+def make_paced(target: TargetModel, drafter: Drafter | None, piece: int, static: bool = False) -> DecodeLoop:
+    """A loop that reads `piece` tokens per pass while rows run, whatever the passes take."""
+    loop = DecodeLoop(target, drafter, 3, static, prefill_chunk=piece)
+    loop.pace.piece = piece
+    return loop
+
+
+@pytest.mark.parametrize("piece", [1, 7, 64])
+@pytest.mark.parametrize("static", [False, True])
+def test_a_prompt_that_is_read_in_pieces_is_continued_as_one_read_at_once(
+    target: TargetModel, make_head: MakeHead, piece: int, static: bool
+) -> None:
+    """The head drafts the same trees too: it read each piece with the token after it, which the prompt holds."""
+    requests = [Request(LONG, 12), Request([3], 40, Sampling(1.0, seed=1)), Request(LONG[:50], 8, Sampling(0.8))]
+    drafter = HeadDrafter(make_head(), Dynamic(3, 3, 8))
+    alone = [generate(target, r.prompt, r.max_new_tokens, r.sampling, drafter) for r in requests]
+    loop = make_paced(target, drafter, piece, static)
+    for number in (1, 0, 2):  # the short prompt first, so that its row runs while the others are read
+        loop.submit(requests[number])
+    finish(loop)
+    for place, number in enumerate((1, 0, 2)):
+        found, wanted = loop.generations[place], alone[number]
+        assert found.tokens == wanted.tokens
+        assert found.stats.accepted_at_depth == wanted.stats.accepted_at_depth
+    loop.close()
+
+
+@pytest.mark.parametrize("layers", [None, 2])
+def test_drafts_of_a_model_do_not_depend_on_the_pieces(
+    target: TargetModel, make_model: Callable[..., Any], layers: int | None
+) -> None:
+    """A draft model reads each piece as the target does; early exit has nothing of its own to read."""
+    growth = Dynamic(3, 2, 6)
+    drafter = (
+        EarlyExit(target, 2, growth) if layers else ModelDrafter(TargetModel(make_model(seed=3), ()), growth, target)
+    )
+    alone = generate(target, LONG, 12, drafter=drafter)
+    loop = make_paced(target, drafter, 9)
+    loop.submit(Request(LONG, 12))
+    finish(loop)
+    assert loop.generations[0].tokens == alone.tokens
+    assert loop.generations[0].stats.accepted_at_depth == alone.stats.accepted_at_depth
+
+
+def test_running_rows_step_between_the_pieces_of_a_long_prompt(target: TargetModel) -> None:
+    loop = make_paced(target, None, 10)
+    loop.submit(Request([3], 40))
+    loop.step()
+    loop.submit(Request(LONG, 5))
+    blocks = [[block.number for block in loop.step()] for _ in range(20)]
+    # The row's step and a piece in turn. The tenth piece is the last: it gives the first token of the long prompt.
+    assert blocks == [[0], *[[], [0]] * 9, [1]]
+
+
+def test_a_row_may_end_or_grow_the_cache_while_a_prompt_is_read(
+    target: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt is in the third place; its row moves to the first one, or its cache is copied, half read."""
+    monkeypatch.setattr("headstart.inference.cache.PAGE", 4)
+    monkeypatch.setattr("headstart.inference.batch.PAGE", 4)
+    requests = [Request([3], 3), Request([5, 6], 4), Request(LONG[:60], 6)]
+    alone = [generate(target, r.prompt, r.max_new_tokens).tokens for r in requests]
+    loop = make_paced(target, None, 5)
+    for request in requests:
+        loop.submit(request)
+    finish(loop)
+    assert [loop.generations[number].tokens for number in range(3)] == alone
+    growing = make_paced(target, None, 5)
+    growing.submit(Request([3], 200))
+    growing.step()
+    growing.step()
+    growing.submit(requests[2])
+    finish(growing)
+    assert growing.generations[1].tokens == alone[2]
+    assert growing.generations[0].tokens == generate(target, [3], 200).tokens
+
+
+def test_a_prompt_may_be_cancelled_while_it_is_read(target: TargetModel) -> None:
+    loop = make_paced(target, None, 10)
+    loop.submit(Request(LONG, 5))
+    loop.step()
+    loop.step()
+    assert loop.batch.reading is not None
+    loop.cancel(0)
+    assert loop.idle
+    assert loop.generations[0].finish == "cancelled"
+    loop.submit(REQUESTS[0])
+    finish(loop)
+    assert loop.generations[1].tokens == generate(target, REQUESTS[0].prompt, REQUESTS[0].max_new_tokens).tokens
+
+
+def test_a_pass_over_prompts_takes_little_longer_than_a_step() -> None:
+    """On a machine where a step takes 1 s and each prompt token 0.1 s, plus 0.5 s per pass: 1.5 s are 10 tokens."""
+    pace = Pace(512, prompts_first=False)
+    assert pace.tokens(has_rows=False) == 512
+    pace.stepped((0.0, 1.0))
+    for _ in range(12):
+        tokens = pace.tokens(has_rows=True)
+        pace.has_read(tokens, 0.5 + 0.1 * tokens)
+        assert not pace.reads_next(has_rows=True)
+        pace.stepped((0.0, 1.0))
+        assert pace.reads_next(has_rows=True)
+    assert 9 <= pace.tokens(has_rows=True) <= 11
+    pace.has_read(512, 51.7)  # nobody waited for this one
+    assert pace.tokens(has_rows=True) <= 20
+
+
+def test_an_opted_out_row_gets_no_drafts_among_rows_that_do(target: TargetModel, texts: Texts) -> None:
+    loop = DecodeLoop(target, HeadDrafter(HalfRightHead(target, *texts.whole), Dynamic(3, 3, 8)), max_batch=2)
+    loop.submit(REQUESTS[0])
+    loop.submit(replace(REQUESTS[5], speculative=False))
+    finish(loop)
+    assert loop.generations[0].tokens == written(texts, 0)
+    assert loop.generations[1].tokens == written(texts, 5)
+    assert loop.generations[0].stats.drafted > 0
+    assert loop.generations[1].stats.drafted == 0
+
+
+def test_no_drafter_works_when_no_row_wants_drafts(
+    target: TargetModel, texts: Texts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = HeadDrafter(HalfRightHead(target, *texts.whole), Dynamic(3, 3, 8))
+    for name in ("prefill", "draft"):
+        monkeypatch.setattr(drafter, name, lambda *inputs: pytest.fail("the drafter worked"))
+    for static in (False, True):
+        loop = DecodeLoop(target, drafter, max_batch=2, static=static)
+        for request in REQUESTS:
+            loop.submit(replace(request, speculative=False))
+        finish(loop)
+        assert [loop.generations[number].tokens for number in range(6)] == [written(texts, n) for n in range(6)]

@@ -134,11 +134,14 @@ class HeadDrafter:
 
     @torch.inference_mode()
     def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
-        count = text.shape[1] - 2  # the last position is read with the first draft
-        if count and row.head is not None:
-            positions = torch.arange(count, device=self.ids.device)
-            features = self.head.project(taps[:, :count])
-            self.head(features, text[:, 1 : count + 1], positions, None, row.head)
+        count, slots = text.shape[1] - 2, row.head  # the last position is read with the next draft
+        if not count or slots is None:
+            return
+        offsets, mask = torch.arange(count, device=self.ids.device), None
+        if slots.lengths[0]:
+            mask = block_mask(slots, Block((offsets <= offsets[:, None]).unsqueeze(0)), taps.dtype)
+        features = self.head.project(taps[:, :count])
+        self.head(features, text[:, 1 : count + 1], slots.starts[:, None] + offsets, mask, slots)
 
     @torch.inference_mode()
     def draft(self, verified: Verified, cache: KVCache) -> Tree:

@@ -95,7 +95,11 @@ class ModelDrafter(HeadDrafter):
 
     @torch.inference_mode()
     def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
-        self.head(text[:, :-1], cache=KVCache(self.slots(row), None), last_only=True)
+        # The position before the first new one is read again: it costs little, and a reused prefix lacks it.
+        slots, offsets = self.slots(row), torch.arange(text.shape[1] - 1, device=text.device)
+        block = Block((offsets <= offsets[:, None]).unsqueeze(0), offsets.unsqueeze(0))
+        positions, masks = slots.starts[:, None] + offsets, self.masks(slots, block)
+        self.head(text[:, :-1], positions, masks, KVCache(slots, None), last_only=True)
 
     def slots(self, cache: KVCache) -> Slots:
         """The slots in which the model keeps its keys and values."""

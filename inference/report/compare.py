@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from headstart.inference.decode import start_history
+from headstart.inference.batch import start_history
 from headstart.inference.report.questions import Prompt
 from headstart.inference.report.rounds import (
     Round,

@@ -1,0 +1,104 @@
+"""Do running rows stall while a long prompt is read? Their longest wait for tokens, in plain steps.
+
+    python benchmarks/prefill.py recipes/smollm2_135m.yaml
+
+For 1 and for 4 running rows: first the median time of a plain step, then a prompt of 4,000 tokens comes, and the
+longest time between two blocks of a running row is taken until the long prompt has its first token. The last two
+columns tell what the interruptions cost that prompt: its time to the first token, with running rows and alone. With a
+head (report.head), a second line per number of rows has the rows draft.
+"""
+
+import time
+from statistics import median
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from headstart.heads.checkpoint import load_head
+from headstart.inference.decode import DecodeLoop
+from headstart.inference.drafter import Drafter
+from headstart.inference.drafters.cost_aware import growth_from_recipe
+from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.inputs import head_folder, held_out_prompts, taps_to_read
+from headstart.inference.request import Request
+from headstart.inference.target.model import TargetModel
+from headstart.recipes import Recipe, run_command
+
+BAR = 3.0
+TOKENS = 4_000
+STEPS = 40  # before the long prompt comes
+
+
+def main() -> None:
+    run_command(__doc__, run)
+
+
+def run(recipe: Recipe) -> None:
+    torch.set_num_threads(recipe.report.threads or torch.get_num_threads())
+    has_head = recipe.report.head is not None
+    target = TargetModel.load(recipe.target, taps_to_read(recipe) if has_head else ())
+    prompts = [prompt[:64] for prompt in held_out_prompts(recipe)]
+    count = min(TOKENS, target.max_positions - 1)
+    flat = [token for prompt in held_out_prompts(recipe) for token in prompt]
+    long = Request((flat * (count // len(flat) + 1))[:count], 1, end_tokens=())
+    drafters: list[tuple[str, Drafter | None]] = [("plain", None)]
+    if has_head:
+        head = load_head(head_folder(recipe), target.frozen)
+        drafters.append(("drafting", HeadDrafter(head, growth_from_recipe(recipe.decode, target, head))))
+    table = Table(title=f"a prompt of {count:,} tokens; a row may wait {BAR:g} plain steps")
+    for column in (
+        "rows",
+        "steps",
+        "plain step, ms",
+        "longest wait, ms",
+        "in plain steps",
+        "first token, s",
+        "alone, s",
+    ):
+        table.add_column(column, justify="left" if column == "steps" else "right")
+    alone = seconds_to_first_token(DecodeLoop(target, max_batch=1), long)
+    for rows in (1, 4):
+        plain = 0.0
+        for name, drafter in drafters:
+            loop = DecodeLoop(target, drafter, max_batch=rows + 1)
+            for prompt in prompts[:rows]:
+                loop.submit(Request(prompt, target.max_positions - len(prompt), end_tokens=()))
+            steps = running_steps(loop, rows)
+            plain = median(steps) if drafter is None else plain
+            waits: list[float] = []
+            first = seconds_to_first_token(loop, long, waits)
+            loop.close()
+            numbers = (plain * 1000, max(waits) * 1000, max(waits) / plain, first, alone)
+            table.add_row(str(rows), name, *(f"{number:.2f}" for number in numbers))
+    Console().print(table)
+
+
+def running_steps(loop: DecodeLoop, rows: int) -> list[float]:
+    """The seconds of each step after all rows have begun."""
+    while len(loop.rows) < rows:
+        loop.step()
+    seconds = []
+    for _ in range(STEPS):
+        started = time.perf_counter()
+        loop.step()
+        seconds.append(time.perf_counter() - started)
+    return seconds
+
+
+def seconds_to_first_token(loop: DecodeLoop, request: Request, waits: list[float] | None = None) -> float:
+    """Submit a request and run until its first token; `waits` gets the times between the blocks of other rows."""
+    started = before = time.perf_counter()
+    number = loop.submit(request)
+    while True:
+        numbers = {block.number for block in loop.step()}
+        now = time.perf_counter()
+        if numbers - {number} and waits is not None:
+            waits.append(now - before)
+            before = now
+        if number in numbers:
+            return now - started
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,281 @@
+"""The rows that decode together: their cache, the prompt that is read beside them, and one step for all of them."""
+
+import time
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from headstart.inference.cache import PAGE, KVCache
+from headstart.inference.cuda_graph import StaticStep, StepOutput, size_bucket
+from headstart.inference.drafter import Drafter, VerifiedOnHost
+from headstart.inference.prefill import read_piece, read_prompts, refuse_nan
+from headstart.inference.request import Block, Generation, Request, Row
+from headstart.inference.sampling import BatchSampling, History
+from headstart.inference.target.model import TargetModel, TargetOutput
+from headstart.inference.tree import Tree, take
+from headstart.inference.verify import Accepted, accept, verify
+
+
+class Batch:
+    """Rows in the first places of one cache. A prompt may be read piece by piece in a place after theirs."""
+
+    def __init__(self, target: TargetModel, drafter: Drafter, max_rows: int, static: bool | None) -> None:
+        self.target, self.drafter, self.max_rows = target, drafter, max_rows
+        self.tap_columns = target.tap_columns(drafter.taps)
+        self.is_static = target.device.type == "cuda" and target.ranks.may_capture if static is None else static
+        self.nodes = size_bucket(drafter.max_nodes) if self.is_static else drafter.max_nodes
+        self.rows: list[Row] = []
+        self.reading: Row | None = None  # its text is the prompt
+        self.read, self.place = 0, 0  # tokens of this prompt that were read, and its place in the cache
+        self.limit = 0  # slots that the longest request so far may need
+        self.cache: KVCache  # while the batch is open: from the first prompt until `close`
+        self.is_open = False
+        self.static: StaticStep | None = None
+        self.last_step: tuple[float, float] | None = None  # time.perf_counter() before and after it
+
+    @property
+    def members(self) -> list[Row]:
+        """The rows, and the one whose prompt is being read."""
+        return self.rows if self.reading is None else [*self.rows, self.reading]
+
+    def new_row(self, number: int, request: Request, generation: Generation) -> Row:
+        """A row for a request whose prompt is to be read next."""
+        ends = tuple(self.target.end_tokens) if request.end_tokens is None else request.end_tokens
+        taps = torch.empty(0, 0, device=self.target.device)
+        return Row(number, request, generation, ends, list(request.prompt), taps, 0, time.perf_counter())
+
+    def read_together(self, rows: list[Row]) -> list[Block]:
+        """Read whole prompts in one pass; returns their first new tokens."""
+        self.make_room(max(len(row.text) for row in rows) + self.nodes)
+        caches = [self.cache.row(len(self.rows) + place) for place in range(len(rows))]
+        output = read_prompts(self.target, [row.text for row in rows], caches)
+        taps = self.drafter_taps(output.taps)[0].split([len(row.text) for row in rows])
+        for row, own in zip(rows, taps, strict=True):
+            row.taps = own
+        return self.start(rows, output.logits.transpose(0, 1))
+
+    def begin(self, row: Row) -> None:
+        """Read the prompt of this row from now on, with `read_piece`."""
+        self.make_room(len(row.text) + self.nodes)
+        self.reading, self.read, self.place = row, 0, len(self.rows)
+
+    def read_piece(self, count: int) -> list[Block]:
+        """Read up to `count` more tokens of the prompt; returns its first new token after the last ones."""
+        row = self.reading
+        assert row is not None
+        piece = row.text[self.read : self.read + count]
+        output = read_piece(self.target, piece, self.cache.row(self.place), self.read)
+        taps = self.drafter_taps(output.taps)[0]
+        row.taps = torch.cat([row.taps, taps]) if self.read else taps
+        self.read += len(piece)
+        if self.read < len(row.text):
+            self.feed(row, self.place)
+            return []
+        self.reading = None
+        if self.place != len(self.rows):  # another row has ended meanwhile
+            self.cache.move(self.place, len(self.rows), self.read)
+        return self.start([row], output.logits.transpose(0, 1))
+
+    def start(self, rows: list[Row], logits: Float[Tensor, "rows 1 vocab"]) -> list[Block]:
+        """Let rows decode whose prompts were read. The logits after these give the first new tokens.
+
+        The drafter reads the prompts with the next step, so that nobody waits for it to see the first token.
+        """
+        refuse_nan(logits, self.target)
+        device, requests = self.target.device, [row.request for row in rows]
+        sampling = BatchSampling([request.sampling for request in requests], device)
+        history = start_history(requests, [[]] * len(requests), self.target)
+        positions = torch.tensor([[len(request.prompt)] for request in requests], device=device)
+        choices = sampling.choose(logits, positions, history)
+        blocks = []
+        for number, row in enumerate(rows):
+            logprobs = log_probabilities(logits[number], choices[number]) if row.request.logprobs else None
+            blocks.append(Block(row.number, row.add_tokens(choices[number].tolist(), logprobs), [None]))
+            row.generation.stats.cache_bytes = self.cache.num_bytes
+        self.rows += rows
+        for slots in self.cache.slots:
+            slots.set_lengths([*slots.lengths, *(len(request.prompt) for request in requests)])
+        self._rows_changed()
+        return blocks
+
+    def feed(self, row: Row, place: int) -> None:
+        """Let the drafter read what it has not read of a row, all but the last position, which comes with its draft."""
+        if row.request.speculative:
+            cache, text = self.cache.row(place), row.text[row.start : row.start + len(row.taps) + 1]
+            cache.set_lengths([row.start])
+            self.drafter.prefill(row.taps.unsqueeze(0), torch.tensor([text], device=self.target.device), cache)
+        row.start, row.taps = row.start + len(row.taps) - 1, row.taps[-1:]
+
+    def cycle(self) -> list[Block]:
+        """One step of all rows: draft a tree, run the target on it, verify, compact the cache, record."""
+        started = time.perf_counter()
+        self.make_room(max(self.cache.target.lengths) + self.nodes)
+        drafts = any(row.request.speculative for row in self.rows)
+        output, accepted = self.draft_and_verify() if drafts else self.verify_roots()
+        bytes_moved = self.cache.target.keep([found.path for found in accepted])
+        blocks = self.record(accepted, output, bytes_moved)
+        self.last_step = started, time.perf_counter()
+        return blocks
+
+    def draft_and_verify(self) -> tuple[StepOutput | TargetOutput, list[Accepted]]:
+        for place, row in enumerate(self.rows):
+            if row.is_behind:
+                self.feed(row, place)
+        verified = self.verified()
+        if self.static is not None and self.static.serves(self.sampling):
+            captured = self.static(verified)  # drafts, runs the target and lets it choose, as one captured graph
+            return captured, accept(captured.tree, captured.choices)
+        tree = self.drafter.draft(verified, self.cache)
+        output = self.target.forward_tree(tree, self.cache)
+        return output, verify(tree, output.logits, self.cache.target.starts, verified.sampling, self.history)
+
+    def verify_roots(self) -> tuple[StepOutput | TargetOutput, list[Accepted]]:
+        """A step without draft tokens, and without any work of the drafter."""
+        tree = Tree.root_only(self.roots())
+        if self.static is not None and self.static.serves(self.sampling):
+            captured = self.static.verify(tree, self.sampling)
+            return captured, accept(captured.tree, captured.choices)
+        output = self.target.forward_tree(tree, self.cache)
+        return output, verify(tree, output.logits, self.cache.target.starts, self.with_gumbel(1), self.history)
+
+    def roots(self) -> Int[Tensor, "rows 1"]:
+        """The last token of each row, which the target has not read yet."""
+        return torch.tensor([[row.text[-1]] for row in self.rows]).to(self.target.device, non_blocking=True)
+
+    def verified(self) -> VerifiedOnHost:
+        """The tokens and hidden states that the last step made certain in each row, as a batch."""
+        rows, device = self.rows, self.target.device
+        counts = [len(row.taps) for row in rows]
+        longest = max(counts)
+        # The token after the last newly verified position is the root.
+        tokens = [row.text[row.start + 1 :] + [0] * (longest - len(row.taps)) for row in rows]
+        taps = [row.taps if len(row.taps) == longest else pad_right(row.taps, longest) for row in rows]
+        next_tokens = torch.tensor(tokens).to(device, non_blocking=True)
+        return VerifiedOnHost(
+            taps=taps[0].unsqueeze(0) if len(rows) == 1 else torch.stack(taps),
+            next_tokens=next_tokens,
+            roots=next_tokens[:, -1:] if len(rows) == 1 else self.roots(),
+            sampling=self.sampling if self.static is not None else self.with_gumbel(self.drafter.depth + 1),
+            history=self.history,
+            starts=[row.start for row in rows],
+            counts=counts,
+            drafted=[row.drafted for row in rows],
+            remaining=[row.usable_drafts for row in rows],
+            texts=[row.text for row in rows],
+            choices=[row.choices for row in rows],
+            last_step=self.last_step,
+        )
+
+    def record(self, accepted: list[Accepted], output: StepOutput | TargetOutput, bytes_moved: int) -> list[Block]:
+        """Add what was accepted to each row."""
+        device = self.target.device
+        longest = max(len(found.path) for found in accepted)
+        paths = torch.tensor([found.path + [0] * (longest - len(found.path)) for found in accepted])
+        paths = paths.to(device, non_blocking=True)
+        path_taps = self.drafter_taps(take(output.taps, paths))  # [batch, longest, tapped]
+        blocks = []
+        for index, (row, found) in enumerate(zip(self.rows, accepted, strict=True)):
+            count = len(found.path)
+            if self.history is not None:
+                self.history.count(index, [row.text[-1], *found.tokens[:-1]])
+            logprobs = None
+            if row.request.logprobs:
+                chosen = torch.tensor(found.tokens, device=device)
+                logprobs = log_probabilities(output.logits[index, paths[index, :count]], chosen)
+            blocks.append(row.record_step(found, path_taps[index, :count], logprobs))
+            row.generation.stats.bytes_moved += bytes_moved // len(self.rows)
+            row.generation.stats.cache_bytes = max(row.generation.stats.cache_bytes, self.cache.num_bytes)
+        return blocks
+
+    def end(self, row: Row) -> None:
+        """Take a row out, or stop reading its prompt; others move into its place."""
+        if row is self.reading:
+            self.reading = None
+            return
+        for source, goal in self.cache.end_row(self.rows.index(row)):
+            self.rows[goal] = self.rows[source]
+        self.rows.pop()
+        self._rows_changed()
+
+    def close(self) -> None:
+        """Free the cache. The batch may be used again."""
+        assert not self.members
+        if self.static is not None:
+            self.static.give_back()
+            self.static = None
+        if self.is_open:
+            del self.cache
+            self.is_open = False
+
+    def drafter_taps(self, taps: Float[Tensor, "batch count given"]) -> Float[Tensor, "batch count tapped"]:
+        """The hidden states that this drafter reads; the target may give more, for other heads."""
+        return taps if self.tap_columns is None else taps.index_select(-1, self.tap_columns)
+
+    def with_gumbel(self, count: int) -> BatchSampling:
+        """How rows sample, with the Gumbel noise of the next `count` positions."""
+        return self.sampling.with_gumbel(self.cache.target.starts + 1, count, self.target.config.vocab_size)
+
+    def make_room(self, capacity: int) -> None:
+        """Make sure that each row can hold `capacity` tokens, a tree included."""
+        if not self.is_open:
+            self._open(capacity)
+        elif self.cache.target.capacity < (self.limit if self.is_static else capacity):
+            lengths = [list(slots.lengths) for slots in self.cache.slots]
+            if self.reading is not None:  # growing copies the rows in use
+                unused = [0] * (self.place - len(self.rows))
+                self.cache.set_lengths([*self.cache.target.lengths, *unused, self.read])
+            self._grow(capacity)
+            for slots, own in zip(self.cache.slots, lengths, strict=True):
+                slots.set_lengths(own)
+
+    def _open(self, capacity: int) -> None:
+        """Allocate the cache, or borrow that of an earlier run with its captured step."""
+        if self.is_static:
+            self.static = StaticStep.borrow(self.target, self.drafter, self.max_rows, self.limit)
+            self.cache = self.static.cache
+        else:
+            capacity = min(capacity + PAGE, self.limit)
+            self.cache = self.target.new_cache(capacity, self.drafter.cache_shape, self.max_rows)
+        self.cache.set_lengths([])
+        self.is_open = True
+
+    def _grow(self, capacity: int) -> None:
+        if self.static is None:
+            self.cache.make_room(capacity, self.limit)
+            return
+        # A captured step cannot grow its cache: take the rows to one with room for the longest request.
+        wanted = min(2 * self.cache.target.capacity, self.target.max_positions + self.nodes)
+        larger = StaticStep.borrow(self.target, self.drafter, self.max_rows, max(self.limit, wanted))
+        for slots, source in zip(larger.cache.slots, self.cache.slots, strict=True):
+            slots.take_over(source)
+        self.static.give_back()
+        self.static, self.cache = larger, larger.cache
+
+    def _rows_changed(self) -> None:
+        """Rebuild what depends on which rows are in the batch."""
+        if self.rows:
+            requests = [row.request for row in self.rows]
+            self.sampling = BatchSampling([request.sampling for request in requests], self.target.device)
+            self.history = start_history(requests, [row.generation.tokens[:-1] for row in self.rows], self.target)
+
+
+def start_history(requests: list[Request], outputs: list[list[int]], target: TargetModel) -> History | None:
+    """The tokens that penalties count: prompts and outputs so far. None if no request has a penalty."""
+    if not any(request.sampling.needs_history for request in requests):
+        return None
+    history = History.start([request.prompt for request in requests], target.config.vocab_size, target.device)
+    for row, output in enumerate(outputs):
+        history.count(row, output)
+    return history
+
+
+def log_probabilities(logits: Float[Tensor, "nodes vocab"], tokens: Int[Tensor, " nodes"]) -> list[float]:
+    """The target's own log-probability of each token, in nats."""
+    found: list[float] = logits.float().log_softmax(-1).gather(1, tokens.unsqueeze(1)).squeeze(1).tolist()
+    return found
+
+
+def pad_right(taps: Float[Tensor, "count tapped"], count: int) -> Float[Tensor, "longest tapped"]:
+    """Zeros after the taps, up to `count` positions."""
+    return torch.cat([taps, taps.new_zeros(count - len(taps), taps.shape[1])])
