@@ -37,7 +37,8 @@ def step_seconds(target: TargetModel, drafter: HeadDrafter, prompt: list[int], n
     """The seconds of each step after the prompt's pass."""
     loop = DecodeLoop(target, drafter, max_batch=1)
     loop.submit(Request(prompt, new_tokens, end_tokens=()))
-    loop.step()
+    while not loop.step():  # until the prompt is read
+        pass
     seconds = []
     while not loop.idle:
         started = time.perf_counter()
