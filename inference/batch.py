@@ -6,7 +6,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from headstart.inference.cache import PAGE, KVCache
+from headstart.inference.cache import PAGE, KVCache, takes_memory_lazily
+from headstart.inference.cache_budget import CacheBudget
 from headstart.inference.cuda_graph import StaticStep, StepOutput, size_bucket
 from headstart.inference.drafter import Drafter, VerifiedOnHost
 from headstart.inference.prefill import read_piece, read_prompts, refuse_nan
@@ -20,11 +21,17 @@ from headstart.inference.verify import Accepted, accept, verify
 class Batch:
     """Rows in the first places of one cache. A prompt may be read piece by piece in a place after theirs."""
 
-    def __init__(self, target: TargetModel, drafter: Drafter, max_rows: int, static: bool | None) -> None:
+    def __init__(
+        self, target: TargetModel, drafter: Drafter, max_rows: int, static: bool | None, memory: int | None
+    ) -> None:
+        """`static` and `memory` are those of the decode loop."""
         self.target, self.drafter, self.max_rows = target, drafter, max_rows
         self.tap_columns = target.tap_columns(drafter.taps)
         self.is_static = target.device.type == "cuda" and target.ranks.may_capture if static is None else static
         self.nodes = size_bucket(drafter.max_nodes) if self.is_static else drafter.max_nodes
+        self.is_lazy = takes_memory_lazily(target.device, self.is_static, max_rows)
+        shapes = [shape for shape in (target.cached_shape, drafter.cache_shape) if shape is not None]
+        self.budget = CacheBudget(memory, shapes, target.dtype, target.device, max_rows, self.is_lazy)
         self.rows: list[Row] = []
         self.reading: Row | None = None  # its text is the prompt
         self.read, self.place = 0, 0  # tokens of this prompt that were read, and its place in the cache
@@ -75,6 +82,7 @@ class Batch:
         self.reading = None
         if self.place != len(self.rows):  # another row has ended meanwhile
             self.cache.move(self.place, len(self.rows), self.read)
+            self.cache.release(self.place)
         return self.start([row], output.logits.transpose(0, 1))
 
     def start(self, rows: list[Row], logits: Float[Tensor, "rows 1 vocab"]) -> list[Block]:
@@ -105,7 +113,7 @@ class Batch:
             cache, text = self.cache.row(place), row.text[row.start : row.start + len(row.taps) + 1]
             cache.set_lengths([row.start])
             self.drafter.prefill(row.taps.unsqueeze(0), torch.tensor([text], device=self.target.device), cache)
-        row.start, row.taps = row.start + len(row.taps) - 1, row.taps[-1:]
+        row.start, row.taps, row.newest = row.start + len(row.taps) - 1, row.taps[-1:], 1
 
     def cycle(self) -> list[Block]:
         """One step of all rows: draft a tree, run the target on it, verify, compact the cache, record."""
@@ -192,11 +200,17 @@ class Batch:
         """Take a row out, or stop reading its prompt; others move into its place."""
         if row is self.reading:
             self.reading = None
+            self.cache.release(self.place)
             return
         for source, goal in self.cache.end_row(self.rows.index(row)):
             self.rows[goal] = self.rows[source]
         self.rows.pop()
         self._rows_changed()
+
+    def fits(self, requests: list[Request]) -> bool:
+        """Whether the cache has memory for these requests beside those that it holds."""
+        held = [row.request for row in self.members]
+        return self.budget.fits([request.length + self.nodes for request in [*held, *requests]])
 
     def close(self) -> None:
         """Free the cache. The batch may be used again."""
@@ -220,7 +234,7 @@ class Batch:
         """Make sure that each row can hold `capacity` tokens, a tree included."""
         if not self.is_open:
             self._open(capacity)
-        elif self.cache.target.capacity < (self.limit if self.is_static else capacity):
+        elif self.cache.target.capacity < (self.limit if self.is_static or self.is_lazy else capacity):
             lengths = [list(slots.lengths) for slots in self.cache.slots]
             if self.reading is not None:  # growing copies the rows in use
                 unused = [0] * (self.place - len(self.rows))
@@ -235,18 +249,19 @@ class Batch:
             self.static = StaticStep.borrow(self.target, self.drafter, self.max_rows, self.limit)
             self.cache = self.static.cache
         else:
-            capacity = min(capacity + PAGE, self.limit)
+            # Where unwritten slots cost nothing, no text of these lengths will ever have to be copied.
+            capacity = self.limit if self.is_lazy else min(capacity + PAGE, self.limit)
             self.cache = self.target.new_cache(capacity, self.drafter.cache_shape, self.max_rows)
         self.cache.set_lengths([])
         self.is_open = True
 
     def _grow(self, capacity: int) -> None:
+        wanted = max(self.limit, min(2 * self.cache.target.capacity, self.target.max_positions + self.nodes))
         if self.static is None:
-            self.cache.make_room(capacity, self.limit)
+            self.cache.make_room(*((self.limit, wanted) if self.is_lazy else (capacity, self.limit)))
             return
         # A captured step cannot grow its cache: take the rows to one with room for the longest request.
-        wanted = min(2 * self.cache.target.capacity, self.target.max_positions + self.nodes)
-        larger = StaticStep.borrow(self.target, self.drafter, self.max_rows, max(self.limit, wanted))
+        larger = StaticStep.borrow(self.target, self.drafter, self.max_rows, wanted)
         for slots, source in zip(larger.cache.slots, self.cache.slots, strict=True):
             slots.take_over(source)
         self.static.give_back()

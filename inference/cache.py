@@ -9,9 +9,11 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from headstart.heads.layers import attention
+from headstart.inference.pages import Pages
 
 PAGE = 256  # tokens; a cache grows by whole pages
-GROUP_ROWS = 16  # rows of a large batch whose attention is computed together on a CPU
+GROUP_ROWS = 16  # rows whose attention is computed together on a CPU, at most
+WASTE = 256  # keys that a group of rows may read in vain; more costs more than a call of its own
 Shape = tuple[int, int, int]  # layers, kv_heads, head_dim
 
 
@@ -38,9 +40,14 @@ class Slots:
     """
 
     def __init__(
-        self, storage: Float[Tensor, "layers kv batch kv_heads capacity head_dim"], rows: int = 1, static: bool = False
+        self,
+        storage: Float[Tensor, "layers kv batch kv_heads capacity head_dim"],
+        rows: int = 1,
+        static: bool = False,
+        pages: Pages | None = None,
     ) -> None:
-        self.storage, self.static = storage, static
+        """`pages` is the memory in which the storage lies, if parts of it can be given back."""
+        self.storage, self.static, self.pages = storage, static, pages
         self.lengths = [0] * rows  # of the rows in use, which are the first ones of the storage
         # One buffer for the whole lifetime: a captured graph reads it at the address that it was captured with.
         self._starts = torch.zeros(storage.shape[2], dtype=torch.long, device=storage.device)
@@ -159,31 +166,49 @@ class Slots:
         """Take a row out of use: the last one, after rows were moved as `moves_to_end` says."""
         lengths = list(self.lengths)
         for source, goal in moves:
+            self.release(goal)
             self.move(source, goal, lengths[source] + 1)  # a draft model's root comes after it, and is read next
             lengths[goal] = lengths[source]
+        self.release(len(lengths) - 1)
         self.set_lengths(lengths[:-1])
+
+    def release(self, number: int) -> None:
+        """Give back the memory of a row's place, where the system takes it back; its slots then hold zeros."""
+        if self.pages is not None:
+            for place in self.storage[:, :, number].flatten(0, 1):
+                self.pages.release(place.storage_offset() * place.itemsize, place.nbytes)
 
     def move(self, source: int, goal: int, held: int) -> None:
         """Copy the first slots of a row to another place; neither has to be in use."""
         self.storage[:, :, goal, :, :held] = self.storage[:, :, source, :, :held]
 
     def row_groups(self, block: int) -> tuple[RowGroup, ...]:
-        """The groups of rows, each with the number of keys that a block of this many tokens attends to in it."""
-        count, more = len(self.lengths), self.pending + block
-        bounds = [(start, min(start + GROUP_ROWS, count)) for start in range(0, count, GROUP_ROWS)]
-        return tuple(RowGroup(slice(*bound), max(self.lengths[slice(*bound)]) + more) for bound in bounds)
+        """Neighbouring rows of like length, each group with the keys that a block of this many tokens attends to."""
+        groups: list[list[int]] = []
+        for length in self.lengths:
+            last = [*groups[-1], length] if groups else []
+            if last and len(last) <= GROUP_ROWS and len(last) * max(last) - sum(last) <= WASTE:
+                groups[-1].append(length)
+            else:
+                groups.append([length])
+        found, start = [], 0
+        for group in groups:
+            found.append(RowGroup(slice(start, start + len(group)), max(group) + self.pending + block))
+            start += len(group)
+        return tuple(found)
 
-    def grown(self, storage: Tensor) -> "Slots":
+    def grown(self, storage: Tensor, pages: Pages | None) -> "Slots":
         """The same content in a larger storage."""
-        slots = Slots(storage, len(self.lengths), self.static)
+        slots = Slots(storage, len(self.lengths), self.static, pages)
         slots.take_over(self)
         slots.bytes_moved = self.bytes_moved
         return slots
 
     def take_over(self, other: "Slots") -> None:
         """Copy the rows of smaller slots, including the slot after each row's length, as in `end_row`."""
-        rows, held = len(other.lengths), min(max(other.lengths, default=0) + 1, other.capacity)
-        self.storage[:, :, :rows, :, :held] = other.storage[:, :, :rows, :, :held]
+        for row, length in enumerate(other.lengths):
+            held = min(length + 1, other.capacity)
+            self.storage[:, :, row, :, :held] = other.storage[:, :, row, :, :held]
         self.set_lengths(other.lengths)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
@@ -264,8 +289,8 @@ class KVCache(Cache):
         """Slots for `batch` rows of `capacity` tokens each, a pending tree included. All rows are in use."""
         shapes = [target_shape] if head_shape is None else [target_shape, head_shape]
         sizes = [(layers, 2, batch, heads, capacity, dim) for layers, heads, dim in shapes]
-        parts = allocate(sizes, dtype, device, static)
-        slots = [OpaqueSlots(part, batch, static) for part in parts]
+        parts, pages = allocate(sizes, dtype, device, static)
+        slots = [OpaqueSlots(part, batch, static, pages) for part in parts]
         return cls(slots[0], slots[1] if head_shape else None)
 
     @property
@@ -303,6 +328,11 @@ class KVCache(Cache):
         for slots in self.slots:
             slots.move(source, goal, held)
 
+    def release(self, number: int) -> None:
+        """Give back the memory of a row's place, where the system takes it back."""
+        for slots in self.slots:
+            slots.release(number)
+
     def reset(self) -> None:
         """Forget what is pending."""
         for slots in self.slots:
@@ -319,18 +349,31 @@ class KVCache(Cache):
         wanted = max(capacity, min(2 * self.target.capacity, limit))
         wanted = min(-(-wanted // PAGE) * PAGE, max(limit, capacity))
         shapes = [(*s.storage.shape[:4], wanted, s.storage.shape[5]) for s in self.slots]
-        parts = allocate(shapes, self.target.storage.dtype, self.target.storage.device, self.target.static)
-        grown = [slots.grown(part) for slots, part in zip(self.slots, parts, strict=True)]
+        parts, pages = allocate(shapes, self.target.storage.dtype, self.target.storage.device, self.target.static)
+        grown = [slots.grown(part, pages) for slots, part in zip(self.slots, parts, strict=True)]
         self.target, self.head = grown[0], grown[1] if self.head is not None else None
 
 
 def allocate(
     shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device | str, static: bool
-) -> list[Tensor]:
-    """Tensors side by side in one allocation."""
-    sizes = [torch.Size(shape).numel() for shape in shapes]
-    # A single row never reads a slot that it has not written. Otherwise masks hide unwritten slots, and a fused kernel
-    # may multiply a hidden slot by weight 0. As 0 x NaN is NaN, the slots must then start as zeros.
-    alone = shapes[0][2] == 1 and not static
-    storage = (torch.empty if alone else torch.zeros)((sum(sizes),), dtype=dtype, device=device)
-    return [part.view(shape) for part, shape in zip(storage.split(sizes), shapes, strict=True)]
+) -> tuple[list[Tensor], Pages | None]:
+    """Tensors side by side in one allocation, and the memory in which they lie if parts of it can be given back.
+
+    A single row never reads a slot that it has not written. Otherwise masks hide unwritten slots, and a fused kernel
+    may multiply a hidden slot by weight 0. As 0 x NaN is NaN, the slots must then start as zeros.
+    """
+    sizes, pages, rows = [torch.Size(shape).numel() for shape in shapes], None, shapes[0][2]
+    if takes_memory_lazily(device, static, rows):
+        pages = Pages(sum(sizes) * dtype.itemsize)
+        storage = pages.storage.view(dtype)
+    else:
+        storage = (torch.empty if rows == 1 and not static else torch.zeros)((sum(sizes),), dtype=dtype, device=device)
+    return [part.view(shape) for part, shape in zip(storage.split(sizes), shapes, strict=True)], pages
+
+
+def takes_memory_lazily(device: torch.device | str, static: bool, rows: int) -> bool:
+    """Whether a cache takes up memory only where slots were written, so that its size costs nothing.
+
+    A cache of one row does not: it can grow as its text does, in memory that the process has used before.
+    """
+    return Pages.available and torch.device(device).type == "cpu" and not static and rows > 1

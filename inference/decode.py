@@ -98,17 +98,21 @@ class DecodeLoop:
         static: bool | None = None,
         prefill_chunk: int = PREFILL_CHUNK,
         prompts_first: bool = False,
+        memory: int | None = None,
     ) -> None:
         """At most `max_batch` requests decode together; the others wait. `static` is that of `generate_batch`.
 
         One pass reads at most `prefill_chunk` tokens of prompts. Passes take turns with the steps of running rows, and
         read less while rows run: only what takes little more time than a step. With `prompts_first` all free rows get
         their prompts before the next step, in passes whose size does not depend on any clock.
+
+        `memory` is the most bytes that the cache takes up. A request waits until its longest possible text fits beside
+        the others. On a GPU, and with static shapes, each row has the room of the longest text.
         """
         if max_batch < 1:
             raise ValueError(f"max_batch: {max_batch} given, 1 or more is allowed")
         self.target, self.max_batch = target, max_batch
-        self.batch = Batch(target, drafter or PLAIN, max_batch, static)
+        self.batch = Batch(target, drafter or PLAIN, max_batch, static, memory)
         self.pace = Pace(prefill_chunk, prompts_first)
         self.generations: dict[int, Generation] = {}
         self.waiting = Queue()
@@ -135,7 +139,8 @@ class DecodeLoop:
         check_request(self.target, request)
         self._refuse_other_rule(request)
         batch = self.batch
-        if not batch.is_open or request.length + batch.nodes > batch.limit:
+        batch.budget.refuse_too_long(request, batch.nodes)
+        if batch.budget.memory is None and (not batch.is_open or request.length + batch.nodes > batch.limit):
             rows = min(self.max_batch, len(self.waiting) + len(batch.members) + 1)
             refuse_more_than_memory(self.target, rows, batch.nodes, max(request.length, batch.limit - batch.nodes))
         batch.limit = max(batch.limit, request.length + batch.nodes)
@@ -189,8 +194,7 @@ class DecodeLoop:
         No block is empty. The first block of a request is its first token.
         """
         batch, blocks = self.batch, []
-        can_read = batch.reading is not None or (self.waiting and len(batch.rows) < self.max_batch)
-        if can_read and self.pace.reads_next(bool(batch.rows)):
+        if self._can_read() and self.pace.reads_next(bool(batch.rows)):
             blocks = self._read()
         elif batch.rows:
             blocks = batch.cycle()
@@ -199,12 +203,19 @@ class DecodeLoop:
             self._end(row)
         return blocks
 
+    def _can_read(self) -> bool:
+        """Whether a prompt is being read, or the first one that waits has a place and memory."""
+        if self.batch.reading is not None:
+            return True
+        has_place = bool(self.waiting) and len(self.batch.rows) < self.max_batch
+        return has_place and self.batch.fits([self.waiting.first])
+
     def _read(self) -> list[Block]:
         """A pass over the prompts that wait, or over the next piece of a long one."""
         batch, started = self.batch, time.perf_counter()
         most = self.pace.tokens(bool(batch.rows))
         if batch.reading is None:
-            taken = self.waiting.take(self.max_batch - len(batch.rows), most)
+            taken = self.waiting.take(self.max_batch - len(batch.rows), most, batch.fits)
             rows = [batch.new_row(number, request, self.generations[number]) for number, request in taken]
             count = sum(len(row.text) for row in rows)
             if count > most:

@@ -149,7 +149,7 @@ class Row:
     taps: Float[Tensor, "count tapped"]  # of the positions that the drafter has not read yet
     start: int  # the first of these positions
     started: float  # time.perf_counter() before prefill
-    newest: int = 1  # how many of these positions the last target step made certain; after prefill, 1
+    newest: int = 0  # how many of these the drafter reads with its next draft; 0 until it has read the prompt
     drafted: int = 0  # draft tokens that the last target step verified
     choices: list[int] = field(default_factory=list)  # the target's, at the root and at each of these draft tokens
     ended: bool = False

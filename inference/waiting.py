@@ -1,6 +1,7 @@
 """Requests that wait for a row: those of higher priority first, and in the order in which they came within one."""
 
 from bisect import insort
+from collections.abc import Callable
 
 from headstart.inference.request import Request
 
@@ -35,12 +36,15 @@ class Queue:
         self.waiting = [entry for entry in self.waiting if entry[0] != number]
         return len(self.waiting) < before
 
-    def take(self, rows: int, tokens: int) -> list[tuple[int, Request]]:
-        """The next requests, at most `rows`: one, and others as long as their prompts have up to `tokens` together."""
-        count, total = 1, len(self.waiting[0][1].prompt)
+    def take(self, rows: int, tokens: int, fits: Callable[[list[Request]], bool]) -> list[tuple[int, Request]]:
+        """The next requests, at most `rows`: one, and others as long as their prompts have up to `tokens` together.
+
+        It stops at the first that does not fit with those before it; the one that waits longest never gives way.
+        """
+        count, total = 1, len(self.first.prompt)
         for _, request in self.waiting[1:rows]:
             total += len(request.prompt)
-            if total > tokens:
+            if total > tokens or not fits([request for _, request in self.waiting[: count + 1]]):
                 break
             count += 1
         taken, self.waiting = self.waiting[:count], self.waiting[count:]

@@ -104,6 +104,7 @@ def test_a_large_batch_of_unlike_rows_reads_only_the_keys_that_each_group_holds(
     num_keys = 0
     assert [found.tokens for found in generate_batch(target, requests, max_batch=40)] == alone
     grouped, num_keys = num_keys, 0
-    monkeypatch.setattr("headstart.inference.target.attention.GROUP_ROWS", 1000)
+    for name in ("GROUP_ROWS", "WASTE"):
+        monkeypatch.setattr(f"headstart.inference.cache.{name}", 10**6)
     assert [found.tokens for found in generate_batch(target, requests, max_batch=40)] == alone
     assert grouped < 0.7 * num_keys

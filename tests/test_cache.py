@@ -1,9 +1,11 @@
 """Laws of the KV cache: it holds exactly what one forward over the kept tokens alone would have written."""
 
 import math
+import mmap
 import random
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,10 +13,11 @@ from scripted import DRAFTERS, Hidden, Oracle, Texts, batch_trees
 from torch import Tensor
 
 from headstart.heads.eagle3 import Eagle3Head
+from headstart.inference import batch as batch_module
 from headstart.inference import cache as cache_module
-from headstart.inference import decode as decode_module
 from headstart.inference.cache import GROUP_ROWS, KVCache, Slots, moves_to_end
-from headstart.inference.decode import generate, generate_batch, loop_of
+from headstart.inference.decode import DecodeLoop, generate, generate_batch, loop_of
+from headstart.inference.pages import Pages
 from headstart.inference.request import Request
 from headstart.inference.sampling import Sampling
 from headstart.inference.target.model import TargetModel
@@ -359,12 +362,13 @@ def set_page_size(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """set_page_size(size): caches grow by pages of that many tokens."""
 
     def set_size(size: int) -> None:
-        for module in (cache_module, decode_module):
+        for module in (cache_module, batch_module):
             monkeypatch.setattr(module, "PAGE", size)
 
     return set_size
 
 
+@pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("drafter_name", ["half right head, tree", "truth hidden in a tree"])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=2, frequency_penalty=0.5)], ids=["greedy", "T=1"])
 def test_a_cache_that_grows_changes_no_text(
@@ -373,21 +377,30 @@ def test_a_cache_that_grows_changes_no_text(
     set_page_size: Callable[[int], None],
     drafter_name: str,
     sampling: Sampling,
+    rows: int,
 ) -> None:
-    """A row that is in the middle of its text when the cache grows goes on unchanged."""
+    """A row that is in the middle of its text when the cache grows goes on unchanged.
+
+    A cache of one row grows with its text, that of several when longer requests come.
+    """
     requests = [Request(prompt, count, sampling) for prompt, count in zip(PROMPTS, (70, 12, 40), strict=True)]
     wanted = [generate(target, r.prompt, r.max_new_tokens, sampling).tokens for r in requests]
     whole = [prompt + text for prompt, text in zip(PROMPTS, wanted, strict=True)]
     set_page_size(4)
-    loop = loop_of(target, requests, DRAFTERS[drafter_name](Texts(target, whole, make_head)), max_batch=2)
+    loop = DecodeLoop(target, DRAFTERS[drafter_name](Texts(target, whole, make_head)), max_batch=rows)
     capacities: list[int] = []
-    for _ in loop.run():
-        if loop.cache.target.capacity not in capacities:
-            capacities.append(loop.cache.target.capacity)
-    assert [generation.tokens for generation in loop.generations.values()] == wanted
-    assert len(capacities) > 1
+    for number in (1, 2, 0):
+        loop.submit(requests[number])
+        for _ in range(4):
+            loop.step()
+        capacities.append(loop.cache.target.capacity)
+    while not loop.idle:
+        loop.step()
+        capacities.append(loop.cache.target.capacity)
+    assert [generation.tokens for generation in loop.generations.values()] == [wanted[1], wanted[2], wanted[0]]
+    assert capacities[-1] > capacities[0]
     assert capacities == sorted(capacities)
-    assert capacities[-1] <= loop.batch.limit
+    assert capacities[-1] <= 2 * loop.batch.limit  # room for a still longer one
 
 
 def test_a_cache_is_no_larger_than_its_requests_can_fill(target: TargetModel) -> None:
@@ -464,3 +477,35 @@ def test_a_single_row_reads_no_slot_that_it_has_not_written(
     clean, dirty = decode_with(0.0), decode_with(math.nan)
     assert clean[0] == text[len(PROMPT) :]
     assert dirty == clean
+
+
+# Memory that is taken up only where slots were written.
+
+
+def resident_bytes() -> int:
+    """The memory that this process takes up."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(not Pages.available, reason="only Linux maps memory without reserving it")
+def test_a_long_row_makes_no_other_row_take_up_memory() -> None:
+    """Sixteen rows of 4,096 slots would be 1.1 GiB; a row of 4,000 tokens and fifteen of 50 take up about 90 MiB.
+
+    Growing copies what they hold and no more, and a row that ends gives its memory back.
+    """
+    mebibyte, lengths = 2**20, [4_000, *[50] * 15]
+    before = resident_bytes()
+    cache = KVCache.allocate((16, 4, 32), (1, 4, 32), 4_096, 16)  # 16 KiB and 1 KiB per token
+    assert resident_bytes() - before < 4 * mebibyte
+    for row, length in enumerate(lengths):
+        for slots in cache.slots:
+            slots.storage[:, :, row, :, :length] = 1.0
+    assert 70 * mebibyte < resident_bytes() - before < 110 * mebibyte
+    cache.set_lengths(lengths)
+    cache.make_room(6_000, 8_192)
+    assert 70 * mebibyte < resident_bytes() - before < 110 * mebibyte
+    cache.end_row(0)
+    assert resident_bytes() - before < 40 * mebibyte
+    assert cache.target.lengths == [50] * 15
+    assert bool((cache.target.storage[:, :, :15, :, :50] == 1).all())
+    assert bool((cache.target.storage[:, :, 15] == 0).all())

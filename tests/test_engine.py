@@ -294,3 +294,47 @@ def test_no_drafter_works_when_no_row_wants_drafts(
             loop.submit(replace(request, speculative=False))
         finish(loop)
         assert [loop.generations[number].tokens for number in range(6)] == [written(texts, n) for n in range(6)]
+
+
+# A fixed budget of memory.
+
+
+def test_a_request_waits_until_its_longest_text_fits_in_the_memory(target: TargetModel) -> None:
+    """A token is 896 bytes, and pages hold 128 tokens each, so that a text of 101 tokens may touch two of them."""
+    loop = DecodeLoop(target, max_batch=4, memory=2 * 2 * 128 * 896)
+    for number in range(4):
+        loop.submit(Request([3 + number], 100, priority=number == 3))
+    seen = []
+    while not loop.idle:
+        loop.step()
+        seen.append(len(loop.rows))
+    assert max(seen) == 2
+    assert [number for number, _ in loop.take_ended()] == [3, 0, 1, 2]
+    for number in range(4):
+        assert loop.generations[number].tokens == generate(target, [3 + number], 100).tokens
+
+
+def test_what_never_fits_in_the_memory_is_refused_with_both_numbers(target: TargetModel) -> None:
+    loop = DecodeLoop(target, max_batch=4, memory=2 * 128 * 896)
+    loop.submit(Request([3], 100))
+    message = r"memory: 229\.4 kB of cache given, and a prompt of 1 tokens with max_new_tokens 200 needs 344\.1 kB"
+    with pytest.raises(ValueError, match=message):
+        loop.submit(Request([3], 200))
+    static = DecodeLoop(target, max_batch=4, memory=4 * 120 * 896, static=True)
+    static.submit(Request([3], 100))
+    with pytest.raises(ValueError, match=r"needs 720\.4 kB in each of 4 rows, which share one block of memory"):
+        static.submit(Request([3], 199))
+
+
+@pytest.mark.parametrize("memory", [0, -5, 2**62])
+def test_memory_that_is_not_there_is_refused(target: TargetModel, memory: int) -> None:
+    with pytest.raises(ValueError, match=rf"memory: {memory} bytes given, 1 to \d+ are allowed.*lower it"):
+        DecodeLoop(target, memory=memory)
+
+
+def test_a_request_that_waits_for_memory_is_not_overtaken(target: TargetModel) -> None:
+    loop = DecodeLoop(target, max_batch=4, memory=4 * 128 * 896)
+    for count in (100, 200, 100):  # the second does not fit beside the first; the third would
+        loop.submit(Request([3], count))
+    finish(loop)
+    assert [number for number, _ in loop.take_ended()] == [0, 1, 2]

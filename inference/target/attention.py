@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from headstart.inference.cache import GROUP_ROWS, RowGroup, Slots
+from headstart.inference.cache import RowGroup, Slots
 
 
 class RaggedMask(Tensor):
@@ -79,11 +79,11 @@ AttentionMaskInterface.register(GROUPED, AttentionMaskInterface()[SDPA])
 
 
 def with_row_groups(mask: Tensor, slots: Slots) -> Tensor:
-    """A mask that lets `grouped_attention` skip keys, where that pays: many unlike rows on a CPU."""
-    if slots.even or not slots.reads_in_groups or len(slots.lengths) <= GROUP_ROWS:
+    """A mask that lets `grouped_attention` skip keys, where that pays: unlike rows on a CPU."""
+    if slots.even or not slots.reads_in_groups or len(groups := slots.row_groups(mask.shape[2])) == 1:
         return mask
     ragged = mask.as_subclass(RaggedMask)
-    ragged.groups = slots.row_groups(mask.shape[2])
+    ragged.groups = groups
     return ragged
 
 
