@@ -11,6 +11,7 @@ from headstart.inference.cache_budget import CacheBudget
 from headstart.inference.cuda_graph import StaticStep, StepOutput, size_bucket
 from headstart.inference.drafter import Drafter, VerifiedOnHost
 from headstart.inference.prefill import read_piece, read_prompts, refuse_nan
+from headstart.inference.prefixes import BLOCK, Cached, Prefix, PrefixIndex
 from headstart.inference.request import Block, Generation, Request, Row
 from headstart.inference.sampling import BatchSampling, History
 from headstart.inference.target.model import TargetModel, TargetOutput
@@ -22,9 +23,15 @@ class Batch:
     """Rows in the first places of one cache. A prompt may be read piece by piece in a place after theirs."""
 
     def __init__(
-        self, target: TargetModel, drafter: Drafter, max_rows: int, static: bool | None, memory: int | None
+        self,
+        target: TargetModel,
+        drafter: Drafter,
+        max_rows: int,
+        static: bool | None,
+        memory: int | None,
+        prefix_memory: int | None,
     ) -> None:
-        """`static` and `memory` are those of the decode loop."""
+        """The last three are those of the decode loop."""
         self.target, self.drafter, self.max_rows = target, drafter, max_rows
         self.tap_columns = target.tap_columns(drafter.taps)
         self.is_static = target.device.type == "cuda" and target.ranks.may_capture if static is None else static
@@ -32,6 +39,7 @@ class Batch:
         self.is_lazy = takes_memory_lazily(target.device, self.is_static, max_rows)
         shapes = [shape for shape in (target.cached_shape, drafter.cache_shape) if shape is not None]
         self.budget = CacheBudget(memory, shapes, target.dtype, target.device, max_rows, self.is_lazy)
+        self.prefixes = None if prefix_memory is None else PrefixIndex(prefix_memory, drafter.cache_shape is not None)
         self.rows: list[Row] = []
         self.reading: Row | None = None  # its text is the prompt
         self.read, self.place = 0, 0  # tokens of this prompt that were read, and its place in the cache
@@ -59,13 +67,19 @@ class Batch:
         output = read_prompts(self.target, [row.text for row in rows], caches)
         taps = self.drafter_taps(output.taps)[0].split([len(row.text) for row in rows])
         for row, own in zip(rows, taps, strict=True):
-            row.taps = own
+            self._has_read(row, own)
         return self.start(rows, output.logits.transpose(0, 1))
 
-    def begin(self, row: Row) -> None:
-        """Read the prompt of this row from now on, with `read_piece`."""
+    def begin(self, row: Row, prefix: Prefix | None) -> None:
+        """Read the prompt of this row from now on, with `read_piece`, after a prefix that is known already."""
         self.make_room(len(row.text) + self.nodes)
         self.reading, self.read, self.place = row, 0, len(self.rows)
+        if prefix is not None:
+            self.cache.target.write(self.place, prefix.target)
+            if self.cache.head is not None and prefix.head is not None:
+                self.cache.head.write(self.place, prefix.head)
+            row.start, row.taps, self.read = prefix.start, prefix.taps, prefix.tokens
+            row.reused = row.generation.cached_tokens = prefix.tokens
 
     def read_piece(self, count: int) -> list[Block]:
         """Read up to `count` more tokens of the prompt; returns its first new token after the last ones."""
@@ -73,8 +87,7 @@ class Batch:
         assert row is not None
         piece = row.text[self.read : self.read + count]
         output = read_piece(self.target, piece, self.cache.row(self.place), self.read)
-        taps = self.drafter_taps(output.taps)[0]
-        row.taps = torch.cat([row.taps, taps]) if self.read else taps
+        self._has_read(row, self.drafter_taps(output.taps)[0])
         self.read += len(piece)
         if self.read < len(row.text):
             self.feed(row, self.place)
@@ -129,7 +142,10 @@ class Batch:
     def draft_and_verify(self) -> tuple[StepOutput | TargetOutput, list[Accepted]]:
         for place, row in enumerate(self.rows):
             if row.is_behind:
+                has_new_prompt = row.newest == 0
                 self.feed(row, place)
+                if has_new_prompt:  # requests that begin alike need not wait until this text ends
+                    self.remember(row, place, self.cache.target.lengths[place])
         verified = self.verified()
         if self.static is not None and self.static.serves(self.sampling):
             captured = self.static(verified)  # drafts, runs the target and lets it choose, as one captured graph
@@ -191,6 +207,8 @@ class Batch:
             if row.request.logprobs:
                 chosen = torch.tensor(found.tokens, device=device)
                 logprobs = log_probabilities(output.logits[index, paths[index, :count]], chosen)
+            if self.prefixes is not None:
+                row.kept.append(path_taps[index, :count])
             blocks.append(row.record_step(found, path_taps[index, :count], logprobs))
             row.generation.stats.bytes_moved += bytes_moved // len(self.rows)
             row.generation.stats.cache_bytes = max(row.generation.stats.cache_bytes, self.cache.num_bytes)
@@ -199,13 +217,58 @@ class Batch:
     def end(self, row: Row) -> None:
         """Take a row out, or stop reading its prompt; others move into its place."""
         if row is self.reading:
+            self.remember(row, self.place, self.read)
             self.reading = None
             self.cache.release(self.place)
             return
-        for source, goal in self.cache.end_row(self.rows.index(row)):
+        place = self.rows.index(row)
+        self.remember(row, place, self.cache.target.lengths[place])
+        for source, goal in self.cache.end_row(place):
             self.rows[goal] = self.rows[source]
         self.rows.pop()
         self._rows_changed()
+
+    def use_prefix(self, prompt: list[int]) -> Prefix | None:
+        """What earlier texts left of the beginning of a prompt that is read next."""
+        return None if self.prefixes is None else self.prefixes.use(prompt)
+
+    def may_join(self, requests: list[Request]) -> bool:
+        """Whether the last of these may be read in one pass with the others: if it fits, and if no prefix helps it."""
+        *others, last = (request.prompt for request in requests)
+        if self.prefixes is not None:
+            shared = any(other[:BLOCK] == last[:BLOCK] for other in others)  # to be found once the other was read
+            if shared or self.prefixes.find(last) is not None:
+                return False
+        return self.fits(requests)
+
+    def _has_read(self, row: Row, taps: Float[Tensor, "count tapped"]) -> None:
+        """The target has read further tokens of a prompt."""
+        row.taps = torch.cat([row.taps, taps]) if len(row.taps) else taps
+        if self.prefixes is not None:
+            row.kept.append(taps)
+
+    def remember(self, row: Row, place: int, held: int) -> None:
+        """Keep what the cache holds of a row's text for prompts that begin like it."""
+        if self.prefixes is None:
+            return
+        # The drafter of a row without drafts reads nothing.
+        read = row.start if row.request.speculative else 0
+        taps = torch.cat(row.kept)
+        row.kept = [taps]
+
+        def head(first: int) -> Tensor | None:
+            end, slots = first + BLOCK - 1, self.cache.head
+            return slots.copied(place, max(first - 1, 0), end) if slots is not None and end <= read else None
+
+        def states(first: int) -> Cached | None:
+            if first < row.reused:
+                return None
+            end, of_head = first + BLOCK, head(first)
+            is_read = of_head is not None or self.cache.head is None
+            own = taps[(end - 1 if is_read else first) - row.reused : end - row.reused].clone()
+            return Cached(self.cache.target.copied(place, first, end), of_head, own)
+
+        self.prefixes.add(row.text[:held], states, head)
 
     def fits(self, requests: list[Request]) -> bool:
         """Whether the cache has memory for these requests beside those that it holds."""
@@ -221,6 +284,8 @@ class Batch:
         if self.is_open:
             del self.cache
             self.is_open = False
+        if self.prefixes is not None:
+            self.prefixes.clear()
 
     def drafter_taps(self, taps: Float[Tensor, "batch count given"]) -> Float[Tensor, "batch count tapped"]:
         """The hidden states that this drafter reads; the target may give more, for other heads."""

@@ -126,6 +126,7 @@ class Generation:
     stats: DecodeStats = field(default_factory=DecodeStats)
     logprobs: list[float] | None = None  # of each new token under the target alone, temperature 1, in nats
     finish: Literal["length", "end", "stop", "cancelled"] = "length"
+    cached_tokens: int = 0  # of the prompt, which were not read again because another text had begun with them
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,8 @@ class Row:
     started: float  # time.perf_counter() before prefill
     newest: int = 0  # how many of these the drafter reads with its next draft; 0 until it has read the prompt
     drafted: int = 0  # draft tokens that the last target step verified
+    reused: int = 0  # positions of the prompt that were cached before
+    kept: list[Tensor] = field(default_factory=list)  # the taps of all later positions, if prefixes are kept
     choices: list[int] = field(default_factory=list)  # the target's, at the root and at each of these draft tokens
     ended: bool = False
 
