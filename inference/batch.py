@@ -1,5 +1,6 @@
 """The rows that decode together: their cache, the prompt that is read beside them, and one step for all of them."""
 
+import sys
 import time
 
 import torch
@@ -10,13 +11,17 @@ from headstart.inference.cache import PAGE, KVCache, takes_memory_lazily
 from headstart.inference.cache_budget import CacheBudget
 from headstart.inference.cuda_graph import StaticStep, StepOutput, size_bucket
 from headstart.inference.drafter import Drafter, VerifiedOnHost
+from headstart.inference.drafters.costs import CostTable, Situation
 from headstart.inference.prefill import read_piece, read_prompts, refuse_nan
 from headstart.inference.prefixes import BLOCK, Cached, Prefix, PrefixIndex
 from headstart.inference.request import Block, Generation, Request, Row
 from headstart.inference.sampling import BatchSampling, History
+from headstart.inference.speculation import SpeculationByLoad
 from headstart.inference.target.model import TargetModel, TargetOutput
 from headstart.inference.tree import Tree, take
 from headstart.inference.verify import Accepted, accept, verify
+
+CATCH_UP = 256  # positions that a drafter reads before a step, of those that it missed while drafts did not pay
 
 
 class Batch:
@@ -30,8 +35,9 @@ class Batch:
         static: bool | None,
         memory: int | None,
         prefix_memory: int | None,
+        costs: CostTable | None,
     ) -> None:
-        """The last three are those of the decode loop."""
+        """The last four are those of the decode loop."""
         self.target, self.drafter, self.max_rows = target, drafter, max_rows
         self.tap_columns = target.tap_columns(drafter.taps)
         self.is_static = target.device.type == "cuda" and target.ranks.may_capture if static is None else static
@@ -40,6 +46,8 @@ class Batch:
         shapes = [shape for shape in (target.cached_shape, drafter.cache_shape) if shape is not None]
         self.budget = CacheBudget(memory, shapes, target.dtype, target.device, max_rows, self.is_lazy)
         self.prefixes = None if prefix_memory is None else PrefixIndex(prefix_memory, drafter.cache_shape is not None)
+        self.speculation = None if costs is None else SpeculationByLoad(costs)
+        self.catching_up = False  # whether the drafter has yet to read what was written while drafts did not pay
         self.rows: list[Row] = []
         self.reading: Row | None = None  # its text is the prompt
         self.read, self.place = 0, 0  # tokens of this prompt that were read, and its place in the cache
@@ -90,7 +98,8 @@ class Batch:
         self._has_read(row, self.drafter_taps(output.taps)[0])
         self.read += len(piece)
         if self.read < len(row.text):
-            self.feed(row, self.place)
+            if self.speculation is None or self.speculation.is_on:
+                self.feed(row, self.place)
             return []
         self.reading = None
         if self.place != len(self.rows):  # another row has ended meanwhile
@@ -120,39 +129,71 @@ class Batch:
         self._rows_changed()
         return blocks
 
-    def feed(self, row: Row, place: int) -> None:
-        """Let the drafter read what it has not read of a row, all but the last position, which comes with its draft."""
+    def feed(self, row: Row, place: int, most: int = sys.maxsize) -> int:
+        """Let the drafter read what it has not read of a row, all but the last position, which comes with its draft.
+
+        It reads at most so many positions; returns how many.
+        """
+        row.gather()
+        count = min(len(row.taps) - 1, most)
         if row.request.speculative:
-            cache, text = self.cache.row(place), row.text[row.start : row.start + len(row.taps) + 1]
+            cache, text = self.cache.row(place), row.text[row.start : row.start + count + 2]
             cache.set_lengths([row.start])
-            self.drafter.prefill(row.taps.unsqueeze(0), torch.tensor([text], device=self.target.device), cache)
-        row.start, row.taps, row.newest = row.start + len(row.taps) - 1, row.taps[-1:], 1
+            taps = row.taps[: count + 1].unsqueeze(0)
+            self.drafter.prefill(taps, torch.tensor([text], device=self.target.device), cache)
+        row.has_read(count)
+        return count
 
     def cycle(self) -> list[Block]:
         """One step of all rows: draft a tree, run the target on it, verify, compact the cache, record."""
         started = time.perf_counter()
         self.make_room(max(self.cache.target.lengths) + self.nodes)
-        drafts = any(row.request.speculative for row in self.rows)
+        drafts = self.prepare_drafts()
+        for place, row in enumerate(self.rows):
+            if not row.is_remembered:  # requests that begin alike need not wait until this text ends
+                self.remember(row, place, self.cache.target.lengths[place])
         output, accepted = self.draft_and_verify() if drafts else self.verify_roots()
         bytes_moved = self.cache.target.keep([found.path for found in accepted])
-        blocks = self.record(accepted, output, bytes_moved)
+        blocks = self.record(accepted, output, bytes_moved, drafts)
         self.last_step = started, time.perf_counter()
         return blocks
 
-    def draft_and_verify(self) -> tuple[StepOutput | TargetOutput, list[Accepted]]:
+    def prepare_drafts(self) -> bool:
+        """Let the drafter read what it has not; returns whether this step drafts for any row.
+
+        When drafts pay again after plain steps, the drafter reads what it missed over the next few steps. A row gets
+        its drafts as soon as the drafter has caught up with it.
+        """
+        wanting = [row for row in self.rows if row.request.speculative]
+        if not wanting:
+            return False
+        if self.speculation is not None and not self.speculation.pays(self.situation()):
+            self.catching_up = True
+            return False
+        left = CATCH_UP if self.catching_up else sys.maxsize
         for place, row in enumerate(self.rows):
-            if row.is_behind:
-                has_new_prompt = row.newest == 0
-                self.feed(row, place)
-                if has_new_prompt:  # requests that begin alike need not wait until this text ends
-                    self.remember(row, place, self.cache.target.lengths[place])
+            if row.is_behind and left > 0:
+                left -= self.feed(row, place, left)
+        self.catching_up = self.catching_up and any(row.is_behind for row in self.rows)
+        return not all(row.is_behind for row in wanting)
+
+    def situation(self) -> Situation:
+        """What the cost of the next step depends on."""
+        return Situation(max(self.cache.target.lengths), len(self.rows), self.sampling.all_greedy)
+
+    def draft_and_verify(self) -> tuple[StepOutput | TargetOutput, list[Accepted]]:
         verified = self.verified()
+        output: StepOutput | TargetOutput
         if self.static is not None and self.static.serves(self.sampling):
-            captured = self.static(verified)  # drafts, runs the target and lets it choose, as one captured graph
-            return captured, accept(captured.tree, captured.choices)
-        tree = self.drafter.draft(verified, self.cache)
-        output = self.target.forward_tree(tree, self.cache)
-        return output, verify(tree, output.logits, self.cache.target.starts, verified.sampling, self.history)
+            output = self.static(verified)  # drafts, runs the target and lets it choose, as one captured graph
+            tree, accepted = output.tree, accept(output.tree, output.choices)
+        else:
+            tree = self.drafter.draft(verified, self.cache)
+            output = self.target.forward_tree(tree, self.cache)
+            accepted = verify(tree, output.logits, self.cache.target.starts, verified.sampling, self.history)
+        if self.speculation is not None:
+            self.speculation.observe(accepted, tree, tree.deepest or self.drafter.depth)
+        return output, accepted
 
     def verify_roots(self) -> tuple[StepOutput | TargetOutput, list[Accepted]]:
         """A step without draft tokens, and without any work of the drafter."""
@@ -170,11 +211,15 @@ class Batch:
     def verified(self) -> VerifiedOnHost:
         """The tokens and hidden states that the last step made certain in each row, as a batch."""
         rows, device = self.rows, self.target.device
-        counts = [len(row.taps) for row in rows]
+        # A row that the drafter has not caught up with takes part for the shape alone, and gets no drafts.
+        new_taps = [row.taps[:1] if row.is_behind else row.taps for row in rows]
+        counts = [len(new) for new in new_taps]
         longest = max(counts)
         # The token after the last newly verified position is the root.
-        tokens = [row.text[row.start + 1 :] + [0] * (longest - len(row.taps)) for row in rows]
-        taps = [row.taps if len(row.taps) == longest else pad_right(row.taps, longest) for row in rows]
+        ends = [row.start + 1 + count for row, count in zip(rows, counts, strict=True)]
+        tokens = [row.text[row.start + 1 : end] for row, end in zip(rows, ends, strict=True)]
+        tokens = [own + [0] * (longest - len(own)) for own in tokens]
+        taps = [new if len(new) == longest else pad_right(new, longest) for new in new_taps]
         next_tokens = torch.tensor(tokens).to(device, non_blocking=True)
         return VerifiedOnHost(
             taps=taps[0].unsqueeze(0) if len(rows) == 1 else torch.stack(taps),
@@ -185,14 +230,16 @@ class Batch:
             starts=[row.start for row in rows],
             counts=counts,
             drafted=[row.drafted for row in rows],
-            remaining=[row.usable_drafts for row in rows],
+            remaining=[0 if row.is_behind else row.usable_drafts for row in rows],
             texts=[row.text for row in rows],
             choices=[row.choices for row in rows],
             last_step=self.last_step,
         )
 
-    def record(self, accepted: list[Accepted], output: StepOutput | TargetOutput, bytes_moved: int) -> list[Block]:
-        """Add what was accepted to each row."""
+    def record(
+        self, accepted: list[Accepted], output: StepOutput | TargetOutput, bytes_moved: int, drafts: bool
+    ) -> list[Block]:
+        """Add what was accepted to each row; `drafts`: the drafter has read what it had to read for this step."""
         device = self.target.device
         longest = max(len(found.path) for found in accepted)
         paths = torch.tensor([found.path + [0] * (longest - len(found.path)) for found in accepted])
@@ -209,7 +256,10 @@ class Batch:
                 logprobs = log_probabilities(output.logits[index, paths[index, :count]], chosen)
             if self.prefixes is not None:
                 row.kept.append(path_taps[index, :count])
-            blocks.append(row.record_step(found, path_taps[index, :count], logprobs))
+            # A drafter without slots reads only the newest positions, and a row that opted out needs none.
+            skips = self.cache.head is None or not row.request.speculative
+            is_read = skips or (drafts and not row.is_behind)
+            blocks.append(row.record_step(found, path_taps[index, :count], logprobs, is_read))
             row.generation.stats.bytes_moved += bytes_moved // len(self.rows)
             row.generation.stats.cache_bytes = max(row.generation.stats.cache_bytes, self.cache.num_bytes)
         return blocks
@@ -243,12 +293,16 @@ class Batch:
 
     def _has_read(self, row: Row, taps: Float[Tensor, "count tapped"]) -> None:
         """The target has read further tokens of a prompt."""
-        row.taps = torch.cat([row.taps, taps]) if len(row.taps) else taps
+        if len(row.taps):
+            row.later.append(taps)
+        else:
+            row.taps = taps
         if self.prefixes is not None:
             row.kept.append(taps)
 
     def remember(self, row: Row, place: int, held: int) -> None:
         """Keep what the cache holds of a row's text for prompts that begin like it."""
+        row.is_remembered = True
         if self.prefixes is None:
             return
         # The drafter of a row without drafts reads nothing.

@@ -12,6 +12,7 @@ import torch
 from headstart.inference.batch import Batch
 from headstart.inference.cache import KVCache
 from headstart.inference.drafter import PLAIN, Drafter
+from headstart.inference.drafters.costs import CostTable
 from headstart.inference.pace import Pace
 from headstart.inference.request import GREEDY, Block, Generation, Request, Row
 from headstart.inference.request_checks import check_request
@@ -100,6 +101,7 @@ class DecodeLoop:
         prompts_first: bool = False,
         memory: int | None = None,
         prefix_memory: int | None = None,
+        costs: CostTable | None = None,
     ) -> None:
         """At most `max_batch` requests decode together; the others wait. `static` is that of `generate_batch`.
 
@@ -112,11 +114,14 @@ class DecodeLoop:
 
         `prefix_memory` is how many bytes of the prefixes of earlier texts are kept, in host or device memory besides
         the cache; None keeps none. A prompt that begins like one of these texts is read from where they part.
+
+        `costs` are those of the target with the head that drafts, measured before (`cost_table`). With them, steps
+        draft only at loads where that pays; without them they always do.
         """
         if max_batch < 1:
             raise ValueError(f"max_batch: {max_batch} given, 1 or more is allowed")
         self.target, self.max_batch = target, max_batch
-        self.batch = Batch(target, drafter or PLAIN, max_batch, static, memory, prefix_memory)
+        self.batch = Batch(target, drafter or PLAIN, max_batch, static, memory, prefix_memory, costs)
         # Ranks must do the same work at the same time, so no clock may decide what they do.
         self.pace = Pace(prefill_chunk, prompts_first or target.ranks.count > 1)
         self.generations: dict[int, Generation] = {}
