@@ -1,5 +1,6 @@
 """The rows that decode together: their cache, the prompt that is read beside them, and one step for all of them."""
 
+import sys
 import time
 
 import torch
@@ -10,21 +11,33 @@ from headstart.inference.cache import PAGE, KVCache, takes_memory_lazily
 from headstart.inference.cache_budget import CacheBudget
 from headstart.inference.cuda_graph import StaticStep, StepOutput, size_bucket
 from headstart.inference.drafter import Drafter, VerifiedOnHost
+from headstart.inference.drafters.costs import CostTable, Situation
 from headstart.inference.prefill import read_piece, read_prompts, refuse_nan
+from headstart.inference.prefixes import BLOCK, Cached, Prefix, PrefixIndex
 from headstart.inference.request import Block, Generation, Request, Row
 from headstart.inference.sampling import BatchSampling, History
+from headstart.inference.speculation import SpeculationByLoad
 from headstart.inference.target.model import TargetModel, TargetOutput
 from headstart.inference.tree import Tree, take
 from headstart.inference.verify import Accepted, accept, verify
+
+CATCH_UP = 256  # positions that a drafter reads before a step, of those that it missed while drafts did not pay
 
 
 class Batch:
     """Rows in the first places of one cache. A prompt may be read piece by piece in a place after theirs."""
 
     def __init__(
-        self, target: TargetModel, drafter: Drafter, max_rows: int, static: bool | None, memory: int | None
+        self,
+        target: TargetModel,
+        drafter: Drafter,
+        max_rows: int,
+        static: bool | None,
+        memory: int | None,
+        prefix_memory: int | None,
+        costs: CostTable | None,
     ) -> None:
-        """`static` and `memory` are those of the decode loop."""
+        """The last four are those of the decode loop."""
         self.target, self.drafter, self.max_rows = target, drafter, max_rows
         self.tap_columns = target.tap_columns(drafter.taps)
         self.is_static = target.device.type == "cuda" and target.ranks.may_capture if static is None else static
@@ -32,6 +45,9 @@ class Batch:
         self.is_lazy = takes_memory_lazily(target.device, self.is_static, max_rows)
         shapes = [shape for shape in (target.cached_shape, drafter.cache_shape) if shape is not None]
         self.budget = CacheBudget(memory, shapes, target.dtype, target.device, max_rows, self.is_lazy)
+        self.prefixes = None if prefix_memory is None else PrefixIndex(prefix_memory, drafter.cache_shape is not None)
+        self.speculation = None if costs is None else SpeculationByLoad(costs)
+        self.catching_up = False  # whether the drafter has yet to read what was written while drafts did not pay
         self.rows: list[Row] = []
         self.reading: Row | None = None  # its text is the prompt
         self.read, self.place = 0, 0  # tokens of this prompt that were read, and its place in the cache
@@ -59,13 +75,19 @@ class Batch:
         output = read_prompts(self.target, [row.text for row in rows], caches)
         taps = self.drafter_taps(output.taps)[0].split([len(row.text) for row in rows])
         for row, own in zip(rows, taps, strict=True):
-            row.taps = own
+            self._has_read(row, own)
         return self.start(rows, output.logits.transpose(0, 1))
 
-    def begin(self, row: Row) -> None:
-        """Read the prompt of this row from now on, with `read_piece`."""
+    def begin(self, row: Row, prefix: Prefix | None) -> None:
+        """Read the prompt of this row from now on, with `read_piece`, after a prefix that is known already."""
         self.make_room(len(row.text) + self.nodes)
         self.reading, self.read, self.place = row, 0, len(self.rows)
+        if prefix is not None:
+            self.cache.target.write(self.place, prefix.target)
+            if self.cache.head is not None and prefix.head is not None:
+                self.cache.head.write(self.place, prefix.head)
+            row.start, row.taps, self.read = prefix.start, prefix.taps, prefix.tokens
+            row.reused = row.generation.cached_tokens = prefix.tokens
 
     def read_piece(self, count: int) -> list[Block]:
         """Read up to `count` more tokens of the prompt; returns its first new token after the last ones."""
@@ -73,11 +95,11 @@ class Batch:
         assert row is not None
         piece = row.text[self.read : self.read + count]
         output = read_piece(self.target, piece, self.cache.row(self.place), self.read)
-        taps = self.drafter_taps(output.taps)[0]
-        row.taps = torch.cat([row.taps, taps]) if self.read else taps
+        self._has_read(row, self.drafter_taps(output.taps)[0])
         self.read += len(piece)
         if self.read < len(row.text):
-            self.feed(row, self.place)
+            if self.speculation is None or self.speculation.is_on:
+                self.feed(row, self.place)
             return []
         self.reading = None
         if self.place != len(self.rows):  # another row has ended meanwhile
@@ -107,36 +129,71 @@ class Batch:
         self._rows_changed()
         return blocks
 
-    def feed(self, row: Row, place: int) -> None:
-        """Let the drafter read what it has not read of a row, all but the last position, which comes with its draft."""
+    def feed(self, row: Row, place: int, most: int = sys.maxsize) -> int:
+        """Let the drafter read what it has not read of a row, all but the last position, which comes with its draft.
+
+        It reads at most so many positions; returns how many.
+        """
+        row.gather()
+        count = min(len(row.taps) - 1, most)
         if row.request.speculative:
-            cache, text = self.cache.row(place), row.text[row.start : row.start + len(row.taps) + 1]
+            cache, text = self.cache.row(place), row.text[row.start : row.start + count + 2]
             cache.set_lengths([row.start])
-            self.drafter.prefill(row.taps.unsqueeze(0), torch.tensor([text], device=self.target.device), cache)
-        row.start, row.taps, row.newest = row.start + len(row.taps) - 1, row.taps[-1:], 1
+            taps = row.taps[: count + 1].unsqueeze(0)
+            self.drafter.prefill(taps, torch.tensor([text], device=self.target.device), cache)
+        row.has_read(count)
+        return count
 
     def cycle(self) -> list[Block]:
         """One step of all rows: draft a tree, run the target on it, verify, compact the cache, record."""
         started = time.perf_counter()
         self.make_room(max(self.cache.target.lengths) + self.nodes)
-        drafts = any(row.request.speculative for row in self.rows)
+        drafts = self.prepare_drafts()
+        for place, row in enumerate(self.rows):
+            if not row.is_remembered:  # requests that begin alike need not wait until this text ends
+                self.remember(row, place, self.cache.target.lengths[place])
         output, accepted = self.draft_and_verify() if drafts else self.verify_roots()
         bytes_moved = self.cache.target.keep([found.path for found in accepted])
-        blocks = self.record(accepted, output, bytes_moved)
+        blocks = self.record(accepted, output, bytes_moved, drafts)
         self.last_step = started, time.perf_counter()
         return blocks
 
-    def draft_and_verify(self) -> tuple[StepOutput | TargetOutput, list[Accepted]]:
+    def prepare_drafts(self) -> bool:
+        """Let the drafter read what it has not; returns whether this step drafts for any row.
+
+        When drafts pay again after plain steps, the drafter reads what it missed over the next few steps. A row gets
+        its drafts as soon as the drafter has caught up with it.
+        """
+        wanting = [row for row in self.rows if row.request.speculative]
+        if not wanting:
+            return False
+        if self.speculation is not None and not self.speculation.pays(self.situation()):
+            self.catching_up = True
+            return False
+        left = CATCH_UP if self.catching_up else sys.maxsize
         for place, row in enumerate(self.rows):
-            if row.is_behind:
-                self.feed(row, place)
+            if row.is_behind and left > 0:
+                left -= self.feed(row, place, left)
+        self.catching_up = self.catching_up and any(row.is_behind for row in self.rows)
+        return not all(row.is_behind for row in wanting)
+
+    def situation(self) -> Situation:
+        """What the cost of the next step depends on."""
+        return Situation(max(self.cache.target.lengths), len(self.rows), self.sampling.all_greedy)
+
+    def draft_and_verify(self) -> tuple[StepOutput | TargetOutput, list[Accepted]]:
         verified = self.verified()
+        output: StepOutput | TargetOutput
         if self.static is not None and self.static.serves(self.sampling):
-            captured = self.static(verified)  # drafts, runs the target and lets it choose, as one captured graph
-            return captured, accept(captured.tree, captured.choices)
-        tree = self.drafter.draft(verified, self.cache)
-        output = self.target.forward_tree(tree, self.cache)
-        return output, verify(tree, output.logits, self.cache.target.starts, verified.sampling, self.history)
+            output = self.static(verified)  # drafts, runs the target and lets it choose, as one captured graph
+            tree, accepted = output.tree, accept(output.tree, output.choices)
+        else:
+            tree = self.drafter.draft(verified, self.cache)
+            output = self.target.forward_tree(tree, self.cache)
+            accepted = verify(tree, output.logits, self.cache.target.starts, verified.sampling, self.history)
+        if self.speculation is not None:
+            self.speculation.observe(accepted, tree, tree.deepest or self.drafter.depth)
+        return output, accepted
 
     def verify_roots(self) -> tuple[StepOutput | TargetOutput, list[Accepted]]:
         """A step without draft tokens, and without any work of the drafter."""
@@ -154,11 +211,15 @@ class Batch:
     def verified(self) -> VerifiedOnHost:
         """The tokens and hidden states that the last step made certain in each row, as a batch."""
         rows, device = self.rows, self.target.device
-        counts = [len(row.taps) for row in rows]
+        # A row that the drafter has not caught up with takes part for the shape alone, and gets no drafts.
+        new_taps = [row.taps[:1] if row.is_behind else row.taps for row in rows]
+        counts = [len(new) for new in new_taps]
         longest = max(counts)
         # The token after the last newly verified position is the root.
-        tokens = [row.text[row.start + 1 :] + [0] * (longest - len(row.taps)) for row in rows]
-        taps = [row.taps if len(row.taps) == longest else pad_right(row.taps, longest) for row in rows]
+        ends = [row.start + 1 + count for row, count in zip(rows, counts, strict=True)]
+        tokens = [row.text[row.start + 1 : end] for row, end in zip(rows, ends, strict=True)]
+        tokens = [own + [0] * (longest - len(own)) for own in tokens]
+        taps = [new if len(new) == longest else pad_right(new, longest) for new in new_taps]
         next_tokens = torch.tensor(tokens).to(device, non_blocking=True)
         return VerifiedOnHost(
             taps=taps[0].unsqueeze(0) if len(rows) == 1 else torch.stack(taps),
@@ -169,14 +230,16 @@ class Batch:
             starts=[row.start for row in rows],
             counts=counts,
             drafted=[row.drafted for row in rows],
-            remaining=[row.usable_drafts for row in rows],
+            remaining=[0 if row.is_behind else row.usable_drafts for row in rows],
             texts=[row.text for row in rows],
             choices=[row.choices for row in rows],
             last_step=self.last_step,
         )
 
-    def record(self, accepted: list[Accepted], output: StepOutput | TargetOutput, bytes_moved: int) -> list[Block]:
-        """Add what was accepted to each row."""
+    def record(
+        self, accepted: list[Accepted], output: StepOutput | TargetOutput, bytes_moved: int, drafts: bool
+    ) -> list[Block]:
+        """Add what was accepted to each row; `drafts`: the drafter has read what it had to read for this step."""
         device = self.target.device
         longest = max(len(found.path) for found in accepted)
         paths = torch.tensor([found.path + [0] * (longest - len(found.path)) for found in accepted])
@@ -191,7 +254,12 @@ class Batch:
             if row.request.logprobs:
                 chosen = torch.tensor(found.tokens, device=device)
                 logprobs = log_probabilities(output.logits[index, paths[index, :count]], chosen)
-            blocks.append(row.record_step(found, path_taps[index, :count], logprobs))
+            if self.prefixes is not None:
+                row.kept.append(path_taps[index, :count])
+            # A drafter without slots reads only the newest positions, and a row that opted out needs none.
+            skips = self.cache.head is None or not row.request.speculative
+            is_read = skips or (drafts and not row.is_behind)
+            blocks.append(row.record_step(found, path_taps[index, :count], logprobs, is_read))
             row.generation.stats.bytes_moved += bytes_moved // len(self.rows)
             row.generation.stats.cache_bytes = max(row.generation.stats.cache_bytes, self.cache.num_bytes)
         return blocks
@@ -199,13 +267,62 @@ class Batch:
     def end(self, row: Row) -> None:
         """Take a row out, or stop reading its prompt; others move into its place."""
         if row is self.reading:
+            self.remember(row, self.place, self.read)
             self.reading = None
             self.cache.release(self.place)
             return
-        for source, goal in self.cache.end_row(self.rows.index(row)):
+        place = self.rows.index(row)
+        self.remember(row, place, self.cache.target.lengths[place])
+        for source, goal in self.cache.end_row(place):
             self.rows[goal] = self.rows[source]
         self.rows.pop()
         self._rows_changed()
+
+    def use_prefix(self, prompt: list[int]) -> Prefix | None:
+        """What earlier texts left of the beginning of a prompt that is read next."""
+        return None if self.prefixes is None else self.prefixes.use(prompt)
+
+    def may_join(self, requests: list[Request]) -> bool:
+        """Whether the last of these may be read in one pass with the others: if it fits, and if no prefix helps it."""
+        *others, last = (request.prompt for request in requests)
+        if self.prefixes is not None:
+            shared = any(other[:BLOCK] == last[:BLOCK] for other in others)  # to be found once the other was read
+            if shared or self.prefixes.find(last) is not None:
+                return False
+        return self.fits(requests)
+
+    def _has_read(self, row: Row, taps: Float[Tensor, "count tapped"]) -> None:
+        """The target has read further tokens of a prompt."""
+        if len(row.taps):
+            row.later.append(taps)
+        else:
+            row.taps = taps
+        if self.prefixes is not None:
+            row.kept.append(taps)
+
+    def remember(self, row: Row, place: int, held: int) -> None:
+        """Keep what the cache holds of a row's text for prompts that begin like it."""
+        row.is_remembered = True
+        if self.prefixes is None:
+            return
+        # The drafter of a row without drafts reads nothing.
+        read = row.start if row.request.speculative else 0
+        taps = torch.cat(row.kept)
+        row.kept = [taps]
+
+        def head(first: int) -> Tensor | None:
+            end, slots = first + BLOCK - 1, self.cache.head
+            return slots.copied(place, max(first - 1, 0), end) if slots is not None and end <= read else None
+
+        def states(first: int) -> Cached | None:
+            if first < row.reused:
+                return None
+            end, of_head = first + BLOCK, head(first)
+            is_read = of_head is not None or self.cache.head is None
+            own = taps[(end - 1 if is_read else first) - row.reused : end - row.reused].clone()
+            return Cached(self.cache.target.copied(place, first, end), of_head, own)
+
+        self.prefixes.add(row.text[:held], states, head)
 
     def fits(self, requests: list[Request]) -> bool:
         """Whether the cache has memory for these requests beside those that it holds."""
@@ -221,6 +338,8 @@ class Batch:
         if self.is_open:
             del self.cache
             self.is_open = False
+        if self.prefixes is not None:
+            self.prefixes.clear()
 
     def drafter_taps(self, taps: Float[Tensor, "batch count given"]) -> Float[Tensor, "batch count tapped"]:
         """The hidden states that this drafter reads; the target may give more, for other heads."""

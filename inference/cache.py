@@ -178,6 +178,14 @@ class Slots:
             for place in self.storage[:, :, number].flatten(0, 1):
                 self.pages.release(place.storage_offset() * place.itemsize, place.nbytes)
 
+    def copied(self, number: int, first: int, end: int) -> Float[Tensor, "layers kv kv_heads count head_dim"]:
+        """A copy of some slots of a row's place, in use or not."""
+        return self.storage[:, :, number, :, first:end].clone()
+
+    def write(self, number: int, states: Float[Tensor, "layers kv kv_heads count head_dim"]) -> None:
+        """Fill the first slots of a row's place."""
+        self.storage[:, :, number, :, : states.shape[3]] = states
+
     def move(self, source: int, goal: int, held: int) -> None:
         """Copy the first slots of a row to another place; neither has to be in use."""
         self.storage[:, :, goal, :, :held] = self.storage[:, :, source, :, :held]

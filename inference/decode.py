@@ -12,6 +12,7 @@ import torch
 from headstart.inference.batch import Batch
 from headstart.inference.cache import KVCache
 from headstart.inference.drafter import PLAIN, Drafter
+from headstart.inference.drafters.costs import CostTable
 from headstart.inference.pace import Pace
 from headstart.inference.request import GREEDY, Block, Generation, Request, Row
 from headstart.inference.request_checks import check_request
@@ -99,6 +100,8 @@ class DecodeLoop:
         prefill_chunk: int = PREFILL_CHUNK,
         prompts_first: bool = False,
         memory: int | None = None,
+        prefix_memory: int | None = None,
+        costs: CostTable | None = None,
     ) -> None:
         """At most `max_batch` requests decode together; the others wait. `static` is that of `generate_batch`.
 
@@ -108,12 +111,19 @@ class DecodeLoop:
 
         `memory` is the most bytes that the cache takes up. A request waits until its longest possible text fits beside
         the others. On a GPU, and with static shapes, each row has the room of the longest text.
+
+        `prefix_memory` is how many bytes of the prefixes of earlier texts are kept, in host or device memory besides
+        the cache; None keeps none. A prompt that begins like one of these texts is read from where they part.
+
+        `costs` are those of the target with the head that drafts, measured before (`cost_table`). With them, steps
+        draft only at loads where that pays; without them they always do.
         """
         if max_batch < 1:
             raise ValueError(f"max_batch: {max_batch} given, 1 or more is allowed")
         self.target, self.max_batch = target, max_batch
-        self.batch = Batch(target, drafter or PLAIN, max_batch, static, memory)
-        self.pace = Pace(prefill_chunk, prompts_first)
+        self.batch = Batch(target, drafter or PLAIN, max_batch, static, memory, prefix_memory, costs)
+        # Ranks must do the same work at the same time, so no clock may decide what they do.
+        self.pace = Pace(prefill_chunk, prompts_first or target.ranks.count > 1)
         self.generations: dict[int, Generation] = {}
         self.waiting = Queue()
         self.ended: list[int] = []  # requests whose text has ended since `take_ended` was last called
@@ -128,6 +138,16 @@ class DecodeLoop:
     def cache(self) -> KVCache:
         """The cache of all rows, from the first prompt until `close`."""
         return self.batch.cache
+
+    @property
+    def prefix_queries(self) -> int:
+        """Tokens of all prompts that were looked up among the prefixes of earlier texts."""
+        return 0 if self.batch.prefixes is None else self.batch.prefixes.queries
+
+    @property
+    def prefix_hits(self) -> int:
+        """How many of these tokens did not have to be read again."""
+        return 0 if self.batch.prefixes is None else self.batch.prefixes.hits
 
     @property
     def idle(self) -> bool:
@@ -215,11 +235,15 @@ class DecodeLoop:
         batch, started = self.batch, time.perf_counter()
         most = self.pace.tokens(bool(batch.rows))
         if batch.reading is None:
-            taken = self.waiting.take(self.max_batch - len(batch.rows), most, batch.fits)
+            prefix = batch.use_prefix(self.waiting.first.prompt)
+            places = self.max_batch - len(batch.rows) if prefix is None else 1
+            taken = self.waiting.take(places, most, batch.may_join)
             rows = [batch.new_row(number, request, self.generations[number]) for number, request in taken]
+            for row in rows[1:]:
+                batch.use_prefix(row.text)  # none is known, but it counts
             count = sum(len(row.text) for row in rows)
-            if count > most:
-                batch.begin(rows[0])
+            if count > most or prefix is not None:
+                batch.begin(rows[0], prefix)
         if batch.reading is not None:
             count = min(most, len(batch.reading.text) - batch.read)
             blocks = batch.read_piece(count)

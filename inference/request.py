@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Literal
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -126,6 +127,7 @@ class Generation:
     stats: DecodeStats = field(default_factory=DecodeStats)
     logprobs: list[float] | None = None  # of each new token under the target alone, temperature 1, in nats
     finish: Literal["length", "end", "stop", "cancelled"] = "length"
+    cached_tokens: int = 0  # of the prompt, which were not read again because another text had begun with them
 
 
 @dataclass(frozen=True)
@@ -149,8 +151,12 @@ class Row:
     taps: Float[Tensor, "count tapped"]  # of the positions that the drafter has not read yet
     start: int  # the first of these positions
     started: float  # time.perf_counter() before prefill
+    later: list[Tensor] = field(default_factory=list)  # of positions after those, from steps that the drafter missed
     newest: int = 0  # how many of these the drafter reads with its next draft; 0 until it has read the prompt
     drafted: int = 0  # draft tokens that the last target step verified
+    reused: int = 0  # positions of the prompt that were cached before
+    kept: list[Tensor] = field(default_factory=list)  # the taps of all positions after these, if prefixes are kept
+    is_remembered: bool = False  # whether the prompt was kept for others that begin alike
     choices: list[int] = field(default_factory=list)  # the target's, at the root and at each of these draft tokens
     ended: bool = False
 
@@ -162,16 +168,34 @@ class Row:
     @property
     def is_behind(self) -> bool:
         """Whether the drafter lacks more than it reads with its next draft."""
-        return len(self.taps) > self.newest
+        return bool(self.later) or len(self.taps) > self.newest
+
+    def gather(self) -> None:
+        """Put all hidden states together that the drafter has not read."""
+        if self.later:
+            self.taps, self.later = torch.cat([self.taps, *self.later]), []
+
+    def has_read(self, count: int) -> None:
+        """The drafter has read so many positions."""
+        self.start, self.taps = self.start + count, self.taps[count:]
+        self.newest = max(self.newest, 1)
 
     @property
     def usable_drafts(self) -> int:
         """How many draft tokens the next step can use; one place is left for the bonus token."""
         return self.left - 1 if self.request.speculative else 0
 
-    def record_step(self, found: Accepted, taps: Float[Tensor, "count tapped"], logprobs: list[float] | None) -> Block:
-        """Take in what a target step accepted; returns what of it became text."""
-        self.start, self.taps, self.newest = len(self.text) - 1, taps, len(taps)
+    def record_step(
+        self, found: Accepted, taps: Float[Tensor, "count tapped"], logprobs: list[float] | None, is_read: bool = True
+    ) -> Block:
+        """Take in what a target step accepted; returns what of it became text.
+
+        `is_read`: the drafter has read all positions before these, or never will.
+        """
+        if is_read:
+            self.start, self.taps, self.newest = len(self.text) - 1, taps, len(taps)
+        else:
+            self.later.append(taps)
         self.drafted, self.choices = found.drafted, found.choices
         kept = self.add_tokens(found.tokens, logprobs)
         self.generation.stats.count_step(len(found.path) - 1, len(kept), found.drafted)

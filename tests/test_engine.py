@@ -1,14 +1,15 @@
 """Laws of a loop that runs while requests come and go: each finished text is the one that its request writes alone."""
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from scripted import DRAFTERS, HalfRightHead, Oracle, Texts
+from scripted import DRAFTERS, HalfRightHead, LoadCosts, Oracle, Texts
 
 from headstart.heads.eagle3 import Eagle3Head
-from headstart.inference.decode import DecodeLoop, generate
+from headstart.inference.decode import DecodeLoop, generate, generate_batch
 from headstart.inference.drafter import Drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
@@ -338,3 +339,71 @@ def test_a_request_that_waits_for_memory_is_not_overtaken(target: TargetModel) -
         loop.submit(Request([3], count))
     finish(loop)
     assert [number for number, _ in loop.take_ended()] == [0, 1, 2]
+
+
+# Everything at once.
+
+
+def random_request(rng: random.Random) -> Request:
+    """Many begin alike; they sample, end and draft differently, and some are more urgent."""
+    samplings = [
+        Sampling(),
+        Sampling(1.0, seed=rng.randrange(99)),
+        Sampling(0.7, top_p=0.9, seed=rng.randrange(99)),
+        Sampling(0.8, repetition_penalty=1.3, presence_penalty=0.5, seed=rng.randrange(99)),
+        Sampling(logit_bias=((3, -float("inf")), (9, 2.0))),
+    ]
+    shared = LONG[: rng.choice([0, 0, 20, 40, 70])]
+    return Request(
+        [*shared, *(rng.randrange(97) for _ in range(rng.randrange(1, 20)))],
+        rng.randrange(1, 25),
+        rng.choice(samplings),
+        logprobs=rng.random() < 0.2,
+        end_tokens=rng.choice([None, (5, 17, 60)]),
+        priority=rng.randrange(3),
+        speculative=rng.random() < 0.8,
+    )
+
+
+@pytest.mark.parametrize(("seed", "static"), [(0, False), (1, False), (2, True)])
+def test_each_text_is_that_of_its_request_alone_whatever_else_happens(
+    target: TargetModel, make_head: MakeHead, seed: int, static: bool
+) -> None:
+    """Requests come in bursts and are cancelled at random; prompts are read in pieces of random size; prefixes are
+    found, or were dropped; memory is short; drafts stop with three rows.
+    """
+    rng = random.Random(seed)
+    drafter = HeadDrafter(make_head(), Dynamic(3, 3, 8))
+    memory = None if static else 11 * 128 * (896 + 128)
+    loop = DecodeLoop(target, drafter, 4, static, memory=memory, prefix_memory=150_000, costs=LoadCosts())
+    requests: dict[int, Request] = {}
+    seen: dict[int, list[int]] = {}
+    cancelled: set[int] = set()
+    while len(requests) < 30 or not loop.idle:
+        if len(requests) < 30 and (loop.idle or rng.random() < 0.2):
+            for _ in range(rng.randrange(1, 4)):
+                request = random_request(rng)
+                requests[loop.submit(request)] = request
+        if rng.random() < 0.05:
+            cancelled.add(number := rng.choice([*requests]))
+            loop.cancel(number)
+        loop.pace.piece = rng.randrange(1, 40)
+        for block in loop.step():
+            seen.setdefault(block.number, []).extend(block.tokens)
+    ended = dict(loop.take_ended())
+    assert set(ended) == set(requests)
+    for number, request in requests.items():
+        found = ended[number]
+        alone = generate_batch(target, [request])[0]
+        assert found.tokens == seen.get(number, [])
+        if found.finish == "cancelled":
+            assert number in cancelled
+            assert found.tokens == alone.tokens[: len(found.tokens)]
+        else:
+            assert (found.tokens, found.finish) == (alone.tokens, alone.finish), number
+    assert loop.prefix_hits > 100
+    assert any(found.finish == "cancelled" for found in ended.values())
+    assert any(found.stats.drafted for found in ended.values())
+    assert loop.cache.target.lengths == []
+    assert loop.batch.prefixes is not None
+    assert loop.batch.prefixes.num_bytes <= 150_000

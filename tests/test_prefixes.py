@@ -1,0 +1,153 @@
+"""Laws of prefix reuse: a prompt that begins like an earlier text is continued as if it had been read whole."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from headstart.inference.decode import DecodeLoop, generate
+from headstart.inference.drafter import PLAIN, Drafter
+from headstart.inference.drafters.growth import Dynamic
+from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.drafters.model import EarlyExit, ModelDrafter
+from headstart.inference.prefixes import BLOCK, Cached, PrefixIndex
+from headstart.inference.request import Generation, Request
+from headstart.inference.sampling import Sampling
+from headstart.inference.target.model import TargetModel
+
+SYSTEM = [7 + (5 * i + i * i) % 71 for i in range(40)]  # two and a half blocks
+MEBIBYTE = 2**20
+GROWTH = Dynamic(3, 3, 8)
+
+
+@pytest.fixture(params=["none", "head", "medusa", "draft model", "early exit"])
+def parts(
+    request: pytest.FixtureRequest, target: TargetModel, make_head: Any, make_model: Any
+) -> tuple[TargetModel, Drafter]:
+    """A target and a drafter for it."""
+    match request.param:
+        case "none":
+            return target, PLAIN
+        case "head":
+            return target, HeadDrafter(make_head(), GROWTH)
+        case "medusa":
+            head = make_head("medusa")
+            return TargetModel(make_model(), head.taps), HeadDrafter(head, Dynamic(2, 3, 8))
+        case "draft model":
+            return target, ModelDrafter(TargetModel(make_model(seed=3), ()), GROWTH, target)
+    return target, EarlyExit(target, 3, GROWTH)
+
+
+def finish(loop: DecodeLoop) -> None:
+    while not loop.idle:
+        loop.step()
+
+
+def assert_as_alone(target: TargetModel, drafter: Drafter, request: Request, found: Generation) -> None:
+    alone = generate(target, request.prompt, request.max_new_tokens, request.sampling, drafter)
+    assert found.tokens == alone.tokens
+    if request.speculative:
+        assert found.stats.accepted_at_depth == alone.stats.accepted_at_depth
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_each_turn_of_a_chat_reads_only_what_is_new(parts: tuple[TargetModel, Drafter], static: bool) -> None:
+    """Prompt and answer of the turns before are found again, up to their last whole block; so are the head's drafts."""
+    target, drafter = parts
+    loop, prompt = DecodeLoop(target, drafter, 2, static, prefix_memory=MEBIBYTE), SYSTEM
+    for turn in range(3):
+        request = Request(prompt, 20, Sampling(1.0 if turn == 1 else 0.0, seed=turn))
+        found = loop.generations[loop.submit(request)]
+        finish(loop)
+        assert_as_alone(target, drafter, request, found)
+        # The last token of an answer was never read, and the last one of a prompt is always read.
+        assert found.cached_tokens == (0 if turn == 0 else (len(prompt) - 4) // BLOCK * BLOCK)
+        prompt = [*prompt, *found.tokens, 3, 4, 5]
+    assert loop.prefix_queries == 40 + 63 + 86
+    assert loop.prefix_hits == 48 + 80
+
+
+def test_requests_that_begin_alike_share_what_the_first_one_read(target: TargetModel, make_head: Any) -> None:
+    """They need not wait for its end. One opts out of drafts, one is read in pieces."""
+    drafter = HeadDrafter(make_head(), GROWTH)
+    requests = [Request([*SYSTEM, *range(number, 3 * number)], 9) for number in range(1, 6)]
+    requests[2] = replace(requests[2], speculative=False)
+    loop = DecodeLoop(target, drafter, 3, prefix_memory=MEBIBYTE)
+    loop.pace.piece = 4
+    for request in requests:
+        loop.submit(request)
+    finish(loop)
+    for number, request in enumerate(requests):
+        assert loop.generations[number].cached_tokens == (32 if number else 0)
+        assert_as_alone(target, drafter, request, loop.generations[number])
+
+
+def test_a_text_that_was_written_without_drafts_serves_one_with_drafts(target: TargetModel, make_head: Any) -> None:
+    """The head reads the prefix then, from the hidden states that were kept for it; the next text finds it read."""
+    drafter = HeadDrafter(make_head(), GROWTH)
+    loop = DecodeLoop(target, drafter, 2, prefix_memory=MEBIBYTE)
+    loop.submit(Request(SYSTEM, 30, speculative=False))
+    finish(loop)
+    prompt = [*SYSTEM, *loop.generations[0].tokens, 9]
+    assert all(cached.head is None for _, cached in loop.batch.prefixes.blocks.values())  # type: ignore[union-attr]
+    for number in (1, 2):
+        request = Request(prompt, 12)
+        loop.submit(request)
+        finish(loop)
+        assert loop.generations[number].cached_tokens == 64
+        assert_as_alone(target, drafter, request, loop.generations[number])
+    assert all(cached.head is not None for _, cached in loop.batch.prefixes.blocks.values())  # type: ignore[union-attr]
+
+
+def test_a_cancelled_request_leaves_what_it_has_read(target: TargetModel, make_head: Any) -> None:
+    drafter = HeadDrafter(make_head(), GROWTH)
+    loop = DecodeLoop(target, drafter, 2, prefill_chunk=20, prefix_memory=MEBIBYTE)
+    loop.submit(Request(SYSTEM, 12))
+    loop.step()
+    loop.cancel(0)
+    loop.submit(Request(SYSTEM, 12))
+    finish(loop)
+    assert loop.generations[1].cached_tokens == 16
+    assert_as_alone(target, drafter, Request(SYSTEM, 12), loop.generations[1])
+
+
+def block_of(value: float) -> Callable[[int], Cached]:
+    return lambda first: Cached(torch.full((1, 2, 1, BLOCK, 4), value), None, torch.full((1, 3), value))
+
+
+def test_the_least_recently_used_blocks_go_first_and_never_one_before_its_followers() -> None:
+    """A block takes 524 bytes. a - b - c is one text, a - d the other; with room for three, c goes and then b."""
+    a, b, c, d = ([letter] * BLOCK for letter in range(4))
+    index = PrefixIndex(3 * 524, keeps_all_taps=False)
+    index.add([*a, *b, *c], block_of(1.0), lambda first: None)
+    assert index.num_bytes == 3 * 524
+    assert index.use([*a, *b, *c, 9]).tokens == 48  # type: ignore[union-attr]
+    index.add([*a, *d], block_of(2.0), lambda first: None)
+    assert index.num_bytes == 3 * 524
+    assert index.find([*a, *b, *c, 9]).tokens == 32  # type: ignore[union-attr]
+    assert index.find([*a, *d, 9]).tokens == 32  # type: ignore[union-attr]
+    index.add([*d, *c], block_of(3.0), lambda first: None)
+    assert index.find([*a, *d, 9]).tokens == 16  # type: ignore[union-attr]
+    assert index.find([*d, *c, 9]).tokens == 32  # type: ignore[union-attr]
+    assert index.find(a) is None  # its last token is always read
+    assert index.find([*b, 9]) is None  # the same tokens elsewhere are another block
+    assert (index.queries, index.hits) == (49, 48)
+
+
+def test_prefixes_are_off_by_default_and_a_closed_loop_keeps_none(target: TargetModel) -> None:
+    loop = DecodeLoop(target, max_batch=2)
+    for _ in range(2):
+        loop.submit(Request(SYSTEM, 3))
+        finish(loop)
+    assert loop.generations[1].cached_tokens == loop.prefix_queries == loop.prefix_hits == 0
+    loop = DecodeLoop(target, max_batch=2, prefix_memory=MEBIBYTE)
+    loop.submit(Request(SYSTEM, 3))
+    finish(loop)
+    assert loop.batch.prefixes is not None
+    assert loop.batch.prefixes.num_bytes > 0
+    loop.close()
+    assert loop.batch.prefixes.num_bytes == 0
+    with pytest.raises(ValueError, match="prefix_memory: 0 bytes given, 1 or more are allowed"):
+        DecodeLoop(target, prefix_memory=0)

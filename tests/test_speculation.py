@@ -1,0 +1,154 @@
+"""Laws of speculation by load: drafts stop where they do not pay, and come back as if they had never stopped."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from scripted import HalfRightHead, LoadCosts, paths
+
+from headstart.inference.cache import KVCache
+from headstart.inference.decode import DecodeLoop, generate
+from headstart.inference.drafter import Verified, VerifiedOnHost
+from headstart.inference.drafters.costs import Situation
+from headstart.inference.drafters.growth import Dynamic
+from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.request import Request
+from headstart.inference.sampling import Sampling
+from headstart.inference.speculation import PATIENCE, PROBE, SpeculationByLoad
+from headstart.inference.target.model import TargetModel
+from headstart.inference.tree import Tree
+from headstart.inference.verify import Accepted
+
+GROWTH = Dynamic(3, 2, 6)
+LONG, SHORT = Request([5, 6, 7, 11], 200), Request([3, 8], 40, Sampling(1.0, seed=1))
+
+
+class Watched(HeadDrafter):
+    """Notes the rows of each draft, and what it drafts at each length of a text that begins with LONG's prompt."""
+
+    static_shapes = False
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self.rows: list[int] = []
+        self.missed: list[int] = []  # positions of each call of prefill
+        self.trees: dict[int, set[tuple[int, ...]]] = {}
+
+    def prefill(self, taps: torch.Tensor, text: torch.Tensor, row: KVCache) -> None:
+        self.missed.append(taps.shape[1] - 1)
+        super().prefill(taps, text, row)
+
+    def draft(self, verified: Verified, cache: KVCache) -> Tree:
+        assert isinstance(verified, VerifiedOnHost)
+        tree = super().draft(verified, cache)
+        self.rows.append(len(verified.texts))
+        for text, remaining, found in zip(verified.texts, verified.remaining, paths(tree), strict=True):
+            if text[:4] == LONG.prompt and remaining:
+                self.trees[len(text)] = found
+        return tree
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_drafts_stop_when_rows_come_and_resume_when_they_go(
+    target: TargetModel, make_head: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, static: bool
+) -> None:
+    """While they are off the head does nothing at all. Then it reads what it missed, in pieces, and drafts what it
+    would have drafted. This head is never right, so that all lengths of the text are met.
+    """
+    monkeypatch.setattr("headstart.inference.batch.CATCH_UP", 10)
+    always, by_load = Watched(make_head(), GROWTH), Watched(make_head(), GROWTH)
+    alone = generate(target, LONG.prompt, LONG.max_new_tokens, drafter=always)
+    loop = DecodeLoop(target, by_load, 3, static, costs=LoadCosts())
+    # The law is about the switch, so the acceptance is given: two tokens per step with drafts.
+    monkeypatch.setattr(SpeculationByLoad, "observe", lambda self, *seen: setattr(self, "steps", 1.0))
+    assert loop.batch.speculation is not None
+    loop.batch.speculation.tokens, loop.batch.speculation.nodes, loop.batch.speculation.levels = 2.0, 6.0, 3.0
+    loop.submit(LONG)
+    for _ in range(10):
+        loop.step()
+    assert by_load.rows == [1] * 9
+    for seed in (1, 2):
+        loop.submit(replace(SHORT, sampling=Sampling(1.0, seed=seed)))
+    while len(loop.rows) < 3:
+        loop.step()
+    by_load.rows.clear()
+    for _ in range(PATIENCE + 1):
+        loop.step()
+    assert by_load.rows == [3] * (PATIENCE - 1)  # the three rows do not pay, which is borne for some steps
+    by_load.rows.clear()
+    by_load.missed.clear()
+    while len(loop.rows) == 3:
+        loop.step()
+    assert by_load.rows == by_load.missed == []
+    length = len(loop.rows[0].text)
+    while not loop.idle:
+        loop.step()
+    assert sum(by_load.missed) >= 20
+    assert max(by_load.missed) <= 10
+    assert len(by_load.rows) > 100
+    assert loop.generations[0].tokens == alone.tokens
+    for number, seed in ((1, 1), (2, 2)):
+        wanted = generate(target, SHORT.prompt, SHORT.max_new_tokens, Sampling(1.0, seed=seed))
+        assert loop.generations[number].tokens == wanted.tokens
+    after = [at for at in by_load.trees if at > length]
+    assert len(after) > 100
+    assert all(by_load.trees[at] == always.trees[at] for at in after if at in always.trees)
+    assert sum(at in always.trees for at in after) > 100
+
+
+def test_a_loop_with_costs_and_a_useful_head_writes_the_same_text(target: TargetModel) -> None:
+    """Nothing is given here: the observed acceptance decides."""
+    requests = [LONG, *(replace(SHORT, sampling=Sampling(1.0, seed=seed)) for seed in range(4))]
+    alone = [generate(target, r.prompt, r.max_new_tokens, r.sampling).tokens for r in requests]
+    whole = [request.prompt + text for request, text in zip(requests, alone, strict=True)]
+    loop = DecodeLoop(target, HeadDrafter(HalfRightHead(target, *whole), GROWTH), 3, costs=LoadCosts())
+    for request in requests:
+        loop.submit(request)
+    drafted = []
+    while not loop.idle:
+        rows, before = len(loop.rows), sum(found.stats.drafted for found in loop.generations.values())
+        loop.step()
+        drafted.append((rows, sum(found.stats.drafted for found in loop.generations.values()) > before))
+    assert [loop.generations[number].tokens for number in range(5)] == alone
+    assert sum(drafts for rows, drafts in drafted if rows == 3) <= PATIENCE
+    assert sum(not drafts for rows, drafts in drafted if rows == 3) > 20
+    assert sum(drafts for rows, drafts in drafted if rows == 1) > 5
+
+
+def accepted(tokens: int) -> list[Accepted]:
+    return [Accepted([*range(tokens)], [7] * tokens, drafted=6)]
+
+
+TREE = Tree(torch.zeros(1, 7, dtype=torch.long), torch.full((1, 7), -1))
+
+
+def test_the_switch_neither_flickers_nor_sticks() -> None:
+    """With 2 rows a step with six draft tokens costs 1 + 6 * 0.08 + 0.03 = 1.51 plain steps."""
+    at, by_load = Situation(100, 2, True), SpeculationByLoad(LoadCosts())
+    assert by_load.pays(at)  # nothing is known yet
+    by_load.observe(accepted(2), TREE, levels=3)
+    assert by_load.gain(at) == pytest.approx(2 / 1.51)
+    for _ in range(60):
+        by_load.observe(accepted(1), TREE, levels=3)
+        by_load.pays(at)
+    assert not by_load.is_on
+    assert by_load.gain(at) == pytest.approx(1 / 1.51, rel=0.01)
+    # Between the two limits the state stays, whichever it is.
+    by_load.tokens = 1.51 * 1.02 * by_load.steps
+    assert not by_load.pays(at)
+    by_load.tokens = 1.51 * 1.06 * by_load.steps
+    assert by_load.pays(at)
+    by_load.tokens = 1.51 * 1.02 * by_load.steps
+    assert all(by_load.pays(at) for _ in range(50))
+    # Off for long, it tries again for a few steps, as the texts may have changed.
+    by_load.tokens = 1.0 * by_load.steps
+    states = [by_load.pays(at) for _ in range(PATIENCE + PROBE + PATIENCE)]
+    assert states.count(True) == (PATIENCE - 1) + 1 + (PATIENCE - 1)
+
+
+def test_rows_without_drafts_teach_nothing() -> None:
+    by_load = SpeculationByLoad(LoadCosts())
+    by_load.observe([Accepted([0], [7], drafted=0)], TREE, levels=3)
+    assert by_load.gain(Situation(100, 1, True)) is None
