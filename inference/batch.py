@@ -11,7 +11,7 @@ from headstart.inference.cache_budget import CacheBudget
 from headstart.inference.cuda_graph import StaticStep, StepOutput, size_bucket
 from headstart.inference.drafter import Drafter, VerifiedOnHost
 from headstart.inference.prefill import read_piece, read_prompts, refuse_nan
-from headstart.inference.request import Block, Generation, Request, Row
+from headstart.inference.request import Block, Generation, Request, Row, TokenScores
 from headstart.inference.sampling import BatchSampling, History
 from headstart.inference.target.model import TargetModel, TargetOutput
 from headstart.inference.tree import Tree, take
@@ -98,8 +98,8 @@ class Batch:
         choices = sampling.choose(logits, positions, history)
         blocks = []
         for number, row in enumerate(rows):
-            logprobs = log_probabilities(logits[number], choices[number]) if row.request.logprobs else None
-            blocks.append(Block(row.number, row.add_tokens(choices[number].tolist(), logprobs), [None]))
+            scores = token_scores(row.request, logits[number], choices[number])
+            blocks.append(Block(row.number, row.add_tokens(choices[number].tolist(), scores), [None]))
             row.generation.stats.cache_bytes = self.cache.num_bytes
         self.rows += rows
         for slots in self.cache.slots:
@@ -187,11 +187,11 @@ class Batch:
             count = len(found.path)
             if self.history is not None:
                 self.history.count(index, [row.text[-1], *found.tokens[:-1]])
-            logprobs = None
+            scores = None
             if row.request.logprobs:
                 chosen = torch.tensor(found.tokens, device=device)
-                logprobs = log_probabilities(output.logits[index, paths[index, :count]], chosen)
-            blocks.append(row.record_step(found, path_taps[index, :count], logprobs))
+                scores = token_scores(row.request, output.logits[index, paths[index, :count]], chosen)
+            blocks.append(row.record_step(found, path_taps[index, :count], scores))
             row.generation.stats.bytes_moved += bytes_moved // len(self.rows)
             row.generation.stats.cache_bytes = max(row.generation.stats.cache_bytes, self.cache.num_bytes)
         return blocks
@@ -285,10 +285,19 @@ def start_history(requests: list[Request], outputs: list[list[int]], target: Tar
     return history
 
 
-def log_probabilities(logits: Float[Tensor, "nodes vocab"], tokens: Int[Tensor, " nodes"]) -> list[float]:
-    """The target's own log-probability of each token, in nats."""
-    found: list[float] = logits.float().log_softmax(-1).gather(1, tokens.unsqueeze(1)).squeeze(1).tolist()
-    return found
+def token_scores(
+    request: Request, logits: Float[Tensor, "nodes vocab"], tokens: Int[Tensor, " nodes"]
+) -> TokenScores | None:
+    """The target's own log-probability of each token, and the likeliest tokens if asked for; None if not asked for."""
+    if not request.logprobs:
+        return None
+    log_p = logits.float().log_softmax(-1)
+    chosen = log_p.gather(1, tokens.unsqueeze(1)).squeeze(1).tolist()
+    if not request.alternatives:
+        return TokenScores(chosen, [])
+    likeliest = log_p.topk(min(request.alternatives, log_p.shape[-1]), dim=-1)
+    pairs = zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
+    return TokenScores(chosen, [list(zip(ids, values, strict=True)) for ids, values in pairs])
 
 
 def pad_right(taps: Float[Tensor, "count tapped"], count: int) -> Float[Tensor, "longest tapped"]:
