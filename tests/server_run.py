@@ -12,6 +12,7 @@ from typing import Any
 import uvicorn
 from tiny_run import ENDS, build_target
 
+from headstart.inference.decode import DecodeLoop
 from headstart.inference.drafter import Drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.model import EarlyExit
@@ -19,7 +20,6 @@ from headstart.inference.sampling import Sampling
 from headstart.inference.server.app import build_app
 from headstart.inference.server.service import Served, Service
 from headstart.inference.server.settings import ServerSettings
-from headstart.inference.server.two_loops import TwoLoops
 from headstart.inference.target.model import TargetModel
 from headstart.inference.target.tokenizer import load_tokenizer
 from headstart.recipes.schema import TargetSection
@@ -36,7 +36,7 @@ def load_served(folder: Path, drafter: Drafter | None = None, max_batch: int = 4
     values: dict[str, Any] = {
         "target": target,
         "tokenizer": load_tokenizer(folder),
-        "make_loop": partial(TwoLoops, target, own, max_batch),
+        "make_loop": partial(DecodeLoop, target, own, max_batch),
         "defaults": Sampling(temperature=1.0),
         "most_depth": 3,
         "about": {"target": NAME, "head": None, "drafter": "early_exit", "growth": "dynamic", "dtype": "float32"},

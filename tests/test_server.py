@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -151,6 +152,11 @@ def test_logprobs_are_those_of_the_target(server: Running, client: OpenAI) -> No
         for each in chunk.choices[0].logprobs.content
     ]
     assert streamed == [each.logprob for each in found]
+    several = chat(client, temperature=0, max_tokens=20, logprobs=True, top_logprobs=2).choices[0].logprobs.content
+    best = logits.log_softmax(-1).topk(2).values.tolist()
+    assert [[pair.logprob for pair in each.top_logprobs] for each in several] == [
+        pytest.approx(each, abs=1e-4) for each in best
+    ]
     old = complete(client, temperature=0, logprobs=0).choices[0].logprobs
     assert len(old.tokens) == len(old.token_logprobs) == len(old.text_offset)
 
@@ -183,7 +189,7 @@ def test_figures_of_speculation_come_with_the_answer(client: OpenAI) -> None:
 
 
 def test_each_tokens_text_and_depth_come_if_asked_for(client: OpenAI) -> None:
-    extra = {"headstart": {"tokens": True}, "ignore_eos": True}
+    extra = {"headstart": {"tokens": True, "trees": True}, "ignore_eos": True}
     fields: dict[str, Any] = {"temperature": 1.0, "seed": 1, "max_tokens": 60, "extra_body": extra}
     whole = complete(client, **fields)
     chunks = [each for each in complete(client, **fields, stream=True) if each.choices]
@@ -191,6 +197,9 @@ def test_each_tokens_text_and_depth_come_if_asked_for(client: OpenAI) -> None:
     streamed = [token for each in shown for token in each.get("tokens", [])]
     assert streamed == whole.choices[0].headstart["tokens"]
     assert "".join(token["text"] for token in streamed) == whole.choices[0].text
+    trees = [each["tree"] for each in shown if "tree" in each]
+    assert trees
+    assert all(len(tree["texts"]) == len(tree["parents"]) > max(tree["path"]) for tree in trees)
     assert {token["depth"] for token in streamed} > {None, 0, 1}
 
 
@@ -234,8 +243,9 @@ def test_streams_are_events_that_end_in_done(server: Running) -> None:
 
 def test_logs_hold_figures_and_no_text(server: Running, client: OpenAI) -> None:
     answer = chat(client, max_tokens=8, temperature=0, extra_headers={"X-Request-Id": "mine-1"})
-    line = next(line for line in server.lines if '"mine-1"' in line)
-    found = json.loads(line)
+    while not (mine := [line for line in server.lines if '"mine-1"' in line]):  # it is written after the answer
+        time.sleep(0.01)
+    found = json.loads(mine[0])
     assert found["status"] == 200
     assert found["completion_tokens"] == answer.usage.completion_tokens
     assert math.isfinite(found["prefill_seconds"] + found["queue_seconds"])

@@ -16,11 +16,11 @@ import httpx
 import pytest
 from server_run import NAME, Running, load_served, running
 
+from headstart.inference.decode import DecodeLoop
 from headstart.inference.drafter import PLAIN
 from headstart.inference.request import Block
 from headstart.inference.server.service import Served
 from headstart.inference.server.settings import ServerSettings
-from headstart.inference.server.two_loops import TwoLoops
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -42,7 +42,7 @@ class Gate:
             raise RuntimeError("a step failed")
 
 
-class GatedLoops(TwoLoops):
+class GatedLoop(DecodeLoop):
     gate: Gate
 
     def step(self) -> list[Block]:
@@ -67,8 +67,8 @@ def gated(served: Served, **settings: Any) -> Iterator[tuple[Running, Gate]]:
     """A server whose steps wait for a gate."""
     gate = Gate()
 
-    def make_loop() -> TwoLoops:
-        loop = GatedLoops(served.target, PLAIN, 2)
+    def make_loop() -> DecodeLoop:
+        loop = GatedLoop(served.target, PLAIN, 2)
         loop.gate = gate
         return loop
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import Any
 from uuid import uuid4
 
-from headstart.inference.request import DecodeStats
+from headstart.inference.request import DecodeStats, DraftTree
 from headstart.inference.server.exchange import Choice, Delta, Exchange, Times, ToldToken
 from headstart.inference.server.fields import Wanted
 from headstart.inference.server.written import Piece
@@ -66,13 +66,25 @@ class Answer:
     def chunks(self, delta: Delta, exchange: Exchange) -> list[Json]:
         """The chunks of a delta: its text, then its finish reason."""
         contents: list[Json] = []
-        if delta.pieces or delta.calls or delta.told:
+        if delta.pieces or delta.calls or delta.told or delta.tree:
             contents.append(self.content(delta))
             if self.wanted.show_tokens:
                 contents[-1]["headstart"] = {"tokens": shown(delta.pieces), "seconds": delta.seconds}
+                if delta.tree is not None:
+                    contents[-1]["headstart"]["tree"] = self.tree(delta.tree)
         if delta.finish is not None:
             contents.append(self.finish(exchange.choices[delta.index]))
         return [self.chunk([content], exchange) for content in contents]
+
+    def tree(self, tree: DraftTree) -> Json:
+        """A draft tree with the texts of its nodes, without padding."""
+        kept = [0, *(node for node, parent in enumerate(tree.parents) if node and parent >= 0)]
+        number = {node: place for place, node in enumerate(kept)}
+        return {
+            "texts": [text_of(self.tokenizer, [tree.tokens[node]]) for node in kept],
+            "parents": [-1, *(number[tree.parents[node]] for node in kept[1:])],
+            "path": [number[node] for node in tree.path],
+        }
 
     def chunk(self, choices: list[Json], exchange: Exchange | None = None) -> Json:
         found = {**self.base(self.chunk_object), "choices": choices}
@@ -138,7 +150,15 @@ class ChatAnswer(Answer):
     def logprobs(self, told: list[ToldToken]) -> Json | None:
         if not self.wanted.logprobs:
             return None
-        return {"content": [{**self.entry(each.token, each.logprob), "top_logprobs": []} for each in told]}
+        return {
+            "content": [
+                {
+                    **self.entry(each.token, each.logprob),
+                    "top_logprobs": [self.entry(*pair) for pair in each.alternatives],
+                }
+                for each in told
+            ]
+        }
 
     def entry(self, token: int, logprob: float) -> Json:
         text = text_of(self.tokenizer, [token])
@@ -185,7 +205,9 @@ class CompletionAnswer(Answer):
         return {
             "tokens": texts,
             "token_logprobs": [each.logprob for each in told],
-            "top_logprobs": None,
+            "top_logprobs": [
+                {text_of(self.tokenizer, [token]): logprob for token, logprob in each.alternatives} for each in told
+            ],
             "text_offset": offsets,
         }
 

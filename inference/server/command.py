@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.heads.target_config import locate_target
+from headstart.inference.decode import DecodeLoop
 from headstart.inference.generation import SpeculativeModel
 from headstart.inference.generation_config import config_fields
 from headstart.inference.model_options import require_head
@@ -38,7 +39,6 @@ from headstart.inference.server.acceptance_watch import promised_length
 from headstart.inference.server.access_log import to_stdout
 from headstart.inference.server.app import build_app
 from headstart.inference.server.service import Served, Service
-from headstart.inference.server.two_loops import TwoLoops
 
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 RECIPE_FIELDS = (*SAMPLING_FIELDS[1:], "presence_penalty", "frequency_penalty")
@@ -64,7 +64,7 @@ def load(options: ServeOptions) -> Served:
     return Served(
         target=model.target,
         tokenizer=tokenizer,
-        make_loop=partial(TwoLoops, model.target, model.drafter, options.settings.max_batch),
+        make_loop=partial(DecodeLoop, model.target, model.drafter, options.settings.max_batch),
         defaults=default_sampling(model.target.model.generation_config, options.decode, model.sampling),
         most_depth=model.drafter.depth,
         about={

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
 
-from headstart.inference.request import Block, DecodeStats, Generation, Request
+from headstart.inference.decode import DecodeLoop
+from headstart.inference.request import Alternatives, Block, DecodeStats, DraftTree, Generation, Request
 from headstart.inference.server.errors import ApiError
-from headstart.inference.server.two_loops import TwoLoops
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class Update:
     tokens: list[int]
     depths: list[int | None]  # as in Block
     logprobs: list[float]  # of each token; empty unless the request asks for them
+    alternatives: list[Alternatives]  # in place of each token; empty unless the request asks for them
+    tree: DraftTree | None  # as in Block
     drafted: int  # draft tokens that the target verified in this step
     accepted: int  # those of them that it accepted, also beyond the end of the text
     is_step: bool  # False for the first token, which the prompt's pass yields
@@ -58,7 +60,6 @@ class Job:
 
     index: int
     request: Request
-    speculative: bool
     events: asyncio.Queue[Event]
     last: float = field(default_factory=time.perf_counter)  # when it was submitted, then its last update
     started: bool = False  # whether its first token is written; these two belong to the thread of asyncio
@@ -69,7 +70,7 @@ class Job:
 class Engine:
     """Runs the decode loop in a thread of its own and hands events back to asyncio."""
 
-    def __init__(self, make_loop: Callable[[], TwoLoops], observe: Observe) -> None:
+    def __init__(self, make_loop: Callable[[], DecodeLoop], observe: Observe) -> None:
         """`make_loop` is called again, in the engine's thread, after an error in a step.
 
         `observe` sees each event in the thread of asyncio, when it happens, and not when a slow client has read it.
@@ -134,7 +135,7 @@ class Engine:
             self._tell([(job, Failure(job.index, ApiError(503, "the server is stopping; send the request again")))])
             return
         try:
-            job.number = self.loop.submit(job.request, job.speculative)
+            job.number = self.loop.submit(job.request)
         except ValueError as error:
             self._tell([(job, Failure(job.index, ApiError(400, str(error))))])
         else:
@@ -167,12 +168,14 @@ class Engine:
         generation: Generation = self.loop.generations[block.number]
         stats, told = generation.stats, job.told
         accepted = sum(stats.accepted_at_depth)
-        logprobs = (generation.logprobs or [])[-len(block.tokens) :]
+        first = len(generation.tokens) - len(block.tokens)
         found = Update(
             job.index,
             block.tokens,
             block.depths,
-            logprobs,
+            (generation.logprobs or [])[first:],
+            generation.alternatives[first:],
+            block.tree,
             drafted=stats.drafted - told.drafted,
             accepted=accepted - sum(told.accepted_at_depth),
             is_step=stats.steps > told.steps,

@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from headstart.inference.request import DecodeStats
+from headstart.inference.request import Alternatives, DecodeStats, DraftTree
 from headstart.inference.server.engine import End, Engine, Event, Failure, Job, Update
 from headstart.inference.server.errors import ApiError
 from headstart.inference.server.fields import Wanted
@@ -19,6 +19,7 @@ class ToldToken:
 
     token: int
     logprob: float
+    alternatives: Alternatives  # the likeliest tokens in its place
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Delta:
     calls: list[ToolCall] = field(default_factory=list)
     told: list[ToldToken] = field(default_factory=list)
     finish: str | None = None
+    tree: DraftTree | None = None  # of the step
     seconds: float | None = None  # of decoding so far
 
     @property
@@ -79,7 +81,7 @@ class Exchange:
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.choices = []
         for index, request in enumerate(wanted.requests):
-            job = Job(index, request, wanted.speculative, self.events)
+            job = Job(index, request, self.events)
             written = WrittenText(wanted.text, request.prompt, wanted.stops, wanted.include_stop)
             self.choices.append(Choice(job, written, ToolCallParser() if wanted.tools else None))
         self.left = len(self.choices)  # choices that have not ended in the engine
@@ -151,12 +153,16 @@ class Exchange:
                 break
             choice.tokens.append(token)
             if update.logprobs:
-                told.append(ToldToken(token, update.logprobs[place]))
+                alternatives = update.alternatives[place] if update.alternatives else []
+                told.append(ToldToken(token, update.logprobs[place], alternatives))
             if token not in ends:
                 pieces += choice.written.add(token, update.depths[place])
         if choice.written.stopped is not None:
             self.engine.cancel(choice.job)  # if the loop has not found the stop string itself
-        return self._delta(choice, pieces, told, update.seconds)
+        calls: list[ToolCall] = []
+        if choice.parser is not None:
+            pieces, calls = choice.parser.add(pieces)
+        return Delta(update.index, pieces, calls, told, tree=update.tree, seconds=update.seconds)
 
     def _ended(self, choice: Choice, event: End) -> Delta:
         self.left -= 1
@@ -178,9 +184,3 @@ class Exchange:
         if choice.parser is not None and choice.parser.calls and choice.finish == "stop":
             choice.finish = "tool_calls"
         return Delta(event.index, pieces, calls, finish=choice.finish, seconds=event.stats.seconds)
-
-    def _delta(self, choice: Choice, pieces: list[Piece], told: list[ToldToken], seconds: float) -> Delta:
-        calls: list[ToolCall] = []
-        if choice.parser is not None:
-            pieces, calls = choice.parser.add(pieces)
-        return Delta(choice.job.index, pieces, calls, told, seconds=seconds)

@@ -39,11 +39,8 @@ class Wanted:
     include_usage: bool
     continuous_usage: bool
     logprobs: bool
-    alternatives: int  # likeliest tokens told beside each chosen one
     tools: bool  # look for tool calls
-    speculative: bool
     show_tokens: bool  # the extension of the chat page: each token's text and draft depth
-    show_trees: bool
 
 
 class FieldReader:
@@ -142,6 +139,9 @@ class FieldReader:
                     logprobs,
                     (*ends, *sorted(stop_tokens)),
                     priority,
+                    alternatives,
+                    trees,
+                    speculative,
                 )
                 for copy in range(copies)
             ]
@@ -159,11 +159,8 @@ class FieldReader:
             include_usage=usage or always,
             continuous_usage=always,
             logprobs=logprobs,
-            alternatives=alternatives,
             tools=tools,
-            speculative=speculative,
             show_tokens=tokens,
-            show_trees=trees,
         )
 
     def sampling(self, body: Body) -> Sampling:

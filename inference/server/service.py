@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TypeVar
 
+from headstart.inference.decode import DecodeLoop
 from headstart.inference.sampling import Sampling
 from headstart.inference.server.acceptance_watch import AcceptanceWatch
 from headstart.inference.server.access_log import LogEntry
@@ -18,7 +19,6 @@ from headstart.inference.server.fields import FieldReader, Wanted
 from headstart.inference.server.metrics import Metrics
 from headstart.inference.server.prompts import PromptReader
 from headstart.inference.server.settings import ServerSettings
-from headstart.inference.server.two_loops import TwoLoops
 from headstart.inference.target.model import TargetModel
 from headstart.inference.target.tokenizer import Tokenizer
 
@@ -31,7 +31,7 @@ class Served:
 
     target: TargetModel
     tokenizer: Tokenizer
-    make_loop: Callable[[], TwoLoops]
+    make_loop: Callable[[], DecodeLoop]
     defaults: Sampling  # of requests that name no sampling parameters
     most_depth: int  # draft tokens that a step may accept
     about: dict[str, str | bool | None]  # shown by the chat page: head, dtype, device
