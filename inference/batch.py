@@ -14,7 +14,7 @@ from headstart.inference.drafter import Drafter, VerifiedOnHost
 from headstart.inference.drafters.costs import CostTable, Situation
 from headstart.inference.prefill import read_piece, read_prompts, refuse_nan
 from headstart.inference.prefixes import BLOCK, Cached, Prefix, PrefixIndex
-from headstart.inference.request import Block, Generation, Request, Row
+from headstart.inference.request import Block, Generation, Request, Row, TokenScores
 from headstart.inference.sampling import BatchSampling, History
 from headstart.inference.speculation import SpeculationByLoad
 from headstart.inference.target.model import TargetModel, TargetOutput
@@ -120,8 +120,8 @@ class Batch:
         choices = sampling.choose(logits, positions, history)
         blocks = []
         for number, row in enumerate(rows):
-            logprobs = log_probabilities(logits[number], choices[number]) if row.request.logprobs else None
-            blocks.append(Block(row.number, row.add_tokens(choices[number].tolist(), logprobs), [None]))
+            scores = token_scores(row.request, logits[number], choices[number])
+            blocks.append(Block(row.number, row.add_tokens(choices[number].tolist(), scores), [None]))
             row.generation.stats.cache_bytes = self.cache.num_bytes
         self.rows += rows
         for slots in self.cache.slots:
@@ -250,16 +250,16 @@ class Batch:
             count = len(found.path)
             if self.history is not None:
                 self.history.count(index, [row.text[-1], *found.tokens[:-1]])
-            logprobs = None
+            scores = None
             if row.request.logprobs:
                 chosen = torch.tensor(found.tokens, device=device)
-                logprobs = log_probabilities(output.logits[index, paths[index, :count]], chosen)
+                scores = token_scores(row.request, output.logits[index, paths[index, :count]], chosen)
             if self.prefixes is not None:
                 row.kept.append(path_taps[index, :count])
             # A drafter without slots reads only the newest positions, and a row that opted out needs none.
             skips = self.cache.head is None or not row.request.speculative
             is_read = skips or (drafts and not row.is_behind)
-            blocks.append(row.record_step(found, path_taps[index, :count], logprobs, is_read))
+            blocks.append(row.record_step(found, path_taps[index, :count], scores, is_read))
             row.generation.stats.bytes_moved += bytes_moved // len(self.rows)
             row.generation.stats.cache_bytes = max(row.generation.stats.cache_bytes, self.cache.num_bytes)
         return blocks
@@ -404,10 +404,19 @@ def start_history(requests: list[Request], outputs: list[list[int]], target: Tar
     return history
 
 
-def log_probabilities(logits: Float[Tensor, "nodes vocab"], tokens: Int[Tensor, " nodes"]) -> list[float]:
-    """The target's own log-probability of each token, in nats."""
-    found: list[float] = logits.float().log_softmax(-1).gather(1, tokens.unsqueeze(1)).squeeze(1).tolist()
-    return found
+def token_scores(
+    request: Request, logits: Float[Tensor, "nodes vocab"], tokens: Int[Tensor, " nodes"]
+) -> TokenScores | None:
+    """The target's own log-probability of each token, and the likeliest tokens if asked for; None if not asked for."""
+    if not request.logprobs:
+        return None
+    log_p = logits.float().log_softmax(-1)
+    chosen = log_p.gather(1, tokens.unsqueeze(1)).squeeze(1).tolist()
+    if not request.alternatives:
+        return TokenScores(chosen, [])
+    likeliest = log_p.topk(min(request.alternatives, log_p.shape[-1]), dim=-1)
+    pairs = zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
+    return TokenScores(chosen, [list(zip(ids, values, strict=True)) for ids, values in pairs])
 
 
 def pad_right(taps: Float[Tensor, "count tapped"], count: int) -> Float[Tensor, "longest tapped"]:

@@ -15,6 +15,7 @@ from headstart.inference.verify import Accepted
 
 GREEDY = Sampling()
 Detokenize = Callable[[list[int]], str]
+Alternatives = list[tuple[int, float]]  # tokens with their log-probabilities
 
 
 @dataclass(frozen=True)
@@ -111,12 +112,22 @@ class Request:
     logprobs: bool = False
     end_tokens: tuple[int, ...] | None = None  # None: the target's own
     priority: int = 0  # requests of a higher one are decoded first
+    alternatives: int = 0  # how many of the likeliest tokens to tell beside each logprob
+    show_trees: bool = False  # hand out each step's draft tree with its block
     speculative: bool = True  # False: this text is written without draft tokens, whatever the others of the batch do
 
     @property
     def length(self) -> int:
         """Tokens of the longest text that may be written, prompt included."""
         return len(self.prompt) + self.max_new_tokens
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """What the target alone, at temperature 1, thinks of new tokens; all in nats."""
+
+    chosen: list[float]
+    alternatives: list[Alternatives]  # empty if the request asks for none
 
 
 @dataclass
@@ -126,8 +137,18 @@ class Generation:
     tokens: list[int] = field(default_factory=list)  # the new ones, an end token included
     stats: DecodeStats = field(default_factory=DecodeStats)
     logprobs: list[float] | None = None  # of each new token under the target alone, temperature 1, in nats
+    alternatives: list[Alternatives] = field(default_factory=list)  # in place of each new token, the likeliest first
     finish: Literal["length", "end", "stop", "cancelled"] = "length"
     cached_tokens: int = 0  # of the prompt, which were not read again because another text had begun with them
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """A draft tree and what the target accepted of it. Nodes without a parent are padding, except for the root."""
+
+    tokens: list[int]  # of each node, the root first
+    parents: list[int]  # -1: none
+    path: list[int]  # accepted nodes, the root first
 
 
 @dataclass(frozen=True)
@@ -137,6 +158,7 @@ class Block:
     number: int  # of the request
     tokens: list[int]
     depths: list[int | None]  # the draft depth of each; BONUS for a bonus token, None if nothing was drafted
+    tree: DraftTree | None = None  # if the request asks for it, and something was drafted
 
 
 @dataclass(eq=False)
@@ -186,7 +208,7 @@ class Row:
         return self.left - 1 if self.request.speculative else 0
 
     def record_step(
-        self, found: Accepted, taps: Float[Tensor, "count tapped"], logprobs: list[float] | None, is_read: bool = True
+        self, found: Accepted, taps: Float[Tensor, "count tapped"], scores: TokenScores | None, is_read: bool = True
     ) -> Block:
         """Take in what a target step accepted; returns what of it became text.
 
@@ -197,11 +219,13 @@ class Row:
         else:
             self.later.append(taps)
         self.drafted, self.choices = found.drafted, found.choices
-        kept = self.add_tokens(found.tokens, logprobs)
+        kept = self.add_tokens(found.tokens, scores)
         self.generation.stats.count_step(len(found.path) - 1, len(kept), found.drafted)
-        return Block(self.number, kept, found.depths[: len(kept)])
+        is_shown = self.request.show_trees and found.drafted
+        tree = DraftTree(found.nodes, found.parents, found.path) if is_shown else None
+        return Block(self.number, kept, found.depths[: len(kept)], tree)
 
-    def add_tokens(self, tokens: list[int], logprobs: list[float] | None) -> list[int]:
+    def add_tokens(self, tokens: list[int], scores: TokenScores | None) -> list[int]:
         """Add tokens until the text ends; returns those that were added."""
         kept = cut_at_end(tokens[: self.left], self.end_tokens)
         stop = self.request.stop
@@ -209,8 +233,9 @@ class Row:
         kept = kept[:before_stop]
         self.text += kept
         self.generation.tokens += kept
-        if logprobs is not None:
-            self.generation.logprobs = (self.generation.logprobs or []) + logprobs[: len(kept)]
+        if scores is not None:
+            self.generation.logprobs = (self.generation.logprobs or []) + scores.chosen[: len(kept)]
+            self.generation.alternatives += scores.alternatives[: len(kept)]
         if before_stop is not None:
             self.generation.finish = "stop"
         elif kept[-1] in self.end_tokens:

@@ -21,6 +21,8 @@ class Accepted:
     tokens: list[int]  # the path's tokens without the root, then the bonus token
     drafted: int  # draft tokens that were verified
     choices: list[int] = field(default_factory=list, compare=False)  # the target's, at every node
+    nodes: list[int] = field(default_factory=list, compare=False)  # the token of every node, padding included
+    parents: list[int] = field(default_factory=list, compare=False)  # of every node; -1 for the root and for padding
 
     @property
     def depths(self) -> list[int | None]:
@@ -62,7 +64,8 @@ def accept(tree: Tree, choices: Int[Tensor, "batch nodes"]) -> list[Accepted]:
         path = [0]
         while (node := child.get((path[-1], chosen[path[-1]]))) is not None:
             path.append(node)
-        accepted.append(Accepted(path, [chosen[node] for node in path], count_drafted(parents), chosen))
+        taken = [chosen[node] for node in path]
+        accepted.append(Accepted(path, taken, count_drafted(parents), chosen, tokens, parents))
     return accepted
 
 
@@ -84,7 +87,7 @@ def accept_allowed(
         while path[0]:
             path.insert(0, parents[path[0]])
         taken = [*(tokens[node] for node in path[1:]), chosen[path[-1]]]
-        accepted.append(Accepted(path, taken, count_drafted(parents), chosen))
+        accepted.append(Accepted(path, taken, count_drafted(parents), chosen, tokens, parents))
     return accepted
 
 

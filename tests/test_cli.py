@@ -32,7 +32,7 @@ def test_the_package_installs_the_command() -> None:
 
 
 def test_every_stage_has_a_subcommand() -> None:
-    stages = "smollm2 prompts harvest inspect store train launch calibrate report chat export lint doctor convert"
+    stages = "smollm2 prompts harvest inspect store train launch calibrate report chat serve export lint doctor convert"
     assert list(cli.COMMANDS) == stages.split()
 
 

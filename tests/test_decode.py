@@ -13,7 +13,7 @@ from scripted import DRAFTERS, Duplicates, HalfRightHead, Hidden, Listener, Neve
 from headstart.heads.eagle3 import Eagle3Head, Eagle3Shape
 from headstart.heads.target_config import Rope
 from headstart.heads.vocab import DraftVocab
-from headstart.inference.decode import generate, generate_batch, loop_of
+from headstart.inference.decode import DecodeLoop, generate, generate_batch, loop_of
 from headstart.inference.drafter import Drafter, NoDrafter
 from headstart.inference.drafters.cost_aware import growth_from_recipe
 from headstart.inference.drafters.growth import Dynamic
@@ -516,3 +516,34 @@ def test_summed_stats_count_each_step_once_at_every_depth_it_reached() -> None:
         total.add(stats)
     assert total.steps == 5
     assert total.accepted_at_depth == [3, 2, 1]  # from the paths of 3, 2 and 4 nodes, their roots not counted
+
+
+def test_the_likeliest_tokens_are_told_beside_each_logprob(target: TargetModel, head: Eagle3Head) -> None:
+    prompt = [5, 6, 7, 11]
+    request = Request(prompt, 20, logprobs=True, alternatives=3)
+    found = generate_batch(target, [request], HeadDrafter(head, Dynamic(2, 2, 4)))[0]
+    logits = target.model(torch.tensor([prompt + found.tokens])).logits[0, len(prompt) - 1 : -1]
+    best = logits.log_softmax(-1).topk(3)
+    assert [[token for token, _ in each] for each in found.alternatives] == best.indices.tolist()
+    told = torch.tensor([[value for _, value in each] for each in found.alternatives])
+    assert float((told - best.values).abs().max()) < 1e-4
+    assert [each[0][0] for each in found.alternatives] == found.tokens  # greedy
+
+
+def test_each_steps_tree_comes_with_its_block_if_asked_for(target: TargetModel, head: Eagle3Head) -> None:
+    loop = DecodeLoop(target, HeadDrafter(head, Dynamic(2, 2, 4)))
+    loop.submit(Request([5, 6, 7], 20, show_trees=True))
+    blocks = list(loop.run())
+    trees = [block.tree for block in blocks[1:] if block.tree is not None]
+    assert trees
+    text = [5, 6, 7]
+    for block in blocks:
+        if block.tree is not None:
+            assert block.tree.tokens[0] == text[-1]
+            path = [block.tree.tokens[node] for node in block.tree.path[1:]]
+            assert path == block.tokens[: len(path)]
+            assert all(
+                block.tree.parents[node] == above
+                for above, node in zip(block.tree.path, block.tree.path[1:], strict=False)
+            )
+        text += block.tokens

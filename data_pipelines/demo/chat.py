@@ -29,6 +29,7 @@ from headstart.data_pipelines.demo.smollm2_options import FOLDER
 from headstart.heads.target_config import locate_target
 from headstart.inference.chat.session import Chat, converse
 from headstart.inference.generation import SpeculativeModel
+from headstart.inference.model_options import require_head
 from headstart.inference.sampling import sampling_from_recipe
 from headstart.inference.target.loading import fast_dtype, pick_device
 from headstart.inference.target.tokenizer import load_tokenizer
@@ -51,7 +52,7 @@ def talk(options: ChatOptions) -> None:
     interactive = sys.stdin.isatty() and options.prompt is None
     piped = not interactive and options.prompt is None
     console = Console(highlight=False, color_system=None if piped else "auto")
-    require_head(options)
+    require_head(options.head, options.recipe)
     section = target_section(options)
     sampling = sampling_from_recipe(options.decode, options.temperature)
     fields = section.model_dump(exclude={"path"})
@@ -82,18 +83,6 @@ def target_section(options: ChatOptions) -> TargetSection:
             print(fetch(FOLDER, "auto"), flush=True)
     dtype = fast_dtype(pick_device("auto")) if options.dtype == "auto" else options.dtype
     return TargetSection.model_validate({"path": path, "dtype": dtype})
-
-
-def require_head(options: ChatOptions) -> None:
-    """Raise ValueError, before the target is loaded, if the head's folder holds none."""
-    if options.head is None or (options.head / "config.json").is_file():
-        return
-    field = "--head" if options.recipe is None else "report.head"
-    instead = "give --target without --head" if options.recipe is None else "set decode.drafter=prompt_lookup"
-    raise ValueError(
-        f"{field}: {options.head} holds no head (no config.json); a trained head's folder is allowed: train one with "
-        f"headstart train RECIPE, or {instead}, to draft by prompt lookup"
-    )
 
 
 def typed_lines(console: Console) -> Iterator[str]:

@@ -1,20 +1,16 @@
 """The command line of `headstart chat`, readable without torch."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from headstart.data_pipelines.demo.smollm2_options import FOLDER
+from headstart.inference.model_options import drafts_of, head_of, read_recipe
 from headstart.recipes.command_line import command_name
-from headstart.recipes.load import RecipeError, load_recipe
 from headstart.recipes.schema import DecodeSection, Recipe
 
 HEAD = Path("assets/smollm2_head")
-# Trees that pay on two cores: a step of 8 nodes takes 1.5 times as long as one of plain decoding.
-DRAFTS = DecodeSection(depth=3, width=3, nodes=8)
-LOOKUP = DecodeSection(drafter="prompt_lookup", growth="chain")
 
 
 @dataclass(frozen=True)
@@ -72,27 +68,4 @@ def own_drafts(given: argparse.Namespace) -> tuple[DecodeSection, Path | None]:
     """Without a recipe: the given head, the bundled one for the bundled target if it is here, or prompt lookup."""
     bundled = HEAD if given.target is None and (HEAD / "config.json").is_file() else None
     head = given.head or bundled
-    return (LOOKUP, None) if head is None else (DRAFTS, head)
-
-
-def head_of(recipe: Recipe) -> Path | None:
-    """The folder of the recipe's head; None if the recipe drafts without one."""
-    if recipe.decode.drafter != "head":
-        return None
-    return recipe.head_dir if recipe.report.head is None else recipe.report.head
-
-
-def read_recipe(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Recipe:
-    """The recipe; ends the process for a wrong one, and for options that say what it says already."""
-    fields = {"target": "target.path", "head": "report.head", "dtype": "target.dtype"}
-    for option, field in fields.items():
-        if (value := getattr(given, option)) is not None:
-            parser.error(
-                f"--{option}: {value} given with the recipe {given.recipe}, one of the two is allowed; write "
-                f"{field}={value}, or leave the recipe out"
-            )
-    try:
-        return load_recipe(given.recipe, given.overrides)
-    except RecipeError as error:
-        print(error, file=sys.stderr)
-        raise SystemExit(2) from None
+    return drafts_of(head), head

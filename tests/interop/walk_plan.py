@@ -70,6 +70,7 @@ BY_HAND = {
     **({} if shutil.which("chromium") else {r"^make check-page$": "needs a Chromium"}),
     r"tests/interop/\w+\.py": "run by a make target: check-vllm, check-speculators, check-page",
     r"^make walk$": "is this walk",
+    r"^make chat$|^headstart serve\b": "serve until they are stopped; see tests/test_server_command.py",
     r"--machine_rank|--num_machines [2-9]|^srun |^sbatch ": "needs several machines; see tests/test_machines.py",
     r"^(accelerate launch|python3?|headstart|pip)$": "no command, only its first word",
 }

@@ -1,0 +1,166 @@
+"""Loads what `headstart serve` is asked for, and runs the server until a signal ends it."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from headstart.heads.target_config import locate_target
+from headstart.inference.decode import DecodeLoop
+from headstart.inference.generation import SpeculativeModel
+from headstart.inference.generation_config import config_fields
+from headstart.inference.model_options import require_head
+from headstart.inference.sampling import Sampling
+from headstart.inference.server.options import ServeOptions, serve_options
+from headstart.inference.target.loading import fast_dtype, pick_device
+from headstart.inference.target.tokenizer import load_tokenizer
+from headstart.recipes.os_errors import NOT_BEGUN, errors_as_messages
+from headstart.recipes.schema import DecodeSection, TargetSection
+from headstart.recipes.tuned_target import refuse_original_target
+
+if find_spec("fastapi") is None or find_spec("uvicorn") is None or find_spec("prometheus_client") is None:
+    raise SystemExit(
+        "error: fastapi, uvicorn or prometheus_client is not installed, all three are needed to serve; "
+        "pip install -e '.[serve]'"
+    )
+
+import uvicorn
+
+from headstart.inference.server.acceptance_watch import promised_length
+from headstart.inference.server.access_log import to_stdout
+from headstart.inference.server.app import build_app
+from headstart.inference.server.service import Served, Service
+
+SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+RECIPE_FIELDS = (*SAMPLING_FIELDS[1:], "presence_penalty", "frequency_penalty")
+LAST_BYTES = 5  # seconds that clients get to read the end of their answers
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = serve_options(None, argv)
+    with errors_as_messages(NOT_BEGUN):
+        listening = listen(options.host, options.port)
+        app, service = build_app(load(options), options.settings, to_stdout)
+        asyncio.run(Server(app, service, options).serve(sockets=[listening]))
+
+
+def load(options: ServeOptions) -> Served:
+    """The target and what drafts for it; raises ValueError for a head that does not fit."""
+    require_head(options.head, options.recipe)
+    section = target_section(options)
+    fields = section.model_dump(exclude={"path"})
+    model = SpeculativeModel.from_folders(section.path, options.head, options.decode, **fields)
+    assert model.drafter is not None
+    tokenizer = load_tokenizer(locate_target(section.path, section.revision), section.trust_remote_code)
+    return Served(
+        target=model.target,
+        tokenizer=tokenizer,
+        make_loop=partial(DecodeLoop, model.target, model.drafter, options.settings.max_batch),
+        defaults=default_sampling(model.target.model.generation_config, options.decode, model.sampling),
+        most_depth=model.drafter.depth,
+        about={
+            "target": Path(section.path).name,
+            "head": None if options.head is None else str(options.head),
+            "drafter": options.decode.drafter,
+            "growth": options.decode.growth,
+            "dtype": section.dtype,
+            "device": str(model.target.device),
+        },
+        promised=promised_length(options.head),
+    )
+
+
+def target_section(options: ServeOptions) -> TargetSection:
+    if options.recipe is not None:
+        refuse_original_target(options.recipe, options.recipe.report.head)
+        return options.recipe.target
+    dtype = fast_dtype(pick_device("auto")) if options.dtype == "auto" else options.dtype
+    return TargetSection.model_validate({"path": options.target, "dtype": dtype})
+
+
+def default_sampling(generation_config: Any, decode: DecodeSection, own: Sampling) -> Sampling:
+    """How requests sample that do not say: temperature 1, else as the model's files say, else as the recipe does."""
+    given, defaults = config_fields(generation_config)
+    files = {
+        name: given[name]
+        for name in SAMPLING_FIELDS
+        if given.get(name) is not None and given[name] != defaults.get(name)
+    }
+    recipe = {name: getattr(decode, name) for name in RECIPE_FIELDS if name in decode.model_fields_set}
+    found = {"temperature": 1.0, **files, **recipe}
+    return replace(own, **{**found, "top_k": found.get("top_k") or None})
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that is bound before the target is loaded; raises ValueError if the address is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise ValueError(
+            f"--port: {port} of {host} cannot be listened at ({error.strerror or error}), a free port is needed; give "
+            f"another --port (0 takes a free one), or end the server that has it"
+        ) from None
+
+
+class Server(uvicorn.Server):
+    """uvicorn with our own signals: the first one lets running requests end, the second one ends the process."""
+
+    def __init__(self, app: Any, service: Service, options: ServeOptions) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                lifespan="on",
+                timeout_graceful_shutdown=LAST_BYTES,
+            )
+        )
+        self.service, self.options = service, options
+        self.ending: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self.end, number)
+        await super().startup(sockets)
+        assert sockets is not None
+        print(introduction(sockets[0], self.options, self.service), flush=True)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals to `end`: uvicorn would close connections first."""
+        yield
+
+    def end(self, number: int) -> None:
+        """A signal has come."""
+        if self.ending is not None:
+            print("ending at once; running requests are lost", file=sys.stderr, flush=True)
+            os._exit(128 + number)
+        waiting = f"{len(self.service.open)} requests get up to {self.options.shutdown_timeout:g} seconds to end"
+        print(json.dumps({"shutdown": f"{waiting}; a second signal ends at once"}), flush=True)
+        self.ending = asyncio.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        await self.service.drain(self.options.shutdown_timeout)
+        self.should_exit = True
+
+
+def introduction(listening: socket.socket, options: ServeOptions, service: Service) -> str:
+    host, port = listening.getsockname()[:2]
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    about = service.served.about
+    drafts = f"head {about['head']}" if about["head"] else str(about["drafter"]).replace("_", " ")
+    return (
+        f"http://{shown}:{port}/  chat page; the API is below /v1; model {options.settings.names[0]}, drafts by "
+        f"{drafts} ({about['growth']}), {about['dtype']} on {about['device']}"
+    )

@@ -1,0 +1,210 @@
+"""The one thread that owns target, head and decode loop. Everything else talks to it through a queue of orders."""
+
+import asyncio
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from queue import Empty, SimpleQueue
+
+from headstart.inference.decode import DecodeLoop
+from headstart.inference.request import Alternatives, Block, DecodeStats, DraftTree, Generation, Request
+from headstart.inference.server.errors import ApiError
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one step of the decode loop made certain of a choice."""
+
+    index: int  # of the choice
+    tokens: list[int]
+    depths: list[int | None]  # as in Block
+    logprobs: list[float]  # of each token; empty unless the request asks for them
+    alternatives: list[Alternatives]  # in place of each token; empty unless the request asks for them
+    tree: DraftTree | None  # as in Block
+    drafted: int  # draft tokens that the target verified in this step
+    accepted: int  # those of them that it accepted, also beyond the end of the text
+    is_step: bool  # False for the first token, which the prompt's pass yields
+    seconds: float  # since the engine began to read the prompt
+    at: float  # time.perf_counter() after the step
+
+
+@dataclass(frozen=True)
+class End:
+    """A choice has ended; no update follows."""
+
+    index: int
+    finish: str  # as in Generation
+    stats: DecodeStats
+    at: float  # as in Update
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A choice has ended without its text."""
+
+    index: int
+    error: ApiError
+
+
+Event = Update | End | Failure
+Observe = Callable[["Job", Event], None]
+
+
+@dataclass(eq=False)
+class Job:
+    """One choice on its way through the engine. Its events reach `events`, in the thread of asyncio."""
+
+    index: int
+    request: Request
+    events: asyncio.Queue[Event]
+    last: float = field(default_factory=time.perf_counter)  # when it was submitted, then its last update
+    started: bool = False  # whether its first token is written; these two belong to the thread of asyncio
+    number: int | None = None  # in the decode loop; this and the next belong to the engine's thread
+    told: DecodeStats = field(default_factory=DecodeStats)  # what the updates so far have counted
+
+
+class Engine:
+    """Runs the decode loop in a thread of its own and hands events back to asyncio."""
+
+    def __init__(self, make_loop: Callable[[], DecodeLoop], observe: Observe) -> None:
+        """`make_loop` is called again, in the engine's thread, after an error in a step.
+
+        `observe` sees each event in the thread of asyncio, when it happens, and not when a slow client has read it.
+        """
+        self.make_loop, self.observe = make_loop, observe
+        self.orders: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self.jobs: dict[int, Job] = {}
+        self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.running = True
+        self.failures = 0  # steps that ended in an error
+        self.asyncio: asyncio.AbstractEventLoop
+
+    @property
+    def alive(self) -> bool:
+        return self.thread.is_alive()
+
+    def start(self) -> None:
+        """Begin to decode; events go to the asyncio loop that is running now."""
+        self.asyncio = asyncio.get_running_loop()
+        self.thread.start()
+
+    def submit(self, job: Job) -> None:
+        if not self.alive:
+            raise ApiError(503, "the engine has stopped; restart the server")
+        self.orders.put(partial(self._submit, job))
+
+    def cancel(self, job: Job) -> None:
+        """End a job wherever it is; its End follows, unless it has ended already."""
+        self.orders.put(partial(self._cancel, job))
+
+    def stop(self) -> None:
+        """End the thread after the step that is running; jobs that are left end in an error."""
+        self.orders.put(self._stop)
+        self.thread.join()
+
+    def _run(self) -> None:
+        try:
+            self.loop = self.make_loop()
+            while self.running:
+                self._follow_orders()
+                if not self.loop.idle:
+                    self._step()
+        except Exception:
+            traceback.print_exc()
+        finally:
+            self.running = False
+            self._fail_all("the server is stopping")
+            while not self.orders.empty():
+                self.orders.get()()
+
+    def _follow_orders(self) -> None:
+        """Follow all orders; waits for one if there is nothing to decode."""
+        try:
+            self.orders.get(block=self.loop.idle)()
+            while True:
+                self.orders.get_nowait()()
+        except Empty:
+            pass
+
+    def _submit(self, job: Job) -> None:
+        if not self.running:
+            self._tell([(job, Failure(job.index, ApiError(503, "the server is stopping; send the request again")))])
+            return
+        try:
+            job.number = self.loop.submit(job.request)
+        except ValueError as error:
+            self._tell([(job, Failure(job.index, ApiError(400, str(error))))])
+        else:
+            self.jobs[job.number] = job
+
+    def _cancel(self, job: Job) -> None:
+        if job.number in self.jobs:
+            self.loop.cancel(job.number)
+            self._tell(self._ends())
+
+    def _stop(self) -> None:
+        self.running = False
+
+    def _step(self) -> None:
+        try:
+            blocks = self.loop.step()
+        except Exception as error:  # such as too little memory: these requests fail, the next ones begin anew
+            traceback.print_exc()
+            self.failures += 1
+            lost = f"the step failed ({type(error).__name__}); its {len(self.jobs)} requests get an error"
+            print(lost, file=sys.stderr, flush=True)
+            self._fail_all("decoding failed; the server's log has the reason")
+            self.loop = self.make_loop()
+            return
+        now = time.perf_counter()
+        events = [(job, self._update(job, block, now)) for block in blocks for job in [self.jobs[block.number]]]
+        self._tell([*events, *self._ends()])
+
+    def _update(self, job: Job, block: Block, now: float) -> Update:
+        generation: Generation = self.loop.generations[block.number]
+        stats, told = generation.stats, job.told
+        accepted = sum(stats.accepted_at_depth)
+        first = len(generation.tokens) - len(block.tokens)
+        found = Update(
+            job.index,
+            block.tokens,
+            block.depths,
+            (generation.logprobs or [])[first:],
+            generation.alternatives[first:],
+            block.tree,
+            drafted=stats.drafted - told.drafted,
+            accepted=accepted - sum(told.accepted_at_depth),
+            is_step=stats.steps > told.steps,
+            seconds=stats.seconds,
+            at=now,
+        )
+        told.drafted, told.steps, told.accepted_at_depth = stats.drafted, stats.steps, [accepted]
+        return found
+
+    def _ends(self) -> list[tuple[Job, Event]]:
+        """The jobs that have ended since the last call; the loop forgets them."""
+        found: list[tuple[Job, Event]] = []
+        for number, generation in self.loop.take_ended():
+            job = self.jobs.pop(number)
+            found.append((job, End(job.index, generation.finish, generation.stats, time.perf_counter())))
+            self.loop.forget(number)
+        return found
+
+    def _fail_all(self, reason: str) -> None:
+        jobs, self.jobs = self.jobs, {}
+        self._tell([(job, Failure(job.index, ApiError(500, reason))) for job in jobs.values()])
+
+    def _tell(self, events: list[tuple[Job, Event]]) -> None:
+        """Put each event into its job's queue, all in one turn of asyncio's loop."""
+
+        def put() -> None:
+            for job, event in events:
+                self.observe(job, event)
+                job.events.put_nowait(event)
+
+        if events and not self.asyncio.is_closed():
+            self.asyncio.call_soon_threadsafe(put)

@@ -1,0 +1,251 @@
+"""Reads the fields of a chat or completion request into what the engine decodes and how the answer is written."""
+
+import math
+import secrets
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from headstart.inference.generation_values import refuse_empty_choice
+from headstart.inference.request import Detokenize, Request, StopStrings
+from headstart.inference.request_checks import check_length
+from headstart.inference.sampling import Sampling
+from headstart.inference.server.body import Body
+from headstart.inference.server.errors import ApiError, wrong
+from headstart.inference.server.prompts import PromptReader, read_messages, read_tools
+from headstart.inference.target.model import TargetModel
+from headstart.inference.target.tokenizer import text_of, visible_text_of
+
+MOST_CHOICES = 128
+MOST_STOPS, LONGEST_STOP = 64, 1000
+MOST_ALTERNATIVES = 20
+RANDOM_SEEDS = 2**53 - 2**8  # a client that counts in doubles, as JavaScript does, can send the seed back
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A request as it was read. Its choices are those of the first prompt, then of the next."""
+
+    prompts: list[list[int]]
+    requests: list[Request]  # one for each choice
+    copies: int  # choices per prompt
+    seed: int  # of the first choice of each prompt; the next ones count on
+    text: Detokenize
+    stops: tuple[str, ...]
+    include_stop: bool
+    stop_tokens: frozenset[int]  # those of the request, not the target's own
+    echo: list[str]  # the text before each prompt's choices; empty texts unless the request asks for it
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    logprobs: bool
+    tools: bool  # look for tool calls
+    show_tokens: bool  # the extension of the chat page: each token's text and draft depth
+
+
+class FieldReader:
+    """Reads requests for one target."""
+
+    def __init__(self, target: TargetModel, prompts: PromptReader, defaults: Sampling) -> None:
+        """`defaults` are the sampling parameters of a request that names none."""
+        self.target, self.prompts, self.defaults = target, prompts, defaults
+
+    def chat(self, body: Body) -> Wanted:
+        """A body of /v1/chat/completions."""
+        if body.take("messages") is None:
+            raise ApiError(
+                400, "messages: missing; a list of messages is needed; write [{role: user, content: ...}]", "messages"
+            )
+        messages = read_messages(body.take("messages"))
+        tools, choice = read_tools(body.take("tools")), body.take("tool_choice")
+        if choice not in (None, "auto", "none"):
+            raise wrong("tool_choice", choice, "auto or none is", "leave it out for auto")
+        continued = body.flag("continue_final_message")
+        tokens = self.prompts.from_messages(
+            messages,
+            [] if choice == "none" else tools,
+            body.mapping("chat_template_kwargs"),
+            body.flag("add_generation_prompt", default=not continued),
+            continued,
+        )
+        logprobs = body.flag("logprobs")
+        alternatives = body.integer("top_logprobs", 0, 0, MOST_ALTERNATIVES)
+        if alternatives and not logprobs:
+            raise wrong("top_logprobs", alternatives, "0 is, as logprobs is not true,", "set logprobs to true")
+        most = self.length(body, "max_completion_tokens", "max_tokens")
+        return self.wanted(body, [tokens], [""], most, logprobs, alternatives, bool(tools) and choice != "none")
+
+    def completion(self, body: Body) -> Wanted:
+        """A body of /v1/completions."""
+        if body.take("prompt") is None:
+            raise ApiError(400, "prompt: missing; a text or a list of token ids is needed; write one", "prompt")
+        prompts = self.prompts.from_completion(body.take("prompt"))
+        alternatives = body.integer("logprobs", None, 0, MOST_ALTERNATIVES)
+        echo = body.flag("echo")
+        if echo and alternatives is not None:
+            raise wrong("echo", True, "false is, as logprobs of a prompt are not computed,", "leave one of the two out")
+        text = partial(visible_text_of, self.prompts.tokenizer)
+        before = [text(prompt) if echo else "" for prompt in prompts]
+        most = self.length(body, "max_tokens")
+        return self.wanted(body, prompts, before, most, alternatives is not None, alternatives or 0, tools=False)
+
+    def length(self, body: Body, *names: str) -> tuple[str, int | None]:
+        """The longest answer, with the name of the field that says so; None for all the room that is left."""
+        given = [(name, body.integer(name, None, 1)) for name in names]
+        return next(((name, most) for name, most in given if most is not None), (names[-1], None))
+
+    def wanted(
+        self,
+        body: Body,
+        prompts: list[list[int]],
+        echo: list[str],
+        most: tuple[str, int | None],
+        logprobs: bool,
+        alternatives: int,
+        tools: bool,
+    ) -> Wanted:
+        """Read what both kinds of request have in common."""
+        copies = body.integer("n", 1, 1, MOST_CHOICES)
+        stops, include_stop = read_stops(body.take("stop")), body.flag("include_stop_str_in_output")
+        decoder = visible_text_of if body.flag("skip_special_tokens", default=True) else text_of
+        text: Detokenize = partial(decoder, self.prompts.tokenizer)
+        stop_tokens = frozenset(self.stop_tokens(body))
+        ends = () if body.flag("ignore_eos") else tuple(self.target.end_tokens)
+        sampling = self.sampling(body)
+        seed = body.integer("seed", None, -(2**63), 2**63 - copies)
+        seed = secrets.randbelow(RANDOM_SEEDS) if seed is None else seed
+        least = body.integer("min_tokens", 0, 0)
+        speculative, priority = body.flag("speculative", default=True), body.integer("priority", 0, -(2**31), 2**31)
+        stream, options = body.flag("stream"), Body(body.mapping("stream_options"))
+        usage, always = options.flag("include_usage"), options.flag("continuous_usage_stats")
+        options.refuse_rest()
+        extension = Body(body.mapping("headstart"))
+        tokens, trees = extension.flag("tokens"), extension.flag("trees")
+        extension.refuse_rest()
+        self.read_format(body)
+        body.take("model")
+        body.refuse_rest()
+        requests = []
+        for prompt in prompts:
+            limit = self.room(prompt, *most)
+            bias = self.bias(sampling, least, limit, (*ends, *stop_tokens), bool(stops))
+            stop = StopStrings(stops, text) if stops else None
+            requests += [
+                Request(
+                    prompt,
+                    limit,
+                    replace(sampling, seed=seed + copy, logit_bias=bias),
+                    stop,
+                    logprobs,
+                    (*ends, *sorted(stop_tokens)),
+                    priority,
+                    alternatives,
+                    trees,
+                    speculative,
+                )
+                for copy in range(copies)
+            ]
+        return Wanted(
+            prompts=prompts,
+            requests=requests,
+            copies=copies,
+            seed=seed,
+            text=text,
+            stops=stops,
+            include_stop=include_stop,
+            stop_tokens=stop_tokens,
+            echo=echo,
+            stream=stream,
+            include_usage=usage or always,
+            continuous_usage=always,
+            logprobs=logprobs,
+            tools=tools,
+            show_tokens=tokens,
+        )
+
+    def sampling(self, body: Body) -> Sampling:
+        """The sampling parameters without seed; Sampling checks them once more."""
+        own = self.defaults
+        top_k = body.integer("top_k", own.top_k, -1)
+        return replace(
+            own,
+            temperature=at_least_a_trace(body.number("temperature", own.temperature, 0, 100)),
+            top_k=None if top_k in (None, 0, -1) else top_k,
+            top_p=body.number("top_p", own.top_p, 0, 1, above=True),
+            min_p=body.number("min_p", own.min_p, 0, 1),
+            repetition_penalty=body.number("repetition_penalty", own.repetition_penalty, 0, 100, above=True),
+            presence_penalty=body.number("presence_penalty", own.presence_penalty, -2, 2),
+            frequency_penalty=body.number("frequency_penalty", own.frequency_penalty, -2, 2),
+            logit_bias=self.read_bias(body.mapping("logit_bias")),
+        )
+
+    def read_bias(self, given: dict[str, Any]) -> tuple[tuple[int, float], ...]:
+        """Token ids come as strings, since JSON has no other keys."""
+        found, last = [], self.target.config.vocab_size - 1
+        for key, value in given.items():
+            if not key.isascii() or not key.isdigit() or len(key) > 10 or int(key) > last:
+                raise wrong("logit_bias", key, f"token ids 0 to {last} are", "leave it out")
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not -100 <= value <= 100:
+                raise wrong("logit_bias", value, f"-100 to 100 for token {key} is", "correct it or leave it out")
+            found.append((int(key), float(value)))
+        return tuple(found)
+
+    def stop_tokens(self, body: Body) -> list[int]:
+        given = body.take("stop_token_ids")
+        if given is None:
+            return []
+        if not isinstance(given, list) or not all(type(each) is int for each in given) or len(given) > 1000:
+            raise wrong("stop_token_ids", given, "a list of at most 1000 token ids is", "correct it or leave it out")
+        self.prompts.check_tokens("stop_token_ids", given)
+        return given
+
+    def room(self, prompt: list[int], field: str, most: int | None) -> int:
+        """How many new tokens a prompt gets; raises ApiError for one that does not fit the context."""
+        left = self.target.max_positions - len(prompt)
+        try:
+            check_length(self.target, prompt, max(left, 1) if most is None else most, field)
+        except ValueError as error:
+            raise ApiError(400, str(error), field) from None
+        return left if most is None else most
+
+    def bias(
+        self, sampling: Sampling, least: int, limit: int, ends: tuple[int, ...], has_stops: bool
+    ) -> tuple[tuple[int, float], ...]:
+        """The biases, with end tokens forbidden throughout if the shortest answer is the longest one too."""
+        bias = sampling.logit_bias
+        if least and (least != limit or has_stops):
+            allowed = f"0 is, or the {limit} tokens of the longest answer, without stop strings,"
+            raise wrong("min_tokens", least, allowed, "leave it out, or set ignore_eos to true")
+        if least:
+            bias = (*bias, *((token, -math.inf) for token in ends))
+        try:
+            refuse_empty_choice(bias, self.target.config.vocab_size)
+        except ValueError as error:
+            raise ApiError(400, str(error), "logit_bias") from None
+        return bias
+
+    def read_format(self, body: Body) -> None:
+        """Refuse constrained output, which the decode loop does not have."""
+        kind = body.mapping("response_format").get("type", "text")
+        if kind != "text":
+            raise wrong("response_format", kind, "only the type text is", "leave it out")
+
+
+def read_stops(given: Any) -> tuple[str, ...]:
+    strings = [given] if isinstance(given, str) else given
+    if not strings:
+        return ()
+    allowed = f"a text, or a list of at most {MOST_STOPS} texts of 1 to {LONGEST_STOP} characters, is"
+    if not isinstance(strings, list) or len(strings) > MOST_STOPS:
+        shown = f"{len(strings)} strings" if isinstance(strings, list) else strings
+        raise wrong("stop", shown, allowed, "give fewer")
+    for each in strings:
+        if not isinstance(each, str) or not 0 < len(each) <= LONGEST_STOP:
+            raise wrong("stop", each, allowed, "correct it or leave it out")
+    return tuple(strings)
+
+
+def at_least_a_trace(temperature: float) -> float:
+    """Of temperatures so small that logits would overflow, all choose the likeliest token."""
+    return 0.0 if temperature < 1e-8 else temperature

@@ -1,0 +1,146 @@
+"""Prometheus metrics under our own names, and under vLLM's, which dashboards and load tools read."""
+
+from collections.abc import Callable, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from headstart.inference.server.engine import Update
+from headstart.inference.server.exchange import Exchange
+
+PREFIXES = ("headstart", "vllm")
+LABELS = ("model_name", "engine")
+SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+LONG = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+COUNTERS = {
+    "spec_decode_num_drafts": "Target steps that verified draft tokens.",
+    "spec_decode_num_draft_tokens": "Draft tokens (nodes of trees) that the target verified.",
+    "spec_decode_num_accepted_tokens": "Draft tokens that the target accepted.",
+    "prompt_tokens": "Tokens of prompts.",
+    "generation_tokens": "New tokens.",
+    "num_preemptions": "Requests whose cache was given up for others; always 0 here.",
+}
+GAUGES = {
+    "num_requests_running": "Choices whose first token was written, and whose last was not.",
+    "num_requests_waiting": "Choices that wait for their first token.",
+}
+HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
+    "time_to_first_token_seconds": ("From a request's arrival to its first token.", LONG),
+    "inter_token_latency_seconds": ("Between the steps that added to a choice; a step adds several tokens.", SHORT),
+    "request_time_per_output_token_seconds": ("Time after the first token, divided by the tokens after it.", SHORT),
+    "e2e_request_latency_seconds": ("From a request's arrival to its end.", LONG),
+    "request_queue_time_seconds": ("Until the engine read the prompt.", LONG),
+    "request_prefill_time_seconds": ("Reading the prompt.", LONG),
+    "request_decode_time_seconds": ("From the first token to the last.", LONG),
+    "request_prompt_tokens": ("Tokens of a request's prompts.", TOKENS),
+    "request_generation_tokens": ("New tokens of a request.", TOKENS),
+    "iteration_tokens_total": ("Tokens that a step added to a choice.", STEP_TOKENS),
+}
+
+
+class Metrics:
+    """All figures of one server, in a registry of its own."""
+
+    def __init__(self, model: str, engine_failures: Callable[[], int], promised: float | None = None) -> None:
+        """`promised` is the acceptance length on the head's card."""
+        self.registry = CollectorRegistry()
+        self.labels = {"model_name": model, "engine": "0"}
+        self.counters = {name: self._each(Counter, name, text) for name, text in COUNTERS.items()}
+        self.gauges = {name: self._each(Gauge, name, text) for name, text in GAUGES.items()}
+        self.histograms = {
+            name: self._each(Histogram, name, text, buckets=buckets) for name, (text, buckets) in HISTOGRAMS.items()
+        }
+        self.per_position = self._each_with(
+            "spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by depth, from 0.", "position"
+        )
+        self.successes = self._each_with("request_success", "Choices that ended, by how.", "finished_reason")
+        self.rejections = self._each_with("admission_rejections", "Requests that were turned away, by why.", "reason")
+        self.length = Gauge(
+            "headstart:acceptance_length",
+            "Tokens that a drafting step adds on average, the bonus token included, since the start.",
+            LABELS,
+            registry=self.registry,
+        ).labels(**self.labels)
+        self.drafts = self.accepted = 0
+        if promised is not None:
+            Gauge(
+                "headstart:promised_acceptance_length",
+                "The acceptance length on the head's card, at temperature 0.",
+                LABELS,
+                registry=self.registry,
+            ).labels(**self.labels).set(promised)
+        failures = Gauge(
+            "headstart:engine_failures", "Steps that ended in an error.", LABELS, registry=self.registry
+        ).labels(**self.labels)
+        failures.set_function(engine_failures)
+
+    def page(self) -> bytes:
+        """The metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def set_load(self, running: int, waiting: int) -> None:
+        for gauge in self.gauges["num_requests_running"]:
+            gauge.set(running)
+        for gauge in self.gauges["num_requests_waiting"]:
+            gauge.set(waiting)
+
+    def reject(self, reason: str) -> None:
+        for counter in self.rejections:
+            counter.labels(**self.labels, reason=reason).inc()
+
+    def count_prompts(self, tokens: int) -> None:
+        self._add("prompt_tokens", tokens)
+
+    def count_update(self, update: Update, since_last: float) -> None:
+        """Count a step's part in a choice; `since_last` are the seconds since the choice's last step."""
+        self._add("generation_tokens", len(update.tokens))
+        self._observe("iteration_tokens_total", len(update.tokens))
+        if update.is_step:
+            self._observe("inter_token_latency_seconds", since_last)
+        if not update.drafted:
+            return
+        self._add("spec_decode_num_drafts", 1)
+        self._add("spec_decode_num_draft_tokens", update.drafted)
+        self._add("spec_decode_num_accepted_tokens", update.accepted)
+        for position in range(update.accepted):
+            for counter in self.per_position:
+                counter.labels(**self.labels, position=str(position)).inc()
+        self.drafts, self.accepted = self.drafts + 1, self.accepted + update.accepted
+        self.length.set(1 + self.accepted / self.drafts)
+
+    def count_request(self, exchange: Exchange) -> None:
+        """Count a request that has ended, in whatever way."""
+        times = exchange.times
+        written = sum(len(choice.tokens) for choice in exchange.choices)
+        for choice in exchange.choices:
+            for counter in self.successes:
+                counter.labels(**self.labels, finished_reason=choice.finish or "abort").inc()
+        if times.first is None or times.read is None or times.last is None:
+            return
+        ended = times.last if times.ended is None else times.ended
+        self._observe("time_to_first_token_seconds", times.first - times.submitted)
+        self._observe("request_queue_time_seconds", times.read - times.submitted)
+        self._observe("request_prefill_time_seconds", times.first - times.read)
+        self._observe("request_decode_time_seconds", times.last - times.first)
+        self._observe("e2e_request_latency_seconds", ended - times.submitted)
+        self._observe("request_prompt_tokens", sum(map(len, exchange.wanted.prompts)))
+        self._observe("request_generation_tokens", written)
+        if len(exchange.choices) == 1 and written > 1:
+            self._observe("request_time_per_output_token_seconds", (times.last - times.first) / (written - 1))
+
+    def _add(self, name: str, count: int) -> None:
+        for counter in self.counters[name]:
+            counter.inc(count)
+
+    def _observe(self, name: str, value: int | float) -> None:
+        for histogram in self.histograms[name]:
+            histogram.observe(value)
+
+    def _each(self, kind: type, name: str, text: str, **options: object) -> list:
+        made = [kind(f"{prefix}:{name}", text, LABELS, registry=self.registry, **options) for prefix in PREFIXES]
+        return [each.labels(**self.labels) for each in made]
+
+    def _each_with(self, name: str, text: str, label: str) -> list[Counter]:
+        return [Counter(f"{prefix}:{name}", text, (*LABELS, label), registry=self.registry) for prefix in PREFIXES]

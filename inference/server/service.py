@@ -1,0 +1,145 @@
+"""What the routes share: the engine, who is admitted, and what is measured."""
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import TypeVar
+
+from headstart.inference.decode import DecodeLoop
+from headstart.inference.sampling import Sampling
+from headstart.inference.server.acceptance_watch import AcceptanceWatch
+from headstart.inference.server.access_log import LogEntry
+from headstart.inference.server.body import Body
+from headstart.inference.server.engine import End, Engine, Event, Job, Update
+from headstart.inference.server.errors import ApiError
+from headstart.inference.server.exchange import Exchange, Limits
+from headstart.inference.server.fields import FieldReader, Wanted
+from headstart.inference.server.metrics import Metrics
+from headstart.inference.server.prompts import PromptReader
+from headstart.inference.server.settings import ServerSettings
+from headstart.inference.target.model import TargetModel
+from headstart.inference.target.tokenizer import Tokenizer
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class Served:
+    """What is decoded with."""
+
+    target: TargetModel
+    tokenizer: Tokenizer
+    make_loop: Callable[[], DecodeLoop]
+    defaults: Sampling  # of requests that name no sampling parameters
+    most_depth: int  # draft tokens that a step may accept
+    about: dict[str, str | bool | None]  # shown by the chat page: head, dtype, device
+    promised: float | None = None  # the acceptance length on the head's card
+
+
+class Service:
+    """One target behind HTTP. Everything here runs in the thread of asyncio."""
+
+    def __init__(self, served: Served, settings: ServerSettings, log: Callable[[str], None]) -> None:
+        self.served, self.settings, self.log = served, settings, log
+        self.engine = Engine(served.make_loop, self.observe)
+        self.metrics = Metrics(settings.names[0], lambda: self.engine.failures, served.promised)
+        self.acceptance = AcceptanceWatch(served.promised, log)
+        target = served.target
+        self.prompts = PromptReader(served.tokenizer, target.config.vocab_size, target.max_positions)
+        self.reader = FieldReader(target, self.prompts, served.defaults)
+        self.one_reader = asyncio.Lock()
+        self.fingerprint = f"headstart-{version('headstart')}"
+        self.limits = Limits(settings.queue_timeout, settings.request_timeout)
+        self.running = self.waiting = 0  # choices in the engine
+        self.open: set[Exchange] = set()  # requests whose answer is being written
+        self.mean_seconds = 1.0  # of a choice, the recent ones weighing most
+        self.draining = False
+
+    @property
+    def ready(self) -> bool:
+        return self.engine.alive and not self.draining
+
+    def check_model(self, body: Body) -> str:
+        """The model's name as the request gives it; raises ApiError for another model's."""
+        name = body.text("model", self.settings.names[0])
+        if name not in self.settings.names:
+            known = ", ".join(self.settings.names)
+            raise ApiError(404, f"model: {name[:100]!r} given, {known} is allowed; GET /v1/models lists it", "model")
+        return str(name)
+
+    def admit(self, count: int) -> None:
+        """Raise ApiError unless this many more choices may decode or wait."""
+        most = self.settings.max_batch + self.settings.max_queue
+        if self.draining or not self.engine.alive:
+            self.metrics.reject("stopping")
+            raise ApiError(503, "the server is stopping; send the request to another one", headers={"Retry-After": "5"})
+        if count > most:
+            raise ApiError(
+                400,
+                f"n: {count} choices given, at most {most} are allowed (--max-batch and --max-queue); ask for fewer",
+                "n",
+            )
+        if self.running + self.waiting + count > most:
+            self.metrics.reject("queue_full")
+            raise ApiError(
+                self.settings.busy_status,
+                f"{self.running} choices are decoded and {self.waiting} wait, at most {most} are allowed (--max-batch "
+                f"and --max-queue); send the request again later",
+                headers={"Retry-After": str(self.retry_after())},
+            )
+
+    def retry_after(self) -> int:
+        """Seconds after which a place in the queue should be free."""
+        turns = self.waiting / self.settings.max_batch + 1 / max(self.running, 1)
+        return min(max(math.ceil(self.mean_seconds * turns), 1), 60)
+
+    async def read(self, read: Callable[[Body], Found], body: Body) -> Found:
+        """Read a request in another thread, as tokenizing a long prompt takes a while."""
+        async with self.one_reader:
+            return await asyncio.to_thread(read, body)
+
+    def begin(self, wanted: Wanted) -> Exchange:
+        """Hand a request to the engine."""
+        self.admit(len(wanted.requests))
+        self.metrics.count_prompts(sum(map(len, wanted.prompts)))
+        exchange = Exchange(wanted, self.engine, self.limits)
+        self.waiting += len(wanted.requests)
+        self.metrics.set_load(self.running, self.waiting)
+        self.open.add(exchange)
+        return exchange
+
+    async def finish(self, exchange: Exchange, entry: LogEntry) -> None:
+        """Let go of a request, ended or not, and record it."""
+        await exchange.settle()
+        self.open.discard(exchange)
+        self.metrics.count_request(exchange)
+        entry.add(exchange)
+
+    def observe(self, job: Job, event: Event) -> None:
+        """Count an event of the engine."""
+        if isinstance(event, Update):
+            if not job.started:
+                job.started = True
+                self.waiting, self.running = self.waiting - 1, self.running + 1
+            self.metrics.count_update(event, event.at - job.last)
+            self.acceptance.count(event)
+            job.last = event.at
+        elif job.started:
+            self.running -= 1
+            if isinstance(event, End):
+                self.mean_seconds += 0.1 * (event.stats.seconds - self.mean_seconds)
+        else:
+            self.waiting -= 1
+        self.metrics.set_load(self.running, self.waiting)
+
+    async def drain(self, timeout: float) -> None:
+        """Refuse new requests, let those that are open end, and after this many seconds end them."""
+        self.draining = True
+        waited = 0.0
+        while self.open and waited < timeout:
+            await asyncio.sleep(0.05)
+            waited += 0.05
+        for exchange in list(self.open):
+            exchange.cancel()

@@ -1,0 +1,122 @@
+"""Reads bodies with limits, writes streams of events, and notices when the client leaves."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing, suppress
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from headstart.inference.server.body import Body, read_json_object
+from headstart.inference.server.errors import ApiError
+from headstart.inference.server.settings import ServerSettings
+
+Found = TypeVar("Found")
+KEEP_ALIVE = ": keep-alive\n\n"  # a comment, which clients skip
+DONE = "data: [DONE]\n\n"
+
+
+class ClientGoneError(Exception):
+    """The client has closed the connection."""
+
+
+async def read_body(request: Request, settings: ServerSettings) -> Body:
+    """The JSON object of a request; raises ApiError for one that is too large, too slow or none."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(415, f"Content-Type: {kind[:60]!r} given, application/json is allowed; send it with that header")
+    try:
+        async with asyncio.timeout(settings.body_timeout):
+            return Body(read_json_object(await read_limited(request, settings.max_body)))
+    except TimeoutError:
+        raise ApiError(
+            408, f"the body did not arrive within {settings.body_timeout:g} seconds; send it faster"
+        ) from None
+
+
+async def read_limited(request: Request, most: int) -> bytes:
+    """The raw body. One that is too large is still received, up to eight times the limit, so that the client reads
+    the error, but not kept."""
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size <= most:
+            parts.append(part)
+        elif size > 8 * most:
+            break
+    if size > most:
+        raise ApiError(413, f"the body has more than {most} bytes, at most {most} are allowed; send a smaller one")
+    return b"".join(parts)
+
+
+async def until_gone(receive: Receive) -> None:
+    """Returns when the client has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_gone(work: Coroutine[Any, Any, Found], receive: Receive) -> Found:
+    """The result of the work; cancels it and raises ClientGoneError if the client leaves first."""
+    working, gone = asyncio.create_task(work), asyncio.create_task(until_gone(receive))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGoneError
+        return working.result()
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+async def with_keep_alives(events: AsyncGenerator[str, None], pause: float) -> AsyncGenerator[str, None]:
+    """The events, with a comment wherever none came for `pause` seconds."""
+    async with aclosing(events):
+        coming: asyncio.Task[str] | None = None
+        try:
+            while True:
+                coming = coming or asyncio.ensure_future(anext(events))
+                done, _ = await asyncio.wait({coming}, timeout=pause)
+                if not done:
+                    yield KEEP_ALIVE
+                    continue
+                try:
+                    yield coming.result()
+                except StopAsyncIteration:
+                    return
+                coming = None
+        finally:
+            if coming is not None and not coming.done():
+                coming.cancel()
+                with suppress(asyncio.CancelledError, StopAsyncIteration):
+                    await coming
+
+
+class EventStream(Response):
+    """Server-sent events. They are closed, wherever they are, when the client leaves."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[str, None], pause: float) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self.events = with_keep_alives(events, pause)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        with suppress(ClientGoneError):
+            await unless_gone(self._write(send), receive)
+        await self.events.aclose()  # if the client left before the first one
+
+    async def _write(self, send: Send) -> None:
+        async with aclosing(self.events):
+            async for event in self.events:
+                await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def event(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"

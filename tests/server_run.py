@@ -1,0 +1,79 @@
+"""A server on a tiny random target, in a thread of this process and on a port of its own."""
+
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from tiny_run import ENDS, build_target
+
+from headstart.inference.decode import DecodeLoop
+from headstart.inference.drafter import Drafter
+from headstart.inference.drafters.growth import Dynamic
+from headstart.inference.drafters.model import EarlyExit
+from headstart.inference.sampling import Sampling
+from headstart.inference.server.app import build_app
+from headstart.inference.server.service import Served, Service
+from headstart.inference.server.settings import ServerSettings
+from headstart.inference.target.model import TargetModel
+from headstart.inference.target.tokenizer import load_tokenizer
+from headstart.recipes.schema import TargetSection
+
+NAME = "tiny"
+
+
+def load_served(folder: Path, drafter: Drafter | None = None, max_batch: int = 4, **changes: Any) -> Served:
+    """The tiny target, drafting with its own first six layers: often right, and often wrong."""
+    if not folder.exists():
+        build_target(folder)
+    target = TargetModel.load(TargetSection(path=str(folder), dtype="float32", device="cpu"), ())
+    own = drafter or EarlyExit(target, 6, Dynamic(3, 2, 5))
+    values: dict[str, Any] = {
+        "target": target,
+        "tokenizer": load_tokenizer(folder),
+        "make_loop": partial(DecodeLoop, target, own, max_batch),
+        "defaults": Sampling(temperature=1.0),
+        "most_depth": 3,
+        "about": {"target": NAME, "head": None, "drafter": "early_exit", "growth": "dynamic", "dtype": "float32"},
+    }
+    return Served(**{**values, **changes})
+
+
+@dataclass
+class Running:
+    """A server that is up."""
+
+    url: str
+    service: Service
+    lines: list[str] = field(default_factory=list)  # of its log
+
+
+@contextmanager
+def running(served: Served, settings: ServerSettings) -> Iterator[Running]:
+    """Start the server, and stop it at the end, whatever is still open."""
+    lines: list[str] = []
+    app, service = build_app(served, settings, lines.append)
+    config = uvicorn.Config(app, port=0, log_level="error", lifespan="on", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
+    thread.start()
+    while not server.started:
+        thread.join(0.01)
+        assert thread.is_alive()
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield Running(f"http://127.0.0.1:{port}", service, lines)
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def without(tokens: Sequence[int], ends: Sequence[int] = ENDS) -> list[int]:
+    """The tokens of a text that is shown: no end token."""
+    return list(tokens[:-1]) if tokens and tokens[-1] in ends else list(tokens)

@@ -1,0 +1,252 @@
+"""Laws of the server's answers: each text is what the decode loop writes alone, streamed or not, drafted or not."""
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from openai import BadRequestError, NotFoundError, OpenAI
+from server_run import NAME, Running, load_served, running, without
+from tiny_run import CHAT_TEMPLATE, ENDS
+
+from headstart.inference.decode import generate
+from headstart.inference.sampling import Sampling
+from headstart.inference.server.settings import ServerSettings
+from headstart.inference.target.tokenizer import visible_text_of
+
+MESSAGES: Any = [{"role": "user", "content": "the head guesses 🌳"}]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    served = load_served(tmp_path_factory.mktemp("served") / "target")
+    with running(served, ServerSettings((NAME, "alias"), max_batch=4)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
+        yield found
+
+
+def tokens_of(server: Running, text: str, special: bool = True) -> list[int]:
+    return list(server.service.served.tokenizer(text, add_special_tokens=special)["input_ids"])
+
+
+def alone(server: Running, prompt: list[int], count: int, sampling: Sampling) -> str:
+    """The text that the target writes plainly, without a server."""
+    served = server.service.served
+    tokens = generate(served.target, prompt, count, sampling).tokens
+    return visible_text_of(served.tokenizer, without(tokens))
+
+
+def chat_prompt(server: Running) -> list[int]:
+    assert "[assistant]" in CHAT_TEMPLATE
+    return tokens_of(server, f"[user]{MESSAGES[0]['content']}[assistant]", special=False)
+
+
+def chat(client: OpenAI, **fields: Any) -> Any:
+    return client.chat.completions.create(model=NAME, messages=MESSAGES, **fields)
+
+
+def complete(client: OpenAI, **fields: Any) -> Any:
+    return client.completions.create(**{"model": NAME, "prompt": "a draft is", "max_tokens": 24, **fields})
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "extra", [{}, {"top_k": 20, "repetition_penalty": 1.2}, {"min_p": 0.02}, {"speculative": False}]
+)
+def test_a_chat_is_what_the_target_writes_alone(
+    server: Running, client: OpenAI, seed: int, extra: dict[str, Any]
+) -> None:
+    found = chat(client, seed=seed, temperature=0.9, top_p=0.95, max_tokens=40, extra_body=extra)
+    own = {name: value for name, value in extra.items() if name != "speculative"}
+    expected = alone(server, chat_prompt(server), 40, Sampling(temperature=0.9, top_p=0.95, seed=seed, **own))
+    assert found.choices[0].message.content == expected
+    assert found.choices[0].finish_reason in ("stop", "length")
+    assert found.usage.total_tokens == found.usage.prompt_tokens + found.usage.completion_tokens
+    assert found.usage.prompt_tokens == len(chat_prompt(server))
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("fields", [{}, {"stop": ["e", "th", "🌳"]}, {"logit_bias": {"104": 20}}])
+def test_streamed_text_is_the_unstreamed_text(client: OpenAI, seed: int, fields: dict[str, Any]) -> None:
+    """Most tokens of this target are single bytes, so characters are spelled by several of them."""
+    wanted = {"seed": seed, "temperature": 1.5, "max_tokens": 60, **fields}
+    whole = chat(client, **wanted)
+    chunks = list(chat(client, **wanted, stream=True, stream_options={"include_usage": True}))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[0].choices[0].delta.role == "assistant"
+    finishes = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices]
+    assert [each for each in finishes if each] == [whole.choices[0].finish_reason]
+    assert finishes[-1] is not None
+    assert chunks[-1].usage == whole.usage
+    assert not any(chunk.usage for chunk in chunks[:-1])
+
+
+@pytest.mark.parametrize("stop", ["e", "he", "target", "\n"])
+def test_a_text_ends_before_its_stop_string(server: Running, client: OpenAI, stop: str) -> None:
+    sampling = Sampling(temperature=0.8, seed=3)
+    bias = {str(token): 8 for token in tokens_of(server, "the target he")}
+    biased = Sampling(temperature=0.8, seed=3, logit_bias=tuple((int(token), 8.0) for token in bias))
+    full = alone(server, tokens_of(server, "a draft is"), 40, biased)
+    fields: dict[str, Any] = {"seed": 3, "temperature": sampling.temperature, "logit_bias": bias, "max_tokens": 40}
+    found = complete(client, **fields, stop=stop)
+    streamed = "".join(
+        each.choices[0].text for each in complete(client, **fields, stop=stop, stream=True) if each.choices
+    )
+    assert found.choices[0].text == full.partition(stop)[0] == streamed
+    if stop in full:
+        assert found.choices[0].finish_reason == "stop"
+        assert found.choices[0].stop_reason == stop
+        kept = complete(client, **fields, stop=stop, extra_body={"include_stop_str_in_output": True})
+        assert kept.choices[0].text == full.partition(stop)[0] + stop
+
+
+def test_choices_count_seeds_on_and_share_a_prompt(server: Running, client: OpenAI) -> None:
+    found = complete(client, prompt=["a draft", "the head"], n=3, seed=11, temperature=1.0, max_tokens=12)
+    assert [choice.index for choice in found.choices] == list(range(6))
+    for index, choice in enumerate(found.choices):
+        prompt = tokens_of(server, ["a draft", "the head"][index // 3])
+        assert choice.text == alone(server, prompt, 12, Sampling(temperature=1.0, seed=11 + index % 3))
+
+
+def test_prompts_are_texts_or_token_ids(server: Running, client: OpenAI) -> None:
+    ids = tokens_of(server, "a draft is")
+    texts = {complete(client, prompt=prompt, temperature=0).choices[0].text for prompt in ("a draft is", ids, [ids])}
+    assert len(texts) == 1
+    echoed = complete(client, temperature=0, echo=True).choices[0].text
+    assert echoed == "a draft is" + texts.pop()
+    streamed = complete(client, temperature=0, echo=True, stream=True)
+    assert "".join(each.choices[0].text for each in streamed if each.choices) == echoed
+
+
+def test_without_a_seed_each_request_draws_its_own_and_tells_it(client: OpenAI) -> None:
+    found = [complete(client, temperature=1.0) for _ in range(3)]
+    assert len({each.seed for each in found}) == 3
+    again = complete(client, temperature=1.0, seed=found[0].seed)
+    assert again.choices[0].text == found[0].choices[0].text
+
+
+def test_logprobs_are_those_of_the_target(server: Running, client: OpenAI) -> None:
+    found = chat(client, temperature=0, max_tokens=20, logprobs=True).choices[0].logprobs.content
+    served, prompt = server.service.served, chat_prompt(server)
+    tokens = generate(served.target, prompt, 20).tokens
+    with torch.no_grad():
+        logits = served.target.model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1).tolist()
+    assert [each.logprob for each in found] == pytest.approx(expected, abs=1e-4)
+    assert [each.token for each in found] == [served.tokenizer.decode([token]) for token in tokens]
+    chunks = chat(client, temperature=0, max_tokens=20, logprobs=True, stream=True)
+    streamed = [
+        each.logprob
+        for chunk in chunks
+        if chunk.choices and chunk.choices[0].logprobs
+        for each in chunk.choices[0].logprobs.content
+    ]
+    assert streamed == [each.logprob for each in found]
+    several = chat(client, temperature=0, max_tokens=20, logprobs=True, top_logprobs=2).choices[0].logprobs.content
+    best = logits.log_softmax(-1).topk(2).values.tolist()
+    assert [[pair.logprob for pair in each.top_logprobs] for each in several] == [
+        pytest.approx(each, abs=1e-4) for each in best
+    ]
+    old = complete(client, temperature=0, logprobs=0).choices[0].logprobs
+    assert len(old.tokens) == len(old.token_logprobs) == len(old.text_offset)
+
+
+def test_end_tokens_stop_ids_and_ignore_eos(server: Running, client: OpenAI) -> None:
+    prompt = tokens_of(server, "a draft is")
+    free = generate(server.service.served.target, prompt, 40, Sampling(temperature=1.0, seed=5)).tokens
+    fields: dict[str, Any] = {"seed": 5, "temperature": 1.0, "max_tokens": 40}
+    plain = complete(client, **fields)
+    assert plain.usage.completion_tokens == len(free)
+    assert plain.choices[0].finish_reason == ("stop" if free[-1] in ENDS else "length")
+    assert complete(client, **fields, extra_body={"ignore_eos": True}).usage.completion_tokens == 40
+    stopped = complete(client, **fields, extra_body={"stop_token_ids": [free[1]]})
+    assert stopped.choices[0].stop_reason == free[1]
+    assert stopped.usage.completion_tokens == free.index(free[1]) + 1
+    least = complete(client, **fields, extra_body={"min_tokens": 40})
+    assert least.usage.completion_tokens == 40
+
+
+def test_figures_of_speculation_come_with_the_answer(client: OpenAI) -> None:
+    found = complete(client, temperature=0, max_tokens=40, extra_body={"ignore_eos": True}).metrics
+    figures = found["speculative_decoding"]
+    assert sum(figures["acceptance_histogram"]) == figures["num_spec_steps"]
+    accepted = sum(depth * count for depth, count in enumerate(figures["acceptance_histogram"]))
+    assert accepted == figures["num_accepted_draft_tokens"] > 0
+    assert figures["mean_acceptance_length"] == pytest.approx(1 + accepted / figures["num_spec_steps"])
+    assert found["time_to_first_token_seconds"] > 0
+    plain = complete(client, temperature=0, max_tokens=40, extra_body={"speculative": False})
+    assert plain.metrics["speculative_decoding"] is None
+
+
+def test_each_tokens_text_and_depth_come_if_asked_for(client: OpenAI) -> None:
+    extra = {"headstart": {"tokens": True, "trees": True}, "ignore_eos": True}
+    fields: dict[str, Any] = {"temperature": 1.0, "seed": 1, "max_tokens": 60, "extra_body": extra}
+    whole = complete(client, **fields)
+    chunks = [each for each in complete(client, **fields, stream=True) if each.choices]
+    shown = [(each.choices[0].model_extra or {}).get("headstart", {}) for each in chunks]
+    streamed = [token for each in shown for token in each.get("tokens", [])]
+    assert streamed == whole.choices[0].headstart["tokens"]
+    assert "".join(token["text"] for token in streamed) == whole.choices[0].text
+    trees = [each["tree"] for each in shown if "tree" in each]
+    assert trees
+    assert all(len(tree["texts"]) == len(tree["parents"]) > max(tree["path"]) for tree in trees)
+    assert {token["depth"] for token in streamed} > {None, 0, 1}
+
+
+def test_models_versions_and_tokens(server: Running, client: OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [NAME, "alias"]
+    assert client.models.retrieve("alias").model_dump()["max_model_len"] == 128
+    with pytest.raises(NotFoundError):
+        client.models.retrieve("other")
+    with httpx.Client(base_url=server.url) as http:
+        assert http.get("/health").status_code == http.get("/ready").status_code == 200
+        assert "version" in http.get("/version").json()
+        found = http.post("/tokenize", json={"prompt": "a draft", "return_token_strs": True}).json()
+        assert found["tokens"] == tokens_of(server, "a draft")
+        assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
+        assert http.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": "a draft"}
+        assert http.post("/tokenize", json={"messages": MESSAGES}).json()["tokens"] == chat_prompt(server)
+
+
+def test_a_continued_final_message_is_no_new_turn(server: Running) -> None:
+    body = {"messages": [*MESSAGES, {"role": "assistant", "content": "it"}], "continue_final_message": True}
+    found = httpx.post(f"{server.url}/tokenize", json=body).json()["tokens"]
+    assert found == tokens_of(server, f"[user]{MESSAGES[0]['content']}[assistant]it", special=False)
+
+
+def test_what_is_not_supported_is_refused_by_name(client: OpenAI) -> None:
+    for name, value in (("suffix", "x"), ("best_of", 4), ("response_format", {"type": "json_object"})):
+        with pytest.raises(BadRequestError) as refused:
+            complete(client, extra_body={name: value})
+        assert refused.value.param == name
+        assert name in refused.value.message
+
+
+def test_streams_are_events_that_end_in_done(server: Running) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 4, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in answer.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    assert all(json.loads(line.removeprefix("data: ")) for line in lines[:-1])
+
+
+def test_logs_hold_figures_and_no_text(server: Running, client: OpenAI) -> None:
+    answer = chat(client, max_tokens=8, temperature=0, extra_headers={"X-Request-Id": "mine-1"})
+    while not (mine := [line for line in server.lines if '"mine-1"' in line]):  # it is written after the answer
+        time.sleep(0.01)
+    found = json.loads(mine[0])
+    assert found["status"] == 200
+    assert found["completion_tokens"] == answer.usage.completion_tokens
+    assert math.isfinite(found["prefill_seconds"] + found["queue_seconds"])
+    assert "guesses" not in "".join(server.lines)

@@ -1,0 +1,372 @@
+"""Laws of the server's limits: what is wrong is refused with a status and a reason, and what leaves is let go."""
+
+import asyncio
+import json
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from server_run import NAME, Running, load_served, running
+
+from headstart.inference.decode import DecodeLoop
+from headstart.inference.drafter import PLAIN
+from headstart.inference.request import Block
+from headstart.inference.server.service import Served
+from headstart.inference.server.settings import ServerSettings
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+class Gate:
+    """Lets the engine's steps through one by one, or all of them."""
+
+    def __init__(self) -> None:
+        self.steps = threading.Semaphore(0)
+        self.is_open = threading.Event()
+        self.fails = False
+
+    def wait(self) -> None:
+        while not self.is_open.is_set() and not self.steps.acquire(timeout=0.01):
+            pass
+        if self.fails:
+            self.fails = False
+            raise RuntimeError("a step failed")
+
+
+class GatedLoop(DecodeLoop):
+    gate: Gate
+
+    def step(self) -> list[Block]:
+        self.gate.wait()
+        return super().step()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    return load_served(tmp_path_factory.mktemp("served") / "target", max_batch=2)
+
+
+@pytest.fixture(scope="module")
+def server(served: Served) -> Iterator[Running]:
+    settings = ServerSettings((NAME,), max_batch=2, max_queue=6, max_body=2**20, body_timeout=1.0)
+    with running(served, settings) as found:
+        yield found
+
+
+@contextmanager
+def gated(served: Served, **settings: Any) -> Iterator[tuple[Running, Gate]]:
+    """A server whose steps wait for a gate."""
+    gate = Gate()
+
+    def make_loop() -> DecodeLoop:
+        loop = GatedLoop(served.target, PLAIN, 2)
+        loop.gate = gate
+        return loop
+
+    values: dict[str, Any] = {"names": (NAME,), "max_batch": 2, "max_queue": 1, **settings}
+    with running(replace(served, make_loop=make_loop), ServerSettings(**values)) as found:
+        try:
+            yield found, gate
+        finally:
+            gate.is_open.set()
+
+
+def raw_post(fields: dict[str, Any]) -> bytes:
+    """A completion request as it goes over the wire."""
+    body = json.dumps(fields)
+    head = f"POST {COMPLETION} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    return f"{head}\r\n\r\n{body}".encode()
+
+
+def until(holds: Callable[[], bool], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+# The symptom: path, fields beside or in place of the prompt, status, and what the message must say.
+REFUSED: dict[str, tuple[str, dict[str, Any], int, tuple[str, ...]]] = {
+    "an unknown model": (CHAT, {"model": "gpt-5"}, 404, ("model", "gpt-5", NAME, "/v1/models")),
+    "no messages": (CHAT, {"messages": None}, 400, ("messages", "missing")),
+    "empty messages": (CHAT, {"messages": []}, 400, ("messages", "[]", "at least one message")),
+    "messages as a text": (CHAT, {"messages": "hello"}, 400, ("messages", "hello", "a list")),
+    "a role that no template has": (
+        CHAT,
+        {"messages": [{"role": "wizard", "content": "x"}]},
+        400,
+        ("messages[0].role", "wizard", "system, developer, user"),
+    ),
+    "a picture": (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        400,
+        ("messages[0].content[0]", "image_url", "parts of type text"),
+    ),
+    "a prompt beyond the context": (COMPLETION, {"prompt": [5] * 200}, 400, ("200 tokens", "128 positions")),
+    "prompt and answer beyond the context": (
+        COMPLETION,
+        {"prompt": [5] * 100, "max_tokens": 29},
+        400,
+        ("max_tokens", "100 tokens", "29", "128 positions", "up to 28"),
+    ),
+    "a prompt of a million characters": (COMPLETION, {"prompt": "ab" * 250_000}, 400, ("prompt", "500000", "at most")),
+    "no prompt": (COMPLETION, {"prompt": None}, 400, ("prompt", "missing")),
+    "an empty prompt": (COMPLETION, {"prompt": ""}, 400, ("prompt", "at least one token")),
+    "ids beyond the vocabulary": (COMPLETION, {"prompt": [5, 300]}, 400, ("prompt", "300", "0 to 299")),
+    "negative ids": (COMPLETION, {"prompt": [-1]}, 400, ("prompt", "-1", "0 to 299")),
+    "prompts of two kinds": (COMPLETION, {"prompt": ["a", 5]}, 400, ("prompt", "a list of texts")),
+    "a negative temperature": (COMPLETION, {"temperature": -1}, 400, ("temperature", "-1", "0 to 100")),
+    "a temperature as a text": (COMPLETION, {"temperature": "hot"}, 400, ("temperature", "'hot'", "a number")),
+    "top_p of 0": (COMPLETION, {"top_p": 0}, 400, ("top_p", "above 0")),
+    "min_p of 2": (COMPLETION, {"min_p": 2}, 400, ("min_p", "2", "0 to 1")),
+    "top_k of -2": (COMPLETION, {"top_k": -2}, 400, ("top_k", "-2", "at least -1")),
+    "a penalty of 3": (COMPLETION, {"presence_penalty": 3}, 400, ("presence_penalty", "3", "-2 to 2")),
+    "n of 0": (COMPLETION, {"n": 0}, 400, ("n:", "0 given", "1 to 128")),
+    "n beyond the queue": (COMPLETION, {"n": 100}, 400, ("n:", "100 choices", "at most 8")),
+    "no tokens": (COMPLETION, {"max_tokens": 0}, 400, ("max_tokens", "0 given", "at least 1")),
+    "half a token": (COMPLETION, {"max_tokens": 1.5}, 400, ("max_tokens", "1.5", "a whole number")),
+    "a seed of 65 bits": (COMPLETION, {"seed": 2**64}, 400, ("seed", "a whole number")),
+    "a bias beyond the vocabulary": (COMPLETION, {"logit_bias": {"300": 1}}, 400, ("logit_bias", "300", "0 to 299")),
+    "a bias of 101": (COMPLETION, {"logit_bias": {"3": 101}}, 400, ("logit_bias", "101", "-100 to 100")),
+    "10,000 stop strings": (COMPLETION, {"stop": ["x"] * 10_000}, 400, ("stop", "10000 strings", "at most 64")),
+    "an empty stop string": (COMPLETION, {"stop": [""]}, 400, ("stop", "1 to 1000 characters")),
+    "a long stop string": (COMPLETION, {"stop": "x" * 1001}, 400, ("stop", "1 to 1000 characters")),
+    "stop ids beyond the vocabulary": (COMPLETION, {"stop_token_ids": [999]}, 400, ("stop_token_ids", "999")),
+    "a minimum between none and all": (COMPLETION, {"min_tokens": 3}, 400, ("min_tokens", "3", "ignore_eos")),
+    "alternatives without logprobs": (CHAT, {"top_logprobs": 2}, 400, ("top_logprobs", "set logprobs")),
+    "stream as a text": (COMPLETION, {"stream": "yes"}, 400, ("stream", "'yes'", "true or false")),
+    "a schema": (CHAT, {"response_format": {"type": "json_schema"}}, 400, ("response_format", "json_schema", "text")),
+    "a tool that is none": (CHAT, {"tools": [{"type": "function"}]}, 400, ("tools[0]", "a name")),
+    "a forced tool": (CHAT, {"tool_choice": "required"}, 400, ("tool_choice", "required", "auto or none")),
+    "template arguments of ours": (
+        CHAT,
+        {"chat_template_kwargs": {"tokenize": True}},
+        400,
+        ("chat_template_kwargs", "tokenize", "the template's own"),
+    ),
+    "a template of their own": (CHAT, {"chat_template": "{{ x }}"}, 400, ("chat_template", "not support")),
+    "a field of another server": (COMPLETION, {"guided_json": {}}, 400, ("guided_json", "not support", "null")),
+    "a misspelt field": (
+        COMPLETION,
+        {"temprature": 1},
+        400,
+        ("temprature", "no such field", "did you mean temperature"),
+    ),
+    "a misspelt stream option": (COMPLETION, {"stream_options": {"usage": 1}}, 400, ("usage", "no such field")),
+}
+
+
+@pytest.mark.parametrize("symptom", REFUSED)
+def test_a_wrong_field_is_refused_by_name(server: Running, symptom: str) -> None:
+    path, fields, status, parts = REFUSED[symptom]
+    prompt: dict[str, Any] = {"messages": HELLO} if path == CHAT else {"prompt": "a"}
+    found = httpx.post(server.url + path, json={**prompt, **fields})
+    assert_refused(found, status, *parts)
+
+
+def assert_refused(found: httpx.Response, status: int, *parts: str) -> None:
+    assert found.status_code == status, found.text
+    error = found.json()["error"]
+    assert error["code"] == status
+    assert error["type"].endswith("Error")
+    assert not [part for part in parts if part not in error["message"]], error["message"]
+    assert "Traceback" not in found.text
+    assert len(found.text) < 1000
+    assert found.headers["x-request-id"]
+
+
+@pytest.mark.parametrize(
+    ("body", "parts"),
+    [
+        (b'{"prompt": "a"', ("no JSON", "line 1")),
+        (b"", ("no JSON",)),
+        (b"[1]", ("JSON list", "one object")),
+        (b'{"prompt": "a", "temperature": NaN}', ("NaN",)),
+        (b'{"prompt": "a", "temperature": 1e999}', ("temperature",)),
+        (f'{{"prompt": "a", "seed": {"9" * 5000}}}'.encode(), ("thousands of digits",)),
+        (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", ("nested",)),
+        (b'{"prompt": "\xff"}', ("not UTF-8",)),
+    ],
+)
+def test_a_body_that_is_no_json_is_refused(server: Running, body: bytes, parts: tuple[str, ...]) -> None:
+    found = httpx.post(server.url + COMPLETION, content=body, headers={"Content-Type": "application/json"})
+    assert_refused(found, 400, *parts)
+
+
+def test_bodies_of_other_kinds_sizes_and_paths_are_refused(server: Running) -> None:
+    assert_refused(httpx.post(server.url + COMPLETION, data={"prompt": "a"}), 415, "application/json")
+    large = httpx.post(server.url + COMPLETION, json={"prompt": "a" * 5 * 2**20})
+    assert_refused(large, 413, "1048576 bytes")
+    assert_refused(httpx.post(server.url + "/v1/other", json={}), 404, "no such path")
+    assert_refused(httpx.get(server.url + CHAT), 405, "another method")
+
+
+def test_halves_of_surrogate_pairs_are_read(server: Running) -> None:
+    body = b'{"prompt": "a \\ud83d b", "max_tokens": 2}'
+    found = httpx.post(server.url + COMPLETION, content=body, headers={"Content-Type": "application/json"})
+    assert found.status_code == 200
+
+
+def test_a_body_that_does_not_arrive_is_not_waited_for(server: Running) -> None:
+    address = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((address[0], int(address[1]))) as slow:
+        slow.sendall(raw_post({"prompt": "a"})[:-3])
+        slow.settimeout(20)
+        assert b" 408 " in slow.recv(100)
+
+
+def test_without_a_key_there_is_no_answer(served: Served) -> None:
+    with running(served, ServerSettings((NAME,), api_keys=("one", "two"))) as found:
+        for key in ("", "on", "one two", "three"):
+            refused = httpx.get(f"{found.url}/v1/models", headers={"Authorization": f"Bearer {key}"} if key else {})
+            assert_refused(refused, 401, "Bearer")
+        for key in ("one", "two"):
+            allowed = httpx.get(f"{found.url}/v1/models", headers={"Authorization": f"Bearer {key}"})
+            assert allowed.status_code == 200
+        for path in ("/health", "/ready", "/metrics", "/version"):
+            assert httpx.get(found.url + path).status_code == 200
+        assert "two" not in "".join(found.lines)
+
+
+def test_a_full_queue_refuses_with_a_time_to_come_back(served: Served) -> None:
+    with gated(served) as (server, gate):
+        threads = [post_in_thread(server) for _ in range(3)]
+        until(lambda: server.service.waiting == 3)
+        refused = httpx.post(server.url + COMPLETION, json={"prompt": "a"})
+        assert_refused(refused, 503, "3 wait", "at most 3", "--max-queue")
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        metrics = httpx.get(f"{server.url}/metrics").text
+        assert 'vllm:admission_rejections_total{engine="0",model_name="tiny",reason="queue_full"} 1.0' in metrics
+        assert 'vllm:num_requests_waiting{engine="0",model_name="tiny"} 3.0' in metrics
+        gate.is_open.set()
+        assert [thread.result() for thread in threads] == [200] * 3
+        assert httpx.post(server.url + COMPLETION, json={"prompt": "a", "max_tokens": 2}, timeout=60).status_code == 200
+
+
+class PostThread(threading.Thread):
+    def __init__(self, server: Running, **fields: Any) -> None:
+        super().__init__(daemon=True)
+        self.server, self.fields, self.found = server, fields, None
+        self.start()
+
+    def run(self) -> None:
+        body = {"prompt": "a draft", "max_tokens": 8, **self.fields}
+        self.found = httpx.post(self.server.url + COMPLETION, json=body, timeout=60)
+
+    def result(self) -> int:
+        self.join(60)
+        assert self.found is not None
+        return int(self.found.status_code)
+
+
+def post_in_thread(server: Running, **fields: Any) -> PostThread:
+    return PostThread(server, **fields)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_a_client_that_leaves_frees_its_row(served: Served, stream: bool, steps: int) -> None:
+    """In the queue, after the prompt was read, and while decoding."""
+    with gated(served) as (server, gate):
+        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as client:
+            client.sendall(raw_post({"prompt": "a", "max_tokens": 100, "ignore_eos": True, "stream": stream}))
+            until(lambda: server.service.waiting == 1)
+            for _ in range(steps):
+                gate.steps.release()
+            until(lambda: server.service.running == (1 if steps else 0))
+        gate.steps.release()  # the engine follows orders between steps
+        until(lambda: server.service.running + server.service.waiting == 0)
+        until(lambda: not server.service.open and bool(server.lines))
+        line = json.loads(server.lines[-1])
+        assert line["finish"] == ["abort"]
+        assert line["completion_tokens"] < 100
+        assert line["status"] == (200 if stream else 499)
+        gate.is_open.set()
+        assert httpx.post(server.url + COMPLETION, json={"prompt": "a", "max_tokens": 2}, timeout=60).status_code == 200
+
+
+def test_time_limits_refuse_what_waits_and_cut_what_runs(served: Served) -> None:
+    with gated(served, queue_timeout=0.2) as (server, gate):
+        threading.Timer(0.6, gate.is_open.set).start()  # a request is let go when the step that is running has ended
+        found = httpx.post(server.url + COMPLETION, json={"prompt": "a"})
+        assert_refused(found, 503, "no token within 0.2 seconds", "--queue-timeout")
+    with gated(served, request_timeout=0.3) as (server, gate):
+        gate.steps.release(2)
+        thread = post_in_thread(server, ignore_eos=True, max_tokens=50)
+        time.sleep(0.5)
+        gate.is_open.set()
+        assert thread.result() == 200
+        assert thread.found is not None
+        assert thread.found.json()["choices"][0]["finish_reason"] in ("abort", "length")
+
+
+def test_a_step_that_fails_ends_its_requests_alone(served: Served, capfd: pytest.CaptureFixture[str]) -> None:
+    with gated(served) as (server, gate):
+        for stream in (False, True):
+            thread = post_in_thread(server, stream=stream)
+            until(lambda: server.service.waiting == 1)
+            gate.fails = True
+            gate.steps.release()
+            assert thread.result() == (200 if stream else 500)
+            assert thread.found is not None
+            assert '"code": 500' in thread.found.text.replace('":5', '": 5')
+            assert thread.found.text.endswith("data: [DONE]\n\n") == stream
+        gate.is_open.set()
+        assert httpx.post(server.url + COMPLETION, json={"prompt": "a", "max_tokens": 2}, timeout=60).status_code == 200
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert "headstart:engine_failures{" in httpx.get(f"{server.url}/metrics").text
+    assert "a step failed" in capfd.readouterr().err
+
+
+def test_draining_lets_requests_end_and_takes_no_more(served: Served) -> None:
+    with gated(served) as (server, gate):
+        threads = [post_in_thread(server), post_in_thread(server)]
+        until(lambda: server.service.waiting == 2)
+        loop = server.service.engine.asyncio
+        draining = asyncio.run_coroutine_threadsafe(server.service.drain(30), loop)
+        until(lambda: server.service.draining)
+        assert httpx.get(f"{server.url}/ready").status_code == 503
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert_refused(httpx.post(server.url + COMPLETION, json={"prompt": "a"}), 503, "stopping")
+        gate.is_open.set()
+        assert [thread.result() for thread in threads] == [200, 200]
+        draining.result(20)
+
+
+def test_after_the_drain_time_requests_end_with_what_they_have(served: Served) -> None:
+    with gated(served) as (server, gate):
+        thread = post_in_thread(server, max_tokens=100, ignore_eos=True)
+        until(lambda: server.service.waiting == 1)
+        gate.steps.release(3)
+        until(lambda: server.service.running == 1)
+        draining = asyncio.run_coroutine_threadsafe(server.service.drain(0.1), server.service.engine.asyncio)
+        draining.result(20)
+        gate.steps.release(1)
+        assert thread.result() == 200
+        assert thread.found is not None
+        assert thread.found.json()["choices"][0]["finish_reason"] == "abort"
+
+
+def test_connections_that_open_and_drop_leave_nothing_behind(server: Running) -> None:
+    draw = random.Random(0)
+    files = Path("/proc/self/fd")
+    before = len(list(files.iterdir()))
+    port = int(server.url.rpartition(":")[2])
+    for _ in range(60):
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            whole = raw_post({"prompt": "a", "max_tokens": 40, "stream": draw.random() < 0.5})
+            client.sendall(whole[: draw.choice([1, 30, len(whole) - 3, len(whole), len(whole)])])
+            time.sleep(draw.random() * 0.02)
+    until(lambda: server.service.running + server.service.waiting == 0 and not server.service.open)
+    until(lambda: len(list(files.iterdir())) <= before)
+    assert httpx.post(server.url + COMPLETION, json={"prompt": "a", "max_tokens": 2}, timeout=60).status_code == 200

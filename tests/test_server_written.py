@@ -1,0 +1,65 @@
+"""Laws of streamed text: pieces joined are the whole text, and nothing of a stop string or a tool call slips out."""
+
+import json
+import random
+
+import pytest
+
+from headstart.inference.server.tool_calls import ToolCallParser
+from headstart.inference.server.written import Piece, WrittenText
+
+STOPS = [("ab",), ("aab", "b c"), ("abcabd",), ("🌳", "c")]
+
+
+def spell(tokens: list[int]) -> str:
+    """A token is a byte; bytes of an unfinished character are replacement characters."""
+    return bytes(tokens).decode(errors="replace")
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("include", [False, True])
+def test_text_ends_where_the_first_stop_string_begins(seed: int, include: bool) -> None:
+    draw = random.Random(seed)
+    stops = draw.choice(STOPS)
+    text = "".join(draw.choice(["a", "b", "c", " ", "d", "🌳", "é"]) for _ in range(30))
+    written = WrittenText(spell, [], stops, include)
+    found = "".join(piece.text for token in text.encode() for piece in written.add(token, None))
+    found += "".join(piece.text for piece in written.end())
+    expected = text
+    if ends := [(text.find(stop) + len(stop), stop) for stop in stops if stop in text]:
+        end, first = min(ends)
+        expected = text[:end] if include else text[: end - len(first)]
+        assert written.stopped == first
+    assert found == expected
+
+
+def test_a_text_that_ends_in_half_a_stop_string_keeps_it() -> None:
+    written = WrittenText(spell, [], ("abc",))
+    assert not [piece for token in b"ab" for piece in written.add(token, 1)]
+    assert written.end() == [Piece("a", 1), Piece("b", 1)]
+
+
+CALL = {"name": "weather", "arguments": {"city": "Köln", "text": "</tool_call"}}
+TEXT = f"Let me look.\n<tool_call>\n{json.dumps(CALL, ensure_ascii=False)}\n</tool_call> and <tool_call>no</tool_call>!"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tool_calls_are_found_however_their_marks_are_split(seed: int) -> None:
+    draw, parser, rest, seen = random.Random(seed), ToolCallParser(), TEXT, ""
+    calls = []
+    while rest:
+        count = draw.randint(1, 40 if seed % 2 else 5)
+        pieces, more = parser.add([Piece(rest[:count], None)])
+        rest, seen, calls = rest[count:], seen + "".join(piece.text for piece in pieces), calls + more
+    pieces, more = parser.end()
+    seen, calls = seen + "".join(piece.text for piece in pieces), calls + more
+    assert seen == "Let me look.\n and <tool_call>no</tool_call>!"
+    assert [(call.name, json.loads(call.arguments)) for call in calls] == [("weather", CALL["arguments"])]
+
+
+def test_a_call_that_the_end_of_the_text_cuts_off_counts_if_its_json_is_whole() -> None:
+    whole, cut = ToolCallParser(), ToolCallParser()
+    whole.add([Piece('<tool_call>{"name": "f", "arguments": {}}', None)])
+    assert whole.end()[1][0].arguments == "{}"
+    cut.add([Piece('<tool_call>{"name": "f", "argu', None)])
+    assert ("".join(piece.text for piece in cut.end()[0]), cut.calls) == ('<tool_call>{"name": "f", "argu', [])
