@@ -9,6 +9,7 @@ from torch import Tensor
 
 from headstart.inference.cache import PAGE, KVCache, takes_memory_lazily
 from headstart.inference.cache_budget import CacheBudget
+from headstart.inference.constraint import ConstraintState, masked_roots, masked_tree
 from headstart.inference.cuda_graph import StaticStep, StepOutput, size_bucket
 from headstart.inference.drafter import Drafter, VerifiedOnHost
 from headstart.inference.drafters.costs import CostTable, Situation
@@ -66,7 +67,9 @@ class Batch:
         """A row for a request whose prompt is to be read next."""
         ends = tuple(self.target.end_tokens) if request.end_tokens is None else request.end_tokens
         taps = torch.empty(0, 0, device=self.target.device)
-        return Row(number, request, generation, ends, list(request.prompt), taps, 0, time.perf_counter())
+        row = Row(number, request, generation, ends, list(request.prompt), taps, 0, time.perf_counter())
+        row.constraint = None if request.constraint is None else request.constraint.start()
+        return row
 
     def read_together(self, rows: list[Row]) -> list[Block]:
         """Read whole prompts in one pass; returns their first new tokens."""
@@ -117,17 +120,19 @@ class Batch:
         sampling = BatchSampling([request.sampling for request in requests], device)
         history = start_history(requests, [[]] * len(requests), self.target)
         positions = torch.tensor([[len(request.prompt)] for request in requests], device=device)
-        choices = sampling.choose(logits, positions, history)
+        states = constraints_of(rows)
+        choices = sampling.choose(masked_roots(states, logits) if states else logits, positions, history)
         blocks = []
         for number, row in enumerate(rows):
             scores = token_scores(row.request, logits[number], choices[number])
-            blocks.append(Block(row.number, row.add_tokens(choices[number].tolist(), scores), [None]))
+            added = row.add_tokens(choices[number].tolist(), scores)
+            blocks.append(Block(row.number, added, [None] * len(added)))
             row.generation.stats.cache_bytes = self.cache.num_bytes
         self.rows += rows
         for slots in self.cache.slots:
             slots.set_lengths([*slots.lengths, *(len(request.prompt) for request in requests)])
         self._rows_changed()
-        return blocks
+        return [block for block in blocks if block.tokens]
 
     def feed(self, row: Row, place: int, most: int = sys.maxsize) -> int:
         """Let the drafter read what it has not read of a row, all but the last position, which comes with its draft.
@@ -184,13 +189,13 @@ class Batch:
     def draft_and_verify(self) -> tuple[StepOutput | TargetOutput, list[Accepted]]:
         verified = self.verified()
         output: StepOutput | TargetOutput
-        if self.static is not None and self.static.serves(self.sampling):
+        if self.static is not None and self.is_captured:
             output = self.static(verified)  # drafts, runs the target and lets it choose, as one captured graph
             tree, accepted = output.tree, accept(output.tree, output.choices)
         else:
             tree = self.drafter.draft(verified, self.cache)
             output = self.target.forward_tree(tree, self.cache)
-            accepted = verify(tree, output.logits, self.cache.target.starts, verified.sampling, self.history)
+            accepted = self.verify(tree, output.logits, verified.sampling)
         if self.speculation is not None:
             self.speculation.observe(accepted, tree, tree.deepest or self.drafter.depth)
         return output, accepted
@@ -198,11 +203,17 @@ class Batch:
     def verify_roots(self) -> tuple[StepOutput | TargetOutput, list[Accepted]]:
         """A step without draft tokens, and without any work of the drafter."""
         tree = Tree.root_only(self.roots())
-        if self.static is not None and self.static.serves(self.sampling):
+        if self.static is not None and self.is_captured:
             captured = self.static.verify(tree, self.sampling)
             return captured, accept(captured.tree, captured.choices)
         output = self.target.forward_tree(tree, self.cache)
-        return output, verify(tree, output.logits, self.cache.target.starts, self.with_gumbel(1), self.history)
+        return output, self.verify(tree, output.logits, self.with_gumbel(1))
+
+    def verify(self, tree: Tree, logits: Float[Tensor, "rows nodes vocab"], sampling: BatchSampling) -> list[Accepted]:
+        """Let the target choose at each node, of the tokens that the rows' constraints allow there."""
+        states = constraints_of(self.rows)
+        logits = masked_tree(states, tree, logits) if states else logits
+        return verify(tree, logits, self.cache.target.starts, sampling, self.history)
 
     def roots(self) -> Int[Tensor, "rows 1"]:
         """The last token of each row, which the target has not read yet."""
@@ -234,6 +245,7 @@ class Batch:
             texts=[row.text for row in rows],
             choices=[row.choices for row in rows],
             last_step=self.last_step,
+            constraints=constraints_of(rows),
         )
 
     def record(
@@ -262,7 +274,7 @@ class Batch:
             blocks.append(row.record_step(found, path_taps[index, :count], scores, is_read))
             row.generation.stats.bytes_moved += bytes_moved // len(self.rows)
             row.generation.stats.cache_bytes = max(row.generation.stats.cache_bytes, self.cache.num_bytes)
-        return blocks
+        return [block for block in blocks if block.tokens]
 
     def end(self, row: Row) -> None:
         """Take a row out, or stop reading its prompt; others move into its place."""
@@ -392,6 +404,14 @@ class Batch:
             requests = [row.request for row in self.rows]
             self.sampling = BatchSampling([request.sampling for request in requests], self.target.device)
             self.history = start_history(requests, [row.generation.tokens[:-1] for row in self.rows], self.target)
+            is_free = not constraints_of(self.rows)
+            self.is_captured = is_free and self.static is not None and self.static.serves(self.sampling)
+
+
+def constraints_of(rows: list[Row]) -> list[ConstraintState | None]:
+    """The state of each row's constraint; none at all if no row has one."""
+    states = [row.constraint for row in rows]
+    return states if any(state is not None for state in states) else []
 
 
 def start_history(requests: list[Request], outputs: list[list[int]], target: TargetModel) -> History | None:

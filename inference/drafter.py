@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from headstart.inference.cache import KVCache, Slots
+from headstart.inference.constraint import LevelConstraint, States
 from headstart.inference.sampling import BatchSampling, History
 from headstart.inference.tree import Tree, take
 
@@ -44,6 +45,10 @@ class Verified(ABC):
     def last(self, states: Float[Tensor, "batch count size"]) -> Float[Tensor, "batch 1 size"]:
         """The states at each row's last newly verified position."""
 
+    def constraint(self) -> LevelConstraint | None:
+        """What may follow each row's root; None if no row has a constraint."""
+        return None
+
     @abstractmethod
     def finished(self, level: int) -> Bool[Tensor, " batch"] | None:
         """The rows that can use no draft tokens of this level; None if every row can."""
@@ -60,9 +65,13 @@ class VerifiedOnHost(Verified):
     texts: list[list[int]]  # prompt and output, the root included; a row's list is one object as long as the row lives
     choices: list[list[int]] = field(default_factory=list)  # the target's, at each node of the last tree
     last_step: tuple[float, float] | None = None  # time.perf_counter() before and after the last step, if there was one
+    constraints: States = ()  # of each row; empty if no row has a constraint
 
     def levels(self, most: int) -> int:
         return min(most, max(self.remaining))
+
+    def constraint(self) -> LevelConstraint | None:
+        return LevelConstraint.at_root(self.constraints) if self.constraints else None
 
     def rewind(self, slots: Slots, read: int = 0) -> None:
         slots.set_lengths([start + read for start in self.starts])

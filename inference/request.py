@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from headstart.inference.constraint import Constraint, ConstraintState
 from headstart.inference.sampling import Sampling
 from headstart.inference.verify import Accepted
 
@@ -114,6 +115,7 @@ class Request:
     priority: int = 0  # requests of a higher one are decoded first
     alternatives: int = 0  # how many of the likeliest tokens to tell beside each logprob
     show_trees: bool = False  # hand out each step's draft tree with its block
+    constraint: Constraint | None = None  # what the output must look like
     speculative: bool = True  # False: this text is written without draft tokens, whatever the others of the batch do
 
     @property
@@ -178,6 +180,7 @@ class Row:
     drafted: int = 0  # draft tokens that the last target step verified
     reused: int = 0  # positions of the prompt that were cached before
     kept: list[Tensor] = field(default_factory=list)  # the taps of all positions after these, if prefixes are kept
+    constraint: ConstraintState | None = None
     is_remembered: bool = False  # whether the prompt was kept for others that begin alike
     choices: list[int] = field(default_factory=list)  # the target's, at the root and at each of these draft tokens
     ended: bool = False
@@ -231,12 +234,15 @@ class Row:
         stop = self.request.stop
         before_stop = None if stop is None else stop.kept(self.generation.tokens + kept, len(kept))
         kept = kept[:before_stop]
+        # A bias or penalty may have left no allowed token; then there is no way on.
+        allowed = len(kept) if self.constraint is None else self.constraint.advance(kept)
+        has_way_on, kept = allowed == len(kept), kept[:allowed]
         self.text += kept
         self.generation.tokens += kept
         if scores is not None:
             self.generation.logprobs = (self.generation.logprobs or []) + scores.chosen[: len(kept)]
             self.generation.alternatives += scores.alternatives[: len(kept)]
-        if before_stop is not None:
+        if before_stop is not None or not has_way_on:
             self.generation.finish = "stop"
         elif kept[-1] in self.end_tokens:
             self.generation.finish = "end"

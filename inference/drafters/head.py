@@ -12,6 +12,7 @@ from torch.nn import functional
 from headstart.heads.calibration import Calibration
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.cache import KVCache
+from headstart.inference.constraint import LevelConstraint
 from headstart.inference.drafter import Verified
 from headstart.inference.drafters.growth import Growth, Pool
 from headstart.inference.drafters.proposals import SampledChildren
@@ -28,13 +29,21 @@ class Frontier:
     totals: Float[Tensor, "batch frontier"]  # log of the estimated chance that the target's path includes the node
     mask: Float[Tensor, "batch frontier keys"] | None  # additive, see `LevelMasks`; None: a chain, which sees all
     history: History | None  # tokens up to and including the node, where penalties need them
+    constraint: LevelConstraint | None = None  # what may follow the nodes
 
     @classmethod
     def at_root(cls, verified: Verified) -> "Frontier":
         roots, history = verified.roots, verified.history
         if history is not None:
             history = history.extend(torch.zeros_like(roots), roots)
-        return cls(roots, torch.zeros_like(roots), torch.zeros(roots.shape, device=roots.device), None, history)
+        return cls(
+            roots,
+            torch.zeros_like(roots),
+            torch.zeros(roots.shape, device=roots.device),
+            None,
+            history,
+            verified.constraint(),
+        )
 
 
 @dataclass(frozen=True)
@@ -155,6 +164,8 @@ class HeadDrafter:
             if level:
                 hidden = self.expand(features, frontier, masks, level, cache)
             logits, count = self.head.logits(hidden, level), self.growth.children(level)
+            if frontier.constraint is not None:
+                logits = frontier.constraint.masked(logits, self.columns)
             if samples is not None:
                 positions = positions_after(cache.roots, level + 1, frontier)
                 values, columns = samples.draw(level, logits, positions, verified.sampling, frontier.history)
@@ -180,7 +191,8 @@ class HeadDrafter:
             features = features if features.shape[1] == chosen.shape[1] == 1 else take(features, parents)
             history = None if frontier.history is None else frontier.history.extend(parents, tokens)
             mask = masks.of_children(frontier, level, parents)
-            frontier = Frontier(tokens, first + chosen, totals, mask, history)
+            constraint = None if frontier.constraint is None else frontier.constraint.extend(parents, tokens)
+            frontier = Frontier(tokens, first + chosen, totals, mask, history, constraint)
         tree = self.growth.prune(pool, verified.roots)
         return tree if samples is None else samples.label(tree, verified)
 
@@ -247,7 +259,10 @@ class HeadDrafter:
             scores = sampling.scores(logits, positions, frontier.history, self.columns, gumbel_weight).float()
             multipliers = sampling.greedy * greedy + sampling.temperatures * sampled  # a greedy row's temperature is 0
             scores = scores * multipliers[:, None, None]
-        return torch.log_softmax(scores, dim=-1)
+        chances = torch.log_softmax(scores, dim=-1)
+        if frontier.constraint is not None:  # of the allowed tokens the head may have none
+            chances = chances.masked_fill(chances.isnan(), -torch.inf)
+        return chances
 
 
 def positions_after(roots: Int[Tensor, " batch"], distance: int, frontier: Frontier) -> Int[Tensor, "batch frontier"]:

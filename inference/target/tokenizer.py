@@ -4,9 +4,11 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers import PreTrainedTokenizerFast as FastTokenizer
 
 __all__ = [
     "REPLACEMENT_CHARACTER",
+    "FastTokenizer",
     "Tokenizer",
     "chat_tokens",
     "load_tokenizer",

@@ -1,0 +1,1 @@
+"""Constraints for the output of requests."""

@@ -1,0 +1,205 @@
+"""Laws of constrained output: every text that ends is valid, and drafts change none of it."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_run import build_target, build_tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from headstart.heads.checkpoint import new_head
+from headstart.heads.target_config import TargetConfig
+from headstart.heads.vocab import DraftVocab
+from headstart.inference.constraint import masked_tree
+from headstart.inference.constraints.grammar import Grammar, Grammars
+from headstart.inference.decode import DecodeLoop, generate_batch
+from headstart.inference.drafter import Drafter
+from headstart.inference.drafters.growth import Dynamic
+from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.drafters.model import EarlyExit
+from headstart.inference.request import Request
+from headstart.inference.sampling import Sampling
+from headstart.inference.target.model import TargetModel
+from headstart.inference.tree import Tree
+from headstart.recipes.schema import Eagle3Section, TargetSection
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "kind": {"enum": ["cat", "catfish", "dog"]},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tame": {"type": "boolean"},
+    },
+    "required": ["kind", "age", "tame"],
+    "additionalProperties": False,
+}
+DIGITS = r"[0-9]{1,3}(-[0-9]{2}){2}"
+GROWTH = Dynamic(4, 3, 12)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
+    """Its end token is 0."""
+    folder: Path = build_target(tmp_path_factory.mktemp("constrained"))
+    taps = TargetConfig.from_folder(folder).default_taps()
+    return TargetModel.load(TargetSection(path=str(folder), dtype="float32", device="cpu"), taps)
+
+
+@pytest.fixture(scope="module")
+def grammars(target: TargetModel) -> Grammars:
+    return Grammars(build_tokenizer(), target.config.vocab_size, [0])
+
+
+@pytest.fixture(scope="module")
+def requests(grammars: Grammars) -> list[Request]:
+    """Two of a schema, one of a regular expression, and one that is free."""
+    schema, digits = grammars.json_schema(SCHEMA), grammars.regex(DIGITS)
+    return [
+        Request([5, 6, 7], 60, Sampling(), constraint=schema, end_tokens=(0,)),
+        Request([9, 8], 60, Sampling(1.0, seed=3), constraint=schema, end_tokens=(0,), logprobs=True),
+        Request([11] * 20, 30, Sampling(0.8, top_p=0.9, seed=4), constraint=digits, end_tokens=(0,)),
+        Request([12, 13], 12, Sampling(1.0, seed=5)),
+    ]
+
+
+def head_of(target: TargetModel, vocab: DraftVocab | None = None) -> Any:
+    full = DraftVocab.full(target.config.vocab_size)
+    return new_head(Eagle3Section(kind="eagle3"), target.frozen, vocab or full, seed=1).eval().requires_grad_(False)
+
+
+def text(tokens: list[int]) -> str:
+    return str(build_tokenizer().decode([token for token in tokens if token]))
+
+
+def assert_valid(request: Request, tokens: list[int]) -> None:
+    assert tokens[-1] == 0
+    if len(request.prompt) == 20:
+        assert re.fullmatch(DIGITS, text(tokens))
+    else:
+        found = json.loads(text(tokens))
+        assert found.keys() == {"kind", "age", "tame"}
+        assert found["kind"] in ("cat", "catfish", "dog")
+        assert 0 <= found["age"] <= 99
+
+
+@pytest.mark.parametrize("name", ["head", "head of 40 tokens", "early exit"])
+@pytest.mark.parametrize("static", [False, True])
+def test_constrained_texts_are_valid_and_the_same_with_drafts(
+    target: TargetModel, requests: list[Request], name: str, static: bool
+) -> None:
+    size = target.config.vocab_size
+    vocab = DraftVocab(torch.arange(0, size, size // 40), size)
+    drafters: dict[str, Drafter] = {
+        "head": HeadDrafter(head_of(target), GROWTH),
+        "head of 40 tokens": HeadDrafter(head_of(target, vocab), GROWTH),
+        "early exit": EarlyExit(target, 4, GROWTH),
+    }
+    plain = generate_batch(target, requests, None, 4, static)
+    found = generate_batch(target, requests, drafters[name], 4, static)
+    assert [each.tokens for each in found] == [each.tokens for each in plain]
+    for request, each in zip(requests[:3], found, strict=False):
+        assert each.finish == "end"
+        assert_valid(request, each.tokens)
+    assert plain[3].tokens == generate_batch(target, [requests[3]])[0].tokens
+    # Log-probabilities are the target's own, without the constraint.
+    logprobs = plain[1].logprobs
+    assert logprobs is not None
+    logits = target.forward(torch.tensor([[9, 8, *plain[1].tokens]])).logits[0, 1:-1].log_softmax(-1)
+    wanted = logits.gather(1, torch.tensor(plain[1].tokens).unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(torch.tensor(logprobs), wanted, atol=1e-4, rtol=0)
+
+
+def test_many_seeds_write_valid_json(target: TargetModel, grammars: Grammars) -> None:
+    schema = grammars.json_schema(SCHEMA)
+    wanted = [Request([5, 6], 80, Sampling(1.0, seed=seed), constraint=schema, end_tokens=(0,)) for seed in range(20)]
+    written = generate_batch(target, wanted, HeadDrafter(head_of(target), GROWTH))
+    for request, found in zip(wanted, written, strict=True):
+        assert_valid(request, found.tokens)
+
+
+def test_the_only_way_on_is_drafted_and_accepted(target: TargetModel, grammars: Grammars) -> None:
+    """A head of random weights is hardly ever right, but under a grammar that leaves no choice always."""
+    request = Request([5, 6], 40, constraint=grammars.regex("9876543210" * 3), end_tokens=(0,))
+    found = generate_batch(target, [request], HeadDrafter(head_of(target), Dynamic.chain(4)))[0]
+    assert text(found.tokens) == "9876543210" * 3
+    assert found.stats.acceptance_length > 4
+
+
+def test_a_node_that_breaks_the_grammar_is_never_reached(target: TargetModel, grammars: Grammars) -> None:
+    """The root allows a digit alone; after it a digit or the dash.
+
+    0 - 1 - 3     1 is a digit and 3 a letter; 2 is a letter
+     \\- 2 - 4
+    """
+    vocabulary = build_tokenizer().get_vocab()
+    digit, letter, dash = vocabulary["7"], vocabulary["x"], vocabulary["-"]
+    tree = Tree(torch.tensor([[5, digit, letter, letter, digit]]), torch.tensor([[-1, 0, 0, 1, 2]]))
+    logits = torch.zeros(1, 5, target.config.vocab_size)
+    masked = masked_tree([grammars.regex(DIGITS).start()], tree, logits)
+    assert masked[0, 0, digit] == 0
+    assert masked[0, 0, dash] == masked[0, 0, letter] == masked[0, 0, 0] == -torch.inf
+    assert masked[0, 1, dash] == masked[0, 1, digit] == 0
+    assert (masked[0, 2:] == 0).all()
+
+
+def test_a_text_may_end_only_where_the_grammar_does(target: TargetModel, grammars: Grammars) -> None:
+    state = grammars.regex("ab?").start()
+    vocabulary = build_tokenizer().get_vocab()
+    assert not state.allowed(())[0]
+    assert state.advance([vocabulary["a"]]) == 1
+    assert state.allowed(())[0]
+    assert state.allowed((vocabulary["b"],)).nonzero().flatten().tolist() == [0]
+    assert state.allowed((0,)).nonzero().flatten().tolist() == [0]  # after its end only that is repeated
+    assert state.advance([vocabulary["b"], vocabulary["b"]]) == 1
+    assert state.advance([0, 0]) == 2
+
+
+def test_a_bias_that_leaves_no_token_ends_the_text(target: TargetModel, grammars: Grammars) -> None:
+    banned = [token for name, token in build_tokenizer().get_vocab().items() if "3" in name]
+    sampling = Sampling(logit_bias=tuple((token, -float("inf")) for token in banned))
+    loop = DecodeLoop(target, max_batch=2)
+    loop.submit(Request([5, 6], 20, sampling, constraint=grammars.regex("123"), end_tokens=(0,)))
+    loop.submit(Request([5, 6], 20, sampling, constraint=grammars.regex("3"), end_tokens=(0,)))
+    blocks = list(loop.run())
+    assert all(block.tokens for block in blocks)
+    assert [text(found.tokens) for found in loop.generations.values()] == ["12", ""]
+    assert [found.finish for found in loop.generations.values()] == ["stop", "stop"]
+
+
+def test_each_text_has_its_own_state(target: TargetModel, grammars: Grammars) -> None:
+    """A constraint may be shared, also by requests that run one after another in the same row."""
+    schema: Grammar = grammars.json_schema(SCHEMA)
+    same = [Request([5, 6, 7], 60, constraint=schema, end_tokens=(0,))] * 5
+    found = generate_batch(target, same, max_batch=2)
+    assert len({tuple(each.tokens) for each in found}) == 1
+    assert_valid(same[0], found[0].tokens)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda g: g.json_schema({"type": "foo"}, "response_format"), r"response_format: Invalid type: foo.*allowed"),
+        (lambda g: g.json_schema([1], "response_format"), "response_format: a list given, a JSON object is allowed"),
+        (lambda g: g.json_schema({"pattern": object()}), "schema: .*not JSON serializable.*correct it"),
+        (lambda g: g.regex("(a"), r"regex: .*unclosed group.*correct it"),
+        (lambda g: g.regex("(?=a)b", "pattern"), r"pattern: .*look-around"),
+        (lambda g: Grammars(build_tokenizer(), g.vocab_size, []), "end_tokens: none given, 1 or more are allowed"),
+        (
+            lambda g: Grammars(PreTrainedTokenizerBase(), g.vocab_size, [0]),
+            "the tokenizer PreTrainedTokenizerBase cannot constrain output, only fast",
+        ),
+    ],
+)
+def test_what_cannot_constrain_is_refused(grammars: Grammars, make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        make(grammars)
+
+
+def test_other_acceptance_rules_are_refused(target: TargetModel, requests: list[Request]) -> None:
+    sampling = Sampling(1.0, rule="typical")
+    with pytest.raises(ValueError, match=r"decode\.acceptance: typical given, only seeded is allowed"):
+        DecodeLoop(target).submit(replace(requests[0], sampling=sampling))
