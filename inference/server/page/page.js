@@ -296,7 +296,7 @@ function drawTree(tree, tokens) {
 }
 
 function visible(text) {
-  const shown = text.replaceAll(" ", "·").replaceAll("\n", "⏎").replaceAll("\t", "⇥") || "∅";
+  const shown = text.replace(/ {3,}/g, (run) => `·×${run.length}`).replaceAll(" ", "·").replaceAll("\n", "⏎").replaceAll("\t", "⇥") || "∅";
   return [...shown].length > 14 ? `${[...shown].slice(0, 13).join("")}…` : shown;
 }
 
@@ -413,6 +413,11 @@ function say(text) {
   $("status").textContent = text;
 }
 
+function placeholder() {
+  if (state.mode === "compare") return "Ask something, with drafts and without";
+  return state.model?.headstart.chat_template === false ? "Begin a text, and the model goes on" : "Ask something";
+}
+
 function setMode(mode) {
   state.mode = mode;
   $("mode-chat").setAttribute("aria-pressed", String(mode === "chat"));
@@ -422,7 +427,7 @@ function setMode(mode) {
   $("compare").hidden = mode !== "compare" || !compared;
   $("hero").hidden = mode === "chat" ? talked : compared;
   showRail(mode === "chat" && talked);
-  $("question").placeholder = mode === "chat" ? "Ask something" : "Ask something, with drafts and without";
+  $("question").placeholder = placeholder();
   $("question").focus();
 }
 
@@ -477,7 +482,7 @@ async function meet() {
     const { drafter, head, dtype, device, chat_template: chat } = state.model.headstart;
     const drafts = head ? `drafts by its ${drafter}` : `drafts by ${drafter.replaceAll("_", " ")}`;
     $("about").textContent = `${state.model.id} · ${drafts} · ${dtype} on ${device}`;
-    if (!chat) $("question").placeholder = "Begin a text, and the model continues it";
+    if (!chat) $("question").placeholder = placeholder();
   } catch (error) {
     $("about").textContent = error.message;
   }
