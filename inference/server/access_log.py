@@ -11,7 +11,8 @@ from typing import Any
 from headstart.inference.server.answers import seconds
 from headstart.inference.server.exchange import Exchange
 
-QUIET = frozenset({"/health", "/ready", "/ping", "/metrics"})  # asked every few seconds; told only if they fail
+# Asked every few seconds, or by the chat page; told only if they fail.
+QUIET = frozenset({"/health", "/ready", "/ping", "/metrics", "/v1/models", "/", "/style.css", "/page.js"})
 
 
 def to_stdout(line: str) -> None:
@@ -47,7 +48,7 @@ class LogEntry:
         }
 
     def write(self, write: Callable[[str], None]) -> None:
-        if self.path in QUIET and self.status == 200:
+        if self.path in QUIET and self.status in (200, 304):
             return
         line = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),

@@ -66,12 +66,13 @@ class Answer:
     def chunks(self, delta: Delta, exchange: Exchange) -> list[Json]:
         """The chunks of a delta: its text, then its finish reason."""
         contents: list[Json] = []
-        if delta.pieces or delta.calls or delta.told or delta.tree:
+        if delta.pieces or delta.calls or delta.told or (self.wanted.show_tokens and delta.count):
             contents.append(self.content(delta))
             if self.wanted.show_tokens:
-                contents[-1]["headstart"] = {"tokens": shown(delta.pieces), "seconds": delta.seconds}
+                own: Json = {"tokens": shown(delta.pieces), "count": delta.count, "seconds": delta.seconds}
+                contents[-1]["headstart"] = own
                 if delta.tree is not None:
-                    contents[-1]["headstart"]["tree"] = self.tree(delta.tree)
+                    own["tree"] = self.tree(delta.tree)
         if delta.finish is not None:
             contents.append(self.finish(exchange.choices[delta.index]))
         return [self.chunk([content], exchange) for content in contents]

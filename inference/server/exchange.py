@@ -32,6 +32,7 @@ class Delta:
     told: list[ToldToken] = field(default_factory=list)
     finish: str | None = None
     tree: DraftTree | None = None  # of the step
+    count: int = 0  # tokens that the step added, those without text and those of held text included
     seconds: float | None = None  # of decoding so far
 
     @property
@@ -162,7 +163,7 @@ class Exchange:
         calls: list[ToolCall] = []
         if choice.parser is not None:
             pieces, calls = choice.parser.add(pieces)
-        return Delta(update.index, pieces, calls, told, tree=update.tree, seconds=update.seconds)
+        return Delta(update.index, pieces, calls, told, tree=update.tree, count=len(update.tokens), seconds=update.seconds)
 
     def _ended(self, choice: Choice, event: End) -> Delta:
         self.left -= 1
