@@ -91,6 +91,7 @@ class Batch:
                 self.cache.head.write(self.place, prefix.head)
             row.start, row.taps, self.read = prefix.start, prefix.taps, prefix.tokens
             row.reused = row.generation.cached_tokens = prefix.tokens
+            self.catching_up = self.catching_up or len(prefix.taps) > CATCH_UP  # it was written without the drafter
 
     def read_piece(self, count: int) -> list[Block]:
         """Read up to `count` more tokens of the prompt; returns its first new token after the last ones."""
@@ -102,7 +103,7 @@ class Batch:
         self.read += len(piece)
         if self.read < len(row.text):
             if self.speculation is None or self.speculation.is_on:
-                self.feed(row, self.place)
+                self.feed(row, self.place, CATCH_UP + len(piece))
             return []
         self.reading = None
         if self.place != len(self.rows):  # another row has ended meanwhile

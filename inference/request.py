@@ -115,8 +115,8 @@ class Request:
     priority: int = 0  # requests of a higher one are decoded first
     alternatives: int = 0  # how many of the likeliest tokens to tell beside each logprob
     show_trees: bool = False  # hand out each step's draft tree with its block
-    constraint: Constraint | None = None  # what the output must look like
     speculative: bool = True  # False: this text is written without draft tokens, whatever the others of the batch do
+    constraint: Constraint | None = None  # what the output must look like
 
     @property
     def length(self) -> int:

@@ -23,6 +23,7 @@ import headstart
 from headstart.heads.checkpoint import save_head
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.frozen import FrozenTarget
+from headstart.inference.decode import DecodeLoop
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.generation import SpeculativeModel
@@ -544,6 +545,10 @@ def test_the_parts_of_a_model_are_checked(
         (lambda: SpeculativeModel(target, "x"), Says("drafter", "str", "a HeadDrafter", "from_folders(")),  # type: ignore[arg-type]
         (lambda: SpeculativeModel(target, tokenizer="gpt2"), Says("tokenizer", "'gpt2'", "`decode`", "AutoTokenizer")),
         (lambda: SpeculativeModel(target, max_batch=0), Says("max_batch", "0", "1 or more", "leave it out")),
+        (lambda: DecodeLoop(target, max_batch=0), Says("max_batch", "0", "1 or more", "is allowed")),
+        (lambda: DecodeLoop(target, prefill_chunk=0), Says("prefill_chunk", "0", "1 or more", "leave it out for 512")),
+        (lambda: DecodeLoop(target, memory=0), Says("memory", "0 bytes", "are allowed", "lower it")),
+        (lambda: DecodeLoop(target, prefix_memory=-1), Says("prefix_memory", "-1 bytes", "1 or more", "leave it out")),
         (
             lambda: SpeculativeModel(target, sampling={"seed": 1}),  # type: ignore[arg-type]
             Says("sampling", "{'seed': 1}", "a Sampling", "Sampling(seed=1)"),

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from families import FAMILIES
 from scripted import DRAFTERS, HalfRightHead, LoadCosts, Oracle, Texts
 
 from headstart.heads.eagle3 import Eagle3Head
@@ -207,6 +208,20 @@ def test_drafts_of_a_model_do_not_depend_on_the_pieces(
     finish(loop)
     assert loop.generations[0].tokens == alone.tokens
     assert loop.generations[0].stats.accepted_at_depth == alone.stats.accepted_at_depth
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_reads_prompts_in_pieces_and_after_known_prefixes(family: str) -> None:
+    """Sliding windows and position encodings of all kinds; prompts are longer than a window."""
+    target = TargetModel(FAMILIES[family](), ())
+    request = Request([5 + (7 * i) % 60 for i in range(45)], 6, end_tokens=())
+    alone = generate_batch(target, [request])[0].tokens
+    loop = DecodeLoop(target, max_batch=2, prefill_chunk=11, prefix_memory=2**20)
+    for number in range(2):
+        loop.submit(request)
+        finish(loop)
+        assert loop.generations[number].tokens == alone
+    assert loop.generations[1].cached_tokens == 32
 
 
 def test_running_rows_step_between_the_pieces_of_a_long_prompt(target: TargetModel) -> None:
