@@ -96,13 +96,14 @@ check-speculators: $(INSTALLED) .venv-speculators/.installed ## save a head with
 BROWSER ?= chromium
 PAGE ?= runs/tiny/report/report.html
 
-.venv-page/.installed: tests/interop/check_page.py
+.venv-page/.installed: tests/interop/check_page.py tests/interop/check_chat_page.py
 	$(PYTHON) -m venv .venv-page
-	.venv-page/bin/python -m pip install playwright
+	.venv-page/bin/python -m pip install playwright axe-playwright-python
 	touch $@
 
-check-page: .venv-page/.installed ## check the report's page in a headless browser (BROWSER=chromium PAGE=FILE)
+check-page: $(INSTALLED) .venv-page/.installed ## check the report's page and the chat page in a headless browser (BROWSER=chromium PAGE=FILE)
 	.venv-page/bin/python tests/interop/check_page.py $(PAGE) "$$(command -v $(BROWSER))" runs/page
+	.venv-page/bin/python tests/interop/check_chat_page.py $(BIN)/headstart "$$(command -v $(BROWSER))" runs/page
 
 walk: $(INSTALLED) ## run every documented command in a fresh clone, in tiny form (before a release)
 	$(BIN)/python tests/interop/walk_documents.py

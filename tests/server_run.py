@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 from tiny_run import ENDS, build_target
@@ -27,21 +26,23 @@ from headstart.recipes.schema import TargetSection
 NAME = "tiny"
 
 
-def load_served(folder: Path, drafter: Drafter | None = None, max_batch: int = 4, **changes: Any) -> Served:
+def load_served(
+    folder: Path, drafter: Drafter | None = None, max_batch: int = 4, prefix_memory: int | None = None
+) -> Served:
     """The tiny target, drafting with its own first six layers: often right, and often wrong."""
     if not folder.exists():
         build_target(folder)
     target = TargetModel.load(TargetSection(path=str(folder), dtype="float32", device="cpu"), ())
     own = drafter or EarlyExit(target, 6, Dynamic(3, 2, 5))
-    values: dict[str, Any] = {
-        "target": target,
-        "tokenizer": load_tokenizer(folder),
-        "make_loop": partial(DecodeLoop, target, own, max_batch),
-        "defaults": Sampling(temperature=1.0),
-        "most_depth": 3,
-        "about": {"target": NAME, "head": None, "drafter": "early_exit", "growth": "dynamic", "dtype": "float32"},
-    }
-    return Served(**{**values, **changes})
+    about: dict[str, str | bool | None] = {"target": NAME, "head": None, "drafter": "early_exit", "growth": "dynamic"}
+    return Served(
+        target=target,
+        tokenizer=load_tokenizer(folder),
+        make_loop=partial(DecodeLoop, target, own, max_batch, prefix_memory=prefix_memory),
+        defaults=Sampling(temperature=1.0),
+        most_depth=3,
+        about={**about, "dtype": "float32", "device": "cpu", "folder": str(folder)},
+    )
 
 
 @dataclass

@@ -4,6 +4,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -172,8 +173,49 @@ def test_end_tokens_stop_ids_and_ignore_eos(server: Running, client: OpenAI) -> 
     stopped = complete(client, **fields, extra_body={"stop_token_ids": [free[1]]})
     assert stopped.choices[0].stop_reason == free[1]
     assert stopped.usage.completion_tokens == free.index(free[1]) + 1
-    least = complete(client, **fields, extra_body={"min_tokens": 40})
-    assert least.usage.completion_tokens == 40
+    for least in (5, 20, 40):
+        found = complete(client, **fields, extra_body={"min_tokens": least})
+        assert found.usage.completion_tokens >= least
+        plain = complete(client, **fields, extra_body={"min_tokens": least, "speculative": False})
+        assert plain.choices[0].text == found.choices[0].text
+
+
+FIELDS = {"a": {"enum": ["x", "yy"]}, "n": {"type": "boolean"}}
+SCHEMA = {"type": "object", "properties": FIELDS, "required": ["a", "n"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_schema_gives_valid_json_with_and_without_drafts(client: OpenAI, seed: int) -> None:
+    wanted = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA, "strict": True}}
+    fields: dict[str, Any] = {"seed": seed, "temperature": 1.0, "max_tokens": 60, "response_format": wanted}
+    found = chat(client, **fields).choices[0]
+    assert found.finish_reason == "stop"
+    answer = json.loads(found.message.content)
+    assert answer["a"] in ("x", "yy")
+    assert isinstance(answer["n"], bool)
+    assert chat(client, **fields, extra_body={"speculative": False}).choices[0].message.content == found.message.content
+
+
+def test_regular_expressions_and_choices_bind_the_text(client: OpenAI) -> None:
+    for wanted, allowed in (({"regex": "a{3}b?"}, ("aaa", "aaab")), ({"choice": ["yes", "no."]}, ("yes", "no."))):
+        for seed in range(3):
+            extra = {"structured_outputs": wanted}
+            assert complete(client, seed=seed, temperature=1.0, extra_body=extra).choices[0].text in allowed
+
+
+def test_a_prompt_that_comes_again_is_not_read_again(server: Running) -> None:
+    served = load_served(Path(str(server.service.served.about["folder"])), prefix_memory=2**24)
+    with running(served, ServerSettings((NAME,), max_batch=4)) as found:
+        prompt = list(range(20, 100))
+        body = {"prompt": prompt, "max_tokens": 8, "temperature": 0}
+        first, second = (httpx.post(f"{found.url}/v1/completions", json=body, timeout=60).json() for _ in range(2))
+        assert first["choices"] == second["choices"]
+        assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > 60
+        assert (
+            'vllm:prefix_cache_hits_total{engine="0",model_name="tiny"} 0.0'
+            not in httpx.get(f"{found.url}/metrics").text
+        )
 
 
 def test_figures_of_speculation_come_with_the_answer(client: OpenAI) -> None:
@@ -225,7 +267,7 @@ def test_a_continued_final_message_is_no_new_turn(server: Running) -> None:
 
 
 def test_what_is_not_supported_is_refused_by_name(client: OpenAI) -> None:
-    for name, value in (("suffix", "x"), ("best_of", 4), ("response_format", {"type": "json_object"})):
+    for name, value in (("suffix", "x"), ("best_of", 4), ("guided_json", {"type": "object"})):
         with pytest.raises(BadRequestError) as refused:
             complete(client, extra_body={name: value})
         assert refused.value.param == name

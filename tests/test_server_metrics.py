@@ -63,7 +63,7 @@ def test_the_dashboard_asks_for_metrics_that_exist(server: Running) -> None:
 
 
 def step(accepted: int) -> Update:
-    return Update(0, [5], [1], [], [], None, 4, accepted, True, 1.0, 1.0)
+    return Update(0, [5], [1], [], [], None, 0, 4, accepted, True, 1.0, 1.0)
 
 
 def test_acceptance_far_below_the_heads_card_is_told_once(tmp_path: Path) -> None:

@@ -218,10 +218,16 @@ def shown(pieces: list[Piece]) -> list[Json]:
 
 
 def usage(exchange: Exchange) -> Json:
-    """Tokens that were read and written; each prompt counts once, as it is read once for all of its choices."""
+    """Tokens that were read and written; each prompt counts once, whatever the number of its choices."""
     prompt = sum(map(len, exchange.wanted.prompts))
     written = sum(len(choice.tokens) for choice in exchange.choices)
-    return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
+    first = exchange.choices[:: exchange.wanted.copies]  # the others of a prompt read it once more
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": written,
+        "total_tokens": prompt + written,
+        "prompt_tokens_details": {"cached_tokens": sum(choice.cached for choice in first)},
+    }
 
 
 def metrics(exchange: Exchange, most_depth: int) -> Json:

@@ -34,7 +34,6 @@ OFF: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none",),
     "parallel_tool_calls": (True,),
-    "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),

@@ -16,12 +16,17 @@ from typing import Any
 
 from headstart.heads.target_config import locate_target
 from headstart.inference.decode import DecodeLoop
+from headstart.inference.drafter import Drafter
+from headstart.inference.drafters.cost_files import cost_table
+from headstart.inference.drafters.costs import CostTable
+from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.generation import SpeculativeModel
 from headstart.inference.generation_config import config_fields
 from headstart.inference.model_options import require_head
 from headstart.inference.sampling import Sampling
 from headstart.inference.server.options import ServeOptions, serve_options
 from headstart.inference.target.loading import fast_dtype, pick_device
+from headstart.inference.target.model import TargetModel
 from headstart.inference.target.tokenizer import load_tokenizer
 from headstart.recipes.os_errors import NOT_BEGUN, errors_as_messages
 from headstart.recipes.schema import DecodeSection, TargetSection
@@ -64,7 +69,15 @@ def load(options: ServeOptions) -> Served:
     return Served(
         target=model.target,
         tokenizer=tokenizer,
-        make_loop=partial(DecodeLoop, model.target, model.drafter, options.settings.max_batch),
+        make_loop=partial(
+            DecodeLoop,
+            model.target,
+            model.drafter,
+            options.settings.max_batch,
+            memory=options.memory,
+            prefix_memory=options.prefix_memory,
+            costs=load_costs(options, model.target, model.drafter),
+        ),
         defaults=default_sampling(model.target.model.generation_config, options.decode, model.sampling),
         most_depth=model.drafter.depth,
         about={
@@ -77,6 +90,17 @@ def load(options: ServeOptions) -> Served:
         },
         promised=promised_length(options.head),
     )
+
+
+def load_costs(options: ServeOptions, target: TargetModel, drafter: Drafter) -> CostTable | None:
+    """Step times by rows and draft tokens, by which a head stops drafting where that does not pay; None: it never does.
+
+    They are measured now unless an earlier run left them on disk, so that no request waits for it.
+    """
+    if options.always_draft or not isinstance(drafter, HeadDrafter):
+        return None
+    decode = options.decode
+    return cost_table(target, drafter.head, decode.width, decode.nodes, options.settings.max_batch)
 
 
 def target_section(options: ServeOptions) -> TargetSection:

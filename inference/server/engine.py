@@ -25,6 +25,7 @@ class Update:
     logprobs: list[float]  # of each token; empty unless the request asks for them
     alternatives: list[Alternatives]  # in place of each token; empty unless the request asks for them
     tree: DraftTree | None  # as in Block
+    cached: int  # tokens of the prompt that were not read again
     drafted: int  # draft tokens that the target verified in this step
     accepted: int  # those of them that it accepted, also beyond the end of the text
     is_step: bool  # False for the first token, which the prompt's pass yields
@@ -80,6 +81,7 @@ class Engine:
         self.jobs: dict[int, Job] = {}
         self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.running = True
+        self.prefixes = 0, 0  # tokens of prompts that were looked up among earlier texts, and those that were found
         self.failures = 0  # steps that ended in an error
         self.asyncio: asyncio.AbstractEventLoop
 
@@ -161,6 +163,7 @@ class Engine:
             self.loop = self.make_loop()
             return
         now = time.perf_counter()
+        self.prefixes = self.loop.prefix_queries, self.loop.prefix_hits
         events = [(job, self._update(job, block, now)) for block in blocks for job in [self.jobs[block.number]]]
         self._tell([*events, *self._ends()])
 
@@ -176,6 +179,7 @@ class Engine:
             (generation.logprobs or [])[first:],
             generation.alternatives[first:],
             block.tree,
+            generation.cached_tokens,
             drafted=stats.drafted - told.drafted,
             accepted=accepted - sum(told.accepted_at_depth),
             is_step=stats.steps > told.steps,

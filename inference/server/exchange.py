@@ -48,6 +48,7 @@ class Choice:
     written: WrittenText
     parser: ToolCallParser | None
     tokens: list[int] = field(default_factory=list)
+    cached: int = 0  # tokens of the prompt that were not read again
     finish: str | None = None  # in OpenAI's words
     stop_reason: str | int | None = None
     stats: DecodeStats | None = None  # once it has ended
@@ -147,7 +148,7 @@ class Exchange:
     def _grown(self, choice: Choice, update: Update) -> Delta:
         if self.times.first is None:
             self.times.first, self.times.read = update.at, update.at - update.seconds
-        self.times.last = update.at
+        self.times.last, choice.cached = update.at, update.cached
         ends, pieces, told = choice.job.request.end_tokens or (), [], []
         for place, token in enumerate(update.tokens):
             if choice.written.stopped is not None:
@@ -163,7 +164,9 @@ class Exchange:
         calls: list[ToolCall] = []
         if choice.parser is not None:
             pieces, calls = choice.parser.add(pieces)
-        return Delta(update.index, pieces, calls, told, tree=update.tree, count=len(update.tokens), seconds=update.seconds)
+        return Delta(
+            update.index, pieces, calls, told, tree=update.tree, count=len(update.tokens), seconds=update.seconds
+        )
 
     def _ended(self, choice: Choice, event: End) -> Delta:
         self.left -= 1

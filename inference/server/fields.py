@@ -1,11 +1,14 @@
 """Reads the fields of a chat or completion request into what the engine decodes and how the answer is written."""
 
-import math
+import re
 import secrets
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from headstart.inference.constraint import Constraint
+from headstart.inference.constraints.grammar import Grammars
+from headstart.inference.constraints.least_tokens import LeastTokens
 from headstart.inference.generation_values import refuse_empty_choice
 from headstart.inference.request import Detokenize, Request, StopStrings
 from headstart.inference.request_checks import check_length
@@ -49,6 +52,7 @@ class FieldReader:
     def __init__(self, target: TargetModel, prompts: PromptReader, defaults: Sampling) -> None:
         """`defaults` are the sampling parameters of a request that names none."""
         self.target, self.prompts, self.defaults = target, prompts, defaults
+        self.known_grammars: Grammars | None = None
 
     def chat(self, body: Body) -> Wanted:
         """A body of /v1/chat/completions."""
@@ -114,7 +118,11 @@ class FieldReader:
         sampling = self.sampling(body)
         seed = body.integer("seed", None, -(2**63), 2**63 - copies)
         seed = secrets.randbelow(RANDOM_SEEDS) if seed is None else seed
-        least = body.integer("min_tokens", 0, 0)
+        least, grammar = body.integer("min_tokens", 0, 0), self.grammar(body)
+        if grammar is not None and not ends:
+            raise wrong("ignore_eos", True, "false is, as a format says itself where a text may end,", "leave it out")
+        if least and grammar is not None:
+            raise wrong("min_tokens", least, "0 is, as a format says itself where a text may end,", "leave it out")
         speculative, priority = body.flag("speculative", default=True), body.integer("priority", 0, -(2**31), 2**31)
         stream, options = body.flag("stream"), Body(body.mapping("stream_options"))
         usage, always = options.flag("include_usage"), options.flag("continuous_usage_stats")
@@ -122,26 +130,33 @@ class FieldReader:
         extension = Body(body.mapping("headstart"))
         tokens, trees = extension.flag("tokens"), extension.flag("trees")
         extension.refuse_rest()
-        self.read_format(body)
         body.take("model")
         body.refuse_rest()
+        all_ends = (*ends, *sorted(stop_tokens))
+        constraint = LeastTokens(least, all_ends, self.target.config.vocab_size) if least and all_ends else grammar
+        try:
+            refuse_empty_choice(sampling.logit_bias, self.target.config.vocab_size)
+        except ValueError as error:
+            raise ApiError(400, str(error), "logit_bias") from None
         requests = []
         for prompt in prompts:
             limit = self.room(prompt, *most)
-            bias = self.bias(sampling, least, limit, (*ends, *stop_tokens), bool(stops))
+            if least > limit:
+                raise wrong("min_tokens", least, f"at most the {limit} tokens of the longest answer are", "lower it")
             stop = StopStrings(stops, text) if stops else None
             requests += [
                 Request(
                     prompt,
                     limit,
-                    replace(sampling, seed=seed + copy, logit_bias=bias),
+                    replace(sampling, seed=seed + copy),
                     stop,
                     logprobs,
-                    (*ends, *sorted(stop_tokens)),
+                    all_ends,
                     priority,
-                    alternatives,
-                    trees,
-                    speculative,
+                    alternatives=alternatives,
+                    show_trees=trees,
+                    constraint=constraint,
+                    speculative=speculative,
                 )
                 for copy in range(copies)
             ]
@@ -209,27 +224,47 @@ class FieldReader:
             raise ApiError(400, str(error), field) from None
         return left if most is None else most
 
-    def bias(
-        self, sampling: Sampling, least: int, limit: int, ends: tuple[int, ...], has_stops: bool
-    ) -> tuple[tuple[int, float], ...]:
-        """The biases, with end tokens forbidden throughout if the shortest answer is the longest one too."""
-        bias = sampling.logit_bias
-        if least and (least != limit or has_stops):
-            allowed = f"0 is, or the {limit} tokens of the longest answer, without stop strings,"
-            raise wrong("min_tokens", least, allowed, "leave it out, or set ignore_eos to true")
-        if least:
-            bias = (*bias, *((token, -math.inf) for token in ends))
-        try:
-            refuse_empty_choice(bias, self.target.config.vocab_size)
-        except ValueError as error:
-            raise ApiError(400, str(error), "logit_bias") from None
-        return bias
+    def grammar(self, body: Body) -> Constraint | None:
+        """What the text must look like: response_format as OpenAI has it, structured_outputs as vLLM has it."""
+        format_, wanted = Body(body.mapping("response_format")), Body(body.mapping("structured_outputs"))
+        kind = format_.text("type", "text", ("text", "json_object", "json_schema"))
+        schema = Body(format_.mapping("json_schema"))
+        for name in ("name", "description", "strict"):
+            schema.take(name)
+        json, regex, choice = wanted.take("json"), wanted.text("regex"), wanted.take("choice")
+        own = schema.take("schema")
+        for inner in (format_, schema, wanted):
+            inner.refuse_rest()
+        json = own if kind == "json_schema" else json
+        given = [each for each in (json, regex, choice) if each is not None]
+        if len(given) + (kind == "json_object") > 1:
+            raise wrong("structured_outputs", list(wanted.values), "one format is", "leave the others out")
+        if kind == "json_schema" and json is None:
+            missing = "response_format.json_schema.schema: missing; a JSON schema is needed; write one"
+            raise ApiError(400, missing, "response_format")
+        return self._grammar(kind, json, regex, choice)
 
-    def read_format(self, body: Body) -> None:
-        """Refuse constrained output, which the decode loop does not have."""
-        kind = body.mapping("response_format").get("type", "text")
-        if kind != "text":
-            raise wrong("response_format", kind, "only the type text is", "leave it out")
+    def _grammar(self, kind: str, json: Any, regex: str | None, choice: Any) -> Constraint | None:
+        if choice is not None:
+            if not isinstance(choice, list) or not choice or not all(isinstance(each, str) and each for each in choice):
+                raise wrong("structured_outputs.choice", choice, "a list of texts is", "write one or more")
+            regex = "|".join(re.escape(each) for each in choice)
+        if kind != "json_object" and json is None and regex is None:
+            return None
+        param = "structured_outputs" if kind == "text" else "response_format"
+        try:
+            if self.known_grammars is None:
+                ends = [token for token in self.target.end_tokens if token < self.target.config.vocab_size]
+                self.known_grammars = Grammars(self.prompts.tokenizer, self.target.config.vocab_size, ends)
+            if regex is not None:
+                return self.known_grammars.regex(regex, f"{param}.regex")
+            if json is None:
+                return self.known_grammars.json_object()
+            return self.known_grammars.json_schema(
+                json, f"{param}.json_schema.schema" if kind != "text" else f"{param}.json"
+            )
+        except ValueError as error:
+            raise ApiError(400, str(error), param) from None
 
 
 def read_stops(given: Any) -> tuple[str, ...]:

@@ -20,6 +20,8 @@ COUNTERS = {
     "spec_decode_num_accepted_tokens": "Draft tokens that the target accepted.",
     "prompt_tokens": "Tokens of prompts.",
     "generation_tokens": "New tokens.",
+    "prefix_cache_queries": "Tokens of prompts that were looked up among earlier texts.",
+    "prefix_cache_hits": "Tokens of prompts that were not read again, as an earlier text begins with them.",
     "num_preemptions": "Requests whose cache was given up for others; always 0 here.",
 }
 GAUGES = {
@@ -64,6 +66,7 @@ class Metrics:
             registry=self.registry,
         ).labels(**self.labels)
         self.drafts = self.accepted = 0
+        self.prefixes = 0, 0
         if promised is not None:
             Gauge(
                 "headstart:promised_acceptance_length",
@@ -92,6 +95,13 @@ class Metrics:
 
     def count_prompts(self, tokens: int) -> None:
         self._add("prompt_tokens", tokens)
+
+    def set_prefixes(self, queries: int, hits: int) -> None:
+        """The engine's totals, which begin anew after an error."""
+        before = self.prefixes if queries >= self.prefixes[0] else (0, 0)
+        self._add("prefix_cache_queries", queries - before[0])
+        self._add("prefix_cache_hits", hits - before[1])
+        self.prefixes = queries, hits
 
     def count_update(self, update: Update, since_last: float) -> None:
         """Count a step's part in a choice; `since_last` are the seconds since the choice's last step."""

@@ -13,7 +13,7 @@ from headstart.recipes.schema import DecodeSection, Recipe
 
 KEYS = "HEADSTART_API_KEY"
 DEFAULTS = ServerSettings(())
-MEBIBYTE = 2**20
+MEBIBYTE, GIBIBYTE = 2**20, 2**30
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,9 @@ class ServeOptions:
     port: int
     settings: ServerSettings
     shutdown_timeout: float
+    memory: int | None  # bytes of the cache; None: as many as all rows may need
+    prefix_memory: int | None  # bytes for prefixes of earlier texts; None: none are kept
+    always_draft: bool
 
 
 def serve_options(doc: str | None, argv: Sequence[str] | None = None) -> ServeOptions:
@@ -37,6 +40,7 @@ def serve_options(doc: str | None, argv: Sequence[str] | None = None) -> ServeOp
         prog=command_name(), description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_model(parser)
+    add_decoding(parser)
     add_address(parser)
     add_limits(parser)
     given = parser.parse_args(argv)
@@ -66,6 +70,9 @@ def serve_options(doc: str | None, argv: Sequence[str] | None = None) -> ServeOp
             busy_status=given.busy_status,
         ),
         given.shutdown_timeout,
+        None if given.memory is None else int(given.memory * GIBIBYTE),
+        int(given.prefix_memory * GIBIBYTE) or None,
+        given.always_draft,
     )
 
 
@@ -90,6 +97,29 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_decoding(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--max-batch", type=int, help="texts that decode together (default: the recipe's, or 16)")
+    parser.add_argument(
+        "--memory",
+        type=float,
+        help="GiB that the cache may take; requests wait until they fit (default: what --max-batch texts of the "
+        "requested lengths need)",
+    )
+    parser.add_argument(
+        "--prefix-memory",
+        type=float,
+        default=0.5,
+        help="GiB for the beginnings of earlier texts, so that a conversation or a system prompt that comes again is "
+        "not read again; 0 keeps none (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--always-draft",
+        action="store_true",
+        help="draft at every load. By default a head drafts only while that pays, by step times that are measured "
+        "once per machine, before the first request",
+    )
+
+
 def add_address(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 lets other machines in")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
@@ -103,7 +133,6 @@ def add_address(parser: argparse.ArgumentParser) -> None:
 
 
 def add_limits(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--max-batch", type=int, help="texts that decode together (default: the recipe's, or 16)")
     parser.add_argument(
         "--max-queue",
         type=int,
@@ -149,6 +178,8 @@ def check_limits(parser: argparse.ArgumentParser, given: argparse.Namespace) -> 
     ranges = {
         "port": (given.port, 0, 65535),
         "max-batch": (1 if given.max_batch is None else given.max_batch, 1, 4096),
+        "memory": (1 if given.memory is None else given.memory, 0.001, 10**6),
+        "prefix-memory": (given.prefix_memory, 0, 10**6),
         "max-queue": (given.max_queue, 0, 10**6),
         "max-body": (given.max_body, 0.001, 1024),
         "queue-timeout": (given.queue_timeout, 0, 10**6),

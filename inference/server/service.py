@@ -133,6 +133,7 @@ class Service:
         else:
             self.waiting -= 1
         self.metrics.set_load(self.running, self.waiting)
+        self.metrics.set_prefixes(*self.engine.prefixes)
 
     async def drain(self, timeout: float) -> None:
         """Refuse new requests, let those that are open end, and after this many seconds end them."""

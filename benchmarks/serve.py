@@ -1,0 +1,152 @@
+"""Loads a running server with 1, 2, 4, 8 and 16 clients, with drafts and without, and prints what users would wait for.
+
+    headstart serve --target models/SmolLM2-135M-Instruct --dtype bfloat16
+    python benchmarks/serve.py http://127.0.0.1:8000
+
+Every client sends its next request when its last one has ended. Any server with OpenAI's API can be measured, such as
+`transformers serve`; --plain leaves out the fields that only headstart has. Times per token come from `usage`, since a
+chunk of a speculative server holds several tokens.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+QUESTIONS = (
+    "Why is the sky blue?",
+    "Write a Python function that checks whether a word is a palindrome.",
+    "Explain to a child how bees make honey.",
+    "List five tips for learning a language.",
+    "Summarise how a refrigerator works.",
+    "Write a short story about a lighthouse keeper.",
+    "What is the difference between a lake and a pond?",
+    "Give me a recipe for pancakes.",
+)
+
+
+@dataclass(frozen=True)
+class Served:
+    """One answer: when it came, and how long it is."""
+
+    seconds: float
+    first: float  # seconds until the first text
+    tokens: int
+
+    @property
+    def per_token(self) -> float | None:
+        return (self.seconds - self.first) / (self.tokens - 1) if self.tokens > 1 else None
+
+
+async def ask(http: httpx.AsyncClient, body: dict[str, Any]) -> Served:
+    """Stream one answer; raises ValueError for a refusal."""
+    started, first, tokens = time.perf_counter(), None, 0
+    async with http.stream("POST", "/v1/chat/completions", json=body) as answer:
+        if answer.status_code != 200:
+            raise ValueError(f"the server answered {answer.status_code}: {(await answer.aread()).decode()[:300]}")
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            if "error" in chunk:
+                raise ValueError(f"the server answered {chunk['error']}")
+            if first is None and chunk["choices"] and chunk["choices"][0]["delta"].get("content"):
+                first = time.perf_counter() - started
+            tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
+    seconds = time.perf_counter() - started
+    return Served(seconds, seconds if first is None else first, tokens)
+
+
+async def load(http: httpx.AsyncClient, bodies: Iterator[dict[str, Any]], clients: int, count: int) -> list[Served]:
+    """Send `count` requests, `clients` at a time."""
+    left = iter(range(count))
+
+    async def client() -> list[Served]:
+        return [await ask(http, next(bodies)) for _ in left]
+
+    return [each for answers in await asyncio.gather(*(client() for _ in range(clients))) for each in answers]
+
+
+def bodies(arguments: argparse.Namespace, model: str, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Requests without end, each with another seed."""
+    for number, question in enumerate(itertools.cycle(read_questions(arguments.prompts))):
+        yield {
+            "model": model,
+            "messages": [{"role": "user", "content": question}],
+            "max_tokens": arguments.max_tokens,
+            "temperature": arguments.temperature,
+            "seed": number,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **fields,
+        }
+
+
+def read_questions(path: Path | None) -> list[str]:
+    """The questions of a JSONL file with rows of `prompt`, or our own."""
+    if path is None:
+        return list(QUESTIONS)
+    return [row["prompt"] for row in map(json.loads, path.read_text(encoding="utf-8").splitlines()) if "prompt" in row]
+
+
+def cells(served: list[Served], wall: float) -> list[str]:
+    per_token = [each.per_token * 1000 for each in served if each.per_token is not None]
+    firsts = [each.first for each in served]
+    return [
+        f"{sum(each.tokens for each in served) / wall:.1f}",
+        f"{median(firsts):.3f}",
+        f"{high(firsts):.3f}",
+        f"{median(per_token):.1f}",
+        f"{high(per_token):.1f}",
+    ]
+
+
+def high(values: list[float]) -> float:
+    """The 95th percentile."""
+    return quantiles(values, n=20, method="inclusive")[-1] if len(values) > 1 else values[0]
+
+
+async def measure(arguments: argparse.Namespace) -> None:
+    ways: dict[str, dict[str, Any]] = {"drafts by load": {}, "without drafts": {"speculative": False}}
+    if arguments.plain:
+        ways = {"as it is": {}}
+    table = Table("clients", "drafts", "tokens/s", "TTFT p50 (s)", "p95", "ms per token p50", "p95")
+    async with httpx.AsyncClient(base_url=arguments.url, timeout=None) as http:
+        model = (await http.get("/v1/models")).json()["data"][0]["id"]
+        for way, fields in ways.items():
+            await load(http, bodies(arguments, model, fields), 2, 4)  # warm-up
+            for clients in arguments.clients:
+                started = time.perf_counter()
+                served = await load(
+                    http, bodies(arguments, model, fields), clients, max(arguments.requests, 2 * clients)
+                )
+                table.add_row(str(clients), way, *cells(served, time.perf_counter() - started))
+    Console().print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("url", help="address of the server, such as http://127.0.0.1:8000")
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="how many at a time")
+    parser.add_argument(
+        "--requests", type=int, default=16, help="requests for each number of clients, or two per client"
+    )
+    parser.add_argument("--max-tokens", type=int, default=128, help="longest answer")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--prompts", type=Path, help="JSONL file with rows of `prompt`; default: eight questions")
+    parser.add_argument("--plain", action="store_true", help="only fields of OpenAI's API, for other servers")
+    asyncio.run(measure(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

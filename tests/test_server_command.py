@@ -1,0 +1,103 @@
+"""Laws of `headstart serve`: its command line says what is wrong, and signals end it with every request answered."""
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+from bad_inputs import Says, assert_refused, type_command
+from tiny_run import build_target, quiet_environment
+
+from headstart.inference.server.options import serve_options
+
+ROOT = Path(__file__).resolve().parents[1]
+
+WRONG: dict[str, tuple[list[str], Says]] = {
+    "no target": ([], Says("--target", "missing", "a RECIPE or the folder of a model", "write one of them")),
+    "a recipe and a target": (
+        ["recipes/tiny.yaml", "--target", "x"],
+        Says("--target", "x given with the recipe", "one of the two", "leave the recipe out"),
+    ),
+    "a folder without a head": (
+        ["--target", "assets/demo_target", "--head", "docs"],
+        Says("--head", "docs holds no head", "a trained head's folder", "headstart train RECIPE"),
+    ),
+    "a target that is nowhere": (
+        ["--target", "no/where"],
+        Says("target", "'no/where'", "a folder with config.json", "give"),
+    ),
+    "a port beyond the last": (
+        ["--target", "x", "--port", "70000"],
+        Says("--port", "70000", "0 to 65535", "correct it"),
+    ),
+    "no rows": (["--target", "x", "--max-batch", "0"], Says("--max-batch", "0", "1 to 4096", "correct it")),
+    "a queue below none": (["--target", "x", "--max-queue", "-1"], Says("--max-queue", "-1", "0 to", "leave it out")),
+    "an empty key": (
+        ["--target", "x", "--api-key", ""],
+        Says("--api-key", "empty key", "visible characters", "change"),
+    ),
+    "an empty name": (
+        ["--target", "x", "--served-model-name", ""],
+        Says("--served-model-name", "''", "a name", "leave it out"),
+    ),
+}
+
+
+@pytest.mark.parametrize("symptom", WRONG)
+def test_a_wrong_command_line_is_refused(
+    symptom: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, says = WRONG[symptom]
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    if "--port" not in arguments:
+        arguments = [*arguments, "--port", "0"]
+    assert_refused(type_command(["serve", *arguments], monkeypatch, capsys), says)
+
+
+def test_a_port_that_is_taken_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(ROOT)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        outcome = type_command(["serve", "--target", "assets/demo_target", "--port", port], monkeypatch, capsys)
+    assert_refused(outcome, Says("--port", port, "a free port", "another --port"))
+
+
+def test_keys_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADSTART_API_KEY", "one,two")
+    assert serve_options(None, ["--target", "x"]).settings.api_keys == ("one", "two")
+    assert serve_options(None, ["--target", "x", "--api-key", "three"]).settings.api_keys == ("three",)
+
+
+def test_the_model_is_named_after_its_folder_unless_it_gets_names() -> None:
+    assert serve_options(None, ["--target", "org/model"]).settings.names == ("model",)
+    named = serve_options(None, ["--target", "x", "--served-model-name", "a", "--served-model-name", "b"])
+    assert named.settings.names == ("a", "b")
+
+
+def test_sigterm_lets_a_request_end_and_then_ends_the_server(tmp_path: Path) -> None:
+    target = build_target(tmp_path / "target")
+    command = [sys.executable, "-m", "headstart.trainers.cli", "serve", "--target", str(target), "--port", "0"]
+    with subprocess.Popen(
+        [*command, "--dtype", "float32"], cwd=ROOT, env=quiet_environment(ROOT), stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().split()[0].rstrip("/")
+        found: list[httpx.Response] = []
+        body = {"prompt": "a", "max_tokens": 100, "ignore_eos": True, "n": 8}
+        thread = threading.Thread(
+            target=lambda: found.append(httpx.post(f"{url}/v1/completions", json=body, timeout=60))
+        )
+        thread.start()
+        while "num_requests_running{engine" not in (text := httpx.get(f"{url}/metrics").text) or (
+            'vllm:num_requests_running{engine="0",model_name="target"} 0.0' in text
+        ):
+            assert thread.is_alive()
+        process.send_signal(signal.SIGTERM)
+        thread.join(60)
+        assert [choice["finish_reason"] for choice in found[0].json()["choices"]] == ["length"] * 8
+        assert process.wait(30) == 0
