@@ -20,11 +20,9 @@ EXTRA_ROTARY_POSITIONS = 64  # rotary table rows beyond the target's positions: 
 
 
 class DraftHead(nn.Module, ABC):
-    """Predicts a target's next tokens from its hidden states.
+    """Predicts a target's next tokens from its hidden states: what all kinds of heads have in common.
 
-    Index t of a sequence holds the target's features at position t and the token at position t + 1; the head's logits
-    at index t score the token at position t + 2. While drafting, the head's own `feedback` replaces the features of
-    positions that the target has not read yet; `level` counts these replacements, so it is 0 for the first draft token.
+    A LevelHead drafts one level of a tree in each call, a BlockHead (heads.block) all levels in one.
     """
 
     kind: str
@@ -92,6 +90,15 @@ class DraftHead(nn.Module, ABC):
     @abstractmethod
     def project(self, taps: Float[Tensor, "*axes tapped"]) -> Float[Tensor, "*axes feature"]:
         """The head's features, from the target's tapped hidden states concatenated in ascending order."""
+
+
+class LevelHead(DraftHead):
+    """Drafts one level of a tree in each call.
+
+    Index t of a sequence holds the target's features at position t and the token at position t + 1; the head's logits
+    at index t score the token at position t + 2. While drafting, the head's own `feedback` replaces the features of
+    positions that the target has not read yet; `level` counts these replacements, so it is 0 for the first draft token.
+    """
 
     @abstractmethod
     def forward(
