@@ -506,19 +506,43 @@ class TrainSection(Section):
         le=32,
         description="Depths trained by unrolling the head on its own output (training-time test).",
     )
-    unroll_decay: float = Field(
-        default=0.8, gt=0, le=1, description="Loss weight of each unroll step, relative to the step before."
+    unroll_decay: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Loss weight of each unroll step, relative to the step before; null is 0.8, for block heads 0.78 "
+        "to 0.87 by their size (DFlash).",
     )
     unroll_weights: Weights | None = Field(
         default=None, description="Loss weight of each unroll step; null uses unroll_decay."
     )
-    objective: Objective = Field(
-        default="soft_cross_entropy",
+    depth_weights: Literal["decay", "d_pace"] = Field(
+        default="decay",
+        description="Loss weights of the depths. decay: unroll_weights or unroll_decay; d_pace: what each depth adds "
+        "to the accepted length, given how likely the head makes the text before it (arXiv 2605.18810).",
+    )
+    objective: Objective | None = Field(
+        default=None,
         description="Loss between the head's and the target's distributions; log_ and blended_acceptance are the LK "
-        "losses.",
+        "losses; null is total_variation for block heads with a Markov head, soft_cross_entropy for others.",
     )
     objective_weight: float | None = Field(
-        default=None, gt=0, description="Weight of the objective; null is 0.1 for eagle1, 1 for other heads."
+        default=None,
+        gt=0,
+        description="Weight of the objective; null is 0.1 for eagle1, 1.8 for block heads with a Markov head (DSpark), "
+        "1 for others.",
+    )
+    text_weight: float | None = Field(
+        default=None,
+        ge=0,
+        description="Weight of the cross-entropy to the tokens of the text; null is 0.1 for block heads with a Markov "
+        "head (DSpark), 1 without the objective for those without one that are not causal (DFlash), 0 for others.",
+    )
+    confidence_weight: float = Field(
+        default=1.0, ge=0, description="Weight of the loss of a block head's confidence head."
+    )
+    anchors: int = Field(
+        default=512, gt=0, description="Blocks per sample and step that a block head is trained on, drawn at random."
     )
     regression_weight: float | None = Field(
         default=None,

@@ -12,6 +12,7 @@ from headstart.data_pipelines.shards import stored_taps
 from headstart.data_pipelines.stage import Stage
 from headstart.data_pipelines.together import run_together
 from headstart.heads.base import DraftHead
+from headstart.heads.block import BlockHead
 from headstart.heads.checkpoint import draft_vocab, head_taps, new_head, save_head
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.frozen import FrozenTarget, SafetensorsFolder
@@ -23,7 +24,7 @@ from headstart.inference.target.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.recipes.jsonl import read_json
 from headstart.recipes.launcher import end_with_launcher
-from headstart.recipes.schema import Eagle3Section
+from headstart.recipes.schema import BlockSection, Eagle3Section
 from headstart.trainers.checkpoint import Checkpoints, Tensors, newest_step
 from headstart.trainers.continuing import RunStart, changes, checkpoint_inputs, describe_changes
 from headstart.trainers.dry_run import print_plan, refuse_sizes
@@ -139,7 +140,10 @@ def start_of_run(recipe: Recipe, features: Stage, frozen: FrozenTarget, store: S
     config = frozen.config
     vocab = draft_vocab(recipe.head, store.token_counts(config.vocab_size))
     sizes = None
-    if isinstance(recipe.head, Eagle3Section) and not recipe.head.fc_norm:
+    scaled = isinstance(recipe.head, BlockSection) or (
+        isinstance(recipe.head, Eagle3Section) and not recipe.head.fc_norm
+    )
+    if scaled:
         sizes = store.tap_sizes(head_taps(recipe.head, config), config.num_layers)
     return RunStart(features.inputs, len(store), None if vocab.is_full else vocab.ids.tolist(), sizes)
 
@@ -150,7 +154,7 @@ def build_head(recipe: Recipe, frozen: FrozenTarget, start: RunStart) -> DraftHe
     vocab = DraftVocab.full(size) if start.vocab is None else DraftVocab(torch.tensor(start.vocab), size)
     head = new_head(recipe.head, frozen, vocab, recipe.seed).to(frozen.embedding.device)
     if start.tap_sizes is not None:
-        assert isinstance(head, Eagle3Head)
+        assert isinstance(head, Eagle3Head | BlockHead)
         head.scale_taps(start.tap_sizes)
     return head
 
