@@ -244,7 +244,7 @@ class BlockHead(DraftHead):
         """With an lm_head of its own if it drafts a part of the vocabulary, which engines cannot cut out themselves."""
         tensors = dict(self.state_dict())
         if not self.vocab.is_full:
-            tensors |= {"lm_head.weight": self.output_layer, "d2t": self.vocab.offsets(), "t2d": self.vocab.members()}
+            tensors |= {"lm_head.weight": self.output_layer, "d2t": self.vocab.offsets()}
         if self.tap_scale is not None:
             tensors["fc.weight"] = tensors["fc.weight"] * self.tap_scale
         return tensors

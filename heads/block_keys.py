@@ -69,6 +69,12 @@ def block_key(config: dict[str, Any], key: str, default: Any = None) -> Any:
     return default if found is None else found
 
 
+def names_taps(config: dict[str, Any]) -> bool:
+    """Whether config.json says which hidden_states the head reads."""
+    named = config.get("headstart", {}).get(OWN_TAPS) or block_key(config, LAYER_OUTPUTS)
+    return bool(named or config.get(HIDDEN_STATES))
+
+
 def block_taps(config: dict[str, Any]) -> tuple[int, ...]:
     """The hidden_states that the head reads; raises ValueError if config.json does not name them."""
     own = config.get("headstart", {}).get(OWN_TAPS)

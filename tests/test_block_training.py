@@ -103,7 +103,7 @@ def by_hand(trained: TrainedBlocks, sample: Sample, anchor: int) -> list[dict[st
     lone = Batch.collate([sample], torch.float32)
     supervision = trained.supervision_of(lone, Blocks((0,), (anchor,), (0,)))
     states = trained.unroll(lone, supervision, None)[:, 0]
-    found = []
+    found: list[dict[str, Tensor]] = []
     for level in range(head.shape.levels):
         at = anchor + level
         if at + 1 >= len(sample.tokens) or not sample.loss_mask[at + 1]:
@@ -178,7 +178,7 @@ def test_chunks_change_neither_loss_nor_gradient(
     trained = in_training(make_head, frozen)
     batch = Batch.collate(SAMPLES, torch.float32)
     supervision = trained.supervise(batch, "key")
-    found = []
+    found: list[list[Tensor]] = []
     for blocks_at_once in (100, 2):
         monkeypatch.setattr("headstart.trainers.objective.positions_at_once", lambda *_: blocks_at_once)  # noqa: B023
         loss = trained(batch, supervision, supervision.counts(4)).loss
@@ -268,7 +268,7 @@ def test_a_killed_run_resumes_into_the_same_weights(
 
 
 def test_packing_and_micro_batches_change_only_rounding(make_recipe: MakeRecipe) -> None:
-    found = []
+    found: list[dict[str, Tensor]] = []
     for name, fields in (("plain", ()), ("other", ("train.pack_tokens=40", "train.accumulate=2"))):
         recipe = make_recipe(name, *BLOCK, "train.steps=3", *fields)
         run(recipe)
