@@ -362,7 +362,7 @@ class Eagle3Section(LayerSection):
     taps: Taps | None = Field(
         default=None,
         description="Target hidden states that the head reads, by index (0 is the embedding); null is 2, L//2 and L-3 "
-        "of L layers.",
+        "of L layers, for a block head five, spread from 2 to L-2.",
     )
     fc_norm: bool = Field(default=False, description="Normalise each tap before joining them (EAGLE-3.1).")
     norm_output: bool = Field(
