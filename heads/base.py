@@ -72,6 +72,19 @@ class DraftHead(nn.Module, ABC):
     def engine_tensors(self) -> dict[str, Tensor]:
         """model.safetensors as the engines read it."""
 
+    def folded_scale(self, name: str) -> Tensor | None:
+        """The factor of a weight's inputs that `engine_tensors` folds into the weight; None for no factor."""
+        return None
+
+    @torch.no_grad()
+    def take_weights(self, source: "DraftHead") -> None:
+        """Start from the weights of another head of this shape. Factors are powers of two, so this is exact."""
+        own = source.state_dict()
+        for name, tensor in own.items():
+            scale = self.folded_scale(name)
+            own[name] = tensor if scale is None else tensor / scale
+        self.load_state_dict(own)
+
     @property
     def decoder_layers(self) -> Sequence[nn.Module]:
         """The layers that a decode step may compile."""

@@ -249,6 +249,9 @@ class BlockHead(DraftHead):
             tensors["fc.weight"] = tensors["fc.weight"] * self.tap_scale
         return tensors
 
+    def folded_scale(self, name: str) -> Tensor | None:
+        return self.tap_scale if name == "fc.weight" else None
+
     @property
     def output_layer(self) -> Float[Tensor, "draft_vocab hidden"]:
         """The target's lm_head within the draft vocabulary, or the head's own."""

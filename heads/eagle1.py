@@ -107,6 +107,9 @@ class Eagle1Head(LastHiddenHead):
             tensors["fc.weight"] = tensors["fc.weight"] * self.input_scale
         return tensors
 
+    def folded_scale(self, name: str) -> Tensor | None:
+        return self.input_scale if name == "fc.weight" else None
+
     @property
     def decoder_layers(self) -> Sequence[nn.Module]:
         return [*self.layers]

@@ -255,6 +255,9 @@ class Eagle3Head(LevelHead):
             tensors["fc.weight"] = tensors["fc.weight"] * self.tap_scale
         return tensors
 
+    def folded_scale(self, name: str) -> Tensor | None:
+        return self.tap_scale if name == "fc.weight" else None
+
     @property
     def decoder_layers(self) -> Sequence[nn.Module]:
         return [self.midlayer]

@@ -555,6 +555,11 @@ class TrainSection(Section):
         description="Width of the uniform input noise, scaled by 512 / tokens; null is 0.2 for eagle1, 0 for other "
         "heads.",
     )
+    start_from: Annotated[HomePath | None, Field(strict=False)] = Field(
+        default=None,
+        description="Folder of a trained head, ours or converted, whose weights and draft vocabulary training starts "
+        "from; null starts a new head.",
+    )
     fitted_start: bool = Field(
         default=False,
         description="Start an EAGLE-3 head as the linear map, fitted by least squares, that predicts the target's next "
@@ -587,6 +592,13 @@ class TrainSection(Section):
                 "only newest is allowed while train.eval_prompts is 0; choose newest, or raise train.eval_prompts"
             )
         return export
+
+    @field_validator("fitted_start")
+    @classmethod
+    def one_start(cls, fitted: bool, section: ValidationInfo) -> bool:
+        if fitted and section.data.get("start_from") is not None:
+            raise ValueError("only false is allowed with train.start_from; remove one of them")
+        return fitted
 
     @field_validator("unroll_weights")
     @classmethod

@@ -126,8 +126,7 @@ def speculators_block_files(head: BlockHead, target: ServedTarget) -> Files:
     flat = head_config(head)
     is_dspark = head.shape.sample_from_anchor or head.shape.markov_rank > 0
     algorithm = "dspark" if is_dspark else "dflash"
-    keys = ("draft_vocab_size", "block_size", "mask_token_id", "sample_from_anchor", "sliding_window_non_causal")
-    keys += DSPARK_KEYS if is_dspark else ()
+    keys = [*BLOCK_KEYS, *(DSPARK_KEYS if is_dspark else ())]
     layer = {key: flat[key] for key in flat if key in LAYER_KEYS | {"layer_types", "sliding_window"}}
     layer["use_sliding_window"] = flat["sliding_window"] is not None  # Qwen3's config drops the window without it
     config = {
@@ -150,6 +149,7 @@ def speculators_block_files(head: BlockHead, target: ServedTarget) -> Files:
     return config, tensors
 
 
+BLOCK_KEYS = ("draft_vocab_size", "block_size", "mask_token_id", "sample_from_anchor", "sliding_window_non_causal")
 DSPARK_KEYS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
 LAYER_KEYS = {
     "model_type",
