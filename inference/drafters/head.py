@@ -149,7 +149,7 @@ class TreeDrafter(ABC):
 
     @abstractmethod
     def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
-        """Read a new prompt into a row of the cache; `text` is the prompt, then the first new token: the root."""
+        """Read what the target has just read of a row, all but the last position, as `Drafter.prefill` says."""
 
     @abstractmethod
     def read(self, verified: Verified, cache: KVCache) -> tuple[Tensor, Tensor]:

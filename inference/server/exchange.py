@@ -163,9 +163,7 @@ class Exchange:
         calls: list[ToolCall] = []
         if choice.parser is not None:
             pieces, calls = choice.parser.add(pieces)
-        return Delta(
-            update.index, pieces, calls, told, tree=update.tree, count=len(update.tokens), seconds=update.seconds
-        )
+        return Delta(update.index, pieces, calls, told, tree=update.tree, count=len(update.tokens), seconds=update.seconds)
 
     def _ended(self, choice: Choice, event: End) -> Delta:
         self.left -= 1
