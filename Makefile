@@ -89,8 +89,9 @@ check-vllm: $(INSTALLED) .venv-vllm/.installed ## serve every kind of head in vL
 	.venv-speculators/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
 	touch $@
 
-check-speculators: $(INSTALLED) .venv-speculators/.installed ## save a head with speculators and load it here again
+check-speculators: $(INSTALLED) .venv-speculators/.installed ## save a head with speculators and load it here again, and compare the logits of block heads
 	$(BIN)/python tests/interop/check_speculators.py .venv-speculators/bin/python
+	$(BIN)/python tests/interop/check_speculators_block.py .venv-speculators/bin/python
 
 # The browser is the system's own; playwright only drives it.
 BROWSER ?= chromium

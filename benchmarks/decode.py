@@ -22,10 +22,10 @@ from headstart.heads.base import DraftHead
 from headstart.heads.checkpoint import load_head
 from headstart.inference.decode import generate
 from headstart.inference.drafter import Drafter
+from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.cost_aware import CostAware, CostAwareShape, growth_from_recipe
 from headstart.inference.drafters.cost_files import cost_table
 from headstart.inference.drafters.growth import Dynamic, Growth
-from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.inputs import head_folder, held_out_prompts, taps_to_read
 from headstart.inference.request import DecodeStats
 from headstart.inference.sampling import Sampling
@@ -195,7 +195,7 @@ def run(recipe: Recipe) -> None:
     greedy, warm = Sampling(), Sampling(1.0, seed=recipe.decode.seed)
 
     def with_head(growth: Growth, sampling: Sampling = greedy) -> Any:
-        return ours(target, HeadDrafter(head, growth), new_tokens, sampling)
+        return ours(target, head_drafter(head, growth), new_tokens, sampling)
 
     rows = [
         Row("plain", ours(target, None, new_tokens, greedy)),

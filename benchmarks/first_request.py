@@ -20,10 +20,11 @@ from rich.table import Table
 from headstart.heads.base import DraftHead
 from headstart.heads.checkpoint import load_head
 from headstart.inference.decode import DecodeLoop
+from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.cost_aware import CostAware, growth_from_recipe
 from headstart.inference.drafters.cost_files import cost_table
 from headstart.inference.drafters.growth import Growth
-from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.inputs import head_folder, held_out_prompts, taps_to_read
 from headstart.inference.request import Request
 from headstart.inference.target.model import TargetModel
@@ -33,7 +34,7 @@ Grow = Callable[[TargetModel, DraftHead], Growth]
 BAR = 3.0
 
 
-def step_seconds(target: TargetModel, drafter: HeadDrafter, prompt: list[int], new_tokens: int) -> list[float]:
+def step_seconds(target: TargetModel, drafter: TreeDrafter, prompt: list[int], new_tokens: int) -> list[float]:
     """The seconds of each step after the prompt's pass."""
     loop = DecodeLoop(target, drafter, max_batch=1)
     loop.submit(Request(prompt, new_tokens, end_tokens=()))
@@ -76,7 +77,7 @@ def run(recipe: Recipe) -> None:
             target = TargetModel.load(recipe.target, taps_to_read(recipe))
             head = load_head(folder, target.frozen)
             started = time.perf_counter()
-            drafter = HeadDrafter(head, grow(target, head))
+            drafter = head_drafter(head, grow(target, head))
             built = time.perf_counter() - started
             seconds = step_seconds(target, drafter, prompt, recipe.decode.max_new_tokens)
             usual, longest = median(seconds), max(seconds)

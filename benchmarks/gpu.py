@@ -27,8 +27,8 @@ from headstart.heads.vocab import DraftVocab
 from headstart.inference.cuda_graph import SpareSteps, StaticStep
 from headstart.inference.decode import loop_of
 from headstart.inference.drafter import PLAIN, Drafter, VerifiedOnHost
+from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
-from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.inputs import head_folder, taps_to_read
 from headstart.inference.report.command import machine, recipe_tokenizer, report_prompts
 from headstart.inference.report.compare import compare
@@ -176,7 +176,7 @@ def verify_seconds(setting: Setting, nodes: int) -> float:
 def decode_step_seconds(setting: Setting, growth: Dynamic) -> float:
     """Seconds of a whole decode step, draft and verify, without the host's share."""
     target, device = setting.target, setting.target.device
-    drafter = HeadDrafter(setting.head, growth)
+    drafter = head_drafter(setting.head, growth)
     cache = target.new_cache(setting.prompt + drafter.max_nodes + 1, drafter.cache_shape, static=True)
     cache.target.set_lengths([setting.prompt])
     step = StaticStep(target, drafter, cache)
@@ -251,8 +251,8 @@ def demo(console: Console, recipe: Recipe) -> None:
     methods = [
         Method("generate", transformers=True),
         Method("plain"),
-        Method("chain", HeadDrafter(head, Dynamic.chain(depth))),
-        Method("tree", HeadDrafter(head, Dynamic(depth, recipe.decode.width, recipe.decode.nodes))),
+        Method("chain", head_drafter(head, Dynamic.chain(depth))),
+        Method("tree", head_drafter(head, Dynamic(depth, recipe.decode.width, recipe.decode.nodes))),
     ]
     for temperature in recipe.report.temperatures:
         sampling = Sampling(temperature, seed=recipe.decode.seed)

@@ -35,7 +35,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.distributions import Categorical
 
-from headstart.heads.base import DraftHead
+from headstart.heads.base import DraftHead, LevelHead
 from headstart.heads.checkpoint import load_head
 from headstart.inference.decode import generate_batch
 from headstart.inference.drafters.growth import Dynamic
@@ -87,6 +87,7 @@ class Writer:
                 Request(prompt, self.decode.max_new_tokens, Sampling(temperature, seed=first + number))
                 for number, prompt in enumerate(self.prompts)
             ]
+            assert isinstance(self.head, LevelHead)
             found += generate_batch(self.target, requests, drafter(self.head, tree), self.decode.max_batch)
             self.progress.advance(len(requests), f"{name_of(tree)}, temperature {temperature:g}")
         return found

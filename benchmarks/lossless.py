@@ -22,8 +22,8 @@ from rich.table import Table
 
 from headstart.heads.base import DraftHead
 from headstart.heads.checkpoint import load_head
+from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
-from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.inputs import OWN_HEAD, head_folder, taps_to_read
 from headstart.inference.report.command import recipe_tokenizer, report_prompts
 from headstart.inference.report.compare import Divergence, divergence
@@ -112,9 +112,9 @@ def drafting(recipe: Recipe, target: TargetModel) -> Iterator[Method]:
     for parameter in random_head.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
     for baseline in OF_RECIPE:
-        yield Method(baseline, HeadDrafter(head, growth_of(baseline, OWN_HEAD, recipe, target, head)))
-    yield Method("wide tree", HeadDrafter(head, Dynamic(depth=levels(head), width=10, nodes=60)))
-    yield Method("random head", HeadDrafter(random_head, Dynamic(depth=levels(head), width=4, nodes=16)))
+        yield Method(baseline, head_drafter(head, growth_of(baseline, OWN_HEAD, recipe, target, head)))
+    yield Method("wide tree", head_drafter(head, Dynamic(depth=levels(head), width=10, nodes=60)))
+    yield Method("random head", head_drafter(random_head, Dynamic(depth=levels(head), width=4, nodes=16)))
 
 
 def levels(head: DraftHead) -> int:

@@ -24,9 +24,9 @@ from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import locate_target
 from headstart.inference.calibrate import fit_calibration, score_text
 from headstart.inference.decode import generate_batch
+from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.cost_aware import searched_tree
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
-from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.inputs import held_out_prompts
 from headstart.inference.request import DecodeStats, Request
 from headstart.inference.sampling import sampling_from_recipe
@@ -144,7 +144,7 @@ def ranks_of_text(target: TargetModel, head: DraftHead, request: Request, depth:
 
     found[t][k] is the rank of token t + 1 + k among the guesses at level k, made when token t was the last one known.
     """
-    (written,) = generate_batch(target, [request], HeadDrafter(head, Dynamic.chain(depth)))
+    (written,) = generate_batch(target, [request], head_drafter(head, Dynamic.chain(depth)))
     text, prompt = torch.tensor([request.prompt + written.tokens]), len(request.prompt)
     found: list[list[int]] = [[] for _ in written.tokens]
     for number, level in enumerate(score_text(target, head, text, prompt, request.sampling, depth)):
@@ -175,7 +175,7 @@ def length_meter(recipe: Recipe, target: TargetModel, temperature: float) -> Acc
 
     def acceptance_length(head: DraftHead, growth: Growth) -> float:
         stats = DecodeStats()
-        for generation in generate_batch(target, asked, HeadDrafter(head, growth), decode.max_batch):
+        for generation in generate_batch(target, asked, head_drafter(head, growth), decode.max_batch):
             stats.add(generation.stats)
         return stats.acceptance_length
 

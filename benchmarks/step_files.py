@@ -24,8 +24,8 @@ from headstart.heads.checkpoint import load_head, load_taps
 from headstart.heads.target_config import TargetConfig
 from headstart.inference.batch import Batch
 from headstart.inference.decode import generate
+from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
-from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.target.model import TargetModel
 from headstart.recipes import load_recipe
 from headstart.recipes.schema import TargetSection
@@ -94,7 +94,7 @@ def profiled(step: Callable[..., Any]) -> Iterator[Functions]:
 def decode_step() -> Functions:
     taps = load_taps(HEAD, TargetConfig.from_folder(TARGET))
     target = TargetModel.load(TargetSection(path=str(TARGET), dtype="float32", device="cpu"), taps)
-    drafter = HeadDrafter(load_head(HEAD, target.frozen), Dynamic(depth=5, width=4, nodes=16))
+    drafter = head_drafter(load_head(HEAD, target.frozen), Dynamic(depth=5, width=4, nodes=16))
     with profiled(Batch.cycle) as found:
         generate(target, [5, 6, 7, 8], 20, drafter=drafter)
     return found

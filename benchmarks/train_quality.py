@@ -32,8 +32,8 @@ from headstart.heads.checkpoint import load_head
 from headstart.heads.convert import convert
 from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.inference.decode import generate
+from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.cost_aware import growth_from_recipe
-from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.inputs import held_out_prompts
 from headstart.inference.report.command import machine
 from headstart.inference.request import DecodeStats
@@ -120,7 +120,7 @@ def acceptance_length(
 ) -> float:
     """Mean tokens per target step over all prompts, drafting a chain or the recipe's tree."""
     decode = recipe.decode.model_copy(update={"growth": "chain"}) if growth == "chain" else recipe.decode
-    drafter, stats = HeadDrafter(head, growth_from_recipe(decode, target, head)), DecodeStats()
+    drafter, stats = head_drafter(head, growth_from_recipe(decode, target, head)), DecodeStats()
     sampling = Sampling(temperature, seed=decode.seed)
     for prompt in prompts:
         stats.add(generate(target, prompt, decode.max_new_tokens, sampling, drafter).stats)

@@ -18,8 +18,8 @@ from headstart.heads.target_config import locate_target
 from headstart.heads.target_origin import target_identity
 from headstart.inference.decode import generate_each
 from headstart.inference.drafter import Drafter
+from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.cost_aware import growth_from_recipe
-from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.request import Request
 from headstart.inference.sampling import Sampling
 from headstart.inference.target.model import TargetModel
@@ -223,7 +223,7 @@ def speculative_writer(recipe: Recipe, folder: Path) -> tuple[Writer, Ranks]:
     head = load_head(folder, untapped.frozen)
     target = TargetModel(untapped.model, head.taps, untapped.ranks)
     growth = growth_from_recipe(recipe.decode, target, head, batch=recipe.data.generate_batch)
-    return target_writer(recipe, target, HeadDrafter(head, growth)), target.ranks
+    return target_writer(recipe, target, head_drafter(head, growth)), target.ranks
 
 
 def server_writer(recipe: Recipe, url: str) -> Writer:

@@ -20,11 +20,9 @@ EXTRA_ROTARY_POSITIONS = 64  # rotary table rows beyond the target's positions: 
 
 
 class DraftHead(nn.Module, ABC):
-    """Predicts a target's next tokens from its hidden states.
+    """Predicts a target's next tokens from its hidden states: what all kinds of heads have in common.
 
-    Index t of a sequence holds the target's features at position t and the token at position t + 1; the head's logits
-    at index t score the token at position t + 2. While drafting, the head's own `feedback` replaces the features of
-    positions that the target has not read yet; `level` counts these replacements, so it is 0 for the first draft token.
+    A LevelHead drafts one level of a tree in each call, a BlockHead (heads.block) all levels in one.
     """
 
     kind: str
@@ -74,6 +72,19 @@ class DraftHead(nn.Module, ABC):
     def engine_tensors(self) -> dict[str, Tensor]:
         """model.safetensors as the engines read it."""
 
+    def folded_scale(self, name: str) -> Tensor | None:
+        """The factor of a weight's inputs that `engine_tensors` folds into the weight; None for no factor."""
+        return None
+
+    @torch.no_grad()
+    def take_weights(self, source: "DraftHead") -> None:
+        """Start from the weights of another head of this shape. Factors are powers of two, so this is exact."""
+        own = source.state_dict()
+        for name, tensor in own.items():
+            scale = self.folded_scale(name)
+            own[name] = tensor if scale is None else tensor / scale
+        self.load_state_dict(own)
+
     @property
     def decoder_layers(self) -> Sequence[nn.Module]:
         """The layers that a decode step may compile."""
@@ -92,6 +103,15 @@ class DraftHead(nn.Module, ABC):
     @abstractmethod
     def project(self, taps: Float[Tensor, "*axes tapped"]) -> Float[Tensor, "*axes feature"]:
         """The head's features, from the target's tapped hidden states concatenated in ascending order."""
+
+
+class LevelHead(DraftHead):
+    """Drafts one level of a tree in each call.
+
+    Index t of a sequence holds the target's features at position t and the token at position t + 1; the head's logits
+    at index t score the token at position t + 2. While drafting, the head's own `feedback` replaces the features of
+    positions that the target has not read yet; `level` counts these replacements, so it is 0 for the first draft token.
+    """
 
     @abstractmethod
     def forward(

@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from headstart.heads.base import DraftHead
+from headstart.heads.block import BlockHead, mask_token
+from headstart.heads.block_keys import is_block_config
 from headstart.heads.calibration import Calibration
 from headstart.heads.eagle1 import Eagle1Head
 from headstart.heads.eagle3 import Eagle3Head
@@ -24,10 +26,15 @@ from headstart.heads.safetensors_file import write_safetensors
 from headstart.heads.target_config import Rope, TargetConfig
 from headstart.heads.target_origin import TargetOrigin
 from headstart.heads.vocab import DraftVocab
-from headstart.recipes.schema import Eagle1Section, HeadSection
+from headstart.recipes.schema import BlockSection, Eagle1Section, HeadSection
 from headstart.recipes.whole_files import remove, removed_on_failure, write_text
 
-KINDS: dict[str, type[DraftHead]] = {"eagle1": Eagle1Head, "eagle3": Eagle3Head, "medusa": MedusaHead}
+KINDS: dict[str, type[DraftHead]] = {
+    "eagle1": Eagle1Head,
+    "eagle3": Eagle3Head,
+    "medusa": MedusaHead,
+    "block": BlockHead,
+}
 
 
 def head_taps(section: HeadSection, target: TargetConfig) -> tuple[int, ...]:
@@ -36,9 +43,15 @@ def head_taps(section: HeadSection, target: TargetConfig) -> tuple[int, ...]:
 
 
 def draft_vocab(section: HeadSection, counts: Int[Tensor, " vocab"]) -> DraftVocab:
-    """The tokens that the recipe's head may draft, given how often the target wrote each token."""
+    """The tokens that the recipe's head may draft, given how often the target wrote each token.
+
+    A block head's mask token is never one of a part of the vocabulary.
+    """
     if isinstance(section, Eagle1Section) or section.draft_vocab_size is None:
         return DraftVocab.full(len(counts))
+    if isinstance(section, BlockSection):
+        counts = counts.clone()
+        counts[mask_token(section, len(counts))] = -1
     return DraftVocab.most_frequent(counts, section.draft_vocab_size)
 
 
@@ -156,8 +169,9 @@ def kind_of(folder: Path, config: dict[str, Any]) -> type[DraftHead]:
     """The class of the head that a config.json describes, ours or published; raises ValueError for an unknown kind."""
     architectures = config.get("architectures") or []
     is_eagle3 = "draft_vocab_size" in config or any("Eagle3" in name for name in architectures)
+    is_block = is_block_config(config)
     is_medusa = "medusa_num_heads" in config or config.get("model_type") == "medusa"
-    guess = "medusa" if is_medusa else "eagle3" if is_eagle3 else "eagle1"
+    guess = "block" if is_block else "medusa" if is_medusa else "eagle3" if is_eagle3 else "eagle1"
     kind = config.get("headstart", {}).get("kind", guess)
     if kind not in KINDS:
         raise ValueError(
@@ -177,7 +191,7 @@ def check_fit(folder: Path, kind: type[DraftHead], config: dict[str, Any], targe
     }
     wrong = [f"{name}: head {mine}, target {its}" for name, (mine, its) in facts.items() if mine != its]
     layers = config.get("num_hidden_layers") or 1
-    if kind.has_rope and layers > 1:
+    if kind.has_rope and layers > 1 and kind is not BlockHead:
         wrong.append(f"num_hidden_layers: {layers} in config.json, but a head has 1 layer; this may be a whole model")
     if max(taps) > target.num_layers:
         wrong.append(f"taps: head {list(taps)}, target hidden_states 0 to {target.num_layers}")

@@ -12,13 +12,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from headstart.heads.base import EXTRA_ROTARY_POSITIONS
-from headstart.heads.frozen import FrozenTarget
+from headstart.heads.frozen import FrozenTarget, is_copy
 from headstart.heads.last_hidden import LastHiddenHead, input_scales
 from headstart.heads.layers import MLP, Attention, AttentionCache, LayerShape, RMSNorm, rotary_table
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema import Eagle1Section, HeadSection
-
-EMBEDDING_TOLERANCE = 1e-2  # relative to the largest entry: published copies of an embedding are in half precision
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ class Eagle1Head(LastHiddenHead):
     @classmethod
     def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], frozen: FrozenTarget) -> "Eagle1Head":
         own = tensors.pop("embed_tokens.weight", None)
-        if own is not None and not same_embedding(own, frozen.embedding):
+        if own is not None and not is_copy(own, frozen.embedding):
             raise ValueError(
                 "embed_tokens.weight is not the target's embedding, which an EAGLE-1 head shares; give the target that "
                 "the head was trained for"
@@ -108,6 +106,9 @@ class Eagle1Head(LastHiddenHead):
         if self.input_scale is not None:
             tensors["fc.weight"] = tensors["fc.weight"] * self.input_scale
         return tensors
+
+    def folded_scale(self, name: str) -> Tensor | None:
+        return self.input_scale if name == "fc.weight" else None
 
     @property
     def decoder_layers(self) -> Sequence[nn.Module]:
@@ -147,11 +148,3 @@ class Eagle1Head(LastHiddenHead):
         tokens: Int[Tensor, "batch seq"],
     ) -> Float[Tensor, "batch seq next_feature"]:
         return hidden
-
-
-def same_embedding(own: Tensor, target: Tensor) -> bool:
-    """Is it a copy of the target's embedding, possibly in lower precision?"""
-    if own.shape != target.shape:
-        return False
-    theirs = target.float()
-    return bool((own.to(theirs) - theirs).abs().max() <= EMBEDDING_TOLERANCE * theirs.abs().max())

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from headstart.heads.base import EXTRA_ROTARY_POSITIONS, DraftHead
+from headstart.heads.base import EXTRA_ROTARY_POSITIONS, LevelHead
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.layers import (
     MLP,
@@ -72,7 +72,7 @@ class Eagle3Layer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-class Eagle3Head(DraftHead):
+class Eagle3Head(LevelHead):
     """An EAGLE-3 head; its parameters are named as in the published checkpoints, so its state dict can be exported."""
 
     kind = "eagle3"
@@ -254,6 +254,9 @@ class Eagle3Head(DraftHead):
         if self.tap_scale is not None:
             tensors["fc.weight"] = tensors["fc.weight"] * self.tap_scale
         return tensors
+
+    def folded_scale(self, name: str) -> Tensor | None:
+        return self.tap_scale if name == "fc.weight" else None
 
     @property
     def decoder_layers(self) -> Sequence[nn.Module]:

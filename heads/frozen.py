@@ -34,6 +34,7 @@ NORM_NAMES = (
 )
 LM_HEAD_NAMES = ("lm_head.weight", "embed_out.weight", "language_model.lm_head.weight")
 GEMMA_TYPES = frozenset({"gemma", "gemma2", "gemma3", "gemma3_text"})  # their RMSNorm multiplies by 1 + weight
+COPY_TOLERANCE = 1e-2  # relative to the largest entry: published copies of a target's tensors are in half precision
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,14 @@ class FrozenTarget:
 def at_least_float32(tensor: Tensor) -> Tensor:
     """The tensor in float32 if its dtype is smaller, otherwise unchanged."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def is_copy(own: Tensor, target: Tensor) -> bool:
+    """Is it a copy of the target's tensor, possibly in lower precision?"""
+    if own.shape != target.shape:
+        return False
+    theirs = target.float()
+    return bool((own.to(theirs) - theirs).abs().max() <= COPY_TOLERANCE * theirs.abs().max())
 
 
 class NamedTensors:

@@ -5,7 +5,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from headstart.heads.base import DraftHead
+from headstart.heads.base import LevelHead
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.layers import power_of_two_scales
 from headstart.heads.target_config import TargetConfig
@@ -13,7 +13,7 @@ from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema import HeadSection
 
 
-class LastHiddenHead(DraftHead):
+class LastHiddenHead(LevelHead):
     """A head that shares the target's embedding, final norm and lm_head, and neither trains nor saves them."""
 
     norm_weight: Tensor

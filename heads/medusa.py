@@ -170,11 +170,15 @@ class MedusaHead(LastHiddenHead):
 
     def engine_tensors(self) -> dict[str, Tensor]:
         tensors = dict(self.state_dict())
-        if self.input_scale is not None:
-            for name, tensor in tensors.items():
-                if name.startswith("blocks.") and name.endswith(".weight"):
-                    tensors[name] = tensor * self.input_scale[: tensor.shape[-1]]
+        for name, tensor in tensors.items():
+            scale = self.folded_scale(name)
+            tensors[name] = tensor if scale is None else tensor * scale
         return tensors if self.vocab.is_full else {**tensors, "token_map": self.vocab.ids}
+
+    def folded_scale(self, name: str) -> Tensor | None:
+        if self.input_scale is None or not (name.startswith("blocks.") and name.endswith(".weight")):
+            return None
+        return self.input_scale[: self.get_parameter(name).shape[-1]]
 
     @torch.no_grad()
     def tensors_with_full_lm_heads(self) -> dict[str, Tensor]:

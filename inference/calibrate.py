@@ -25,14 +25,16 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from headstart.heads.base import DraftHead
+from headstart.heads.base import DraftHead, LevelHead
+from headstart.heads.block import BlockHead
+from headstart.heads.block_attention import Blocks
 from headstart.heads.calibration import Calibration
 from headstart.heads.checkpoint import load_head, save_head
 from headstart.heads.static_tree import search_tree
 from headstart.heads.unroll_attention import UnrollCache
 from headstart.inference.decode import generate_batch
+from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
-from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.inputs import head_folder, held_out_prompts, taps_to_read
 from headstart.inference.request import Request
 from headstart.inference.sampling import BatchSampling, Sampling
@@ -115,7 +117,7 @@ def write_texts(
     samplings: Sequence[Sampling],
 ) -> list[tuple[Request, list[int]]]:
     """The target's response to each prompt under each sampling."""
-    drafter = HeadDrafter(head, Dynamic.chain(depth))  # it only saves time: the text is the target's
+    drafter = head_drafter(head, Dynamic.chain(depth))  # it only saves time: the text is the target's
     found = []
     for sampling in samplings:
         requests = [Request(prompt, new_tokens, sampling) for prompt in prompts]
@@ -173,14 +175,30 @@ def score_taps(
     ids = head.vocab.ids.to(text.device)
     column = torch.full((head.vocab.target_size,), -1, device=text.device)
     column[ids] = torch.arange(len(ids), device=text.device)
-    features = head.project(taps)
-    positions, cache = torch.arange(features.shape[1], device=text.device), UnrollCache()
-    for level in range(min(depth, features.shape[1] - 1)):
+    for level, logits in enumerate(level_logits(head, taps, text, depth, shift)):
+        at = torch.arange(level + 2, level + 2 + len(logits), device=text.device)
+        warped = batch.warp(logits.unsqueeze(0), None, ids)[0].float()
+        yield LevelScores(warped, batch.gumbel(at.unsqueeze(0), ids)[0], column[text[0, at]], at >= prompt)
+
+
+def level_logits(
+    head: DraftHead, taps: Float[Tensor, "1 before tapped"], text: Int[Tensor, "1 seq"], depth: int, shift: int
+) -> Iterator[Float[Tensor, "choices draft_vocab"]]:
+    """Yield the head's logits depth by depth; row t of depth k (from 0) is about the token at position t + 2 + k."""
+    features, choices = head.project(taps), taps.shape[1] - 1  # at depth 0; each further depth has one fewer
+    if isinstance(head, BlockHead):
+        read = text.roll(-shift, dims=1)
+        states = head.text_states(features, read[:, :-1], Blocks.at_every_position(taps.shape[1]))
+        for level in range(min(depth, choices)):
+            before = slice(level + 1, choices + 1)
+            yield head.logits(states[: choices - level, level], read[0, before])
+        return
+    assert isinstance(head, LevelHead)
+    positions, cache = torch.arange(taps.shape[1], device=text.device), UnrollCache()
+    for level in range(min(depth, choices)):
         tokens = text[:, 1:].roll(-level - shift, dims=1)
         hidden = head(features, tokens, positions + level, cache=cache, level=level)
-        at = positions[: len(positions) - 1 - level] + level + 2
-        logits = batch.warp(head.logits(hidden[:, : len(at)], level), None, ids)[0].float()
-        yield LevelScores(logits, batch.gumbel(at.unsqueeze(0), ids)[0], column[text[0, at]], at >= prompt)
+        yield head.logits(hidden[:, : choices - level], level)[0]
         features = head.feedback(hidden, features, tokens)
 
 

@@ -9,7 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from headstart.recipes.schema import HUB_PREFIX, PYTHON_STDLIB, SELF, DecodeSection, MedusaSection, TrainSection
+from headstart.recipes.schema import (
+    HUB_PREFIX,
+    PYTHON_STDLIB,
+    SELF,
+    BlockSection,
+    DecodeSection,
+    MedusaSection,
+    TrainSection,
+)
 from headstart.recipes.target_checks import RecipeMistake, dict_or_empty, size_mistakes
 
 TIMED_GROWTHS = ("adaptive", "cost_aware", "searched_cost_aware")  # these depend on measured step times
@@ -37,6 +45,12 @@ def check_against_disk(values: dict[str, Any]) -> Iterator[RecipeMistake]:
         )
     if kind == "medusa":
         yield from check_medusa_depth(head, train, dict_or_empty(values.get("decode")))
+    if kind == "block":
+        yield from check_block(head, train, dict_or_empty(values.get("decode")))
+    elif isinstance(kind, str):
+        for field in ("anchors", "confidence_weight"):
+            if field in train:
+                yield f"train.{field}", "only block heads have it; remove it, or choose head.kind block"
     if dict_or_empty(values.get("joint")).get("mode") is not None:
         yield from check_joint(head, train, target)
     yield from check_shared_target(target, data, dict_or_empty(values.get("decode")))
@@ -99,6 +113,24 @@ def check_medusa_depth(head: dict[str, Any], train: dict[str, Any], decode: dict
             "decode.depth",
             f"1 to {heads} is allowed, one level per Medusa head; lower it, or raise head.medusa_heads",
         )
+
+
+def check_block(head: dict[str, Any], train: dict[str, Any], decode: dict[str, Any]) -> Iterator[RecipeMistake]:
+    """A pass drafts as many levels as a block predicts: training scores all of them, decoding uses no more."""
+    fields, size = BlockSection.model_fields, head.get("block_size")
+    size = fields["block_size"].default if size is None else size
+    if not isinstance(size, int):
+        return
+    from_anchor = head.get("sample_from_anchor", fields["sample_from_anchor"].default)
+    levels, why = size if from_anchor else size - 1, f"the levels that a block of {size} drafts (head.block_size)"
+    unroll = train.get("unroll", TrainSection.model_fields["unroll"].default)
+    depth = decode.get("depth", DecodeSection.model_fields["depth"].default)
+    if unroll != levels:
+        yield "train.unroll", f"{levels} is allowed, {why}; write train.unroll: {levels}"
+    if isinstance(depth, int) and depth > levels and decode.get("drafter", "head") == "head":
+        yield "decode.depth", f"1 to {levels} is allowed, {why}; lower it, or raise head.block_size and train again"
+    if train.get("input_noise"):
+        yield "train.input_noise", "only 0 or null is allowed with head.kind block; remove it"
 
 
 def check_joint(head: dict[str, Any], train: dict[str, Any], target: dict[str, Any]) -> Iterator[RecipeMistake]:

@@ -64,7 +64,7 @@ def section_properties(name: str) -> dict[str, dict[str, Any]]:
         if key == "kind":
             merged[key] = {"enum": holders, "description": merged[key]["description"]}
         elif len(holders) < len(kinds):
-            merged[key]["description"] += f" Only {' and '.join(holders)}."
+            merged[key]["description"] += f" Only {', '.join(holders[:-1])}{' and ' * (len(holders) > 1)}{holders[-1]}."
     return merged
 
 

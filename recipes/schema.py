@@ -45,7 +45,6 @@ Temperature = Annotated[float, Field(ge=0)]
 Temperatures = Annotated[tuple[Temperature, ...], Field(strict=False, min_length=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Betas = Annotated[tuple[Beta, Beta], Field(strict=False)]
-Taps = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, min_length=1)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 DEVICE_NAME = re.compile(r"auto|cpu|(cuda|mps|xpu|hpu)(:\d+)?")
 
@@ -334,6 +333,20 @@ class Eagle1Section(LayerSection):
     kind: Literal["eagle1"] = Field(description="Architecture of the draft head.")
 
 
+def refuse_unordered_taps(taps: tuple[int, ...]) -> tuple[int, ...]:
+    """Raise ValueError for taps that repeat or do not ascend; heads read them in ascending order."""
+    if list(taps) != sorted(set(taps)):
+        raise ValueError(f"ascending indices without repeats are allowed; write {sorted(set(taps))}")
+    return taps
+
+
+Taps = Annotated[
+    tuple[Annotated[int, Field(ge=0)], ...],
+    Field(strict=False, min_length=1),
+    AfterValidator(refuse_unordered_taps),
+]
+
+
 class Eagle3Section(LayerSection):
     """An EAGLE-3 draft head (arXiv 2503.01840)."""
 
@@ -349,19 +362,12 @@ class Eagle3Section(LayerSection):
     taps: Taps | None = Field(
         default=None,
         description="Target hidden states that the head reads, by index (0 is the embedding); null is 2, L//2 and L-3 "
-        "of L layers.",
+        "of L layers, for a block head five, spread from 2 to L-2.",
     )
     fc_norm: bool = Field(default=False, description="Normalise each tap before joining them (EAGLE-3.1).")
     norm_output: bool = Field(
         default=False, description="Feed the normalised feature to the next draft level (EAGLE-3.1)."
     )
-
-    @field_validator("taps")
-    @classmethod
-    def taps_ascend(cls, taps: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        if taps is not None and list(taps) != sorted(set(taps)):
-            raise ValueError(f"ascending indices without repeats are allowed; write {sorted(set(taps))}")
-        return taps
 
 
 class MedusaSection(Section):
@@ -386,7 +392,69 @@ class MedusaSection(Section):
     )
 
 
-HeadSection = Annotated[Eagle1Section | Eagle3Section | MedusaSection, Field(discriminator="kind")]
+class BlockSection(LayerSection):
+    """A block head, which drafts all levels in one pass: DSpark (arXiv 2607.05147) or, by its fields, DFlash
+    (2602.06036) or JetSpec (2606.18394)."""
+
+    kind: Literal["block"] = Field(description="Architecture of the draft head.")
+    num_layers: int = Field(default=2, gt=0, le=16, description="Decoder layers of the block head.")
+    block_size: int = Field(
+        default=7,
+        gt=1,
+        le=64,
+        description="Slots that one pass fills, the one of the text's last token included; the head drafts no deeper.",
+    )
+    sample_from_anchor: bool = Field(
+        default=True,
+        description="true: every slot predicts the token after its own position, so block_size levels are drafted "
+        "(DSpark). false: every slot but the first predicts the token at its own position, one level fewer (DFlash).",
+    )
+    causal: bool = Field(
+        default=False, description="A slot sees only the slots before it in its block (JetSpec); false is all of them."
+    )
+    window: int | None = Field(
+        default=None, gt=0, description="Positions before the block that it sees (sliding attention); null is all."
+    )
+    markov_rank: int = Field(
+        default=256,
+        ge=0,
+        description="Rank of the Markov head, which adds to a slot's scores what the token before it says (DSpark); 0 "
+        "is none (DFlash).",
+    )
+    markov_gate: bool = Field(
+        default=False, description="The slot's hidden state gates what the token before it says (gated Markov head)."
+    )
+    confidence: bool = Field(
+        default=False,
+        description="Also train a confidence head, which serving engines read; headstart itself calibrates scores.",
+    )
+    draft_vocab_size: int | None = Field(
+        default=None, gt=0, description="Most frequent tokens that the head may draft; null is the whole vocabulary."
+    )
+    mask_token_id: int | None = Field(
+        default=None,
+        ge=0,
+        description="Token whose embedding marks a slot to fill, an unused one at best; null is the target's last.",
+    )
+    taps: Taps | None = Field(
+        default=None,
+        description="Target hidden states that the head reads, by index (0 is the embedding); null is five, spread "
+        "from 2 to L-2 of L layers.",
+    )
+
+    @model_validator(mode="after")
+    def the_gate_has_a_markov_head(self) -> "BlockSection":
+        if self.markov_gate and self.markov_rank == 0:
+            raise ValueError("markov_gate true needs markov_rank above 0; raise it, or remove markov_gate")
+        return self
+
+    @property
+    def levels(self) -> int:
+        """How many levels one pass drafts."""
+        return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+
+HeadSection = Annotated[Eagle1Section | Eagle3Section | MedusaSection | BlockSection, Field(discriminator="kind")]
 
 
 class TrainSection(Section):
@@ -438,19 +506,43 @@ class TrainSection(Section):
         le=32,
         description="Depths trained by unrolling the head on its own output (training-time test).",
     )
-    unroll_decay: float = Field(
-        default=0.8, gt=0, le=1, description="Loss weight of each unroll step, relative to the step before."
+    unroll_decay: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Loss weight of each unroll step, relative to the step before; null is 0.8, for block heads 0.78 "
+        "to 0.87 by their size (DFlash).",
     )
     unroll_weights: Weights | None = Field(
         default=None, description="Loss weight of each unroll step; null uses unroll_decay."
     )
-    objective: Objective = Field(
-        default="soft_cross_entropy",
+    depth_weights: Literal["decay", "d_pace"] = Field(
+        default="decay",
+        description="Loss weights of the depths. decay: unroll_weights or unroll_decay; d_pace: what each depth adds "
+        "to the accepted length, given how likely the head makes the text before it (arXiv 2605.18810).",
+    )
+    objective: Objective | None = Field(
+        default=None,
         description="Loss between the head's and the target's distributions; log_ and blended_acceptance are the LK "
-        "losses.",
+        "losses; null is total_variation for block heads with a Markov head, soft_cross_entropy for others.",
     )
     objective_weight: float | None = Field(
-        default=None, gt=0, description="Weight of the objective; null is 0.1 for eagle1, 1 for other heads."
+        default=None,
+        gt=0,
+        description="Weight of the objective; null is 0.1 for eagle1, 1.8 for block heads with a Markov head (DSpark), "
+        "1 for others.",
+    )
+    text_weight: float | None = Field(
+        default=None,
+        ge=0,
+        description="Weight of the cross-entropy to the tokens of the text; null is 0.1 for block heads with a Markov "
+        "head (DSpark), 1 without the objective for those without one that are not causal (DFlash), 0 for others.",
+    )
+    confidence_weight: float = Field(
+        default=1.0, ge=0, description="Weight of the loss of a block head's confidence head."
+    )
+    anchors: int = Field(
+        default=512, gt=0, description="Blocks per sample and step that a block head is trained on, drawn at random."
     )
     regression_weight: float | None = Field(
         default=None,
@@ -462,6 +554,11 @@ class TrainSection(Section):
         ge=0,
         description="Width of the uniform input noise, scaled by 512 / tokens; null is 0.2 for eagle1, 0 for other "
         "heads.",
+    )
+    start_from: Annotated[HomePath | None, Field(strict=False)] = Field(
+        default=None,
+        description="Folder of a trained head, ours or converted, whose weights and draft vocabulary training starts "
+        "from; null starts a new head.",
     )
     fitted_start: bool = Field(
         default=False,
@@ -495,6 +592,13 @@ class TrainSection(Section):
                 "only newest is allowed while train.eval_prompts is 0; choose newest, or raise train.eval_prompts"
             )
         return export
+
+    @field_validator("fitted_start")
+    @classmethod
+    def one_start(cls, fitted: bool, section: ValidationInfo) -> bool:
+        if fitted and section.data.get("start_from") is not None:
+            raise ValueError("only false is allowed with train.start_from; remove one of them")
+        return fitted
 
     @field_validator("unroll_weights")
     @classmethod

@@ -43,6 +43,13 @@ def vocabulary_mistakes(vocab_size: int, head: dict[str, Any], decode: dict[str,
             "head.draft_vocab_size",
             f"1 to the target's {vocab_size} tokens are allowed; lower it, or null for all of them",
         )
+    mask_token_id = head.get("mask_token_id")
+    if isinstance(mask_token_id, int) and mask_token_id >= vocab_size:
+        yield (
+            "head.mask_token_id",
+            f"0 to {vocab_size - 1} of the target's tokens is allowed; choose one that it never writes, or null for "
+            "its last",
+        )
     drafted, whose = vocab_size, "the target has tokens"
     if is_count(draft_vocab_size) and decode.get("drafter", "head") == "head":
         drafted, whose = min(draft_vocab_size, vocab_size), "the head drafts tokens (head.draft_vocab_size)"

@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from headstart.heads.checkpoint import new_head
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.decode import generate
+from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
-from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.sampling import Sampling
 from headstart.inference.target.model import TargetModel
 from headstart.recipes.schema import Eagle3Section
@@ -41,7 +41,7 @@ def main(backend: str) -> None:
     head = new_head(Eagle3Section(kind="eagle3"), target.frozen, DraftVocab.full(97), seed=1).eval()
     for parameter in head.parameters():
         parameter.requires_grad_(False)
-    drafter = HeadDrafter(head, Dynamic(3, 3, 8))
+    drafter = head_drafter(head, Dynamic(3, 3, 8))
     samplings = [Sampling(), Sampling(1.0, seed=3)]
     plain = [generate(target, PROMPT, 24, sampling).tokens for sampling in samplings]
     torch.compile = partial(torch.compile, backend=backend)

@@ -12,6 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.data_pipelines.harvest import harvest
 from headstart.heads.base import DraftHead
+from headstart.heads.block import BlockHead
+from headstart.heads.block_attention import Reach
+from headstart.heads.block_shape import BlockShape
 from headstart.heads.eagle1 import Eagle1Head, Eagle1Shape
 from headstart.heads.eagle3 import Eagle3Head, Eagle3Shape
 from headstart.heads.frozen import FrozenTarget
@@ -106,6 +109,16 @@ def make_head(frozen: FrozenTarget) -> HeadFactory:
         if kind == "medusa":
             medusa = MedusaShape(**{"hidden_size": config.hidden_size, "num_heads": 3, "num_layers": 1, **shape})
             head: DraftHead = MedusaHead(medusa, frozen, vocab or DraftVocab.full(config.vocab_size))
+        elif kind == "block":
+            block = {
+                "reaches": (Reach(), Reach()),
+                "block_size": 4,
+                "mask_token_id": 96,
+                **sizes,
+                "taps": TAPS,
+                **shape,
+            }
+            head = BlockHead(BlockShape(**block), frozen, vocab or DraftVocab.full(config.vocab_size))
         elif kind == "eagle1":
             head = Eagle1Head(Eagle1Shape(**{**sizes, **shape}), frozen)
         else:

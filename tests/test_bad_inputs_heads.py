@@ -53,6 +53,7 @@ def place(
     build_tokenizer().save_pretrained(folder / "target")
     save_head(make_head(vocab=LIMITED), folder / "head")
     save_head(make_head("medusa", vocab=LIMITED), folder / "medusa")
+    save_head(make_head("block", markov_rank=6, vocab=LIMITED, mask_token_id=95), folder / "block")
     other = FrozenTarget.from_folder(folder / "whole", torch.float32)
     foreign = new_head(Eagle3Section(kind="eagle3"), other, DraftVocab.full(other.config.vocab_size), 0)
     save_head(foreign, folder / "foreign")
@@ -316,7 +317,7 @@ DAMAGED: dict[str, tuple[Edit, Says]] = {
     ),
     "a kind that does not exist": (
         own(kind="mlp"),
-        Says("config.json", "a head of kind 'mlp'", "only eagle1, eagle3, medusa", "correct the kind"),
+        Says("config.json", "a head of kind 'mlp'", "only eagle1, eagle3, medusa, block", "correct the kind"),
     ),
     "the kind of another head": (
         own(kind="medusa"),
@@ -446,6 +447,79 @@ MEDUSA: dict[str, tuple[Edit, Says]] = {
 def test_a_damaged_medusa_head_is_not_loaded(symptom: str, copied: Callable[..., Path], frozen: FrozenTarget) -> None:
     edit, says = MEDUSA[symptom]
     folder = copied(edit, "medusa")
+    assert_raises(lambda: load_head(folder, frozen), says)
+
+
+def without(*keys: str) -> Edit:
+    """Remove keys of a block head's config.json, at the top level and in DFlash's section."""
+
+    def forget(found: Config) -> None:
+        for key in keys:
+            found.pop(key, None)
+            found["dflash_config"].pop(key, None)
+
+    return config(forget)
+
+
+def everywhere(key: str, value: Any) -> Edit:
+    """Set a key of a block head's config.json wherever it is."""
+
+    def change(found: Config) -> None:
+        found[key] = value
+        if key in found["dflash_config"]:
+            found["dflash_config"][key] = value
+
+    return config(change)
+
+
+BLOCK: dict[str, tuple[Edit, Says]] = {
+    "no slot convention": (
+        without("sample_from_anchor"),
+        Says("config.json", "lacks sample_from_anchor", "engines fill in defaults", "add what the head was"),
+    ),
+    "no block size and no mask token": (
+        without("block_size", "mask_token_id"),
+        Says("config.json", "lacks block_size, mask_token_id", "a wrong one costs", "add what the head was"),
+    ),
+    "a mask token beyond the vocabulary": (
+        everywhere("mask_token_id", 97),
+        Says("mask_token_id", "97 given", "0 to the target's 96", "correct config.json"),
+    ),
+    "a mask token that is drafted": (
+        everywhere("mask_token_id", 50),
+        Says("mask_token_id", "50 given", "a token that the head does not draft", "correct mask_token_id or d2t"),
+    ),
+    "a Markov head with a state": (
+        everywhere("markov_head_type", "rnn"),
+        Says("markov_head_type", "'rnn' given", "only vanilla and gated", "choose another head"),
+    ),
+    "a layer type too few": (
+        everywhere("layer_types", ["full_attention"]),
+        Says("layer_types", "1 given", "2 is allowed", "correct config.json"),
+    ),
+    "sliding layers without a window": (
+        everywhere("layer_types", ["sliding_attention"] * 2),
+        Says("config.json", "lacks sliding_window", "the positions that", "add it"),
+    ),
+    "a block size that is text": (
+        everywhere("block_size", "7"),
+        Says("block_size", "'7' given", "valid integer", "correct the file"),
+    ),
+    "a smaller Markov rank than the tensors": (
+        everywhere("markov_rank", 5),
+        Says("markov_head.markov_w1.weight", "[97, 6]", "[97, 5]", "copy or export the head again"),
+    ),
+    "taps that the target lacks": (
+        own(taps=[2, 9]),
+        Says("taps", "[2, 9]", "hidden_states 0 to 7", "train one for this target"),
+    ),
+}
+
+
+@pytest.mark.parametrize("symptom", BLOCK)
+def test_a_damaged_block_head_is_not_loaded(symptom: str, copied: Callable[..., Path], frozen: FrozenTarget) -> None:
+    edit, says = BLOCK[symptom]
+    folder = copied(edit, "block")
     assert_raises(lambda: load_head(folder, frozen), says)
 
 

@@ -64,6 +64,7 @@ def test_the_entry_module_is_what_python_m_runs() -> None:
         ("tiny.yaml", "trainers/eagle.py"),
         ("tiny_eagle1.yaml", "trainers/eagle.py"),
         ("tiny_medusa.yaml", "trainers/medusa.py"),
+        ("tiny_block.yaml", "trainers/block.py"),
     ],
 )
 def test_train_runs_the_script_of_the_recipes_kind_of_head(
@@ -123,7 +124,7 @@ import contextlib, io, runpy, sys
 from headstart.trainers import cli
 
 def type_all(arguments):
-    for start in ["headstart", *cli.COMMANDS, *MODULES, "trainers/eagle.py", "trainers/medusa.py"]:
+    for start in ["headstart", *cli.COMMANDS, *MODULES, "trainers/eagle.py", "trainers/medusa.py", "trainers/block.py"]:
         said = io.StringIO()
         wrong = [] if arguments == ["--help"] or start not in PLAIN else ["--stepz"]  # they take no recipe
         sys.argv = ["headstart"] * (start in cli.COMMANDS) + [start, *arguments, *wrong]
@@ -148,7 +149,7 @@ def test_neither_help_nor_the_message_about_a_typo_waits_for_torch(arguments: li
     program = f"MODULES, PLAIN = {modules}, {plain}\n{TYPE_EVERYTHING}\ntype_all({arguments})"
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     lines = ended.stdout.splitlines()
-    assert len(lines) == 1 + len(cli.COMMANDS) + len(modules) + 2
+    assert len(lines) == 1 + len(cli.COMMANDS) + len(modules) + 3
     assert not [line for line in lines if not line.endswith(" is quick")]
 
 

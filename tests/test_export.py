@@ -27,11 +27,12 @@ NO_MEDUSA = {
     "sglang": "only vllm can serve",
     "tensorrt_llm": "only vllm can serve",
     "eagle": "of kind medusa",
-    "speculators": "only EAGLE-3 of the target's width",
+    "speculators": "EAGLE-3 of the target's width",
 }
+NO_BLOCK = {"tensorrt_llm": "only vllm, sglang can serve", "eagle": "of kind block"}
 REFUSED = {  # head -> format -> what the refusal names
-    "eagle1": {"tensorrt_llm": "only vllm, sglang can serve", "speculators": "only EAGLE-3 of the target's width"},
-    "narrow": {"speculators": "only EAGLE-3 of the target's width"},
+    "eagle1": {"tensorrt_llm": "only vllm, sglang can serve", "speculators": "EAGLE-3 of the target's width"},
+    "narrow": {"speculators": "EAGLE-3 of the target's width"},
     "3.1": {"eagle": "norm_output"},
     "five taps": {"eagle": "eagle_aux_hidden_state_layer_ids"},
     "taps": {"eagle": "eagle_aux_hidden_state_layer_ids"},
@@ -40,6 +41,10 @@ REFUSED = {  # head -> format -> what the refusal names
     "medusa layers": NO_MEDUSA | {"medusa": "uses the last layer's weights for all"},
     "medusa limited": NO_MEDUSA
     | {"vllm": "vLLM refuses heads that score only a part", "medusa": "no draft vocabulary"},
+    "dspark": NO_BLOCK,
+    "dspark limited": NO_BLOCK,
+    "dflash": NO_BLOCK,
+    "jetspec": NO_BLOCK | {"sglang": "markov_rank", "speculators": "causal within the block"},
     "hydra": dict.fromkeys((*NO_MEDUSA, "vllm", "medusa"), NO_HYDRA),
 }
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from headstart.heads.base import DraftHead
+from headstart.heads.base import DraftHead, LevelHead
 from headstart.heads.checkpoint import new_head
 from headstart.heads.eagle1 import Eagle1Head
 from headstart.heads.eagle3 import Eagle3Head
@@ -355,6 +355,7 @@ def test_a_new_head_reads_its_features_through_the_targets_norm_and_lm_head(
     """An untrained layer passes its features through, so the logits are the target's own for the projected taps."""
     vocab = DraftVocab.full(97) if size is None else DraftVocab.most_frequent(torch.randint(50, (97,)), size)
     head = new_head(Eagle3Section(kind="eagle3"), frozen, vocab, seed=3)
+    assert isinstance(head, LevelHead)
     taps, tokens = random_taps(head), random_tokens(head)
     features = head.project(taps)
     hidden = head(features, tokens, torch.arange(SEQ))

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headstart.heads.base import DraftHead
+from headstart.heads.base import DraftHead, LevelHead
 from headstart.heads.checkpoint import load_head
 from headstart.heads.convert import convert
 from headstart.heads.eagle1 import Eagle1Head, Eagle1Shape
@@ -23,8 +23,8 @@ from headstart.heads.frozen import FrozenTarget
 from headstart.heads.medusa import MedusaHead, MedusaShape
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.decode import generate
+from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
-from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.target.model import TargetModel
 from headstart.inference.target.tokenizer import load_tokenizer
 from headstart.recipes.schema import TargetSection
@@ -117,6 +117,7 @@ def llama(frozen: FrozenTarget) -> dict[str, Any]:
 
 
 def logits(head: DraftHead) -> Tensor:
+    assert isinstance(head, LevelHead)
     generator = torch.Generator().manual_seed(7)
     taps = torch.randn(1, 6, len(head.taps) * head.target.hidden_size, generator=generator)
     tokens = torch.randint(head.target.vocab_size, (1, 6), generator=generator)
@@ -136,7 +137,7 @@ def test_a_published_head_has_the_same_acceptance_length_before_and_after_conver
     back = load_head(tmp_path / "back", target.frozen)
     assert torch.equal(logits(back), logits(head))
     prompt = load_tokenizer(TARGET).encode("def read(self, path):\n")
-    drafters = [HeadDrafter(each, Dynamic.chain(3)) for each in (head, back)]
+    drafters = [head_drafter(each, Dynamic.chain(3)) for each in (head, back)]
     before, after = (generate(target, prompt, 24, drafter=drafter) for drafter in drafters)
     assert after.tokens == before.tokens
     assert after.stats.accepted_at_depth == before.stats.accepted_at_depth

@@ -14,7 +14,7 @@ from tiny_run import build_run, modified, tiny_recipe
 from torch import Tensor
 
 from headstart.data_pipelines.harvest import harvest
-from headstart.heads.base import DraftHead
+from headstart.heads.base import DraftHead, LevelHead
 from headstart.heads.calibration import Calibration
 from headstart.heads.checkpoint import head_from_files, load_head, new_head, save_head
 from headstart.heads.formats.layouts import FORMATS, ServedTarget
@@ -27,6 +27,7 @@ from headstart.inference.cache import KVCache
 from headstart.inference.calibrate import RANKS, Tally, fit_calibration, tally_texts, write_texts
 from headstart.inference.decode import generate, generate_batch
 from headstart.inference.drafter import Verified, VerifiedOnHost
+from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.cost_aware import CostAwareShape, growth_from_recipe
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
 from headstart.inference.drafters.head import HeadDrafter
@@ -66,6 +67,7 @@ def test_new_heads_give_the_targets_own_logits(
     vocab = DraftVocab.full(97) if size is None else DraftVocab(torch.arange(size) * 3, 97)
     section = MedusaSection(kind="medusa", medusa_heads=3, medusa_layers=2, sequential=sequential, lm_head_rank=rank)
     head, tokens = new_head(section, frozen, vocab, seed=0), torch.randint(97, (2, 9))
+    assert isinstance(head, LevelHead)
     output, features = reader.forward(tokens), head.project(reader.forward(tokens).taps)
     for level in range(3):
         hidden = head(features, tokens, torch.arange(9), level=level)
@@ -81,6 +83,7 @@ def test_new_heads_of_a_target_with_softcapped_logits_give_its_own_logits(
     """As in Gemma 2; heads without the cap once agreed with the target on nothing but the likeliest token."""
     capped = replace(frozen, config=replace(frozen.config, final_logit_softcap=5.0))
     head = new_head(MedusaSection(kind="medusa", medusa_heads=1), capped, DraftVocab.full(97), seed=0)
+    assert isinstance(head, LevelHead)
     last_hidden = torch.randn(1, 4, 32)
     hidden = head(head.project(last_hidden), torch.zeros(1, 4, dtype=torch.long), torch.arange(4))
     torch.testing.assert_close(head.logits(hidden), capped.logits(last_hidden))
@@ -89,6 +92,7 @@ def test_new_heads_of_a_target_with_softcapped_logits_give_its_own_logits(
 def test_low_rank_heads_have_few_weights_and_all_of_them_get_gradients(frozen: FrozenTarget) -> None:
     section = MedusaSection(kind="medusa", medusa_heads=2, lm_head_rank=4)
     head = new_head(section, frozen, DraftVocab.full(97), seed=0)
+    assert isinstance(head, LevelHead)
     assert sum(weight.numel() for weight in head.logits_parameters) == 2 * 4 * (32 + 97)
     features, tokens = torch.randn(1, 5, 32), torch.zeros(1, 5, dtype=torch.long)
     for _ in range(2):  # `up` starts at zero, so `down` gets no gradient in the first step
@@ -119,7 +123,7 @@ def guesses(head: MedusaHead, feature: Tensor, path: list[int], level: int) -> l
 class Recording(HeadDrafter):
     """Records each tree with the text before it."""
 
-    def __init__(self, head: DraftHead, growth: Growth) -> None:
+    def __init__(self, head: LevelHead, growth: Growth) -> None:
         super().__init__(head, growth)
         self.seen: list[tuple[list[int], Tree]] = []
 
@@ -265,7 +269,7 @@ def test_a_recipe_with_searched_growth_uses_the_tree_that_calibration_found(
     growth = growth_from_recipe(section, reader, loaded)
     assert growth.nodes == len(rows(wanted.paths[:10])) - 1 == 10
     searched = growth_from_recipe(section.model_copy(update={"growth": "searched_cost_aware"}), reader, loaded)
-    text = generate(reader, PROMPT, 10, drafter=HeadDrafter(loaded, searched)).tokens
+    text = generate(reader, PROMPT, 10, drafter=head_drafter(loaded, searched)).tokens
     assert text == generate(reader, PROMPT, 10).tokens
     draw_tree(wanted, 10).savefig(tmp_path / "tree.png")
     assert StaticTree.from_config(json.loads(json.dumps(wanted.to_config()))).paths == wanted.paths
@@ -286,6 +290,7 @@ SHAPES: list[dict[str, Any]] = [
 
 def read(head: DraftHead, tokens: Tensor, features: Tensor) -> list[Tensor]:
     """The logits of all levels."""
+    assert isinstance(head, LevelHead)
     found = []
     for level in range(head.max_levels or 1):
         hidden = head(features, tokens, torch.arange(tokens.shape[1]), level=level)

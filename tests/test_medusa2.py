@@ -15,13 +15,14 @@ from torch.testing import assert_close
 
 from headstart.data_pipelines.batches import Batch
 from headstart.data_pipelines.shards import FeatureStore
+from headstart.heads.base import LevelHead
 from headstart.heads.checkpoint import draft_vocab, load_head, new_head
 from headstart.heads.export import export
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_origin import TargetOrigin
 from headstart.inference.decode import generate_batch
+from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
-from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.report.command import report
 from headstart.inference.request import Request
 from headstart.inference.sampling import Sampling
@@ -87,7 +88,7 @@ def test_the_head_changes_no_token_of_the_tuned_target(make_recipe: MakeRecipe, 
     for sampling in (Sampling(), Sampling(0.9, seed=4)):
         requests = [Request([5, 6, 7], 20, sampling), Request([40, 41], 20, sampling)]
         plain = generate_batch(tuned, requests)
-        drafted = generate_batch(tuned, requests, HeadDrafter(head, Dynamic(2, 2, 4)))
+        drafted = generate_batch(tuned, requests, head_drafter(head, Dynamic(2, 2, 4)))
         assert [each.tokens for each in drafted] == [each.tokens for each in plain]
     files = contents(recipe.tuned_target_dir)
     for name, content in contents(harvested / "target").items():
@@ -134,6 +135,7 @@ def test_the_heads_loss_and_the_divergence_both_reach_the_target(make_recipe: Ma
     recipe = make_recipe("run", *MEDUSA, joint("full", distill_weight=0.7))
     unrolled, batch = joint_head(recipe, harvested)
     frozen, head = unrolled.teacher.frozen, unrolled.head
+    assert isinstance(head, LevelHead)
     with torch.no_grad():
         for parameter in [*head.parameters(), *unrolled.target.trained.values()]:
             parameter.add_(torch.randn_like(parameter) * 0.05)

@@ -92,7 +92,7 @@ def test_one_micro_batch_of_features_is_in_memory_at_a_time(
     one_step(recipe, monkeypatch)
     assert len(alive) == 4 + 3  # counted, then trained on; the last one is not read again
     assert most[0] <= 2  # the next one is read before the variable drops the one before
-    *earlier, last = count_micro_batches(start_training(recipe), list(range(8)))
+    *earlier, last = count_micro_batches(start_training(recipe), 0, list(range(8)))
     assert len(earlier) == 3
     assert not any(each.supervision.last_hidden.untyped_storage().nbytes() for each in earlier)
     assert [each.features for each in earlier] == [None] * 3

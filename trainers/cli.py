@@ -32,8 +32,8 @@ from headstart.trainers.scripts import training_module
 
 TRAIN_HELP = """Train the recipe's draft head in this process, after running the earlier stages that are missing.
 
-The recipe's head.kind chooses the script: trainers/eagle.py (eagle1, eagle3) or trainers/medusa.py (medusa). To train
-on several GPUs, start one process for each:
+The recipe's head.kind chooses the script: trainers/eagle.py (eagle1, eagle3), trainers/medusa.py (medusa)
+or trainers/block.py (block). To train on several GPUs, start one process for each:
 
     headstart launch --num_processes 8 train RECIPE
 """
@@ -233,8 +233,8 @@ def overview() -> str:
             *lines,
             "",
             "RUN_DIR is the recipe's run_dir. Any field of a recipe can be set on the command line: section.key=value.",
-            "In a clone of the repository, accelerate launch starts the same: trainers/eagle.py RECIPE (or medusa.py),",
-            "or -m data_pipelines.harvest RECIPE.",
+            "In a clone of the repository, accelerate launch starts the same: trainers/eagle.py RECIPE (medusa.py,",
+            "block.py), or -m data_pipelines.harvest RECIPE.",
         ]
     )
 

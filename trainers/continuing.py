@@ -13,6 +13,7 @@ from headstart.recipes import Recipe
 # additions.
 MAY_CHANGE_ON_RESUME = {
     "fitted_start",  # it decides only what a run begins with
+    "start_from",  # likewise
     "accumulate",
     "activation_checkpointing",
     "checkpoint_every",
@@ -46,6 +47,7 @@ class RunStart:
     samples: int
     vocab: list[int] | None  # target tokens of the draft vocabulary, ascending; None for all
     tap_sizes: list[float] | None  # None for a head that does not scale its taps
+    start_from: bool = False  # whether it was a trained head, whose copy is beside the checkpoints
 
     @classmethod
     def read(cls, folder: Path) -> "RunStart | None":

@@ -12,8 +12,8 @@ from headstart.heads.calibration import Calibration
 from headstart.inference.calibrate import fit_calibration
 from headstart.inference.cuda_graph import SpareSteps
 from headstart.inference.decode import generate_batch
+from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.cost_aware import growth_from_recipe
-from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.request import DecodeStats, Request
 from headstart.inference.request_checks import check_length
 from headstart.inference.sampling import sampling_from_recipe
@@ -23,6 +23,7 @@ from headstart.recipes.jsonl import read_jsonl
 from headstart.trainers.checkpoint import Tensors
 from headstart.trainers.objective import UnrolledHead
 
+HELD_OUT = "held out"  # decides which blocks of a held-out text are scored, the same ones at every measurement
 TEMPERATURES = {"tau": 0.0, "tau_t1": 1.0}  # metric of acceptance length -> the temperature it is measured at
 
 
@@ -49,7 +50,7 @@ class HeldOutDecoding:
         requests = [Request(prompt, self.new_tokens, sampling) for prompt in self.prompts()]
         most = self.recipe.decode.max_batch
         growth = growth_from_recipe(self.recipe.decode, self.target, self.head, batch=min(most, len(requests)))
-        for generation in generate_batch(self.target, requests, HeadDrafter(self.head, growth), most):
+        for generation in generate_batch(self.target, requests, head_drafter(self.head, growth), most):
             stats.add(generation.stats)
         self.target.kept(SpareSteps).clear()  # training needs their memory
         return stats
@@ -90,7 +91,7 @@ def held_out_metrics(unrolled: UnrolledHead, store: SampleStore, batch_size: int
         store.expect(numbers)
         samples = [store[number] for number in numbers]
         batch = Batch.collate(samples, embedding.dtype, embedding.device)
-        supervision = unrolled.teacher.supervise(batch)
+        supervision = unrolled.supervise(batch, HELD_OUT)
         scores = unrolled(batch, supervision, supervision.counts(unroll))
         total += scores.sums().cpu()
         outside += supervision.outside

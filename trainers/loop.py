@@ -35,6 +35,8 @@ def train(
     with Tracker(recipe, done, accelerator.is_main_process) as tracker, Interrupts() as interrupts:
         if done:
             tracker.say(f"resuming after step {done}")
+        if not done and section.start_from is not None:  # what the run has to improve on
+            measure(training, checkpoints, tracker, 0)
         if not measured:  # the process was stopped between saving and measuring
             measure(training, checkpoints, tracker, done)
         speed = Speed()

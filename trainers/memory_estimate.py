@@ -10,16 +10,19 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from headstart.data_pipelines.batches import Batch
 from headstart.heads.base import DraftHead
+from headstart.heads.block_attention import Blocks
 from headstart.heads.checkpoint import KINDS, draft_vocab
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig
 from headstart.inference.target.architecture import decoder_layers
 from headstart.inference.target.model import TargetModel
 from headstart.recipes import Recipe
+from headstart.trainers.block_objective import BlockSupervision, TrainedBlocks
 from headstart.trainers.medusa2 import trainable_section
-from headstart.trainers.objective import Objective, Supervision, Teacher, UnrolledHead, positions_at_once
+from headstart.trainers.objective import Supervision, Teacher, UnrolledHead, positions_at_once
 from headstart.trainers.optimizers import build_optimizers
 from headstart.trainers.precision import autocast
+from headstart.trainers.run_state import head_in_training
 
 
 @dataclass(frozen=True)
@@ -132,9 +135,7 @@ def frozen_without_weights(target: TargetConfig) -> FrozenTarget:
 
 def activation_bytes(recipe: Recipe, head: DraftHead, frozen: FrozenTarget, samples: int, longest: int) -> int:
     """The batch, what autograd saves in the unroll, and one chunk of scores with its gradient."""
-    unrolled = UnrolledHead(
-        head, Teacher(frozen, head.vocab), Objective.from_recipe(recipe), recipe.train.activation_checkpointing
-    )
+    unrolled = head_in_training(recipe, head, Teacher(frozen, head.vocab))
     stored = sum(1 for tap in head.taps if tap < frozen.config.num_layers) * frozen.config.hidden_size
     batch = Batch(
         tokens=torch.zeros(samples, longest, dtype=torch.long),
@@ -142,8 +143,7 @@ def activation_bytes(recipe: Recipe, head: DraftHead, frozen: FrozenTarget, samp
         taps=torch.empty(samples, longest, stored),
         last_hidden=torch.empty(samples, longest, frozen.config.hidden_size),
     )
-    places = torch.zeros(samples * longest, dtype=torch.long)
-    supervision = Supervision(places, places, places, batch.last_hidden.flatten(0, 1), outside=0)
+    supervision = planned_supervision(unrolled, batch)
     own = {storage_of(tensor) for tensor in [*head.parameters(), *head.buffers()]}
     unroll = unrolled.objective.unroll
     with autocast(recipe.train, head.embedding.device):
@@ -151,8 +151,25 @@ def activation_bytes(recipe: Recipe, head: DraftHead, frozen: FrozenTarget, samp
             hidden = unrolled.unroll(batch, supervision, None)
         with SavedForBackward(own) as scored:
             part = slice(0, positions_at_once(unroll * len(head.vocab.ids), head.embedding.device))
-            unrolled.score(supervision, torch.ones(unroll), hidden[:, part], part)
+            unrolled.score(supervision, torch.ones(unroll, 1), hidden[:, part], part)
     return batch.taps.nbytes + 2 * batch.last_hidden.nbytes + saved.num_bytes + hidden.nbytes + 2 * scored.num_bytes
+
+
+def planned_supervision(unrolled: UnrolledHead, batch: Batch) -> Supervision | BlockSupervision:
+    """As much as the samples of a batch can have: every position, or as many blocks as are drawn from each."""
+    samples, longest = batch.tokens.shape
+    if not isinstance(unrolled, TrainedBlocks):
+        places = torch.zeros(samples * longest, dtype=torch.long)
+        return Supervision(places, places, places, batch.last_hidden.flatten(0, 1), places, outside=0)
+    anchors = range(1, longest - 1)[-unrolled.anchors :]
+    blocks = Blocks(
+        rows=tuple(row for row in range(samples) for _ in anchors),
+        anchors=(*anchors,) * samples,
+        starts=(0,) * samples * len(anchors),
+    )
+    places = torch.zeros(unrolled.objective.unroll, len(blocks), dtype=torch.long)
+    last_hidden = torch.empty(*places.shape, batch.last_hidden.shape[-1])
+    return BlockSupervision(blocks, places, places, places == 0, places, last_hidden, places, outside=0)
 
 
 class SavedForBackward:

@@ -15,12 +15,17 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
     "linear": lambda share: 1 - share,
     "constant": lambda share: 1.0,
 }
+BY_TOKEN = (
+    "embed_tokens",
+    "lm_head",
+    "markov_head.markov_w",
+)  # how the names of matrices begin that have a row per token
 
 
 def build_optimizers(head: nn.Module, section: TrainSection) -> list[Optimizer]:
-    """AdamW for everything, or Muon for the inner matrices and AdamW for norms, biases, embedding and lm_head."""
+    """AdamW for everything, or Muon for the inner matrices and AdamW for norms, biases and what has a row per token."""
     named = [(name, parameter) for name, parameter in head.named_parameters() if parameter.requires_grad]
-    inner = [p for name, p in named if p.ndim == 2 and not name.startswith(("embed_tokens", "lm_head"))]
+    inner = [p for name, p in named if p.ndim == 2 and not name.startswith(BY_TOKEN)]
     matrices = inner if section.optimizer == "muon" else []
     matrix_ids = {id(p) for p in matrices}
     rest = [p for _, p in named if id(p) not in matrix_ids]

@@ -8,11 +8,13 @@ from rich.filesize import decimal
 from headstart.data_pipelines.count_rows import most_samples
 from headstart.data_pipelines.preflight import check_harvest
 from headstart.heads.checkpoint import KINDS, draft_vocab
-from headstart.heads.target_config import TargetConfig
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.inference.step_memory import free_memory, refuse_trees_of
 from headstart.recipes import Recipe
 from headstart.trainers.dry_run import refuse_sizes
 from headstart.trainers.memory_estimate import frozen_without_weights
+from headstart.trainers.starting import load_start
 from headstart.trainers.tracking import refuse_wandb_without_key
 
 GRADIENTS_AND_WEIGHTS = 2  # copies of a head in float32 that every optimizer needs at the least
@@ -25,6 +27,9 @@ def preflight(recipe: Recipe, num_ranks: int, device: torch.device) -> None:
         refuse_few_rows(recipe)
         refuse_sizes(recipe, num_ranks, recipe.data.num_prompts)
     refuse_wandb_without_key(recipe)
+    if recipe.train.start_from is not None:
+        folder = locate_target(recipe.target.path, recipe.target.revision)
+        load_start(recipe, FrozenTarget.from_folder(folder, torch.float32))
     refuse_large_head(recipe, target, num_ranks, device)
     if recipe.train.eval_prompts:
         refuse_trees_of(recipe, min(recipe.train.eval_prompts, recipe.decode.max_batch))

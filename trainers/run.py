@@ -1,5 +1,6 @@
 """A whole training run: recipe -> prompts -> responses -> features -> head, for every kind of head."""
 
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from headstart.data_pipelines.shards import stored_taps
 from headstart.data_pipelines.stage import Stage
 from headstart.data_pipelines.together import run_together
 from headstart.heads.base import DraftHead
-from headstart.heads.checkpoint import draft_vocab, head_taps, new_head, save_head
+from headstart.heads.block import BlockHead
+from headstart.heads.checkpoint import draft_vocab, head_taps, load_head, new_head, save_head
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.frozen import FrozenTarget, SafetensorsFolder
 from headstart.heads.target_config import locate_target
@@ -23,7 +25,7 @@ from headstart.inference.target.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.recipes.jsonl import read_json
 from headstart.recipes.launcher import end_with_launcher
-from headstart.recipes.schema import Eagle3Section
+from headstart.recipes.schema import BlockSection, Eagle3Section
 from headstart.trainers.checkpoint import Checkpoints, Tensors, newest_step
 from headstart.trainers.continuing import RunStart, changes, checkpoint_inputs, describe_changes
 from headstart.trainers.dry_run import print_plan, refuse_sizes
@@ -35,6 +37,8 @@ from headstart.trainers.preflight import preflight
 from headstart.trainers.ranks.launch import refuse_lone_decoding, start_accelerator
 from headstart.trainers.run_state import TrainingInputs
 from headstart.trainers.scripts import SCRIPTS
+from headstart.trainers.starting import START, before_and_after, keep_start, load_start
+from headstart.trainers.vocabulary_report import describe_vocabulary
 
 
 def run(recipe: Recipe, script: str | None = None) -> None:
@@ -91,10 +95,12 @@ def train_and_export(
     refuse_sizes(recipe, accelerator.num_processes, len(train_store), len(heldout_store))
     checkpoints, start = open_checkpoints(recipe, accelerator, features, frozen, train_store)
     head = build_head(recipe, frozen, start)
-    if recipe.train.fitted_start and checkpoints.newest() == 0:
+    if recipe.train.fitted_start and not start.start_from and checkpoints.newest() == 0:
         fit_first_weights(head, frozen, train_store, accelerator, recipe.seed)
     if accelerator.is_main_process:
         describe(head, train_store)
+        if not head.vocab.is_full:
+            print(describe_vocabulary(head.vocab, frozen, heldout_store))
     finished = is_exported(recipe, checkpoints)
     decoding: HeldOutDecoding | None = None
     target: TrainableTarget | None = None
@@ -110,6 +116,8 @@ def train_and_export(
             export(recipe, inputs, build_head(recipe, frozen, start), checkpoints, machine(accelerator))
         with_target = "" if recipe.joint.mode is None else f" target.path={recipe.tuned_target_dir}"
         state = "head was already complete in" if finished else "head written to"
+        if start.start_from and (measured := before_and_after(recipe)) is not None:
+            print(measured)
         print(f"{state} {recipe.head_dir}; next: headstart report RECIPE{with_target}")
 
 
@@ -126,22 +134,33 @@ def open_checkpoints(
         checkpoints.accept(changed)
         if accelerator.is_main_process:
             print(*describe_changes(changed, before, step, start, len(store)), sep="\n", end="\n" if changed else "")
+    source = None
     if start is None:
-        start = start_of_run(recipe, features, frozen, store)
+        source = None if recipe.train.start_from is None else load_start(recipe, frozen)
+        start = start_of_run(recipe, features, frozen, store, source)
     accelerator.wait_for_everyone()  # all ranks have read what the main rank may now write
     if accelerator.is_main_process and before is None:
+        if source is not None:
+            keep_start(source, folder)
         start.save(folder)
+    accelerator.wait_for_everyone()  # all ranks build the head from what the main rank has written
     return checkpoints, start
 
 
-def start_of_run(recipe: Recipe, features: Stage, frozen: FrozenTarget, store: SampleStore) -> RunStart:
-    """What a new head is built from: the recipe and the samples of today."""
+def start_of_run(
+    recipe: Recipe, features: Stage, frozen: FrozenTarget, store: SampleStore, source: DraftHead | None = None
+) -> RunStart:
+    """What a new head is built from: the recipe, the samples of today, and a trained head if it starts from one."""
     config = frozen.config
-    vocab = draft_vocab(recipe.head, store.token_counts(config.vocab_size))
+    vocab = draft_vocab(recipe.head, store.token_counts(config.vocab_size)) if source is None else source.vocab
     sizes = None
-    if isinstance(recipe.head, Eagle3Section) and not recipe.head.fc_norm:
+    scaled = isinstance(recipe.head, BlockSection) or (
+        isinstance(recipe.head, Eagle3Section) and not recipe.head.fc_norm
+    )
+    if scaled:
         sizes = store.tap_sizes(head_taps(recipe.head, config), config.num_layers)
-    return RunStart(features.inputs, len(store), None if vocab.is_full else vocab.ids.tolist(), sizes)
+    ids = None if vocab.is_full else vocab.ids.tolist()
+    return RunStart(features.inputs, len(store), ids, sizes, source is not None)
 
 
 def build_head(recipe: Recipe, frozen: FrozenTarget, start: RunStart) -> DraftHead:
@@ -149,9 +168,15 @@ def build_head(recipe: Recipe, frozen: FrozenTarget, start: RunStart) -> DraftHe
     size = frozen.config.vocab_size
     vocab = DraftVocab.full(size) if start.vocab is None else DraftVocab(torch.tensor(start.vocab), size)
     head = new_head(recipe.head, frozen, vocab, recipe.seed).to(frozen.embedding.device)
+    source = None
+    if start.start_from:
+        source = load_head(recipe.checkpoints_dir / START, frozen)
+        head = head if head.shape == source.shape else deepcopy(source).requires_grad_(True)
     if start.tap_sizes is not None:
-        assert isinstance(head, Eagle3Head)
+        assert isinstance(head, Eagle3Head | BlockHead)
         head.scale_taps(start.tap_sizes)
+    if source is not None:
+        head.take_weights(source)
     return head
 
 

@@ -9,8 +9,10 @@ from torch import nn
 
 from headstart.data_pipelines.sample_stores import SampleStore
 from headstart.heads.base import DraftHead
+from headstart.heads.block import BlockHead
 from headstart.heads.frozen import FrozenTarget
 from headstart.recipes import Recipe
+from headstart.trainers.block_objective import TrainedBlocks
 from headstart.trainers.checkpoint import Snapshot, Tensors
 from headstart.trainers.ema import MovingAverage
 from headstart.trainers.evaluation import HeldOutDecoding
@@ -92,8 +94,16 @@ def start_head(recipe: Recipe, head: DraftHead, inputs: TrainingInputs, accelera
     objective = Objective.from_recipe(recipe)
     section, checkpointing = recipe.train, recipe.train.activation_checkpointing
     if inputs.target is None:
-        return distribute_head(accelerator, UnrolledHead(head, teacher, objective, checkpointing), section)
+        return distribute_head(accelerator, head_in_training(recipe, head, teacher), section)
     return JointHeadOnRanks(accelerator, JointHead(head, teacher, objective, inputs.target, checkpointing), section)
+
+
+def head_in_training(recipe: Recipe, head: DraftHead, teacher: Teacher) -> UnrolledHead:
+    """The module that computes a head's loss, for a head of any kind."""
+    section, objective = recipe.train, Objective.from_recipe(recipe)
+    if isinstance(head, BlockHead):
+        return TrainedBlocks(head, teacher, objective, section.anchors, section.activation_checkpointing)
+    return UnrolledHead(head, teacher, objective, section.activation_checkpointing)
 
 
 def weights_on_cpu(head: DraftHead) -> Tensors:

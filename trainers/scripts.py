@@ -1,6 +1,11 @@
 """Which script trains which kind of head, readable without torch."""
 
-SCRIPTS = {"eagle1": "trainers/eagle.py", "eagle3": "trainers/eagle.py", "medusa": "trainers/medusa.py"}
+SCRIPTS = {
+    "eagle1": "trainers/eagle.py",
+    "eagle3": "trainers/eagle.py",
+    "medusa": "trainers/medusa.py",
+    "block": "trainers/block.py",
+}
 
 
 def training_module(kind: str) -> str:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from headstart.data_pipelines.batches import Batch, Sample, pack
 from headstart.data_pipelines.sample_stores import SampleStore
+from headstart.trainers.block_objective import BlockSupervision
 from headstart.trainers.objective import Supervision, input_noise
 from headstart.trainers.precision import autocast
 from headstart.trainers.run_state import Training
@@ -34,7 +35,7 @@ def train_step(training: Training, step: int, numbers: list[int], interrupted: b
     accelerator, head, loss_scale = training.accelerator, training.head, training.loss_scale
     section, unroll = training.recipe.train, head.unrolled.objective.unroll
     with autocast(section, accelerator.device):
-        micro_batches = count_micro_batches(training, samples_of_rank(accelerator, numbers))
+        micro_batches = count_micro_batches(training, step, samples_of_rank(accelerator, numbers))
         counts = torch.stack([each.supervision.counts(unroll) for each in micro_batches]).sum(0)
         counts = accelerator.reduce(counts, "sum")  # [unroll], known before the first gradient is taken
     num_tokens = sum(sum(each.lengths) for each in micro_batches)
@@ -74,11 +75,11 @@ class MicroBatch:
 
     numbers: list[int]  # of its samples in the store
     lengths: list[int]  # tokens of each sample
-    supervision: Supervision  # its last_hidden is empty while the features are not in memory
+    supervision: Supervision | BlockSupervision  # its last_hidden is empty while the features are not in memory
     features: Batch | None
 
 
-def count_micro_batches(training: Training, numbers: list[int]) -> list[MicroBatch]:
+def count_micro_batches(training: Training, step: int, numbers: list[int]) -> list[MicroBatch]:
     """Read a rank's samples once to find the supervised positions; only the last micro-batch keeps its features."""
     section = training.recipe.train
     found: list[MicroBatch] = []
@@ -86,7 +87,8 @@ def count_micro_batches(training: Training, numbers: list[int]) -> list[MicroBat
         found = [without_features(each) for each in found]
         own = numbers[first :: section.accumulate]
         features, lengths = read_features(training, own)
-        found.append(MicroBatch(own, lengths, training.head.unrolled.teacher.supervise(features), features))
+        supervision = training.head.unrolled.supervise(features, f"{training.recipe.seed} {step}")
+        found.append(MicroBatch(own, lengths, supervision, features))
     return found
 
 

@@ -14,7 +14,7 @@ from headstart.heads.formats.violation import Violation
 from headstart.recipes.jsonl import read_growing_jsonl, read_json
 from headstart.recipes.schema import SELF, Recipe
 
-KIND_NAMES = {"eagle1": "EAGLE-1", "eagle3": "EAGLE-3", "medusa": "Medusa"}
+KIND_NAMES = {"eagle1": "EAGLE-1", "eagle3": "EAGLE-3", "medusa": "Medusa", "block": "Block"}
 LOGGED_LENGTHS = {"heldout/tau": "0", "heldout/tau_t1": "1"}  # key in the training log -> its temperature
 
 
@@ -117,7 +117,7 @@ def training(recipe: Recipe) -> Iterator[str]:
         rate = f"{section.muon_learning_rate:g} (AdamW parameters: {rate})"
     yield (
         f"- {section.steps:,} steps of {section.batch_size} sequences with {section.optimizer}, learning rate {rate}, "
-        f"objective {section.objective}, unrolled to depth {section.unroll}"
+        f"objective {section.objective or 'of the paper'}, unrolled to depth {section.unroll}"
     )
     if recipe.joint.mode is not None:
         yield f"- the target's layers were tuned together with the head ({recipe.joint.mode}): use the tuned target"

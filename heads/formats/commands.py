@@ -6,6 +6,7 @@ from pathlib import Path
 from shlex import quote
 
 from headstart.heads.base import DraftHead
+from headstart.heads.block import BlockHead
 from headstart.heads.formats.layouts import ServedTarget
 from headstart.heads.formats.violation import Violation
 
@@ -65,12 +66,20 @@ def in_yaml(path: Path) -> str:
 
 
 def vllm_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
-    method = {"eagle1": "eagle", "eagle3": "eagle3", "medusa": "medusa"}[head.kind]
-    tokens = min(target.draft_tokens, head.max_levels or target.draft_tokens)
+    if isinstance(head, BlockHead):  # any other number than the block was trained with collapses acceptance
+        method, tokens = block_method(head), head.shape.levels
+    else:
+        method = {"eagle1": "eagle", "eagle3": "eagle3", "medusa": "medusa"}[head.kind]
+        tokens = min(target.draft_tokens, head.max_levels or target.draft_tokens)
     options = json.dumps({"method": method, "model": str(folder), "num_speculative_tokens": tokens})
     note = "\n\nRequires vLLM 0.32 or older; later versions cannot serve Medusa heads." if head.kind == "medusa" else ""
     name = quote(target.name)
     return f"```\nvllm serve {name}{revision_option(target)} --speculative-config {quote(options)}\n```{note}"
+
+
+def block_method(head: BlockHead) -> str:
+    """The engines' name for a block head's way of drafting."""
+    return "dspark" if head.shape.sample_from_anchor or head.shape.markov_rank else "dflash"
 
 
 def speculators_vllm_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
@@ -79,9 +88,15 @@ def speculators_vllm_command(head: DraftHead, target: ServedTarget, folder: Path
 
 
 def sglang_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
+    launch = f"python -m sglang.launch_server --model-path {quote(target.name)}{revision_option(target)}"
+    if isinstance(head, BlockHead):
+        name, size = block_method(head).upper(), head.shape.block_size
+        count = f"dspark-block-size {size}" if name == "DSPARK" else f"num-draft-tokens {size}"
+        folder_option = f"--speculative-draft-model-path {quote(str(folder))}"
+        return f"```\n{launch} \\\n    --speculative-algorithm {name} {folder_option} --speculative-{count}\n```"
     algorithm = {"eagle1": "EAGLE", "eagle3": "EAGLE3"}[head.kind]
     return (
-        f"```\npython -m sglang.launch_server --model-path {quote(target.name)}{revision_option(target)} \\\n"
+        f"```\n{launch} \\\n"
         f"    --speculative-algorithm {algorithm} --speculative-draft-model-path {quote(str(folder))} \\\n"
         f"    --speculative-num-steps {target.draft_tokens} --speculative-eagle-topk 1 "
         f"--speculative-num-draft-tokens {target.draft_tokens + 1}\n```"
@@ -116,9 +131,13 @@ def medusa_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
 
 
 def speculators_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
+    module, name = "eagle3", "Eagle3DraftModel"
+    if isinstance(head, BlockHead):
+        module = block_method(head)
+        name = "DSparkDraftModel" if module == "dspark" else "DFlashDraftModel"
     return (
-        "```python\nfrom speculators.models.eagle3 import Eagle3DraftModel\n\n"
-        f"model = Eagle3DraftModel.from_pretrained({in_python(folder)})\n```"
+        f"```python\nfrom speculators.models.{module} import {name}\n\n"
+        f"model = {name}.from_pretrained({in_python(folder)})\n```"
     )
 
 

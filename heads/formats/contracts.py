@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 
-from headstart.heads.formats import config_rules, medusa_rules, tap_rules, tensor_rules
+from headstart.heads.formats import block_rules, config_rules, medusa_rules, tap_rules, tensor_rules
 from headstart.heads.formats.engines import AUTHORS
 from headstart.heads.formats.files import HeadFiles
 from headstart.heads.formats.subject import Subject, layout_of
@@ -45,6 +45,21 @@ MEDUSA: tuple[Rule, ...] = (
     tensor_rules.finite,
     tensor_rules.not_empty,
 )
+BLOCK: tuple[Rule, ...] = (
+    block_rules.architecture,
+    block_rules.block_size,
+    block_rules.slot_convention,
+    block_rules.mask_token,
+    block_rules.taps,
+    block_rules.target_layers,
+    block_rules.names_and_shapes,
+    config_rules.trained_for_this_target,
+    config_rules.rope,
+    block_rules.draft_vocabulary,
+    tensor_rules.number_formats,
+    tensor_rules.finite,
+    tensor_rules.not_empty,
+)
 RULES: dict[str, dict[str, tuple[Rule, ...]]] = {  # layout -> engine that can serve it -> its rules
     "eagle3": {
         "vllm": EAGLE3,
@@ -55,6 +70,8 @@ RULES: dict[str, dict[str, tuple[Rule, ...]]] = {  # layout -> engine that can s
     "eagle1": dict.fromkeys(("vllm", "sglang", "eagle"), (*SHARED, tensor_rules.eagle1_bias)),
     "speculators": dict.fromkeys(("vllm", "speculators"), (*EAGLE3, config_rules.speculators_sections)),
     "medusa": {"vllm": MEDUSA},
+    "block": dict.fromkeys(("vllm", "sglang"), BLOCK),
+    "speculators_block": dict.fromkeys(("vllm", "speculators"), (*BLOCK, block_rules.speculators_sections)),
     "medusa_reference": dict.fromkeys(("vllm", "medusa"), MEDUSA),
 }
 

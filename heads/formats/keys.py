@@ -107,7 +107,23 @@ class SpeculatorsKeys(Keys):
     verifier: VerifierKeys | None = None
 
 
-class HeadKeys(LayerKeys):
+class BlockKeys(Keys):
+    """The keys of block heads: in a section of their own in DFlash's files, at the top level in others."""
+
+    block_size: Size | None = None
+    mask_token_id: Annotated[int, Field(ge=0)] | None = None
+    target_layer_ids: list[int] | None = None  # layer outputs; -1 is the input of the first layer
+    sample_from_anchor: bool | None = None
+    causal: bool | None = None
+    use_swa: bool | None = None
+    swa_window_size: Size | None = None
+    markov_rank: Annotated[int, Field(ge=0)] | None = None
+    markov_head_type: str | None = None
+    enable_confidence_head: bool | None = None
+    confidence_head_with_markov: bool | None = None
+
+
+class HeadKeys(LayerKeys, BlockKeys):
     """A whole config.json, in any layout."""
 
     architectures: list[str] | None = None
@@ -119,6 +135,12 @@ class HeadKeys(LayerKeys):
     norm_before_residual: bool | None = None
     eagle_aux_hidden_state_layer_ids: Layers | None = None
     eagle_config: EagleKeys | None = None
+    dflash_config: BlockKeys | None = None
+    aux_hidden_state_layer_ids: Layers | None = None
+    num_target_layers: Size | None = None
+    sliding_window: Size | None = None
+    sliding_window_non_causal: bool | None = None
+    is_causal: bool | None = None
     speculators_model_type: str | None = None
     transformer_layer_config: LayerKeys = LayerKeys()
     speculators_config: SpeculatorsKeys | None = None

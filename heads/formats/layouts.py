@@ -4,13 +4,14 @@ To add a format, write such a function, add it to FORMATS, and add its rules to 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from torch import Tensor
 
 from headstart.heads.base import DraftHead
+from headstart.heads.block import BlockHead
 from headstart.heads.checkpoint import head_config
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.formats.files import MODEL
@@ -55,8 +56,9 @@ def reference_files(head: DraftHead, target: ServedTarget) -> Files:
     Raises ValueError for other kinds of heads.
     """
     if head.kind not in ("eagle1", "eagle3"):
+        other = "medusa" if isinstance(head, MedusaHead) else "vllm"
         raise ValueError(
-            f"export.format: 'eagle' given for a head of kind {head.kind}; export.format={head.kind} is allowed for it"
+            f"export.format: 'eagle' given for a head of kind {head.kind}; export.format={other} is allowed for it"
         )
     config, tensors = head_config(head), dict(head.engine_tensors())
     config["architectures"] = ["LlamaForCausalLM"]
@@ -76,10 +78,13 @@ def speculators_files(head: DraftHead, target: ServedTarget) -> Files:
 
     Raises ValueError for a head that this layout cannot hold.
     """
+    if isinstance(head, BlockHead):
+        return speculators_block_files(head, target)
     if not isinstance(head, Eagle3Head) or head.shape.hidden_size != head.target.hidden_size:
         raise ValueError(
             f"export.format: 'speculators' given for a head of kind {head.kind} and width {head.feature_size}; only "
-            f"EAGLE-3 of the target's width, {head.target.hidden_size}, is allowed; use export.format=vllm instead"
+            f"block heads and EAGLE-3 of the target's width, {head.target.hidden_size}, are allowed; use "
+            f"export.format=vllm instead"
         )
     flat = head_config(head)
     names = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -108,6 +113,44 @@ def speculators_files(head: DraftHead, target: ServedTarget) -> Files:
     return config, tensors
 
 
+def speculators_block_files(head: BlockHead, target: ServedTarget) -> Files:
+    """The same for block heads: speculators' dflash, or dspark with a Markov head or slots that predict the next token.
+
+    Raises ValueError for a head that is causal in layers without a window.
+    """
+    if any(reach.causal for reach in head.shape.reaches if reach.window is None):
+        raise ValueError(
+            "export.format: 'speculators' given for a head that is causal within the block (head.causal); vllm "
+            "and native are allowed for it: choose one of them"
+        )
+    flat = head_config(head)
+    is_dspark = head.shape.sample_from_anchor or head.shape.markov_rank > 0
+    algorithm = "dspark" if is_dspark else "dflash"
+    keys = [*BLOCK_KEYS, *(DSPARK_KEYS if is_dspark else ())]
+    layer = {key: flat[key] for key in flat if key in LAYER_KEYS | {"layer_types", "sliding_window"}}
+    layer["use_sliding_window"] = flat["sliding_window"] is not None  # Qwen3's config drops the window without it
+    config = {
+        "architectures": ["DSparkSpeculator" if is_dspark else "DFlashSpeculator"],
+        "speculators_model_type": algorithm,
+        "speculators_version": installed_version("speculators", SPECULATORS_VERSION),
+        "transformers_version": version("transformers"),
+        "dtype": flat["torch_dtype"],
+        "tie_word_embeddings": False,
+        **{key: flat[key] for key in keys},
+        "target_hidden_size": None,
+        "aux_hidden_state_layer_ids": list(head.taps),
+        "transformer_layer_config": layer,
+        "speculators_config": speculators_section(replace(target, draft_tokens=head.shape.levels), algorithm),
+        "headstart": flat["headstart"],
+    }
+    tensors = head.engine_tensors()
+    if not head.vocab.is_full:
+        tensors["t2d"] = head.vocab.members()
+    return config, tensors
+
+
+BLOCK_KEYS = ("draft_vocab_size", "block_size", "mask_token_id", "sample_from_anchor", "sliding_window_non_causal")
+DSPARK_KEYS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
 LAYER_KEYS = {
     "model_type",
     "hidden_act",
@@ -147,7 +190,7 @@ def medusa_files(head: DraftHead, target: ServedTarget) -> Files:
     return {"base_model_name_or_path": target.name, **config, "headstart": ours["headstart"]}, tensors
 
 
-def speculators_section(target: ServedTarget) -> dict[str, Any]:
+def speculators_section(target: ServedTarget, algorithm: str = "eagle3") -> dict[str, Any]:
     greedy = {
         "proposal_type": "greedy",
         "speculative_tokens": target.draft_tokens,
@@ -155,7 +198,7 @@ def speculators_section(target: ServedTarget) -> dict[str, Any]:
         "accept_tolerance": 0.0,
     }
     return {
-        "algorithm": "eagle3",
+        "algorithm": algorithm,
         "default_proposal_method": "greedy",
         "proposal_methods": [greedy],
         "verifier": {"name_or_path": target.name, "architectures": target.architectures},

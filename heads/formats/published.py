@@ -10,17 +10,19 @@ import torch
 from torch import Tensor
 
 from headstart.heads.base import DraftHead
+from headstart.heads.block_keys import HIDDEN_STATES, LAYER_OUTPUTS, block_key
 from headstart.heads.checkpoint import head_from_files
-from headstart.heads.formats import config_rules, medusa_rules, tensor_rules
+from headstart.heads.formats import block_rules, config_rules, medusa_rules, tensor_rules
 from headstart.heads.formats.files import HeadFiles, has_weight_dtype
 from headstart.heads.formats.medusa_rules import num_heads
-from headstart.heads.formats.subject import MEDUSA, Subject, layout_of
+from headstart.heads.formats.subject import BLOCK, MEDUSA, SPECULATORS_BLOCK, Subject, layout_of
 from headstart.heads.formats.tap_rules import KEY, engine_default
-from headstart.heads.frozen import FrozenTarget
+from headstart.heads.frozen import FrozenTarget, is_copy
 from headstart.heads.layers import rotary_table
 from headstart.heads.target_config import Rope
 from headstart.heads.vocab import DraftVocab
 
+MARKOV_TYPES = ("vanilla", "gated")
 ENGINES_EPSILON = 1e-6  # what the engines assume if a Llama's config.json names no rms_norm_eps
 UNRELATED = 0.9  # relative difference of two embeddings beyond which neither was trained from the other
 TRAINING_ONLY = ("verifier_lm_head.weight", "verifier_norm.weight")  # speculators saves them with the head
@@ -84,7 +86,7 @@ def widest_dtype(files: HeadFiles) -> torch.dtype:
 def misfits(subject: Subject, translation: Translation) -> list[str]:
     """The missing, misshapen and unknown tensors of a refused head; others are checked when the head is built."""
     files = HeadFiles(subject.files.folder, subject.files.config, translation.tensors)
-    rules = medusa_rules if subject.layout in MEDUSA else tensor_rules
+    rules = medusa_rules if subject.layout in MEDUSA else block_rules if subject.layout in BLOCK else tensor_rules
     wrong = rules.names_and_shapes(Subject(files, subject.layout, subject.frozen), "tensorrt_llm")
     return [each.text for each in wrong]
 
@@ -107,7 +109,7 @@ def refuse_other_layers(subject: Subject, translation: Translation) -> None:
     config = subject.config
     if "speculators_model_type" in config and config["speculators_model_type"] != "eagle3":
         translation.refused.append(
-            f"speculators_model_type {config['speculators_model_type']!r}: only 'eagle3' is allowed"
+            f"speculators_model_type {config['speculators_model_type']!r}: eagle3, dflash and dspark are allowed"
         )
     for key, allowed in (("hidden_act", "silu"), ("num_hidden_layers", 1), ("model_type", "llama")):
         if config.get(key, allowed) != allowed:
@@ -293,13 +295,84 @@ def sort_token_map(subject: Subject, translation: Translation) -> None:
         translation.inferred.append("token_map: sorted, with the rows of lm_heads")
 
 
+def refuse_other_blocks(subject: Subject, translation: Translation) -> None:
+    """Refuse what a config.json of a block head may ask for but ours cannot do."""
+    config = subject.config
+    for key, allowed in (("hidden_act", ("silu",)), ("attention_bias", (False,)), ("markov_head_type", MARKOV_TYPES)):
+        if (found := block_key(config, key, allowed[0])) not in allowed:
+            translation.refused.append(f"{key} {found!r}: only {' and '.join(map(repr, allowed))} is allowed")
+    projector = block_key(config, "projector_type", "dflash")
+    if projector not in ("dflash", "dspark"):
+        translation.refused.append(f"projector_type {projector!r}: only dflash and dspark are allowed")
+    if block_key(config, "selector_rank") or block_key(config, "conv_kernel_size"):
+        translation.refused.append("selector_rank, conv_kernel_size: heads of DFlash2 are not supported; remove them")
+    if subject.layout == SPECULATORS_BLOCK and (named := config["speculators_model_type"]) not in ("dflash", "dspark"):
+        translation.refused.append(f"speculators_model_type {named!r}: only 'dflash' and 'dspark' are allowed")
+    if translation.config.get("target_hidden_size") is None:
+        translation.config.pop("target_hidden_size", None)
+    broken = block_rules.target_layers, block_rules.mask_token, block_rules.block_size
+    translation.refused += [each.text for rule in broken for each in rule(subject, "headstart")]
+    translation.refused += [f"{key}: missing; add the head's size to config.json" for key in subject.missing_sizes]
+
+
+def infer_slots(subject: Subject, translation: Translation) -> None:
+    """The slot convention, which the first DFlash and DSpark files do not name, and the layers that the head reads."""
+    if block_key(subject.config, "sample_from_anchor") is None:
+        is_dspark = "DSparkModel" in str(subject.config.get("architectures"))
+        if subject.layout == SPECULATORS_BLOCK:
+            translation.refused.append(
+                "sample_from_anchor: missing; vLLM takes false, speculators true for dspark: add the one of training"
+            )
+        translation.config["sample_from_anchor"] = is_dspark
+        translation.inferred.append(
+            f"sample_from_anchor: missing, so {str(is_dspark).lower()}, the only convention of "
+            f"{'DeepSpec' if is_dspark else 'the DFlash authors'}"
+        )
+    if not subject.taps:
+        default = engine_default(subject.frozen.config.num_layers)
+        translation.refused.append(
+            f"{LAYER_OUTPUTS}: missing; engines take {default}; add the layers that the head was trained with"
+        )
+    elif not subject.own:
+        key = HIDDEN_STATES if subject.layout == SPECULATORS_BLOCK else LAYER_OUTPUTS
+        translation.inferred.append(f"taps: hidden_states {list(subject.taps)}, from {key}")
+
+
+def share_target_tensors(subject: Subject, translation: Translation) -> None:
+    """Drop copies of the target's embedding and lm_head, which our block heads share."""
+    tensors, frozen = translation.tensors, subject.frozen
+    own = tensors.pop("embed_tokens.weight", None)
+    if own is not None and not is_copy(own, frozen.embedding):
+        translation.refused.append(
+            "embed_tokens.weight: differs from the target's; only a copy of it is allowed: name the head's own target"
+        )
+    elif own is not None:
+        translation.inferred.append("embed_tokens.weight: a copy of the target's, left out")
+    if "d2t" not in tensors and "lm_head.weight" in tensors and is_copy(tensors["lm_head.weight"], frozen.lm_head):
+        del tensors["lm_head.weight"]
+        translation.inferred.append("lm_head.weight: a copy of the target's, left out")
+    if "d2t" in tensors and len(tensors["d2t"]) == frozen.config.vocab_size:  # speculators writes one for all tokens
+        del tensors["d2t"]
+        tensors.pop("t2d", None)
+
+
 LAYER_STEPS = (refuse_other_layers, infer_rope, infer_attention)
 EAGLE3_STEPS = (infer_taps, infer_vocabulary, flatten_norms)
 MEDUSA_STEPS = (refuse_shared_lm_head, infer_medusa_sizes, sort_token_map)
+BLOCK_STEPS = (
+    refuse_other_blocks,
+    infer_rope,
+    infer_attention,
+    infer_slots,
+    share_target_tensors,
+    infer_vocabulary,
+)
 STEPS: dict[str, tuple[Callable[[Subject, Translation], None], ...]] = {
     "eagle1": (*LAYER_STEPS, share_embedding),
     "eagle3": (*LAYER_STEPS, *EAGLE3_STEPS, share_embedding),
     "speculators": (*LAYER_STEPS, *EAGLE3_STEPS, drop_training_tensors, share_embedding),
     "medusa": MEDUSA_STEPS,
+    "block": BLOCK_STEPS,
+    "speculators_block": (*BLOCK_STEPS, drop_training_tensors),
     "medusa_reference": MEDUSA_STEPS,
 }

@@ -7,24 +7,31 @@ from typing import Any
 
 from torch import Tensor
 
+from headstart.heads.block_keys import block_taps, is_block_config, names_taps
 from headstart.heads.formats.files import HeadFiles
-from headstart.heads.formats.medusa_layout import BLOCK, REFERENCE_BLOCK, from_any_layout
+from headstart.heads.formats.medusa_layout import BLOCK as MEDUSA_BLOCK
+from headstart.heads.formats.medusa_layout import REFERENCE_BLOCK, from_any_layout
 from headstart.heads.frozen import FrozenTarget
 
 MEDUSA = ("medusa", "medusa_reference")
+SPECULATORS_BLOCK = "speculators_block"
+BLOCK = ("block", SPECULATORS_BLOCK)
 LAYER_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 
 
 def layout_of(files: HeadFiles) -> str:
-    """`speculators`, `eagle3`, `eagle1`, `medusa` or `medusa_reference`, recognised by the files' content.
+    """`speculators`, `eagle3`, `eagle1`, `medusa`, `medusa_reference`, `block` or `speculators_block`, recognised by
+    the files' content.
 
     Raises ValueError for any other head.
     """
     names = {name.removeprefix("model.") for name in files.tensors}
-    if any(map(BLOCK.fullmatch, names)):
+    if any(map(MEDUSA_BLOCK.fullmatch, names)):
         return "medusa"
     if any(map(REFERENCE_BLOCK.fullmatch, names)):
         return "medusa_reference"
+    if is_block_config(files.config) or "hidden_norm.weight" in names:
+        return SPECULATORS_BLOCK if "speculators_model_type" in files.config else "block"
     if "speculators_model_type" in files.config:
         return "speculators"
     if {"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight", "d2t"} & names or attends_over_two_inputs(
@@ -34,12 +41,12 @@ def layout_of(files: HeadFiles) -> str:
     if "fc.weight" in names and "layers.0.self_attn.q_proj.weight" in names:
         return "eagle1"
     kind = files.config.get("headstart", {}).get("kind")
-    if kind in ("eagle1", "eagle3", "medusa"):
+    if kind in ("eagle1", "eagle3", "medusa", "block"):
         return str(kind)
     shown = ", ".join(sorted(names)[:4])
     raise ValueError(
         f"{files.folder}: the layout of this draft head is unknown (its tensors: {shown}, ...); EAGLE-1, EAGLE-3, "
-        f"speculators' eagle3 and Medusa are allowed: give the folder of such a head"
+        f"speculators' eagle3, Medusa, DFlash and DSpark are allowed: give the folder of such a head"
     )
 
 
@@ -63,7 +70,7 @@ class Subject:
     def config(self) -> dict[str, Any]:
         """config.json as engines read it, flat: speculators nests the layer's keys in a section of their own."""
         found = self.files.config
-        if self.layout != "speculators":
+        if self.layout not in ("speculators", SPECULATORS_BLOCK):
             return found
         layer = found.get("transformer_layer_config")
         kept = {key: value for key, value in found.items() if key not in ("architectures", "model_type")}
@@ -72,7 +79,7 @@ class Subject:
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors under one spelling: the reference's `midlayer.` for EAGLE-3, vLLM's names for Medusa."""
-        if self.layout == "eagle1":
+        if self.layout == "eagle1" or self.layout in BLOCK:
             return self.files.tensors
         if self.layout in MEDUSA:
             return from_any_layout(self.files.tensors)
@@ -94,6 +101,8 @@ class Subject:
         """The head's kind, a key of `heads.checkpoint.KINDS`."""
         if self.layout in MEDUSA:
             return "medusa"
+        if self.layout in BLOCK:
+            return "block"
         return "eagle1" if self.layout == "eagle1" else "eagle3"
 
     @property
@@ -102,6 +111,8 @@ class Subject:
         SGLang's ids, then the engines' default."""
         if self.layout in MEDUSA:
             return (self.frozen.config.num_layers,)
+        if self.layout in BLOCK:
+            return block_taps(self.config) if names_taps(self.config) else ()
         nested = self.eagle_config.get("eagle_aux_hidden_state_layer_ids")
         named = self.own.get("taps") or self.config.get("eagle_aux_hidden_state_layer_ids")
         return tuple(named or [layer + 1 for layer in nested or []] or self.frozen.config.default_taps())

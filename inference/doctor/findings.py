@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from headstart.heads.formats import config_rules, tensor_rules
+from headstart.heads.formats import block_rules, config_rules, tensor_rules
 from headstart.heads.formats.contracts import violations
 from headstart.heads.formats.files import HeadFiles
-from headstart.heads.formats.subject import MEDUSA, Subject, layout_of
+from headstart.heads.formats.subject import BLOCK, MEDUSA, Subject, layout_of
 from headstart.heads.formats.violation import Violation
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_origin import SMOLLM2_SOURCES, TargetOrigin
@@ -24,6 +24,10 @@ CATEGORIES = (  # a word in the place or text of a contract violation -> the cat
     ("target_rope", "files"),
     ("config.json vocab_size", "files"),  # made for another target
     ("aux_hidden_state", "taps"),
+    ("target_layer_ids", "taps"),
+    ("sample_from_anchor", "slots"),
+    ("block_size", "slots"),
+    ("mask_token_id", "slots"),
     ("rope", "RoPE base"),
     ("norm", "norm"),
     ("d2t", "vocabulary map"),
@@ -72,7 +76,10 @@ def head_violations(files: HeadFiles, frozen: FrozenTarget) -> list[Finding]:
         tensor_rules.number_formats,
         config_rules.trained_for_this_target,
     ]
-    if subject.layout not in MEDUSA:
+    if subject.layout in BLOCK:
+        rules += [block_rules.target_layers, block_rules.slot_convention, block_rules.mask_token]
+        rules += [block_rules.taps, block_rules.names_and_shapes]
+    elif subject.layout not in MEDUSA:
         rules += [config_rules.fits_the_target, tensor_rules.names_and_shapes]
     if subject.kind == "eagle3":
         rules.append(tensor_rules.vocabulary_map)

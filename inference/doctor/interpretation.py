@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headstart.heads.base import DraftHead
+from headstart.heads.block_keys import block_key
 from headstart.heads.checkpoint import head_from_files
 from headstart.heads.formats.files import HeadFiles
 from headstart.heads.formats.published import translate
@@ -58,7 +59,7 @@ class Interpretation:
         if bias is not None and not bool(bias.any()):
             del tensors["fc.bias"]  # a zero bias changes nothing
         kept = {name: tensor for name, tensor in tensors.items() if name not in MAPS}
-        taps = subject.taps if subject.kind == "eagle3" else (frozen.config.num_layers,)
+        taps = subject.taps if subject.kind in ("eagle3", "block") else (frozen.config.num_layers,)
         return cls(files.folder, subject.kind, found.config, kept, taps, ids.long())
 
     @classmethod
@@ -84,9 +85,10 @@ class Interpretation:
                 tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(prefix)}
         if len(self.ids) != frozen.config.vocab_size:
             # The map only has to be valid: `ids` is applied to the logits columns later.
-            stand_in = {"eagle3": "d2t", "medusa": "token_map", "eagle1": "d2t"}[self.kind]
-            columns = torch.arange(len(self.ids))
-            tensors[stand_in] = torch.zeros_like(columns) if stand_in == "d2t" else columns
+            stand_in = "token_map" if self.kind == "medusa" else "d2t"
+            columns = torch.arange(len(self.ids) + 1)
+            columns = columns[columns != block_key(self.config, "mask_token_id", len(self.ids))][: len(self.ids)]
+            tensors[stand_in] = columns - torch.arange(len(columns)) if stand_in == "d2t" else columns
         config["headstart"] = {
             "kind": self.kind,
             "taps": list(self.taps),
@@ -102,6 +104,8 @@ class Interpretation:
             return {}
         if self.kind == "eagle1":
             return {"layers.0.post_attention_layernorm.weight": torch.ones(hidden)}
+        if self.kind == "block":
+            return {"hidden_norm.weight": torch.ones(hidden), "norm.weight": torch.ones(hidden)}
         layer = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
         return {
             **{f"midlayer.{name}.weight": torch.ones(hidden) for name in layer},

@@ -37,10 +37,13 @@ def variants_of(head: Interpretation, frozen: FrozenTarget) -> Iterator[Variant]
     if head.kind != "medusa":  # Medusa heads read no tokens and have no positions
         yield from shift_variants(head)
         yield from rope_variants(head, frozen)
-    if head.kind == "eagle3":
+    if head.kind in ("eagle3", "block"):
         yield from tap_variants(head, frozen)
-        yield from norm_variants(head)
         yield from map_variants(head)
+    if head.kind == "eagle3":
+        yield from norm_variants(head)
+    if head.kind == "block":
+        yield from slot_variants(head)
 
 
 def shift_variants(head: Interpretation) -> Iterator[Variant]:
@@ -73,6 +76,14 @@ def norm_variants(head: Interpretation) -> Iterator[Variant]:
         found, right = f"{flag} is {str(on).lower()}", f"the head guesses best with {str(not on).lower()}"
         advice = f"set {flag} to {str(not on).lower()} in config.json"
         yield Variant("norm", found, right, head.with_config(**{flag: not on}), advice)
+
+
+def slot_variants(head: Interpretation) -> Iterator[Variant]:
+    """The other slot convention: off by one slot, a block head guesses nothing right."""
+    now = bool(head.config.get("sample_from_anchor"))
+    found, right = f"sample_from_anchor is {str(now).lower()}", f"the head guesses best with {str(not now).lower()}"
+    advice = f"set sample_from_anchor to {str(not now).lower()} in config.json"
+    yield Variant("slots", found, right, head.with_config(sample_from_anchor=not now), advice)
 
 
 def rope_variants(head: Interpretation, frozen: FrozenTarget) -> Iterator[Variant]:

@@ -6,9 +6,9 @@ from pathlib import Path
 from headstart.heads.base import DraftHead
 from headstart.heads.target_config import locate_target
 from headstart.inference.drafter import Drafter
+from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.cost_aware import growth_from_recipe
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
-from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.drafters.lookahead import Lookahead
 from headstart.inference.drafters.lookup import CorpusLookup, PromptLookup
 from headstart.inference.drafters.model import EarlyExit, ModelDrafter
@@ -30,7 +30,7 @@ def build_drafter(
     """
     if section.drafter == "head":
         assert head is not None
-        return HeadDrafter(head, growth_from_recipe(section, target, head))
+        return head_drafter(head, growth_from_recipe(section, target, head))
     if section.drafter == "prompt_lookup":
         return PromptLookup(lookup_limits(section), section.ngram)
     if section.drafter == "suffix":

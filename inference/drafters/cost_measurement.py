@@ -13,9 +13,9 @@ import torch
 from headstart.heads.base import DraftHead
 from headstart.inference.cuda_graph import StaticStep, size_bucket
 from headstart.inference.drafter import PLAIN, VerifiedOnHost
+from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.costs import NODES, CostSurface
 from headstart.inference.drafters.growth import Dynamic
-from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.sampling import BatchSampling, Sampling
 from headstart.inference.target.model import TargetModel
 from headstart.inference.tree import Tree
@@ -104,7 +104,7 @@ class Bench:
     def drafting(self, levels: int) -> Callable[[], object]:
         """A function that drafts this many levels after two newly verified positions."""
         device = self.target.device
-        drafter = HeadDrafter(self.head, Dynamic(levels, self.width, self.width * levels))
+        drafter = head_drafter(self.head, Dynamic(levels, self.width, self.width * levels))
         tapped = self.target.config.hidden_size * len(self.head.taps)
         verified = VerifiedOnHost(
             taps=torch.zeros(self.batch, 2, tapped, dtype=self.target.dtype, device=device),

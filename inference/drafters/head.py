@@ -1,11 +1,12 @@
-"""Drafting with a trained head: trees that grow level by level, for all rows of a batch at once."""
+"""Trees that grow level by level from a head's scores, for all rows of a batch at once."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -74,7 +75,7 @@ class LevelMasks:
 
 @runtime_checkable  # the shape checks in tests use isinstance
 class HeadLike(Protocol):
-    """What level-by-level drafting needs from a head, or from a model that stands in for one."""
+    """What drafting needs from any kind of head, or from a model that stands in for one."""
 
     taps: tuple[int, ...]
     vocab: DraftVocab
@@ -88,6 +89,11 @@ class HeadLike(Protocol):
     @property
     def cache_shape(self) -> tuple[int, int, int] | None: ...
 
+
+@runtime_checkable
+class LevelHeadLike(HeadLike, Protocol):
+    """What drafting needs from a head that drafts one level in each call."""
+
     def project(self, taps: Tensor) -> Tensor: ...
 
     def __call__(self, *args: Any, **options: Any) -> Tensor: ...
@@ -97,8 +103,8 @@ class HeadLike(Protocol):
     def feedback(self, hidden: Tensor, features: Tensor, tokens: Tensor) -> Tensor: ...
 
 
-class HeadDrafter:
-    """Reads the target's features of the newly verified positions, then unrolls the head on its own features."""
+class TreeDrafter(ABC):
+    """Grows a tree level by level: the children of a node are the tokens that a head scores highest after it."""
 
     def __init__(self, head: HeadLike, growth: Growth) -> None:
         """Raise ValueError for a tree wider than the head's vocabulary, or deeper than it has levels."""
@@ -141,16 +147,30 @@ class HeadDrafter:
     def compilable_layers(self) -> Sequence[nn.Module]:
         return self.head.decoder_layers
 
-    @torch.inference_mode()
+    @abstractmethod
     def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
-        count, slots = text.shape[1] - 2, row.head  # the last position is read with the next draft
-        if not count or slots is None:
-            return
-        offsets, mask = torch.arange(count, device=self.ids.device), None
-        if slots.lengths[0]:
-            mask = block_mask(slots, Block((offsets <= offsets[:, None]).unsqueeze(0)), taps.dtype)
-        features = self.head.project(taps[:, :count])
-        self.head(features, text[:, 1 : count + 1], slots.starts[:, None] + offsets, mask, slots)
+        """Read what the target has just read of a row, all but the last position, as `Drafter.prefill` says."""
+
+    @abstractmethod
+    def read(self, verified: Verified, cache: KVCache) -> tuple[Tensor, Tensor]:
+        """Read the newly verified positions; returns features and hidden state at each row's last one.
+
+        [batch, 1, feature] and [batch, 1, hidden]
+        """
+
+    @abstractmethod
+    def expand(
+        self, features: Tensor, frontier: Frontier, masks: LevelMasks, level: int, cache: KVCache
+    ) -> Float[Tensor, "batch nodes hidden"]:
+        """The hidden states of a level's nodes; one node stands for all if they have the same."""
+
+    @abstractmethod
+    def level_logits(self, hidden: Tensor, frontier: Frontier, level: int) -> Float[Tensor, "batch nodes draft_vocab"]:
+        """The scores of the children of a level's nodes; one node stands for all if they have the same."""
+
+    @abstractmethod
+    def feedback(self, hidden: Tensor, features: Tensor, tokens: Tensor) -> Tensor:
+        """The features of the next level, from those of this one and what it computed."""
 
     @torch.inference_mode()
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
@@ -163,15 +183,17 @@ class HeadDrafter:
         for level in range(levels):
             if level:
                 hidden = self.expand(features, frontier, masks, level, cache)
-            logits, count = self.head.logits(hidden, level), self.growth.children(level)
+            logits, count = self.level_logits(hidden, frontier, level), self.growth.children(level)
             if frontier.constraint is not None:
-                logits = frontier.constraint.masked(logits, self.columns)
+                logits = frontier.constraint.masked(for_all_nodes(logits, frontier), self.columns)
             if samples is not None:
+                logits = for_all_nodes(logits, frontier)
                 positions = positions_after(cache.roots, level + 1, frontier)
                 values, columns = samples.draw(level, logits, positions, verified.sampling, frontier.history)
             else:
                 chances = self.chances(level, logits, cache.roots, verified.sampling, frontier)
-                values, columns = chances.topk(count, dim=-1)  # [batch, frontier, count]
+                best = chances.topk(count, dim=-1)
+                values, columns = for_all_nodes(best.values, frontier), for_all_nodes(best.indices, frontier)
             totals = (frontier.totals.unsqueeze(-1) + values).flatten(1)
             finished = verified.finished(level)
             if finished is not None:
@@ -180,7 +202,7 @@ class HeadDrafter:
             first = pool.add(totals, tokens, frontier.numbers)
             if level + 1 == levels or not self.growth.goes_on(pool):
                 break
-            features = self.head.feedback(hidden, features, frontier.tokens)
+            features = self.feedback(hidden, features, frontier.tokens)
             expanded = self.growth.frontier(level, totals)
             if expanded is None:
                 chosen = self.places[: totals.shape[1]].expand_as(totals)  # [batch, frontier]
@@ -202,48 +224,10 @@ class HeadDrafter:
             self._parents[count] = torch.arange(self.growth.width * count, device=self.ids.device) // count
         return self._parents[count]
 
-    def read(self, verified: Verified, cache: KVCache) -> tuple[Tensor, Tensor]:
-        """Run the head on the newly verified positions; its new keys replace those of the draft tokens there.
-
-        Returns the features and the head's hidden state at each row's last one. [batch, 1, feature], [batch, 1, hidden]
-        """
-        slots = cache.head
-        if slots is None:  # without a cache, only the last position matters
-            features, roots = self.head.project(verified.last(verified.taps)), verified.roots
-            return features, self.head(features, roots, torch.zeros_like(roots))
-        verified.rewind(slots)
-        count, mask = verified.next_tokens.shape[1], None
-        offsets = torch.arange(count, device=self.ids.device)
-        if not slots.even or count > self.causal.shape[-1]:
-            mask = block_mask(slots, Block((offsets <= offsets[:, None]).unsqueeze(0)), verified.taps.dtype)
-        elif count > 1:
-            mask = functional.pad(self.causal[:, :count, :count], (slots.lengths[0], 0)).unsqueeze(1)
-        positions = slots.starts[:, None] + offsets
-        features = self.head.project(verified.taps)
-        hidden = self.head(features, verified.next_tokens, positions, mask, slots)
-        verified.advance(slots)
-        return verified.last(features), verified.last(hidden)
-
     def level_masks(self, cache: KVCache) -> LevelMasks:
         """Masks that begin with the held keys if every row holds the same number of them, known on the host."""
         slots = cache.head
         return LevelMasks(slots.lengths[0] if slots is not None and slots.even else 0, self.siblings)
-
-    def expand(
-        self, features: Tensor, frontier: Frontier, masks: LevelMasks, level: int, cache: KVCache
-    ) -> Float[Tensor, "batch frontier hidden"]:
-        """Run the head on a level. Each node sees the verified tokens, its ancestors and itself."""
-        slots, positions = cache.head, positions_after(cache.roots, level - 1, frontier)
-        if slots is None:
-            return self.head(features, frontier.tokens, positions, level=level)
-        mask = None
-        if frontier.mask is not None and slots.even:
-            mask = frontier.mask.unsqueeze(1)
-        elif not slots.even:
-            mask = block_mask(slots, Block(masks.of(frontier, level) == 0), features.dtype)
-        hidden = self.head(features, frontier.tokens, positions, mask, slots, level)
-        slots.hold(frontier.tokens.shape[1])
-        return hidden
 
     def chances(
         self, level: int, logits: Tensor, roots: Tensor, sampling: BatchSampling, frontier: Frontier
@@ -269,3 +253,71 @@ def positions_after(roots: Int[Tensor, " batch"], distance: int, frontier: Front
     """The position `distance` after each row's root, for every node of the frontier."""
     positions = (roots + distance).unsqueeze(1)
     return positions if frontier.tokens.shape[1] == 1 else positions.expand_as(frontier.tokens)
+
+
+def for_all_nodes(found: Shaped[Tensor, "batch nodes size"], frontier: Frontier) -> Shaped[Tensor, "batch all size"]:
+    """Repeat what one node stands for all the others with."""
+    return found.expand(-1, frontier.tokens.shape[1], -1) if found.shape[1] == 1 else found
+
+
+class HeadDrafter(TreeDrafter):
+    """Reads the target's features of the newly verified positions, then unrolls the head on its own features."""
+
+    def __init__(self, head: LevelHeadLike, growth: Growth) -> None:
+        super().__init__(head, growth)
+        self.head: LevelHeadLike = head
+
+    @torch.inference_mode()
+    def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
+        count, slots = text.shape[1] - 2, row.head  # the last position is read with the next draft
+        if not count or slots is None:
+            return
+        offsets, mask = torch.arange(count, device=self.ids.device), None
+        if slots.lengths[0]:
+            mask = block_mask(slots, Block((offsets <= offsets[:, None]).unsqueeze(0)), taps.dtype)
+        features = self.head.project(taps[:, :count])
+        self.head(features, text[:, 1 : count + 1], slots.starts[:, None] + offsets, mask, slots)
+
+    def read(self, verified: Verified, cache: KVCache) -> tuple[Tensor, Tensor]:
+        """Run the head on the newly verified positions; its new keys replace those of the draft tokens there.
+
+        Returns the features and the head's hidden state at each row's last one. [batch, 1, feature], [batch, 1, hidden]
+        """
+        slots = cache.head
+        if slots is None:  # without a cache, only the last position matters
+            features, roots = self.head.project(verified.last(verified.taps)), verified.roots
+            return features, self.head(features, roots, torch.zeros_like(roots))
+        verified.rewind(slots)
+        count, mask = verified.next_tokens.shape[1], None
+        offsets = torch.arange(count, device=self.ids.device)
+        if not slots.even or count > self.causal.shape[-1]:
+            mask = block_mask(slots, Block((offsets <= offsets[:, None]).unsqueeze(0)), verified.taps.dtype)
+        elif count > 1:
+            mask = functional.pad(self.causal[:, :count, :count], (slots.lengths[0], 0)).unsqueeze(1)
+        positions = slots.starts[:, None] + offsets
+        features = self.head.project(verified.taps)
+        hidden = self.head(features, verified.next_tokens, positions, mask, slots)
+        verified.advance(slots)
+        return verified.last(features), verified.last(hidden)
+
+    def expand(
+        self, features: Tensor, frontier: Frontier, masks: LevelMasks, level: int, cache: KVCache
+    ) -> Float[Tensor, "batch frontier hidden"]:
+        """Run the head on a level. Each node sees the verified tokens, its ancestors and itself."""
+        slots, positions = cache.head, positions_after(cache.roots, level - 1, frontier)
+        if slots is None:
+            return self.head(features, frontier.tokens, positions, level=level)
+        mask = None
+        if frontier.mask is not None and slots.even:
+            mask = frontier.mask.unsqueeze(1)
+        elif not slots.even:
+            mask = block_mask(slots, Block(masks.of(frontier, level) == 0), features.dtype)
+        hidden = self.head(features, frontier.tokens, positions, mask, slots, level)
+        slots.hold(frontier.tokens.shape[1])
+        return hidden
+
+    def level_logits(self, hidden: Tensor, frontier: Frontier, level: int) -> Float[Tensor, "batch nodes draft_vocab"]:
+        return self.head.logits(hidden, level)
+
+    def feedback(self, hidden: Tensor, features: Tensor, tokens: Tensor) -> Tensor:
+        return self.head.feedback(hidden, features, tokens)

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping
 
 from headstart.heads.base import DraftHead
 from headstart.heads.checkpoint import new_head
+from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import build_drafter, load_draft_model
 from headstart.inference.drafters.cost_aware import growth_from_recipe
 from headstart.inference.drafters.growth import Growth
-from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.inputs import OWN_HEAD
 from headstart.inference.report.runs import Method
 from headstart.inference.target.model import TargetModel
@@ -33,10 +33,10 @@ def methods_of(
         trained = heads[OWN_HEAD]
         head = new_head(recipe.head, target.frozen, trained.vocab, recipe.seed).eval().requires_grad_(False)
         growth = growth_of(baseline, OWN_HEAD, recipe, target, trained)  # trees as large as the trained head's
-        yield Method(baseline, HeadDrafter(head.to(target.device, target.dtype), growth))
+        yield Method(baseline, head_drafter(head.to(target.device, target.dtype), growth))
     elif baseline in NEED_A_HEAD:
         for name, head in heads.items():
-            drafter = HeadDrafter(head, growth_of(baseline, name, recipe, target, head))
+            drafter = head_drafter(head, growth_of(baseline, name, recipe, target, head))
             yield Method(f"{name} {baseline}".strip(), drafter)
     elif baseline.startswith("generate"):
         yield transformers_method(baseline, recipe)

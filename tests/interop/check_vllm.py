@@ -29,8 +29,8 @@ from headstart.heads.convert import convert
 from headstart.heads.export import export
 from headstart.heads.frozen import FrozenTarget
 from headstart.inference.decode import generate, loop_of
+from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
-from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.request import Request
 from headstart.inference.target.model import TargetModel
 from headstart.recipes.jsonl import read_jsonl
@@ -116,7 +116,7 @@ def decode(head: Path, prompts: list[list[int]]) -> tuple[list[list[int]], Count
     """Decode in headstart with chains, counted as vLLM counts: its last step drafts beyond the last requested token."""
     frozen = FrozenTarget.from_folder(TARGET, torch.float32)
     target = TargetModel.load(TARGET_SECTION, load_head(head, frozen).taps)
-    drafter = HeadDrafter(load_head(head, target.frozen), Dynamic.chain(DRAFT_TOKENS))
+    drafter = head_drafter(load_head(head, target.frozen), Dynamic.chain(DRAFT_TOKENS))
     texts, counts = [], Counts()
     for prompt in prompts:
         text: list[int] = []

@@ -45,6 +45,7 @@ TINY_TARGET: dict[str, Any] = {
     "head.draft_vocab_size": 512,
     "head.taps": [2, 8, 13],
     "head.lm_head_rank": 8,
+    "head.mask_token_id": 1023,
 }
 # What stands in a document for a path or number of the user's own.
 STAND_INS = {

@@ -1,0 +1,141 @@
+"""The keys of a block head's config.json, ours and published, in DFlash's spelling, DSpark's and speculators'.
+
+`target_layer_ids` count the outputs of layers, one less than the hidden_states that ours and speculators' ids count.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from headstart.heads.block_attention import Reach
+from headstart.heads.block_shape import BlockShape
+from headstart.heads.target_config import TargetConfig
+
+NESTED = "dflash_config"
+OWN_TAPS, LAYER_OUTPUTS, HIDDEN_STATES = "taps", "target_layer_ids", "aux_hidden_state_layer_ids"
+NEEDED = ("block_size", "mask_token_id", "sample_from_anchor", "num_hidden_layers")
+
+
+def block_config(shape: BlockShape, target: TargetConfig, draft_vocab_size: int) -> dict[str, Any]:
+    """config.json as the engines read it, in DFlash's spelling and in DSpark's; no key is left to a default."""
+    windows = {reach.window for reach in shape.reaches} - {None}
+    assert len(windows) <= 1, "config.json has one window for all sliding layers"
+    window = next(iter(windows), None)
+    layer_ids = [tap - 1 for tap in shape.taps]
+    causal = all(reach.causal for reach in shape.reaches if reach.window is None)
+    sliding_causal = all(reach.causal for reach in shape.reaches if reach.window is not None)
+    is_dspark = shape.sample_from_anchor or shape.markov_rank > 0
+    return {
+        **shape.to_config(target),
+        "architectures": ["Qwen3DSparkModel" if is_dspark else "DFlashDraftModel"],
+        "model_type": "qwen3",
+        "num_hidden_layers": shape.num_layers,
+        "num_target_layers": target.num_layers,
+        "layer_types": ["full_attention" if r.window is None else "sliding_attention" for r in shape.reaches],
+        "sliding_window": window,
+        "sliding_window_non_causal": not sliding_causal,
+        "is_causal": causal,
+        "draft_vocab_size": draft_vocab_size,
+        "block_size": shape.block_size,
+        "target_layer_ids": layer_ids,
+        "mask_token_id": shape.mask_token_id,
+        "sample_from_anchor": shape.sample_from_anchor,
+        "markov_rank": shape.markov_rank,
+        "markov_head_type": "gated" if shape.markov_gate else "vanilla",
+        "enable_confidence_head": shape.confidence,
+        "confidence_head_with_markov": shape.confidence_reads_markov,
+        NESTED: {
+            "mask_token_id": shape.mask_token_id,
+            "target_layer_ids": layer_ids,
+            "sample_from_anchor": shape.sample_from_anchor,
+            "causal": causal,
+            "use_swa": all(reach.window is not None for reach in shape.reaches),
+            "swa_window_size": window,
+        },
+    }
+
+
+def is_block_config(config: dict[str, Any]) -> bool:
+    """Whether a config.json, ours or published, describes a block head."""
+    names = [*(config.get("architectures") or []), str(config.get("speculators_model_type"))]
+    return NESTED in config or any(part in name.lower() for name in names for part in ("dflash", "dspark"))
+
+
+def block_key(config: dict[str, Any], key: str, default: Any = None) -> Any:
+    """The value of a key at the top level or, as DFlash's files have it, in a section of its own."""
+    nested = config.get(NESTED)
+    found = config.get(key)
+    if found is None and isinstance(nested, dict):
+        found = nested.get(key)
+    return default if found is None else found
+
+
+def names_taps(config: dict[str, Any]) -> bool:
+    """Whether config.json says which hidden_states the head reads."""
+    named = config.get("headstart", {}).get(OWN_TAPS) or block_key(config, LAYER_OUTPUTS)
+    return bool(named or config.get(HIDDEN_STATES))
+
+
+def block_taps(config: dict[str, Any]) -> tuple[int, ...]:
+    """The hidden_states that the head reads; raises ValueError if config.json does not name them."""
+    own = config.get("headstart", {}).get(OWN_TAPS)
+    if own:
+        return tuple(own)
+    if (outputs := block_key(config, LAYER_OUTPUTS)) is not None:
+        return tuple(layer + 1 for layer in outputs)
+    if (states := config.get(HIDDEN_STATES)) is not None:
+        return tuple(states)
+    raise ValueError(
+        f"config.json lacks {LAYER_OUTPUTS}, the layers whose outputs the head reads; an engine would take layers of "
+        f"its own choice: add the ids that the head was trained with"
+    )
+
+
+def block_shape(config: dict[str, Any], target: TargetConfig, own_lm_head: bool) -> BlockShape:
+    """The shape that a config.json describes; raises ValueError that names what is missing or cannot be represented."""
+    if missing := [key for key in NEEDED if block_key(config, key) is None]:
+        raise ValueError(
+            f"config.json lacks {', '.join(missing)}; engines fill in defaults silently, and a wrong one costs "
+            f"acceptance: add what the head was trained with"
+        )
+    mask_token_id, rank = block_key(config, "mask_token_id"), block_key(config, "markov_rank", 0)
+    if not 0 <= mask_token_id < target.vocab_size:
+        raise ValueError(
+            f"mask_token_id: {mask_token_id} given, 0 to the target's {target.vocab_size - 1} is allowed; correct "
+            f"config.json"
+        )
+    if (kind := block_key(config, "markov_head_type", "vanilla")) not in ("vanilla", "gated"):
+        raise ValueError(f"markov_head_type: {kind!r} given, only vanilla and gated are allowed; choose another head")
+    return BlockShape.from_config(
+        config,
+        target,
+        taps=block_taps(config),
+        reaches=tuple(layer_reaches(config)),
+        block_size=block_key(config, "block_size"),
+        mask_token_id=mask_token_id,
+        sample_from_anchor=block_key(config, "sample_from_anchor"),
+        markov_rank=rank,
+        markov_gate=kind == "gated" and rank > 0,
+        confidence=bool(block_key(config, "enable_confidence_head", False)),
+        confidence_reads_markov=bool(block_key(config, "confidence_head_with_markov", True)),
+        own_lm_head=own_lm_head,
+    )
+
+
+def layer_reaches(config: dict[str, Any]) -> Iterator[Reach]:
+    """What each layer sees. Sliding layers are causal within the block unless a key says otherwise, as in engines."""
+    types = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
+    if block_key(config, "use_swa"):
+        types = ["sliding_attention"] * config["num_hidden_layers"]
+    window = block_key(config, "swa_window_size", config.get("sliding_window"))
+    causal = block_key(config, "causal", config.get("is_causal"))
+    non_causal = config.get("sliding_window_non_causal")
+    sliding_causal = (True if causal is None else bool(causal)) if non_causal is None else not non_causal
+    if "sliding_attention" in types and window is None:
+        raise ValueError("config.json lacks sliding_window, the positions that sliding_attention layers see; add it")
+    if len(types) != config["num_hidden_layers"]:
+        raise ValueError(
+            f"layer_types: {len(types)} given, {config['num_hidden_layers']} is allowed, one for each of "
+            f"num_hidden_layers; correct config.json"
+        )
+    for kind in types:
+        yield Reach(window, sliding_causal) if kind == "sliding_attention" else Reach(None, bool(causal))

@@ -1,0 +1,184 @@
+"""Rules for block heads in vLLM, SGLang and speculators, whose loaders fill in most missing keys without a word."""
+
+from collections.abc import Iterator
+
+from headstart.heads.block_keys import HIDDEN_STATES, LAYER_OUTPUTS, NESTED, block_key
+from headstart.heads.formats.subject import SPECULATORS_BLOCK, Subject
+from headstart.heads.formats.tensor_rules import wrong_shapes
+from headstart.heads.formats.violation import MISSING, Violation, config_error, tensor_error
+
+ARCHITECTURES = ("DFlashDraftModel", "Qwen3DSparkModel", "DFlashSpeculator", "DSparkSpeculator")
+OPTIONAL = {"d2t", "t2d", "lm_head.weight", "embed_tokens.weight"}
+
+
+def architecture(subject: Subject, engine: str) -> Iterator[Violation]:
+    named = subject.files.config.get("architectures") or []
+    if not set(ARCHITECTURES) & set(named):
+        yield config_error(engine, "architectures", named, f"{' or '.join(ARCHITECTURES)} is allowed")
+    for key, allowed in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
+        if subject.config.get(key, allowed) != allowed:
+            yield config_error(engine, key, subject.config[key], f"only {allowed!r} is allowed")
+
+
+def block_size(subject: Subject, engine: str) -> Iterator[Violation]:
+    """The number of slots is fixed by training; engines take 7 or 8 if the key is missing, and another one drafts worse
+    at every depth."""
+    size = block_key(subject.config, "block_size")
+    if not isinstance(size, int) or size < 2:
+        yield config_error(engine, "block_size", size, "the number of slots that the head was trained with is allowed")
+
+
+def slot_convention(subject: Subject, engine: str) -> Iterator[Violation]:
+    """Whether slot k predicts the token at its own position or the next one; off by one, no draft is accepted."""
+    if block_key(subject.config, "sample_from_anchor") is None:
+        default = "false, for dspark too" if subject.layout == SPECULATORS_BLOCK else "true for DSpark alone"
+        allowed = f"true or false is required: without the key an engine assumes {default}"
+        yield config_error(engine, "sample_from_anchor", None, allowed)
+    if engine == "sglang" and block_key(subject.config, "sample_from_anchor") and not rank_of(subject):
+        allowed = "1 or more is allowed: SGLang serves heads that sample from the anchor only with a Markov head"
+        yield config_error(engine, "markov_rank", rank_of(subject), allowed)
+
+
+def rank_of(subject: Subject) -> int:
+    return int(block_key(subject.config, "markov_rank", 0))
+
+
+def mask_token(subject: Subject, engine: str) -> Iterator[Violation]:
+    """The token whose embedding fills the slots: a row of the embedding, and never one that the head drafts."""
+    token, target = block_key(subject.config, "mask_token_id"), subject.frozen.config
+    if not isinstance(token, int) or not 0 <= token < target.vocab_size:
+        allowed = f"0 to {target.vocab_size - 1} is allowed, a row of the target's embedding"
+        yield config_error(engine, "mask_token_id", token, allowed)
+        return
+    d2t = subject.tensors.get("d2t")
+    if d2t is not None and d2t.ndim == 1 and not d2t.is_floating_point():
+        ids = d2t.long() + d2t.new_ones(len(d2t)).long().cumsum(0) - 1
+        if bool((ids == token).any()):
+            allowed = "a token outside the draft vocabulary is allowed: the head would draft its own mark for a slot"
+            yield config_error(engine, "mask_token_id", token, allowed)
+
+
+def taps(subject: Subject, engine: str) -> Iterator[Violation]:
+    """`target_layer_ids` count outputs of layers, `aux_hidden_state_layer_ids` hidden_states, which are one more."""
+    num_layers = subject.frozen.config.num_layers
+    key = HIDDEN_STATES if subject.layout == SPECULATORS_BLOCK else LAYER_OUTPUTS
+    named = block_key(subject.config, key)
+    if not named:
+        default = [2, num_layers // 2, num_layers - 3]
+        allowed = f"the layers that the head was trained with are required: without the key engines take {default}"
+        yield config_error(engine, key, named, allowed)
+        return
+    counted = [layer if key == HIDDEN_STATES else layer + 1 for layer in named]
+    trained = subject.own.get("taps")
+    if trained and list(trained) != counted:
+        right = trained if key == HIDDEN_STATES else [tap - 1 for tap in trained]
+        allowed = f"it captures hidden_states {counted} but the head reads {trained}: {right} is allowed"
+        yield config_error(engine, key, named, allowed)
+    nested = subject.config.get(NESTED)
+    again = nested.get(key) if isinstance(nested, dict) else None
+    if again and list(again) != list(named):
+        yield config_error(engine, f"{NESTED}.{key}", again, f"{named} is allowed, as at the top level")
+    if min(counted) < 0 or max(counted) > num_layers:
+        yield config_error(engine, key, named, f"ids of the target's {num_layers} layers are allowed")
+    elif max(counted) == num_layers:
+        allowed = "correct only if trained on the last layer's output without the final norm, which Hugging Face adds"
+        yield Violation(engine, "warning", f"config.json {key}", named, allowed)
+    if engine == "sglang" and min(counted) == 0:
+        yield config_error(engine, key, named, "outputs of layers are allowed: SGLang cannot capture the embedding")
+
+
+def target_layers(subject: Subject, engine: str) -> Iterator[Violation]:
+    """What the files say about the target that the head was trained for."""
+    config, target = subject.config, subject.frozen.config
+    for key, allowed in (
+        ("num_target_layers", target.num_layers),
+        ("hidden_size", target.hidden_size),
+        ("vocab_size", target.vocab_size),
+    ):
+        if config.get(key) not in (None, allowed):
+            yield config_error(
+                engine, key, config[key], f"the target's {allowed} is allowed: name the head's own target"
+            )
+
+
+def draft_vocabulary(subject: Subject, engine: str) -> Iterator[Violation]:
+    size, vocab_size = subject.config.get("draft_vocab_size"), subject.frozen.config.vocab_size
+    if size is not None and not 1 <= size <= vocab_size:
+        yield config_error(engine, "draft_vocab_size", size, f"1 to {vocab_size} is allowed, the rows of its lm_head")
+
+
+def speculators_sections(subject: Subject, engine: str) -> Iterator[Violation]:
+    """The draft length must be what a block of this size and convention fills."""
+    serving = subject.files.config.get("speculators_config") or {}
+    methods = serving.get("proposal_methods") or [{}]
+    tokens, size = methods[0].get("speculative_tokens"), block_key(subject.config, "block_size")
+    levels = size if block_key(subject.config, "sample_from_anchor") else (size or 1) - 1
+    if tokens != levels:
+        where = "speculators_config.proposal_methods[0].speculative_tokens"
+        yield config_error(engine, where, tokens, f"{levels} is allowed: another number collapses acceptance")
+    if not (serving.get("verifier") or {}).get("name_or_path"):
+        where = "speculators_config.verifier.name_or_path"
+        yield config_error(engine, where, None, "give the target's name: vLLM serves that model")
+
+
+def names_and_shapes(subject: Subject, engine: str) -> Iterator[Violation]:
+    """Every missing, misshapen or unknown tensor; SGLang ignores unknown ones, vLLM stops at some."""
+    if subject.missing_sizes or not isinstance(subject.config.get("num_hidden_layers"), int):
+        return
+    expected = expected_shapes(subject)
+    yield from wrong_shapes(subject, engine, expected)
+    for name in sorted(subject.tensors.keys() - expected.keys() - OPTIONAL):
+        allowed = "no such tensor is allowed"
+        if name in ("mask_hidden", "mask_embedding"):
+            allowed = "no such tensor is allowed: the slots are filled with the embedding of mask_token_id"
+        yield tensor_error(engine, name, list(subject.tensors[name].shape), allowed)
+    has_own = "lm_head.weight" in subject.tensors
+    if ("d2t" in subject.tensors) != has_own and subject.draft_vocab_size != subject.config["vocab_size"]:
+        name = "d2t" if has_own else "lm_head.weight"
+        yield tensor_error(engine, name, MISSING, "a reduced draft vocabulary needs both d2t and lm_head.weight")
+
+
+def expected_shapes(subject: Subject) -> dict[str, tuple[int, ...]]:
+    config, num_taps = subject.config, len(subject.taps)
+    hidden, wide, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    dim = config.get("head_dim") or hidden // heads
+    kv = (config.get("num_key_value_heads") or heads) * dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, num_taps * subject.frozen.config.hidden_size),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
+    for number in range(config["num_hidden_layers"]):
+        layer = f"layers.{number}"
+        shapes |= {
+            f"{layer}.input_layernorm.weight": (hidden,),
+            f"{layer}.post_attention_layernorm.weight": (hidden,),
+            f"{layer}.self_attn.q_proj.weight": (heads * dim, hidden),
+            f"{layer}.self_attn.k_proj.weight": (kv, hidden),
+            f"{layer}.self_attn.v_proj.weight": (kv, hidden),
+            f"{layer}.self_attn.o_proj.weight": (hidden, heads * dim),
+            f"{layer}.self_attn.q_norm.weight": (dim,),
+            f"{layer}.self_attn.k_norm.weight": (dim,),
+            f"{layer}.mlp.gate_proj.weight": (wide, hidden),
+            f"{layer}.mlp.up_proj.weight": (wide, hidden),
+            f"{layer}.mlp.down_proj.weight": (hidden, wide),
+        }
+    return shapes | markov_shapes(subject)
+
+
+def markov_shapes(subject: Subject) -> dict[str, tuple[int, ...]]:
+    """The shapes of the Markov head and of the confidence head, which is wider with it."""
+    config, rank, hidden = subject.config, rank_of(subject), subject.config["hidden_size"]
+    shapes: dict[str, tuple[int, ...]] = {}
+    if rank:
+        shapes["markov_head.markov_w1.weight"] = (config["vocab_size"], rank)
+        shapes["markov_head.markov_w2.weight"] = (subject.draft_vocab_size, rank)
+    if rank and block_key(config, "markov_head_type") == "gated":
+        shapes |= {
+            "markov_head.gate_proj.weight": (rank, hidden + rank),
+            "markov_head.gate_proj.bias": (rank,),
+        }
+    if block_key(config, "enable_confidence_head"):
+        more = rank if block_key(config, "confidence_head_with_markov", True) else 0
+        shapes |= {"confidence_head.proj.weight": (1, hidden + more), "confidence_head.proj.bias": (1,)}
+    return shapes

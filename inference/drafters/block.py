@@ -1,0 +1,92 @@
+"""Drafting with a block head: one pass gives the scores of all levels, and a tree is drawn from them.
+
+With a Markov head the children of a node follow from the node's own token (a conditional tree). Without one all nodes
+of a level have the same children (a tree of marginals).
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from headstart.heads.base import DraftHead, LevelHead
+from headstart.heads.block import BlockHead
+from headstart.heads.block_attention import Reach
+from headstart.inference.cache import KVCache, Slots
+from headstart.inference.drafter import Verified
+from headstart.inference.drafters.growth import Growth
+from headstart.inference.drafters.head import Frontier, HeadDrafter, LevelMasks, TreeDrafter, for_all_nodes
+from headstart.inference.tree import Block, block_mask
+
+
+class BlockDrafter(TreeDrafter):
+    """Reads the target's features of the newly verified positions, then fills one block after them.
+
+    The head's cache holds verified positions only: no node of a tree has a slot there.
+    """
+
+    def __init__(self, head: BlockHead, growth: Growth, conditional: bool = True) -> None:
+        """`conditional` false leaves the Markov head out."""
+        super().__init__(head, growth)
+        self.head: BlockHead = head
+        self.markov_head = head.markov_head if conditional else None
+        device, size = self.ids.device, head.shape.block_size
+        # No distance between the slots: a window begins at the same position for all of them.
+        depths = torch.zeros(1, size, dtype=torch.long, device=device)
+        self.blocks = {
+            reach: Block(reach.within(size).unsqueeze(0).to(device), depths) for reach in set(head.shape.reaches)
+        }
+
+    @property
+    def max_nodes(self) -> int:
+        return max(self.growth.nodes + 1, self.head.shape.block_size)
+
+    @torch.inference_mode()
+    def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
+        count, slots = text.shape[1] - 2, row.head  # the last position is read with the next draft
+        if count:
+            assert slots is not None
+            positions = slots.starts[:, None] + torch.arange(count, device=self.ids.device)
+            self.head.read(self.head.project(taps[:, :count]), positions, slots)
+
+    def read(self, verified: Verified, cache: KVCache) -> tuple[Tensor, Tensor]:
+        """Fill the block; returns no features and the scores of the first level. [batch, 1, 0], [batch, 1, vocab]"""
+        slots = cache.head
+        assert slots is not None
+        verified.rewind(slots)
+        offsets = torch.arange(verified.next_tokens.shape[1], device=self.ids.device)
+        self.head.read(self.head.project(verified.taps), slots.starts[:, None] + offsets, slots)
+        verified.advance(slots)
+        by_reach = {reach: self.mask(reach, slots) for reach in self.blocks}
+        masks = [by_reach[reach] for reach in self.head.shape.reaches]
+        self.states = self.head(verified.roots[:, 0], slots.starts, slots, masks)  # [batch, levels, hidden]
+        self.slot_logits = self.head.slot_logits(self.states[:, : self.growth.depth])
+        return self.states[:, :1, :0], self.slot_logits[:, :1]
+
+    def mask(self, reach: Reach, slots: Slots) -> Float[Tensor, "rows 1 slots keys"] | None:
+        """What the slots of a block see in a layer of this reach; None for everything that the cache holds."""
+        if reach == Reach() and slots.even:
+            return None
+        window = None if reach.window is None else reach.window + 1  # a block's own window counts the anchor too
+        return block_mask(slots, self.blocks[reach], self.head.embedding.dtype, window)
+
+    def expand(
+        self, features: Tensor, frontier: Frontier, masks: LevelMasks, level: int, cache: KVCache
+    ) -> Float[Tensor, "batch 1 draft_vocab"]:
+        """What the level's slot alone says, the same for all nodes."""
+        return self.slot_logits[:, level : level + 1]
+
+    def level_logits(self, hidden: Tensor, frontier: Frontier, level: int) -> Float[Tensor, "batch nodes draft_vocab"]:
+        if self.markov_head is None:
+            return hidden if frontier.history is None else for_all_nodes(hidden, frontier)  # penalties tell nodes apart
+        return hidden + self.markov_head(self.states[:, level : level + 1], frontier.tokens)
+
+    def feedback(self, hidden: Tensor, features: Tensor, tokens: Tensor) -> Tensor:
+        return features.expand(-1, tokens.shape[1], -1)
+
+
+def head_drafter(head: DraftHead, growth: Growth) -> TreeDrafter:
+    """The drafter for a head of any kind; raises ValueError if the trees are wider or deeper than it can draft."""
+    if isinstance(head, BlockHead):
+        return BlockDrafter(head, growth)
+    assert isinstance(head, LevelHead)
+    return HeadDrafter(head, growth)
