@@ -275,7 +275,8 @@ def test_a_full_queue_refuses_with_a_time_to_come_back(served: Served) -> None:
 class PostThread(threading.Thread):
     def __init__(self, server: Running, **fields: Any) -> None:
         super().__init__(daemon=True)
-        self.server, self.fields, self.found = server, fields, None
+        self.server, self.fields = server, fields
+        self.found: httpx.Response | None = None
         self.start()
 
     def run(self) -> None:

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from headstart.inference.server.tool_calls import ToolCallParser
+from headstart.inference.server.tool_calls import ToolCall, ToolCallParser
 from headstart.inference.server.written import Piece, WrittenText
 
 STOPS = [("ab",), ("aab", "b c"), ("abcabd",), ("🌳", "c")]
@@ -46,7 +46,7 @@ TEXT = f"Let me look.\n<tool_call>\n{json.dumps(CALL, ensure_ascii=False)}\n</to
 @pytest.mark.parametrize("seed", range(20))
 def test_tool_calls_are_found_however_their_marks_are_split(seed: int) -> None:
     draw, parser, rest, seen = random.Random(seed), ToolCallParser(), TEXT, ""
-    calls = []
+    calls: list[ToolCall] = []
     while rest:
         count = draw.randint(1, 40 if seed % 2 else 5)
         pieces, more = parser.add([Piece(rest[:count], None)])

@@ -14,12 +14,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from headstart.heads.base import DraftHead
 from headstart.heads.target_config import locate_target
 from headstart.inference.decode import DecodeLoop
 from headstart.inference.drafter import Drafter
 from headstart.inference.drafters.cost_files import cost_table
 from headstart.inference.drafters.costs import CostTable
-from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.generation import SpeculativeModel
 from headstart.inference.generation_config import config_fields
 from headstart.inference.model_options import require_head
@@ -97,7 +98,7 @@ def load_costs(options: ServeOptions, target: TargetModel, drafter: Drafter) -> 
 
     They are measured now unless an earlier run left them on disk, so that no request waits for it.
     """
-    if options.always_draft or not isinstance(drafter, HeadDrafter):
+    if options.always_draft or not isinstance(drafter, TreeDrafter) or not isinstance(drafter.head, DraftHead):
         return None
     decode = options.decode
     return cost_table(target, drafter.head, decode.width, decode.nodes, options.settings.max_batch)
