@@ -12,6 +12,7 @@ from scripted import DRAFTERS, HalfRightHead, LoadCosts, Oracle, Texts
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.inference.decode import DecodeLoop, generate, generate_batch
 from headstart.inference.drafter import Drafter
+from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.drafters.model import EarlyExit, ModelDrafter
@@ -193,15 +194,18 @@ def test_a_prompt_that_is_read_in_pieces_is_continued_as_one_read_at_once(
     loop.close()
 
 
-@pytest.mark.parametrize("layers", [None, 2])
-def test_drafts_of_a_model_do_not_depend_on_the_pieces(
-    target: TargetModel, make_model: Callable[..., Any], layers: int | None
+@pytest.mark.parametrize("kind", ["block head", "draft model", "early exit"])
+def test_drafts_of_other_kinds_do_not_depend_on_the_pieces(
+    target: TargetModel, make_head: MakeHead, make_model: Callable[..., Any], kind: str
 ) -> None:
     """A draft model reads each piece as the target does; early exit has nothing of its own to read."""
     growth = Dynamic(3, 2, 6)
-    drafter = (
-        EarlyExit(target, 2, growth) if layers else ModelDrafter(TargetModel(make_model(seed=3), ()), growth, target)
-    )
+    drafters: dict[str, Drafter] = {
+        "block head": head_drafter(make_head("block"), growth),
+        "draft model": ModelDrafter(TargetModel(make_model(seed=3), ()), growth, target),
+        "early exit": EarlyExit(target, 2, growth),
+    }
+    drafter = drafters[kind]
     alone = generate(target, LONG, 12, drafter=drafter)
     loop = make_paced(target, drafter, 9)
     loop.submit(Request(LONG, 12))

@@ -9,6 +9,7 @@ import torch
 
 from headstart.inference.decode import DecodeLoop, generate
 from headstart.inference.drafter import PLAIN, Drafter
+from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.drafters.model import EarlyExit, ModelDrafter
@@ -22,7 +23,7 @@ MEBIBYTE = 2**20
 GROWTH = Dynamic(3, 3, 8)
 
 
-@pytest.fixture(params=["none", "head", "medusa", "draft model", "early exit"])
+@pytest.fixture(params=["none", "head", "medusa", "block head", "draft model", "early exit"])
 def parts(
     request: pytest.FixtureRequest, target: TargetModel, make_head: Any, make_model: Any
 ) -> tuple[TargetModel, Drafter]:
@@ -35,6 +36,8 @@ def parts(
         case "medusa":
             head = make_head("medusa")
             return TargetModel(make_model(), head.taps), HeadDrafter(head, Dynamic(2, 3, 8))
+        case "block head":
+            return target, head_drafter(make_head("block"), GROWTH)
         case "draft model":
             return target, ModelDrafter(TargetModel(make_model(seed=3), ()), GROWTH, target)
     return target, EarlyExit(target, 3, GROWTH)
