@@ -57,6 +57,7 @@ class Batch:
         self.is_open = False
         self.static: StaticStep | None = None
         self.last_step: tuple[float, float] | None = None  # time.perf_counter() before and after it
+        self.last_drafted = False  # whether it had drafts
 
     @property
     def members(self) -> list[Row]:
@@ -86,11 +87,13 @@ class Batch:
         self.make_room(len(row.text) + self.nodes)
         self.reading, self.read, self.place = row, 0, len(self.rows)
         if prefix is not None:
-            self.cache.target.write(self.place, prefix.target)
-            if self.cache.head is not None and prefix.head is not None:
-                self.cache.head.write(self.place, prefix.head)
+            for number, block in enumerate(prefix.blocks):
+                first = number * BLOCK
+                self.cache.target.write(self.place, first, block.target)
+                if self.cache.head is not None and block.head is not None:
+                    self.cache.head.write(self.place, max(first - 1, 0), block.head)
             row.start, row.taps, self.read = prefix.start, prefix.taps, prefix.tokens
-            row.reused = row.generation.cached_tokens = prefix.tokens
+            row.kept_from = row.generation.cached_tokens = prefix.tokens
             self.catching_up = self.catching_up or len(prefix.taps) > CATCH_UP  # it was written without the drafter
 
     def read_piece(self, count: int) -> list[Block]:
@@ -104,6 +107,7 @@ class Batch:
         if self.read < len(row.text):
             if self.speculation is None or self.speculation.is_on:
                 self.feed(row, self.place, CATCH_UP + len(piece))
+            self.remember(row, self.place, self.read)  # piece by piece: copies of a whole prompt would stall the rows
             return []
         self.reading = None
         if self.place != len(self.rows):  # another row has ended meanwhile
@@ -158,10 +162,11 @@ class Batch:
         for place, row in enumerate(self.rows):
             if not row.is_remembered:  # requests that begin alike need not wait until this text ends
                 self.remember(row, place, self.cache.target.lengths[place])
+                row.is_remembered = True
         output, accepted = self.draft_and_verify() if drafts else self.verify_roots()
         bytes_moved = self.cache.target.keep([found.path for found in accepted])
         blocks = self.record(accepted, output, bytes_moved, drafts)
-        self.last_step = started, time.perf_counter()
+        self.last_step, self.last_drafted = (started, time.perf_counter()), drafts
         return blocks
 
     def prepare_drafts(self) -> bool:
@@ -315,27 +320,28 @@ class Batch:
 
     def remember(self, row: Row, place: int, held: int) -> None:
         """Keep what the cache holds of a row's text for prompts that begin like it."""
-        row.is_remembered = True
         if self.prefixes is None:
             return
         # The drafter of a row without drafts reads nothing.
         read = row.start if row.request.speculative else 0
         taps = torch.cat(row.kept)
-        row.kept = [taps]
 
         def head(first: int) -> Tensor | None:
             end, slots = first + BLOCK - 1, self.cache.head
             return slots.copied(place, max(first - 1, 0), end) if slots is not None and end <= read else None
 
         def states(first: int) -> Cached | None:
-            if first < row.reused:
+            if first < row.kept_from:
                 return None
             end, of_head = first + BLOCK, head(first)
             is_read = of_head is not None or self.cache.head is None
-            own = taps[(end - 1 if is_read else first) - row.reused : end - row.reused].clone()
+            own = taps[(end - 1 if is_read else first) - row.kept_from : end - row.kept_from].clone()
             return Cached(self.cache.target.copied(place, first, end), of_head, own)
 
+        held = min(held, len(row.text)) // BLOCK * BLOCK
         self.prefixes.add(row.text[:held], states, head)
+        if held > row.kept_from:  # these taps are in the index now
+            row.kept, row.kept_from = [taps[held - row.kept_from :].clone()], held
 
     def fits(self, requests: list[Request]) -> bool:
         """Whether the cache has memory for these requests beside those that it holds."""

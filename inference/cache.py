@@ -182,9 +182,9 @@ class Slots:
         """A copy of some slots of a row's place, in use or not."""
         return self.storage[:, :, number, :, first:end].clone()
 
-    def write(self, number: int, states: Float[Tensor, "layers kv kv_heads count head_dim"]) -> None:
-        """Fill the first slots of a row's place."""
-        self.storage[:, :, number, :, : states.shape[3]] = states
+    def write(self, number: int, first: int, states: Float[Tensor, "layers kv kv_heads count head_dim"]) -> None:
+        """Fill the slots of a row's place from the first of these on."""
+        self.storage[:, :, number, :, first : first + states.shape[3]] = states
 
     def move(self, source: int, goal: int, held: int) -> None:
         """Copy the first slots of a row to another place; neither has to be in use."""

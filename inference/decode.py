@@ -218,7 +218,7 @@ class DecodeLoop:
             blocks = self._read()
         elif batch.rows:
             blocks = batch.cycle()
-            self.pace.stepped(batch.last_step)
+            self.pace.stepped(batch.last_step, batch.last_drafted)
         for row in [row for row in batch.rows if row.ended]:
             self._end(row)
         return blocks

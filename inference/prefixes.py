@@ -39,16 +39,6 @@ class Prefix:
     start: int  # the first position that the drafter has not read
     taps: Float[Tensor, "count tapped"]  # from there on
 
-    @property
-    def target(self) -> Tensor:
-        return torch.cat([block.target for block in self.blocks], dim=3)
-
-    @property
-    def head(self) -> Tensor | None:
-        """The drafter's slots of the first `start` positions; None if there are none."""
-        read = [block.head for block in self.blocks[: -(-self.start // BLOCK)] if block.head is not None]
-        return torch.cat(read, dim=3) if read else None
-
 
 class PrefixIndex:
     """Blocks of texts within a budget of bytes. Those that were used least recently go first."""

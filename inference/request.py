@@ -178,8 +178,8 @@ class Row:
     later: list[Tensor] = field(default_factory=list)  # of positions after those, from steps that the drafter missed
     newest: int = 0  # how many of these the drafter reads with its next draft; 0 until it has read the prompt
     drafted: int = 0  # draft tokens that the last target step verified
-    reused: int = 0  # positions of the prompt that were cached before
-    kept: list[Tensor] = field(default_factory=list)  # the taps of all positions after these, if prefixes are kept
+    kept_from: int = 0  # positions whose states are known without this row
+    kept: list[Tensor] = field(default_factory=list)  # the taps from there on, if prefixes are kept
     constraint: ConstraintState | None = None
     is_remembered: bool = False  # whether the prompt was kept for others that begin alike
     choices: list[int] = field(default_factory=list)  # the target's, at the root and at each of these draft tokens

@@ -279,12 +279,12 @@ def test_a_pass_over_prompts_takes_little_longer_than_a_step() -> None:
     """On a machine where a step takes 1 s and each prompt token 0.1 s, plus 0.5 s per pass: 1.5 s are 10 tokens."""
     pace = Pace(512, prompts_first=False)
     assert pace.tokens(has_rows=False) == 512
-    pace.stepped((0.0, 1.0))
+    pace.stepped((0.0, 1.0), drafts=False)
     for _ in range(12):
         tokens = pace.tokens(has_rows=True)
         pace.has_read(tokens, 0.5 + 0.1 * tokens)
         assert not pace.reads_next(has_rows=True)
-        pace.stepped((0.0, 1.0))
+        pace.stepped((0.0, 1.0), drafts=False)
         assert pace.reads_next(has_rows=True)
     assert 9 <= pace.tokens(has_rows=True) <= 11
     pace.has_read(512, 51.7)  # nobody waited for this one
