@@ -203,6 +203,33 @@ def test_regular_expressions_and_choices_bind_the_text(client: OpenAI) -> None:
             assert complete(client, seed=seed, temperature=1.0, extra_body=extra).choices[0].text in allowed
 
 
+CALL = '<tool_call>{"name": "look", "arguments": {"at": "it"}}</tool_call>'
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+
+
+@pytest.mark.parametrize("before", ["", "so "])
+def test_tool_calls_come_whole_and_in_a_stream(client: OpenAI, before: str) -> None:
+    """A grammar makes this target write the call."""
+    extra = {"structured_outputs": {"choice": [before + CALL]}}
+    fields: dict[str, Any] = {"tools": TOOLS, "max_tokens": 90, "extra_body": extra}
+    whole = chat(client, **fields).choices[0]
+    assert whole.finish_reason == "tool_calls"
+    assert (whole.message.content or "") == before
+    assert [(call.function.name, call.function.arguments) for call in whole.message.tool_calls] == [
+        ("look", '{"at": "it"}')
+    ]
+    chunks = [chunk.choices[0] for chunk in chat(client, **fields, stream=True) if chunk.choices]
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == before
+    calls = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
+    assert [(call.index, call.function.name, call.function.arguments) for call in calls] == [
+        (0, "look", '{"at": "it"}')
+    ]
+    assert chunks[-1].finish_reason == "tool_calls"
+    ignored = chat(client, **fields, tool_choice="none").choices[0]
+    assert ignored.message.content == before + CALL
+    assert ignored.finish_reason == "stop"
+
+
 def test_a_prompt_that_comes_again_is_not_read_again(server: Running) -> None:
     served = load_served(Path(str(server.service.served.about["folder"])), prefix_memory=2**24)
     with running(served, ServerSettings((NAME,), max_batch=4)) as found:

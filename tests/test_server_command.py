@@ -101,3 +101,11 @@ def test_sigterm_lets_a_request_end_and_then_ends_the_server(tmp_path: Path) -> 
         thread.join(60)
         assert [choice["finish_reason"] for choice in found[0].json()["choices"]] == ["length"] * 8
         assert process.wait(30) == 0
+
+
+def test_packages_that_are_missing_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("headstart.inference.server.options.PACKAGES", ("uvicorn", "no_such_package"))
+    outcome = type_command(["serve", "--target", "x"], monkeypatch, capsys)
+    assert_refused(outcome, Says("no_such_package", "not installed", "needed to serve", "pip install -e '.[serve]'"))

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import uvicorn
 
 from headstart.heads.base import DraftHead
 from headstart.heads.target_config import locate_target
@@ -25,26 +26,17 @@ from headstart.inference.generation import SpeculativeModel
 from headstart.inference.generation_config import config_fields
 from headstart.inference.model_options import require_head
 from headstart.inference.sampling import Sampling
+from headstart.inference.server.acceptance_watch import promised_length
+from headstart.inference.server.access_log import to_stdout
+from headstart.inference.server.app import build_app
 from headstart.inference.server.options import ServeOptions, serve_options
+from headstart.inference.server.service import Served, Service
 from headstart.inference.target.loading import fast_dtype, pick_device
 from headstart.inference.target.model import TargetModel
 from headstart.inference.target.tokenizer import load_tokenizer
 from headstart.recipes.os_errors import NOT_BEGUN, errors_as_messages
 from headstart.recipes.schema import DecodeSection, TargetSection
 from headstart.recipes.tuned_target import refuse_original_target
-
-if find_spec("fastapi") is None or find_spec("uvicorn") is None or find_spec("prometheus_client") is None:
-    raise SystemExit(
-        "error: fastapi, uvicorn or prometheus_client is not installed, all three are needed to serve; "
-        "pip install -e '.[serve]'"
-    )
-
-import uvicorn
-
-from headstart.inference.server.acceptance_watch import promised_length
-from headstart.inference.server.access_log import to_stdout
-from headstart.inference.server.app import build_app
-from headstart.inference.server.service import Served, Service
 
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 RECIPE_FIELDS = (*SAMPLING_FIELDS[1:], "presence_penalty", "frequency_penalty")

@@ -4,6 +4,7 @@ import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from headstart.inference.model_options import drafts_of, head_of, read_recipe
@@ -11,6 +12,7 @@ from headstart.inference.server.settings import ServerSettings
 from headstart.recipes.command_line import command_name
 from headstart.recipes.schema import DecodeSection, Recipe
 
+PACKAGES = ("fastapi", "llguidance", "prometheus_client", "uvicorn")
 KEYS = "HEADSTART_API_KEY"
 DEFAULTS = ServerSettings(())
 MEBIBYTE, GIBIBYTE = 2**20, 2**30
@@ -44,6 +46,11 @@ def serve_options(doc: str | None, argv: Sequence[str] | None = None) -> ServeOp
     add_address(parser)
     add_limits(parser)
     given = parser.parse_args(argv)
+    if missing := [name for name in PACKAGES if find_spec(name) is None]:
+        parser.error(
+            f"{', '.join(missing)}: not installed, all of {', '.join(PACKAGES)} are needed to serve; "
+            f"pip install -e '.[serve]'"
+        )
     if given.recipe is None and given.target is None:
         parser.error("--target: missing, a RECIPE or the folder of a model is needed; write one of them")
     recipe = None if given.recipe is None else read_recipe(parser, given)

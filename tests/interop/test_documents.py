@@ -20,8 +20,8 @@ def test_every_documented_command_is_walked_or_left_out_for_a_reason() -> None:
 
 
 def test_a_documented_command_that_the_walk_does_not_know_is_refused_by_name() -> None:
-    new = Documented("docs/new.md", "headstart serve RECIPE")
-    with pytest.raises(ValueError, match=r"docs/new\.md: headstart serve RECIPE"):
+    new = Documented("docs/new.md", "headstart sing RECIPE")
+    with pytest.raises(ValueError, match=r"docs/new\.md: headstart sing RECIPE"):
         plan([*documented_commands(), new])
 
 

@@ -71,6 +71,7 @@ BY_HAND = {
     **({} if shutil.which("chromium") else {r"^make check-page$": "needs a Chromium"}),
     r"tests/interop/\w+\.py": "run by a make target: check-vllm, check-speculators, check-page",
     r"^make walk$": "is this walk",
+    r"benchmarks/serve\.py": "needs a running server",
     r"^make chat$|^headstart serve\b": "serve until they are stopped; see tests/test_server_command.py",
     r"--machine_rank|--num_machines [2-9]|^srun |^sbatch ": "needs several machines; see tests/test_machines.py",
     r"^(accelerate launch|python3?|headstart|pip)$": "no command, only its first word",
@@ -78,7 +79,7 @@ BY_HAND = {
 # The order of the walk: the environment first, then data-flow order. A command belongs to the first pattern it matches.
 ORDER = (
     r"^python3? -m venv ",
-    r"^pip install -c constraints\.txt -e \.$",
+    r"^pip install -c constraints\.txt -e (\.|'\.\[serve\]')$",
     r"^headstart --(help|version)|^headstart \w+ --help",
     r"^from ",
     r"train\.dry_run=true",

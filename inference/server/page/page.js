@@ -462,7 +462,7 @@ function drawLegend() {
   const depths = make("span", "");
   for (let depth = 1; depth <= 5; depth += 1) depths.append(make("span", `t d${depth}`, depth < 5 ? String(depth) : "5+"), " ");
   const bonus = make("span", "");
-  bonus.append(make("span", "t bonus", "underlined"), ": added by the model after the guesses");
+  bonus.append(make("span", "t bonus", "underlined"), " by the model itself");
   $("legend").replaceChildren(...parts, depths, bonus);
 }
 
