@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from headstart.data_pipelines.batches import Batch, Sample, pack
+from headstart.heads.base import LevelHead
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.losses import d_pace, soft_cross_entropy
 from headstart.heads.vocab import DraftVocab
@@ -36,8 +37,9 @@ def by_hand(unrolled: UnrolledHead, sample: Sample) -> list[tuple[Tensor, Tensor
     """Loss and weight of every step of every chain in a text, chain by chain."""
     lone = Batch.collate([sample], torch.float32)
     plain = unrolled.teacher.supervise(lone)
-    hidden = unrolled.unroll(lone, plain, None)  # [steps, positions, feature]
-    log_q = torch.stack([unrolled.head.logits(states, k) for k, states in enumerate(hidden)]).log_softmax(-1)
+    hidden, head = unrolled.unroll(lone, plain, None), unrolled.head  # [steps, positions, feature]
+    assert isinstance(head, LevelHead)
+    log_q = torch.stack([head.logits(states, k) for k, states in enumerate(hidden)]).log_softmax(-1)
     log_p = unrolled.teacher.log_p(plain.last_hidden)
     at = {int(place): number for number, place in enumerate(plain.places)}
     found = []
