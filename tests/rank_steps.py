@@ -17,10 +17,11 @@ from headstart.data_pipelines.shards import FeatureStore
 from headstart.heads.checkpoint import draft_vocab, new_head
 from headstart.heads.frozen import FrozenTarget
 from headstart.recipes import load_recipe
-from headstart.trainers.objective import Objective, Teacher, UnrolledHead
+from headstart.trainers.objective import Teacher
 from headstart.trainers.optimizers import set_learning_rates
 from headstart.trainers.ranks.head_on_ranks import HeadOnRanks, full_tensor
 from headstart.trainers.ranks.launch import distribute_head, start_accelerator
+from headstart.trainers.run_state import head_in_training
 
 STEPS, HALF, BATCH = 4, 2, 8
 CLIP_NORM = 3.3  # between the gradient norms of the steps, so that some are clipped and others are not
@@ -32,7 +33,9 @@ def main(folder: Path, result: Path, resumed: Path | None = None) -> None:
     Every other step splits its batch into two micro-batches. One more step has no finite gradient and must change
     nothing.
     """
-    recipe = load_recipe(folder / "recipe.yaml", [f"train.clip_norm={CLIP_NORM}"])
+    recipe = load_recipe(
+        folder / "recipe.yaml", [f"train.clip_norm={CLIP_NORM}", "train.activation_checkpointing=true"]
+    )
     accelerator = start_accelerator(recipe)
     frozen = FrozenTarget.from_folder(folder / "target", torch.float32, accelerator.device)
     store = FeatureStore(recipe.features_dir, "train")
@@ -42,7 +45,7 @@ def main(folder: Path, result: Path, resumed: Path | None = None) -> None:
     start = {} if resumed is None else load_file(resumed)
     if start:
         head.load_state_dict(named(start, "weight"))
-    unrolled = UnrolledHead(head, Teacher(frozen, vocab), Objective.from_recipe(recipe), activation_checkpointing=True)
+    unrolled = head_in_training(recipe, head, Teacher(frozen, vocab))
     head_on_ranks, found = distribute_head(accelerator, unrolled, recipe.train), {}
     head_on_ranks.restore_optimizers(named(start, "state"))
     for step in range(HALF if start else 0, STEPS):
@@ -85,7 +88,7 @@ def accumulate(head: HeadOnRanks, samples: list[Sample], micro_batches: int, sca
     accelerator, unrolled = head.accelerator, head.unrolled
     own = samples[accelerator.process_index :: accelerator.num_processes]
     batches = [Batch.collate(own[n::micro_batches], torch.float32, accelerator.device) for n in range(micro_batches)]
-    supervisions = [unrolled.teacher.supervise(batch) for batch in batches]
+    supervisions = [unrolled.supervise(batch, "key") for batch in batches]
     unroll, loss = unrolled.objective.unroll, torch.zeros((), device=accelerator.device)
     counts = accelerator.reduce(torch.stack([each.counts(unroll) for each in supervisions]).sum(0), "sum")
     for number, (batch, supervision) in enumerate(zip(batches, supervisions, strict=True), start=1):

@@ -235,3 +235,19 @@ def test_the_shared_states_of_a_text_are_those_of_one_block_each(target: TargetM
     for anchor in range(1, len(TEXT)):
         alone = head.text_states(features, tokens, Blocks((0,), (anchor,), (0,)))
         assert_close(together[anchor - 1], alone[0], atol=1e-5, rtol=1e-5)
+
+
+def test_a_prompt_may_be_read_in_pieces(target: TargetModel, make_head: MakeHead) -> None:
+    """Positions 0..6, then 7..9, then the last one with the draft, as a loop reads a long prompt between its steps."""
+    head, sampling = make_head("block", markov_rank=6), Sampling(1.0, seed=3)
+    drafter = head_drafter(head, Dynamic(3, 4, 8))
+    cache, taps = new_cache(target, drafter), read_taps(target, TEXT)
+    assert cache.head is not None
+    row = cache.row(0)
+    assert row.head is not None
+    drafter.prefill(taps[:, :8], torch.tensor([TEXT[:9]]), row)
+    row.head.set_lengths([7])
+    drafter.prefill(taps[:, 7:], torch.tensor([TEXT[7:]]), row)
+    cache.head.set_lengths([10])
+    tree = drafter.draft(verified(target, sampling, (10, 11)), cache)
+    assert paths(tree) == [Naive(head, target, TEXT, sampling).tree(drafter.growth)]

@@ -277,6 +277,17 @@ def test_packing_and_micro_batches_change_only_rounding(make_recipe: MakeRecipe)
         assert_close(tensor.float(), found[1][name].float(), atol=2e-4, rtol=1e-3)
 
 
+def test_online_samples_train_the_same_head(make_recipe: MakeRecipe) -> None:
+    """Up to rounding, as the target reads other batches; its hidden states are not stored."""
+    found = []
+    for name, mode in (("stored", "offline"), ("made", "online")):
+        recipe = make_recipe(name, *BLOCK, "train.steps=3", f"data.mode={mode}")
+        run(recipe)
+        found.append(load_file(recipe.head_dir / "model.safetensors"))
+    for name, tensor in found[0].items():
+        assert_close(tensor.float(), found[1][name].float(), atol=1e-3, rtol=1e-2)
+
+
 def test_a_plan_of_the_run_needs_no_memory(make_recipe: MakeRecipe, capsys: pytest.CaptureFixture[str]) -> None:
     run(make_recipe("run", *BLOCK, "train.dry_run=true"))
     assert "markov_head" in capsys.readouterr().out

@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
+import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DeepSpeedPlugin
 from launches import LAUNCHES, finish, launch, needs_deepspeed
@@ -156,6 +157,24 @@ def test_every_launch_resumes_what_a_single_process_saved(
     finish(launch(config_name, ranks, "tests/rank_steps.py", harvested, result, saved))
     earlier = re.compile(r"(loss|norm|gradient)\.[01]\b")
     assert_same(load_file(result), {name: tensor for name, tensor in one_process.items() if not earlier.match(name)})
+
+
+@pytest.mark.slow
+def test_a_block_head_takes_the_same_steps_under_every_launch(harvested: Path, tmp_path: Path) -> None:
+    """The blocks that are drawn from a text do not depend on the rank that reads it."""
+    values = yaml.safe_load((harvested / "recipe.yaml").read_text())
+    values["head"] = {"kind": "block", "block_size": 3, "markov_rank": 6, "confidence": True, "taps": [2, 3, 4]}
+    values["train"] |= {"anchors": 3}
+    folder = tmp_path / "block"
+    shutil.copytree(harvested / "target", folder / "target")
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
+    found = []
+    for config_name, ranks in (("one", 1), ("ddp", 2), ("fsdp2", 2)):
+        result = tmp_path / f"{config_name}.safetensors"
+        finish(launch(config_name, ranks, "tests/rank_steps.py", folder, result))
+        found.append(load_file(result))
+    for other in found[1:]:
+        assert_same(other, found[0])
 
 
 LONGER = "train.steps=40", "train.checkpoint_every=2", "train.eval_every=20", "train.eval_prompts=1"
