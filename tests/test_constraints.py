@@ -158,6 +158,12 @@ def test_a_text_may_end_only_where_the_grammar_does(target: TargetModel, grammar
     assert state.advance([0, 0]) == 2
 
 
+def test_an_end_token_that_is_ordinary_text_does_not_end_json_within_a_string(target: TargetModel) -> None:
+    vocabulary = build_tokenizer().get_vocab()
+    state = Grammars(build_tokenizer(), target.config.vocab_size, [0, vocabulary["b"]]).regex("a[bc]+d").start()
+    assert state.allowed((vocabulary["a"],)).nonzero().flatten().tolist() == [vocabulary["c"]]
+
+
 def test_a_bias_that_leaves_no_token_ends_the_text(target: TargetModel, grammars: Grammars) -> None:
     banned = [token for name, token in build_tokenizer().get_vocab().items() if "3" in name]
     sampling = Sampling(logit_bias=tuple((token, -float("inf")) for token in banned))

@@ -93,9 +93,13 @@ class GrammarState:
         taken = self.matcher.try_consume_tokens([*path])
         assert taken == len(path), "the path is not allowed"
         bits = numpy.frombuffer(self.matcher.compute_bitmask(), dtype=numpy.uint8)
+        may_end = self.matcher.is_accepting()
         if path:
             self.matcher.rollback(len(path))
-        return torch.from_numpy(numpy.unpackbits(bits, bitorder="little")[:size].astype(bool))
+        mask = torch.from_numpy(numpy.unpackbits(bits, bitorder="little")[:size].astype(bool))
+        if not may_end:  # an end token may also be ordinary text, which would end the output all the same
+            mask[[*ends]] = False
+        return mask
 
     def advance(self, tokens: list[int]) -> int:
         count = 0
