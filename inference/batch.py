@@ -67,7 +67,7 @@ class Batch:
     def new_row(self, number: int, request: Request, generation: Generation) -> Row:
         """A row for a request whose prompt is to be read next."""
         ends = tuple(self.target.end_tokens) if request.end_tokens is None else request.end_tokens
-        taps = torch.empty(0, 0, device=self.target.device)
+        taps = torch.zeros(0, 0, device=self.target.device)
         row = Row(number, request, generation, ends, list(request.prompt), taps, 0, time.perf_counter())
         row.constraint = None if request.constraint is None else request.constraint.start()
         return row
