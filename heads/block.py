@@ -190,12 +190,7 @@ class BlockHead(DraftHead):
     @classmethod
     def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], frozen: FrozenTarget) -> "BlockHead":
         target = frozen.config
-        d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
-        vocab = DraftVocab.full(target.vocab_size) if d2t is None else DraftVocab.from_offsets(d2t, target.vocab_size)
-        if d2t is not None and t2d is not None and not torch.equal(t2d.bool(), vocab.members()):
-            raise ValueError(
-                "d2t and t2d name different target tokens; d2t must hold offsets: target id minus draft id"
-            )
+        vocab = DraftVocab.from_tensors(tensors, target.vocab_size)
         own = tensors.pop("embed_tokens.weight", None)
         if own is not None and not is_copy(own, frozen.embedding):
             raise ValueError(

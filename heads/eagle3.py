@@ -133,12 +133,7 @@ class Eagle3Head(LevelHead):
     @classmethod
     def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], frozen: FrozenTarget) -> "Eagle3Head":
         target = frozen.config
-        d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
-        vocab = DraftVocab.full(target.vocab_size) if d2t is None else DraftVocab.from_offsets(d2t, target.vocab_size)
-        if d2t is not None and t2d is not None and not torch.equal(t2d.bool(), vocab.members()):
-            raise ValueError(
-                "d2t and t2d name different target tokens; d2t must hold offsets: target id minus draft id"
-            )
+        vocab = DraftVocab.from_tensors(tensors, target.vocab_size)
         shape = Eagle3Shape.from_config(
             config,
             target,

@@ -31,6 +31,22 @@ class DraftVocab:
         return cls(order[:size].sort().values, len(counts))
 
     @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor], target_size: int) -> "DraftVocab":
+        """From a head's file, whose d2t and t2d are taken out of `tensors`; the whole vocabulary if it has no d2t.
+
+        Raises ValueError if the two disagree, or d2t is no list of offsets.
+        """
+        d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
+        if d2t is None:
+            return cls.full(target_size)
+        vocab = cls.from_offsets(d2t, target_size)
+        if t2d is not None and not torch.equal(t2d.bool(), vocab.members()):
+            raise ValueError(
+                "d2t and t2d name different target tokens; d2t must hold offsets: target id minus draft id"
+            )
+        return vocab
+
+    @classmethod
     def from_offsets(cls, d2t: Tensor, target_size: int) -> "DraftVocab":
         """From the offsets in a head's file: target id = draft id + d2t[draft id].
 
