@@ -19,10 +19,10 @@ from rich.progress import track
 from rich.table import Table
 
 from headstart.heads.base import DraftHead
-from headstart.heads.checkpoint import load_head
 from headstart.inference.decode import generate
 from headstart.inference.drafter import Drafter
 from headstart.inference.drafters.block import head_drafter
+from headstart.inference.drafters.build import load_drafting_head
 from headstart.inference.drafters.cost_aware import CostAware, CostAwareShape, growth_from_recipe
 from headstart.inference.drafters.cost_files import cost_table
 from headstart.inference.drafters.growth import Dynamic, Growth
@@ -190,7 +190,7 @@ def run(recipe: Recipe) -> None:
     torch.set_num_threads(recipe.report.threads or torch.get_num_threads())
     prompts, folder = held_out_prompts(recipe), head_folder(recipe)
     target = TargetModel.load(recipe.target, taps_to_read(recipe))
-    head = load_head(folder, target.frozen)
+    head = load_drafting_head(folder, target)
     new_tokens, console = recipe.decode.max_new_tokens, Console()
     greedy, warm = Sampling(), Sampling(1.0, seed=recipe.decode.seed)
 

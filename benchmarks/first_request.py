@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 from headstart.heads.base import DraftHead
-from headstart.heads.checkpoint import load_head
 from headstart.inference.decode import DecodeLoop
 from headstart.inference.drafters.block import head_drafter
+from headstart.inference.drafters.build import load_drafting_head
 from headstart.inference.drafters.cost_aware import CostAware, growth_from_recipe
 from headstart.inference.drafters.cost_files import cost_table
 from headstart.inference.drafters.growth import Growth
@@ -75,7 +75,7 @@ def run(recipe: Recipe) -> None:
         os.environ["HEADSTART_CACHE"] = cache
         for name, grow in trees:
             target = TargetModel.load(recipe.target, taps_to_read(recipe))
-            head = load_head(folder, target.frozen)
+            head = load_drafting_head(folder, target)
             started = time.perf_counter()
             drafter = head_drafter(head, grow(target, head))
             built = time.perf_counter() - started

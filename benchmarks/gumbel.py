@@ -36,8 +36,8 @@ from torch import Tensor
 from torch.distributions import Categorical
 
 from headstart.heads.base import DraftHead, LevelHead
-from headstart.heads.checkpoint import load_head
 from headstart.inference.decode import generate_batch
+from headstart.inference.drafters.build import load_drafting_head
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import Frontier, HeadDrafter
 from headstart.inference.inputs import head_folder, taps_to_read
@@ -127,7 +127,7 @@ def run(recipe: Recipe, seeds: int) -> None:
     target = TargetModel.load(recipe.target, taps)
     chat = Chat(tokenizer, target.max_positions - decode.max_new_tokens)
     tokens = [chat.shortened(prompt).tokens for prompt in prompts]
-    head = load_head(folder, target.frozen)
+    head = load_drafting_head(folder, target)
     own, *others = trees(decode, head)
     cases = [*((own, temperature) for temperature in temperatures), *((tree, temperatures[-1]) for tree in others)]
     num_sets = 1 + len(others) + 2 * seeds * len(cases)

@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from headstart.heads.base import DraftHead
-from headstart.heads.checkpoint import load_head
 from headstart.inference.drafters.block import head_drafter
+from headstart.inference.drafters.build import load_drafting_head
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.inputs import OWN_HEAD, head_folder, taps_to_read
 from headstart.inference.report.command import recipe_tokenizer, report_prompts
@@ -107,7 +107,7 @@ def methods_at(recipe: Recipe, target: TargetModel, temperature: float) -> list[
 
 
 def drafting(recipe: Recipe, target: TargetModel) -> Iterator[Method]:
-    head, random_head = (load_head(head_folder(recipe), target.frozen) for _ in range(2))
+    head, random_head = (load_drafting_head(head_folder(recipe), target) for _ in range(2))
     generator = torch.Generator().manual_seed(recipe.seed)
     for parameter in random_head.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)

@@ -25,6 +25,7 @@ from headstart.heads.target_config import locate_target
 from headstart.inference.calibrate import fit_calibration, score_text
 from headstart.inference.decode import generate_batch
 from headstart.inference.drafters.block import head_drafter
+from headstart.inference.drafters.build import load_drafting_head
 from headstart.inference.drafters.cost_aware import searched_tree
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
 from headstart.inference.inputs import held_out_prompts
@@ -102,7 +103,7 @@ def calibrated(recipe: Recipe, folder: Path) -> tuple[TargetModel, DraftHead]:
     """Load a head and its target and calibrate the head on prompts that are not measured."""
     frozen = FrozenTarget.from_folder(locate_target(recipe.target.path, recipe.target.revision), torch.float32)
     target = TargetModel.load(recipe.target, load_head(folder, frozen).taps)
-    head, decode = load_head(folder, target.frozen), recipe.decode
+    head, decode = load_drafting_head(folder, target), recipe.decode
     prompts = held_out_prompts(recipe)[:CALIBRATION]
     head.calibration = fit_calibration(target, head, prompts, decode.depth, decode.max_new_tokens)
     return target, head

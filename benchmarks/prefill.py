@@ -15,10 +15,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from headstart.heads.checkpoint import load_head
 from headstart.inference.decode import DecodeLoop
 from headstart.inference.drafter import Drafter
 from headstart.inference.drafters.block import head_drafter
+from headstart.inference.drafters.build import load_drafting_head
 from headstart.inference.drafters.cost_aware import growth_from_recipe
 from headstart.inference.inputs import head_folder, held_out_prompts, taps_to_read
 from headstart.inference.request import Request
@@ -44,7 +44,7 @@ def run(recipe: Recipe) -> None:
     long = Request((flat * (count // len(flat) + 1))[:count], 1, end_tokens=())
     drafters: list[tuple[str, Drafter | None]] = [("plain", None)]
     if has_head:
-        head = load_head(head_folder(recipe), target.frozen)
+        head = load_drafting_head(head_folder(recipe), target)
         drafters.append(("drafting", head_drafter(head, growth_from_recipe(recipe.decode, target, head))))
     table = Table(title=f"a prompt of {count:,} tokens; a row may wait {BAR:g} plain steps")
     for column in (

@@ -310,7 +310,8 @@ class BlockHead(DraftHead):
 
     def slot_logits(self, hidden: Float[Tensor, "*axes hidden"]) -> Float[Tensor, "*axes draft_vocab"]:
         """What the slots alone say about their tokens."""
-        logits = functional.linear(hidden, self.output_layer)
+        own = self.lm_head  # decoding may have no `weight` of the own one, so it is called
+        logits = own(hidden) if own is not None else functional.linear(hidden, self.output_layer)
         cap = self.target.final_logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 

@@ -19,7 +19,7 @@ from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import locate_target
 from headstart.inference.decode import loop_of
 from headstart.inference.drafter import Drafter
-from headstart.inference.drafters.build import build_drafter
+from headstart.inference.drafters.build import build_drafter, load_drafting_head
 from headstart.inference.generation_config import (
     DEFAULTS,
     Config,
@@ -123,7 +123,7 @@ class SpeculativeModel:
             found = locate_target(fields.path, fields.revision, field="target")
             frozen = FrozenTarget.from_folder(found, torch.float32)
             model = TargetModel.load(fields, load_head(head, frozen).taps)
-            drafter = build_drafter(decode, model, fields, load_head(head, model.frozen))
+            drafter = build_drafter(decode, model, fields, load_drafting_head(Path(head), model))
         recipe_sampling = sampling_from_recipe(decode, temperature=0.0)
         # These fields come with each call.
         sampling = replace(recipe_sampling, top_k=None, top_p=1.0, min_p=0.0, repetition_penalty=1.0)

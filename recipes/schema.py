@@ -131,6 +131,11 @@ class TargetSection(Section):
         default="auto",
         description="Attention code of the target. auto: the fastest exact one; sdpa, eager: transformers' own.",
     )
+    half_weights: Literal["auto", "never"] = Field(
+        default="auto",
+        description="auto: with dtype float32 on a CPU, large weights are kept in half precision where that changes "
+        "none of them, which halves their memory and the time of a step; never: they stay in float32.",
+    )
     compile: bool = Field(
         default=False,
         description="Compile target and head layers (torch.compile) for the fixed-shape decode steps that CUDA graphs "

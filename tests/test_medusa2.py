@@ -116,7 +116,7 @@ def test_the_loss_on_an_unchanged_target_is_that_of_medusa_1(
     unrolled, batch = joint_head(recipe, harvested)
     with torch.no_grad():
         computed = replace(batch, last_hidden=unrolled.target(batch.tokens))
-    assert_close(computed.last_hidden[batch.loss_mask], batch.last_hidden[batch.loss_mask])
+    assert_close(computed.last_hidden[batch.loss_mask], batch.last_hidden[batch.loss_mask], rtol=1e-4, atol=1e-4)
     alone = UnrolledHead(unrolled.head, unrolled.teacher, unrolled.objective)
     supervision = alone.teacher.supervise(computed)
     counts = supervision.counts(2)

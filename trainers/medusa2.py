@@ -92,7 +92,7 @@ class TrainableTarget(nn.Module):
 
     def save(self, recipe: Recipe, folder: Path) -> None:
         """Write a plain Hugging Face folder, whole or not at all: tuned weights, and the original's other files."""
-        plain = TargetModel.load(recipe.target, ()).model
+        plain = TargetModel.load(with_own_weights(recipe.target), ()).model
         found = plain.load_state_dict(self.weights(), strict=False)
         assert not found.unexpected_keys, found.unexpected_keys
         partial_folder = folder.with_name(folder.name + ".partial")
@@ -126,7 +126,12 @@ def copy_other_files(original: Path, folder: Path) -> None:
 def trainable_section(recipe: Recipe, device: torch.device) -> TargetSection:
     """The target section to train with: float32 if whole layers learn, the recipe's own dtype under adapters."""
     dtype = "float32" if recipe.joint.mode == "full" else recipe.target.dtype
-    return recipe.target.model_copy(update={"dtype": dtype, "device": str(device)})
+    return with_own_weights(recipe.target).model_copy(update={"dtype": dtype, "device": str(device)})
+
+
+def with_own_weights(section: TargetSection) -> TargetSection:
+    """The same target with weights that can be trained and saved."""
+    return section.model_copy(update={"half_weights": "never"})
 
 
 def add_adapters(model: nn.Module, layers: nn.ModuleList, rank: int, seed: int) -> None:

@@ -4,6 +4,7 @@ import reprlib
 from pathlib import Path
 
 from headstart.heads.base import DraftHead
+from headstart.heads.checkpoint import load_head
 from headstart.heads.target_config import locate_target
 from headstart.inference.drafter import Drafter
 from headstart.inference.drafters.block import head_drafter
@@ -15,6 +16,7 @@ from headstart.inference.drafters.model import EarlyExit, ModelDrafter
 from headstart.inference.drafters.other_tokenizer import OtherTokenizerDrafter
 from headstart.inference.drafters.suffix_automaton import SuffixAutomaton
 from headstart.inference.drafters.trie import TreeLimits
+from headstart.inference.half_weights import use_half_weights
 from headstart.inference.target.model import TargetModel
 from headstart.inference.target.tokenizer import load_tokenizer, same_tokenizer
 from headstart.recipes.jsonl import read_jsonl
@@ -44,6 +46,17 @@ def build_drafter(
         layers = section.exit_layers or target.config.num_layers // 2
         return EarlyExit(target, layers, model_growth(section))
     return model_drafter(section, target, source)
+
+
+def load_drafting_head(folder: Path, target: TargetModel) -> DraftHead:
+    """A saved head that drafts for this target, its weights in half precision where the target's are.
+
+    Rounding them changes draft tokens at most, never the text. Raises what `load_head` raises.
+    """
+    head = load_head(folder, target.frozen)
+    if target.has_half_weights:
+        use_half_weights(head, exact=False)
+    return head
 
 
 def load_draft_model(section: DecodeSection, source: TargetSection) -> TargetModel:

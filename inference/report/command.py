@@ -17,10 +17,10 @@ import torch
 from rich.console import Console
 
 from headstart.heads.base import DraftHead
-from headstart.heads.checkpoint import load_head
 from headstart.heads.target_config import locate_target
 from headstart.heads.target_origin import TargetOrigin
 from headstart.inference.colours import LEGEND as COLOURS
+from headstart.inference.drafters.build import load_drafting_head
 from headstart.inference.inputs import head_folders, held_out_prompts, taps_to_read
 from headstart.inference.report.compare import Outcome, summarise_methods
 from headstart.inference.report.files import draw_searched_trees, write_report
@@ -84,7 +84,7 @@ class Benchmark:
         for prompt in prompts:
             check_length(target, prompt.tokens, recipe.decode.max_new_tokens)
         folders = head_folders(recipe) if needs_head(recipe) else {}
-        heads = {name: load_head(folder, target.frozen) for name, folder in folders.items()}
+        heads = {name: load_drafting_head(folder, target) for name, folder in folders.items()}
         return cls(prompts, chat, target, heads, build_methods(recipe, target, heads))
 
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.inference.cache import KVCache, Shape, Slots
+from headstart.inference.half_weights import gains_by_half_weights, use_half_weights
 from headstart.inference.request import cut_at_end
 from headstart.inference.sampling import Sampling
 from headstart.inference.target.architecture import (
@@ -65,6 +66,7 @@ class TargetModel:
         self._kept: dict[type, object] = {}
         self._seen: dict[int, Tensor] = {}
         self.layers = [*decoder_layers(model)]
+        self.has_half_weights = False  # whether linear layers read float16 weights, though they compute in float32
         self.compiles = False  # whether steps with fixed shapes compile its layers and the head's
         for tap in {*taps} - {self.config.num_layers}:
             self.layers[tap].register_forward_pre_hook(keep_input(self._seen, tap), with_kwargs=True)
@@ -96,6 +98,8 @@ class TargetModel:
         else:
             device: Any = pick_device(section.device)  # transformers' own `to` is mistyped
             target = cls(load().to(device), taps, None, section.attention)
+            if section.half_weights == "auto" and not section.compile:
+                target.keep_half_weights()
         target.compiles = section.compile
         return target
 
@@ -112,6 +116,12 @@ class TargetModel:
                 trust_remote_code=section.trust_remote_code,
             )
         return cls(model, ())
+
+    def keep_half_weights(self) -> None:
+        """Decode from weights in half precision, if this machine gains by it and they are half-precision numbers."""
+        if gains_by_half_weights(self.model):
+            assert self.frozen is not None  # made before the lm_head's own weights are gone
+            self.has_half_weights = use_half_weights(self.model, exact=True)
 
     @property
     def max_positions(self) -> int:
