@@ -53,6 +53,7 @@ from headstart.heads.checkpoint import head_taps
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.heads.target_origin import target_identity
+from headstart.inference.target.loading import slow_format
 from headstart.inference.target.model import TargetModel
 from headstart.inference.target.ranks import Ranks
 from headstart.recipes import Recipe, run_command
@@ -100,8 +101,9 @@ def harvest(recipe: Recipe) -> Stage:
     than before, what was made from the others is kept. Raises ValueError if a stage on disk was made from other inputs.
     """
     state = PartialState()
-    if state.is_main_process and (idle := idle_cores(state)):
-        print(idle)
+    if state.is_main_process:
+        hints = idle_cores(state), slow_format("target.dtype", recipe.target.dtype, state.device)
+        print(*filter(None, hints), sep="\n", end="\n" if any(hints) else "")
     shared = recipe.data.folder
     if shared is None or shared.resolve() == recipe.run_dir.resolve():
         return make_stages(recipe, state)

@@ -98,6 +98,28 @@ def test_drafts_stop_when_rows_come_and_resume_when_they_go(
     assert sum(at in always.trees for at in after) > 100
 
 
+def test_sampled_rows_that_the_head_has_yet_to_catch_up_with_end_no_step(
+    target: TargetModel, make_head: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their noise was looked up at the positions where the head stood: an index error under load."""
+    monkeypatch.setattr("headstart.inference.batch.CATCH_UP", 4)
+    monkeypatch.setattr(SpeculationByLoad, "observe", lambda self, *seen: setattr(self, "steps", 1.0))
+    loop = DecodeLoop(target, HeadDrafter(make_head(), GROWTH), 3, costs=LoadCosts())
+    assert loop.batch.speculation is not None
+    loop.batch.speculation.tokens, loop.batch.speculation.nodes, loop.batch.speculation.levels = 2.0, 6.0, 3.0
+    requests = [replace(LONG, max_new_tokens=120, sampling=Sampling(1.0, seed=seed)) for seed in (1, 2)] + [SHORT]
+    for request in requests:
+        loop.submit(request)
+    behind = set()
+    while not loop.idle:
+        loop.step()
+        behind |= {row.is_behind for row in loop.rows} if len(loop.rows) == 2 else set()
+    assert behind == {False, True}
+    for number, request in enumerate(requests):
+        alone = generate(target, request.prompt, request.max_new_tokens, request.sampling)
+        assert loop.generations[number].tokens == alone.tokens
+
+
 def test_a_loop_with_costs_and_a_useful_head_writes_the_same_text(target: TargetModel) -> None:
     """Nothing is given here: the observed acceptance decides."""
     requests = [LONG, *(replace(SHORT, sampling=Sampling(1.0, seed=seed)) for seed in range(4))]

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from headstart.inference.sampling import Sampling
-from headstart.inference.target.loading import fast_dtype
+from headstart.inference.target.loading import fast_dtype, slow_format
 from headstart.inference.target.model import TargetModel
 from headstart.recipes.schema import TargetSection
 
@@ -200,3 +200,7 @@ def test_a_cpu_computes_in_bfloat16_only_if_it_has_instructions_for_it(
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     assert fast_dtype(torch.device("cpu")) == dtype
     assert fast_dtype(torch.device("meta")) == "float32"
+    hint = slow_format("target.dtype", "bfloat16", torch.device("cpu"))
+    assert (hint is None) == (dtype == "bfloat16")
+    assert hint is None or "target.dtype=float32" in hint
+    assert slow_format("target.dtype", "float32", torch.device("cpu")) is None

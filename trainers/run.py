@@ -20,7 +20,7 @@ from headstart.heads.frozen import FrozenTarget, SafetensorsFolder
 from headstart.heads.target_config import locate_target
 from headstart.heads.target_origin import TargetOrigin
 from headstart.heads.vocab import DraftVocab
-from headstart.inference.target.loading import processor_name
+from headstart.inference.target.loading import processor_name, slow_format
 from headstart.inference.target.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.recipes.jsonl import read_json
@@ -98,6 +98,8 @@ def train_and_export(
     if recipe.train.fitted_start and not start.start_from and checkpoints.newest() == 0:
         fit_first_weights(head, frozen, train_store, accelerator, recipe.seed)
     if accelerator.is_main_process:
+        if hint := slow_format("train.precision", recipe.train.precision, accelerator.device):
+            print(hint)
         describe(head, train_store)
         if not head.vocab.is_full:
             print(describe_vocabulary(head.vocab, frozen, heldout_store))

@@ -188,10 +188,10 @@ class TreeDrafter(ABC):
                 logits = frontier.constraint.masked(for_all_nodes(logits, frontier), self.columns)
             if samples is not None:
                 logits = for_all_nodes(logits, frontier)
-                positions = positions_after(cache.roots, level + 1, frontier)
+                positions = positions_after(cache.target.starts, level + 1, frontier)
                 values, columns = samples.draw(level, logits, positions, verified.sampling, frontier.history)
             else:
-                chances = self.chances(level, logits, cache.roots, verified.sampling, frontier)
+                chances = self.chances(level, logits, cache.target.starts, verified.sampling, frontier)
                 best = chances.topk(count, dim=-1)
                 values, columns = for_all_nodes(best.values, frontier), for_all_nodes(best.indices, frontier)
             totals = (frontier.totals.unsqueeze(-1) + values).flatten(1)

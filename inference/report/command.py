@@ -35,7 +35,7 @@ from headstart.inference.report.trace import Trace, trace
 from headstart.inference.request_checks import check_length
 from headstart.inference.sampling import sampling_from_recipe
 from headstart.inference.step_memory import refuse_trees_of
-from headstart.inference.target.loading import processor_name
+from headstart.inference.target.loading import processor_name, slow_format
 from headstart.inference.target.model import TargetModel, generation_fields, pick_device
 from headstart.inference.target.tokenizer import Tokenizer, load_tokenizer, text_of
 from headstart.recipes import Recipe
@@ -78,6 +78,8 @@ class Benchmark:
         refuse_trees_of(recipe, max(section.batches))
         if any(baseline.startswith("generate") for baseline in section.baselines):
             generation_fields(sampling_from_recipe(recipe.decode, temperature=0.0))
+        if hint := slow_format("target.dtype", recipe.target.dtype, pick_device(recipe.target.device)):
+            print(hint)
         target = TargetModel.load(recipe.target, taps)
         chat = Chat(tokenizer, target.max_positions - recipe.decode.max_new_tokens)
         prompts = [*map(chat.shortened, prompts)]

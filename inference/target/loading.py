@@ -58,6 +58,13 @@ def fast_dtype(device: torch.device) -> Literal["bfloat16", "float32"]:
     return "bfloat16" if able else "float32"
 
 
+def slow_format(field: str, given: str, device: torch.device) -> str | None:
+    """A hint for the user if a CPU computes slowly in the number format of this field of the recipe, else None."""
+    if device.type != "cpu" or given == "float32" or fast_dtype(device) == given:
+        return None
+    return f"{field}: this CPU has no instructions for {given}; {field}=float32 is several times as fast here"
+
+
 def num_devices(kind: str) -> int:
     """How many devices of a kind, such as cuda, torch can use here."""
     try:
