@@ -42,11 +42,12 @@ def test_a_half_linear_is_the_float32_layer(rows: int, bias: bool) -> None:
 
 
 def test_a_layer_with_a_weight_that_is_no_half_number_stays_in_float32() -> None:
-    model = nn.ModuleDict({"exact": linear_layer(True), "finer": linear_layer(False), "huge": linear_layer(False)})
-    model.finer.weight.data[3, 5] = 1 + 2**-12
-    model.huge.weight.data[0, 0] = 1e6
+    exact, finer, huge = (linear_layer(True) for _ in range(3))
+    finer.weight.data[3, 5] = 1 + 2**-12
+    huge.weight.data[0, 0] = 1e6
+    model = nn.Sequential(exact, finer, huge)
     assert use_half_weights(model, exact=True)
-    assert [type(layer) for layer in model.values()] == [HalfLinear, nn.Linear, nn.Linear]
+    assert [type(layer) for layer in model] == [HalfLinear, nn.Linear, nn.Linear]
 
 
 def test_the_text_is_the_same_and_the_layers_have_no_float32_weights(half_folder: Path) -> None:
