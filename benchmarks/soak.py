@@ -32,7 +32,7 @@ from typing import Any, Literal
 
 import httpx
 import psutil
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.console import Console
 from rich.table import Table
 
@@ -52,6 +52,8 @@ QUESTIONS = (
 
 class Animal(BaseModel):
     """What the answers under a schema must be."""
+
+    model_config = ConfigDict(extra="forbid")  # else a small model may add keys until its tokens are used up
 
     name: str = Field(min_length=1, max_length=16)
     kind: Literal["bird", "fish", "mammal"]
@@ -238,8 +240,10 @@ async def prefix_is_reused(server: Server, http: httpx.AsyncClient) -> None:
         lengths.append((second.length, again.length))
     seen = f"{median(ratios):.2f} ({', '.join(f'{ratio:.2f}' for ratio in ratios)})"
     server.check("first token of a repeated 1,000-token prompt", seen, f"{MOST_TTFT}", median(ratios) <= MOST_TTFT)
-    shown = ", ".join(f"{once} and {again}" for once, again in lengths)
-    server.check("acceptance length with more of the prompt reused", shown, "equal", all(a == b for a, b in lengths))
+    drafted = [(once, again) for once, again in lengths if once is not None and again is not None]
+    shown = ", ".join(f"{once:.2f} and {again:.2f}" for once, again in drafted)
+    what = "acceptance length with more of the prompt reused, where both drafted"
+    server.check(what, shown, "equal", bool(drafted) and all(once == again for once, again in drafted))
 
 
 async def dropped_connections(server: Server, http: httpx.AsyncClient, count: int) -> None:

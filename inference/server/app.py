@@ -24,6 +24,7 @@ from headstart.inference.server.prompts import read_messages, read_tools
 from headstart.inference.server.service import Served, Service
 from headstart.inference.server.settings import ServerSettings
 from headstart.inference.server.transport import (
+    CLIENT_GONE,
     DONE,
     ClientGoneError,
     EventStream,
@@ -90,7 +91,7 @@ async def complete(request: Request, service: Service, read: Callable[[Body], Wa
         await unless_gone(gather(exchange, answer), request.receive)
         return JSONResponse(answer.whole(exchange))
     except ClientGoneError:
-        return Response(status_code=499)  # nobody reads it; the log shows the number, as nginx does
+        return Response(status_code=CLIENT_GONE)
     finally:
         await service.finish(exchange, log_entry(request))
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -17,6 +17,7 @@ from headstart.inference.server.settings import ServerSettings
 Found = TypeVar("Found")
 KEEP_ALIVE = ": keep-alive\n\n"  # a comment, which clients skip
 DONE = "data: [DONE]\n\n"
+CLIENT_GONE = 499  # nobody reads it; the log shows the number, as nginx does
 
 
 class ClientGoneError(Exception):
@@ -24,7 +25,7 @@ class ClientGoneError(Exception):
 
 
 async def read_body(request: Request, settings: ServerSettings) -> Body:
-    """The JSON object of a request; raises ApiError for one that is too large, too slow or none."""
+    """The JSON object of a request; raises ApiError for one that is too large, too slow, cut off or none."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, f"Content-Type: {kind[:60]!r} given, application/json is allowed; send it with that header")
@@ -35,6 +36,8 @@ async def read_body(request: Request, settings: ServerSettings) -> Body:
         raise ApiError(
             408, f"the body did not arrive within {settings.body_timeout:g} seconds; send it faster"
         ) from None
+    except ClientDisconnect:
+        raise ApiError(CLIENT_GONE, "the client closed the connection within the body") from None
 
 
 async def read_limited(request: Request, most: int) -> bytes:
