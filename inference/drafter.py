@@ -150,7 +150,11 @@ class Drafter(Protocol):
         """
 
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
-        """A tree for each row, its root included. The target verifies it next."""
+        """A tree for each row, its root included; the target, which has read all tokens before the roots, verifies it.
+
+        A drafter may stand behind the target in some rows: positions of its own keys are those of its own slots, while
+        Gumbel noise belongs to the positions after the target's.
+        """
 
 
 class NoDrafter:

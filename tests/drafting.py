@@ -18,6 +18,7 @@ from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.request import Request
 from headstart.inference.sampling import BatchSampling, History, Sampling
 from headstart.inference.target.model import TargetModel
+from headstart.inference.tree import Tree
 
 TEXT = [5, 6, 7, 11, 3, 80, 41, 2, 9, 60, 33, 14]  # the last one is the root
 OTHER_TEXTS = [[1, 2, 3], [50, *range(20, 36)]]
@@ -141,3 +142,9 @@ def new_cache(target: TargetModel, drafter: TreeDrafter, batch: int = 1, static:
     for slots in cache.slots:
         slots.storage.normal_()
     return cache
+
+
+def draft(drafter: TreeDrafter, given: VerifiedOnHost, cache: KVCache) -> Tree:
+    """Draft as in a step of the loop, where the target has read all tokens before the root."""
+    cache.target.set_lengths([start + count for start, count in zip(given.starts, given.counts, strict=True)])
+    return drafter.draft(given, cache)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafting import GROWTHS, OTHER_TEXTS, PENALTIES, TEXT, Naive, new_cache, read_taps, verified
+from drafting import GROWTHS, OTHER_TEXTS, PENALTIES, TEXT, Naive, draft, new_cache, read_taps, verified
 from families import FAMILIES
 from scripted import paths
 from torch.testing import assert_close
@@ -54,7 +54,7 @@ def test_a_drafted_tree_equals_the_naive_one(
     """The children of a node have the scores of a chain through that node: its own token decides, not its siblings."""
     head = make_head("block", vocab=DraftVocab.most_frequent(torch.randint(9, (97,)), vocab_size), **shape)
     drafter = head_drafter(head, growth)
-    tree = drafter.draft(verified(target, sampling, (0, len(TEXT) - 1)), new_cache(target, drafter))
+    tree = draft(drafter, verified(target, sampling, (0, len(TEXT) - 1)), new_cache(target, drafter))
     assert tree.tokens[0, 0] == TEXT[-1]
     assert tree.shape[1] <= drafter.max_nodes
     assert paths(tree) == [Naive(head, target, TEXT, sampling).tree(growth)]
@@ -72,7 +72,7 @@ def test_each_row_of_a_batch_gets_the_tree_that_it_gets_alone(
     samplings, remaining = [Sampling(), PENALTIES, Sampling(1.0, seed=9), Sampling()], [99, 2, 1, 0]
     spans = [(0, len(text) - 1) for text in texts]
     given = verified(target, samplings, *spans, texts=texts, remaining=remaining)
-    tree = drafter.draft(given, new_cache(target, drafter, len(texts), static))
+    tree = draft(drafter, given, new_cache(target, drafter, len(texts), static))
     assert paths(tree) == [
         Naive(head, target, text, sampling).tree(growth, left)
         for text, sampling, left in zip(texts, samplings, remaining, strict=True)
@@ -90,12 +90,12 @@ def test_a_tree_does_not_depend_on_how_the_text_became_certain(
     """
     head, sampling, other_text = make_head("block", **shape), Sampling(1.0, seed=3), OTHER_TEXTS[1]
     drafter = head_drafter(head, growth)
-    at_once = drafter.draft(verified(target, sampling, (0, 11)), new_cache(target, drafter))
+    at_once = draft(drafter, verified(target, sampling, (0, 11)), new_cache(target, drafter))
     alone, together = new_cache(target, drafter), new_cache(target, drafter, 2)
     spans, other_spans = itertools.pairwise([0, 5, 6, 9, 11]), itertools.pairwise([0, 2, 8, 9, 16])
     for span, other_span in zip(spans, other_spans, strict=True):
-        in_steps = drafter.draft(verified(target, sampling, span), alone)
-        in_batch = drafter.draft(verified(target, sampling, span, other_span, texts=[TEXT, other_text]), together)
+        in_steps = draft(drafter, verified(target, sampling, span), alone)
+        in_batch = draft(drafter, verified(target, sampling, span, other_span, texts=[TEXT, other_text]), together)
     assert torch.equal(in_steps.tokens, at_once.tokens)
     assert torch.equal(in_steps.parents, at_once.parents)
     assert paths(in_batch) == [*paths(at_once), Naive(head, target, other_text, sampling).tree(growth)]
@@ -113,7 +113,7 @@ def test_prefill_reads_all_of_a_prompt_but_its_last_position(target: TargetModel
             cache.head.end_row([Move(1, 0)])
         else:
             cache.head.set_lengths([11])
-        last = drafter.draft(verified(target, sampling, (10, 11)), cache)
+        last = draft(drafter, verified(target, sampling, (10, 11)), cache)
         assert paths(last) == [Naive(head, target, TEXT, sampling).tree(drafter.growth)]
     row_cache = new_cache(target, drafter).row(0)
     drafter.prefill(read_taps(target, [1, 2]), torch.tensor([[1, 2]]), row_cache)  # a prompt of one token
@@ -130,7 +130,7 @@ def test_without_its_markov_head_a_tree_is_one_of_marginals(
     growth = Dynamic(4, 9, 9)  # no level can hold more than all nodes, so no width is lost
     given = verified(target, sampling, (0, 11))
     drafter = BlockDrafter(head, growth, conditional=False)
-    tree = drafter.draft(given, new_cache(target, drafter))
+    tree = draft(drafter, given, new_cache(target, drafter))
     naive = Naive(plain, target, TEXT, sampling)
     assert paths(tree) == [naive.tree(growth)]
     slots = [naive.scores((0,) * level).topk(9) for level in range(4)]  # the path does not matter
@@ -151,9 +151,9 @@ def test_no_tree_is_deeper_than_the_remaining_draft_tokens(
     head, sampling = make_head("block", markov_rank=6), Sampling()
     drafter = head_drafter(head, Dynamic(4, 3, 30))
     cache = new_cache(target, drafter)
-    tree = drafter.draft(verified(target, sampling, (0, 7), remaining=[remaining]), cache)
+    tree = draft(drafter, verified(target, sampling, (0, 7), remaining=[remaining]), cache)
     assert int(tree.depths.max()) == max(remaining, 0)
-    after = drafter.draft(verified(target, sampling, (7, 11)), cache)
+    after = draft(drafter, verified(target, sampling, (7, 11)), cache)
     assert paths(after) == [Naive(head, target, TEXT, sampling).tree(drafter.growth)]
 
 
@@ -200,7 +200,7 @@ def test_rejection_sampling_takes_its_proposals_from_the_block(
     """Each node's proposals are the head's own distribution after that node."""
     head, sampling = make_head("block", markov_rank=6), Sampling(1.0, seed=3, rule="rejection")
     drafter = head_drafter(head, growth)
-    tree = drafter.draft(verified(target, sampling, (0, 11)), new_cache(target, drafter))
+    tree = draft(drafter, verified(target, sampling, (0, 11)), new_cache(target, drafter))
     assert tree.proposals is not None
     first = Naive(head, target, TEXT, sampling).logits(())[0, 0].log_softmax(-1)
     likeliest = first.argmax()
@@ -249,5 +249,5 @@ def test_a_prompt_may_be_read_in_pieces(target: TargetModel, make_head: MakeHead
     row.head.set_lengths([7])
     drafter.prefill(taps[:, 7:], torch.tensor([TEXT[7:]]), row)
     cache.head.set_lengths([10])
-    tree = drafter.draft(verified(target, sampling, (10, 11)), cache)
+    tree = draft(drafter, verified(target, sampling, (10, 11)), cache)
     assert paths(tree) == [Naive(head, target, TEXT, sampling).tree(drafter.growth)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafting import GROWTHS, OTHER_TEXTS, PENALTIES, TEXT, Naive, new_cache, read_taps, verified
+from drafting import GROWTHS, OTHER_TEXTS, PENALTIES, TEXT, Naive, draft, new_cache, read_taps, verified
 from scripted import paths
 
 from headstart.heads.eagle3 import Eagle3Head
@@ -46,7 +46,7 @@ def test_a_drafted_tree_equals_the_naive_one(
     vocab = DraftVocab.most_frequent(torch.randint(9, (97,)), vocab_size)
     head = make_head(vocab=vocab, **shape)
     drafter = HeadDrafter(head, growth)
-    tree = drafter.draft(verified(target, sampling, (0, len(TEXT) - 1)), new_cache(target, drafter))
+    tree = draft(drafter, verified(target, sampling, (0, len(TEXT) - 1)), new_cache(target, drafter))
     assert tree.tokens[0, 0] == TEXT[-1]
     assert tree.shape[1] <= drafter.max_nodes
     assert paths(tree) == [Naive(head, target, TEXT, sampling).tree(growth)]
@@ -62,7 +62,7 @@ def test_each_row_of_a_batch_gets_the_tree_that_it_gets_alone(
     samplings, remaining = [Sampling(), PENALTIES, Sampling(1.0, seed=9), Sampling()], [99, 2, 1, 0]
     cache = new_cache(target, drafter, len(texts), static)
     spans = [(0, len(text) - 1) for text in texts]
-    tree = drafter.draft(verified(target, samplings, *spans, texts=texts, remaining=remaining), cache)
+    tree = draft(drafter, verified(target, samplings, *spans, texts=texts, remaining=remaining), cache)
     assert paths(tree) == [
         Naive(head, target, text, sampling).tree(growth, left)
         for text, sampling, left in zip(texts, samplings, remaining, strict=True)
@@ -79,12 +79,12 @@ def test_a_tree_does_not_depend_on_how_the_text_became_certain(
     """
     head, sampling, other_text = make_head(norm_output=True), Sampling(1.0, seed=3), OTHER_TEXTS[1]
     drafter = HeadDrafter(head, growth)
-    at_once = drafter.draft(verified(target, sampling, (0, 11)), new_cache(target, drafter))
+    at_once = draft(drafter, verified(target, sampling, (0, 11)), new_cache(target, drafter))
     alone, together = new_cache(target, drafter), new_cache(target, drafter, 2)
     spans, other_spans = itertools.pairwise([0, 5, 6, 9, 11]), itertools.pairwise([0, 2, 8, 9, 16])
     for span, other_span in zip(spans, other_spans, strict=True):
-        in_steps = drafter.draft(verified(target, sampling, span), alone)
-        in_batch = drafter.draft(verified(target, sampling, span, other_span, texts=[TEXT, other_text]), together)
+        in_steps = draft(drafter, verified(target, sampling, span), alone)
+        in_batch = draft(drafter, verified(target, sampling, span, other_span, texts=[TEXT, other_text]), together)
     assert torch.equal(in_steps.tokens, at_once.tokens)
     assert torch.equal(in_steps.parents, at_once.parents)
     assert paths(in_batch) == [*paths(at_once), Naive(head, target, other_text, sampling).tree(growth)]
@@ -97,9 +97,9 @@ def test_no_tree_is_deeper_than_the_remaining_draft_tokens(
     """The newly verified tokens are read even so, as the next step needs them."""
     drafter, sampling = HeadDrafter(head, Dynamic(4, 3, 30)), Sampling()
     cache = new_cache(target, drafter)
-    tree = drafter.draft(verified(target, sampling, (0, 7), remaining=[remaining]), cache)
+    tree = draft(drafter, verified(target, sampling, (0, 7), remaining=[remaining]), cache)
     assert int(tree.depths.max()) == max(remaining, 0)
-    after = drafter.draft(verified(target, sampling, (7, 11)), cache)
+    after = draft(drafter, verified(target, sampling, (7, 11)), cache)
     assert paths(after) == [Naive(head, target, TEXT, sampling).tree(drafter.growth)]
 
 
@@ -115,7 +115,7 @@ def test_prefill_reads_all_of_a_prompt_but_its_last_position(target: TargetModel
             cache.head.end_row([Move(1, 0)])
         else:
             cache.head.set_lengths([11])
-        last = drafter.draft(verified(target, sampling, (10, 11)), cache)
+        last = draft(drafter, verified(target, sampling, (10, 11)), cache)
         assert paths(last) == [Naive(head, target, TEXT, sampling).tree(drafter.growth)]
     row_cache = new_cache(target, drafter).row(0)
     drafter.prefill(read_taps(target, [1, 2]), torch.tensor([[1, 2]]), row_cache)  # a prompt of one token
@@ -124,7 +124,7 @@ def test_prefill_reads_all_of_a_prompt_but_its_last_position(target: TargetModel
 def test_only_tokens_of_the_draft_vocabulary_are_drafted(target: TargetModel, make_head: MakeHead) -> None:
     vocab = DraftVocab.most_frequent(torch.randint(9, (97,)), 12)
     drafter = HeadDrafter(make_head(vocab=vocab), Dynamic(3, 4, 30))
-    tree = drafter.draft(verified(target, Sampling(), (0, 11)), new_cache(target, drafter))
+    tree = draft(drafter, verified(target, Sampling(), (0, 11)), new_cache(target, drafter))
     assert set(tree.tokens[0, 1:].tolist()) <= set(vocab.ids.tolist())
 
 
@@ -132,7 +132,7 @@ def test_the_drafter_uses_the_targets_gumbel_noise(target: TargetModel, head: Ea
     """At T > 0 the Gumbel noise of a position helps to rank its drafts: equal seeds draft alike, others do not."""
     drafter = HeadDrafter(head, Dynamic(3, 4, 8))
     trees = [
-        drafter.draft(verified(target, Sampling(1.0, seed=seed), (0, 11)), new_cache(target, drafter))
+        draft(drafter, verified(target, Sampling(1.0, seed=seed), (0, 11)), new_cache(target, drafter))
         for seed in (1, 1, 2)
     ]
     assert paths(trees[0]) == paths(trees[1]) != paths(trees[2])
@@ -141,10 +141,10 @@ def test_the_drafter_uses_the_targets_gumbel_noise(target: TargetModel, head: Ea
 def test_tokens_that_sampling_excludes_are_not_drafted(target: TargetModel, head: Eagle3Head) -> None:
     """With top-k 2 a node has at most two children, and a token with bias -inf is never drafted."""
     drafter = HeadDrafter(head, Dynamic(3, 4, 30))
-    free = drafter.draft(verified(target, Sampling(1.0, seed=1), (0, 11)), new_cache(target, drafter))
+    free = draft(drafter, verified(target, Sampling(1.0, seed=1), (0, 11)), new_cache(target, drafter))
     banned = int(free.tokens[0, 1])
     sampling = Sampling(1.0, seed=1, top_k=2, logit_bias=((banned, -math.inf),))
-    tree = drafter.draft(verified(target, sampling, (0, 11)), new_cache(target, drafter))
+    tree = draft(drafter, verified(target, sampling, (0, 11)), new_cache(target, drafter))
     assert banned not in {token for path in paths(tree)[0] for token in path}
     assert torch.tensor([parent for parent in tree.parents[0].tolist() if parent >= 0]).bincount().max() == 2
 
