@@ -1,19 +1,27 @@
-"""Loads a running server with 1, 2, 4, 8 and 16 clients, with drafts and without, and prints what users would wait for.
+"""Loads running servers with 1, 2, 4, 8 and 16 clients, with drafts and without, and prints what users would wait for.
 
     headstart serve --target models/SmolLM2-135M-Instruct --dtype bfloat16
     python benchmarks/serve.py http://127.0.0.1:8000
 
-Every client sends its next request when its last one has ended. Any server with OpenAI's API can be measured, such as
-`transformers serve`; --plain leaves out the fields that only headstart has. Times per token come from `usage`, since a
-chunk of a speculative server holds several tokens.
+Every client sends its next request when its last one has ended. Several servers take turns at each number of clients,
+such as one with --always-draft and `transformers serve`, whose model has the name of its folder:
+
+    python benchmarks/serve.py "by load=http://127.0.0.1:8000" "always=http://127.0.0.1:8001" \
+        "transformers=http://127.0.0.1:8002#models/SmolLM2-135M-Instruct"
+
+The first one also answers without drafts. Times per token come from `usage`, since a chunk of a speculative server
+holds several tokens.
 """
 
 import argparse
 import asyncio
 import itertools
 import json
+import re
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
@@ -23,6 +31,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
+SERVER = re.compile(r"(?:([^=]*)=)?(https?://[^#]+)(?:#(.+))?")
 QUESTIONS = (
     "Why is the sky blue?",
     "Write a Python function that checks whether a word is a palindrome.",
@@ -116,27 +125,52 @@ def high(values: list[float]) -> float:
     return quantiles(values, n=20, method="inclusive")[-1] if len(values) > 1 else values[0]
 
 
+@dataclass(frozen=True)
+class Measured:
+    """A server, and the fields that its requests have beyond those of OpenAI."""
+
+    name: str
+    http: httpx.AsyncClient
+    model: str
+    fields: dict[str, Any]
+
+
+async def servers(arguments: argparse.Namespace, stack: AsyncExitStack) -> list[Measured]:
+    """The servers of the command line, the first one once more without drafts if it is ours."""
+    found = []
+    for place, given in enumerate(arguments.servers):
+        parts = SERVER.fullmatch(given)
+        if parts is None:
+            raise SystemExit(f"{given!r} is not a server: write [NAME=]URL[#MODEL], such as http://127.0.0.1:8000")
+        name, url, model = parts.groups()
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=None))
+        model = model or (await http.get("/v1/models")).json()["data"][0]["id"]
+        found.append(Measured(name or "with drafts", http, model, {}))
+        if place == 0 and "headstart:" in (await http.get("/metrics")).text:
+            found.append(Measured("without drafts", http, model, {"speculative": False}))
+    return found
+
+
 async def measure(arguments: argparse.Namespace) -> None:
-    ways: dict[str, dict[str, Any]] = {"drafts by load": {}, "without drafts": {"speculative": False}}
-    if arguments.plain:
-        ways = {"as it is": {}}
-    table = Table("clients", "drafts", "tokens/s", "TTFT p50 (s)", "p95", "ms per token p50", "p95")
-    async with httpx.AsyncClient(base_url=arguments.url, timeout=None) as http:
-        model = (await http.get("/v1/models")).json()["data"][0]["id"]
-        for way, fields in ways.items():
-            await load(http, bodies(arguments, model, fields), 2, 4)  # warm-up
-            for clients in arguments.clients:
+    table = Table("clients", "server", "tokens/s", "TTFT p50 (s)", "p95", "ms per token p50", "p95")
+    async with AsyncExitStack() as stack:
+        measured = await servers(arguments, stack)
+        for each in measured:
+            await load(each.http, bodies(arguments, each.model, each.fields), 2, 4)  # warm-up
+        for clients in arguments.clients:
+            for each in measured:
                 started = time.perf_counter()
-                served = await load(
-                    http, bodies(arguments, model, fields), clients, max(arguments.requests, 2 * clients)
-                )
-                table.add_row(str(clients), way, *cells(served, time.perf_counter() - started))
+                requests = max(arguments.requests, 2 * clients)
+                served = await load(each.http, bodies(arguments, each.model, each.fields), clients, requests)
+                row = [str(clients), each.name, *cells(served, time.perf_counter() - started)]
+                print(*row, sep="\t", file=sys.stderr)
+                table.add_row(*row)
     Console().print(table)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("url", help="address of the server, such as http://127.0.0.1:8000")
+    parser.add_argument("servers", nargs="+", metavar="[NAME=]URL[#MODEL]", help="such as http://127.0.0.1:8000")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="how many at a time")
     parser.add_argument(
         "--requests", type=int, default=16, help="requests for each number of clients, or two per client"
@@ -144,7 +178,6 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128, help="longest answer")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--prompts", type=Path, help="JSONL file with rows of `prompt`; default: eight questions")
-    parser.add_argument("--plain", action="store_true", help="only fields of OpenAI's API, for other servers")
     asyncio.run(measure(parser.parse_args()))
 
 

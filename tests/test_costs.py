@@ -19,7 +19,7 @@ from headstart.inference.drafters import cost_files, cost_measurement
 from headstart.inference.drafters.cost_aware import CostAware, CostAwareShape, growth_from_recipe
 from headstart.inference.drafters.cost_files import cost_table
 from headstart.inference.drafters.cost_measurement import NEEDED, surface_from, time_works
-from headstart.inference.drafters.costs import WINDOW, CostSurface, CostTable, Situation
+from headstart.inference.drafters.costs import NODES, WINDOW, CostSurface, CostTable, Situation
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.request import Request
 from headstart.inference.sampling import Sampling
@@ -175,7 +175,7 @@ def test_costs_grow_with_nodes_context_and_batch_whatever_was_observed() -> None
 
 def test_observed_steps_move_the_costs_towards_what_they_took() -> None:
     table, nodes = CostTable(SURFACE, width=4), 8
-    place, before = 3, table.now(AT)
+    place, before = NODES.index(nodes), table.now(AT)
     for count in (WINDOW // 4, WINDOW):
         for _ in range(count):
             table.observe_target(AT, nodes, 3 * before.target[place])
@@ -193,10 +193,10 @@ def test_observed_steps_move_the_costs_towards_what_they_took() -> None:
 
 def test_a_few_slow_steps_do_not_move_the_costs() -> None:
     table = CostTable(SURFACE, width=4)
-    usual = table.now(AT).target[3]
+    usual = table.now(AT).target[NODES.index(8)]
     for step in range(WINDOW):
         table.observe_target(AT, 8, usual * (1000 if step % 8 == 0 else 1))
-    assert table.now(AT).target[3] == pytest.approx(usual, rel=0.1)
+    assert table.now(AT).target[NODES.index(8)] == pytest.approx(usual, rel=0.1)
 
 
 def test_captured_steps_cost_what_the_next_power_of_two_costs() -> None:

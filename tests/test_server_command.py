@@ -73,6 +73,11 @@ def test_keys_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> 
     assert serve_options(None, ["--target", "x", "--api-key", "three"]).settings.api_keys == ("three",)
 
 
+def test_trees_are_costed_for_the_batch_that_the_command_line_asks_for() -> None:
+    options = serve_options(None, ["--target", "x", "--max-batch", "3"])
+    assert (options.settings.max_batch, options.decode.max_batch) == (3, 3)
+
+
 def test_the_model_is_named_after_its_folder_unless_it_gets_names() -> None:
     assert serve_options(None, ["--target", "org/model"]).settings.names == ("model",)
     named = serve_options(None, ["--target", "x", "--served-model-name", "a", "--served-model-name", "b"])

@@ -32,7 +32,7 @@ def build_drafter(
     """
     if section.drafter == "head":
         assert head is not None
-        return head_drafter(head, growth_from_recipe(section, target, head))
+        return head_drafter(head, growth_from_recipe(section, target, head, section.max_batch))
     if section.drafter == "prompt_lookup":
         return PromptLookup(lookup_limits(section), section.ngram)
     if section.drafter == "suffix":

@@ -21,7 +21,7 @@ from headstart.inference.target.model import TargetModel
 from headstart.recipes.user_cache import user_cache
 from headstart.recipes.whole_files import write_text
 
-LAYOUT = 1  # of the files; another number makes them be measured anew
+LAYOUT = 2  # of the files; another number makes them be measured anew
 REMEMBERED = 8  # observed steps of each group that a file keeps: few, so that new ones soon outweigh them
 
 

@@ -58,7 +58,7 @@ def measure_costs(target: TargetModel, head: DraftHead, width: int, nodes: int, 
         ("sampled", most): partial(near.verify, most, SAMPLED),
         ("first", long): far.drafting(1),
         ("levels", long): far.drafting(levels),
-        **{("target", size): partial(near.verify, size, GREEDY) for size in (8, 16, 4, 32, 2) if size < most},
+        **{("target", size): partial(near.verify, size, GREEDY) for size in sizes_between(most, is_captured(target))},
     }
     if batch > 1:
         many = Bench(target, head, width, short, batch, spare)
@@ -67,6 +67,11 @@ def measure_costs(target: TargetModel, head: DraftHead, width: int, nodes: int, 
     times = time_works(works, target.device)
     surface = surface_from(times, short, long, most, batch, levels)
     return replace(surface, complete=len(times) == len(works))
+
+
+def sizes_between(most: int, captured: bool) -> list[int]:
+    """Sizes of a tree between 1 and `most`, the telling ones first; graphs are captured for powers of two alone."""
+    return [size for size in (8, 6, 16, 4, 12, 32, 2) if size < most and (not captured or size == size_bucket(size))]
 
 
 class Bench:

@@ -14,7 +14,7 @@ from pydantic import Field
 from headstart.inference.cuda_graph import size_bucket
 from headstart.inference.drafter import VerifiedOnHost
 
-NODES = (1, 2, 4, 8, 16, 32, 64)  # sizes of a row's tree, root included; costs of others are interpolated
+NODES = (1, 2, 4, 6, 8, 12, 16, 32, 64)  # sizes of a row's tree, root included; costs of others are interpolated
 SHORTEST = 128  # positions; shorter contexts are corrected together
 CONTEXTS = 64  # positions; costs are computed once for each multiple
 WINDOW = 32  # observed steps that a correction rests on

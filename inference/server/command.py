@@ -92,8 +92,8 @@ def load_costs(options: ServeOptions, target: TargetModel, drafter: Drafter) -> 
     """
     if options.always_draft or not isinstance(drafter, TreeDrafter) or not isinstance(drafter.head, DraftHead):
         return None
-    decode = options.decode
-    return cost_table(target, drafter.head, decode.width, decode.nodes, options.settings.max_batch)
+    decode = options.decode  # a growth that weighs costs shares this table, and its steps correct it
+    return cost_table(target, drafter.head, decode.width, decode.nodes, decode.max_batch)
 
 
 def target_section(options: ServeOptions) -> TargetSection:

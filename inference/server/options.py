@@ -58,6 +58,8 @@ def serve_options(doc: str | None, argv: Sequence[str] | None = None) -> ServeOp
     decode = recipe.decode if recipe is not None else drafts_of(head)
     target = recipe.target.path if recipe is not None else given.target
     check_limits(parser, given)
+    if given.max_batch is not None:
+        decode = decode.model_copy(update={"max_batch": given.max_batch})
     return ServeOptions(
         target,
         head,
@@ -69,7 +71,7 @@ def serve_options(doc: str | None, argv: Sequence[str] | None = None) -> ServeOp
         ServerSettings(
             names=tuple(given.served_model_name or [Path(target).name]),
             api_keys=tuple(given.api_key or filter(None, os.environ.get(KEYS, "").split(","))),
-            max_batch=given.max_batch or decode.max_batch,
+            max_batch=decode.max_batch,
             max_queue=given.max_queue,
             max_body=int(given.max_body * MEBIBYTE),
             queue_timeout=given.queue_timeout or None,
