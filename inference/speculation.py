@@ -6,10 +6,11 @@ from headstart.inference.drafters.costs import CostTable, Situation
 from headstart.inference.tree import Tree
 from headstart.inference.verify import Accepted
 
-MEMORY = 0.9  # weight of each observed step relative to the one after it
+MEMORY = 0.98  # weight of each observed step relative to the one after it: a hard passage does not end drafts
+RECENT = 8.0  # observed steps that the earlier ones weigh as much as, once drafts are tried again
 PATIENCE = 8  # steps that drafts go on without paying
 STOP, RESUME = 0.98, 1.05  # speed relative to plain decoding: drafts stop below the one, and resume above the other
-PROBE = 256  # plain steps after which drafts are tried again, as the texts may have become easier
+REST = 32, 256  # plain steps until drafts are tried again, as the texts may have become easier: at first, at most
 
 
 class SpeculationByLoad:
@@ -24,7 +25,7 @@ class SpeculationByLoad:
         self.is_on = True
         self.steps = 0.0  # weighted number of observed steps with drafts
         self.tokens = self.nodes = self.levels = 0.0  # weighted sums over these: tokens per row, tree size, its levels
-        self.patience, self.plain_steps = PATIENCE, 0
+        self.patience, self.plain_steps, self.rest = PATIENCE, 0, REST[0]
 
     def gain(self, at: Situation) -> float | None:
         """The speed with drafts, relative to plain decoding; None before anything was observed."""
@@ -45,12 +46,27 @@ class SpeculationByLoad:
         if self.is_on:
             self.patience = PATIENCE if gain >= STOP else self.patience - 1
             self.is_on = self.patience > 0
-            self.plain_steps = 0
+            if gain >= STOP:
+                self.rest = REST[0]
         else:
             self.plain_steps += 1
-            if gain > RESUME or self.plain_steps == PROBE:
-                self.is_on, self.patience = True, PATIENCE
+            if gain > RESUME:
+                self._resume()
+            elif self.plain_steps == self.rest:
+                self.rest = min(2 * self.rest, REST[1])
+                self._forget()
+                self._resume()
         return self.is_on
+
+    def _resume(self) -> None:
+        self.is_on, self.patience, self.plain_steps = True, PATIENCE, 0
+
+    def _forget(self) -> None:
+        """Let the next steps weigh as much as all before them."""
+        if self.steps > RECENT:
+            share = RECENT / self.steps
+            self.tokens, self.nodes, self.levels = share * self.tokens, share * self.nodes, share * self.levels
+            self.steps = RECENT
 
     def observe(self, accepted: list[Accepted], tree: Tree, levels: int) -> None:
         """Learn from a step with drafts; rows that had none of their own do not count."""

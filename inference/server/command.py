@@ -29,6 +29,7 @@ from headstart.inference.sampling import Sampling
 from headstart.inference.server.acceptance_watch import promised_length
 from headstart.inference.server.access_log import to_stdout
 from headstart.inference.server.app import build_app
+from headstart.inference.server.model_thread import ModelThread
 from headstart.inference.server.options import ServeOptions, serve_options
 from headstart.inference.server.service import Served, Service
 from headstart.inference.target.loading import fast_dtype, pick_device
@@ -47,12 +48,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = serve_options(None, argv)
     with errors_as_messages(NOT_BEGUN):
         listening = listen(options.host, options.port)
-        app, service = build_app(load(options), options.settings, to_stdout)
+        thread = ModelThread()
+        served = thread.submit(partial(load, options, thread)).result()
+        app, service = build_app(served, options.settings, to_stdout)
         asyncio.run(Server(app, service, options).serve(sockets=[listening]))
 
 
-def load(options: ServeOptions) -> Served:
-    """The target and what drafts for it; raises ValueError for a head that does not fit."""
+def load(options: ServeOptions, thread: ModelThread) -> Served:
+    """The target and what drafts for it, in the `thread` that will decode; raises ValueError for a head that does not
+    fit.
+    """
     require_head(options.head, options.recipe)
     section = target_section(options)
     fields = section.model_dump(exclude={"path"})
@@ -82,6 +87,7 @@ def load(options: ServeOptions) -> Served:
             "device": str(model.target.device),
         },
         promised=promised_length(options.head),
+        thread=thread,
     )
 
 

@@ -1,11 +1,11 @@
-"""The one thread that owns target, head and decode loop. Everything else talks to it through a queue of orders."""
+"""Owns target, head and decode loop in one thread. Everything else talks to it through a queue of orders."""
 
 import asyncio
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -13,6 +13,7 @@ from queue import Empty, SimpleQueue
 from headstart.inference.decode import DecodeLoop
 from headstart.inference.request import Alternatives, Block, DecodeStats, DraftTree, Generation, Request
 from headstart.inference.server.errors import ApiError
+from headstart.inference.server.model_thread import ModelThread
 
 
 @dataclass(frozen=True)
@@ -69,30 +70,31 @@ class Job:
 
 
 class Engine:
-    """Runs the decode loop in a thread of its own and hands events back to asyncio."""
+    """Runs the decode loop in the model's thread and hands events back to asyncio."""
 
-    def __init__(self, make_loop: Callable[[], DecodeLoop], observe: Observe) -> None:
-        """`make_loop` is called again, in the engine's thread, after an error in a step.
+    def __init__(self, thread: ModelThread, make_loop: Callable[[], DecodeLoop], observe: Observe) -> None:
+        """`make_loop` is called in the thread, once more after an error in a step.
 
         `observe` sees each event in the thread of asyncio, when it happens, and not when a slow client has read it.
         """
-        self.make_loop, self.observe = make_loop, observe
+        self.thread, self.make_loop, self.observe = thread, make_loop, observe
         self.orders: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self.jobs: dict[int, Job] = {}
-        self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.running = True
+        self.ended: Future[None] | None = None
         self.prefixes = 0, 0  # tokens of prompts that were looked up among earlier texts, and those that were found
         self.failures = 0  # steps that ended in an error
         self.asyncio: asyncio.AbstractEventLoop
 
     @property
     def alive(self) -> bool:
-        return self.thread.is_alive()
+        return self.ended is not None and not self.ended.done()
 
     def start(self) -> None:
         """Begin to decode; events go to the asyncio loop that is running now."""
         self.asyncio = asyncio.get_running_loop()
-        self.thread.start()
+        self.ended = self.thread.submit(self._run)
+        self.thread.end()
 
     def submit(self, job: Job) -> None:
         if not self.alive:
@@ -106,7 +108,8 @@ class Engine:
     def stop(self) -> None:
         """End the thread after the step that is running; jobs that are left end in an error."""
         self.orders.put(self._stop)
-        self.thread.join()
+        if self.ended is not None:
+            wait([self.ended])
 
     def _run(self) -> None:
         try:

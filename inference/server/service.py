@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import TypeVar
 
@@ -17,6 +17,7 @@ from headstart.inference.server.errors import ApiError
 from headstart.inference.server.exchange import Exchange, Limits
 from headstart.inference.server.fields import FieldReader, Wanted
 from headstart.inference.server.metrics import Metrics
+from headstart.inference.server.model_thread import ModelThread
 from headstart.inference.server.prompts import PromptReader
 from headstart.inference.server.settings import ServerSettings
 from headstart.inference.target.model import TargetModel
@@ -36,6 +37,7 @@ class Served:
     most_depth: int  # draft tokens that a step may accept
     about: dict[str, str | bool | None]  # shown by the chat page: head, dtype, device
     promised: float | None = None  # the acceptance length on the head's card
+    thread: ModelThread = field(default_factory=ModelThread)  # in which the target was loaded
 
 
 class Service:
@@ -43,7 +45,7 @@ class Service:
 
     def __init__(self, served: Served, settings: ServerSettings, log: Callable[[str], None]) -> None:
         self.served, self.settings, self.log = served, settings, log
-        self.engine = Engine(served.make_loop, self.observe)
+        self.engine = Engine(served.thread, served.make_loop, self.observe)
         self.metrics = Metrics(settings.names[0], lambda: self.engine.failures, served.promised)
         self.acceptance = AcceptanceWatch(served.promised, log)
         target = served.target
