@@ -13,8 +13,8 @@ from headstart.inference.constraint import ConstraintState, masked_roots, masked
 from headstart.inference.cuda_graph import StaticStep, StepOutput, size_bucket
 from headstart.inference.drafter import Drafter, VerifiedOnHost
 from headstart.inference.drafters.costs import CostTable, Situation
-from headstart.inference.prefill import read_piece, read_prompts, refuse_nan
-from headstart.inference.prefixes import BLOCK, Cached, Prefix, PrefixIndex
+from headstart.inference.prefill import read_piece, read_prompts, read_rests, refuse_nan
+from headstart.inference.prefixes import BLOCK, Cached, Prefix, PrefixIndex, known_tokens
 from headstart.inference.request import Block, Generation, Request, Row, TokenScores
 from headstart.inference.sampling import BatchSampling, History
 from headstart.inference.speculation import SpeculationByLoad
@@ -22,6 +22,7 @@ from headstart.inference.target.model import TargetModel, TargetOutput
 from headstart.inference.tree import Tree, take
 from headstart.inference.verify import Accepted, accept, verify
 
+PADDED = 2.0  # positions of a pass over several rests of prompts, padding included, for each token
 CATCH_UP = 256  # positions that a drafter reads before a step, of those that it missed while drafts did not pay
 
 
@@ -72,29 +73,46 @@ class Batch:
         row.constraint = None if request.constraint is None else request.constraint.start()
         return row
 
-    def read_together(self, rows: list[Row]) -> list[Block]:
-        """Read whole prompts in one pass; returns their first new tokens."""
+    def read_together(self, rows: list[Row], prefixes: list[Prefix | None]) -> list[Block]:
+        """Read prompts to their ends in one pass, each after what is known of it; returns their first new tokens."""
         self.make_room(max(len(row.text) for row in rows) + self.nodes)
-        caches = [self.cache.row(len(self.rows) + place) for place in range(len(rows))]
-        output = read_prompts(self.target, [row.text for row in rows], caches)
-        taps = self.drafter_taps(output.taps)[0].split([len(row.text) for row in rows])
+        first = len(self.rows)
+        before = [known_tokens(prefix) for prefix in prefixes]
+        lengths = [len(row.text) - known for row, known in zip(rows, before, strict=True)]
+        if any(before):
+            for place, (row, prefix) in enumerate(zip(rows, prefixes, strict=True), first):
+                self._take_over(row, place, prefix)
+            rests = [row.text[known:] for row, known in zip(rows, before, strict=True)]
+            output = read_rests(self.target, rests, self.cache.row(first, len(rows)), before)
+            taps = [own[:count] for own, count in zip(self.drafter_taps(output.taps), lengths, strict=True)]
+            logits = output.logits
+        else:
+            caches = [self.cache.row(first + place) for place in range(len(rows))]
+            output = read_prompts(self.target, [row.text for row in rows], caches)
+            taps = list(self.drafter_taps(output.taps)[0].split(lengths))
+            logits = output.logits.transpose(0, 1)
         for row, own in zip(rows, taps, strict=True):
             self._has_read(row, own)
-        return self.start(rows, output.logits.transpose(0, 1))
+        return self.start(rows, logits)
 
     def begin(self, row: Row, prefix: Prefix | None) -> None:
         """Read the prompt of this row from now on, with `read_piece`, after a prefix that is known already."""
         self.make_room(len(row.text) + self.nodes)
-        self.reading, self.read, self.place = row, 0, len(self.rows)
-        if prefix is not None:
-            for number, block in enumerate(prefix.blocks):
-                first = number * BLOCK
-                self.cache.target.write(self.place, first, block.target)
-                if self.cache.head is not None and block.head is not None:
-                    self.cache.head.write(self.place, max(first - 1, 0), block.head)
-            row.start, row.taps, self.read = prefix.start, prefix.taps, prefix.tokens
-            row.kept_from = row.generation.cached_tokens = prefix.tokens
-            self.catching_up = self.catching_up or len(prefix.taps) > CATCH_UP  # it was written without the drafter
+        self.reading, self.read, self.place = row, known_tokens(prefix), len(self.rows)
+        self._take_over(row, self.place, prefix)
+
+    def _take_over(self, row: Row, place: int, prefix: Prefix | None) -> None:
+        """Copy what is known of the beginning of a row's prompt to the row's place."""
+        if prefix is None:
+            return
+        for number, block in enumerate(prefix.blocks):
+            first = number * BLOCK
+            self.cache.target.write(place, first, block.target)
+            if self.cache.head is not None and block.head is not None:
+                self.cache.head.write(place, max(first - 1, 0), block.head)
+        row.start, row.taps = prefix.start, prefix.taps
+        row.kept_from = row.generation.cached_tokens = prefix.tokens
+        self.catching_up = self.catching_up or len(prefix.taps) > CATCH_UP  # it was written without the drafter
 
     def read_piece(self, count: int) -> list[Block]:
         """Read up to `count` more tokens of the prompt; returns its first new token after the last ones."""
@@ -300,12 +318,24 @@ class Batch:
         """What earlier texts left of the beginning of a prompt that is read next."""
         return None if self.prefixes is None else self.prefixes.use(prompt)
 
-    def may_join(self, requests: list[Request]) -> bool:
-        """Whether the last of these may be read in one pass with the others: if it fits, and if no prefix helps it."""
-        *others, last = (request.prompt for request in requests)
-        if self.prefixes is not None:
-            shared = any(other[:BLOCK] == last[:BLOCK] for other in others)  # to be found once the other was read
-            if shared or self.prefixes.find(last) is not None:
+    def may_join(self, requests: list[Request], most: int) -> bool:
+        """Whether the last of these may be read in one pass with the others, of at most so many tokens.
+
+        Not if it is to find more of its beginning in the cache once the others were read, if the pass would be padding
+        for the most part, or if there is no memory for it.
+        """
+        prompts = [request.prompt for request in requests]
+        known = [0 if self.prefixes is None else self.prefixes.known_tokens(prompt) for prompt in prompts]
+        rests = [len(prompt) - count for prompt, count in zip(prompts, known, strict=True)]
+        if sum(rests) > most:
+            return False
+        *others, last = prompts
+        end = known[-1] + BLOCK
+        if self.prefixes is not None and len(last) > end and any(other[:end] == last[:end] for other in others):
+            return False
+        if any(known):
+            longest = max(rests)
+            if max(known) + longest > max(map(len, prompts)) or longest * len(rests) > PADDED * sum(rests):
                 return False
         return self.fits(requests)
 

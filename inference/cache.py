@@ -158,9 +158,9 @@ class Slots:
         self.advance([len(path) for path in paths])
         return self.bytes_moved - before
 
-    def row(self, number: int) -> "Slots":
-        """One row by itself, empty, in the same storage, in use or not. Its shapes are never static."""
-        return Slots(self.storage[:, :, number : number + 1])
+    def row(self, number: int, count: int = 1) -> "Slots":
+        """One row by itself, or several, empty, in the same storage, in use or not. Its shapes are never static."""
+        return Slots(self.storage[:, :, number : number + count], count)
 
     def end_row(self, moves: list[Move]) -> None:
         """Take a row out of use: the last one, after rows were moved as `moves_to_end` says."""
@@ -314,9 +314,9 @@ class KVCache(Cache):
     def num_bytes(self) -> int:
         return sum(slots.storage.nbytes for slots in self.slots)
 
-    def row(self, number: int) -> "KVCache":
-        """One row by itself, empty. A prompt is read there while the other rows wait."""
-        return KVCache(self.target.row(number), None if self.head is None else self.head.row(number))
+    def row(self, number: int, count: int = 1) -> "KVCache":
+        """One row by itself, or several, empty. Prompts are read there while the other rows wait."""
+        return KVCache(self.target.row(number, count), None if self.head is None else self.head.row(number, count))
 
     def set_lengths(self, lengths: list[int]) -> None:
         """Set which rows are in use and how many tokens each holds."""

@@ -14,6 +14,7 @@ from headstart.inference.cache import KVCache
 from headstart.inference.drafter import PLAIN, Drafter
 from headstart.inference.drafters.costs import CostTable
 from headstart.inference.pace import Pace
+from headstart.inference.prefixes import known_tokens
 from headstart.inference.request import GREEDY, Block, Generation, Request, Row
 from headstart.inference.request_checks import check_request
 from headstart.inference.sampling import Sampling
@@ -235,20 +236,18 @@ class DecodeLoop:
         batch, started = self.batch, time.perf_counter()
         most = self.pace.tokens(bool(batch.rows))
         if batch.reading is None:
-            prefix = batch.use_prefix(self.waiting.first.prompt)
-            places = self.max_batch - len(batch.rows) if prefix is None else 1
-            taken = self.waiting.take(places, most, batch.may_join)
+            places = self.max_batch - len(batch.rows)
+            taken = self.waiting.take(places, lambda requests: batch.may_join(requests, most))
             rows = [batch.new_row(number, request, self.generations[number]) for number, request in taken]
-            for row in rows[1:]:
-                batch.use_prefix(row.text)  # none is known, but it counts
-            count = sum(len(row.text) for row in rows)
-            if count > most or prefix is not None:
-                batch.begin(rows[0], prefix)
+            prefixes = [batch.use_prefix(row.text) for row in rows]
+            count = sum(len(row.text) - known_tokens(prefix) for row, prefix in zip(rows, prefixes, strict=True))
+            if count > most or (len(rows) == 1 and prefixes[0] is not None):
+                batch.begin(rows[0], prefixes[0])
         if batch.reading is not None:
             count = min(most, len(batch.reading.text) - batch.read)
             blocks = batch.read_piece(count)
         else:
-            blocks = batch.read_together(rows)
+            blocks = batch.read_together(rows, prefixes)
         self.pace.has_read(count, time.perf_counter() - started)
         return blocks
 

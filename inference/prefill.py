@@ -1,5 +1,7 @@
 """Prefill: read prompts into the cache, several in one pass or a long one in pieces."""
 
+from dataclasses import replace
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -42,6 +44,26 @@ def read_piece(target: TargetModel, tokens: list[int], row: KVCache, before: int
     offsets = torch.arange(len(tokens), device=device)
     masks = target.masks(row.target, Block((offsets <= offsets[:, None]).unsqueeze(0), offsets.unsqueeze(0)))
     return target.forward(inputs, before + offsets.unsqueeze(0), masks, row, last_only=True)
+
+
+def read_rests(target: TargetModel, rests: list[list[int]], rows: KVCache, before: list[int]) -> TargetOutput:
+    """Read the rests of several prompts, each after those tokens `before` that its row holds, in one pass.
+
+    The logits are those after each prompt's last token, [prompts, 1, vocab]; the taps are padded, [prompts, longest,
+    tapped]. The rests lie below each other; what is read beyond the end of a short one is overwritten later.
+    """
+    rows.set_lengths(before)
+    longest, device = max(map(len, rests)), target.device
+    tokens = torch.tensor([rest + [0] * (longest - len(rest)) for rest in rests], device=device)
+    offsets = torch.arange(longest, device=device)
+    masks = target.masks(rows.target, Block((offsets <= offsets[:, None]).unsqueeze(0), offsets.unsqueeze(0)))
+    ends = [len(rest) - 1 for rest in rests]
+    kept = sorted(set(ends))
+    positions = rows.target.starts.unsqueeze(1) + offsets
+    output = target.forward(tokens, positions, masks, rows, logits_at=torch.tensor(kept, device=device))
+    own = torch.tensor([kept.index(end) for end in ends], device=device)
+    logits = output.logits[torch.arange(len(rests), device=device), own].unsqueeze(1)
+    return replace(output, logits=logits)
 
 
 def refuse_nan(logits: Float[Tensor, "rows 1 vocab"], target: TargetModel) -> None:

@@ -40,6 +40,10 @@ class Prefix:
     taps: Float[Tensor, "count tapped"]  # from there on
 
 
+def known_tokens(prefix: Prefix | None) -> int:
+    return 0 if prefix is None else prefix.tokens
+
+
 class PrefixIndex:
     """Blocks of texts within a budget of bytes. Those that were used least recently go first."""
 
@@ -71,6 +75,10 @@ class PrefixIndex:
         unread = [found[read - 1].taps[-1:]] if read else []
         start = max(read * BLOCK - 1, 0)
         return Prefix(len(found) * BLOCK, found, start, torch.cat([*unread, *(block.taps for block in found[read:])]))
+
+    def known_tokens(self, prompt: list[int]) -> int:
+        """How many tokens of a prompt `find` would find."""
+        return len(self._known(prompt[:-1])) * BLOCK
 
     def use(self, prompt: list[int]) -> Prefix | None:
         """`find`, counted as a query, which makes the blocks the most recently used ones."""

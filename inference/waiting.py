@@ -36,16 +36,13 @@ class Queue:
         self.waiting = [entry for entry in self.waiting if entry[0] != number]
         return len(self.waiting) < before
 
-    def take(self, rows: int, tokens: int, fits: Callable[[list[Request]], bool]) -> list[tuple[int, Request]]:
-        """The next requests, at most `rows`: one, and others as long as their prompts have up to `tokens` together.
+    def take(self, rows: int, join: Callable[[list[Request]], bool]) -> list[tuple[int, Request]]:
+        """The next requests: one, and up to `rows` as long as the last of them may `join` those before it.
 
-        It stops at the first that does not fit with those before it; the one that waits longest never gives way.
+        It stops at the first that may not; the one that waits longest never gives way.
         """
-        count, total = 1, len(self.first.prompt)
-        for _, request in self.waiting[1:rows]:
-            total += len(request.prompt)
-            if total > tokens or not fits([request for _, request in self.waiting[: count + 1]]):
-                break
+        count = 1
+        while count < min(rows, len(self.waiting)) and join([request for _, request in self.waiting[: count + 1]]):
             count += 1
         taken, self.waiting = self.waiting[:count], self.waiting[count:]
         return taken

@@ -87,6 +87,52 @@ def test_requests_that_begin_alike_share_what_the_first_one_read(target: TargetM
         assert_as_alone(target, drafter, request, loop.generations[number])
 
 
+@pytest.mark.parametrize("static", [False, True])
+def test_prompts_with_known_beginnings_are_read_in_one_pass(parts: tuple[TargetModel, Drafter], static: bool) -> None:
+    """They were read one at a time, and the last of 16 clients waited for 15 steps of the others."""
+    target, drafter = parts
+    loop = DecodeLoop(target, drafter, 4, static, prefix_memory=MEBIBYTE)
+    loop.submit(Request(SYSTEM, 3))
+    finish(loop)
+    rests = ([60, 61, 9], [60], [62, 7, 5, 3, 9, 1], [63, 64])
+    # The third one knows a block less than the others.
+    prompts = [(SYSTEM[:20] if number == 2 else SYSTEM) + rest for number, rest in enumerate(rests)]
+    requests = [
+        Request(prompt, 12, Sampling(1.0 if number == 1 else 0.0, seed=number)) for number, prompt in enumerate(prompts)
+    ]
+    numbers = [loop.submit(request) for request in requests]
+    blocks = loop.step()
+    assert [block.number for block in blocks] == numbers
+    finish(loop)
+    for number, request in zip(numbers, requests, strict=True):
+        assert loop.generations[number].cached_tokens == (16 if number == numbers[2] else 32)
+        assert_as_alone(target, drafter, request, loop.generations[number])
+
+
+def test_a_prompt_waits_for_another_that_begins_with_more_of_it_than_is_known(target: TargetModel) -> None:
+    loop = DecodeLoop(target, PLAIN, 4, prefix_memory=MEBIBYTE)
+    loop.submit(Request(SYSTEM[:20], 3))
+    finish(loop)
+    numbers = [loop.submit(Request([*SYSTEM, last], 3)) for last in (60, 61)]
+    assert [block.number for block in loop.step()] == numbers[:1]
+    finish(loop)
+    assert [loop.generations[number].cached_tokens for number in numbers] == [16, 32]
+
+
+def test_prompts_whose_rests_differ_much_are_read_apart(target: TargetModel) -> None:
+    """Together, most of the pass would be padding; and a long rest beside a long beginning would need more slots."""
+    loop = DecodeLoop(target, PLAIN, 4, prefix_memory=MEBIBYTE)
+    loop.submit(Request(SYSTEM, 3))
+    finish(loop)
+    rests = [60], [61], [62, *range(30)]
+    numbers = [loop.submit(Request([*SYSTEM, *rest], 3)) for rest in rests]
+    assert [block.number for block in loop.step()] == numbers[:2]
+    finish(loop)
+    other = [loop.submit(Request(prompt, 3)) for prompt in ([*SYSTEM, 63], [70, *range(20)])]
+    assert [block.number for block in loop.step()] == other[:1]
+    finish(loop)
+
+
 def test_a_text_that_was_written_without_drafts_serves_one_with_drafts(target: TargetModel, make_head: Any) -> None:
     """The head reads the prefix then, from the hidden states that were kept for it; the next text finds it read."""
     drafter = HeadDrafter(make_head(), GROWTH)
