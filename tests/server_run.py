@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.model import EarlyExit
 from headstart.inference.sampling import Sampling
 from headstart.inference.server.app import build_app
+from headstart.inference.server.model_thread import ModelThread
 from headstart.inference.server.service import Served, Service
 from headstart.inference.server.settings import ServerSettings
 from headstart.inference.target.model import TargetModel
@@ -58,6 +59,7 @@ class Running:
 def running(served: Served, settings: ServerSettings) -> Iterator[Running]:
     """Start the server, and stop it at the end, whatever is still open."""
     lines: list[str] = []
+    served = replace(served, thread=ModelThread())  # several servers of one test share a loaded target
     app, service = build_app(served, settings, lines.append)
     config = uvicorn.Config(app, port=0, log_level="error", lifespan="on", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)

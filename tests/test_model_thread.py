@@ -63,3 +63,10 @@ def test_what_a_call_returns_or_raises_reaches_the_one_who_waits() -> None:
     with pytest.raises(SystemExit):
         found[2].result()
     assert (found[3].result(), started) == (7, [1])
+
+
+def test_a_second_engine_on_an_ended_thread_fails_at_once_and_does_not_wait_forever() -> None:
+    thread = ModelThread()
+    thread.end()
+    with pytest.raises(RuntimeError, match="one loaded target serves one engine"):
+        thread.submit(lambda: 1)

@@ -19,16 +19,20 @@ class ModelThread:
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._takes_calls = True
         threading.Thread(target=self._work, name="engine", daemon=True).start()
 
     def submit(self, call: Callable[[], Result]) -> Future[Result]:
         """Run this call after those before it; the future holds what it returns or raises."""
+        if not self._takes_calls:
+            raise RuntimeError("the thread of this target has ended: one loaded target serves one engine")
         future: Future[Result] = Future()
         self._calls.put(lambda: settle(future, call))
         return future
 
     def end(self) -> None:
         """Let the thread end after the calls that it has."""
+        self._takes_calls = False
         self._calls.put(None)
 
     def _work(self) -> None:
