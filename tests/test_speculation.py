@@ -1,5 +1,6 @@
 """Laws of speculation by load: drafts stop where they do not pay, and come back as if they had never stopped."""
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -118,6 +119,28 @@ def test_sampled_rows_that_the_head_has_yet_to_catch_up_with_end_no_step(
     for number, request in enumerate(requests):
         alone = generate(target, request.prompt, request.max_new_tokens, request.sampling)
         assert loop.generations[number].tokens == alone.tokens
+
+
+def test_reading_the_prompts_of_new_rows_makes_no_step_look_slow(
+    target: TargetModel, make_head: Callable[..., Any]
+) -> None:
+    """It counted as time of the step: with many short answers, drafts seemed not to pay when they did."""
+    read: list[float] = []
+
+    class Timed(HeadDrafter):
+        static_shapes = False
+
+        def prefill(self, taps: torch.Tensor, text: torch.Tensor, row: KVCache) -> None:
+            super().prefill(taps, text, row)
+            read.append(time.perf_counter())
+
+    loop = DecodeLoop(target, Timed(make_head(), GROWTH), 2)
+    for request in (LONG, SHORT):
+        loop.submit(request)
+    while len(read) < 2:
+        loop.step()
+        assert loop.batch.last_step is None or loop.batch.last_step[0] > (read or [0.0])[-1]
+    assert loop.batch.last_step is not None
 
 
 def test_a_loop_with_costs_and_a_useful_head_writes_the_same_text(target: TargetModel) -> None:
