@@ -9,8 +9,10 @@ such as one with --always-draft and `transformers serve`, whose model has the na
     python benchmarks/serve.py "by load=http://127.0.0.1:8000" "always=http://127.0.0.1:8001" \
         "transformers=http://127.0.0.1:8002#models/SmolLM2-135M-Instruct"
 
-The first one also answers without drafts. Times per token come from `usage`, since a chunk of a speculative server
-holds several tokens.
+The first one also answers without drafts. With --rounds 3 they take turns three times, so that a machine whose speed
+varies slows all of them down alike; *over the first* is the ratio of their tokens/s to the first server's, with the
+lowest and the highest of the rounds. Times per token come from `usage`, since a chunk of a speculative server holds
+several tokens.
 """
 
 import argparse
@@ -31,6 +33,17 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
+COLUMNS = (
+    "clients",
+    "server",
+    "tokens/s",
+    "over the first",
+    "by round",
+    "TTFT p50 (s)",
+    "p95",
+    "ms per token p50",
+    "p95",
+)
 SERVER = re.compile(r"(?:([^=]*)=)?(https?://[^#]+)(?:#(.+))?")
 QUESTIONS = (
     "Why is the sky blue?",
@@ -108,16 +121,37 @@ def read_questions(path: Path | None) -> list[str]:
     return [row["prompt"] for row in map(json.loads, path.read_text(encoding="utf-8").splitlines()) if "prompt" in row]
 
 
-def cells(served: list[Served], wall: float) -> list[str]:
+@dataclass(frozen=True)
+class Round:
+    """What one server answered at one number of clients, and the seconds from the first request to the last answer."""
+
+    served: list[Served]
+    wall: float
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second of all clients."""
+        return sum(each.tokens for each in self.served) / self.wall
+
+
+def cells(rounds: list[Round], first: list[Round]) -> list[str]:
+    served = [each for found in rounds for each in found.served]
     per_token = [each.per_token * 1000 for each in served if each.per_token is not None]
     firsts = [each.first for each in served]
+    ratios = [ours.speed / other.speed for ours, other in zip(rounds, first, strict=True)]
     return [
-        f"{sum(each.tokens for each in served) / wall:.1f}",
+        f"{together(rounds).speed:.1f}",
+        f"{together(rounds).speed / together(first).speed:.2f}",
+        f"{min(ratios):.2f}-{max(ratios):.2f}",
         f"{median(firsts):.3f}",
         f"{high(firsts):.3f}",
         f"{median(per_token):.1f}",
         f"{high(per_token):.1f}",
     ]
+
+
+def together(rounds: list[Round]) -> Round:
+    return Round([each for found in rounds for each in found.served], sum(found.wall for found in rounds))
 
 
 def high(values: list[float]) -> float:
@@ -152,19 +186,23 @@ async def servers(arguments: argparse.Namespace, stack: AsyncExitStack) -> list[
 
 
 async def measure(arguments: argparse.Namespace) -> None:
-    table = Table("clients", "server", "tokens/s", "TTFT p50 (s)", "p95", "ms per token p50", "p95")
+    table = Table(*COLUMNS)
     async with AsyncExitStack() as stack:
         measured = await servers(arguments, stack)
         for each in measured:
             await load(each.http, bodies(arguments, each.model, each.fields), 2, 4)  # warm-up
         for clients in arguments.clients:
-            for each in measured:
-                started = time.perf_counter()
-                requests = max(arguments.requests, 2 * clients)
-                served = await load(each.http, bodies(arguments, each.model, each.fields), clients, requests)
-                row = [str(clients), each.name, *cells(served, time.perf_counter() - started)]
-                print(*row, sep="\t", file=sys.stderr)
-                table.add_row(*row)
+            requests = max(arguments.requests, 2 * clients)
+            rounds: list[list[Round]] = [[] for _ in measured]
+            for number in range(arguments.rounds):
+                for each, found in zip(measured, rounds, strict=True):
+                    started = time.perf_counter()
+                    served = await load(each.http, bodies(arguments, each.model, each.fields), clients, requests)
+                    found.append(Round(served, time.perf_counter() - started))
+                    said = f"{clients} clients, round {number + 1}: {each.name} {found[-1].speed:.1f} tokens/s"
+                    print(said, file=sys.stderr)
+            for each, found in zip(measured, rounds, strict=True):
+                table.add_row(str(clients), each.name, *cells(found, rounds[0]))
     Console().print(table)
 
 
@@ -173,8 +211,9 @@ def main() -> None:
     parser.add_argument("servers", nargs="+", metavar="[NAME=]URL[#MODEL]", help="such as http://127.0.0.1:8000")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="how many at a time")
     parser.add_argument(
-        "--requests", type=int, default=16, help="requests for each number of clients, or two per client"
+        "--requests", type=int, default=16, help="requests for each number of clients and round, or two per client"
     )
+    parser.add_argument("--rounds", type=int, default=1, help="how often the servers take turns")
     parser.add_argument("--max-tokens", type=int, default=128, help="longest answer")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--prompts", type=Path, help="JSONL file with rows of `prompt`; default: eight questions")
