@@ -195,7 +195,8 @@ async def measure(arguments: argparse.Namespace) -> None:
             requests = max(arguments.requests, 2 * clients)
             rounds: list[list[Round]] = [[] for _ in measured]
             for number in range(arguments.rounds):
-                for each, found in zip(measured, rounds, strict=True):
+                turns = list(zip(measured, rounds, strict=True))
+                for each, found in turns if number % 2 == 0 else reversed(turns):
                     started = time.perf_counter()
                     served = await load(each.http, bodies(arguments, each.model, each.fields), clients, requests)
                     found.append(Round(served, time.perf_counter() - started))
@@ -203,7 +204,7 @@ async def measure(arguments: argparse.Namespace) -> None:
                     print(said, file=sys.stderr)
             for each, found in zip(measured, rounds, strict=True):
                 table.add_row(str(clients), each.name, *cells(found, rounds[0]))
-    Console().print(table)
+    Console(width=120).print(table)
 
 
 def main() -> None:

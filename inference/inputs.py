@@ -16,8 +16,8 @@ def held_out_prompts(recipe: Recipe) -> list[list[int]]:
     path = recipe.prompts_dir / "heldout.jsonl"
     if not path.is_file():
         raise ValueError(
-            f"{path} is missing; the run's held-out prompts are required: make them with headstart prompts RECIPE, or "
-            f"name a file of prompts with report.prompts=FILE"
+            f"{path} is missing; the run's held-out prompts are required: make them with headstart prompts RECIPE "
+            f"(headstart report also takes a file of prompts: report.prompts=FILE)"
         )
     return [row["tokens"] for row in islice(read_jsonl(path), recipe.report.num_prompts)]
 

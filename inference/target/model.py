@@ -157,9 +157,9 @@ class TargetModel:
     ) -> TargetOutput:
         """One pass; causal if there is no mask. `last_only` computes logits for the last position alone, `logits_at`
         for these places in the sequence."""
-        extra: dict[str, Any] = {"logits_to_keep": 1} if last_only else {}
-        if logits_at is not None:
-            extra = {"logits_to_keep": logits_at}
+        if last_only:  # as a place: for a slice, a CPU's matmul copies the whole lm_head first
+            logits_at = torch.tensor([tokens.shape[1] - 1], device=tokens.device)
+        extra: dict[str, Any] = {} if logits_at is None else {"logits_to_keep": logits_at}
         output = self.model(
             input_ids=tokens,
             attention_mask=mask,
