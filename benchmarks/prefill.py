@@ -2,14 +2,15 @@
 
     python benchmarks/prefill.py recipes/smollm2_135m.yaml
 
-For 1 and for 4 running rows: first the median time of a plain step, then a prompt of 4,000 tokens comes, and the
-longest time between two blocks of a running row is taken until the long prompt has its first token. The last two
-columns tell what the interruptions cost that prompt: its time to the first token, with running rows and alone. With a
-head (report.head), a second line per number of rows has the rows draft.
+For 1 and for 4 running rows: first the median time of a plain step, then a prompt of 4,000 tokens comes, and the times
+between two blocks of a running row are taken until the long prompt has its first token, in plain steps: the median, the
+99th percentile and the longest. *Longest before* is the same rows' longest step before the prompt came, which tells how
+much the machine itself varies. The last two columns tell what the interruptions cost that prompt: its time to the first
+token, with running rows and alone. With a head (report.head), a second line per number of rows has the rows draft.
 """
 
 import time
-from statistics import median
+from statistics import median, quantiles
 
 import torch
 from rich.console import Console
@@ -27,7 +28,7 @@ from headstart.recipes import Recipe, run_command
 
 BAR = 3.0
 TOKENS = 4_000
-STEPS = 40  # before the long prompt comes
+STEPS = 100  # before the long prompt comes
 
 
 def main() -> None:
@@ -51,8 +52,10 @@ def run(recipe: Recipe) -> None:
         "rows",
         "steps",
         "plain step, ms",
-        "longest wait, ms",
-        "in plain steps",
+        "longest before",
+        "median wait",
+        "p99",
+        "longest",
         "first token, s",
         "alone, s",
     ):
@@ -69,7 +72,9 @@ def run(recipe: Recipe) -> None:
             waits: list[float] = []
             first = seconds_to_first_token(loop, long, waits)
             loop.close()
-            numbers = (plain * 1000, max(waits) * 1000, max(waits) / plain, first, alone)
+            high = quantiles(waits, n=100, method="inclusive")[-1]
+            in_steps = (seconds / plain for seconds in (max(steps), median(waits), high, max(waits)))
+            numbers = (plain * 1000, *in_steps, first, alone)
             table.add_row(str(rows), name, *(f"{number:.2f}" for number in numbers))
     Console().print(table)
 
