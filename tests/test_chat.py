@@ -257,6 +257,7 @@ def test_ctrl_c_ends_the_answer_after_its_step_and_keeps_what_was_written(make_c
 
 
 def test_a_second_ctrl_c_interrupts_at_once() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it runs in the background
     pressed: list[int] = []
     with first_ctrl_c(lambda: pressed.append(1)):
         signal.raise_signal(signal.SIGINT)
