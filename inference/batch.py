@@ -2,6 +2,7 @@
 
 import sys
 import time
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
@@ -13,17 +14,31 @@ from headstart.inference.constraint import ConstraintState, masked_roots, masked
 from headstart.inference.cuda_graph import StaticStep, StepOutput, size_bucket
 from headstart.inference.drafter import Drafter, VerifiedOnHost
 from headstart.inference.drafters.costs import CostTable, Situation
-from headstart.inference.prefill import read_piece, read_prompts, read_rests, refuse_nan
+from headstart.inference.prefill import Read, piece_part, read_piece, read_prompts, refuse_nan
 from headstart.inference.prefixes import BLOCK, Cached, Prefix, PrefixIndex, known_tokens
 from headstart.inference.request import Block, Generation, Request, Row, TokenScores
 from headstart.inference.sampling import BatchSampling, History
 from headstart.inference.speculation import SpeculationByLoad
 from headstart.inference.target.model import TargetModel, TargetOutput
+from headstart.inference.target.side_by_side import Part
 from headstart.inference.tree import Tree, take
 from headstart.inference.verify import Accepted, accept, verify
 
-PADDED = 2.0  # positions of a pass over several rests of prompts, padding included, for each token
 CATCH_UP = 256  # positions that a drafter reads before a step, of those that it missed while drafts did not pay
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens of a prompt that are read next."""
+
+    row: Row
+    place: int  # of the row in the cache
+    before: int  # tokens of the prompt that the place holds already
+    count: int
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.row.text[self.before : self.before + self.count]
 
 
 class Batch:
@@ -57,8 +72,15 @@ class Batch:
         self.cache: KVCache  # while the batch is open: from the first prompt until `close`
         self.is_open = False
         self.static: StaticStep | None = None
+        self.drafts = False  # whether the step that comes, or came last, drafts for any row
         self.last_step: tuple[float, float] | None = None  # time.perf_counter() before and after it
-        self.last_drafted = False  # whether it had drafts
+        self.last_was_alone = True  # whether no prompts were read beside it
+
+    @property
+    def last_seconds(self) -> float:
+        """What the last step took."""
+        assert self.last_step is not None
+        return self.last_step[1] - self.last_step[0]
 
     @property
     def members(self) -> list[Row]:
@@ -73,30 +95,19 @@ class Batch:
         row.constraint = None if request.constraint is None else request.constraint.start()
         return row
 
-    def read_together(self, rows: list[Row], prefixes: list[Prefix | None]) -> list[Block]:
-        """Read prompts to their ends in one pass, each after what is known of it; returns their first new tokens."""
-        self.make_room(max(len(row.text) for row in rows) + self.nodes)
-        first = len(self.rows)
-        before = [known_tokens(prefix) for prefix in prefixes]
-        lengths = [len(row.text) - known for row, known in zip(rows, before, strict=True)]
-        if any(before):
-            for place, (row, prefix) in enumerate(zip(rows, prefixes, strict=True), first):
-                self._take_over(row, place, prefix)
-            rests = [row.text[known:] for row, known in zip(rows, before, strict=True)]
-            output = read_rests(self.target, rests, self.cache.row(first, len(rows)), before)
-            taps = [own[:count] for own, count in zip(self.drafter_taps(output.taps), lengths, strict=True)]
-            logits = output.logits
-        else:
-            caches = [self.cache.row(first + place) for place in range(len(rows))]
-            output = read_prompts(self.target, [row.text for row in rows], caches)
-            taps = list(self.drafter_taps(output.taps)[0].split(lengths))
-            logits = output.logits.transpose(0, 1)
-        for row, own in zip(rows, taps, strict=True):
-            self._has_read(row, own)
-        return self.start(rows, logits)
+    def seat(self, rows: list[Row], prefixes: list[Prefix | None]) -> list[Piece]:
+        """Give rows the places after those of the running ones; returns their prompts from where these are unknown."""
+        held = max(self.cache.target.lengths, default=0) if self.is_open else 0
+        self.make_room(max(held, *(len(row.text) for row in rows)) + self.nodes)
+        pieces = []
+        for place, (row, prefix) in enumerate(zip(rows, prefixes, strict=True), len(self.rows)):
+            self._take_over(row, place, prefix)
+            before = known_tokens(prefix)
+            pieces.append(Piece(row, place, before, len(row.text) - before))
+        return pieces
 
     def begin(self, row: Row, prefix: Prefix | None) -> None:
-        """Read the prompt of this row from now on, with `read_piece`, after a prefix that is known already."""
+        """Read the prompt of this row from now on, piece by piece, after a prefix that is known already."""
         self.make_room(len(row.text) + self.nodes)
         self.reading, self.read, self.place = row, known_tokens(prefix), len(self.rows)
         self._take_over(row, self.place, prefix)
@@ -114,24 +125,43 @@ class Batch:
         row.kept_from = row.generation.cached_tokens = prefix.tokens
         self.catching_up = self.catching_up or len(prefix.taps) > CATCH_UP  # it was written without the drafter
 
-    def read_piece(self, count: int) -> list[Block]:
-        """Read up to `count` more tokens of the prompt; returns its first new token after the last ones."""
+    def next_piece(self, most: int) -> Piece:
+        """Up to so many tokens of the prompt that is being read."""
+        assert self.reading is not None
+        return Piece(self.reading, self.place, self.read, min(most, len(self.reading.text) - self.read))
+
+    def read_pieces(self, pieces: list[Piece]) -> list[Block]:
+        """Read pieces of prompts in a pass of their own; returns the first new tokens of those that end."""
+        tokens, rows = [piece.tokens for piece in pieces], [self.cache.row(piece.place) for piece in pieces]
+        if len(pieces) == 1:
+            return self._have_read(pieces, [read_piece(self.target, tokens[0], rows[0], pieces[0].before)])
+        if any(piece.before for piece in pieces):
+            return self._have_read(pieces, as_read(self.target.forward_parts(self._parts(pieces))))
+        return self._have_read(pieces, read_prompts(self.target, tokens, rows))
+
+    def _parts(self, pieces: list[Piece]) -> list[Part]:
+        """The pieces as parts of a pass."""
+        return [piece_part(self.target, piece.tokens, self.cache.row(piece.place), piece.before) for piece in pieces]
+
+    def _have_read(self, pieces: list[Piece], found: list[Read]) -> list[Block]:
+        """Go on after a pass over prompts; returns the first new tokens of those that end."""
+        for piece, read in zip(pieces, found, strict=True):
+            self._keep_taps(piece.row, self.drafter_taps(read.taps.unsqueeze(0))[0])
         row = self.reading
-        assert row is not None
-        piece = row.text[self.read : self.read + count]
-        output = read_piece(self.target, piece, self.cache.row(self.place), self.read)
-        self._has_read(row, self.drafter_taps(output.taps)[0])
-        self.read += len(piece)
-        if self.read < len(row.text):
-            if self.speculation is None or self.speculation.is_on:
-                self.feed(row, self.place, CATCH_UP + len(piece))
-            self.remember(row, self.place, self.read)  # piece by piece: copies of a whole prompt would stall the rows
-            return []
-        self.reading = None
-        if self.place != len(self.rows):  # another row has ended meanwhile
-            self.cache.move(self.place, len(self.rows), self.read)
-            self.cache.release(self.place)
-        return self.start([row], output.logits.transpose(0, 1))
+        if row is not None:
+            (piece,) = pieces
+            self.read += piece.count
+            if self.read < len(row.text):
+                if self.speculation is None or self.speculation.is_on:
+                    self.feed(row, self.place, CATCH_UP + piece.count)
+                # Piece by piece, as copies of a whole prompt would stall the rows.
+                self.remember(row, self.place, self.read)
+                return []
+            self.reading = None
+            if self.place != len(self.rows):  # another row has ended meanwhile
+                self.cache.move(self.place, len(self.rows), self.read)
+                self.cache.release(self.place)
+        return self.start([piece.row for piece in pieces], torch.stack([read.logits for read in found]))
 
     def start(self, rows: list[Row], logits: Float[Tensor, "rows 1 vocab"]) -> list[Block]:
         """Let rows decode whose prompts were read. The logits after these give the first new tokens.
@@ -172,20 +202,26 @@ class Batch:
         row.has_read(count)
         return count
 
-    def cycle(self) -> list[Block]:
-        """One step of all rows: draft a tree, run the target on it, verify, compact the cache, record."""
+    def prepare(self) -> None:
+        """Do what comes before a step: what is done once for a new row, and tells nothing about later steps' time."""
         self.make_room(max(self.cache.target.lengths) + self.nodes)
-        drafts = self.prepare_drafts()
+        self.drafts = self.prepare_drafts()
         for place, row in enumerate(self.rows):
             if not row.is_remembered:  # requests that begin alike need not wait until this text ends
                 self.remember(row, place, self.cache.target.lengths[place])
                 row.is_remembered = True
-        started = time.perf_counter()  # what comes before is done once for a row, and tells nothing about later steps
-        output, accepted = self.draft_and_verify() if drafts else self.verify_roots()
+
+    def cycle(self, pieces: list[Piece]) -> list[Block]:
+        """One step of all rows, after `prepare`: draft a tree, run the target on it, verify, compact the cache, record.
+
+        The target reads pieces of prompts in the same pass.
+        """
+        started = time.perf_counter()
+        output, accepted, read = self.draft_and_verify(pieces) if self.drafts else self.verify_roots(pieces)
         bytes_moved = self.cache.target.keep([found.path for found in accepted])
-        blocks = self.record(accepted, output, bytes_moved, drafts)
-        self.last_step, self.last_drafted = (started, time.perf_counter()), drafts
-        return blocks
+        blocks = self.record(accepted, output, bytes_moved)
+        self.last_step, self.last_was_alone = (started, time.perf_counter()), not pieces
+        return [*blocks, *self._have_read(pieces, read)] if pieces else blocks
 
     def prepare_drafts(self) -> bool:
         """Let the drafter read what it has not; returns whether this step drafts for any row.
@@ -210,28 +246,36 @@ class Batch:
         """What the cost of the next step depends on."""
         return Situation(max(self.cache.target.lengths), len(self.rows), self.sampling.all_greedy)
 
-    def draft_and_verify(self) -> tuple[StepOutput | TargetOutput, list[Accepted]]:
+    def draft_and_verify(self, pieces: list[Piece]) -> tuple[StepOutput | TargetOutput, list[Accepted], list[Read]]:
         verified = self.verified()
         output: StepOutput | TargetOutput
+        read: list[Read] = []
         if self.static is not None and self.is_captured:
             output = self.static(verified)  # drafts, runs the target and lets it choose, as one captured graph
             tree, accepted = output.tree, accept(output.tree, output.choices)
         else:
             tree = self.drafter.draft(verified, self.cache)
-            output = self.target.forward_tree(tree, self.cache)
+            output, read = self._forward(tree, pieces)
             accepted = self.verify(tree, output.logits, verified.sampling)
         if self.speculation is not None:
             self.speculation.observe(accepted, tree, tree.deepest or self.drafter.depth)
-        return output, accepted
+        return output, accepted, read
 
-    def verify_roots(self) -> tuple[StepOutput | TargetOutput, list[Accepted]]:
+    def verify_roots(self, pieces: list[Piece]) -> tuple[StepOutput | TargetOutput, list[Accepted], list[Read]]:
         """A step without draft tokens, and without any work of the drafter."""
         tree = Tree.root_only(self.roots())
         if self.static is not None and self.is_captured:
             captured = self.static.verify(tree, self.sampling)
-            return captured, accept(captured.tree, captured.choices)
-        output = self.target.forward_tree(tree, self.cache)
-        return output, self.verify(tree, output.logits, self.with_gumbel(1))
+            return captured, accept(captured.tree, captured.choices), []
+        output, read = self._forward(tree, pieces)
+        return output, self.verify(tree, output.logits, self.with_gumbel(1)), read
+
+    def _forward(self, tree: Tree, pieces: list[Piece]) -> tuple[TargetOutput, list[Read]]:
+        """One pass of the target over the rows' trees and pieces of prompts."""
+        if not pieces:
+            return self.target.forward_tree(tree, self.cache), []
+        own, *others = self.target.forward_parts([self.target.tree_part(tree, self.cache), *self._parts(pieces)])
+        return own, as_read(others)
 
     def verify(self, tree: Tree, logits: Float[Tensor, "rows nodes vocab"], sampling: BatchSampling) -> list[Accepted]:
         """Let the target choose at each node, of the tokens that the rows' constraints allow there."""
@@ -268,14 +312,12 @@ class Batch:
             remaining=[0 if row.is_behind else row.usable_drafts for row in rows],
             texts=[row.text for row in rows],
             choices=[row.choices for row in rows],
-            last_step=self.last_step,
+            last_step=self.last_step if self.last_was_alone else None,
             constraints=constraints_of(rows),
         )
 
-    def record(
-        self, accepted: list[Accepted], output: StepOutput | TargetOutput, bytes_moved: int, drafts: bool
-    ) -> list[Block]:
-        """Add what was accepted to each row; `drafts`: the drafter has read what it had to read for this step."""
+    def record(self, accepted: list[Accepted], output: StepOutput | TargetOutput, bytes_moved: int) -> list[Block]:
+        """Add what was accepted to each row."""
         device = self.target.device
         longest = max(len(found.path) for found in accepted)
         paths = torch.tensor([found.path + [0] * (longest - len(found.path)) for found in accepted])
@@ -294,7 +336,7 @@ class Batch:
                 row.kept.append(path_taps[index, :count])
             # A drafter without slots reads only the newest positions, and a row that opted out needs none.
             skips = self.cache.head is None or not row.request.speculative
-            is_read = skips or (drafts and not row.is_behind)
+            is_read = skips or (self.drafts and not row.is_behind)  # a step with drafts has let the drafter read
             blocks.append(row.record_step(found, path_taps[index, :count], scores, is_read))
             row.generation.stats.bytes_moved += bytes_moved // len(self.rows)
             row.generation.stats.cache_bytes = max(row.generation.stats.cache_bytes, self.cache.num_bytes)
@@ -321,8 +363,8 @@ class Batch:
     def may_join(self, requests: list[Request], most: int) -> bool:
         """Whether the last of these may be read in one pass with the others, of at most so many tokens.
 
-        Not if it is to find more of its beginning in the cache once the others were read, if the pass would be padding
-        for the most part, or if there is no memory for it.
+        Not if it is to find more of its beginning in the cache once the others were read, if there is no memory for
+        it, or if beginnings are known and the target reads no parts side by side.
         """
         prompts = [request.prompt for request in requests]
         known = [0 if self.prefixes is None else self.prefixes.known_tokens(prompt) for prompt in prompts]
@@ -333,13 +375,11 @@ class Batch:
         end = known[-1] + BLOCK
         if self.prefixes is not None and len(last) > end and any(other[:end] == last[:end] for other in others):
             return False
-        if any(known):
-            longest = max(rests)
-            if max(known) + longest > max(map(len, prompts)) or longest * len(rests) > PADDED * sum(rests):
-                return False
+        if any(known) and not self.target.packs:
+            return False
         return self.fits(requests)
 
-    def _has_read(self, row: Row, taps: Float[Tensor, "count tapped"]) -> None:
+    def _keep_taps(self, row: Row, taps: Float[Tensor, "count tapped"]) -> None:
         """The target has read further tokens of a prompt."""
         if len(row.taps):
             row.later.append(taps)
@@ -443,6 +483,11 @@ class Batch:
             self.history = start_history(requests, [row.generation.tokens[:-1] for row in self.rows], self.target)
             is_free = not constraints_of(self.rows)
             self.is_captured = is_free and self.static is not None and self.static.serves(self.sampling)
+
+
+def as_read(outputs: list[TargetOutput]) -> list[Read]:
+    """What a pass computed for parts that are a single row each."""
+    return [Read(output.logits[0], output.taps[0]) for output in outputs]
 
 
 def constraints_of(rows: list[Row]) -> list[ConstraintState | None]:

@@ -1,7 +1,7 @@
 """One KV cache for a target and its head: a single allocation. Unpatched models see it as a transformers Cache."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -244,13 +244,22 @@ def moves_to_end(lengths: list[int], number: int, group: int = GROUP_ROWS) -> li
     return moves if hole == count - 1 else [*moves, Move(count - 1, hole)]
 
 
+@runtime_checkable  # the shape checks in tests use isinstance
+class HoldsTarget(Protocol):
+    """A cache with slots of the target."""
+
+    target: Slots
+
+
 class SlotLayer(CacheLayerMixin):
     """One target layer's view of the slots, with the interface that transformers expects."""
 
     is_sliding = False  # every position is kept; a sliding window is part of the mask
     is_compileable = False
 
-    def __init__(self, cache: "KVCache", layer: int) -> None:
+    cache: HoldsTarget
+
+    def __init__(self, cache: HoldsTarget, layer: int) -> None:
         super().__init__()
         self.cache, self.layer = cache, layer
         self.is_initialized = True

@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterator, Sequence
 
 import torch
 
-from headstart.inference.batch import Batch
+from headstart.inference.batch import Batch, Piece
 from headstart.inference.cache import KVCache
 from headstart.inference.drafter import PLAIN, Drafter
 from headstart.inference.drafters.costs import CostTable
@@ -106,9 +106,10 @@ class DecodeLoop:
     ) -> None:
         """At most `max_batch` requests decode together; the others wait. `static` is that of `generate_batch`.
 
-        One pass reads at most `prefill_chunk` tokens of prompts. Passes take turns with the steps of running rows, and
-        read less while rows run: only what takes little more time than a step. With `prompts_first` all free rows get
-        their prompts before the next step, in passes whose size does not depend on any clock.
+        One pass reads at most `prefill_chunk` tokens of prompts. While rows run, prompts are read in smaller pieces
+        beside their steps, in the same pass of the target, or in turn with them where the target or static shapes do
+        not allow that. With `prompts_first` all free rows get their prompts before the next step, in passes whose size
+        does not depend on any clock.
 
         `memory` is the most bytes that the cache takes up. A request waits until its longest possible text fits beside
         the others. On a GPU, and with static shapes, each row has the room of the longest text.
@@ -124,7 +125,9 @@ class DecodeLoop:
         self.target, self.max_batch = target, max_batch
         self.batch = Batch(target, drafter or PLAIN, max_batch, static, memory, prefix_memory, costs)
         # Ranks must do the same work at the same time, so no clock may decide what they do.
-        self.pace = Pace(prefill_chunk, prompts_first or target.ranks.count > 1)
+        prompts_first = prompts_first or target.ranks.count > 1
+        beside = not prompts_first and not self.batch.is_static and target.packs
+        self.pace = Pace(prefill_chunk, prompts_first, beside)
         self.generations: dict[int, Generation] = {}
         self.waiting = Queue()
         self.ended: list[int] = []  # requests whose text has ended since `take_ended` was last called
@@ -210,16 +213,21 @@ class DecodeLoop:
 
     @torch.inference_mode()
     def step(self) -> list[Block]:
-        """One piece of work: a pass over prompts, or one step of all rows; nothing if idle.
+        """One piece of work: a pass over prompts, or one step of all rows, or both at once; nothing if idle.
 
         No block is empty. The first block of a request is its first token.
         """
         batch, blocks = self.batch, []
-        if self._can_read() and self.pace.reads_next(bool(batch.rows)):
-            blocks = self._read()
-        elif batch.rows:
-            blocks = batch.cycle()
-            self.pace.stepped(batch.last_step, batch.last_drafted)
+        reads = self._can_read() and self.pace.reads_next(bool(batch.rows))
+        if batch.rows and (self.pace.beside or not reads):
+            batch.prepare()  # first, so that a prompt finds in the cache what it shares with the others
+            pieces = self._next_pieces() if reads else []
+            blocks = batch.cycle(pieces)
+            self.pace.stepped(batch.last_seconds, batch.drafts, sum(piece.count for piece in pieces))
+        elif reads:
+            pieces, started = self._next_pieces(), time.perf_counter()
+            blocks = batch.read_pieces(pieces)
+            self.pace.has_read(sum(piece.count for piece in pieces), time.perf_counter() - started)
         for row in [row for row in batch.rows if row.ended]:
             self._end(row)
         return blocks
@@ -231,25 +239,19 @@ class DecodeLoop:
         has_place = bool(self.waiting) and len(self.batch.rows) < self.max_batch
         return has_place and self.batch.fits([self.waiting.first])
 
-    def _read(self) -> list[Block]:
-        """A pass over the prompts that wait, or over the next piece of a long one."""
-        batch, started = self.batch, time.perf_counter()
-        most = self.pace.tokens(bool(batch.rows))
+    def _next_pieces(self) -> list[Piece]:
+        """The prompts that are read next, to their ends, or the next piece of a long one."""
+        batch, most = self.batch, self.pace.tokens(bool(self.batch.rows))
         if batch.reading is None:
             places = self.max_batch - len(batch.rows)
             taken = self.waiting.take(places, lambda requests: batch.may_join(requests, most))
             rows = [batch.new_row(number, request, self.generations[number]) for number, request in taken]
             prefixes = [batch.use_prefix(row.text) for row in rows]
             count = sum(len(row.text) - known_tokens(prefix) for row, prefix in zip(rows, prefixes, strict=True))
-            if count > most or (len(rows) == 1 and prefixes[0] is not None):
-                batch.begin(rows[0], prefixes[0])
-        if batch.reading is not None:
-            count = min(most, len(batch.reading.text) - batch.read)
-            blocks = batch.read_piece(count)
-        else:
-            blocks = batch.read_together(rows, prefixes)
-        self.pace.has_read(count, time.perf_counter() - started)
-        return blocks
+            if count <= most and (len(rows) > 1 or prefixes[0] is None):
+                return batch.seat(rows, prefixes)
+            batch.begin(rows[0], prefixes[0])
+        return [batch.next_piece(most)]
 
     def _end(self, row: Row) -> None:
         self.ended.append(row.number)

@@ -1,44 +1,69 @@
-"""How much of the waiting prompts is read between two steps of the running rows, so that these do not stall."""
+"""How much of the waiting prompts is read beside the steps of running rows, so that these do not stall."""
 
 from collections import deque
 from statistics import median
 
 FIRST_PIECE = 16  # tokens of the first pass while rows run; the next ones follow from what it took
-LEAST = 8  # tokens of a pass, however slow
-SHARE = 1.5  # a pass may take this many times as long as a plain step, so that a row waits for about 2.5 of them
-SHARE_OF_DRAFTING = 0.75  # and this many times as long as a step with drafts, which takes up to twice as long itself
+LEAST = 4  # tokens of a pass, however slow
+# What a pass may take, in steps of the rows: a row then waits for about 2.5 plain steps. Steps with drafts take up to
+# twice as long as plain ones.
+SHARE, SHARE_OF_DRAFTING = 1.5, 0.75
+BESIDE, BESIDE_DRAFTS = 0.9, 0.3  # how much longer a step may take for a piece beside it: to about 2 plain steps
 RECENT = 5  # steps whose median counts
+REFRESH = 16  # steps with a piece beside them, after which one without tells how long a step takes by now
 
 
 class Pace:
     """Decides when the next pass over prompts is due, and how many tokens it reads."""
 
-    def __init__(self, most: int, prompts_first: bool) -> None:
-        """A pass reads at most `most` tokens. With `prompts_first`, rows wait for all prompts that have a place."""
+    def __init__(self, most: int, prompts_first: bool, beside: bool = False) -> None:
+        """A pass reads at most `most` tokens. With `prompts_first`, rows wait for all prompts that have a place.
+
+        `beside`: prompts are read within the steps of running rows, and in passes of their own only if there are none.
+        """
         if most < 1:
             raise ValueError(f"prefill_chunk: {most} given, 1 or more is allowed; leave it out for 512")
-        self.most, self.prompts_first = most, prompts_first
+        self.most, self.prompts_first, self.beside = most, prompts_first, beside
         self.piece = min(FIRST_PIECE, most)
-        self.steps: deque[float] = deque(maxlen=RECENT)  # seconds that a pass may take after such a step
+        self.steps: deque[float] = deque(maxlen=RECENT)  # seconds of the last steps
+        self.share = 0.0  # what reading may take after the last of them, in such steps
         self.read_last = False
+        self.steps_beside = 0
 
     def reads_next(self, has_rows: bool) -> bool:
-        """Whether a pass over prompts comes next, if there is one to do. With running rows they take turns."""
-        return not has_rows or self.prompts_first or not self.read_last
+        """Whether prompts are read next, if there are any. A pass of their own takes turns with the running rows."""
+        if not has_rows or self.prompts_first:
+            return True
+        if self.beside:
+            return bool(self.steps) and self.steps_beside < REFRESH
+        return not self.read_last
 
     def tokens(self, has_rows: bool) -> int:
         """How many tokens the next pass reads at most."""
         return self.piece if has_rows and not self.prompts_first else self.most
 
-    def stepped(self, step: tuple[float, float] | None, drafts: bool) -> None:
-        """A step of the running rows began and ended at these times, with drafts or without."""
-        assert step is not None
-        self.steps.append((SHARE_OF_DRAFTING if drafts else SHARE) * (step[1] - step[0]))
-        self.read_last = False
+    def stepped(self, seconds: float, drafts: bool, beside: int = 0) -> None:
+        """A step of the running rows took so long, with drafts or without, and with so many tokens of prompts."""
+        if beside:
+            self.steps_beside += 1
+            self._adapt(beside, seconds - median(self.steps))
+            return
+        self.steps.append(seconds)
+        if self.beside:
+            self.share = BESIDE_DRAFTS if drafts else BESIDE
+        else:
+            self.share = SHARE_OF_DRAFTING if drafts else SHARE
+        self.read_last, self.steps_beside = False, 0
 
     def has_read(self, tokens: int, seconds: float) -> None:
-        """A pass has read so many tokens in so many seconds."""
+        """A pass of their own has read so many tokens of prompts in so many seconds."""
         self.read_last = True
-        if self.steps and tokens >= self.piece // 2:  # a shorter one tells little
-            fitting = tokens * median(self.steps) / seconds
-            self.piece = round(min(max(fitting, self.piece / 2, LEAST), 2 * self.piece, self.most))
+        if self.steps and not self.beside:
+            self._adapt(tokens, seconds)
+
+    def _adapt(self, tokens: int, seconds: float) -> None:
+        if tokens < self.piece // 2:  # it tells little
+            return
+        may_take = self.share * median(self.steps)
+        fitting = tokens * may_take / seconds if seconds > 0 else self.most
+        self.piece = round(min(max(fitting, self.piece / 2, LEAST), 2 * self.piece, self.most))

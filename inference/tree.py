@@ -92,6 +92,12 @@ class Block:
     depths: Int[Tensor, "rows pending"] | None = None  # positions relative to the first of these, for sliding windows
 
 
+def causal_block(count: int, device: torch.device) -> Block:
+    """Tokens of which each sees those before it."""
+    offsets = torch.arange(count, device=device)
+    return Block((offsets <= offsets[:, None]).unsqueeze(0), offsets.unsqueeze(0))
+
+
 def block_mask(
     slots: Slots, block: Block, dtype: torch.dtype, window: int | None = None
 ) -> Float[Tensor, "rows 1 block keys"]:

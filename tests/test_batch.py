@@ -16,7 +16,7 @@ from headstart.heads.vocab import DraftVocab
 from headstart.inference.decode import generate, generate_batch, generate_each, loop_of
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
 from headstart.inference.drafters.head import HeadDrafter
-from headstart.inference.prefill import read_prompts
+from headstart.inference.prefill import read_piece, read_prompts
 from headstart.inference.request import DecodeStats, Request
 from headstart.inference.sampling import BatchSampling, Sampling
 from headstart.inference.target.model import TargetModel
@@ -213,15 +213,13 @@ def test_prompts_that_are_read_together_do_not_see_each_other(target: TargetMode
     prompts = [[3, 9, 4, 7, 7, 12], [5], [8, 3, 1]]
     cache, alone = target.new_cache(16, batch=3), target.new_cache(16, batch=3)
     together = read_prompts(target, prompts, [cache.row(row) for row in range(3)])
-    first = 0
     for row, prompt in enumerate(prompts):
-        single = read_prompts(target, [prompt], [alone.row(row)])
-        assert_close(together.logits[0, row], single.logits[0, 0], rtol=1e-4, atol=1e-4)
-        assert_close(together.taps[0, first : first + len(prompt)], single.taps[0], rtol=1e-4, atol=1e-4)
+        single = read_piece(target, prompt, alone.row(row), 0)
+        assert_close(together[row].logits, single.logits, rtol=1e-4, atol=1e-4)
+        assert_close(together[row].taps, single.taps, rtol=1e-4, atol=1e-4)
         held = (..., slice(len(prompt)), slice(None))
         stored = cache.row(row).target.storage[held], alone.row(row).target.storage[held]
         assert_close(*stored, rtol=1e-4, atol=1e-4)
-        first += len(prompt)
 
 
 def test_a_text_is_handed_out_when_it_ends(target: TargetModel) -> None:

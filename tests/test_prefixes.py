@@ -119,18 +119,43 @@ def test_a_prompt_waits_for_another_that_begins_with_more_of_it_than_is_known(ta
     assert [loop.generations[number].cached_tokens for number in numbers] == [16, 32]
 
 
-def test_prompts_whose_rests_differ_much_are_read_apart(target: TargetModel) -> None:
-    """Together, most of the pass would be padding; and a long rest beside a long beginning would need more slots."""
+@pytest.mark.parametrize("running", [False, True])
+def test_prompts_with_known_beginnings_are_read_together_whatever_their_rests(
+    target: TargetModel, make_head: Any, running: bool
+) -> None:
+    """In a pass of their own, or beside the step of a running row."""
+    drafter = HeadDrafter(make_head(), GROWTH)
+    loop = DecodeLoop(target, drafter, 5, prefix_memory=MEBIBYTE)
+    loop.submit(Request(SYSTEM, 3))
+    finish(loop)
+    if running:
+        loop.submit(Request([7], 60))
+        loop.step()
+        loop.step()
+        loop.pace.piece = 512
+    requests = [Request([*SYSTEM, *rest], 3) for rest in ([60], [61], [62, *range(30)])] + [
+        Request([*range(70, 80)], 3)
+    ]
+    numbers = [loop.submit(request) for request in requests]
+    assert [block.number for block in loop.step()] == [1] * running + numbers
+    finish(loop)
+    for number, request in zip(numbers, requests, strict=True):
+        assert loop.generations[number].cached_tokens == (32 if request.prompt[0] == SYSTEM[0] else 0)
+        assert_as_alone(target, drafter, request, loop.generations[number])
+
+
+def test_a_target_that_reads_nothing_side_by_side_reads_prompts_with_known_beginnings_apart(make_model: Any) -> None:
+    model = make_model()
+    model.set_attn_implementation("eager")
+    target = TargetModel(model, ())
+    assert not target.packs
     loop = DecodeLoop(target, PLAIN, 4, prefix_memory=MEBIBYTE)
     loop.submit(Request(SYSTEM, 3))
     finish(loop)
-    rests = [60], [61], [62, *range(30)]
-    numbers = [loop.submit(Request([*SYSTEM, *rest], 3)) for rest in rests]
-    assert [block.number for block in loop.step()] == numbers[:2]
+    numbers = [loop.submit(Request([*SYSTEM, last], 3)) for last in (60, 61)]
+    assert [block.number for block in loop.step()] == numbers[:1]
     finish(loop)
-    other = [loop.submit(Request(prompt, 3)) for prompt in ([*SYSTEM, 63], [70, *range(20)])]
-    assert [block.number for block in loop.step()] == other[:1]
-    finish(loop)
+    assert [loop.generations[number].cached_tokens for number in numbers] == [32, 32]
 
 
 def test_a_text_that_was_written_without_drafts_serves_one_with_drafts(target: TargetModel, make_head: Any) -> None:

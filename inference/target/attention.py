@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from headstart.inference.cache import RowGroup, Slots
+from headstart.inference.target.side_by_side import PackedMask
 
 
 class RaggedMask(Tensor):
@@ -41,19 +42,28 @@ def grouped_attention(
     """Attention as transformers calls it; returns [batch, seq, num_heads, value_dim].
 
     Passes without a mask, or with a mask per head, go to transformers' own sdpa. In a large batch of unlike rows, on a
-    CPU, each group of rows reads only the keys that its longest row holds.
+    CPU, each group of rows reads only the keys that its longest row holds. Parts that lie side by side attend each to
+    their own keys.
     """
+    if isinstance(attention_mask, PackedMask) and attention_mask.cache is not None:
+        cache, masks = attention_mask.cache, attention_mask.masks
+        parts = zip(cache.split(query), cache.take_held(), masks, strict=True)
+        attended = [
+            grouped_attention(module, own, keys, values, mask, scaling, **options)[0].flatten(0, 1)
+            for own, (keys, values), mask in parts
+        ]
+        return torch.cat(attended).unsqueeze(0), None
     if attention_mask is None or attention_mask.shape[1] != 1 or options.get("position_bias") is not None:
         attend = AttentionInterface()[SDPA]
         found: tuple[Tensor, None] = attend(module, query, key, value, attention_mask, scaling=scaling, **options)
         return found
     mask = attention_mask.as_subclass(Tensor)[..., : key.shape[2]]
     if isinstance(attention_mask, RaggedMask) and attention_mask.groups:
-        parts = [
+        groups = [
             folded_attention(query[rows], key[rows, :, :keys], value[rows, :, :keys], mask[rows, ..., :keys], scaling)
             for rows, keys in attention_mask.groups
         ]
-        return torch.cat(parts).transpose(1, 2), None
+        return torch.cat(groups).transpose(1, 2), None
     return folded_attention(query, key, value, mask, scaling).transpose(1, 2), None
 
 

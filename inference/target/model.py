@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.cache_utils import Cache
 
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig, locate_target
@@ -28,10 +29,12 @@ from headstart.inference.target.attention import GROUPED, own_attention_of, use_
 from headstart.inference.target.loading import load_config, load_weights, pick_device
 from headstart.inference.target.quiet import no_bars_of_transformers
 from headstart.inference.target.ranks import Ranks, load_over_ranks
-from headstart.inference.tree import Block, Tree, block_mask
+from headstart.inference.target.side_by_side import CannotLieSideBySide, PackedCache, PackedMask, Part, unpacked
+from headstart.inference.tree import Block, Tree, block_mask, causal_block
 from headstart.recipes.schema import TargetSection
 
 Kept = TypeVar("Kept")
+SAME = 0.03  # difference of logits, relative to them, that rounding to bfloat16 stays below
 Masks = Tensor | dict[str, Tensor]  # additive, [rows, 1, seq, keys]; one for all layers, or one per layer type
 
 
@@ -151,7 +154,7 @@ class TargetModel:
         tokens: Int[Tensor, "batch seq"],
         positions: Int[Tensor, "batch seq"] | None = None,
         mask: Masks | None = None,
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
         last_only: bool = False,
         logits_at: Int[Tensor, " kept"] | None = None,
     ) -> TargetOutput:
@@ -208,12 +211,61 @@ class TargetModel:
         positions = cache.target.starts.unsqueeze(1) + tree.depths
         return self.forward(tree.tokens, positions, self.masks(cache.target, block), cache)
 
+    def tree_part(self, tree: Tree, cache: KVCache) -> Part:
+        """What `forward_tree` reads, as a part of a pass."""
+        return Part(cache.target, tree.tokens, Block(tree.ancestors, tree.depths), last_only=False)
+
+    def forward_parts(self, parts: list[Part]) -> list[TargetOutput]:
+        """One pass over parts that lie side by side; returns what it computed for each. See `packs`."""
+        cache, shapes = PackedCache(parts), [(part.tokens.shape[0], part.tokens.shape[1]) for part in parts]
+        kept, first = [], 0
+        for part in parts:
+            kept.append(first + part.kept)
+            first += part.tokens.numel()
+        own = [self._masks_by_kind(part.slots, part.block) for part in parts]
+        packed: dict[str, Tensor] = {
+            kind: PackedMask.of(cache, tuple(masks[kind] for masks in own)) for kind in self.windows
+        }
+        output = self.forward(
+            torch.cat([part.tokens.flatten() for part in parts]).unsqueeze(0),
+            torch.cat([part.positions.flatten() for part in parts]).unsqueeze(0),
+            one_or_all(packed),
+            cache,
+            logits_at=torch.cat(kept),
+        )
+        cache.check()
+        counts = [(rows, 1 if part.last_only else count) for part, (rows, count) in zip(parts, shapes, strict=True)]
+        logits, taps = unpacked(output.logits, counts), unpacked(output.taps, shapes)
+        last_hidden = unpacked(output.last_hidden, shapes)
+        return [TargetOutput(*found) for found in zip(logits, taps, last_hidden, strict=True)]
+
+    @cached_property
+    def packs(self) -> bool:
+        """Whether parts may lie side by side in one pass of this model: it is tried on a few tokens."""
+        if self.model.config._attn_implementation != GROUPED:
+            return False
+        cache, parts = self.new_cache(3, batch=2), []
+        for row, count in enumerate((3, 2)):
+            tokens = torch.arange(count, device=self.device).unsqueeze(0)
+            parts.append(Part(cache.target.row(row), tokens, causal_block(count, self.device), last_only=False))
+        try:
+            together = self.forward_parts(parts)
+        except (CannotLieSideBySide, RuntimeError):  # the latter if the model itself computes with the mask
+            self._seen.clear()
+            return False
+        alone = [self.forward(part.tokens).logits for part in parts]
+        pairs = [(output.logits.float(), wanted.float()) for output, wanted in zip(together, alone, strict=True)]
+        return all(bool((found - wanted).norm() < SAME * wanted.norm()) for found, wanted in pairs)
+
     def masks(self, slots: Slots, block: Block) -> Masks:
         """The attention mask as the model expects it: one for all layers, or one per layer type."""
+        return one_or_all(self._masks_by_kind(slots, block))
+
+    def _masks_by_kind(self, slots: Slots, block: Block) -> dict[str, Tensor]:
         made = {kind: block_mask(slots, block, self.dtype, window) for kind, window in self.windows.items()}
         if self.model.config._attn_implementation == GROUPED:
             made = {kind: with_row_groups(mask, slots) for kind, mask in made.items()}
-        return made if len(made) > 1 else next(iter(made.values()))
+        return made
 
     @torch.inference_mode()
     def generate(
@@ -266,6 +318,10 @@ class TargetModel:
                 f"head.taps: {list(self.taps)} given, the target's hidden_states 0 to {self.config.num_layers} are "
                 f"allowed; leave head.taps out for {list(self.config.default_taps())}"
             )
+
+
+def one_or_all(masks: dict[str, Tensor]) -> Masks:
+    return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
 # Hooks hold the tensors alone. A hook that held its target would keep it in memory after its last user is gone.
