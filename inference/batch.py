@@ -24,6 +24,7 @@ from headstart.inference.target.side_by_side import Part
 from headstart.inference.tree import Tree, take
 from headstart.inference.verify import Accepted, accept, verify
 
+FEW = 8  # positions that the drafter missed and reads with its next draft, for all rows at once
 CATCH_UP = 256  # positions that a drafter reads before a step, of those that it missed while drafts did not pay
 
 
@@ -74,7 +75,6 @@ class Batch:
         self.static: StaticStep | None = None
         self.drafts = False  # whether the step that comes, or came last, drafts for any row
         self.last_step: tuple[float, float] | None = None  # time.perf_counter() before and after it
-        self.last_was_alone = True  # whether no prompts were read beside it
 
     @property
     def last_seconds(self) -> float:
@@ -202,10 +202,10 @@ class Batch:
         row.has_read(count)
         return count
 
-    def prepare(self) -> None:
+    def prepare(self, may_draft: bool = True) -> None:
         """Do what comes before a step: what is done once for a new row, and tells nothing about later steps' time."""
         self.make_room(max(self.cache.target.lengths) + self.nodes)
-        self.drafts = self.prepare_drafts()
+        self.drafts = self.prepare_drafts(may_draft)
         for place, row in enumerate(self.rows):
             if not row.is_remembered:  # requests that begin alike need not wait until this text ends
                 self.remember(row, place, self.cache.target.lengths[place])
@@ -214,16 +214,22 @@ class Batch:
     def cycle(self, pieces: list[Piece]) -> list[Block]:
         """One step of all rows, after `prepare`: draft a tree, run the target on it, verify, compact the cache, record.
 
-        The target reads pieces of prompts in the same pass.
+        In a step without drafts, the target may read pieces of prompts in the same pass.
         """
         started = time.perf_counter()
-        output, accepted, read = self.draft_and_verify(pieces) if self.drafts else self.verify_roots(pieces)
+        read: list[Read] = []
+        output: StepOutput | TargetOutput
+        if self.drafts:
+            assert not pieces
+            output, accepted = self.draft_and_verify()
+        else:
+            output, accepted, read = self.verify_roots(pieces)
         bytes_moved = self.cache.target.keep([found.path for found in accepted])
         blocks = self.record(accepted, output, bytes_moved)
-        self.last_step, self.last_was_alone = (started, time.perf_counter()), not pieces
+        self.last_step = started, time.perf_counter()
         return [*blocks, *self._have_read(pieces, read)] if pieces else blocks
 
-    def prepare_drafts(self) -> bool:
+    def prepare_drafts(self, may_draft: bool) -> bool:
         """Let the drafter read what it has not; returns whether this step drafts for any row.
 
         When drafts pay again after plain steps, the drafter reads what it missed over the next few steps. A row gets
@@ -232,12 +238,14 @@ class Batch:
         wanting = [row for row in self.rows if row.request.speculative]
         if not wanting:
             return False
-        if self.speculation is not None and not self.speculation.pays(self.situation()):
+        if not may_draft or (self.speculation is not None and not self.speculation.pays(self.situation())):
             self.catching_up = True
             return False
         left = CATCH_UP if self.catching_up else sys.maxsize
         for place, row in enumerate(self.rows):
-            if row.is_behind and left > 0:
+            if self.static is None and row.lacks_at_most(FEW):
+                row.read_with_draft()
+            elif row.is_behind and left > 0:
                 left -= self.feed(row, place, left)
         self.catching_up = self.catching_up and any(row.is_behind for row in self.rows)
         return not all(row.is_behind for row in wanting)
@@ -246,20 +254,19 @@ class Batch:
         """What the cost of the next step depends on."""
         return Situation(max(self.cache.target.lengths), len(self.rows), self.sampling.all_greedy)
 
-    def draft_and_verify(self, pieces: list[Piece]) -> tuple[StepOutput | TargetOutput, list[Accepted], list[Read]]:
+    def draft_and_verify(self) -> tuple[StepOutput | TargetOutput, list[Accepted]]:
         verified = self.verified()
         output: StepOutput | TargetOutput
-        read: list[Read] = []
         if self.static is not None and self.is_captured:
             output = self.static(verified)  # drafts, runs the target and lets it choose, as one captured graph
             tree, accepted = output.tree, accept(output.tree, output.choices)
         else:
             tree = self.drafter.draft(verified, self.cache)
-            output, read = self._forward(tree, pieces)
+            output = self.target.forward_tree(tree, self.cache)
             accepted = self.verify(tree, output.logits, verified.sampling)
         if self.speculation is not None:
             self.speculation.observe(accepted, tree, tree.deepest or self.drafter.depth)
-        return output, accepted, read
+        return output, accepted
 
     def verify_roots(self, pieces: list[Piece]) -> tuple[StepOutput | TargetOutput, list[Accepted], list[Read]]:
         """A step without draft tokens, and without any work of the drafter."""
@@ -267,15 +274,12 @@ class Batch:
         if self.static is not None and self.is_captured:
             captured = self.static.verify(tree, self.sampling)
             return captured, accept(captured.tree, captured.choices), []
-        output, read = self._forward(tree, pieces)
-        return output, self.verify(tree, output.logits, self.with_gumbel(1)), read
-
-    def _forward(self, tree: Tree, pieces: list[Piece]) -> tuple[TargetOutput, list[Read]]:
-        """One pass of the target over the rows' trees and pieces of prompts."""
-        if not pieces:
-            return self.target.forward_tree(tree, self.cache), []
-        own, *others = self.target.forward_parts([self.target.tree_part(tree, self.cache), *self._parts(pieces)])
-        return own, as_read(others)
+        if pieces:
+            parts = [self.target.tree_part(tree, self.cache), *self._parts(pieces)]
+            output, *others = self.target.forward_parts(parts)
+        else:
+            output, others = self.target.forward_tree(tree, self.cache), []
+        return output, self.verify(tree, output.logits, self.with_gumbel(1)), as_read(others)
 
     def verify(self, tree: Tree, logits: Float[Tensor, "rows nodes vocab"], sampling: BatchSampling) -> list[Accepted]:
         """Let the target choose at each node, of the tokens that the rows' constraints allow there."""
@@ -312,7 +316,7 @@ class Batch:
             remaining=[0 if row.is_behind else row.usable_drafts for row in rows],
             texts=[row.text for row in rows],
             choices=[row.choices for row in rows],
-            last_step=self.last_step if self.last_was_alone else None,
+            last_step=self.last_step,
             constraints=constraints_of(rows),
         )
 

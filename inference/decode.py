@@ -218,9 +218,11 @@ class DecodeLoop:
         No block is empty. The first block of a request is its first token.
         """
         batch, blocks = self.batch, []
-        reads = self._can_read() and self.pace.reads_next(bool(batch.rows))
+        can_read = self._can_read()
+        reads = can_read and self.pace.reads_next(bool(batch.rows))
         if batch.rows and (self.pace.beside or not reads):
-            batch.prepare()  # first, so that a prompt finds in the cache what it shares with the others
+            # First, so that a prompt finds in the cache what it shares with the others.
+            batch.prepare(may_draft=not (can_read and self.pace.beside))
             pieces = self._next_pieces() if reads else []
             blocks = batch.cycle(pieces)
             self.pace.stepped(batch.last_seconds, batch.drafts, sum(piece.count for piece in pieces))

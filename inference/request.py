@@ -195,6 +195,15 @@ class Row:
         """Whether the drafter lacks more than it reads with its next draft."""
         return bool(self.later) or len(self.taps) > self.newest
 
+    def lacks_at_most(self, count: int) -> bool:
+        """Whether the drafter has read the prompt, and lacks at most so many positions."""
+        return self.newest > 0 and len(self.taps) + sum(len(taps) for taps in self.later) <= count
+
+    def read_with_draft(self) -> None:
+        """Let the drafter read all that it has not with its next draft."""
+        self.gather()
+        self.newest = len(self.taps)
+
     def gather(self) -> None:
         """Put all hidden states together that the drafter has not read."""
         if self.later:

@@ -143,6 +143,44 @@ def test_reading_the_prompts_of_new_rows_makes_no_step_look_slow(
     assert loop.batch.last_step is not None
 
 
+@pytest.mark.parametrize(("prompt", "caught_up"), [(60, True), (4, False)], ids=["long", "short"])
+def test_rows_write_without_drafts_while_a_prompt_is_read_beside_them_then_draft_as_before(
+    target: TargetModel, make_head: Callable[..., Any], prompt: int, caught_up: bool
+) -> None:
+    """A step with drafts and a piece of a prompt takes longer than a row should wait. Of a few missed positions the
+    head reads all with its next draft, so that no row waits for the others' catching up.
+    """
+    head = make_head()
+
+    def run(others: list[Request]) -> tuple[Watched, list[int], set[bool]]:
+        drafter = Watched(head, GROWTH)
+        loop = DecodeLoop(target, drafter, 2, prefill_chunk=8)
+        assert loop.pace.beside
+        loop.submit(replace(LONG, max_new_tokens=100))
+        for _ in range(10):
+            loop.step()
+        drafter.missed.clear()
+        drafted_beside = set()
+        for request in others:
+            number = loop.submit(request)
+            while not loop.generations[number].tokens:
+                before = len(drafter.rows)
+                loop.step()
+                drafted_beside.add(len(drafter.rows) > before)
+        while not loop.idle:
+            loop.step()
+        return drafter, loop.generations[0].tokens, drafted_beside
+
+    alone, text, _ = run([])
+    drafter, found, drafted_beside = run([Request([9] * prompt, 8)])
+    assert found == text
+    assert drafted_beside == {False}
+    of_prompt = sum(drafter.missed) - (prompt - 1)
+    assert of_prompt > 0 if caught_up else of_prompt == 0
+    assert {length: tree for length, tree in alone.trees.items() if length in drafter.trees} == drafter.trees
+    assert len(drafter.trees) > 40
+
+
 def test_a_loop_with_costs_and_a_useful_head_writes_the_same_text(target: TargetModel) -> None:
     """Nothing is given here: the observed acceptance decides."""
     requests = [LONG, *(replace(SHORT, sampling=Sampling(1.0, seed=seed)) for seed in range(4))]
