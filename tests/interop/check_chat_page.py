@@ -3,10 +3,13 @@
     make check-page
     python tests/interop/check_chat_page.py HEADSTART chromium FOLDER
 
-HEADSTART is the command that serves; it is started on the bundled target. Needs playwright, axe-playwright-python and a
-system Chromium. Prints every problem and saves screenshots to FOLDER. Exit code 1 if there is a problem.
+HEADSTART is the command that serves; it is started on the bundled target, or with the options of `headstart serve` that
+follow `--`, such as those of a chat model in float32, which then answers --question. Needs playwright,
+axe-playwright-python and a system Chromium. Prints every problem and saves screenshots to FOLDER. Exit code 1 if there is
+a problem.
 """
 
+import argparse
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -40,12 +43,12 @@ def send(page: Page, text: str) -> None:
     page.wait_for_selector(".busy", state="detached", timeout=120_000)
 
 
-def use(page: Page, url: str, name: str, folder: Path) -> Iterator[str]:
+def use(page: Page, url: str, question: str, name: str, folder: Path) -> Iterator[str]:
     """Use the page as a visitor would; yields the problems."""
     page.goto(url)
     page.wait_for_selector("#ideas button")
     yield from look(page, f"{name}-start", folder)
-    send(page, TEXT)
+    send(page, question)
     if not page.locator(".talk .d1").count():
         yield "no token is coloured as drafted"
     page.locator(".talk .d1").first.click()
@@ -53,7 +56,7 @@ def use(page: Page, url: str, name: str, folder: Path) -> Iterator[str]:
         yield "a drafted token shows no tree with an accepted path"
     yield from look(page, f"{name}-chat", folder)
     page.click("#mode-compare")
-    send(page, TEXT)
+    send(page, question)
     verdict = page.inner_text("#verdict h2")
     if "equal" not in verdict:
         yield f"in float32 the texts must be equal, but the page says: {verdict}"
@@ -62,7 +65,7 @@ def use(page: Page, url: str, name: str, folder: Path) -> Iterator[str]:
     yield from look(page, f"{name}-settings", folder)
 
 
-def check(url: str, browser: str, folder: Path) -> list[str]:
+def check(url: str, browser: str, question: str, folder: Path) -> list[str]:
     found: list[str] = []
     with sync_playwright() as playwright:
         running = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
@@ -73,23 +76,29 @@ def check(url: str, browser: str, folder: Path) -> list[str]:
             page.on("console", lambda message, said=said: said.append(f"console: {message.text}"))
             page.on("pageerror", lambda error, said=said: said.append(f"error: {error}"))
             name = f"chat-{scheme}-{size}"
-            found += [f"{name}: {line}" for line in [*use(page, url, name, folder), *said]]
+            found += [f"{name}: {line}" for line in [*use(page, url, question, name, folder), *said]]
             page.close()
         running.close()
     return found
 
 
 def main() -> None:
-    headstart, browser, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
-    folder.mkdir(parents=True, exist_ok=True)
-    command = [headstart, "serve", *MODEL, "--port", "0"]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("headstart", help="the command that serves")
+    parser.add_argument("browser", help="a Chromium")
+    parser.add_argument("folder", type=Path, help="for the screenshots")
+    parser.add_argument("--question", default=TEXT, help="what to write into the page")
+    parser.add_argument("options", nargs="*", help="of headstart serve, after --")
+    given = parser.parse_args()
+    given.folder.mkdir(parents=True, exist_ok=True)
+    command = [given.headstart, "serve", *(given.options or MODEL), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         try:
-            found = check(server.stdout.readline().split()[0], browser, folder)
+            found = check(server.stdout.readline().split()[0], given.browser, given.question, given.folder)
         finally:
             server.kill()
-    print("\n".join(found) or f"no problems; screenshots in {folder}")
+    print("\n".join(found) or f"no problems; screenshots in {given.folder}")
     sys.exit(1 if found else 0)
 
 
