@@ -422,6 +422,12 @@ class Batch:
         held = [row.request for row in self.members]
         return self.budget.fits([request.length + self.nodes for request in [*held, *requests]])
 
+    @property
+    def cache_usage(self) -> float:
+        """The share of the cache's memory that the texts have reserved up to their longest possible ends."""
+        slots = [row.request.length + self.nodes for row in self.members]
+        return self.budget.used(slots, self.target.max_positions + self.nodes)
+
     def close(self) -> None:
         """Free the cache. The batch may be used again."""
         assert not self.members

@@ -50,6 +50,12 @@ class CacheBudget:
         """Whether texts with so many slots fit together. A cache that is one block has room for all of its rows."""
         return self.memory is None or not self.lazy or sum(map(self.needed, slots)) <= self.memory
 
+    def used(self, slots: list[int], longest: int) -> float:
+        """The share of the memory that these texts have reserved; without a limit, of what `longest` texts need."""
+        room = self.memory or (self.rows if self.lazy else 1) * self.needed(longest)
+        reserved = self.needed(max(slots, default=0)) if not self.lazy else sum(map(self.needed, slots))
+        return reserved / room if slots else 0.0
+
 
 def refuse_absent_memory(memory: int, device: torch.device) -> None:
     """Raise ValueError for a budget that the device cannot give."""

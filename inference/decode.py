@@ -108,8 +108,8 @@ class DecodeLoop:
 
         One pass reads at most `prefill_chunk` tokens of prompts. While rows run, prompts are read in smaller pieces
         beside their steps, in the same pass of the target and without drafts, or in turn with them where the target or
-        static shapes do not allow that. With `prompts_first` all free rows get their prompts before the next step, in passes whose size
-        does not depend on any clock.
+        static shapes do not allow that. With `prompts_first` all free rows get their prompts before the next step, in
+        passes whose size does not depend on any clock.
 
         `memory` is the most bytes that the cache takes up. A request waits until its longest possible text fits beside
         the others. On a GPU, and with static shapes, each row has the room of the longest text.

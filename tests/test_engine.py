@@ -441,6 +441,20 @@ def test_a_request_that_waits_for_memory_is_not_overtaken(target: TargetModel) -
     assert [number for number, _ in loop.take_ended()] == [0, 1, 2]
 
 
+@pytest.mark.parametrize("memory", [4 * 256 * 896, None])
+def test_the_cache_usage_tells_what_running_texts_reserve(target: TargetModel, memory: int | None) -> None:
+    loop = DecodeLoop(target, max_batch=4, memory=memory)
+    usages = [loop.batch.cache_usage]
+    for _ in range(2):
+        loop.submit(Request([3], 100, end_tokens=()))
+        loop.step()
+        usages.append(loop.batch.cache_usage)
+    assert 0 == usages[0] < usages[1] <= 0.5
+    assert usages[2] == pytest.approx(2 * usages[1])
+    finish(loop)
+    assert loop.batch.cache_usage == 0
+
+
 # Everything at once.
 
 

@@ -50,6 +50,7 @@ def test_tokens_are_accepted_drafts_plus_one_per_step_and_the_first(server: Runn
         assert total(found, f"{prefix}:time_to_first_token_seconds_count") == 3
         assert total(found, f"{prefix}:request_generation_tokens_sum") == 90
         assert total(found, f"{prefix}:num_requests_running") == total(found, f"{prefix}:num_requests_waiting") == 0
+        assert total(found, f"{prefix}:kv_cache_usage_perc") == 0
     assert total(found, "headstart:acceptance_length") == pytest.approx(1 + accepted / drafts)
 
 

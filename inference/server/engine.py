@@ -83,6 +83,7 @@ class Engine:
         self.running = True
         self.ended: Future[None] | None = None
         self.prefixes = 0, 0  # tokens of prompts that were looked up among earlier texts, and those that were found
+        self.cache_usage = 0.0  # that of the batch
         self.failures = 0  # steps that ended in an error
         self.asyncio: asyncio.AbstractEventLoop
 
@@ -149,6 +150,7 @@ class Engine:
     def _cancel(self, job: Job) -> None:
         if job.number in self.jobs:
             self.loop.cancel(job.number)
+            self.cache_usage = self.loop.batch.cache_usage
             self._tell(self._ends())
 
     def _stop(self) -> None:
@@ -163,10 +165,12 @@ class Engine:
             lost = f"the step failed ({type(error).__name__}); its {len(self.jobs)} requests get an error"
             print(lost, file=sys.stderr, flush=True)
             self._fail_all("decoding failed; the server's log has the reason")
+            self.cache_usage = 0.0
             self.loop = self.make_loop()
             return
         now = time.perf_counter()
         self.prefixes = self.loop.prefix_queries, self.loop.prefix_hits
+        self.cache_usage = self.loop.batch.cache_usage
         events = [(job, self._update(job, block, now)) for block in blocks for job in [self.jobs[block.number]]]
         self._tell([*events, *self._ends()])
 

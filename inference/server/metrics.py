@@ -1,10 +1,10 @@
 """Prometheus metrics under our own names, and under vLLM's, which dashboards and load tools read."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from headstart.inference.server.engine import Update
+from headstart.inference.server.engine import Engine, Update
 from headstart.inference.server.exchange import Exchange
 
 PREFIXES = ("headstart", "vllm")
@@ -27,6 +27,7 @@ COUNTERS = {
 GAUGES = {
     "num_requests_running": "Choices whose first token was written, and whose last was not.",
     "num_requests_waiting": "Choices that wait for their first token.",
+    "kv_cache_usage_perc": "Share (0 to 1) of --memory that texts reserve; without it, of the rows at their longest.",
 }
 HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
     "time_to_first_token_seconds": ("From a request's arrival to its first token.", LONG),
@@ -45,7 +46,7 @@ HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
 class Metrics:
     """All figures of one server, in a registry of its own."""
 
-    def __init__(self, model: str, engine_failures: Callable[[], int], promised: float | None = None) -> None:
+    def __init__(self, model: str, engine: Engine, promised: float | None = None) -> None:
         """`promised` is the acceptance length on the head's card."""
         self.registry = CollectorRegistry()
         self.labels = {"model_name": model, "engine": "0"}
@@ -77,7 +78,9 @@ class Metrics:
         failures = Gauge(
             "headstart:engine_failures", "Steps that ended in an error.", LABELS, registry=self.registry
         ).labels(**self.labels)
-        failures.set_function(engine_failures)
+        failures.set_function(lambda: engine.failures)
+        for gauge in self.gauges["kv_cache_usage_perc"]:
+            gauge.set_function(lambda: engine.cache_usage)
 
     def page(self) -> bytes:
         """The metrics in Prometheus' text format."""

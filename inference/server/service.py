@@ -46,7 +46,7 @@ class Service:
     def __init__(self, served: Served, settings: ServerSettings, log: Callable[[str], None]) -> None:
         self.served, self.settings, self.log = served, settings, log
         self.engine = Engine(served.thread, served.make_loop, self.observe)
-        self.metrics = Metrics(settings.names[0], lambda: self.engine.failures, served.promised)
+        self.metrics = Metrics(settings.names[0], self.engine, served.promised)
         self.acceptance = AcceptanceWatch(served.promised, log)
         target = served.target
         self.prompts = PromptReader(served.tokenizer, target.config.vocab_size, target.max_positions)

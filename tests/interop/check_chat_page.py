@@ -5,8 +5,8 @@
 
 HEADSTART is the command that serves; it is started on the bundled target, or with the options of `headstart serve` that
 follow `--`, such as those of a chat model in float32, which then answers --question. Needs playwright,
-axe-playwright-python and a system Chromium. Prints every problem and saves screenshots to FOLDER. Exit code 1 if there is
-a problem.
+axe-playwright-python and a system Chromium. Prints every problem and saves screenshots to FOLDER. Exit code 1 if there
+is a problem.
 """
 
 import argparse
