@@ -362,6 +362,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30, help="minutes of mixed load (default: %(default)s)")
     parser.add_argument("serve", nargs="+", metavar="-- OPTION", help="options of headstart serve")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the server must not outlive this process
     server = start(arguments.serve)
     # The access log must not fill the pipe.
     pump = subprocess.Popen(["cat"], stdin=server.process.stdout, stdout=subprocess.DEVNULL)
