@@ -256,6 +256,11 @@ def test_the_card_shows_what_training_logged_for_the_exported_weights(
     assert "| tokens read | acceptance length at temperature 0 |\n| ---: | ---: |\n| 5,000 | 7.00 |\n" in text()
     assert "context: 256 tokens" in text()
     assert "trained on texts of at most 2,048 tokens" in text()
+    assert "warm start" not in text()
+    warm = recipe_of(tmp_path, target_folder, format="vllm", overwrite=True)
+    train = warm.train.model_copy(update={"start_from": Path("earlier/head")})
+    card = (export(warm.model_copy(update={"train": train})) / "README.md").read_text()
+    assert "- warm start: from the head in `earlier/head`" in card
     other = exported(make_head(), tmp_path / "other", target_folder, "vllm", head=str(tmp_path / "head"))
     assert "the head comes from" in (other / "README.md").read_text()
     assert "held-out" not in (other / "README.md").read_text()
