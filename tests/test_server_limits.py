@@ -315,6 +315,22 @@ def test_a_client_that_leaves_frees_its_row(served: Served, stream: bool, steps:
         assert httpx.post(server.url + COMPLETION, json={"prompt": "a", "max_tokens": 2}, timeout=60).status_code == 200
 
 
+def test_a_client_that_reads_a_byte_at_a_time_holds_no_row_and_delays_nobody(served: Served) -> None:
+    with running(served, ServerSettings((NAME,), max_batch=2)) as server, socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)  # the kernel's least: about 2 kB
+        slow.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
+        fields = {"prompt": "a", "max_tokens": 100, "ignore_eos": True, "stream": True, "n": 2, "logprobs": 5}
+        slow.sendall(raw_post(fields))
+        came = slow.recv(1)
+        other = httpx.post(server.url + COMPLETION, json={"prompt": "a", "max_tokens": 2}, timeout=20)
+        assert other.status_code == 200
+        until(lambda: server.service.running == 0)  # though it has read one byte
+        slow.settimeout(20)
+        while not came.endswith(b"[DONE]\n\n\r\n0\r\n\r\n"):
+            came += slow.recv(1)
+        assert came.count(b'"finish_reason": "length"') == 2
+
+
 def test_time_limits_refuse_what_waits_and_cut_what_runs(served: Served) -> None:
     with gated(served, queue_timeout=0.2) as (server, gate):
         threading.Timer(0.6, gate.is_open.set).start()  # a request is let go when the step that is running has ended

@@ -120,7 +120,7 @@ def training(recipe: Recipe) -> Iterator[str]:
         f"objective {section.objective or 'of the paper'}, unrolled to depth {section.unroll}"
     )
     if section.start_from is not None:
-        yield f"- warm start: from the head in `{section.start_from}`; what it had read before comes on top"
+        yield f"- warm start: from the head in `{section.start_from}`; the tokens that it had read are not counted here"
     if recipe.joint.mode is not None:
         yield f"- the target's layers were tuned together with the head ({recipe.joint.mode}): use the tuned target"
     row = heldout_row(recipe)
