@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="for the screenshots")
     parser.add_argument("--question", default=TEXT, help="what to write into the page")
     parser.add_argument("options", nargs="*", help="of headstart serve, after --")
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()
     given.folder.mkdir(parents=True, exist_ok=True)
     command = [given.headstart, "serve", *(given.options or MODEL), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
