@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from headstart.data_pipelines.batches import Batch, Sample, pack
 from headstart.heads.block import BlockHead
@@ -185,6 +186,40 @@ def test_chunks_change_neither_loss_nor_gradient(
         found.append([loss, *torch.autograd.grad(loss, [*trained.parameters()])])
     for one, other in zip(*found, strict=True):
         assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+class Conversions(TorchDispatchMode):
+    """Counts the tensors of one shape that are converted to another number format."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        super().__init__()
+        self.shape, self.count = shape, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._to_copy.default and args[0].shape == self.shape
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("vocab_size", [97, 60])
+def test_the_shared_lm_head_is_not_converted_for_each_chunk_of_blocks(
+    make_head: MakeHead, frozen: FrozenTarget, monkeypatch: pytest.MonkeyPatch, vocab_size: int
+) -> None:
+    """In bfloat16 training it is the teacher's, converted before the first step; the float32 one gives the same loss."""
+    monkeypatch.setattr("headstart.trainers.objective.positions_at_once", lambda *_: 2)
+    vocab, batch = DraftVocab.most_frequent(torch.arange(97) % 7, vocab_size), Batch.collate(SAMPLES, torch.float32)
+    head = make_head("block", vocab=vocab).requires_grad_(True)
+    wide = head.output_layer
+    trained = TrainedBlocks(head, Teacher(frozen, vocab, torch.bfloat16), replace(DSPARK, confidence_weight=0.0), 4)
+    assert head.output_layer is trained.teacher.within_vocab.lm_head
+    losses, counts = [], []
+    for lm_head in (head.output_layer, wide):
+        head.shared_lm_head = lm_head
+        with torch.autocast("cpu", torch.bfloat16), Conversions(lm_head.shape) as conversions:
+            supervision = trained.supervise(batch, "key")
+            losses.append(trained(batch, supervision, supervision.counts(4)).loss)
+        counts.append(conversions.count)
+    assert torch.equal(*losses)
+    assert counts[0] == 0 < counts[1]
 
 
 def test_d_pace_is_the_gradient_of_the_expected_length() -> None:

@@ -54,6 +54,10 @@ class TrainedBlocks(UnrolledHead):
         assert isinstance(head, BlockHead)
         assert objective.unroll == head.shape.levels
         self.block_head, self.anchors, self.checkpointing = head, anchors, activation_checkpointing
+        if head.shared_lm_head is not None:
+            # The teacher's is already in the number format of the matrix products. Autocast keeps only what it converts
+            # of trained weights, so it would convert this one again for every chunk of blocks.
+            head.shared_lm_head = teacher.within_vocab.lm_head
 
     @torch.no_grad()
     def supervise(self, batch: Batch, key: str) -> BlockSupervision:
