@@ -204,7 +204,7 @@ class Conversions(TorchDispatchMode):
 def test_the_shared_lm_head_is_not_converted_for_each_chunk_of_blocks(
     make_head: MakeHead, frozen: FrozenTarget, monkeypatch: pytest.MonkeyPatch, vocab_size: int
 ) -> None:
-    """In bfloat16 training it is the teacher's, converted before the first step; the float32 one gives the same loss."""
+    """In bfloat16 training it is the teacher's, converted before the first step; the float32 one has the same loss."""
     monkeypatch.setattr("headstart.trainers.objective.positions_at_once", lambda *_: 2)
     vocab, batch = DraftVocab.most_frequent(torch.arange(97) % 7, vocab_size), Batch.collate(SAMPLES, torch.float32)
     head = make_head("block", vocab=vocab).requires_grad_(True)
