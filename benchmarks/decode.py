@@ -108,7 +108,7 @@ def transformers_own(target: TargetModel, new_tokens: int, lookup: int | None = 
 
     def run(prompt: list[int]) -> DecodeStats:
         calls = []
-        hook = target.model.register_forward_pre_hook(lambda *_: calls.append(1))
+        hook = target.unpacked.model.register_forward_pre_hook(lambda *_: calls.append(1))
         started = time.perf_counter()
         written = target.generate([prompt], new_tokens, prompt_lookup=lookup)[0]
         seconds = time.perf_counter() - started

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headstart.heads.base import DraftHead
+from headstart.heads.checkpoint import load_head
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import load_drafting_head
 from headstart.inference.drafters.growth import Dynamic
@@ -107,7 +108,8 @@ def methods_at(recipe: Recipe, target: TargetModel, temperature: float) -> list[
 
 
 def drafting(recipe: Recipe, target: TargetModel) -> Iterator[Method]:
-    head, random_head = (load_drafting_head(head_folder(recipe), target) for _ in range(2))
+    folder = head_folder(recipe)
+    head, random_head = load_drafting_head(folder, target), load_head(folder, target.frozen)
     generator = torch.Generator().manual_seed(recipe.seed)
     for parameter in random_head.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)

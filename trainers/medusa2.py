@@ -19,7 +19,7 @@ from headstart.heads.frozen import at_least_float32
 from headstart.heads.safetensors_file import as_os_error, give_umask_mode
 from headstart.heads.target_config import SAFE_FILES, locate_target
 from headstart.inference.target.architecture import decoder_layers
-from headstart.inference.target.model import TargetModel
+from headstart.inference.target.model import TargetModel, with_own_weights
 from headstart.inference.target.quiet import no_bars_of_transformers
 from headstart.recipes import Recipe
 from headstart.recipes.os_errors import naming
@@ -127,11 +127,6 @@ def trainable_section(recipe: Recipe, device: torch.device) -> TargetSection:
     """The target section to train with: float32 if whole layers learn, the recipe's own dtype under adapters."""
     dtype = "float32" if recipe.joint.mode == "full" else recipe.target.dtype
     return with_own_weights(recipe.target).model_copy(update={"dtype": dtype, "device": str(device)})
-
-
-def with_own_weights(section: TargetSection) -> TargetSection:
-    """The same target with weights that can be trained and saved."""
-    return section.model_copy(update={"half_weights": "never"})
 
 
 def add_adapters(model: nn.Module, layers: nn.ModuleList, rank: int, seed: int) -> None:

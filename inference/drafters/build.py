@@ -16,7 +16,7 @@ from headstart.inference.drafters.model import EarlyExit, ModelDrafter
 from headstart.inference.drafters.other_tokenizer import OtherTokenizerDrafter
 from headstart.inference.drafters.suffix_automaton import SuffixAutomaton
 from headstart.inference.drafters.trie import TreeLimits
-from headstart.inference.half_weights import use_half_weights
+from headstart.inference.packed_weights import pack_weights
 from headstart.inference.target.model import TargetModel
 from headstart.inference.target.tokenizer import load_tokenizer, same_tokenizer
 from headstart.recipes.jsonl import read_jsonl
@@ -49,13 +49,14 @@ def build_drafter(
 
 
 def load_drafting_head(folder: Path, target: TargetModel) -> DraftHead:
-    """A saved head that drafts for this target, its weights in half precision where the target's are.
+    """A saved head that drafts for this target, its weights packed where the target's are.
 
-    Rounding them changes draft tokens at most, never the text. Raises what `load_head` raises.
+    Rounding float32 weights to half precision changes draft tokens at most, never the text. Raises what `load_head`
+    raises.
     """
     head = load_head(folder, target.frozen)
-    if target.has_half_weights:
-        use_half_weights(head, exact=False)
+    if target.is_packed:
+        pack_weights(head, exact=False)
     return head
 
 

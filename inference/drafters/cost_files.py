@@ -79,7 +79,7 @@ def cost_key(target: TargetModel, head: DraftHead, width: int, nodes: int, batch
         "target": digest_of(config),
         "dtype": str(target.dtype),
         "attention": target.model.config._attn_implementation,
-        "half_weights": target.has_half_weights,
+        "packed_weights": target.is_packed,
         "compiled": target.compiles,
         "ranks": f"{type(target.ranks).__name__} {target.ranks.count}",
         "head": digest_of([head.kind, repr(head.shape), str(head.embedding.dtype), len(head.vocab.ids)]),

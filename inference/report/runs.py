@@ -93,7 +93,7 @@ def run_transformers(
 ) -> Run:
     """Decode with `generate`, alone or assisted; every forward of the model after the first counts as a step."""
     calls: list[int] = []
-    hook = target.model.register_forward_pre_hook(lambda *_: calls.append(1))
+    hook = target.unpacked.model.register_forward_pre_hook(lambda *_: calls.append(1))
     times = TokenTimes() if len(prompts) == 1 else None  # transformers streams a single text only
     started = time.perf_counter()
     texts = target.generate(list(prompts), max_new_tokens, sampling, method.lookup, method.assistant, times)

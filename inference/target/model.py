@@ -1,5 +1,6 @@
 """Any Hugging Face causal LM as a target, unpatched: tree masks, cache and taps use public interfaces only."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from transformers.cache_utils import Cache
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.inference.cache import KVCache, Shape, Slots
-from headstart.inference.half_weights import gains_by_half_weights, use_half_weights
+from headstart.inference.packed_weights import gains_by_packing, pack_weights
 from headstart.inference.request import cut_at_end
 from headstart.inference.sampling import Sampling
 from headstart.inference.target.architecture import (
@@ -69,7 +70,8 @@ class TargetModel:
         self._kept: dict[type, object] = {}
         self._seen: dict[int, Tensor] = {}
         self.layers = [*decoder_layers(model)]
-        self.has_half_weights = False  # whether linear layers read float16 weights, though they compute in float32
+        self.is_packed = False  # whether linear layers keep their weights packed for this processor
+        self.load_unpacked: Callable[[], TargetModel] | None = None  # where it is packed
         self.compiles = False  # whether steps with fixed shapes compile its layers and the head's
         for tap in {*taps} - {self.config.num_layers}:
             self.layers[tap].register_forward_pre_hook(keep_input(self._seen, tap), with_kwargs=True)
@@ -101,8 +103,8 @@ class TargetModel:
         else:
             device: Any = pick_device(section.device)  # transformers' own `to` is mistyped
             target = cls(load().to(device), taps, None, section.attention)
-            if section.half_weights == "auto" and not section.compile:
-                target.keep_half_weights()
+            if section.packed_weights == "auto" and not section.compile:
+                target.pack_weights(partial(cls.load, with_own_weights(section), ()))
         target.compiles = section.compile
         return target
 
@@ -120,11 +122,20 @@ class TargetModel:
             )
         return cls(model, ())
 
-    def keep_half_weights(self) -> None:
-        """Decode from weights in half precision, if this machine gains by it and they are half-precision numbers."""
-        if gains_by_half_weights(self.model):
+    def pack_weights(self, load_unpacked: "Callable[[], TargetModel]") -> None:
+        """Decode from packed weights, if this machine gains by it and that changes none of them.
+
+        `load_unpacked` loads the same target as transformers does.
+        """
+        if gains_by_packing(self.model):
             assert self.frozen is not None  # made before the lm_head's own weights are gone
-            self.has_half_weights = use_half_weights(self.model, exact=True)
+            self.is_packed = pack_weights(self.model, exact=True)
+            self.load_unpacked = load_unpacked if self.is_packed else None
+
+    @cached_property
+    def unpacked(self) -> "TargetModel":
+        """This target as transformers runs it, for baselines: itself, or another copy if its weights are packed."""
+        return self if self.load_unpacked is None else self.load_unpacked()
 
     @property
     def max_positions(self) -> int:
@@ -283,6 +294,8 @@ class TargetModel:
         `prompt_lookup` is the number of tokens to draft from the prompt; `assistant` is a draft model and its number of
         tokens. Both, and a streamer, work on one prompt at a time.
         """
+        if self.unpacked is not self:
+            return self.unpacked.generate(prompts, max_new_tokens, sampling, prompt_lookup, assistant, streamer)
         longest = max(map(len, prompts))
         pad = self.end_tokens[0] if self.end_tokens else 0
         tokens = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=self.device)
@@ -297,7 +310,7 @@ class TargetModel:
         )
         extra: dict[str, Any] = {} if streamer is None else {"streamer": streamer}
         if assistant is not None:
-            model, count = assistant
+            model, count = assistant[0].unpacked, assistant[1]
             # Always this many tokens, however confident the assistant is.
             model.model.generation_config = GenerationConfig(
                 num_assistant_tokens=count, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0
@@ -318,6 +331,11 @@ class TargetModel:
                 f"head.taps: {list(self.taps)} given, the target's hidden_states 0 to {self.config.num_layers} are "
                 f"allowed; leave head.taps out for {list(self.config.default_taps())}"
             )
+
+
+def with_own_weights(section: TargetSection) -> TargetSection:
+    """The same target with the weights of its file, which can be trained and saved."""
+    return section.model_copy(update={"packed_weights": "never"})
 
 
 def one_or_all(masks: dict[str, Tensor]) -> Masks:

@@ -1,0 +1,89 @@
+"""The laws of packed weights: the numbers stay the weights' own, and so does the text."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ModelFactory
+from torch import nn
+from torch.testing import assert_close
+
+from headstart.inference.decode import generate_batch
+from headstart.inference.packed_weights import BlockedLinear, HalfLinear, can_pack, pack_weights
+from headstart.inference.request import Request
+from headstart.inference.target.model import TargetModel, with_own_weights
+from headstart.recipes.schema import TargetSection
+
+needs_fbgemm = pytest.mark.skipif(not can_pack(torch.float32), reason="torch has no FBGEMM for this processor")
+needs_onednn = pytest.mark.skipif(not can_pack(torch.bfloat16), reason="oneDNN has no bfloat16 on this processor")
+DTYPES = [pytest.param("float32", marks=needs_fbgemm), pytest.param("bfloat16", marks=needs_onednn)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, make_model: ModelFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tiny target whose weights are bfloat16 numbers, as published ones are; it counts as large."""
+    monkeypatch.setattr("headstart.inference.packed_weights.SMALL_BYTES", 0)
+    make_model().bfloat16().save_pretrained(tmp_path / "target")
+    return tmp_path / "target"
+
+
+def linear_layer(bias: bool) -> nn.Linear:
+    linear = nn.Linear(48, 80, bias=bias)
+    linear.weight.data = linear.weight.data.bfloat16().float()
+    return linear
+
+
+@needs_fbgemm
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 7, 33])
+@torch.inference_mode()
+def test_a_half_linear_is_the_float32_layer(rows: int, bias: bool) -> None:
+    linear = linear_layer(bias)
+    inputs = torch.randn(2, rows, 48)
+    assert_close(HalfLinear(linear)(inputs), linear(inputs), rtol=1e-5, atol=1e-5)
+
+
+@needs_onednn
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 7, 33])
+@torch.inference_mode()
+def test_a_blocked_linear_is_the_bfloat16_layer(rows: int, bias: bool) -> None:
+    linear = linear_layer(bias).bfloat16()
+    inputs = torch.randn(2, 2 * rows, 48, dtype=torch.bfloat16)[:, ::2]  # not contiguous
+    wanted = linear.float()(inputs.float()).bfloat16()
+    assert_close(BlockedLinear(linear.bfloat16())(inputs), wanted, rtol=1e-2, atol=1e-2)
+
+
+@needs_fbgemm
+def test_a_layer_with_a_weight_that_is_no_half_number_stays_in_float32() -> None:
+    exact, finer, huge = (linear_layer(True) for _ in range(3))
+    finer.weight.data[3, 5] = 1 + 2**-12
+    huge.weight.data[0, 0] = 1e6
+    model = nn.Sequential(exact, finer, huge)
+    assert pack_weights(model, exact=True)
+    assert [type(layer) for layer in model] == [HalfLinear, nn.Linear, nn.Linear]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_text_is_the_same_and_the_layers_have_no_weights_of_their_own(folder: Path, dtype: str) -> None:
+    section = TargetSection(path=str(folder), dtype=dtype, device="cpu")
+    packed, loaded = (TargetModel.load(each, (0,)) for each in (section, with_own_weights(section)))
+    assert packed.is_packed
+    assert not loaded.is_packed
+    assert not [name for name, _ in packed.model.named_parameters() if "proj" in name]
+    assert torch.equal(packed.frozen.lm_head, loaded.frozen.lm_head)  # heads share it
+    requests = [Request([5, 6, 7], 24), Request([9, 4], 24)]
+    texts = [[found.tokens for found in generate_batch(target, requests)] for target in (packed, loaded)]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_baseline_runs_on_the_weights_that_transformers_loads(folder: Path, dtype: str) -> None:
+    packed = TargetModel.load(TargetSection(path=str(folder), dtype=dtype, device="cpu"), ())
+    seen = []
+    hook = packed.unpacked.model.register_forward_pre_hook(lambda *_: seen.append(1))
+    packed.generate([[5, 6, 7]], 3)
+    hook.remove()
+    assert seen
+    assert not packed.unpacked.is_packed
+    assert [name for name, _ in packed.unpacked.model.named_parameters() if "proj" in name]
