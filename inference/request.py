@@ -67,6 +67,7 @@ class DecodeStats:
     steps: int = 0  # target steps after prefill
     tokens: int = 0  # new tokens from these steps, bonus tokens included
     drafted: int = 0  # draft tokens that the target verified; roots are not draft tokens
+    drafting_steps: int = 0  # steps that verified any
     seconds: float = 0.0  # wall time of the whole generation, prefill included
     bytes_moved: int = 0  # inside the KV cache, to put accepted nodes side by side; moved rows and growth do not count
     cache_bytes: int = 0  # size of the largest cache, with all of its rows and the head's slots
@@ -87,6 +88,7 @@ class DecodeStats:
         self.steps += 1
         self.tokens += kept
         self.drafted += drafted
+        self.drafting_steps += drafted > 0
         self.accepted_at_depth.extend([0] * (accepted - len(self.accepted_at_depth)))
         for depth in range(accepted):
             self.accepted_at_depth[depth] += 1
@@ -95,6 +97,7 @@ class DecodeStats:
         self.steps += other.steps
         self.tokens += other.tokens
         self.drafted += other.drafted
+        self.drafting_steps += other.drafting_steps
         self.seconds += other.seconds
         self.bytes_moved += other.bytes_moved
         self.cache_bytes = max(self.cache_bytes, other.cache_bytes)

@@ -514,7 +514,8 @@ def test_summed_stats_count_each_step_once_at_every_depth_it_reached() -> None:
         for length in paths:
             stats.count_step(accepted=length - 1, kept=length, drafted=5)
         total.add(stats)
-    assert total.steps == 5
+    total.count_step(accepted=0, kept=1, drafted=0)
+    assert (total.steps, total.drafting_steps) == (6, 5)
     assert total.accepted_at_depth == [3, 2, 1]  # from the paths of 3, 2 and 4 nodes, their roots not counted
 
 
