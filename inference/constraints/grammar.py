@@ -47,7 +47,7 @@ class Grammars:
             raise ValueError(f"{name}: a {type(schema).__name__} given, a JSON object is allowed; correct it")
         try:
             source = LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=LAYOUT)
-        except (TypeError, ValueError) as error:
+        except (RecursionError, TypeError, ValueError) as error:
             raise ValueError(f"{name}: {one_line(error)}; a JSON schema is allowed: correct it") from error
         return self._checked(source, name, "a JSON schema whose keywords are supported")
 
