@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +64,12 @@ def server(served: Served) -> Iterator[Running]:
 
 
 @contextmanager
-def gated(served: Served, **settings: Any) -> Iterator[tuple[Running, Gate]]:
+def gated(served: Served, prefill_chunk: int = 512, **settings: Any) -> Iterator[tuple[Running, Gate]]:
     """A server whose steps wait for a gate."""
     gate = Gate()
 
     def make_loop() -> DecodeLoop:
-        loop = GatedLoop(served.target, PLAIN, 2)
+        loop = GatedLoop(served.target, PLAIN, 2, prefill_chunk=prefill_chunk)
         loop.gate = gate
         return loop
 
@@ -87,10 +88,13 @@ def raw_post(fields: dict[str, Any]) -> bytes:
     return f"{head}\r\n\r\n{body}".encode()
 
 
-def until(holds: Callable[[], bool], seconds: float = 20) -> None:
+def until(holds: Callable[[], bool], seconds: float = 20, gate: Gate | None = None) -> None:
+    """Wait until this holds; steps go through the gate meanwhile."""
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end
+        if gate is not None:
+            gate.steps.release()
         time.sleep(0.01)
 
 
@@ -133,12 +137,20 @@ REFUSED: dict[str, tuple[str, dict[str, Any], int, tuple[str, ...]]] = {
     "a penalty of 3": (COMPLETION, {"presence_penalty": 3}, 400, ("presence_penalty", "3", "-2 to 2")),
     "n of 0": (COMPLETION, {"n": 0}, 400, ("n:", "0 given", "1 to 128")),
     "n beyond the queue": (COMPLETION, {"n": 100}, 400, ("n:", "100 choices", "at most 8")),
+    "prompts beyond the queue": (COMPLETION, {"prompt": ["a"] * 9}, 400, ("prompt:", "9 choices", "at most 8")),
+    "as many prompts as a body holds, many times": (
+        COMPLETION,
+        {"prompt": ["a"] * 200_000, "n": 128},
+        400,
+        ("n:", "25600000 choices", "at most 8"),
+    ),
     "no tokens": (COMPLETION, {"max_tokens": 0}, 400, ("max_tokens", "0 given", "at least 1")),
     "half a token": (COMPLETION, {"max_tokens": 1.5}, 400, ("max_tokens", "1.5", "a whole number")),
     "a seed of 65 bits": (COMPLETION, {"seed": 2**64}, 400, ("seed", "a whole number")),
     "a bias beyond the vocabulary": (COMPLETION, {"logit_bias": {"300": 1}}, 400, ("logit_bias", "300", "0 to 299")),
     "a bias of 101": (COMPLETION, {"logit_bias": {"3": 101}}, 400, ("logit_bias", "101", "-100 to 100")),
     "10,000 stop strings": (COMPLETION, {"stop": ["x"] * 10_000}, 400, ("stop", "10000 strings", "at most 64")),
+    "a stop that is no text": (COMPLETION, {"stop": 0}, 400, ("stop", "0 given", "a text")),
     "an empty stop string": (COMPLETION, {"stop": [""]}, 400, ("stop", "1 to 1000 characters")),
     "a long stop string": (COMPLETION, {"stop": "x" * 1001}, 400, ("stop", "1 to 1000 characters")),
     "stop ids beyond the vocabulary": (COMPLETION, {"stop_token_ids": [999]}, 400, ("stop_token_ids", "999")),
@@ -156,6 +168,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], int, tuple[str, ...]]] = {
         ("response_format.json_schema.schema", "wizard"),
     ),
     "a format of another kind": (CHAT, {"response_format": {"type": "xml"}}, 400, ("type", "xml", "json_schema")),
+    "a schema that is nested deeply": (
+        COMPLETION,
+        {"structured_outputs": {"json": json.loads('{"items":' * 400 + "{}" + "}" * 400)}},
+        400,
+        ("structured_outputs.json", "a JSON schema is allowed"),
+    ),
     "half a regular expression": (
         COMPLETION,
         {"structured_outputs": {"regex": "(a"}},
@@ -294,24 +312,36 @@ def post_in_thread(server: Running, **fields: Any) -> PostThread:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("steps", [0, 1, 3])
-def test_a_client_that_leaves_frees_its_row(served: Served, stream: bool, steps: int) -> None:
-    """In the queue, after the prompt was read, and while decoding."""
-    with gated(served) as (server, gate):
+@pytest.mark.parametrize("place", ["queue", "prefill", "decoding"])
+def test_a_client_that_leaves_the_queue_prefill_or_decoding_takes_no_further_work(
+    served: Served, place: str, stream: bool
+) -> None:
+    with gated(served, prefill_chunk=4) as (server, gate):
+        service = server.service
+        others = [post_in_thread(server, max_tokens=100, ignore_eos=True) for _ in range(2 * (place == "queue"))]
+        until(lambda: service.running == len(others), gate=gate if others else None)
         with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as client:
-            client.sendall(raw_post({"prompt": "a", "max_tokens": 100, "ignore_eos": True, "stream": stream}))
-            until(lambda: server.service.waiting == 1)
-            for _ in range(steps):
-                gate.steps.release()
-            until(lambda: server.service.running == (1 if steps else 0))
-        gate.steps.release()  # the engine follows orders between steps
-        until(lambda: server.service.running + server.service.waiting == 0)
-        until(lambda: not server.service.open and bool(server.lines))
+            fields = {"prompt": [20] * 20, "max_tokens": 100, "ignore_eos": True, "stream": stream, "logprobs": 0}
+            client.sendall(raw_post(fields))
+            until(lambda: service.waiting == 1)
+            batch = service.engine.loop.batch
+            if place == "prefill":
+                gate.steps.release(2)
+                until(lambda: batch.reading is not None and batch.read == 8)
+            if place == "decoding":
+                until(lambda: service.running == 1, gate=gate)
+                assert not stream or client.recv(1)
+        until(lambda: service.running + service.waiting == len(others), gate=gate)
+        assert batch.reading is None
+        assert len(batch.rows) == len(others)
+        until(lambda: len(service.open) == len(others) and bool(server.lines))
         line = json.loads(server.lines[-1])
         assert line["finish"] == ["abort"]
         assert line["completion_tokens"] < 100
-        assert line["status"] == (200 if stream else 499)
+        assert (line["completion_tokens"] > 0) == (place == "decoding")
+        assert line["status"] == (200 if stream and place == "decoding" else 499)
         gate.is_open.set()
+        assert [other.result() for other in others] == [200] * len(others)
         assert httpx.post(server.url + COMPLETION, json={"prompt": "a", "max_tokens": 2}, timeout=60).status_code == 200
 
 
@@ -346,22 +376,36 @@ def test_time_limits_refuse_what_waits_and_cut_what_runs(served: Served) -> None
         assert thread.found.json()["choices"][0]["finish_reason"] in ("abort", "length")
 
 
-def test_a_step_that_fails_ends_its_requests_alone(served: Served, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("stream", "steps", "status"), [(False, 0, 500), (True, 0, 500), (True, 1, 200)])
+def test_a_step_that_fails_ends_its_requests_alone(
+    served: Served, capfd: pytest.CaptureFixture[str], stream: bool, steps: int, status: int
+) -> None:
+    """After the first token the error of a stream is an event, as its status is told already."""
     with gated(served) as (server, gate):
-        for stream in (False, True):
-            thread = post_in_thread(server, stream=stream)
-            until(lambda: server.service.waiting == 1)
-            gate.fails = True
-            gate.steps.release()
-            assert thread.result() == (200 if stream else 500)
-            assert thread.found is not None
-            assert '"code": 500' in thread.found.text.replace('":5', '": 5')
-            assert thread.found.text.endswith("data: [DONE]\n\n") == stream
+        thread = post_in_thread(server, stream=stream, logprobs=0)  # these come with a token that has no text, too
+        until(lambda: server.service.waiting == 1)
+        if steps:
+            gate.steps.release(steps)
+        until(lambda: server.service.running == steps)
+        gate.fails = True
+        gate.steps.release()
+        assert thread.result() == status
+        assert thread.found is not None
+        assert '"code": 500' in thread.found.text.replace('":5', '": 5')
+        assert thread.found.text.endswith("data: [DONE]\n\n") == (status == 200)
         gate.is_open.set()
         assert httpx.post(server.url + COMPLETION, json={"prompt": "a", "max_tokens": 2}, timeout=60).status_code == 200
         assert httpx.get(f"{server.url}/health").status_code == 200
         assert "headstart:engine_failures{" in httpx.get(f"{server.url}/metrics").text
     assert "a step failed" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_never_fits_in_the_memory_is_refused_with_status_400(served: Served, stream: bool) -> None:
+    make_loop = partial(DecodeLoop, served.target, PLAIN, 2, memory=128 * 896)  # one page
+    with running(replace(served, make_loop=make_loop), ServerSettings((NAME,), max_batch=2)) as server:
+        body = {"prompt": "a", "max_tokens": 100, "stream": stream}
+        assert_refused(httpx.post(server.url + COMPLETION, json=body), 400, "memory:", "max_new_tokens 100 needs")
 
 
 def test_draining_lets_requests_end_and_takes_no_more(served: Served) -> None:

@@ -1,11 +1,11 @@
 """Answers in OpenAI's shapes, whole and in chunks."""
 
 import time
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 from uuid import uuid4
 
-from headstart.inference.request import DecodeStats, DraftTree
+from headstart.inference.request import Alternatives, DecodeStats, DraftTree
 from headstart.inference.server.exchange import Choice, Delta, Exchange, Times, ToldToken
 from headstart.inference.server.fields import Wanted
 from headstart.inference.server.written import Piece
@@ -27,8 +27,8 @@ class Answer:
         self.tokenizer, self.most_depth = tokenizer, most_depth
         self.id = f"{self.prefix}-{uuid4().hex}"
         self.created = int(time.time())
-        self.texts = [""] * len(wanted.requests)  # of each choice, as far as it was told
         self.deltas: list[list[Delta]] = [[] for _ in wanted.requests]
+        self.told = [0] * len(wanted.requests)  # characters of the tokens of each choice whose logprobs were told
 
     def take(self, delta: Delta) -> None:
         """Remember a delta for the whole answer."""
@@ -59,12 +59,15 @@ class Answer:
             "seed": self.wanted.seed,
         }
 
-    def opening(self, index: int) -> list[Json]:
+    def opening(self, index: int, exchange: Exchange) -> list[Json]:
         """The chunks before a choice's first token."""
         return []
 
     def chunks(self, delta: Delta, exchange: Exchange) -> list[Json]:
-        """The chunks of a delta: its text, then its finish reason."""
+        """The chunks of a delta: its text, then its finish reason; after the last one the usage, if it is asked for.
+
+        Without it every chunk has a choice, as clients expect. The very last chunk also has the metrics.
+        """
         contents: list[Json] = []
         if delta.pieces or delta.calls or delta.told or (self.wanted.show_tokens and delta.count):
             contents.append(self.content(delta))
@@ -75,7 +78,12 @@ class Answer:
                     own["tree"] = self.tree(delta.tree)
         if delta.finish is not None:
             contents.append(self.finish(exchange.choices[delta.index]))
-        return [self.chunk([content], exchange) for content in contents]
+        found = [self.chunk([content], exchange) for content in contents]
+        if not exchange.left:
+            if self.wanted.include_usage:
+                found.append({**self.base(self.chunk_object), "choices": [], "usage": usage(exchange)})
+            found[-1]["metrics"] = metrics(exchange, self.most_depth)
+        return found
 
     def tree(self, tree: DraftTree) -> Json:
         """A draft tree with the texts of its nodes, without padding."""
@@ -87,16 +95,11 @@ class Answer:
             "path": [number[node] for node in tree.path],
         }
 
-    def chunk(self, choices: list[Json], exchange: Exchange | None = None) -> Json:
+    def chunk(self, choices: list[Json], exchange: Exchange) -> Json:
         found = {**self.base(self.chunk_object), "choices": choices}
         if self.wanted.include_usage:
-            found["usage"] = usage(exchange) if exchange is not None and self.wanted.continuous_usage else None
+            found["usage"] = usage(exchange) if self.wanted.continuous_usage else None
         return found
-
-    def last(self, exchange: Exchange) -> Json:
-        """The chunk after all choices: the metrics, and the usage if the request asks for it."""
-        found = {**self.base(self.chunk_object), "choices": [], "metrics": metrics(exchange, self.most_depth)}
-        return {**found, "usage": usage(exchange)} if self.wanted.include_usage else found
 
     def whole_choice(self, choice: Choice, deltas: list[Delta]) -> Json:
         raise NotImplementedError
@@ -111,9 +114,9 @@ class Answer:
 class ChatAnswer(Answer):
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def opening(self, index: int) -> list[Json]:
+    def opening(self, index: int, exchange: Exchange) -> list[Json]:
         delta = {"role": "assistant", "content": ""}
-        return [self.chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])]
+        return [self.chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}], exchange)]
 
     def whole_choice(self, choice: Choice, deltas: list[Delta]) -> Json:
         text, calls = "".join(delta.text for delta in deltas), [call for delta in deltas for call in delta.calls]
@@ -170,9 +173,9 @@ class ChatAnswer(Answer):
 class CompletionAnswer(Answer):
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def opening(self, index: int) -> list[Json]:
+    def opening(self, index: int, exchange: Exchange) -> list[Json]:
         echo = self.wanted.echo[index // self.wanted.copies]
-        return [self.chunk([self.shape(index, echo, [])])] if echo else []
+        return [self.chunk([self.shape(index, echo, [])], exchange)] if echo else []
 
     def whole_choice(self, choice: Choice, deltas: list[Delta]) -> Json:
         index = choice.job.index
@@ -187,30 +190,33 @@ class CompletionAnswer(Answer):
         return self.shape(choice.job.index, "", [], choice)
 
     def shape(self, index: int, text: str, told: list[ToldToken], ended: Choice | None = None) -> Json:
-        offset = len(self.texts[index])
-        self.texts[index] += text
         return {
             "index": index,
             "text": text,
-            "logprobs": self.logprobs(told, offset),
+            "logprobs": self.logprobs(index, told),
             "finish_reason": None if ended is None else ended.finish,
             "stop_reason": None if ended is None else ended.stop_reason,
         }
 
-    def logprobs(self, told: list[ToldToken], offset: int) -> Json | None:
-        """Offsets count the characters of the tokens' own texts."""
+    def logprobs(self, index: int, told: list[ToldToken]) -> Json | None:
+        """Offsets count the characters of the tokens' own texts, also of those whose text is held back."""
         if not self.wanted.logprobs or not told:
             return None
         texts = [text_of(self.tokenizer, [each.token]) for each in told]
-        offsets = [offset + sum(map(len, texts[:place])) for place in range(len(texts))]
+        *offsets, self.told[index] = accumulate(map(len, texts), initial=self.told[index])
         return {
             "tokens": texts,
             "token_logprobs": [each.logprob for each in told],
-            "top_logprobs": [
-                {text_of(self.tokenizer, [token]): logprob for token, logprob in each.alternatives} for each in told
-            ],
+            "top_logprobs": [self.by_text(each.alternatives) for each in told],
             "text_offset": offsets,
         }
+
+    def by_text(self, alternatives: Alternatives) -> dict[str, float]:
+        """Logprobs by the texts of their tokens; of those that look alike, as parts of characters do, the likeliest."""
+        found: dict[str, float] = {}
+        for token, logprob in alternatives:
+            found.setdefault(text_of(self.tokenizer, [token]), logprob)
+        return found
 
 
 def shown(pieces: list[Piece]) -> list[Json]:
@@ -253,14 +259,17 @@ def seconds(times: Times) -> Json:
 
 
 def speculative(stats: DecodeStats, most_depth: int) -> Json:
-    """vLLM's block of figures. Draft tokens are the nodes of trees, and the depth of a path counts as its length."""
-    reached = [stats.steps, *stats.accepted_at_depth, 0]
+    """vLLM's block of figures. Draft tokens are the nodes of trees, and the depth of a path counts as its length.
+
+    Steps that had nothing to verify, such as those at a load where drafts do not pay, do not count.
+    """
+    reached = [stats.drafting_steps, *stats.accepted_at_depth, 0]
     accepted = sum(stats.accepted_at_depth)
     return {
-        "mean_acceptance_length": 1 + accepted / max(stats.steps, 1),
+        "mean_acceptance_length": 1 + accepted / stats.drafting_steps,
         "draft_acceptance_rate": accepted / stats.drafted,
         "acceptance_histogram": [more - less for more, less in pairwise(reached)],
-        "num_spec_steps": stats.steps,
+        "num_spec_steps": stats.drafting_steps,
         "num_accepted_draft_tokens": accepted,
         "num_draft_tokens": stats.drafted,
         "num_spec_tokens": most_depth,

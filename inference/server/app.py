@@ -20,7 +20,7 @@ from headstart.inference.server.errors import ApiError, wrong
 from headstart.inference.server.exchange import Exchange
 from headstart.inference.server.fields import Wanted
 from headstart.inference.server.front import Front, error_response, log_entry
-from headstart.inference.server.prompts import read_messages, read_tools
+from headstart.inference.server.prompts import read_tools
 from headstart.inference.server.service import Served, Service
 from headstart.inference.server.settings import ServerSettings
 from headstart.inference.server.transport import (
@@ -32,6 +32,7 @@ from headstart.inference.server.transport import (
     read_body,
     unless_gone,
 )
+from headstart.inference.target.tokenizer import text_of
 
 PAGE = Path(__file__).parent / "page"
 FILES = {"/": "index.html", "/style.css": "style.css", "/page.js": "page.js"}
@@ -102,18 +103,17 @@ async def gather(exchange: Exchange, answer: Answer) -> None:
 
 
 async def stream(request: Request, service: Service, exchange: Exchange, answer: Answer) -> AsyncGenerator[str, None]:
-    """The events of an answer; an error after the first byte is an event too."""
+    """The events of an answer. The first one comes with the first token, so that a refusal has a status of its own."""
     try:
-        for choice in exchange.choices:
-            for chunk in answer.opening(choice.job.index):
-                yield event(chunk)
+        begun = False
         async for delta in exchange.deltas():
+            if not begun:
+                for choice in exchange.choices:
+                    for chunk in answer.opening(choice.job.index, exchange):
+                        yield event(chunk)
+                begun = True
             for chunk in answer.chunks(delta, exchange):
                 yield event(chunk)
-        yield event(answer.last(exchange))
-        yield DONE
-    except ApiError as error:
-        yield event(error.body())
         yield DONE
     finally:
         await service.finish(exchange, log_entry(request))
@@ -123,17 +123,19 @@ def add_tokens(app: FastAPI, service: Service) -> None:
     prompts = service.prompts
 
     def tokens_of(body: Body) -> list[int]:
-        special, text = body.flag("add_special_tokens", default=True), body.text("prompt")
-        if body.take("messages") is None:
-            if text is None:
-                raise ApiError(400, "prompt: missing; a text, or messages in its place, is needed; write one", "prompt")
-            found = prompts.from_text(text, "prompt", special)
-        else:
-            messages, tools = read_messages(body.take("messages")), read_tools(body.take("tools"))
-            variables = body.mapping("chat_template_kwargs")
-            generation, continued = body.flag("add_generation_prompt", True), body.flag("continue_final_message")
-            found = prompts.from_messages(messages, tools, variables, generation and not continued, continued)
-        return found
+        if body.take("messages") is not None:
+            return prompts.from_chat(body, read_tools(body.take("tools")))
+        text, special = body.text("prompt"), body.flag("add_special_tokens", default=True)
+        if text is None:
+            raise ApiError(400, "prompt: missing; a text, or messages in its place, is needed; write one", "prompt")
+        return prompts.from_text(text, "prompt", special)
+
+    def text_of_tokens(body: Body) -> str:
+        tokens = body.take("tokens")
+        if not isinstance(tokens, list) or not all(type(each) is int for each in tokens):
+            raise wrong("tokens", tokens, "a list of token ids is", "write one")
+        prompts.check_tokens("tokens", tokens)
+        return text_of(service.served.tokenizer, tokens)
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
@@ -150,12 +152,9 @@ def add_tokens(app: FastAPI, service: Service) -> None:
     async def detokenize(request: Request) -> Response:
         body = await read_body(request, service.settings)
         service.check_model(body)
-        tokens = body.take("tokens")
-        if not isinstance(tokens, list) or not all(type(each) is int for each in tokens):
-            raise wrong("tokens", tokens, "a list of token ids is", "write one")
-        prompts.check_tokens("tokens", tokens)
+        text = await service.read(text_of_tokens, body)
         body.refuse_rest()
-        return JSONResponse({"prompt": str(service.served.tokenizer.decode(tokens))})
+        return JSONResponse({"prompt": text})
 
 
 def add_state(app: FastAPI, service: Service) -> None:

@@ -42,7 +42,6 @@ OFF: dict[str, tuple[Any, ...]] = {
     "logits_processors": (),
     "chat_template": (),
     "documents": (),
-    "add_special_tokens": (False,),
 }
 
 

@@ -15,7 +15,7 @@ from headstart.inference.request_checks import check_length
 from headstart.inference.sampling import Sampling
 from headstart.inference.server.body import Body
 from headstart.inference.server.errors import ApiError, wrong
-from headstart.inference.server.prompts import PromptReader, read_messages, read_tools
+from headstart.inference.server.prompts import PromptReader, prompts_of, read_tools
 from headstart.inference.target.model import TargetModel
 from headstart.inference.target.tokenizer import text_of, visible_text_of
 
@@ -49,9 +49,9 @@ class Wanted:
 class FieldReader:
     """Reads requests for one target."""
 
-    def __init__(self, target: TargetModel, prompts: PromptReader, defaults: Sampling) -> None:
-        """`defaults` are the sampling parameters of a request that names none."""
-        self.target, self.prompts, self.defaults = target, prompts, defaults
+    def __init__(self, target: TargetModel, prompts: PromptReader, defaults: Sampling, most_choices: int) -> None:
+        """`defaults` are the sampling parameters of a request that names none; it may ask for so many choices."""
+        self.target, self.prompts, self.defaults, self.most_choices = target, prompts, defaults, most_choices
         self.known_grammars: Grammars | None = None
 
     def chat(self, body: Body) -> Wanted:
@@ -60,30 +60,25 @@ class FieldReader:
             raise ApiError(
                 400, "messages: missing; a list of messages is needed; write [{role: user, content: ...}]", "messages"
             )
-        messages = read_messages(body.take("messages"))
         tools, choice = read_tools(body.take("tools")), body.take("tool_choice")
         if choice not in (None, "auto", "none"):
             raise wrong("tool_choice", choice, "auto or none is", "leave it out for auto")
-        continued = body.flag("continue_final_message")
-        tokens = self.prompts.from_messages(
-            messages,
-            [] if choice == "none" else tools,
-            body.mapping("chat_template_kwargs"),
-            body.flag("add_generation_prompt", default=not continued),
-            continued,
-        )
+        tools = [] if choice == "none" else tools
+        tokens = self.prompts.from_chat(body, tools)
         logprobs = body.flag("logprobs")
         alternatives = body.integer("top_logprobs", 0, 0, MOST_ALTERNATIVES)
         if alternatives and not logprobs:
             raise wrong("top_logprobs", alternatives, "0 is, as logprobs is not true,", "set logprobs to true")
-        most = self.length(body, "max_completion_tokens", "max_tokens")
-        return self.wanted(body, [tokens], [""], most, logprobs, alternatives, bool(tools) and choice != "none")
+        most, copies = self.length(body, "max_completion_tokens", "max_tokens"), self.copies(body, 1)
+        return self.wanted(body, [tokens], copies, [""], most, logprobs, alternatives, bool(tools))
 
     def completion(self, body: Body) -> Wanted:
         """A body of /v1/completions."""
         if body.take("prompt") is None:
             raise ApiError(400, "prompt: missing; a text or a list of token ids is needed; write one", "prompt")
-        prompts = self.prompts.from_completion(body.take("prompt"))
+        given = prompts_of(body.take("prompt"))
+        copies, special = self.copies(body, len(given)), body.flag("add_special_tokens", default=True)
+        prompts = [self.prompts.from_prompt(each, special) for each in given]
         alternatives = body.integer("logprobs", None, 0, MOST_ALTERNATIVES)
         echo = body.flag("echo")
         if echo and alternatives is not None:
@@ -91,7 +86,21 @@ class FieldReader:
         text = partial(visible_text_of, self.prompts.tokenizer)
         before = [text(prompt) if echo else "" for prompt in prompts]
         most = self.length(body, "max_tokens")
-        return self.wanted(body, prompts, before, most, alternatives is not None, alternatives or 0, tools=False)
+        logprobs = alternatives is not None
+        return self.wanted(body, prompts, copies, before, most, logprobs, alternatives or 0, tools=False)
+
+    def copies(self, body: Body, prompts: int) -> int:
+        """The choices per prompt; raises ApiError, before any work is done, if there are too many in all."""
+        copies: int = body.integer("n", 1, 1, MOST_CHOICES)
+        if prompts * copies > self.most_choices:
+            name = "n" if copies > 1 else "prompt"
+            raise ApiError(
+                400,
+                f"{name}: {prompts * copies} choices asked for, at most {self.most_choices} are allowed (--max-batch "
+                f"and --max-queue); ask for fewer",
+                name,
+            )
+        return copies
 
     def length(self, body: Body, *names: str) -> tuple[str, int | None]:
         """The longest answer, with the name of the field that says so; None for all the room that is left."""
@@ -102,6 +111,7 @@ class FieldReader:
         self,
         body: Body,
         prompts: list[list[int]],
+        copies: int,
         echo: list[str],
         most: tuple[str, int | None],
         logprobs: bool,
@@ -109,7 +119,6 @@ class FieldReader:
         tools: bool,
     ) -> Wanted:
         """Read what both kinds of request have in common."""
-        copies = body.integer("n", 1, 1, MOST_CHOICES)
         stops, include_stop = read_stops(body.take("stop")), body.flag("include_stop_str_in_output")
         decoder = visible_text_of if body.flag("skip_special_tokens", default=True) else text_of
         text: Detokenize = partial(decoder, self.prompts.tokenizer)
@@ -268,9 +277,9 @@ class FieldReader:
 
 
 def read_stops(given: Any) -> tuple[str, ...]:
-    strings = [given] if isinstance(given, str) else given
-    if not strings:
+    if given is None:
         return ()
+    strings = [given] if isinstance(given, str) else given
     allowed = f"a text, or a list of at most {MOST_STOPS} texts of 1 to {LONGEST_STOP} characters, is"
     if not isinstance(strings, list) or len(strings) > MOST_STOPS:
         shown = f"{len(strings)} strings" if isinstance(strings, list) else strings

@@ -1,10 +1,9 @@
 """Turns messages and prompts of requests into the target's tokens."""
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
-from headstart.inference.server.body import well_formed
+from headstart.inference.server.body import Body, well_formed
 from headstart.inference.server.errors import ApiError, wrong
 from headstart.inference.target.tokenizer import Tokenizer
 
@@ -30,15 +29,10 @@ class PromptReader:
     def has_template(self) -> bool:
         return self.tokenizer.chat_template is not None
 
-    def from_messages(
-        self,
-        messages: list[Message],
-        tools: list[Any],
-        variables: Mapping[str, Any],
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-    ) -> list[int]:
+    def from_chat(self, body: Body, tools: list[Any]) -> list[int]:
         """The conversation through the target's chat template; raises ApiError for what the template refuses."""
+        messages, variables = read_messages(body.take("messages")), body.mapping("chat_template_kwargs")
+        continued, special = body.flag("continue_final_message"), body.flag("add_special_tokens")
         if not self.has_template:
             raise ApiError(
                 400, "messages: this target has no chat template, plain prompts are allowed; use /v1/completions"
@@ -49,8 +43,8 @@ class PromptReader:
             text = self.tokenizer.apply_chat_template(
                 messages,
                 tools=tools or None,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
+                add_generation_prompt=body.flag("add_generation_prompt", default=not continued),
+                continue_final_message=continued,
                 tokenize=False,
                 **variables,
             )
@@ -62,7 +56,7 @@ class PromptReader:
                 f"change their roles or their order",
                 "messages",
             ) from None
-        return self.from_text(str(text), "messages", special=False)
+        return self.from_text(str(text), "messages", special)
 
     def from_text(self, text: str, name: str, special: bool = True) -> list[int]:
         """The tokens of a text; `special` adds those that the tokenizer puts around every text."""
@@ -76,14 +70,10 @@ class PromptReader:
             )
         return list(self.tokenizer(well_formed(text), add_special_tokens=special, verbose=False)["input_ids"])
 
-    def from_completion(self, given: Any) -> list[list[int]]:
-        """The prompts of a completion: a text, a list of texts, a list of token ids or a list of such lists."""
-        several = isinstance(given, list) and bool(given) and all(isinstance(each, str | list) for each in given)
-        return [self._prompt(each) for each in (given if several else [given])]
-
-    def _prompt(self, given: Any) -> list[int]:
+    def from_prompt(self, given: Any, special: bool) -> list[int]:
+        """One prompt of a completion, a text or a list of token ids; `special` is that of `from_text`."""
         if isinstance(given, str):
-            tokens = self.from_text(given, "prompt")
+            tokens = self.from_text(given, "prompt", special)
         elif isinstance(given, list) and all(type(each) is int for each in given):
             tokens = given
             self.check_tokens("prompt", tokens)
@@ -100,6 +90,12 @@ class PromptReader:
             raise wrong(
                 name, outside, f"token ids 0 to {self.vocab_size - 1} are", "encode it with the target's tokenizer"
             )
+
+
+def prompts_of(given: Any) -> list[Any]:
+    """The prompts of a completion: a text, a list of texts, a list of token ids or a list of such lists."""
+    several = isinstance(given, list) and bool(given) and all(isinstance(each, str | list) for each in given)
+    return given if several else [given]
 
 
 def read_messages(given: Any) -> list[Message]:

@@ -50,7 +50,8 @@ class Service:
         self.acceptance = AcceptanceWatch(served.promised, log)
         target = served.target
         self.prompts = PromptReader(served.tokenizer, target.config.vocab_size, target.max_positions)
-        self.reader = FieldReader(target, self.prompts, served.defaults)
+        self.most_choices = settings.max_batch + settings.max_queue  # that may decode or wait
+        self.reader = FieldReader(target, self.prompts, served.defaults, self.most_choices)
         self.one_reader = asyncio.Lock()
         self.fingerprint = f"headstart-{version('headstart')}"
         self.limits = Limits(settings.queue_timeout, settings.request_timeout)
@@ -73,22 +74,15 @@ class Service:
 
     def admit(self, count: int) -> None:
         """Raise ApiError unless this many more choices may decode or wait."""
-        most = self.settings.max_batch + self.settings.max_queue
         if self.draining or not self.engine.alive:
             self.metrics.reject("stopping")
             raise ApiError(503, "the server is stopping; send the request to another one", headers={"Retry-After": "5"})
-        if count > most:
-            raise ApiError(
-                400,
-                f"n: {count} choices given, at most {most} are allowed (--max-batch and --max-queue); ask for fewer",
-                "n",
-            )
-        if self.running + self.waiting + count > most:
+        if self.running + self.waiting + count > self.most_choices:
             self.metrics.reject("queue_full")
             raise ApiError(
                 self.settings.busy_status,
-                f"{self.running} choices are decoded and {self.waiting} wait, at most {most} are allowed (--max-batch "
-                f"and --max-queue); send the request again later",
+                f"{self.running} choices are decoded and {self.waiting} wait, at most {self.most_choices} are allowed "
+                f"(--max-batch and --max-queue); send the request again later",
                 headers={"Retry-After": str(self.retry_after())},
             )
 

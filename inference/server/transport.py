@@ -99,7 +99,10 @@ async def with_keep_alives(events: AsyncGenerator[str, None], pause: float) -> A
 
 
 class EventStream(Response):
-    """Server-sent events. They are closed, wherever they are, when the client leaves."""
+    """Server-sent events. They are closed, wherever they are, when the client leaves.
+
+    An ApiError before the first byte is an answer with its status; one after that is an event.
+    """
 
     media_type = "text/event-stream"
 
@@ -107,18 +110,34 @@ class EventStream(Response):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self.events = with_keep_alives(events, pause)
+        self.begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        with suppress(ClientGoneError):
+        try:
             await unless_gone(self._write(send), receive)
-        await self.events.aclose()  # if the client left before the first one
+        except ClientGoneError:
+            if not self.begun:
+                await Response(status_code=CLIENT_GONE)(scope, receive, send)
+        finally:
+            await self.events.aclose()  # if the client left before the first one
 
     async def _write(self, send: Send) -> None:
-        async with aclosing(self.events):
-            async for event in self.events:
-                await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+        try:
+            async with aclosing(self.events):
+                async for each in self.events:
+                    await self._send(send, each)
+        except ApiError as error:
+            if not self.begun:
+                raise
+            await self._send(send, event(error.body()))
+            await self._send(send, DONE)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, text: str) -> None:
+        if not self.begun:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            self.begun = True
+        await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
 
 
 def event(data: dict[str, Any]) -> str:
