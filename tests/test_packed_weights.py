@@ -1,6 +1,7 @@
 """The laws of packed weights: the numbers stay the weights' own, and so does the text."""
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from headstart.inference.packed_weights import BlockedLinear, HalfLinear, can_pa
 from headstart.inference.request import Request
 from headstart.inference.target.model import TargetModel, with_own_weights
 from headstart.recipes.schema import TargetSection
+
+Dtype = Literal["float32", "bfloat16"]
 
 needs_fbgemm = pytest.mark.skipif(not can_pack(torch.float32), reason="torch has no FBGEMM for this processor")
 needs_onednn = pytest.mark.skipif(not can_pack(torch.bfloat16), reason="oneDNN has no bfloat16 on this processor")
@@ -65,7 +68,7 @@ def test_a_layer_with_a_weight_that_is_no_half_number_stays_in_float32() -> None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_text_is_the_same_and_the_layers_have_no_weights_of_their_own(folder: Path, dtype: str) -> None:
+def test_the_text_is_the_same_and_the_layers_have_no_weights_of_their_own(folder: Path, dtype: Dtype) -> None:
     section = TargetSection(path=str(folder), dtype=dtype, device="cpu")
     packed, loaded = (TargetModel.load(each, (0,)) for each in (section, with_own_weights(section)))
     assert packed.is_packed
@@ -78,7 +81,7 @@ def test_the_text_is_the_same_and_the_layers_have_no_weights_of_their_own(folder
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_baseline_runs_on_the_weights_that_transformers_loads(folder: Path, dtype: str) -> None:
+def test_the_baseline_runs_on_the_weights_that_transformers_loads(folder: Path, dtype: Dtype) -> None:
     packed = TargetModel.load(TargetSection(path=str(folder), dtype=dtype, device="cpu"), ())
     seen = []
     hook = packed.unpacked.model.register_forward_pre_hook(lambda *_: seen.append(1))
