@@ -18,7 +18,10 @@ class ConstraintState(Protocol):
     """Where the text of one request stands within its constraint."""
 
     def allowed(self, path: Path) -> Bool[Tensor, " vocab"]:
-        """The tokens that may follow after the text and `path`, which itself is allowed. Always at least one."""
+        """The tokens that may follow after the text and `path`, which itself is allowed.
+
+        At least one, unless the constraint has become too large to compute; then none, which ends the text.
+        """
 
     def advance(self, tokens: list[int]) -> int:
         """The text goes on with these tokens; returns how many of them are allowed. The rest is not taken in."""

@@ -1,6 +1,7 @@
 """Laws of constrained output: every text that ends is valid, and drafts change none of it."""
 
 import json
+import random
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from headstart.heads.checkpoint import new_head
 from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
-from headstart.inference.constraint import masked_tree
+from headstart.inference.constraint import Path as Tokens
+from headstart.inference.constraint import follow, masked_tree
 from headstart.inference.constraints.grammar import Grammar, Grammars
 from headstart.inference.decode import DecodeLoop, generate_batch
 from headstart.inference.drafter import Drafter
@@ -176,6 +178,26 @@ def test_a_bias_that_leaves_no_token_ends_the_text(target: TargetModel, grammars
     assert [found.finish for found in loop.generations.values()] == ["stop", "stop"]
 
 
+# What may follow depends on the last hundreds of letters, so that its automaton grows without end.
+BOUNDLESS = "(.*a.{500}b.*|.*b.{600}a.*|.*c.{700}d.*|.*d.{300}c.*|.*[ab].{400}[cd].*)*x"
+
+
+def test_a_grammar_that_grows_beyond_limits_ends_its_own_text_alone(grammars: Grammars) -> None:
+    """It ended the step, and with it the texts of all rows. The drafts of a tree are asked for level by level."""
+    letters, draw = [build_tokenizer().get_vocab()[letter] for letter in "abcd"], random.Random(0)
+    state, level = grammars.regex(BOUNDLESS).start(), list[Tokens]()
+    for _ in range(500):
+        level = [()]
+        for _ in range(5):
+            found = [follow(state, path, letter) for path in level[:3] for letter in letters]
+            level = [path for path in found if path is not None] or level
+            draw.shuffle(level)
+        if not level[0] or not state.advance(list(level[0][:1])):
+            break
+    assert not state.allowed(()).any()
+    assert state.advance(letters) == 0
+
+
 def test_each_text_has_its_own_state(target: TargetModel, grammars: Grammars) -> None:
     """A constraint may be shared, also by requests that run one after another in the same row."""
     schema: Grammar = grammars.json_schema(SCHEMA)
@@ -185,12 +207,20 @@ def test_each_text_has_its_own_state(target: TargetModel, grammars: Grammars) ->
     assert_valid(same[0], found[0].tokens)
 
 
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda g: g.json_schema({"type": "foo"}, "response_format"), r"response_format: Invalid type: foo.*allowed"),
         (lambda g: g.json_schema([1], "response_format"), "response_format: a list given, a JSON object is allowed"),
         (lambda g: g.json_schema({"pattern": object()}), "schema: .*not JSON serializable.*correct it"),
+        (lambda g: g.json_schema(nested(5000)), "schema: maximum recursion depth.*correct it"),
         (lambda g: g.regex("(a"), r"regex: .*unclosed group.*correct it"),
         (lambda g: g.regex("(?=a)b", "pattern"), r"pattern: .*look-around"),
         (lambda g: Grammars(build_tokenizer(), g.vocab_size, []), "end_tokens: none given, 1 or more are allowed"),

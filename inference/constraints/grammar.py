@@ -91,6 +91,8 @@ class GrammarState:
             mask[[*ends]] = True
             return mask
         taken = self.matcher.try_consume_tokens([*path])
+        if self.matcher.is_error():  # final: the grammar has grown beyond the library's limits
+            return torch.zeros(size, dtype=torch.bool)
         assert taken == len(path), "the path is not allowed"
         bits = numpy.frombuffer(self.matcher.compute_bitmask(), dtype=numpy.uint8)
         may_end = self.matcher.is_accepting()
@@ -106,11 +108,12 @@ class GrammarState:
         for token in tokens:
             if not bool(self.allowed(())[token]):
                 break
-            if token in self.grammars.end_tokens:
-                self.has_ended = True
-            else:
-                self.matcher.consume_token(token)
+            is_end = token in self.grammars.end_tokens
+            is_taken = is_end or self.matcher.consume_token(token)
             self.known.clear()
+            if not is_taken:  # beyond the library's limits
+                break
+            self.has_ended = self.has_ended or is_end
             count += 1
         return count
 
