@@ -3,7 +3,7 @@
 `target_layer_ids` count the outputs of layers, one less than the hidden_states that ours and speculators' ids count.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from headstart.heads.block_attention import Reach
@@ -16,13 +16,13 @@ NEEDED = ("block_size", "mask_token_id", "sample_from_anchor", "num_hidden_layer
 
 
 def block_config(shape: BlockShape, target: TargetConfig, draft_vocab_size: int) -> dict[str, Any]:
-    """config.json as the engines read it, in DFlash's spelling and in DSpark's; no key is left to a default."""
+    """config.json as the engines read it, in DFlash's spelling and in DSpark's; no key is left to a default, except
+    `is_causal` where only the default is right."""
     windows = {reach.window for reach in shape.reaches} - {None}
     assert len(windows) <= 1, "config.json has one window for all sliding layers"
     window = next(iter(windows), None)
     layer_ids = [tap - 1 for tap in shape.taps]
-    causal = all(reach.causal for reach in shape.reaches if reach.window is None)
-    sliding_causal = all(reach.causal for reach in shape.reaches if reach.window is not None)
+    causal = causality(shape.reaches)
     is_dspark = shape.sample_from_anchor or shape.markov_rank > 0
     return {
         **shape.to_config(target),
@@ -32,8 +32,9 @@ def block_config(shape: BlockShape, target: TargetConfig, draft_vocab_size: int)
         "num_target_layers": target.num_layers,
         "layer_types": ["full_attention" if r.window is None else "sliding_attention" for r in shape.reaches],
         "sliding_window": window,
-        "sliding_window_non_causal": not sliding_causal,
-        "is_causal": causal,
+        # Without sliding layers it is true, since vLLM applies it to every layer of a head in speculators' layout.
+        "sliding_window_non_causal": not any(reach.causal for reach in shape.reaches if reach.window is not None),
+        **({} if causal is None else {"is_causal": causal}),
         "draft_vocab_size": draft_vocab_size,
         "block_size": shape.block_size,
         "target_layer_ids": layer_ids,
@@ -47,11 +48,23 @@ def block_config(shape: BlockShape, target: TargetConfig, draft_vocab_size: int)
             "mask_token_id": shape.mask_token_id,
             "target_layer_ids": layer_ids,
             "sample_from_anchor": shape.sample_from_anchor,
-            "causal": causal,
+            **({} if causal is None else {"causal": causal}),
             "use_swa": all(reach.window is not None for reach in shape.reaches),
             "swa_window_size": window,
         },
     }
+
+
+def causality(reaches: Sequence[Reach]) -> bool | None:
+    """`is_causal`, by which engines make all layers causal within the block, or none.
+
+    None for the one mixture that engines can serve, which they take without the key: causal with a window, and not
+    causal without one.
+    """
+    whole, sliding = (
+        {reach.causal for reach in reaches if (reach.window is None) == is_whole} for is_whole in (True, False)
+    )
+    return None if (whole, sliding) == ({False}, {True}) else all(whole or sliding)
 
 
 def is_block_config(config: dict[str, Any]) -> bool:

@@ -10,7 +10,7 @@ from exported import EVERY_HEAD, LIMITED, edit_config, edit_tensors, exported, r
 from torch import Tensor
 
 from headstart.heads.block import BlockHead
-from headstart.heads.block_attention import Blocks
+from headstart.heads.block_attention import Blocks, Reach
 from headstart.heads.checkpoint import load_head
 from headstart.heads.convert import convert
 from headstart.heads.frozen import FrozenTarget
@@ -200,6 +200,70 @@ def test_lint_finds_the_traps_of_block_heads(
         edit_tensors(folder, damage)
     found = lint(folder, str(target_folder), sorted(engines))
     assert {each.engine for each in found if part in each.text} == engines, list(map(str, found))
+
+
+CAUSAL = "causal within the block, unlike in training"
+WHOLE, WINDOW = Reach(), Reach(window=3)
+CAUSAL_WHOLE, CAUSAL_WINDOW = Reach(causal=True), Reach(window=3, causal=True)
+
+
+@pytest.mark.parametrize(
+    ("reaches", "name", "edit", "engines"),
+    [
+        ((WHOLE, WHOLE), "vllm", None, set()),
+        ((WINDOW, WINDOW), "vllm", None, set()),
+        ((WHOLE, WINDOW), "vllm", None, set()),
+        ((CAUSAL_WINDOW, WHOLE), "vllm", None, set()),
+        ((CAUSAL_WHOLE, CAUSAL_WINDOW), "vllm", None, set()),
+        ((WHOLE, WHOLE), "speculators", None, set()),
+        ((WINDOW, WINDOW), "speculators", None, set()),
+        ((CAUSAL_WINDOW, CAUSAL_WINDOW), "speculators", None, set()),
+        ((CAUSAL_WINDOW, WHOLE), "speculators", None, {"vllm"}),
+        ((WHOLE, WHOLE), "speculators", lambda config: forget_causality(config, non_causal=False), {"vllm"}),
+        ((WINDOW, WINDOW), "vllm", lambda config: config.update(is_causal=True), {"vllm", "sglang"}),
+        ((WINDOW, WINDOW), "vllm", drop("is_causal"), {"sglang"}),  # which does not read dflash_config.causal
+        ((WINDOW, WINDOW), "vllm", drop("is_causal", "causal"), {"vllm", "sglang"}),
+        ((CAUSAL_WHOLE,), "vllm", lambda config: config.update(is_causal=None), {"sglang"}),
+    ],
+)
+def test_every_engine_makes_the_layers_causal_that_were_trained_so(
+    make_head: MakeHead,
+    target_folder: Path,
+    frozen: FrozenTarget,
+    tmp_path: Path,
+    reaches: tuple[Reach, ...],
+    name: str,
+    edit: Edit | None,
+    engines: set[str],
+) -> None:
+    """`is_causal` rules all layers in vLLM and SGLang; `sliding_window_non_causal` too where vLLM reads speculators'
+    layout."""
+    head = make_head("block", sample_from_anchor=False, reaches=reaches)
+    folder = exported(head, tmp_path, target_folder, name)
+    if edit is not None:
+        edit_config(folder, edit)
+    found = lint(folder, str(target_folder), ["vllm", "speculators" if name == "speculators" else "sglang"])
+    assert {each.engine for each in found if CAUSAL in each.text} == engines, list(map(str, found))
+    if edit is None:
+        convert(folder, tmp_path / "back", str(target_folder))
+        back = load_head(tmp_path / "back", frozen)
+        assert isinstance(back, BlockHead)
+        assert back.shape.reaches == reaches
+
+
+def forget_causality(config: Config, non_causal: bool) -> None:
+    """As speculators writes a head whose layers have no window."""
+    del config["transformer_layer_config"]["is_causal"]
+    config["sliding_window_non_causal"] = non_causal
+
+
+def test_layer_types_of_another_number_than_layers_are_found(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path
+) -> None:
+    folder = exported(make_head(**EVERY_HEAD["dspark"]), tmp_path, target_folder, "vllm")
+    edit_config(folder, lambda config: config["layer_types"].append("full_attention"))
+    found = lint(folder, str(target_folder), ["vllm"])
+    assert any("layer_types: 3 given, 2 is allowed" in each.text for each in found)
 
 
 def test_an_export_names_taps_slots_and_mask_in_each_engines_own_counting(

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from headstart.heads.block_keys import HIDDEN_STATES, LAYER_OUTPUTS, NESTED, block_key
+from headstart.heads.block_attention import Reach
+from headstart.heads.block_keys import HIDDEN_STATES, LAYER_OUTPUTS, NESTED, block_key, layer_reaches
 from headstart.heads.formats.subject import SPECULATORS_BLOCK, Subject
 from headstart.heads.formats.tensor_rules import wrong_shapes
 from headstart.heads.formats.violation import MISSING, Violation, config_error, tensor_error
@@ -37,6 +38,46 @@ def slot_convention(subject: Subject, engine: str) -> Iterator[Violation]:
     if engine == "sglang" and block_key(subject.config, "sample_from_anchor") and not rank_of(subject):
         allowed = "1 or more is allowed: SGLang serves heads that sample from the anchor only with a Markov head"
         yield config_error(engine, "markov_rank", rank_of(subject), allowed)
+
+
+def causality(subject: Subject, engine: str) -> Iterator[Violation]:
+    """Whether slots see the later slots of their block: most engines have one switch for all layers."""
+    try:
+        reaches = [*layer_reaches(subject.config)]
+    except KeyError:  # without num_hidden_layers
+        return
+    except ValueError as error:
+        yield config_error(engine, "layer_types", subject.config.get("layer_types"), str(error))
+        return
+    wrong = [number for number, reach in enumerate(reaches) if makes_causal(subject, engine, reach) != reach.causal]
+    if wrong:
+        key = "sliding_window_non_causal" if subject.layout == SPECULATORS_BLOCK else "is_causal"
+        one_kind = len({reach.causal for reach in reaches}) == 1
+        right = (
+            f"is_causal {str(reaches[0].causal).lower()} beside the layers' sizes" if one_kind else "one kind of layers"
+        )
+        how = "not causal" if reaches[wrong[0]].causal else "causal"
+        allowed = f"{right} is allowed: {engine} makes layers {wrong} {how} within the block, unlike in training"
+        yield config_error(engine, key, subject.config.get(key), allowed)
+
+
+def makes_causal(subject: Subject, engine: str, reach: Reach) -> bool:
+    """Whether an engine makes a layer of this reach causal within the block, by its own reading of the keys.
+
+    Read from vLLM 0.33 (qwen3_dflash.py, configs/speculators/algos.py), SGLang 0.5.23 (models/dflash.py) and
+    speculators 0.9 (models/dflash).
+    """
+    config, switch = subject.config, subject.config.get("is_causal")
+    own_causal = reach.window is not None  # what all of them do with a layer that no key names
+    non_causal = config.get("sliding_window_non_causal")
+    if engine == "speculators":
+        return own_causal and not non_causal
+    if engine == "vllm" and switch is None:
+        if subject.layout != SPECULATORS_BLOCK:
+            switch = (config.get(NESTED) or {}).get("causal")
+        elif config["speculators_model_type"] == "dflash":
+            switch = non_causal is False
+    return own_causal if switch is None else bool(switch)
 
 
 def rank_of(subject: Subject) -> int:

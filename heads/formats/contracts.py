@@ -49,6 +49,7 @@ BLOCK: tuple[Rule, ...] = (
     block_rules.architecture,
     block_rules.block_size,
     block_rules.slot_convention,
+    block_rules.causality,
     block_rules.mask_token,
     block_rules.taps,
     block_rules.target_layers,

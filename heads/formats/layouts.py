@@ -127,7 +127,7 @@ def speculators_block_files(head: BlockHead, target: ServedTarget) -> Files:
     is_dspark = head.shape.sample_from_anchor or head.shape.markov_rank > 0
     algorithm = "dspark" if is_dspark else "dflash"
     keys = [*BLOCK_KEYS, *(DSPARK_KEYS if is_dspark else ())]
-    layer = {key: flat[key] for key in flat if key in LAYER_KEYS | {"layer_types", "sliding_window"}}
+    layer = {key: flat[key] for key in flat if key in LAYER_KEYS | {"layer_types", "sliding_window", "is_causal"}}
     layer["use_sliding_window"] = flat["sliding_window"] is not None  # Qwen3's config drops the window without it
     config = {
         "architectures": ["DSparkSpeculator" if is_dspark else "DFlashSpeculator"],
