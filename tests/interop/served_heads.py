@@ -1,7 +1,7 @@
 """The heads that the checks in other engines serve: one of every kind for the bundled target, with its export format.
 
-Most are the bundled head with one part changed. The EAGLE-1 and Medusa heads, in runs/interop, are briefly trained
-first if they are missing.
+Most are the bundled head with one part changed. The EAGLE-1, Medusa and block heads, in runs/interop, are briefly
+trained first if they are missing.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from headstart.heads.base import DraftHead
 from headstart.heads.checkpoint import load_head, save_head
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.frozen import FrozenTarget
@@ -96,7 +97,7 @@ def demo_head(frozen: FrozenTarget) -> Eagle3Head:
     return head
 
 
-def saved(head: Eagle3Head, name: str) -> Path:
+def saved(head: DraftHead, name: str) -> Path:
     folder = WORK / "heads" / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     save_head(head, folder)
@@ -104,19 +105,55 @@ def saved(head: Eagle3Head, name: str) -> Path:
 
 
 def eagle1(frozen: FrozenTarget) -> Path:
-    run_dir = WORK / "eagle1"
-    if not (run_dir / "head/config.json").is_file():
-        command = [sys.executable, "trainers/eagle.py", "recipes/tiny_eagle1.yaml", f"run_dir={run_dir}"]
-        subprocess.run([*command, *TRAIN_BRIEFLY], check=True)
-    return run_dir / "head"
+    return trained("eagle1", "trainers/eagle.py", "recipes/tiny_eagle1.yaml")
 
 
 def medusa(frozen: FrozenTarget) -> Path:
     """Four Medusa heads; vLLM uses one per draft token and takes the likeliest token of each."""
-    run_dir = WORK / "medusa"
+    return trained("medusa", "trainers/medusa.py", "recipes/tiny_medusa.yaml", f"data.folder={WORK / 'medusa'}")
+
+
+def dflash(frozen: FrozenTarget) -> Path:
+    return block(frozen, "dflash")
+
+
+def dflash_reduced(frozen: FrozenTarget) -> Path:
+    """The 700 most frequent tokens, in one layer."""
+    return block(frozen, "dflash_reduced", "head.draft_vocab_size=700", "head.num_layers=1")
+
+
+def jetspec(frozen: FrozenTarget) -> Path:
+    """Causal within the block."""
+    return block(frozen, "jetspec", "head.causal=true")
+
+
+def block(frozen: FrozenTarget, name: str, *fields: str) -> Path:
+    """A DFlash head that drafts DRAFT_TOKENS tokens; its slots see each other, so vLLM must fill as many of them.
+
+    All layers get the norm of keys of the first: on a CPU vLLM applies that one in every layer.
+    """
+    sizes = (
+        f"head.block_size={DRAFT_TOKENS + 1}",
+        "head.sample_from_anchor=false",
+        "head.markov_rank=0",
+        f"train.unroll={DRAFT_TOKENS}",
+        f"decode.depth={DRAFT_TOKENS}",
+        f"data.folder={WORK / 'dflash'}",
+    )
+    head = load_head(trained(name, "trainers/block.py", "recipes/tiny_block.yaml", *sizes, *fields), frozen)
+    state = head.state_dict()
+    for key in state:
+        if key.endswith("self_attn.k_norm.weight"):
+            state[key] = state["layers.0.self_attn.k_norm.weight"]
+    head.load_state_dict(state)
+    return saved(head, name)
+
+
+def trained(name: str, script: str, recipe: str, *fields: str) -> Path:
+    run_dir = WORK / name
     if not (run_dir / "head/config.json").is_file():
-        command = [sys.executable, "trainers/medusa.py", "recipes/tiny_medusa.yaml", f"run_dir={run_dir}"]
-        subprocess.run([*command, f"data.folder={run_dir}", *TRAIN_BRIEFLY], check=True)
+        command = [sys.executable, script, recipe, f"run_dir={run_dir}"]
+        subprocess.run([*command, *fields, *TRAIN_BRIEFLY], check=True)
     return run_dir / "head"
 
 
@@ -132,6 +169,10 @@ CASES = {
     "EAGLE-1": Case(eagle1, method="eagle"),
     "Medusa, vLLM's layout": Case(medusa, method="medusa"),
     "Medusa, the authors' layout": Case(medusa, "medusa", "medusa"),
+    "DFlash": Case(dflash, method="dflash"),
+    "DFlash, one layer, reduced": Case(dflash_reduced, method="dflash"),
+    "DFlash, speculators' layout": Case(dflash, "speculators", None),
+    "JetSpec": Case(jetspec, method="dflash"),
 }
 
 
