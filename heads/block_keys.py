@@ -12,7 +12,12 @@ from headstart.heads.target_config import TargetConfig
 
 NESTED = "dflash_config"
 OWN_TAPS, LAYER_OUTPUTS, HIDDEN_STATES = "taps", "target_layer_ids", "aux_hidden_state_layer_ids"
-NEEDED = ("block_size", "mask_token_id", "sample_from_anchor", "num_hidden_layers")
+NEEDED = {  # key -> what engines take without it
+    "block_size": "SGLang takes 16, speculators 8, vLLM as many slots as it is asked for",
+    "mask_token_id": "SGLang takes the token <|MASK|>",
+    "sample_from_anchor": "vLLM takes false in speculators' layout, true for DSpark in its own",
+    "num_hidden_layers": "transformers takes 32",
+}
 
 
 def block_config(shape: BlockShape, target: TargetConfig, draft_vocab_size: int) -> dict[str, Any]:
@@ -98,17 +103,28 @@ def block_taps(config: dict[str, Any]) -> tuple[int, ...]:
     if (states := config.get(HIDDEN_STATES)) is not None:
         return tuple(states)
     raise ValueError(
-        f"config.json lacks {LAYER_OUTPUTS}, the layers whose outputs the head reads; an engine would take layers of "
-        f"its own choice: add the ids that the head was trained with"
+        f"config.json lacks {LAYER_OUTPUTS}, the layers whose outputs the head reads; vLLM would take hidden_states 2, "
+        f"L/2 and L-3 of L layers, SGLang as many as the head has layers: add the ids that the head was trained with"
     )
+
+
+def trained_block_size(config: dict[str, Any]) -> int:
+    """The slots that a head was trained with, which our own files note apart from what engines read."""
+    return int(config.get("headstart", {}).get("block_size") or block_key(config, "block_size"))
 
 
 def block_shape(config: dict[str, Any], target: TargetConfig, own_lm_head: bool) -> BlockShape:
     """The shape that a config.json describes; raises ValueError that names what is missing or cannot be represented."""
-    if missing := [key for key in NEEDED if block_key(config, key) is None]:
+    if missing := [f"{key} ({default})" for key, default in NEEDED.items() if block_key(config, key) is None]:
         raise ValueError(
-            f"config.json lacks {', '.join(missing)}; engines fill in defaults silently, and a wrong one costs "
-            f"acceptance: add what the head was trained with"
+            f"config.json lacks {', '.join(missing)}; a wrong one costs acceptance without a word: add what the head "
+            f"was trained with"
+        )
+    size, trained = block_key(config, "block_size"), trained_block_size(config)
+    if size > trained:
+        raise ValueError(
+            f"block_size: {size} given, 2 to the {trained} slots that the head was trained with is allowed; correct "
+            f"config.json"
         )
     mask_token_id, rank = block_key(config, "mask_token_id"), block_key(config, "markov_rank", 0)
     if not 0 <= mask_token_id < target.vocab_size:
@@ -123,7 +139,7 @@ def block_shape(config: dict[str, Any], target: TargetConfig, own_lm_head: bool)
         target,
         taps=block_taps(config),
         reaches=tuple(layer_reaches(config)),
-        block_size=block_key(config, "block_size"),
+        block_size=size,
         mask_token_id=mask_token_id,
         sample_from_anchor=block_key(config, "sample_from_anchor"),
         markov_rank=rank,

@@ -85,6 +85,8 @@ def head_config(head: DraftHead) -> dict[str, Any]:
         "target_num_layers": head.target.num_layers,
         "calibration": head.calibration.to_config(),
     }
+    if isinstance(head, BlockHead):
+        own["block_size"] = head.shape.block_size
     if head.origin is not None:
         own["target"] = head.origin.to_config()
     if head.has_rope and Rope.from_config(config) != head.target.rope:

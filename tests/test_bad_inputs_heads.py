@@ -475,11 +475,15 @@ def everywhere(key: str, value: Any) -> Edit:
 BLOCK: dict[str, tuple[Edit, Says]] = {
     "no slot convention": (
         without("sample_from_anchor"),
-        Says("config.json", "lacks sample_from_anchor", "engines fill in defaults", "add what the head was"),
+        Says("config.json", "lacks sample_from_anchor (vLLM takes false", "a wrong one costs", "add what the head was"),
     ),
     "no block size and no mask token": (
         without("block_size", "mask_token_id"),
-        Says("config.json", "lacks block_size, mask_token_id", "a wrong one costs", "add what the head was"),
+        Says("lacks block_size (SGLang takes 16", "mask_token_id (SGLang takes", "costs", "add what the head was"),
+    ),
+    "a block size above what was trained": (
+        everywhere("block_size", 5),
+        Says("block_size", "5 given", "2 to the 4 slots that the head was trained with", "correct config.json"),
     ),
     "a mask token beyond the vocabulary": (
         everywhere("mask_token_id", 97),

@@ -89,7 +89,7 @@ def test_published_heads_keep_the_convention_of_their_authors(
     [
         (
             drop("target_layer_ids"),
-            "target_layer_ids: missing; engines take",
+            "target_layer_ids: missing; vLLM takes",
         ),
         (drop("mask_token_id"), "mask_token_id"),
         (drop("block_size"), "block_size"),
@@ -136,7 +136,16 @@ def renamed(tensors: dict[str, Tensor]) -> None:
     ("kind", "name", "edit", "damage", "engines", "part"),
     [
         ("dspark", "vllm", drop("sample_from_anchor"), None, {"vllm", "sglang"}, "sample_from_anchor: missing"),
-        ("dspark", "vllm", drop("block_size"), None, {"vllm", "sglang"}, "block_size: missing"),
+        ("dspark", "vllm", drop("block_size"), None, {"vllm", "sglang"}, "without it SGLang takes 16, speculators 8"),
+        ("dspark", "vllm", drop("mask_token_id"), None, {"vllm", "sglang"}, "without the key SGLang takes the token"),
+        (
+            "dspark",
+            "vllm",
+            lambda config: config.update(block_size=5),
+            None,
+            {"vllm", "sglang"},
+            "5 found; 2 to the 4 slots that the head was trained with",
+        ),
         (
             "dspark",
             "vllm",
@@ -145,7 +154,7 @@ def renamed(tensors: dict[str, Tensor]) -> None:
             {"vllm", "sglang"},
             "captures hidden_states [3, 4, 5] but the head reads [2, 3, 4]: [1, 2, 3] is allowed",
         ),
-        ("dspark", "vllm", drop("target_layer_ids"), None, {"vllm", "sglang"}, "without the key engines take"),
+        ("dspark", "vllm", drop("target_layer_ids"), None, {"vllm", "sglang"}, "without the key vLLM takes"),
         (
             "dspark limited",
             "vllm",

@@ -147,6 +147,14 @@ def test_a_head_that_differs_from_the_recipe_is_refused_by_name(
         run(make_recipe("second", *fields, f"train.start_from={first.head_dir}"))
 
 
+def test_a_block_longer_than_the_trained_one_is_refused_by_name(make_recipe: MakeRecipe) -> None:
+    first = make_recipe("first", *BLOCK, "train.steps=1")
+    run(first)
+    longer = [field for field in BLOCK if "block_size" not in field and "unroll" not in field]
+    with pytest.raises(ValueError, match="block_size: 5 in the recipe, 4 in the folder"):
+        run(make_recipe("second", *longer, "head.block_size=5", "train.unroll=5", f"train.start_from={first.head_dir}"))
+
+
 def test_the_mass_outside_the_draft_vocabulary_is_the_targets_own(harvested: Path, frozen: FrozenTarget) -> None:
     store = FeatureStore(harvested / "run" / "features", "heldout")
     vocab = DraftVocab.most_frequent(store.token_counts(300), 20)

@@ -194,6 +194,11 @@ def test_a_store_of_another_target_or_without_a_tap_is_refused(harvested: Path, 
     store = harvested / "run" / "features"
     with pytest.raises(ValueError, match=r"data\.store: .* holds taps \[2, 3, 4\]"):
         harvest(tiny_recipe(harvested, f"data.store={store}", "head.taps=[1]"))
+    block = "head={kind: block, block_size: 3, taps: [1, 2, 4]}"
+    with pytest.raises(
+        ValueError, match=r"it lacks \[1\]; a new harvest of this text takes about .*B on disk and one pass"
+    ):
+        harvest(tiny_recipe(harvested, f"data.store={store}", block))
     build_run(tmp_path)
     weights = tmp_path / "target" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")

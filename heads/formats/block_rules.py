@@ -3,7 +3,15 @@
 from collections.abc import Iterator
 
 from headstart.heads.block_attention import Reach
-from headstart.heads.block_keys import HIDDEN_STATES, LAYER_OUTPUTS, NESTED, block_key, layer_reaches
+from headstart.heads.block_keys import (
+    HIDDEN_STATES,
+    LAYER_OUTPUTS,
+    NEEDED,
+    NESTED,
+    block_key,
+    layer_reaches,
+    trained_block_size,
+)
 from headstart.heads.formats.subject import SPECULATORS_BLOCK, Subject
 from headstart.heads.formats.tensor_rules import wrong_shapes
 from headstart.heads.formats.violation import MISSING, Violation, config_error, tensor_error
@@ -22,11 +30,14 @@ def architecture(subject: Subject, engine: str) -> Iterator[Violation]:
 
 
 def block_size(subject: Subject, engine: str) -> Iterator[Violation]:
-    """The number of slots is fixed by training; engines take 7 or 8 if the key is missing, and another one drafts worse
-    at every depth."""
+    """The number of slots is fixed by training; another one drafts worse at every depth."""
     size = block_key(subject.config, "block_size")
     if not isinstance(size, int) or size < 2:
-        yield config_error(engine, "block_size", size, "the number of slots that the head was trained with is allowed")
+        allowed = f"the number of slots that the head was trained with is allowed: without it {NEEDED['block_size']}"
+        yield config_error(engine, "block_size", size, allowed)
+    elif size > (trained := trained_block_size(subject.config)):
+        allowed = f"2 to the {trained} slots that the head was trained with is allowed"
+        yield config_error(engine, "block_size", size, allowed)
 
 
 def slot_convention(subject: Subject, engine: str) -> Iterator[Violation]:
@@ -89,6 +100,7 @@ def mask_token(subject: Subject, engine: str) -> Iterator[Violation]:
     token, target = block_key(subject.config, "mask_token_id"), subject.frozen.config
     if not isinstance(token, int) or not 0 <= token < target.vocab_size:
         allowed = f"0 to {target.vocab_size - 1} is allowed, a row of the target's embedding"
+        allowed += f": without the key {NEEDED['mask_token_id']}" if token is None else ""
         yield config_error(engine, "mask_token_id", token, allowed)
         return
     d2t = subject.tensors.get("d2t")
@@ -106,7 +118,10 @@ def taps(subject: Subject, engine: str) -> Iterator[Violation]:
     named = block_key(subject.config, key)
     if not named:
         default = [2, num_layers // 2, num_layers - 3]
-        allowed = f"the layers that the head was trained with are required: without the key engines take {default}"
+        allowed = (
+            f"the layers that the head was trained with are required: without the key vLLM takes hidden_states "
+            f"{default}, SGLang as many as the head has layers"
+        )
         yield config_error(engine, key, named, allowed)
         return
     counted = [layer if key == HIDDEN_STATES else layer + 1 for layer in named]

@@ -60,6 +60,7 @@ class HeadstartKeys(Keys):
 
     kind: str = "eagle3"
     taps: Annotated[Layers, Field(min_length=1)] = [0]
+    block_size: Size | None = None
     engines: list[str] | None = None
     target: "OriginKeys | None" = None
     target_num_layers: Size = 1

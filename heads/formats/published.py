@@ -331,7 +331,7 @@ def infer_slots(subject: Subject, translation: Translation) -> None:
     if not subject.taps:
         default = engine_default(subject.frozen.config.num_layers)
         translation.refused.append(
-            f"{LAYER_OUTPUTS}: missing; engines take {default}; add the layers that the head was trained with"
+            f"{LAYER_OUTPUTS}: missing; vLLM takes hidden_states {default}; add the layers of its training"
         )
     elif not subject.own:
         key = HIDDEN_STATES if subject.layout == SPECULATORS_BLOCK else LAYER_OUTPUTS
