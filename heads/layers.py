@@ -120,7 +120,10 @@ def rotary_table(rope: Rope, head_dim: int, max_positions: int) -> Float[Tensor,
     elif rope.kind == "llama3":
         frequencies = llama3_frequencies(frequencies, rope)
     elif rope.kind != "default":
-        raise ValueError(f"rope_type {rope.kind!r} in config.json: only default, linear, llama3 are allowed")
+        raise ValueError(
+            f"rope_type {rope.kind!r} in config.json: only default, linear, llama3 are allowed; choose another target, "
+            f"or head.kind medusa, which has no rotary embedding"
+        )
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float64), frequencies)  # [positions, head_dim / 2]
     angles = torch.cat([angles, angles], dim=-1)
     return torch.cat([angles.cos(), angles.sin()], dim=-1).float()

@@ -193,6 +193,13 @@ def test_decoding_is_lossless_for_every_family(name: str) -> None:
     assert sum(each.stats.acceptance_length > 1 for each in drafted) > 2
 
 
+def test_a_head_for_a_rotary_embedding_that_it_cannot_have_is_refused_by_name() -> None:
+    """gpt-oss turns by YaRN; a block head takes its target's rotary embedding, as an EAGLE head does."""
+    frozen = TargetModel(FAMILIES["gpt_oss"](), ()).frozen
+    with pytest.raises(ValueError, match=r"rope_type 'yarn'.*only default, linear, llama3 are allowed; choose another"):
+        varied_head(frozen)
+
+
 @pytest.mark.parametrize("growth", [Fixed.chain(3), Fixed(((0,), (1,), (0, 0), (0, 1), (1, 0)))], ids=["chain", "tree"])
 def test_rejection_sampling_takes_its_proposals_from_the_block(
     target: TargetModel, make_head: MakeHead, growth: Fixed

@@ -24,6 +24,7 @@ from headstart.heads.vocab import DraftVocab
 from headstart.recipes import Recipe
 from headstart.trainers import loop
 from headstart.trainers.block_objective import TrainedBlocks, draw_blocks
+from headstart.trainers.evaluation import metrics_by_depth
 from headstart.trainers.memory_estimate import SavedForBackward
 from headstart.trainers.objective import Objective, Teacher
 from headstart.trainers.run import run
@@ -220,6 +221,12 @@ def test_the_shared_lm_head_is_not_converted_for_each_chunk_of_blocks(
         counts.append(conversions.count)
     assert torch.equal(*losses)
     assert counts[0] == 0 < counts[1]
+
+
+def test_the_expected_acceptance_length_is_that_of_chains_of_the_mean_acceptances() -> None:
+    """Of 10, 8 and 4 blocks with 5, 6 and 1 expected acceptances: 1 + 1/2 + 1/2 * 3/4 + 1/2 * 3/4 * 1/4"""
+    sums = torch.tensor([[10.0, 8, 4], [0, 0, 0], [0, 0, 0], [5, 6, 1]])
+    assert metrics_by_depth("heldout", sums)["heldout/expected_tau"] == 1 + 1 / 2 + 3 / 8 + 3 / 32
 
 
 def test_d_pace_is_the_gradient_of_the_expected_length() -> None:

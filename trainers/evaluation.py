@@ -104,9 +104,12 @@ def held_out_metrics(unrolled: UnrolledHead, store: SampleStore, batch_size: int
 
 
 def metrics_by_depth(prefix: str, sums: torch.Tensor) -> dict[str, float]:
-    """Means at each depth from `UnrollScores.sums`, [4, unroll]."""
+    """Means at each depth from `UnrollScores.sums`, [4, unroll], and the acceptance length that they let expect.
+
+    That is of chains at temperature 1, if depths were accepted independently of each other: 1 + a_0 + a_0 a_1 + ...
+    """
     counts = sums[0].clamp(min=1)
-    metrics = {}
+    metrics = {f"{prefix}/expected_tau": 1 + float((sums[3] / counts).cumprod(0).sum())}
     for name, values in (("loss", sums[1]), ("accuracy", sums[2]), ("acceptance", sums[3])):
         for depth, value in enumerate((values / counts).tolist()):
             metrics[f"{prefix}/{name}_{depth}"] = value
