@@ -1,13 +1,14 @@
-"""What an EAGLE-3 training step (forward and backward) costs, compared with SpecForge and speculators.
+"""What a training step (forward and backward) of an EAGLE-3 or block head costs, beside SpecForge's and speculators'.
 
     python benchmarks/train_step.py
     python benchmarks/train_step.py --peer specforge=VENV --peer speculators=VENV
+    python benchmarks/train_step.py --heads block --peer speculators=VENV
 
 On a CPU with one thread it measures CPU seconds, and how much resident memory grows over what the process had before
 its first step. Every contender is a process of its own, and they alternate step by step, so a busy machine hits all of
 them; rely on the ratios only. A second table shows how our memory grows with the sequence length, a third which of our
-goals are met. On CUDA it measures the same at the shapes of Llama-3-8B, one contender after the other: tokens per
-second, and the peak memory that a step allocates.
+goals are met. Block heads (DFlash) are measured beside speculators alone. On CUDA it measures EAGLE-3 at the shapes of
+Llama-3-8B, one contender after the other: tokens per second, and the peak memory that a step allocates.
 
 A peer is a virtual environment with these packages. Its own requirements include a serving engine, so it is installed
 without them (`--no-deps`); torch is the version that we are measured with, as a CUDA build if there is a device.
@@ -44,36 +45,27 @@ from peers.contender import Case
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from step_cases import (
+    BLOCK_BAR,
+    BLOCK_CASES,
+    BLOCK_LENGTHS,
+    BLOCK_RIVAL,
+    CASES,
+    DEVICE_CASES,
+    LENGTHS,
+    LINEAR_BAR,
+    LONG,
+    LONGEST,
+    MEMORY_BAR,
+    RIVAL,
+    SPEED_BARS,
+    block_case,
+)
 
 FOLDER = Path(__file__).resolve().parent
 PEERS = ("specforge", "speculators")
+HEADS = ("eagle3", "block")
 OURS = "headstart"
-SMALL, LONG, LONGEST, LARGE_VOCAB = "2 x 256", "1 x 1024", "1 x 4096", "2 x 256, V 32000"
-CASES = {
-    SMALL: Case(batch=2, seq=256, vocab=4096, draft_vocab=2048),
-    LONG: Case(batch=1, seq=1024, vocab=4096, draft_vocab=2048),
-    LONGEST: Case(batch=1, seq=4096, vocab=4096, draft_vocab=2048),
-    LARGE_VOCAB: Case(batch=2, seq=256, vocab=32000, draft_vocab=8000),
-}
-LLAMA3_8B = Case(
-    batch=1,
-    seq=2048,
-    vocab=128256,
-    draft_vocab=32000,
-    hidden=4096,
-    num_heads=32,
-    num_kv_heads=8,
-    mlp=14336,
-    num_layers=32,
-    device="cuda",
-    dtype="bfloat16",
-)
-DEVICE_CASES = {f"1 x {seq}": replace(LLAMA3_8B, seq=seq) for seq in (2048, 8192)}
-LENGTHS = (1024, 2048, 4096, 8192, 16384)
-RIVAL = "specforge"  # the fastest peer on a CPU
-SPEED_BARS = {SMALL: 1.0, LARGE_VOCAB: 1.0, LONG: 1.5, LONGEST: 6.0}  # our speed over its, at least
-MEMORY_BAR = 0.2  # our memory growth over its at the longest case, at most
-LINEAR_BAR = 1.1  # memory growth per token over that at half the length, at most
 
 
 @dataclass(frozen=True)
@@ -100,7 +92,7 @@ class Contender:
     def __init__(self, name: str, python: str, case: Case) -> None:
         # The process sets torch's number of threads itself; this is for other libraries.
         environment = {**os.environ, "OMP_NUM_THREADS": str(case.threads)}
-        command = [python, "-W", "ignore", "-m", f"peers.{name}_step", json.dumps(asdict(case))]
+        command = [python, "-W", "ignore", "-m", f"peers.{name}_{case.script}", json.dumps(asdict(case))]
         self.name = name
         self.process = subprocess.Popen(
             command, cwd=FOLDER, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -156,8 +148,27 @@ def least(answers: list[dict[str, Any]]) -> Cost:
     )
 
 
-def cpu_table(costs: dict[str, dict[str, Cost]]) -> Table:
-    table = Table(title="one training step on one thread, hidden size 256, unroll 7")
+def measure_all(
+    console: Console, pythons: dict[str, str], cases: dict[str, Case], repeats: int
+) -> tuple[dict[str, dict[str, Cost]], dict[str, Any]]:
+    """The costs of each case, and the versions of each contender."""
+    costs: dict[str, dict[str, Cost]] = {}
+    versions: dict[str, Any] = {}
+    for name, case in track(cases.items(), description="steps", console=console, transient=True):
+        costs[name], versions = measure(pythons, case, repeats)
+    return costs, versions
+
+
+def memory_by_length(console: Console, cases: dict[int, Case]) -> dict[int, float]:
+    """How much our memory grows in a step, in MiB, by the length of the sequence."""
+    growths = {}
+    for length, case in track(cases.items(), "lengths", console=console, transient=True):
+        growths[length] = measure({OURS: sys.executable}, case, repeats=1)[0][OURS].growth
+    return growths
+
+
+def cpu_table(costs: dict[str, dict[str, Cost]], title: str) -> Table:
+    table = Table(title=f"one training step on one thread, hidden size 256, {title}")
     table.add_column("case")
     table.add_column("trainer")
     for column in ("CPU s", "over ours", "MiB of growth", "over ours"):
@@ -194,8 +205,8 @@ def device_table(pythons: dict[str, str], repeats: int) -> Table:
     return table
 
 
-def lengths_table(growths: dict[int, float]) -> Table:
-    table = Table(title="our memory growth, by length of one sequence")
+def lengths_table(growths: dict[int, float], title: str = "") -> Table:
+    table = Table(title=f"our memory growth, by length of one sequence{title}")
     for column in ("tokens", "MiB of growth", "KiB per token"):
         table.add_column(column, justify="right")
     for length, growth in growths.items():
@@ -214,6 +225,14 @@ def peer_bars(costs: dict[str, dict[str, Cost]]) -> list[Bar]:
         share = 1 / times_ours(costs[LONGEST], RIVAL, "growth")
         bars.append(Bar(f"{LONGEST}: at most {MEMORY_BAR:g} of the memory of {RIVAL}", share, share <= MEMORY_BAR))
     return bars
+
+
+def block_bars(costs: dict[str, dict[str, Cost]]) -> list[Bar]:
+    shares = {case: 1 / times_ours(found, BLOCK_RIVAL, "cpu") for case, found in costs.items() if BLOCK_RIVAL in found}
+    return [
+        Bar(f"{case}: at most {BLOCK_BAR:g} of the CPU seconds of {BLOCK_RIVAL}", share, share <= BLOCK_BAR)
+        for case, share in shares.items()
+    ]
 
 
 def linear_bar(growths: dict[int, float]) -> Bar:
@@ -255,6 +274,9 @@ def arguments() -> argparse.Namespace:
         help=f"measure a peer too: {' or '.join(PEERS)}",
     )
     parser.add_argument(
+        "--heads", nargs="+", choices=HEADS, default=HEADS, help="kinds of heads to measure (default: all)"
+    )
+    parser.add_argument(
         "--repeats", type=int, default=3, help="steps to measure per contender and case (default: %(default)s)"
     )
     parser.add_argument(
@@ -274,42 +296,51 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     given, console = arguments(), Console()
     pythons = {OURS: sys.executable, **dict(given.peer)}
+    console.print(f"{platform.machine()}, {platform.system()}, 1 thread, torch {torch.__version__}", highlight=False)
     try:
-        run(console, pythons, given.repeats, given.longest)
+        if "eagle3" in given.heads:
+            run_eagle3(console, pythons, given.repeats, given.longest)
+        if "block" in given.heads:
+            run_block(console, pythons, given.repeats, given.longest)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
-
-
-def run(console: Console, pythons: dict[str, str], repeats: int, longest: int) -> None:
-    names: list[str] = list(pythons)
-    costs: dict[str, dict[str, Cost]] = {}
-    versions: dict[str, Any] = {}
-    console.print(f"{platform.machine()}, {platform.system()}, 1 thread, torch {torch.__version__}", highlight=False)
-    cases = {name: case for name, case in CASES.items() if case.seq <= longest}
-    for name, case in track(cases.items(), description="steps", console=console, transient=True):
-        costs[name], versions = measure(pythons, case, repeats)
-    for name, found in versions.items():
-        console.print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in found.items()), highlight=False)
-    console.print(cpu_table(costs))
-
-    growths = {}
-    for length in track([n for n in LENGTHS if n <= longest], "lengths", console=console, transient=True):
-        found, _ = measure({OURS: sys.executable}, replace(CASES[LONG], seq=length), repeats=1)
-        growths[length] = found[OURS].growth
-    console.print(lengths_table(growths))
-
-    bars = peer_bars(costs) if RIVAL in names else []
-    bars += [linear_bar(growths)] if len(growths) > 1 else []
-    if bars:
-        console.print(bars_table(bars))
-    missing = [name for name in PEERS if name not in names]
-    if missing:
+    if missing := [name for name in PEERS if name not in pythons]:
         console.print(f"not measured: {', '.join(missing)}; --help says how to install a peer and pass it as --peer")
-
     if not torch.cuda.is_available():
         console.print("no CUDA device found: the shapes of Llama-3-8B are not measured")
-        return
-    console.print(device_table(pythons, repeats))
+    elif "eagle3" in given.heads:
+        console.print(device_table(pythons, given.repeats))
+
+
+def run_eagle3(console: Console, pythons: dict[str, str], repeats: int, longest: int) -> None:
+    cases = {name: case for name, case in CASES.items() if case.seq <= longest}
+    costs, versions = measure_all(console, pythons, cases, repeats)
+    growths = memory_by_length(console, {n: replace(CASES[LONG], seq=n) for n in LENGTHS if n <= longest})
+    say_versions(console, versions)
+    console.print(cpu_table(costs, "EAGLE-3, unroll 7"))
+    console.print(lengths_table(growths))
+    say_bars(console, (peer_bars(costs) if RIVAL in pythons else []), growths)
+
+
+def run_block(console: Console, pythons: dict[str, str], repeats: int, longest: int) -> None:
+    pythons = {name: python for name, python in pythons.items() if name in (OURS, BLOCK_RIVAL)}
+    costs, versions = measure_all(console, pythons, BLOCK_CASES, repeats)
+    growths = memory_by_length(console, {n: block_case(n) for n in BLOCK_LENGTHS if n <= longest})
+    say_versions(console, versions)
+    console.print(cpu_table(costs, "DFlash, 1 x 1024 tokens, 128 blocks"))
+    console.print(lengths_table(growths, ", a block for every eighth token"))
+    say_bars(console, block_bars(costs), growths)
+
+
+def say_versions(console: Console, versions: dict[str, Any]) -> None:
+    for name, found in versions.items():
+        console.print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in found.items()), highlight=False)
+
+
+def say_bars(console: Console, bars: list[Bar], growths: dict[int, float]) -> None:
+    bars = bars + ([linear_bar(growths)] if len(growths) > 1 else [])
+    if bars:
+        console.print(bars_table(bars))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,30 @@ from headstart.trainers.objective import Objective, Teacher, UnrolledHead
 
 
 def make_step(case: Case, inputs: Inputs) -> Step:
+    frozen, vocab = frozen_of(case, inputs), DraftVocab(torch.arange(case.draft_vocab), case.vocab)
+    head = new_head(Eagle3Section(kind="eagle3"), frozen, vocab, seed=0).to(case.device, case.torch_dtype)
+    objective = Objective(
+        name="soft_cross_entropy",
+        weight=1.0,
+        regression_weight=0.0,
+        input_noise=0.0,
+        unroll_weights=tuple(0.8**k for k in range(case.unroll)),
+    )
+    teacher = Teacher(frozen, vocab)
+    unrolled = UnrolledHead(head, teacher, objective)
+    batch = batch_of(case, inputs)
+
+    def step() -> Tensor:
+        unrolled.zero_grad()
+        supervision = teacher.supervise(batch)
+        scores = unrolled(batch, supervision, supervision.counts(case.unroll))
+        scores.loss.backward()
+        return scores.loss.detach()
+
+    return step
+
+
+def frozen_of(case: Case, inputs: Inputs) -> FrozenTarget:
     config = TargetConfig.from_dict(
         {
             "model_type": "llama",
@@ -31,29 +55,12 @@ def make_step(case: Case, inputs: Inputs) -> Step:
         "model.norm.weight": inputs.norm,
         "lm_head.weight": inputs.lm_head,
     }
-    frozen = FrozenTarget.from_tensors(tensors, config, tied=False)
-    vocab = DraftVocab(torch.arange(case.draft_vocab), case.vocab)
-    head = new_head(Eagle3Section(kind="eagle3"), frozen, vocab, seed=0).to(case.device, case.torch_dtype)
-    objective = Objective(
-        name="soft_cross_entropy",
-        weight=1.0,
-        regression_weight=0.0,
-        input_noise=0.0,
-        unroll_weights=tuple(0.8**k for k in range(case.unroll)),
-    )
-    teacher = Teacher(frozen, vocab)
-    unrolled = UnrolledHead(head, teacher, objective)
+    return FrozenTarget.from_tensors(tensors, config, tied=False)
+
+
+def batch_of(case: Case, inputs: Inputs) -> Batch:
     rows = zip(inputs.tokens, inputs.loss_mask, inputs.taps, inputs.last_hidden, strict=True)
-    batch = Batch.collate([Sample(*row) for row in rows], case.torch_dtype, case.device)
-
-    def step() -> Tensor:
-        unrolled.zero_grad()
-        supervision = teacher.supervise(batch)
-        scores = unrolled(batch, supervision, supervision.counts(case.unroll))
-        scores.loss.backward()
-        return scores.loss.detach()
-
-    return step
+    return Batch.collate([Sample(*row) for row in rows], case.torch_dtype, case.device)
 
 
 if __name__ == "__main__":

@@ -39,19 +39,8 @@ def make_step(case: Case, inputs: Inputs) -> Step:
         ),
     )
     model = Eagle3DraftModel(config)
-    inside = torch.arange(case.vocab) < case.draft_vocab
-    model.load_vocab_mappings(inside, torch.zeros(case.draft_vocab, dtype=torch.long))
-    model.to(case.device, case.torch_dtype)
-    with torch.no_grad():
-        model.embed_tokens.weight.copy_(inputs.embedding)
-        model.verifier_norm.weight.copy_(inputs.norm)
-        for lm_head in (model.lm_head, model.verifier_lm_head):
-            lm_head.weight.copy_(inputs.lm_head[: case.draft_vocab])
-
+    set_frozen_weights(model, case, inputs)
     # Index t of a document holds the features of token t, and token t + 1 with its target. Documents lie end to end.
-    def packed(each: Tensor) -> Tensor:
-        return each.flatten(0, 1).unsqueeze(0)
-
     length = case.seq - 1
     document_ids = torch.arange(case.batch, device=case.device).repeat_interleave(length).unsqueeze(0)
     positions = torch.arange(1, case.seq, device=case.device).repeat(case.batch).unsqueeze(0)
@@ -74,6 +63,24 @@ def make_step(case: Case, inputs: Inputs) -> Step:
         return loss.detach()
 
     return step
+
+
+def set_frozen_weights(model: Any, case: Case, inputs: Inputs) -> None:
+    """Give a model of any kind the target's embedding, norm and lm_head."""
+    if case.draft_vocab < case.vocab:
+        inside = torch.arange(case.vocab) < case.draft_vocab
+        model.load_vocab_mappings(inside, torch.zeros(case.draft_vocab, dtype=torch.long))
+    model.to(case.device, case.torch_dtype)
+    with torch.no_grad():
+        model.embed_tokens.weight.copy_(inputs.embedding)
+        model.verifier_norm.weight.copy_(inputs.norm)
+        for lm_head in (model.lm_head, model.verifier_lm_head):
+            lm_head.weight.copy_(inputs.lm_head[: case.draft_vocab])
+
+
+def packed(each: Tensor) -> Tensor:
+    """The documents of a batch in one row, end to end."""
+    return each.flatten(0, 1).unsqueeze(0)
 
 
 if __name__ == "__main__":
