@@ -10,6 +10,7 @@ is a problem.
 """
 
 import argparse
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,11 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Page, Route, sync_playwright
 
 SIZES = {"wide": (1360, 860), "narrow": (390, 844)}
 GRAVE = ("serious", "critical")
 TEXT = "def is_valid(self, name):\n    if"
+BEFORE_MARK = """id => {
+    const spans = [...document.getElementById(id).querySelectorAll('.t')];
+    const mark = spans.findIndex(span => span.classList.contains('parted'));
+    return mark < 0 ? null : spans.slice(0, mark).map(span => span.textContent).join('');
+}"""
 MODEL = ("--target", "assets/demo_target", "--head", "assets/demo_head", "--dtype", "float32", "--always-draft")
 
 
@@ -61,8 +67,27 @@ def use(page: Page, url: str, question: str, name: str, folder: Path) -> Iterato
     if "equal" not in verdict:
         yield f"in float32 the texts must be equal, but the page says: {verdict}"
     yield from look(page, f"{name}-side-by-side", folder)
+    yield from part(page, question)
+    yield from look(page, f"{name}-parted", folder)
     page.click("#open-settings")
     yield from look(page, f"{name}-settings", folder)
+
+
+def part(page: Page, question: str) -> Iterator[str]:
+    """Let the plain text be another one, by a penalty; the page must mark where the two part, and tell the margin."""
+
+    def penalise(route: Route) -> None:
+        body = json.loads(route.request.post_data or "{}")
+        route.continue_(post_data=json.dumps({**body, **({} if body["speculative"] else {"presence_penalty": 2})}))
+
+    page.route("**/v1/**", penalise)
+    send(page, question)
+    page.unroute("**/v1/**")
+    if "differ by" not in page.inner_text("#verdict"):
+        yield f"no margin is told where two texts part: {page.inner_text('#verdict')}"
+    before, other = (page.evaluate(BEFORE_MARK, f"{side}-text") for side in ("with", "plain"))
+    if before is None or before != other:
+        yield f"the texts before the marks must be equal: {before!r} and {other!r}"
 
 
 def check(url: str, browser: str, question: str, folder: Path) -> list[str]:

@@ -374,37 +374,36 @@ function judge(drafted, plain) {
   const one = drafted.logprobs, other = plain.logprobs;
   let at = 0;
   while (at < one.length && at < other.length && one[at].token === other[at].token) at += 1;
-  if (at === one.length && at === other.length) {
+  if (drafted.text === plain.text && drafted.count === plain.count) {
     const figures = pace === null ? [`${passes}.`] : [make("b", "", faster), ` with drafts: ${passes}.`];
-    verdict(`The two texts are equal, all ${one.length} tokens of them`, figures);
+    verdict(`The two texts are equal, all ${drafted.count} tokens of them`, figures);
     return say(`The texts are equal. ${faster}`);
   }
-  mark(drafted, at);
-  mark(plain, at);
+  const spans = [drafted, plain].map((writing) => writing.steps.flatMap((step) => step.spans));
+  const same = spans[0].findIndex((span, place) => span.textContent !== spans[1][place]?.textContent);
+  for (const own of spans) mark(own.slice(same < 0 ? spans[0].length : same));
   const note = margin(one[at], other[at]);
   verdict(`The same text up to token ${at + 1}, then a near-tie`, [...note, make("b", "", faster), faster ? ` with drafts: ${passes}.` : ""], true);
   say(`The texts part at token ${at + 1}.`);
 }
 
+// Both texts so far are the same, so each token's own logprob will do if the other text does not tell it.
 function margin(one, other) {
+  if (!one && !other) return ["They part within a character that several tokens spell. "];
   if (!one || !other) return ["One text ends where the other goes on. "];
-  const rival = other.top.find((each) => each.token === one.token);
+  const rival = other.top.find((each) => each.token === one.token) ?? one;
   const dtype = state.model.headstart.dtype;
-  const found = [`With drafts `, make("b", "", visible(one.token)), `, plainly `, make("b", "", visible(other.token)), `. `];
-  if (rival) {
-    const gap = Math.abs(other.logprob - rival.logprob).toFixed(3);
-    found.push(`Their logits differ by ${gap}: so little that rounding in ${dtype} decides, as a pass over a tree adds numbers up in another order. In float32 the texts are equal. `);
-  }
-  return found;
+  const gap = Math.abs(other.logprob - rival.logprob).toFixed(3);
+  const why = Number($("temperature").value) === 0
+    ? `Their logits differ by ${gap}: so little that rounding in ${dtype} decides`
+    : `Their logits differ by ${gap}, and the random numbers of the seed bring them so close that rounding in ${dtype} decides`;
+  const after = ", as a pass over a tree adds numbers up in another order. In float32 the texts are equal. ";
+  return ["With drafts ", make("b", "", visible(one.token)), ", plainly ", make("b", "", visible(other.token)), `. ${why}${after}`];
 }
 
-function mark(writing, at) {
-  let seen = 0;
-  for (const step of writing.steps) for (const span of step.spans) {
-    if (seen === at) span.classList.add("parted");
-    if (seen >= at) span.classList.add("after-part");
-    seen += 1;
-  }
+function mark(spans) {
+  spans[0]?.classList.add("parted");
+  for (const span of spans) span.classList.add("after-part");
 }
 
 // ---- the page ---------------------------------------------------------------------------------------------------
