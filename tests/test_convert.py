@@ -255,6 +255,7 @@ def test_everything_that_headstart_cannot_represent_is_refused_at_once(
     [
         (lambda config: config.pop("norm_before_residual"), "norm_before_residual: missing"),
         (lambda config: config.update(speculators_model_type="mtp"), "speculators_model_type 'mtp'"),
+        (lambda config: config.update(pard_token=5), "a P-EAGLE head, which is not supported"),
         (lambda config: config.update(eagle_aux_hidden_state_layer_ids=[2, 3]), "fc.weight reads 96 features"),
         (lambda config: config["transformer_layer_config"].pop("hidden_size"), "hidden_size: missing"),
     ],

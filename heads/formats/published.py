@@ -107,6 +107,11 @@ def build(folder: Path, subject: Subject, translation: Translation) -> DraftHead
 def refuse_other_layers(subject: Subject, translation: Translation) -> None:
     """Refuse what a config.json may ask for but our layers cannot do."""
     config = subject.config
+    if config.get("pard_token") is not None or "mask_hidden" in translation.tensors:
+        translation.refused.append(
+            "pard_token, mask_hidden: a P-EAGLE head, which is not supported; of heads that draft in one pass, "
+            "DFlash and DSpark are allowed"
+        )
     if "speculators_model_type" in config and config["speculators_model_type"] != "eagle3":
         translation.refused.append(
             f"speculators_model_type {config['speculators_model_type']!r}: eagle3, dflash and dspark are allowed"
