@@ -179,10 +179,11 @@ def varied_head(frozen: FrozenTarget, **fields: Any) -> BlockHead:
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gpt_oss"])  # its rope type is refused
-def test_decoding_is_lossless_for_every_family(name: str) -> None:
+@pytest.mark.parametrize("sample_from_anchor", [True, False], ids=["DSpark's slots", "DFlash's slots"])
+def test_decoding_is_lossless_for_every_family(name: str, sample_from_anchor: bool) -> None:
     """At T = 0, 0.7 and 1, in one batch of rows of different lengths, the text is that of plain decoding."""
     target = TargetModel(FAMILIES[name](), ())
-    head = varied_head(target.frozen)
+    head = varied_head(target.frozen, sample_from_anchor=sample_from_anchor)
     target = TargetModel(target.model, head.taps)
     prompts = [[5, 6, 7, 11, 3], [40, 2], [9, 60, 33, 14, 50, 51, 52, 1]]
     samplings = [Sampling(), Sampling(0.7, seed=4), Sampling(1.0, seed=5)]
