@@ -5,6 +5,8 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -84,28 +86,55 @@ def test_the_model_is_named_after_its_folder_unless_it_gets_names() -> None:
     assert named.settings.names == ("a", "b")
 
 
-def test_sigterm_lets_a_request_end_and_then_ends_the_server(tmp_path: Path) -> None:
-    target = build_target(tmp_path / "target")
+@contextmanager
+def serving(folder: Path, *options: str, requests: int) -> Iterator[tuple[subprocess.Popen[str], list[httpx.Response]]]:
+    """A server of its own process that has begun to answer one request for so many choices, and the answer."""
+    target = build_target(folder / "target")
     command = [sys.executable, "-m", "headstart.trainers.cli", "serve", "--target", str(target), "--port", "0"]
+    pipe = subprocess.PIPE
     with subprocess.Popen(
-        [*command, "--dtype", "float32"], cwd=ROOT, env=quiet_environment(ROOT), stdout=subprocess.PIPE, text=True
+        [*command, "--dtype", "float32", *options],
+        cwd=ROOT,
+        env=quiet_environment(ROOT),
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
     ) as process:
         assert process.stdout is not None
         url = process.stdout.readline().split()[0].rstrip("/")
         found: list[httpx.Response] = []
-        body = {"prompt": "a", "max_tokens": 100, "ignore_eos": True, "n": 8}
-        thread = threading.Thread(
-            target=lambda: found.append(httpx.post(f"{url}/v1/completions", json=body, timeout=60))
-        )
+        body = {"prompt": "a", "max_tokens": 100, "ignore_eos": True, "n": requests}
+
+        def ask() -> None:
+            with suppress(httpx.HTTPError):
+                found.append(httpx.post(f"{url}/v1/completions", json=body, timeout=60))
+
+        thread = threading.Thread(target=ask)
         thread.start()
         while "num_requests_running{engine" not in (text := httpx.get(f"{url}/metrics").text) or (
             'vllm:num_requests_running{engine="0",model_name="target"} 0.0' in text
         ):
             assert thread.is_alive()
         process.send_signal(signal.SIGTERM)
+        assert "shutdown" in process.stdout.readline()
+        yield process, found
+        process.wait(30)
         thread.join(60)
-        assert [choice["finish_reason"] for choice in found[0].json()["choices"]] == ["length"] * 8
-        assert process.wait(30) == 0
+
+
+def test_sigterm_lets_a_request_end_and_then_ends_the_server(tmp_path: Path) -> None:
+    with serving(tmp_path, requests=8) as (process, found):
+        assert process.wait(60) == 0
+    assert [choice["finish_reason"] for choice in found[0].json()["choices"]] == ["length"] * 8
+
+
+def test_a_second_signal_ends_the_server_at_once(tmp_path: Path) -> None:
+    with serving(tmp_path, "--max-batch", "1", requests=60) as (process, found):
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(5) == 128 + signal.SIGTERM
+        assert process.stderr is not None
+        assert "ending at once; running requests are lost" in process.stderr.read()
+    assert not found
 
 
 def test_packages_that_are_missing_are_named(
