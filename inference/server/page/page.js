@@ -10,6 +10,7 @@ const IDEAS = [
 const SHADES = 7; // deeper drafts share the last one
 const COMPARED = 96; // tokens of each text side by side, at most
 const ALTERNATIVES = 5;
+const ROUNDING = { float32: 0.01, bfloat16: 0.5, float16: 0.1 }; // generous bounds on what it does to logits
 
 const state = { model: null, turns: [], steps: [], shown: -1, follow: true, running: null, mode: "chat" };
 
@@ -383,7 +384,7 @@ function judge(drafted, plain) {
   const same = spans[0].findIndex((span, place) => span.textContent !== spans[1][place]?.textContent);
   for (const own of spans) mark(own.slice(same < 0 ? spans[0].length : same));
   const note = margin(one[at], other[at]);
-  verdict(`The same text up to token ${at + 1}, then a near-tie`, [...note, make("b", "", faster), faster ? ` with drafts: ${passes}.` : ""], true);
+  verdict(`The same text up to token ${at + 1}`, [...note, make("b", "", faster), faster ? ` with drafts: ${passes}.` : ""], true);
   say(`The texts part at token ${at + 1}.`);
 }
 
@@ -393,12 +394,13 @@ function margin(one, other) {
   if (!one || !other) return ["One text ends where the other goes on. "];
   const rival = other.top.find((each) => each.token === one.token) ?? one;
   const dtype = state.model.headstart.dtype;
-  const gap = Math.abs(other.logprob - rival.logprob).toFixed(3);
-  const why = Number($("temperature").value) === 0
-    ? `Their logits differ by ${gap}: so little that rounding in ${dtype} decides`
-    : `Their logits differ by ${gap}, and the random numbers of the seed bring them so close that rounding in ${dtype} decides`;
-  const after = ", as a pass over a tree adds numbers up in another order. In float32 the texts are equal. ";
-  return ["With drafts ", make("b", "", visible(one.token)), ", plainly ", make("b", "", visible(other.token)), `. ${why}${after}`];
+  const gap = Math.abs(other.logprob - rival.logprob), isGreedy = Number($("temperature").value) === 0;
+  const why = isGreedy ? "so little" : "and the random numbers of the seed bring them so close";
+  const after = isGreedy && gap > ROUNDING[dtype]
+    ? `: more than rounding in ${dtype} explains, so something is wrong. `
+    : `, ${why} that rounding in ${dtype} decides, as a pass over a tree adds numbers up in another order. In float32 the texts are equal. `;
+  const told = `. Their logits differ by ${gap.toFixed(3)}${after}`;
+  return ["With drafts ", make("b", "", visible(one.token)), ", plainly ", make("b", "", visible(other.token)), told];
 }
 
 function mark(spans) {
