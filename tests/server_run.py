@@ -16,10 +16,10 @@ from headstart.inference.drafter import Drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.model import EarlyExit
 from headstart.inference.sampling import Sampling
-from headstart.inference.server.app import build_app
-from headstart.inference.server.model_thread import ModelThread
-from headstart.inference.server.service import Served, Service
-from headstart.inference.server.settings import ServerSettings
+from headstart.inference.serve.app import build_app
+from headstart.inference.serve.model_thread import ModelThread
+from headstart.inference.serve.service import Served, Service
+from headstart.inference.serve.settings import ServerSettings
 from headstart.inference.target.model import TargetModel
 from headstart.inference.target.tokenizer import load_tokenizer
 from headstart.recipes.schema import TargetSection

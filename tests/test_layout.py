@@ -34,12 +34,12 @@ ONLY_IN = {
     "peft": ("trainers/medusa2.py",),
     "matplotlib": ("inference/report/",),
     "wandb": ("trainers/",),
-    **dict.fromkeys(("fastapi", "starlette", "uvicorn", "prometheus_client"), ("inference/server/",)),
+    **dict.fromkeys(("fastapi", "starlette", "uvicorn", "prometheus_client"), ("inference/serve/",)),
     "torch": ("heads/", "inference/", "data_pipelines/", "trainers/"),
 }
 
 # The rest of inference/ is the decode core, which must not import these.
-OUTSIDE_THE_CORE = ["inference/report/", "inference/doctor/", "inference/chat/", "inference/server/"]
+OUTSIDE_THE_CORE = ["inference/report/", "inference/doctor/", "inference/chat/", "inference/serve/"]
 
 # These may be missing here, but torch, transformers or accelerate import them on machines that have them.
 OPTIONAL_LIBRARIES = {

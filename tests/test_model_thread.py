@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from tiny_run import build_target
 
-from headstart.inference.server import command
-from headstart.inference.server.engine import Engine
-from headstart.inference.server.model_thread import ModelThread
-from headstart.inference.server.options import serve_options
+from headstart.inference.serve import command
+from headstart.inference.serve.engine import Engine
+from headstart.inference.serve.model_thread import ModelThread
+from headstart.inference.serve.options import serve_options
 
 
 def test_the_thread_that_loads_the_target_also_decodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

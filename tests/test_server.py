@@ -16,7 +16,7 @@ from tiny_run import CHAT_TEMPLATE, ENDS
 
 from headstart.inference.decode import generate
 from headstart.inference.sampling import Sampling
-from headstart.inference.server.settings import ServerSettings
+from headstart.inference.serve.settings import ServerSettings
 from headstart.inference.target.tokenizer import visible_text_of
 
 MESSAGES: Any = [{"role": "user", "content": "the head guesses 🌳"}]

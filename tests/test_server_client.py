@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from headstart.inference.decode import generate, generate_batch
 from headstart.inference.request import Request
 from headstart.inference.sampling import Sampling
-from headstart.inference.server.settings import ServerSettings
+from headstart.inference.serve.settings import ServerSettings
 from headstart.inference.target.tokenizer import visible_text_of
 
 ROOT = Path(__file__).resolve().parents[1]

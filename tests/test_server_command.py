@@ -14,7 +14,7 @@ import pytest
 from bad_inputs import Says, assert_refused, type_command
 from tiny_run import build_target, quiet_environment
 
-from headstart.inference.server.options import serve_options
+from headstart.inference.serve.options import serve_options
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -140,6 +140,6 @@ def test_a_second_signal_ends_the_server_at_once(tmp_path: Path) -> None:
 def test_packages_that_are_missing_are_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("headstart.inference.server.options.PACKAGES", ("uvicorn", "no_such_package"))
+    monkeypatch.setattr("headstart.inference.serve.options.PACKAGES", ("uvicorn", "no_such_package"))
     outcome = type_command(["serve", "--target", "x"], monkeypatch, capsys)
     assert_refused(outcome, Says("no_such_package", "not installed", "needed to serve", "pip install -e '.[serve]'"))

@@ -20,8 +20,8 @@ from server_run import NAME, Running, load_served, running
 from headstart.inference.decode import DecodeLoop
 from headstart.inference.drafter import PLAIN
 from headstart.inference.request import Block
-from headstart.inference.server.service import Served
-from headstart.inference.server.settings import ServerSettings
+from headstart.inference.serve.service import Served
+from headstart.inference.serve.settings import ServerSettings
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]

@@ -12,7 +12,7 @@ from server_run import NAME, Running, load_served, running, without
 
 from headstart.inference.decode import generate
 from headstart.inference.sampling import Sampling
-from headstart.inference.server.settings import ServerSettings
+from headstart.inference.serve.settings import ServerSettings
 from headstart.inference.target.tokenizer import visible_text_of
 
 CLIENTS = 8

@@ -9,9 +9,9 @@ import httpx
 import pytest
 from server_run import NAME, Running, load_served, running
 
-from headstart.inference.server.acceptance_watch import WINDOW, AcceptanceWatch, promised_length
-from headstart.inference.server.engine import Update
-from headstart.inference.server.settings import ServerSettings
+from headstart.inference.serve.acceptance_watch import WINDOW, AcceptanceWatch, promised_length
+from headstart.inference.serve.engine import Update
+from headstart.inference.serve.settings import ServerSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 DASHBOARD = ROOT / "docs/grafana/headstart.json"

@@ -24,7 +24,7 @@ from headstart.data_pipelines.demo.smollm2_options import smollm2_options
 from headstart.data_pipelines.store_options import store_options
 from headstart.heads.options import convert_options, lint_options
 from headstart.inference.doctor.options import doctor_options
-from headstart.inference.server.options import serve_options
+from headstart.inference.serve.options import serve_options
 from headstart.recipes import recipe_from_command_line
 from headstart.recipes.os_errors import NOT_BEGUN, errors_as_messages
 from headstart.trainers.launch_ranks import launch_arguments
@@ -125,7 +125,7 @@ COMMANDS = {  # in data-flow order
         chat_options,
     ),
     "serve": Command(
-        "headstart.inference.server",
+        "headstart.inference.serve",
         "Serve a target and its head over HTTP, as OpenAI's API does, with a chat page that shows the drafts.",
         "target, RUN_DIR/head or report.head",
         "nothing",

@@ -26,12 +26,12 @@ from headstart.inference.generation import SpeculativeModel
 from headstart.inference.generation_config import config_fields
 from headstart.inference.model_options import require_head
 from headstart.inference.sampling import Sampling
-from headstart.inference.server.acceptance_watch import promised_length
-from headstart.inference.server.access_log import to_stdout
-from headstart.inference.server.app import build_app
-from headstart.inference.server.model_thread import ModelThread
-from headstart.inference.server.options import ServeOptions, serve_options
-from headstart.inference.server.service import Served, Service
+from headstart.inference.serve.acceptance_watch import promised_length
+from headstart.inference.serve.access_log import to_stdout
+from headstart.inference.serve.app import build_app
+from headstart.inference.serve.model_thread import ModelThread
+from headstart.inference.serve.options import ServeOptions, serve_options
+from headstart.inference.serve.service import Served, Service
 from headstart.inference.target.loading import fast_dtype, pick_device
 from headstart.inference.target.model import TargetModel
 from headstart.inference.target.tokenizer import load_tokenizer

@@ -9,17 +9,17 @@ from typing import TypeVar
 
 from headstart.inference.decode import DecodeLoop
 from headstart.inference.sampling import Sampling
-from headstart.inference.server.acceptance_watch import AcceptanceWatch
-from headstart.inference.server.access_log import LogEntry
-from headstart.inference.server.body import Body
-from headstart.inference.server.engine import End, Engine, Event, Job, Update
-from headstart.inference.server.errors import ApiError
-from headstart.inference.server.exchange import Exchange, Limits
-from headstart.inference.server.fields import FieldReader, Wanted
-from headstart.inference.server.metrics import Metrics
-from headstart.inference.server.model_thread import ModelThread
-from headstart.inference.server.prompts import PromptReader
-from headstart.inference.server.settings import ServerSettings
+from headstart.inference.serve.acceptance_watch import AcceptanceWatch
+from headstart.inference.serve.access_log import LogEntry
+from headstart.inference.serve.body import Body
+from headstart.inference.serve.engine import End, Engine, Event, Job, Update
+from headstart.inference.serve.errors import ApiError
+from headstart.inference.serve.exchange import Exchange, Limits
+from headstart.inference.serve.fields import FieldReader, Wanted
+from headstart.inference.serve.metrics import Metrics
+from headstart.inference.serve.model_thread import ModelThread
+from headstart.inference.serve.prompts import PromptReader
+from headstart.inference.serve.settings import ServerSettings
 from headstart.inference.target.model import TargetModel
 from headstart.inference.target.tokenizer import Tokenizer
 

@@ -13,17 +13,17 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
-from headstart.inference.server.access_log import to_stdout
-from headstart.inference.server.answers import Answer, ChatAnswer, CompletionAnswer
-from headstart.inference.server.body import Body
-from headstart.inference.server.errors import ApiError, wrong
-from headstart.inference.server.exchange import Exchange
-from headstart.inference.server.fields import Wanted
-from headstart.inference.server.front import Front, error_response, log_entry
-from headstart.inference.server.prompts import read_tools
-from headstart.inference.server.service import Served, Service
-from headstart.inference.server.settings import ServerSettings
-from headstart.inference.server.transport import (
+from headstart.inference.serve.access_log import to_stdout
+from headstart.inference.serve.answers import Answer, ChatAnswer, CompletionAnswer
+from headstart.inference.serve.body import Body
+from headstart.inference.serve.errors import ApiError, wrong
+from headstart.inference.serve.exchange import Exchange
+from headstart.inference.serve.fields import Wanted
+from headstart.inference.serve.front import Front, error_response, log_entry
+from headstart.inference.serve.prompts import read_tools
+from headstart.inference.serve.service import Served, Service
+from headstart.inference.serve.settings import ServerSettings
+from headstart.inference.serve.transport import (
     CLIENT_GONE,
     DONE,
     ClientGoneError,

@@ -6,9 +6,9 @@ from typing import Any
 from uuid import uuid4
 
 from headstart.inference.request import Alternatives, DecodeStats, DraftTree
-from headstart.inference.server.exchange import Choice, Delta, Exchange, Times, ToldToken
-from headstart.inference.server.fields import Wanted
-from headstart.inference.server.written import Piece
+from headstart.inference.serve.exchange import Choice, Delta, Exchange, Times, ToldToken
+from headstart.inference.serve.fields import Wanted
+from headstart.inference.serve.written import Piece
 from headstart.inference.target.tokenizer import REPLACEMENT_CHARACTER, Tokenizer, text_of
 
 Json = dict[str, Any]

@@ -12,8 +12,8 @@ from queue import Empty, SimpleQueue
 
 from headstart.inference.decode import DecodeLoop
 from headstart.inference.request import Alternatives, Block, DecodeStats, DraftTree, Generation, Request
-from headstart.inference.server.errors import ApiError
-from headstart.inference.server.model_thread import ModelThread
+from headstart.inference.serve.errors import ApiError
+from headstart.inference.serve.model_thread import ModelThread
 
 
 @dataclass(frozen=True)

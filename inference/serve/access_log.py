@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from headstart.inference.server.answers import seconds
-from headstart.inference.server.exchange import Exchange
+from headstart.inference.serve.answers import seconds
+from headstart.inference.serve.exchange import Exchange
 
 # Asked every few seconds, or by the chat page; told only if they fail.
 QUIET = frozenset({"/health", "/ready", "/ping", "/metrics", "/v1/models", "/", "/style.css", "/page.js"})

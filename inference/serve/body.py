@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
-from headstart.inference.server.errors import ApiError, wrong
+from headstart.inference.serve.errors import ApiError, wrong
 
 Number = int | float
 # Accepted without effect: they tell OpenAI's service about the caller.

@@ -13,9 +13,9 @@ from headstart.inference.generation_values import refuse_empty_choice
 from headstart.inference.request import Detokenize, Request, StopStrings
 from headstart.inference.request_checks import check_length
 from headstart.inference.sampling import Sampling
-from headstart.inference.server.body import Body
-from headstart.inference.server.errors import ApiError, wrong
-from headstart.inference.server.prompts import PromptReader, prompts_of, read_tools
+from headstart.inference.serve.body import Body
+from headstart.inference.serve.errors import ApiError, wrong
+from headstart.inference.serve.prompts import PromptReader, prompts_of, read_tools
 from headstart.inference.target.model import TargetModel
 from headstart.inference.target.tokenizer import text_of, visible_text_of
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from headstart.inference.server.engine import Engine, Update
-from headstart.inference.server.exchange import Exchange
+from headstart.inference.serve.engine import Engine, Update
+from headstart.inference.serve.exchange import Exchange
 
 PREFIXES = ("headstart", "vllm")
 LABELS = ("model_name", "engine")

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from uuid import uuid4
 
-from headstart.inference.server.written import Piece
+from headstart.inference.serve.written import Piece
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 

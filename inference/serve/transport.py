@@ -10,9 +10,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from headstart.inference.server.body import Body, read_json_object
-from headstart.inference.server.errors import ApiError
-from headstart.inference.server.settings import ServerSettings
+from headstart.inference.serve.body import Body, read_json_object
+from headstart.inference.serve.errors import ApiError
+from headstart.inference.serve.settings import ServerSettings
 
 Found = TypeVar("Found")
 KEEP_ALIVE = ": keep-alive\n\n"  # a comment, which clients skip

@@ -9,12 +9,12 @@ Requests decode together, and each gets the text that it would get alone and wit
 What is refused is refused with a status and the name of the field; docs/serving.md lists all fields and limits.
 """
 
-from headstart.inference.server.options import serve_options
+from headstart.inference.serve.options import serve_options
 
 if __name__ == "__main__":
     serve_options(__doc__)  # --help and mistakes end the process here, before torch is loaded
 
-from headstart.inference.server.command import main
+from headstart.inference.serve.command import main
 
 if __name__ == "__main__":
     main()

@@ -3,8 +3,8 @@
 import json
 from typing import Any
 
-from headstart.inference.server.body import Body, well_formed
-from headstart.inference.server.errors import ApiError, wrong
+from headstart.inference.serve.body import Body, well_formed
+from headstart.inference.serve.errors import ApiError, wrong
 from headstart.inference.target.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

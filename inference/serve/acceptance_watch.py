@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from headstart.inference.server.engine import Update
+from headstart.inference.serve.engine import Update
 
 WINDOW = 512  # drafting steps that are compared with the card
 SHARE = 0.7  # of the promised draft tokens per step; below it something is wrong, such as another chat template

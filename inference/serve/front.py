@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headstart.inference.server.access_log import LogEntry
-from headstart.inference.server.errors import ApiError
+from headstart.inference.serve.access_log import LogEntry
+from headstart.inference.serve.errors import ApiError
 
 ENTRY = "headstart.log"  # the key of the request's log entry in its scope
 REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
