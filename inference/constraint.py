@@ -81,6 +81,19 @@ class LevelConstraint:
         mask = allowed.to(logits.device)
         return logits.masked_fill(~(mask if tokens is None else mask[..., tokens]), -torch.inf)
 
+    def with_only_tokens(
+        self, chances: Float[Tensor, "rows nodes children"], tokens: Int[Tensor, "rows nodes children"]
+    ) -> tuple[Tensor, Tensor]:
+        """The children of these nodes and the logs of their chances; a node's only way on becomes its certain child."""
+        only = [
+            [-1 if (token := only_token(state, path)) is None else token for path in paths]
+            for state, paths in zip(self.states, self.paths, strict=True)
+        ]
+        forced = torch.tensor(only).unsqueeze(-1).to(tokens.device)  # [rows, nodes, 1]; -1: there is a choice
+        is_first = torch.arange(tokens.shape[2], device=tokens.device) == 0
+        replaced = (forced >= 0) & is_first
+        return chances.masked_fill(replaced, 0), torch.where(replaced, forced, tokens)
+
     def extend(self, parents: Int[Tensor, "rows children"], tokens: Int[Tensor, "rows children"]) -> "LevelConstraint":
         """The same at new children of these nodes."""
         paths = [
@@ -97,3 +110,11 @@ def follow(state: ConstraintState | None, path: Path | None, token: int) -> Path
     if path is None or (state is not None and not bool(state.allowed(path)[token])):
         return None
     return (*path, token)
+
+
+def only_token(state: ConstraintState | None, path: Path | None) -> int | None:
+    """The token that must follow the path, as no other is allowed; None if there is a choice."""
+    if state is None or path is None:
+        return None
+    allowed = state.allowed(path)
+    return int(allowed.nonzero()) if int(allowed.count_nonzero()) == 1 else None

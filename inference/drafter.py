@@ -67,6 +67,11 @@ class VerifiedOnHost(Verified):
     last_step: tuple[float, float] | None = None  # time.perf_counter() before and after the last step, if there was one
     constraints: States = ()  # of each row; empty if no row has a constraint
 
+    @property
+    def states(self) -> States:
+        """Where each row's text stands within its constraint."""
+        return self.constraints or [None] * len(self.texts)
+
     def levels(self, most: int) -> int:
         return min(most, max(self.remaining))
 

@@ -9,25 +9,33 @@ from typing import Any
 
 import pytest
 import torch
+from drafting import draft, new_cache, verified
+from scripted import paths
 from tiny_run import build_target, build_tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from headstart.heads.checkpoint import new_head
 from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
+from headstart.inference.cache import KVCache
 from headstart.inference.constraint import Path as Tokens
 from headstart.inference.constraint import follow, masked_tree
 from headstart.inference.constraints.grammar import Grammar, Grammars
 from headstart.inference.decode import DecodeLoop, generate_batch
 from headstart.inference.drafter import Drafter
+from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.drafters.lookahead import Lookahead
+from headstart.inference.drafters.lookup import CorpusLookup, PromptLookup
 from headstart.inference.drafters.model import EarlyExit
+from headstart.inference.drafters.suffix_automaton import SuffixAutomaton
+from headstart.inference.drafters.trie import TreeLimits
 from headstart.inference.request import Request
 from headstart.inference.sampling import Sampling
 from headstart.inference.target.model import TargetModel
 from headstart.inference.tree import Tree
-from headstart.recipes.schema import Eagle3Section, TargetSection
+from headstart.recipes.schema import BlockSection, Eagle3Section, TargetSection
 
 SCHEMA = {
     "type": "object",
@@ -41,6 +49,8 @@ SCHEMA = {
 }
 DIGITS = r"[0-9]{1,3}(-[0-9]{2}){2}"
 GROWTH = Dynamic(4, 3, 12)
+LIMITS = TreeLimits(depth=5, width=3, nodes=12)
+WRITTEN = '{"kind": "dog", "age": 7, "tame": false}{"kind": "cow", "age": 123, "tame": true}'
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +98,9 @@ def assert_valid(request: Request, tokens: list[int]) -> None:
         assert 0 <= found["age"] <= 99
 
 
-@pytest.mark.parametrize("name", ["head", "head of 40 tokens", "early exit"])
+@pytest.mark.parametrize(
+    "name", ["head", "head of 40 tokens", "early exit", "prompt lookup", "corpus lookup", "lookahead"]
+)
 @pytest.mark.parametrize("static", [False, True])
 def test_constrained_texts_are_valid_and_the_same_with_drafts(
     target: TargetModel, requests: list[Request], name: str, static: bool
@@ -99,6 +111,9 @@ def test_constrained_texts_are_valid_and_the_same_with_drafts(
         "head": HeadDrafter(head_of(target), GROWTH),
         "head of 40 tokens": HeadDrafter(head_of(target, vocab), GROWTH),
         "early exit": EarlyExit(target, 4, GROWTH),
+        "prompt lookup": PromptLookup(LIMITS, 3),
+        "corpus lookup": CorpusLookup(LIMITS, 3, SuffixAutomaton([build_tokenizer()(WRITTEN)["input_ids"]])),
+        "lookahead": Lookahead(3, 3),
     }
     plain = generate_batch(target, requests, None, 4, static)
     found = generate_batch(target, requests, drafters[name], 4, static)
@@ -123,12 +138,59 @@ def test_many_seeds_write_valid_json(target: TargetModel, grammars: Grammars) ->
         assert_valid(request, found.tokens)
 
 
-def test_the_only_way_on_is_drafted_and_accepted(target: TargetModel, grammars: Grammars) -> None:
-    """A head of random weights is hardly ever right, but under a grammar that leaves no choice always."""
+@pytest.mark.parametrize("name", ["head", "head without these tokens", "block head without these tokens", "lookup"])
+def test_the_only_way_on_is_drafted_and_accepted(target: TargetModel, grammars: Grammars, name: str) -> None:
+    """A head of random weights is hardly ever right, but under a grammar that leaves no choice always.
+
+    It may not even score the tokens that the grammar forces, and lookup has seen no such text.
+    """
+    size = target.config.vocab_size
+    digits = {token for text, token in build_tokenizer().get_vocab().items() if any(map(str.isdigit, text))}
+    others = DraftVocab(torch.tensor([token for token in range(size) if token not in digits]), size)
+    block_head = new_head(
+        BlockSection(kind="block", block_size=5, markov_rank=6, taps=target.taps), target.frozen, others, seed=1
+    ).eval()
+    drafters: dict[str, Drafter] = {
+        "head": HeadDrafter(head_of(target), Dynamic.chain(4)),
+        "head without these tokens": HeadDrafter(head_of(target, others), Dynamic.chain(4)),
+        "block head without these tokens": head_drafter(block_head.requires_grad_(False), Dynamic.chain(4)),
+        "lookup": PromptLookup(TreeLimits(depth=4, width=3, nodes=12), 3),
+    }
     request = Request([5, 6], 40, constraint=grammars.regex("9876543210" * 3), end_tokens=(0,))
-    found = generate_batch(target, [request], HeadDrafter(head_of(target), Dynamic.chain(4)))[0]
+    found = generate_batch(target, [request], drafters[name])[0]
     assert text(found.tokens) == "9876543210" * 3
     assert found.stats.acceptance_length > 4
+
+
+def test_a_head_drafts_on_after_a_forced_token_that_it_does_not_score(target: TargetModel, grammars: Grammars) -> None:
+    """The dash is forced and outside the head's vocabulary; which digit follows it is the head's guess.
+
+    5 - dash - digit
+    """
+    vocabulary, size = build_tokenizer().get_vocab(), target.config.vocab_size
+    digits = torch.tensor(sorted(vocabulary[digit] for digit in "0123456789"))
+    drafter = HeadDrafter(head_of(target, DraftVocab(digits, size)), Dynamic.chain(2))
+    free = verified(target, Sampling(), (0, 2), texts=[[5, 6, 7]])
+    given = replace(free, constraints=[grammars.regex("-[0-9]").start()])
+    tree = draft(drafter, given, new_cache(target, drafter))
+    assert tree.parents.tolist() == [[-1, 0, 1]]
+    assert tree.tokens[0, 1] == vocabulary["-"]
+    assert tree.tokens[0, 2] in digits
+
+
+def test_lookup_proposes_nothing_that_the_grammar_refuses(target: TargetModel, grammars: Grammars) -> None:
+    """The text goes on with `9a` in one place and with `98-7` in another; after two digits a dash is forced.
+
+    root - 9 - 8 - dash
+    """
+    vocabulary = build_tokenizer().get_vocab()
+    x, a, nine, eight, seven, dash = (vocabulary[letter] for letter in "xa987-")
+    before = [x, nine, a, a, x, nine, eight, seven, x]
+    free = verified(target, Sampling(), (0, len(before) - 1), texts=[before])
+    constrained = replace(free, constraints=[grammars.regex("[0-9]{2}-[a-z]+").start()])
+    lookup, cache = PromptLookup(LIMITS, 2), KVCache.allocate((1, 1, 1), None, 1)
+    assert paths(lookup.draft(free, cache))[0] >= {(nine, a), (nine, eight, seven)}
+    assert paths(lookup.draft(constrained, cache))[0] == {(nine,), (nine, eight), (nine, eight, dash)}
 
 
 def test_a_node_that_breaks_the_grammar_is_never_reached(target: TargetModel, grammars: Grammars) -> None:

@@ -194,11 +194,14 @@ class TreeDrafter(ABC):
                 chances = self.chances(level, logits, cache.target.starts, verified.sampling, frontier)
                 best = chances.topk(count, dim=-1)
                 values, columns = for_all_nodes(best.values, frontier), for_all_nodes(best.indices, frontier)
-            totals = (frontier.totals.unsqueeze(-1) + values).flatten(1)
+            tokens = columns if self.columns is None else self.ids[columns]
+            if frontier.constraint is not None and self.columns is not None:
+                # The only token that may follow can be one that the head does not score.
+                values, tokens = frontier.constraint.with_only_tokens(values, tokens)
+            totals, tokens = (frontier.totals.unsqueeze(-1) + values).flatten(1), tokens.flatten(1)
             finished = verified.finished(level)
             if finished is not None:
                 totals = totals.masked_fill(finished.unsqueeze(1), -torch.inf)
-            tokens = (columns if self.columns is None else self.ids[columns]).flatten(1)
             first = pool.add(totals, tokens, frontier.numbers)
             if level + 1 == levels or not self.growth.goes_on(pool):
                 break

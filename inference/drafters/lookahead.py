@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from headstart.inference.cache import KVCache
+from headstart.inference.constraint import ConstraintState
 from headstart.inference.drafter import Verified, VerifiedOnHost
 from headstart.inference.drafters.trie import Trie, batch_tries
 from headstart.inference.tree import Tree
@@ -73,9 +74,9 @@ class LookaheadRow:
             self.pool.add(self.text[start : start + self.levels + 1])
         self.seen = len(self.text)
 
-    def draft(self, max_depth: int) -> Trie:
+    def draft(self, max_depth: int, state: ConstraintState | None) -> Trie:
         """The window and the pool's n-grams after the root token, as one tree."""
-        trie, parent = Trie(self.text[-1], max_depth), 0
+        trie, parent = Trie(self.text[-1], max_depth, state), 0
         self.nodes = [[None] * self.columns for _ in range(self.levels)]
         for column in range(self.columns):
             path = trie.add_path(parent, [self.guess(level, column) for level in range(self.levels)])
@@ -130,8 +131,10 @@ class Lookahead:
             id(text): self.rows.get(id(text)) or LookaheadRow(text, self.columns, self.levels) for text in texts
         }
         tries = []
-        for text, row_choices, remaining in zip(texts, choices, verified.remaining, strict=True):
+        for text, row_choices, remaining, state in zip(
+            texts, choices, verified.remaining, verified.states, strict=True
+        ):
             row = self.rows[id(text)]
             row.advance(row_choices)
-            tries.append(row.draft(remaining))
-        return batch_tries(tries, verified.roots.device)
+            tries.append(row.draft(min(remaining, self.depth), state))
+        return batch_tries(tries, self.max_nodes, verified.roots.device)

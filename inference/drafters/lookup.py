@@ -87,11 +87,12 @@ class Lookup:
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
         assert isinstance(verified, VerifiedOnHost)
         tries = []
-        for row, (text, remaining) in enumerate(zip(verified.texts, verified.remaining, strict=True)):
-            trie = Trie(text[-1], remaining)
+        rows = zip(verified.texts, verified.remaining, verified.states, strict=True)
+        for row, (text, remaining, state) in enumerate(rows):
+            trie = Trie(text[-1], min(remaining, self.depth), state)
             self.look_up(text, trie, GumbelRow(verified, row))
             tries.append(trie)
-        return batch_tries(tries, verified.roots.device)
+        return batch_tries(tries, self.max_nodes, verified.roots.device)
 
     def look_up(self, text: list[int], trie: Trie, gumbel: GumbelRow) -> None:
         """Add draft tokens for this text to the trie."""

@@ -28,7 +28,10 @@ class ModelAsHead:
     max_levels: int | None = None
 
     def __init__(self, model: TargetModel, target: TargetModel) -> None:
-        """The vocabularies may differ by padding or added tokens; only tokens that both have are drafted."""
+        """The vocabularies may differ by padding or added tokens.
+
+        Only tokens that both have are drafted, and those that a constraint forces.
+        """
         self.model = model
         self.columns = min(model.config.vocab_size, target.config.vocab_size)
         self.vocab = DraftVocab(torch.arange(self.columns), target.config.vocab_size)

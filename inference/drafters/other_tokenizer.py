@@ -66,12 +66,12 @@ class OtherTokenizerDrafter:
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
         assert isinstance(verified, VerifiedOnHost)
         previous, self.cached, tries = self.cached, [], []
-        for text, remaining in zip(verified.texts, verified.remaining, strict=True):
-            trie = Trie(text[-1], min(remaining, self.depth))
+        for text, remaining, state in zip(verified.texts, verified.remaining, verified.states, strict=True):
+            trie = Trie(text[-1], min(remaining, self.depth), state)
             if trie.max_depth > 0:
                 trie.add_path(0, self.draft_tokens(text, trie.max_depth, previous))
             tries.append(trie)
-        return batch_tries(tries, verified.roots.device)
+        return batch_tries(tries, self.max_nodes, verified.roots.device)
 
     def draft_tokens(self, text: list[int], count: int, previous: list[CachedText]) -> list[int]:
         """Target tokens for the next `count` tokens of the draft model; none if the text cannot be translated."""

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 import torch
 
+from headstart.inference.constraint import ConstraintState, Path, follow, only_token
 from headstart.inference.drafter import VerifiedOnHost
 from headstart.inference.tree import Tree
 
@@ -16,10 +17,14 @@ State = TypeVar("State")
 
 
 class Trie:
-    """The draft tree of one row: adding a path twice adds no node, and no node is deeper than `max_depth`."""
+    """The draft tree of one row: adding a path twice adds no node, and no node is deeper than `max_depth`.
 
-    def __init__(self, root: int, max_depth: int) -> None:
-        self.max_depth = max_depth
+    It holds no node that the row's constraint refuses.
+    """
+
+    def __init__(self, root: int, max_depth: int, state: ConstraintState | None = None) -> None:
+        self.max_depth, self.state = max_depth, state
+        self.paths: list[Path] = [()]  # to each node, without the root
         self.tokens, self.parents, self.depths = [root], [-1], [0]
         self.children: dict[tuple[int, int], int] = {}  # (parent, token) -> node
 
@@ -27,15 +32,28 @@ class Trie:
         return len(self.tokens)
 
     def add(self, parent: int, token: int) -> int | None:
-        """Add a child with this token unless it exists; returns its node, or None if it would be too deep."""
-        if self.depths[parent] >= self.max_depth:
+        """Add a child with this token unless it exists; returns its node, or None if it is refused or too deep."""
+        if not self.allows(parent, token):
             return None
         node = self.children.setdefault((parent, token), len(self))
         if node == len(self):
             self.tokens.append(token)
             self.parents.append(parent)
             self.depths.append(self.depths[parent] + 1)
+            self.paths.append((*self.paths[parent], token))
         return node
+
+    def allows(self, parent: int, token: int) -> bool:
+        """Whether a node may have a child with this token."""
+        return self.depths[parent] < self.max_depth and follow(self.state, self.paths[parent], token) is not None
+
+    def add_only_tokens(self, max_nodes: int) -> None:
+        """Follow each node by the tokens that its constraint leaves no alternative to, up to so many nodes in all."""
+        for node, path in enumerate(self.paths):  # which grow meanwhile, so that chains come about
+            if len(self) < max_nodes and self.depths[node] < self.max_depth:
+                token = only_token(self.state, path)
+                if token is not None:
+                    self.add(node, token)
 
     def add_path(self, parent: int, tokens: Sequence[int]) -> list[int]:
         """Add a path below a node, down to the maximum depth; returns its nodes."""
@@ -48,8 +66,13 @@ class Trie:
         return path
 
 
-def batch_tries(tries: Sequence[Trie], device: torch.device) -> Tree:
-    """The rows' tries as one tree per row; smaller ones are padded with nodes that have no parent."""
+def batch_tries(tries: Sequence[Trie], max_nodes: int, device: torch.device) -> Tree:
+    """The rows' tries as one tree per row; smaller ones are padded with nodes that have no parent.
+
+    Tokens that a constraint forces are added at the end, so that nodes keep their numbers.
+    """
+    for trie in tries:
+        trie.add_only_tokens(max_nodes)
     longest = max(map(len, tries))
     tokens = [trie.tokens + [0] * (longest - len(trie)) for trie in tries]
     parents = [trie.parents + [-1] * (longest - len(trie)) for trie in tries]
@@ -88,8 +111,10 @@ def grow_best_first(trie: Trie, start: State, expand: Expand[State], limits: Tre
     candidates: list[tuple[float, int, int, int, State]] = []  # minus log probability, order, parent, token, state
 
     def push_children(node: int, cost: float, state: State) -> None:
-        children = expand(state)
-        if not children or trie.depths[node] >= min(limits.depth, trie.max_depth):
+        if trie.depths[node] >= min(limits.depth, trie.max_depth):
+            return
+        children = [child for child in expand(state) if trie.allows(node, child.token)]
+        if not children:
             return
         gumbel_values = gumbel.at(trie.depths[node], [child.token for child in children])
         scores = [math.log(child.weight) + value for child, value in zip(children, gumbel_values, strict=True)]
