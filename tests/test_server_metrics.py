@@ -67,9 +67,14 @@ def step(accepted: int) -> Update:
     return Update(0, [5], [1], [], [], None, 0, 4, accepted, True, 1.0, 1.0)
 
 
+def write_card(folder: Path, at_0: float, at_1: float) -> None:
+    lengths = f"{at_0:.2f} at temperature 0, {at_1:.2f} at temperature 1"
+    line = f"- acceptance length after that step, on 32 held-out prompts: {lengths}"
+    (folder / "README.md").write_text(f"# Head\n\n{line}\n")
+
+
 def test_acceptance_far_below_the_heads_card_is_told_once(tmp_path: Path) -> None:
-    card = "- acceptance length after that step, on 32 held-out prompts: 3.00 at temperature 0, 2.10 at temperature 1"
-    (tmp_path / "README.md").write_text(f"# Head\n\n{card}\n")
+    write_card(tmp_path, at_0=4.1, at_1=3.0)
     lines: list[str] = []
     watch = AcceptanceWatch(promised_length(tmp_path), lines.append)
     for _ in range(3 * WINDOW):
@@ -81,6 +86,15 @@ def test_acceptance_far_below_the_heads_card_is_told_once(tmp_path: Path) -> Non
     assert "2.00" in lines[0] or "is 2." in lines[0]
     assert "promises 3.00" in lines[0]
     assert "headstart doctor" in lines[0]
+
+
+def test_texts_at_temperature_1_were_called_far_below_the_card_of_temperature_0(tmp_path: Path) -> None:
+    write_card(tmp_path, at_0=2.93, at_1=2.05)
+    lines: list[str] = []
+    watch = AcceptanceWatch(promised_length(tmp_path), lines.append)
+    for _ in range(2 * WINDOW):
+        watch.count(step(1))  # two tokens a step
+    assert not lines
 
 
 def test_a_head_without_a_card_promises_nothing(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from headstart.inference.serve.engine import Update
 WINDOW = 512  # drafting steps that are compared with the card
 SHARE = 0.7  # of the promised draft tokens per step; below it something is wrong, such as another chat template
 # As heads/formats/card.py writes it.
-ON_CARD = re.compile(r"acceptance length after that step, on \d+ held-out prompts: ([\d.]+) at temperature 0")
+ON_CARD = re.compile(r"acceptance length after that step, on \d+ held-out prompts: (.+)")
+AT_TEMPERATURE = re.compile(r"([\d.]+) at temperature")
 
 
 class AcceptanceWatch:
@@ -46,9 +47,13 @@ class AcceptanceWatch:
 
 
 def promised_length(head: Path | None) -> float | None:
-    """The acceptance length at temperature 0 on the card in a head's folder, None if it has none."""
+    """The lowest acceptance length, over the temperatures on the card in a head's folder; None if it has none.
+
+    The lowest, because requests may have any temperature: at 1, where drafts are accepted least, nothing is wrong.
+    """
     card = None if head is None else head / "README.md"
     if card is None or not card.is_file():
         return None
     found = ON_CARD.search(card.read_text(encoding="utf-8", errors="replace"))
-    return None if found is None else float(found[1])
+    lengths = [] if found is None else [float(length) for length in AT_TEMPERATURE.findall(found[1])]
+    return min(lengths, default=None)
