@@ -49,6 +49,8 @@ class Trie:
 
     def add_only_tokens(self, max_nodes: int) -> None:
         """Follow each node by the tokens that its constraint leaves no alternative to, up to so many nodes in all."""
+        if self.state is None:
+            return
         for node, path in enumerate(self.paths):  # which grow meanwhile, so that chains come about
             if len(self) < max_nodes and self.depths[node] < self.max_depth:
                 token = only_token(self.state, path)

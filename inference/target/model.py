@@ -70,8 +70,7 @@ class TargetModel:
         self._kept: dict[type, object] = {}
         self._seen: dict[int, Tensor] = {}
         self.layers = [*decoder_layers(model)]
-        self.is_packed = False  # whether linear layers keep their weights packed for this processor
-        self.load_unpacked: Callable[[], TargetModel] | None = None  # where it is packed
+        self.load_unpacked: Callable[[], TargetModel] | None = None  # where `is_packed`
         self.compiles = False  # whether steps with fixed shapes compile its layers and the head's
         for tap in {*taps} - {self.config.num_layers}:
             self.layers[tap].register_forward_pre_hook(keep_input(self._seen, tap), with_kwargs=True)
@@ -129,8 +128,12 @@ class TargetModel:
         """
         if gains_by_packing(self.model):
             assert self.frozen is not None  # made before the lm_head's own weights are gone
-            self.is_packed = pack_weights(self.model, exact=True)
-            self.load_unpacked = load_unpacked if self.is_packed else None
+            self.load_unpacked = load_unpacked if pack_weights(self.model, exact=True) else None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether linear layers keep their weights packed for this processor."""
+        return self.load_unpacked is not None
 
     @cached_property
     def unpacked(self) -> "TargetModel":
