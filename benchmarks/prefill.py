@@ -5,11 +5,13 @@
 For 1 and for 4 running rows: first the median time of a plain step, then a prompt of 4,000 tokens comes, and the times
 between two blocks of a running row are taken until the long prompt has its first token, in plain steps: the median, the
 99th percentile and the longest. *Longest before* is the same rows' longest step before the prompt came, which tells how
-much the machine itself varies. The last two columns tell what the interruptions cost that prompt: its time to the first
+much the machine itself varies. Rows become longer while they wait, and their plain steps slower: *of its time* is the longest
+wait in plain steps as they were then, the median of the last three between pieces. The last two columns tell what the interruptions cost that prompt: its time to the first
 token, with running rows and alone. With a head (report.head), a second line per number of rows has the rows draft.
 """
 
 import time
+from dataclasses import dataclass, field
 from statistics import median, quantiles
 
 import torch
@@ -56,6 +58,7 @@ def run(recipe: Recipe) -> None:
         "median wait",
         "p99",
         "longest",
+        "of its time",
         "first token, s",
         "alone, s",
     ):
@@ -69,14 +72,30 @@ def run(recipe: Recipe) -> None:
                 loop.submit(Request(prompt, target.max_positions - len(prompt), end_tokens=()))
             steps = running_steps(loop, rows)
             plain = median(steps) if drafter is None else plain
-            waits: list[float] = []
+            waits = Waits([], [], plain)
             first = seconds_to_first_token(loop, long, waits)
             loop.close()
-            high = quantiles(waits, n=100, method="inclusive")[-1]
-            in_steps = (seconds / plain for seconds in (max(steps), median(waits), high, max(waits)))
-            numbers = (plain * 1000, *in_steps, first, alone)
+            high = quantiles(waits.seconds, n=100, method="inclusive")[-1]
+            in_steps = (seconds / plain for seconds in (max(steps), median(waits.seconds), high, max(waits.seconds)))
+            numbers = (plain * 1000, *in_steps, max(waits.in_steps), first, alone)
             table.add_row(str(rows), name, *(f"{number:.2f}" for number in numbers))
     Console().print(table)
+
+
+@dataclass
+class Waits:
+    """How long running rows waited for each next block, while the long prompt was read."""
+
+    seconds: list[float]
+    in_steps: list[float]  # the same, in plain steps of that time
+    plain: float  # the seconds of a plain step before the prompt came
+    plain_steps: list[float] = field(default_factory=list)  # of those since that read nothing
+
+    def add(self, seconds: float, reads: bool) -> None:
+        self.seconds.append(seconds)
+        self.in_steps.append(seconds / (median(self.plain_steps[-3:]) if self.plain_steps else self.plain))
+        if not reads:
+            self.plain_steps.append(seconds)
 
 
 def running_steps(loop: DecodeLoop, rows: int) -> list[float]:
@@ -91,15 +110,16 @@ def running_steps(loop: DecodeLoop, rows: int) -> list[float]:
     return seconds
 
 
-def seconds_to_first_token(loop: DecodeLoop, request: Request, waits: list[float] | None = None) -> float:
+def seconds_to_first_token(loop: DecodeLoop, request: Request, waits: Waits | None = None) -> float:
     """Submit a request and run until its first token; `waits` gets the times between the blocks of other rows."""
     started = before = time.perf_counter()
     number = loop.submit(request)
     while True:
+        read = loop.batch.read
         numbers = {block.number for block in loop.step()}
         now = time.perf_counter()
         if numbers - {number} and waits is not None:
-            waits.append(now - before)
+            waits.add(now - before, reads=loop.batch.read != read or number in numbers)
             before = now
         if number in numbers:
             return now - started

@@ -38,6 +38,8 @@ class ContextCache(AttentionCache, Protocol):
 class ContextAttention(nn.Module):
     """Grouped-query attention of the slots to the context and to each other, with one norm per attention head."""
 
+    same_input = (("k_proj", "v_proj"),)  # of the context, too, which has no queries
+
     def __init__(self, shape: BlockShape, eps: float) -> None:
         super().__init__()
         hidden, self.head_dim = shape.hidden_size, shape.head_dim

@@ -77,12 +77,6 @@ class Batch:
         self.last_step: tuple[float, float] | None = None  # time.perf_counter() before and after it
 
     @property
-    def last_seconds(self) -> float:
-        """What the last step took."""
-        assert self.last_step is not None
-        return self.last_step[1] - self.last_step[0]
-
-    @property
     def members(self) -> list[Row]:
         """The rows, and the one whose prompt is being read."""
         return self.rows if self.reading is None else [*self.rows, self.reading]

@@ -223,9 +223,10 @@ class DecodeLoop:
         if batch.rows and (self.pace.beside or not reads):
             # First, so that a prompt finds in the cache what it shares with the others.
             batch.prepare(may_draft=not (can_read and self.pace.beside))
-            pieces = self._next_pieces() if reads else []
+            pieces, started = self._next_pieces() if reads else [], time.perf_counter()
             blocks = batch.cycle(pieces)
-            self.pace.stepped(batch.last_seconds, batch.drafts, sum(piece.count for piece in pieces))
+            seconds = time.perf_counter() - started  # what the drafter reads of a piece is part of it
+            self.pace.stepped(seconds, batch.drafts, sum(piece.count for piece in pieces))
         elif reads:
             pieces, started = self._next_pieces(), time.perf_counter()
             blocks = batch.read_pieces(pieces)

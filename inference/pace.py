@@ -3,11 +3,11 @@
 from collections import deque
 
 FIRST_PIECE = 16  # tokens of the first pass while rows run; the next ones follow from what it took
-LEAST = 4  # tokens of a pass, however slow
+LEAST = 3  # tokens of a pass, however slow
 # What a pass may take, in steps of the rows: a row then waits for about 2.5 plain steps. Steps with drafts take up to
 # twice as long as plain ones.
 SHARE, SHARE_OF_DRAFTING = 1.5, 0.75
-BESIDE = 0.7  # how much longer a step may take for a piece beside it: a row then waits for 1.7 plain steps
+BESIDE = 0.8  # how much longer a step may take for a piece beside it: a row then waits for 1.8 plain steps
 GROWTH = 1.5  # how much larger the next piece may be at most
 RECENT = 5  # steps of which the fastest counts: a machine that falters does not make rows wait longer
 REFRESH = 16  # steps with a piece beside them, after which one without tells how long a step takes by now

@@ -2,12 +2,17 @@
 
 bfloat16 weights are put into oneDNN's blocked layout once, where torch's own layer does it again in every call. float32
 weights that are half-precision numbers, as published ones are, are kept in float16, half the bytes; the products and
-sums stay in float32 (FBGEMM, Khudia et al. 2021, arXiv 2101.05615). Neither changes a weight, so the text stays.
+sums stay in float32 (FBGEMM, Khudia et al. 2021, arXiv 2101.05615). Layers that read the same input, such as the
+projections to queries, keys and values, are computed together. None of this changes a weight, so the text stays.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
+Named = tuple[nn.Module, str, nn.Linear]  # a layer's parent, its name there, and the layer
+SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # as transformers names them, and our heads
 SMALL_BYTES = 32 * 2**20  # float32 weights, or as many bfloat16 ones, that stay in a processor's cache
 
 
@@ -45,6 +50,54 @@ class BlockedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}"
 
 
+class JointProduct:
+    """One product for several layers that read the same input: the layer that is called first computes it for all."""
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        self.packed, self.sizes = packed_linear(joined(layers)), [layer.out_features for layer in layers]
+        self.inputs: Tensor | None = None
+        self.outputs: dict[int, Tensor] = {}  # of the layers that have not asked for theirs yet, by place
+
+    @torch.compiler.disable  # what one layer leaves for the next is no part of a graph
+    def of(self, place: int, inputs: Tensor) -> Tensor:
+        """The output of the layer at this place. [..., out_features]"""
+        if self.inputs is not inputs or place not in self.outputs:
+            self.inputs, self.outputs = inputs, dict(enumerate(self.packed(inputs).split(self.sizes, dim=-1)))
+        found = self.outputs.pop(place)
+        if not self.outputs:
+            self.inputs = None
+        return found
+
+
+class JointLinear(nn.Module):
+    """A linear layer in inference that is computed together with its siblings."""
+
+    def __init__(self, product: JointProduct, place: int, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.product, self.place = product, place
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.product.of(self.place, inputs)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+def joined(layers: Sequence[nn.Linear]) -> nn.Linear:
+    """One layer whose outputs are those of all these side by side."""
+    weight = torch.cat([layer.weight.detach() for layer in layers])
+    made = nn.Linear(weight.shape[1], weight.shape[0], bias=layers[0].bias is not None, device="meta")
+    made.weight = nn.Parameter(weight, requires_grad=False)
+    if layers[0].bias is not None:
+        made.bias = nn.Parameter(torch.cat([layer.bias.detach() for layer in layers]), requires_grad=False)
+    return made
+
+
+def packed_linear(linear: nn.Linear) -> nn.Module:
+    return BlockedLinear(linear) if linear.weight.dtype == torch.bfloat16 else HalfLinear(linear)
+
+
 def can_pack(dtype: torch.dtype) -> bool:
     """Whether this build of torch has the kernels for weights of this dtype on this processor."""
     if dtype == torch.float32:
@@ -69,13 +122,32 @@ def pack_weights(model: nn.Module, exact: bool) -> bool:
         for each in packable_layers(model)
         if not exact or each[-1].weight.dtype == torch.bfloat16 or is_half(each[-1].weight)
     ]
-    for parent, name, linear in found:
-        packed = BlockedLinear if linear.weight.dtype == torch.bfloat16 else HalfLinear
-        setattr(parent, name, packed(linear))
+    for layers in siblings(found):
+        if len(layers) == 1:
+            ((parent, name, linear),) = layers
+            setattr(parent, name, packed_linear(linear))
+            continue
+        product = JointProduct([linear for *_, linear in layers])
+        for place, (parent, name, linear) in enumerate(layers):
+            setattr(parent, name, JointLinear(product, place, linear))
     return bool(found)
 
 
-def packable_layers(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
+def siblings(layers: Sequence[Named]) -> list[list[Named]]:
+    """The layers in groups that read the same input; most are alone."""
+    groups: dict[tuple[object, ...], list[Named]] = {}
+    for parent, name, linear in layers:
+        known = getattr(parent, "same_input", SAME_INPUT)
+        group = next((names for names in known if name in names and has_all(parent, names)), (name,))
+        groups.setdefault((parent, group, linear.in_features, linear.bias is None), []).append((parent, name, linear))
+    return list(groups.values())
+
+
+def has_all(parent: nn.Module, names: Sequence[str]) -> bool:
+    return all(isinstance(getattr(parent, name, None), nn.Linear) for name in names)
+
+
+def packable_layers(model: nn.Module) -> list[Named]:
     """The model's linear layers on a CPU whose dtype has kernels, each with its parent and its name there."""
     named = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
     return [

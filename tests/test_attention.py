@@ -6,12 +6,20 @@ import pytest
 import torch
 from families import FAMILIES
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 from transformers import AttentionInterface
 
 from headstart.inference.decode import generate_batch
 from headstart.inference.request import Request
-from headstart.inference.target.attention import GROUPED, SDPA, grouped_attention
+from headstart.inference.target.attention import (
+    GROUPED,
+    LEAST_KEYS,
+    SDPA,
+    attention_by_parts,
+    grouped_attention,
+    parts_of_keys,
+)
 from headstart.inference.target.model import TargetModel
 from headstart.inference.tree import Tree
 
@@ -108,3 +116,25 @@ def test_a_large_batch_of_unlike_rows_reads_only_the_keys_that_each_group_holds(
         monkeypatch.setattr(f"headstart.inference.cache.{name}", 10**6)
     assert [found.tokens for found in generate_batch(target, requests, max_batch=40)] == alone
     assert grouped < 0.7 * num_keys
+
+
+@pytest.mark.parametrize("keys", [1024, 1501])
+@pytest.mark.parametrize("parts", [2, 3])
+def test_keys_shared_among_threads_give_the_same_attention(keys: int, parts: int) -> None:
+    """Also where the parts overlap, and where a part is hidden from a query altogether."""
+    query, key, value = states(1, 3, keys)
+    mask = torch.zeros(1, 1, 9, keys)
+    mask[:, :, 1, keys // parts :] = LOWEST
+    mask[:, :, 2, : keys // parts] = LOWEST
+    folded = query.reshape(1, 3, 9, 16)
+    wanted = scaled_dot_product_attention(folded, key, value, mask, scale=0.3)
+    assert_close(attention_by_parts(folded, key, value, mask, 0.3, parts), wanted)
+
+
+def test_threads_share_the_keys_of_one_row_where_its_heads_do_not_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    query, key, value = states(1, 1, 4 * LEAST_KEYS)
+    assert parts_of_keys(query[:, :3], key, value) == 4  # 8 would be too small
+    assert parts_of_keys(query[:, :8], key, value) == 1
+    assert parts_of_keys(query[:, :3], key[:, :, :LEAST_KEYS], value) == 1
+    assert parts_of_keys(query[:, :3].expand(2, -1, -1, -1), key, value) == 1

@@ -340,7 +340,7 @@ def test_a_pass_over_prompts_takes_little_longer_than_a_step() -> None:
 
 
 def test_a_step_with_a_piece_of_a_prompt_takes_less_than_two_plain_steps() -> None:
-    """Where a step takes 1 s and each prompt token 0.05 s more, but the first ten nothing: 24 tokens are 1.7 s."""
+    """Where a step takes 1 s and each prompt token 0.05 s more, but the first ten nothing: 26 tokens are 1.8 s."""
     pace = Pace(512, prompts_first=False, beside=True)
     pace.stepped(3.0, drafts=True)
     assert pace.reads_next(has_rows=True)
@@ -355,7 +355,7 @@ def test_a_step_with_a_piece_of_a_prompt_takes_less_than_two_plain_steps() -> No
         else:
             alone += 1
             pace.stepped(1.0, drafts=False)
-    assert 22 <= pace.tokens(has_rows=True) <= 26
+    assert 24 <= pace.tokens(has_rows=True) <= 28
     assert 2 <= alone <= 5  # it measures again now and then
     for _ in range(20):  # the rows draft between prompts: no piece is compared to such a step
         pace.stepped(3.0, drafts=True)
@@ -363,13 +363,13 @@ def test_a_step_with_a_piece_of_a_prompt_takes_less_than_two_plain_steps() -> No
     for _ in range(3):
         tokens = pace.tokens(has_rows=True)
         pace.stepped(1 + 0.05 * max(tokens - 10, 0), drafts=False, beside=tokens)
-    assert 22 <= pace.tokens(has_rows=True) <= 26
+    assert 24 <= pace.tokens(has_rows=True) <= 28
     pace.stepped(3.0, drafts=True)
     pace.stepped(2.0, drafts=False)  # with more rows or longer texts, plain steps take twice as long by now
     for _ in range(12):
         tokens = pace.tokens(has_rows=True)
         pace.stepped(2 + 0.05 * max(tokens - 10, 0), drafts=False, beside=tokens)
-    assert 36 <= pace.tokens(has_rows=True) <= 40
+    assert 40 <= pace.tokens(has_rows=True) <= 44
 
 
 def test_an_opted_out_row_gets_no_drafts_among_rows_that_do(target: TargetModel, texts: Texts) -> None:

@@ -10,7 +10,15 @@ from torch import nn
 from torch.testing import assert_close
 
 from headstart.inference.decode import generate_batch
-from headstart.inference.packed_weights import BlockedLinear, HalfLinear, can_pack, pack_weights
+from headstart.inference.packed_weights import (
+    BlockedLinear,
+    HalfLinear,
+    JointLinear,
+    JointProduct,
+    can_pack,
+    pack_weights,
+    packed_linear,
+)
 from headstart.inference.request import Request
 from headstart.inference.target.model import TargetModel, with_own_weights
 from headstart.recipes.schema import TargetSection
@@ -65,6 +73,55 @@ def test_a_layer_with_a_weight_that_is_no_half_number_stays_in_float32() -> None
     model = nn.Sequential(exact, finer, huge)
     assert pack_weights(model, exact=True)
     assert [type(layer) for layer in model] == [HalfLinear, nn.Linear, nn.Linear]
+
+
+class Projections(nn.Module):
+    """Siblings as in an attention layer, and a layer apart."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        for name, size in (("q_proj", 96), ("k_proj", 32), ("v_proj", 32), ("o_proj", 48)):
+            self.add_module(name, nn.Linear(48, size, bias=name != "o_proj").bfloat16().to(dtype))
+
+    def layers(self) -> dict[str, nn.Module]:
+        return dict(self.named_children())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@torch.inference_mode()
+def test_layers_that_read_the_same_input_are_computed_once_and_give_what_they_gave_alone(dtype: Dtype) -> None:
+    model = Projections(getattr(torch, dtype))
+    inputs, others = (torch.randn(rows, 3, 48).to(getattr(torch, dtype)) for rows in (2, 1))
+    alone = {name: packed_linear(layer) for name, layer in model.layers().items() if isinstance(layer, nn.Linear)}
+    assert pack_weights(model, exact=True)
+    layers = model.layers()
+    assert [type(layer) is JointLinear for layer in layers.values()] == [True, True, True, False]
+    assert len({layers[name].product for name in ("q_proj", "k_proj", "v_proj")}) == 1
+    # In any order, for one of them alone, twice for the same input, and after another input.
+    for name, given in [
+        *((name, inputs) for name in ("k_proj", "q_proj", "v_proj", "o_proj")),
+        ("q_proj", others),
+        ("q_proj", others),
+        ("v_proj", inputs),
+        ("k_proj", others),
+        ("k_proj", inputs),
+    ]:
+        assert torch.equal(layers[name](given), alone[name](given))
+
+
+@needs_fbgemm
+@torch.inference_mode()
+def test_siblings_keep_nothing_once_each_has_its_output() -> None:
+    model = Projections(torch.float32)
+    pack_weights(model, exact=True)
+    layers, inputs = model.layers(), torch.zeros(1, 48)
+    layers["q_proj"](torch.zeros(1, 48))  # of another input
+    for name in ("v_proj", "q_proj", "k_proj"):
+        layers[name](inputs)
+    product = layers["q_proj"].product
+    assert isinstance(product, JointProduct)
+    assert product.inputs is None
+    assert not product.outputs
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

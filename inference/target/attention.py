@@ -8,6 +8,7 @@ AttentionInterface, so no model is patched.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import gcd
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ class RaggedMask(Tensor):
     groups: tuple[RowGroup, ...] = ()
 
 
+LEAST_KEYS = 512  # of each part: what merging costs is then little beside what the threads save
+MOST_QUERIES = 48  # of a key head; with more, the kernel shares the queries among the threads, too
 SDPA = "sdpa"  # transformers' own
 GROUPED = "headstart_grouped"
 
@@ -81,7 +84,54 @@ def folded_attention(
         return scaled_dot_product_attention(query, key, value, mask, scale=scaling)
     mask = mask.unsqueeze(2).expand(-1, -1, group, -1, -1).flatten(2, 3)  # [batch or 1, 1, group * seq, keys]
     folded = query.reshape(batch, key.shape[1], group * seq, -1)
-    return scaled_dot_product_attention(folded, key, value, mask, scale=scaling).view(batch, num_heads, seq, -1)
+    parts = parts_of_keys(folded, key, value)
+    if parts > 1:
+        mixed = attention_by_parts(folded, key, value, mask, scaling, parts)
+    else:
+        mixed = scaled_dot_product_attention(folded, key, value, mask, scale=scaling)
+    return mixed.view(batch, num_heads, seq, -1)
+
+
+def parts_of_keys(query: Tensor, key: Tensor, value: Tensor) -> int:
+    """Into how many parts a CPU's threads share the keys of one row: its kernel gives each thread whole heads only.
+
+    1 where there are few keys, or where every thread gets as many heads as the others anyway.
+    """
+    batch, heads, queries, size = query.shape
+    if query.device.type != "cpu" or batch != 1 or queries > MOST_QUERIES or value.shape[-1] != size:
+        return 1
+    threads = torch.get_num_threads()
+    return min(threads // gcd(heads, threads), key.shape[2] // LEAST_KEYS) or 1
+
+
+def attention_by_parts(
+    query: Float[Tensor, "1 heads queries size"],
+    key: Float[Tensor, "1 heads keys size"],
+    value: Float[Tensor, "1 heads keys size"],
+    mask: Float[Tensor, "1 1 queries keys"],
+    scaling: float | None,
+    parts: int,
+) -> Float[Tensor, "1 heads queries size"]:
+    """Attention to equally large parts of the keys as a batch, merged by the sums of their exponentials.
+
+    This is Flash-Decoding (Dao et al. 2023). Where the keys cannot be divided evenly, parts overlap, and the keys that
+    the next part has too are hidden.
+    """
+    keys = key.shape[2]
+    step = keys // parts
+    size = keys - (parts - 1) * step
+    key, value, own_mask = (
+        each.unfold(axis, size, step)[0].movedim(from_axis, 0)
+        for each, axis, from_axis in ((key, 2, 1), (value, 2, 1), (mask, 3, 2))
+    )  # [parts, heads, size, keys of a part], twice, and [parts, 1, queries, keys of a part]
+    if size > step:
+        own_mask = own_mask.clone()
+        own_mask[:-1, ..., step:] = torch.finfo(mask.dtype).min
+    mixed, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query.expand(parts, -1, -1, -1), key.mT, value.mT, attn_mask=own_mask, scale=scaling
+    )
+    weights = logsumexp.softmax(0).unsqueeze(-1)  # [parts, heads, queries, 1]
+    return (mixed * weights).sum(0, keepdim=True).to(query.dtype)
 
 
 AttentionInterface.register(GROUPED, grouped_attention)

@@ -1,0 +1,232 @@
+"""A block head beside an EAGLE-3 head: one store of features, the same steps, two budgets, the best rate of three.
+
+    python benchmarks/block_quality.py recipes/smollm2_135m.yaml recipes/smollm2_135m_block.yaml --steps 60 \\
+        data.folder=runs/smollm2_135m report.num_prompts=24
+
+Each head is trained for --steps steps at half, one and two times its recipe's learning rates; the rate whose head
+expects the longest drafts of held-out texts is trained for --times as many steps, too. Heads lie in RUN_DIR/compare and
+are not trained again. Overrides after the two recipes go to both.
+
+The first table tells what training took, and what the head expects (tau: tokens per target step). Then each head drafts
+a chain, the recipe's tree and a cost-aware one; the block head also a tree whose nodes on one level all have the same
+children (marginal), where its own trees have children that follow from the node's token (conditional). All methods take
+turns on the prompts of the report. The last lines tell what drafting takes, in one step, at equal depth.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from headstart.heads.base import DraftHead
+from headstart.heads.block import BlockHead
+from headstart.heads.checkpoint import load_head
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.target_config import locate_target
+from headstart.inference.drafters.block import BlockDrafter, head_drafter
+from headstart.inference.drafters.build import load_drafting_head
+from headstart.inference.drafters.cost_aware import growth_from_recipe
+from headstart.inference.drafters.cost_measurement import Bench
+from headstart.inference.report.command import machine, recipe_tokenizer, report_prompts
+from headstart.inference.report.questions import Chat
+from headstart.inference.report.rounds import Round, numbered_batches, plain_place, run_rounds, seconds_and_tokens
+from headstart.inference.report.runs import Method, Run
+from headstart.inference.report.statistics import speedup
+from headstart.inference.request import DecodeStats
+from headstart.inference.sampling import sampling_from_recipe
+from headstart.inference.target.model import TargetModel
+from headstart.recipes import Recipe, load_recipe
+from headstart.recipes.jsonl import read_jsonl
+from headstart.recipes.load import RecipeError
+from headstart.recipes.progress import Progress
+
+ROOT = Path(__file__).resolve().parents[1]
+RATES = (0.5, 1.0, 2.0)  # factors of a recipe's learning rates
+CONTEXT, REPEATS = 256, 25  # of the draft times
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A head, and what training it took."""
+
+    name: str  # the kind of head
+    rate: float
+    steps: int
+    folder: Path  # of the run
+    tau: float  # what it expects on held-out texts
+    tokens: int
+    seconds: float
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}, {self.steps} steps"
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        return (
+            self.name,
+            f"{self.rate:g}",
+            f"{self.steps:,}",
+            f"{self.tokens:,}",
+            f"{self.seconds:.0f}",
+            f"{self.tau:.3f}",
+        )
+
+
+def train(path: str, recipe: Recipe, overrides: list[str], rate: float, steps: int) -> Trained:
+    """Train as a user would, unless it was done before; an interrupted run goes on."""
+    name, section = recipe.head.kind, recipe.train
+    folder = recipe.run_dir / "compare" / f"{name}-{steps}-{rate:g}"
+    taken = folder / "seconds.json"
+    if not taken.is_file():
+        changes = {
+            "run_dir": folder,
+            "data.folder": recipe.data_folder,
+            "train.steps": steps,
+            "train.warmup_steps": min(section.warmup_steps, steps // 10),
+            "train.learning_rate": rate * section.learning_rate,
+            "train.muon_learning_rate": rate * section.muon_learning_rate,
+            "train.checkpoint_every": steps,
+            "train.eval_every": steps,
+            "train.eval_prompts": 0,
+            "log.wandb": "disabled",
+        }
+        trainer = ROOT / "trainers" / ("block.py" if name == "block" else "eagle.py")
+        command = [sys.executable, str(trainer), path, *overrides]
+        command += [f"{field}={value}" for field, value in changes.items()]
+        folder.mkdir(parents=True, exist_ok=True)
+        started = time.perf_counter()
+        with (folder / "log.txt").open("w") as out:
+            code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, check=False).returncode
+        if code:
+            raise SystemExit(f"training in {folder} ended with {code}:\n{(folder / 'log.txt').read_text()[-2000:]}")
+        taken.write_text(json.dumps(time.perf_counter() - started))
+    last = [row for row in read_jsonl(folder / "metrics.jsonl") if "heldout/expected_tau" in row][-1]
+    tau, tokens = float(last["heldout/expected_tau"]), int(last["train/tokens"])
+    return Trained(name, rate, steps, folder, tau, tokens, json.loads(taken.read_text()))
+
+
+def methods_of(trained: Trained, recipe: Recipe, target: TargetModel) -> Iterator[Method]:
+    head = load_drafting_head(trained.folder / "head", target)
+    for growth in ("chain", recipe.decode.growth, "cost_aware"):
+        section = recipe.decode.model_copy(update={"growth": growth, "paths": None})
+        name = "tree" if growth == recipe.decode.growth else growth.replace("_", "-")
+        yield Method(f"{trained.label}, {name}", head_drafter(head, growth_from_recipe(section, target, head)))
+    if isinstance(head, BlockHead) and head.markov_head is not None:
+        drafter = BlockDrafter(head, growth_from_recipe(recipe.decode, target, head), conditional=False)
+        yield Method(f"{trained.label}, marginal tree", drafter)
+
+
+def compare(recipe: Recipe, methods: list[Method], target: TargetModel, console: Console) -> None:
+    """Print a table for each temperature."""
+    tokenizer, new_tokens = recipe_tokenizer(recipe), recipe.decode.max_new_tokens
+    chat = Chat(tokenizer, target.max_positions - new_tokens)
+    prompts = [chat.shortened(prompt) for prompt in report_prompts(recipe, tokenizer)]
+    for temperature in recipe.report.temperatures:
+        sampling = sampling_from_recipe(recipe.decode, temperature)
+        with Progress(f"temperature {temperature:g}", len(prompts) * len(methods), "texts") as progress:
+            rounds = run_rounds(
+                methods,
+                target,
+                numbered_batches(prompts, 1),
+                new_tokens,
+                sampling,
+                warmup=1,
+                after_run=partial(count_texts, progress),
+            )
+        table = Table(title=f"temperature {temperature:g}, {len(prompts)} prompts, up to {new_tokens} new tokens")
+        for column in ("method", "acceptance length", "tokens/s", "over plain", "95 % interval"):
+            table.add_column(column, justify="left" if column == "method" else "right")
+        for place, method in enumerate(methods):
+            table.add_row(method.name, *figures(rounds, place, plain_place(methods), recipe.seed))
+        console.print(table)
+
+
+def count_texts(progress: Progress, run: Run) -> None:
+    progress.advance(len(run.texts))
+
+
+def figures(rounds: list[Round], place: int, plain: int, seed: int) -> tuple[str, ...]:
+    stats = DecodeStats()
+    for each in rounds:
+        for own in each.runs[place].stats:
+            stats.add(own)
+    seconds, tokens = seconds_and_tokens(rounds, place)
+    gain = speedup(seconds, tokens, *seconds_and_tokens(rounds, plain), seed)
+    return (
+        f"{stats.acceptance_length:.2f}",
+        f"{sum(tokens) / sum(seconds):.1f}",
+        f"{gain.value:.2f}",
+        f"{gain.low:.2f}-{gain.high:.2f}",
+    )
+
+
+def draft_times(heads: dict[str, DraftHead], depth: int, width: int, target: TargetModel) -> dict[str, float]:
+    """Median seconds of drafting so many levels in one step; the heads take turns."""
+    works = {
+        name: Bench(target, head, width, CONTEXT, 1, width * depth + 8).drafting(depth) for name, head in heads.items()
+    }
+    taken: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(REPEATS):
+        for name, work in works.items():
+            started = time.perf_counter()
+            work()
+            taken[name].append(time.perf_counter() - started)
+    return {name: median(times) for name, times in taken.items()}
+
+
+def measure(paths: list[str], recipes: list[Recipe], overrides: list[str], steps: int, times: int) -> None:
+    torch.set_num_threads(recipes[0].report.threads or torch.get_num_threads())
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    console.print(", ".join(f"{name} {value}" for name, value in machine().items()))
+    table = Table("head", "rate", "steps", "tokens", "seconds", "expected tau")
+    kept: list[tuple[Trained, Recipe]] = []
+    for path, recipe in zip(paths, recipes, strict=True):
+        swept = [train(path, recipe, overrides, rate, steps) for rate in RATES]
+        best = max(swept, key=lambda each: each.tau)
+        longer = train(path, recipe, overrides, best.rate, times * steps)
+        kept += [(best, recipe), (longer, recipe)]
+        for each in (*swept, longer):
+            table.add_row(*each.row)
+    console.print(table)
+    section = recipes[0].target
+    frozen = FrozenTarget.from_folder(locate_target(section.path, section.revision), torch.float32)
+    taps = {tap for each, _ in kept for tap in load_head(each.folder / "head", frozen).taps}
+    target = TargetModel.load(section, tuple(sorted(taps)))
+    methods = [Method("plain"), *(method for each in kept for method in methods_of(*each, target))]
+    compare(recipes[0], methods, target, console)
+    heads = {each.name: load_drafting_head(each.folder / "head", target) for each, _ in kept}
+    depth = min([recipe.train.unroll for recipe in recipes] + [head.max_levels or 99 for head in heads.values()])
+    for width in (1, recipes[-1].decode.width):
+        found = draft_times(heads, depth, width, target)
+        told = ", ".join(f"{name} {1000 * seconds:.2f} ms" for name, seconds in found.items())
+        first, *_, last = found.values()
+        console.print(f"drafting {depth} levels of {width}: {told}; the last over the first {last / first:.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipes", nargs=2, help="of the EAGLE-3 head, then of the block head")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
+    parser.add_argument("--steps", type=int, default=60, help="of the small budget (default: %(default)s)")
+    parser.add_argument("--times", type=int, default=4, help="how much larger the other one is (default: %(default)s)")
+    given = parser.parse_intermixed_args()
+    try:
+        recipes = [load_recipe(path, given.overrides) for path in given.recipes]
+    except RecipeError as error:
+        raise SystemExit(str(error)) from None
+    measure(given.recipes, recipes, given.overrides, given.steps, given.times)
+
+
+if __name__ == "__main__":
+    main()
