@@ -5,9 +5,10 @@
 For 1 and for 4 running rows: first the median time of a plain step, then a prompt of 4,000 tokens comes, and the times
 between two blocks of a running row are taken until the long prompt has its first token, in plain steps: the median, the
 99th percentile and the longest. *Longest before* is the same rows' longest step before the prompt came, which tells how
-much the machine itself varies. Rows become longer while they wait, and their plain steps slower: *of its time* is the longest
-wait in plain steps as they were then, the median of the last three between pieces. The last two columns tell what the interruptions cost that prompt: its time to the first
-token, with running rows and alone. With a head (report.head), a second line per number of rows has the rows draft.
+much the machine itself varies. Rows become longer while they wait, and their plain steps slower: *of its time* is the
+longest wait in plain steps as they were then, the median of the last three between pieces. The last two columns tell
+what the interruptions cost that prompt: its time to the first token, with running rows and alone. With a head
+(report.head), a second line per number of rows has the rows draft.
 """
 
 import time
