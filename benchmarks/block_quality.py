@@ -15,7 +15,6 @@ turns on the prompts of the report. The last lines tell what drafting takes, in 
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -25,8 +24,10 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from lossless import count_texts
 from rich.console import Console
 from rich.table import Table
+from train_quality import OUR_RATES, ROOT, call, overrides_of
 
 from headstart.heads.base import DraftHead
 from headstart.heads.block import BlockHead
@@ -40,7 +41,7 @@ from headstart.inference.drafters.cost_measurement import Bench
 from headstart.inference.report.command import machine, recipe_tokenizer, report_prompts
 from headstart.inference.report.questions import Chat
 from headstart.inference.report.rounds import Round, numbered_batches, plain_place, run_rounds, seconds_and_tokens
-from headstart.inference.report.runs import Method, Run
+from headstart.inference.report.runs import Method
 from headstart.inference.report.statistics import speedup
 from headstart.inference.request import DecodeStats
 from headstart.inference.sampling import sampling_from_recipe
@@ -50,8 +51,6 @@ from headstart.recipes.jsonl import read_jsonl
 from headstart.recipes.load import RecipeError
 from headstart.recipes.progress import Progress
 
-ROOT = Path(__file__).resolve().parents[1]
-RATES = (0.5, 1.0, 2.0)  # factors of a recipe's learning rates
 CONTEXT, REPEATS = 256, 25  # of the draft times
 
 
@@ -85,31 +84,15 @@ class Trained:
 
 def train(path: str, recipe: Recipe, overrides: list[str], rate: float, steps: int) -> Trained:
     """Train as a user would, unless it was done before; an interrupted run goes on."""
-    name, section = recipe.head.kind, recipe.train
+    name = recipe.head.kind
     folder = recipe.run_dir / "compare" / f"{name}-{steps}-{rate:g}"
     taken = folder / "seconds.json"
     if not taken.is_file():
-        changes = {
-            "run_dir": folder,
-            "data.folder": recipe.data_folder,
-            "train.steps": steps,
-            "train.warmup_steps": min(section.warmup_steps, steps // 10),
-            "train.learning_rate": rate * section.learning_rate,
-            "train.muon_learning_rate": rate * section.muon_learning_rate,
-            "train.checkpoint_every": steps,
-            "train.eval_every": steps,
-            "train.eval_prompts": 0,
-            "log.wandb": "disabled",
-        }
         trainer = ROOT / "trainers" / ("block.py" if name == "block" else "eagle.py")
-        command = [sys.executable, str(trainer), path, *overrides]
-        command += [f"{field}={value}" for field, value in changes.items()]
+        command = [sys.executable, str(trainer), path, *overrides, f"data.folder={recipe.data_folder}"]
         folder.mkdir(parents=True, exist_ok=True)
         started = time.perf_counter()
-        with (folder / "log.txt").open("w") as out:
-            code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, check=False).returncode
-        if code:
-            raise SystemExit(f"training in {folder} ended with {code}:\n{(folder / 'log.txt').read_text()[-2000:]}")
+        call([*command, *overrides_of(recipe, rate, steps, folder)], folder)
         taken.write_text(json.dumps(time.perf_counter() - started))
     last = [row for row in read_jsonl(folder / "metrics.jsonl") if "heldout/expected_tau" in row][-1]
     tau, tokens = float(last["heldout/expected_tau"]), int(last["train/tokens"])
@@ -152,10 +135,6 @@ def compare(recipe: Recipe, methods: list[Method], target: TargetModel, console:
         console.print(table)
 
 
-def count_texts(progress: Progress, run: Run) -> None:
-    progress.advance(len(run.texts))
-
-
 def figures(rounds: list[Round], place: int, plain: int, seed: int) -> tuple[str, ...]:
     stats = DecodeStats()
     for each in rounds:
@@ -192,7 +171,7 @@ def measure(paths: list[str], recipes: list[Recipe], overrides: list[str], steps
     table = Table("head", "rate", "steps", "tokens", "seconds", "expected tau")
     kept: list[tuple[Trained, Recipe]] = []
     for path, recipe in zip(paths, recipes, strict=True):
-        swept = [train(path, recipe, overrides, rate, steps) for rate in RATES]
+        swept = [train(path, recipe, overrides, rate, steps) for rate in OUR_RATES]
         best = max(swept, key=lambda each: each.tau)
         longer = train(path, recipe, overrides, best.rate, times * steps)
         kept += [(best, recipe), (longer, recipe)]
@@ -223,9 +202,9 @@ def main() -> None:
     given = parser.parse_intermixed_args()
     try:
         recipes = [load_recipe(path, given.overrides) for path in given.recipes]
-    except RecipeError as error:
-        raise SystemExit(str(error)) from None
-    measure(given.recipes, recipes, given.overrides, given.steps, given.times)
+        measure(given.recipes, recipes, given.overrides, given.steps, given.times)
+    except (RecipeError, ValueError) as error:
+        raise SystemExit(f"error: {error}") from None
 
 
 if __name__ == "__main__":

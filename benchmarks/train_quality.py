@@ -59,6 +59,13 @@ def train_ours(arguments: list[str], recipe: Recipe, rate: float, steps: int, fo
     """Train with trainers/eagle.py as a user starts it, on the features of the recipe's run."""
     for stage in (recipe.prompts_dir, recipe.responses_dir, recipe.features_dir):
         (folder / stage.name).symlink_to(stage.absolute())
+    overrides = overrides_of(recipe, rate, steps, folder)
+    call([sys.executable, str(ROOT / "trainers" / "eagle.py"), *arguments, *overrides], folder)
+    return folder / "head"
+
+
+def overrides_of(recipe: Recipe, rate: float, steps: int, folder: Path) -> list[str]:
+    """What makes the recipe a run of so many steps in this folder, at so many times its learning rates."""
     train = recipe.train
     changes = {
         "run_dir": folder,
@@ -71,9 +78,7 @@ def train_ours(arguments: list[str], recipe: Recipe, rate: float, steps: int, fo
         "train.eval_prompts": 0,
         "log.wandb": "disabled",
     }
-    overrides = [f"{name}={value}" for name, value in changes.items()]
-    call([sys.executable, str(ROOT / "trainers" / "eagle.py"), *arguments, *overrides], folder)
-    return folder / "head"
+    return [f"{name}={value}" for name, value in changes.items()]
 
 
 def train_theirs(python: str, recipe: Recipe, target: Path, rate: float, steps: int, folder: Path) -> Path:
