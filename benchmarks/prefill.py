@@ -6,9 +6,9 @@ For 1 and for 4 running rows: first the median time of a plain step, then a prom
 between two blocks of a running row are taken until the long prompt has its first token, in plain steps: the median, the
 99th percentile and the longest. *Longest before* is the same rows' longest step before the prompt came, which tells how
 much the machine itself varies. Rows become longer while they wait, and their plain steps slower: *of its time* is the
-longest wait in plain steps as they were then, the median of the last three between pieces. The last two columns tell
-what the interruptions cost that prompt: its time to the first token, with running rows and alone. With a head
-(report.head), a second line per number of rows has the rows draft.
+longest wait in plain steps as they were then, the fastest of the last five. The last two columns tell what the
+interruptions cost that prompt: its time to the first token, with running rows and alone. With a head (report.head), a
+second line per number of rows has the rows draft.
 """
 
 import time
@@ -73,7 +73,7 @@ def run(recipe: Recipe) -> None:
                 loop.submit(Request(prompt, target.max_positions - len(prompt), end_tokens=()))
             steps = running_steps(loop, rows)
             plain = median(steps) if drafter is None else plain
-            waits = Waits([], [], plain)
+            waits = Waits(plain)
             first = seconds_to_first_token(loop, long, waits)
             loop.close()
             high = quantiles(waits.seconds, n=100, method="inclusive")[-1]
@@ -87,16 +87,9 @@ def run(recipe: Recipe) -> None:
 class Waits:
     """How long running rows waited for each next block, while the long prompt was read."""
 
-    seconds: list[float]
-    in_steps: list[float]  # the same, in plain steps of that time
     plain: float  # the seconds of a plain step before the prompt came
-    plain_steps: list[float] = field(default_factory=list)  # of those since that read nothing
-
-    def add(self, seconds: float, reads: bool) -> None:
-        self.seconds.append(seconds)
-        self.in_steps.append(seconds / (median(self.plain_steps[-3:]) if self.plain_steps else self.plain))
-        if not reads:
-            self.plain_steps.append(seconds)
+    seconds: list[float] = field(default_factory=list)
+    in_steps: list[float] = field(default_factory=list)  # the same, in plain steps of that time
 
 
 def running_steps(loop: DecodeLoop, rows: int) -> list[float]:
@@ -116,11 +109,11 @@ def seconds_to_first_token(loop: DecodeLoop, request: Request, waits: Waits | No
     started = before = time.perf_counter()
     number = loop.submit(request)
     while True:
-        read = loop.batch.read
         numbers = {block.number for block in loop.step()}
         now = time.perf_counter()
         if numbers - {number} and waits is not None:
-            waits.add(now - before, reads=loop.batch.read != read or number in numbers)
+            waits.seconds.append(now - before)
+            waits.in_steps.append((now - before) / (loop.pace.step if loop.pace.steps else waits.plain))
             before = now
         if number in numbers:
             return now - started

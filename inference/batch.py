@@ -3,6 +3,7 @@
 import sys
 import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -21,10 +22,12 @@ from headstart.inference.sampling import BatchSampling, History
 from headstart.inference.speculation import SpeculationByLoad
 from headstart.inference.target.model import TargetModel, TargetOutput
 from headstart.inference.target.side_by_side import Part
+from headstart.inference.target.slices import Pause, PausingSlots, SlicedWork
 from headstart.inference.tree import Tree, take
 from headstart.inference.verify import Accepted, accept, verify
 
 FEW = 8  # positions that the drafter missed and reads with its next draft, for all rows at once
+GIVEN_BACK = 12  # parts of places that rows have left, before each step, so that rows wait for them at most 0.5 ms
 CATCH_UP = 256  # positions that a drafter reads before a step, of those that it missed while drafts did not pay
 
 
@@ -40,6 +43,14 @@ class Piece:
     @property
     def tokens(self) -> list[int]:
         return self.row.text[self.before : self.before + self.count]
+
+
+class ReadInSlices(NamedTuple):
+    """A pass over a piece of a prompt that was done in slices."""
+
+    piece: Piece
+    seconds_per_layer: float
+    blocks: list[Block]  # the first new tokens, if the prompt has ended
 
 
 class Batch:
@@ -69,6 +80,9 @@ class Batch:
         self.rows: list[Row] = []
         self.reading: Row | None = None  # its text is the prompt
         self.read, self.place = 0, 0  # tokens of this prompt that were read, and its place in the cache
+        self.may_slice = target.device.type == "cpu" and not self.is_static
+        self.slices: SlicedWork[list[Block]] | None = None  # a pass over `sliced` that was begun
+        self.sliced: Piece
         self.limit = 0  # slots that the longest request so far may need
         self.cache: KVCache  # while the batch is open: from the first prompt until `close`
         self.is_open = False
@@ -107,7 +121,8 @@ class Batch:
         self._take_over(row, self.place, prefix)
 
     def _take_over(self, row: Row, place: int, prefix: Prefix | None) -> None:
-        """Copy what is known of the beginning of a row's prompt to the row's place."""
+        """Let a row have its place, and copy there what is known of the beginning of its prompt."""
+        self.cache.take(place)
         if prefix is None:
             return
         for number, block in enumerate(prefix.blocks):
@@ -133,6 +148,37 @@ class Batch:
             return self._have_read(pieces, as_read(self.target.forward_parts(self._parts(pieces))))
         return self._have_read(pieces, read_prompts(self.target, tokens, rows))
 
+    def begin_slices(self, piece: Piece) -> None:
+        """Begin a pass over a piece of the prompt that is being read, of which `read_slice` does a part at a time."""
+
+        def read(pause: Pause) -> list[Block]:
+            row = KVCache(PausingSlots(self.cache.target.row(piece.place), pause), None)
+            found = read_piece(self.target, piece.tokens, row, piece.before)
+            pause()  # the drafter reads the piece next
+            return self._have_read([piece], [found])
+
+        self.slices, self.sliced = self.target.in_slices(read), piece
+
+    def read_slice(self, seconds: float) -> ReadInSlices | None:
+        """Go on with the pass that was begun, for about so many seconds; what came of it once it is done."""
+        slices = self.slices
+        assert slices is not None
+        try:
+            blocks = slices.go_on(seconds)
+        except BaseException:
+            self.slices = None
+            raise
+        if blocks is None:
+            return None
+        self.slices = None
+        return ReadInSlices(self.sliced, slices.seconds / slices.pauses, blocks)
+
+    def give_up_slices(self) -> None:
+        """Forget a pass that was begun. Its piece has to be read again."""
+        if self.slices is not None:
+            self.slices.give_up()
+            self.slices = None
+
     def _parts(self, pieces: list[Piece]) -> list[Part]:
         """The pieces as parts of a pass."""
         return [piece_part(self.target, piece.tokens, self.cache.row(piece.place), piece.before) for piece in pieces]
@@ -153,8 +199,9 @@ class Batch:
                 return []
             self.reading = None
             if self.place != len(self.rows):  # another row has ended meanwhile
+                self.cache.take(len(self.rows))
                 self.cache.move(self.place, len(self.rows), self.read)
-                self.cache.release(self.place)
+                self.cache.leave(self.place)
         return self.start([piece.row for piece in pieces], torch.stack([read.logits for read in found]))
 
     def start(self, rows: list[Row], logits: Float[Tensor, "rows 1 vocab"]) -> list[Block]:
@@ -199,6 +246,7 @@ class Batch:
     def prepare(self, may_draft: bool = True) -> None:
         """Do what comes before a step: what is done once for a new row, and tells nothing about later steps' time."""
         self.make_room(max(self.cache.target.lengths) + self.nodes)
+        self.cache.give_back(GIVEN_BACK)
         self.drafts = self.prepare_drafts(may_draft)
         for place, row in enumerate(self.rows):
             if not row.is_remembered:  # requests that begin alike need not wait until this text ends
@@ -343,16 +391,23 @@ class Batch:
     def end(self, row: Row) -> None:
         """Take a row out, or stop reading its prompt; others move into its place."""
         if row is self.reading:
+            self.give_up_slices()
             self.remember(row, self.place, self.read)
             self.reading = None
-            self.cache.release(self.place)
-            return
-        place = self.rows.index(row)
-        self.remember(row, place, self.cache.target.lengths[place])
-        for source, goal in self.cache.end_row(place):
-            self.rows[goal] = self.rows[source]
-        self.rows.pop()
-        self._rows_changed()
+            self.cache.leave(self.place)
+        else:
+            place = self.rows.index(row)
+            self.remember(row, place, self.cache.target.lengths[place])
+            for source, goal in self.cache.end_row(place):
+                self.rows[goal] = self.rows[source]
+            self.rows.pop()
+            self._rows_changed()
+        if not self.members:  # nobody waits
+            self.cache.give_back()
+
+    def known_tokens(self, prompt: list[int]) -> int:
+        """How much of the beginning of a prompt earlier texts have left."""
+        return 0 if self.prefixes is None else self.prefixes.known_tokens(prompt)
 
     def use_prefix(self, prompt: list[int]) -> Prefix | None:
         """What earlier texts left of the beginning of a prompt that is read next."""
@@ -365,7 +420,7 @@ class Batch:
         it, or if beginnings are known and the target reads no parts side by side.
         """
         prompts = [request.prompt for request in requests]
-        known = [0 if self.prefixes is None else self.prefixes.known_tokens(prompt) for prompt in prompts]
+        known = [self.known_tokens(prompt) for prompt in prompts]
         rests = [len(prompt) - count for prompt, count in zip(prompts, known, strict=True)]
         if sum(rests) > most:
             return False
@@ -468,6 +523,7 @@ class Batch:
         self.is_open = True
 
     def _grow(self, capacity: int) -> None:
+        self.give_up_slices()  # it writes to what is to be replaced
         wanted = max(self.limit, min(2 * self.cache.target.capacity, self.target.max_positions + self.nodes))
         if self.static is None:
             self.cache.make_room(*((self.limit, wanted) if self.is_lazy else (capacity, self.limit)))

@@ -1,5 +1,6 @@
 """One KV cache for a target and its head: a single allocation. Unpatched models see it as a transformers Cache."""
 
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -166,17 +167,15 @@ class Slots:
         """Take a row out of use: the last one, after rows were moved as `moves_to_end` says."""
         lengths = list(self.lengths)
         for source, goal in moves:
-            self.release(goal)
             self.move(source, goal, lengths[source] + 1)  # a draft model's root comes after it, and is read next
             lengths[goal] = lengths[source]
-        self.release(len(lengths) - 1)
         self.set_lengths(lengths[:-1])
 
-    def release(self, number: int) -> None:
-        """Give back the memory of a row's place, where the system takes it back; its slots then hold zeros."""
-        if self.pages is not None:
-            for place in self.storage[:, :, number].flatten(0, 1):
-                self.pages.release(place.storage_offset() * place.itemsize, place.nbytes)
+    def unused(self, number: int) -> list[Tensor]:
+        """The slots of a row's place that no text needs, which lie apart for each layer, kind and key head."""
+        # A draft model's root comes after the text of a row.
+        used = self.lengths[number] + 1 if number < len(self.lengths) else 0
+        return [head[used:] for heads in self.storage[:, :, number].flatten(0, 1) for head in heads]
 
     def copied(self, number: int, first: int, end: int) -> Float[Tensor, "layers kv kv_heads count head_dim"]:
         """A copy of some slots of a row's place, in use or not."""
@@ -290,6 +289,7 @@ class KVCache(Cache):
 
     def __init__(self, target: Slots, head: Slots | None) -> None:
         self.target, self.head = target, head
+        self.leaving: dict[int, int] = {}  # places whose memory is given back, and how many parts of it already were
         super().__init__(layers=[SlotLayer(self, layer) for layer in range(target.storage.shape[0])])
 
     @classmethod
@@ -338,6 +338,8 @@ class KVCache(Cache):
         moves = moves_to_end(lengths, number, GROUP_ROWS if self.target.reads_in_groups else len(lengths))
         for slots in self.slots:
             slots.end_row(moves)
+        for place in (*(move.goal for move in moves), len(lengths) - 1):
+            self.leave(place)
         return moves
 
     def move(self, source: int, goal: int, held: int) -> None:
@@ -345,10 +347,26 @@ class KVCache(Cache):
         for slots in self.slots:
             slots.move(source, goal, held)
 
-    def release(self, number: int) -> None:
-        """Give back the memory of a row's place, where the system takes it back."""
-        for slots in self.slots:
-            slots.release(number)
+    def leave(self, number: int) -> None:
+        """The text in a row's place needs less memory than before, or none. `give_back` returns it to the system."""
+        if self.target.pages is not None:
+            self.leaving[number] = 0
+
+    def take(self, number: int) -> None:
+        """A row's place is used again, with all its memory."""
+        self.leaving.pop(number, None)
+
+    def give_back(self, most: int = sys.maxsize) -> None:
+        """Return at most so many parts of what no text needs to the system: large ones take it a while."""
+        while self.leaving and most > 0:
+            number, first = next(iter(self.leaving.items()))
+            parts = [(slots.pages, part) for slots in self.slots for part in slots.unused(number)]
+            for pages, part in parts[first : first + most]:
+                assert pages is not None
+                pages.release(int(part.storage_offset()) * part.itemsize, part.nbytes)
+            self.leaving[number], most = first + most, most - (len(parts) - first)
+            if most >= 0:
+                del self.leaving[number]
 
     def reset(self) -> None:
         """Forget what is pending."""
@@ -369,6 +387,7 @@ class KVCache(Cache):
         parts, pages = allocate(shapes, self.target.storage.dtype, self.target.storage.device, self.target.static)
         grown = [slots.grown(part, pages) for slots, part in zip(self.slots, parts, strict=True)]
         self.target, self.head = grown[0], grown[1] if self.head is not None else None
+        self.leaving.clear()  # its memory is given back as a whole
 
 
 def allocate(

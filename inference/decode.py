@@ -4,6 +4,7 @@ Rows of a batch advance at their own pace. When one ends, the next waiting reque
 batching), and requests may be submitted and cancelled at any time between steps.
 """
 
+import math
 import time
 from collections.abc import Generator, Iterator, Sequence
 
@@ -127,7 +128,7 @@ class DecodeLoop:
         # Ranks must do the same work at the same time, so no clock may decide what they do.
         prompts_first = prompts_first or target.ranks.count > 1
         beside = not prompts_first and not self.batch.is_static and target.packs
-        self.pace = Pace(prefill_chunk, prompts_first, beside)
+        self.pace = Pace(prefill_chunk, prompts_first, beside, slices=self.batch.may_slice)
         self.generations: dict[int, Generation] = {}
         self.waiting = Queue()
         self.ended: list[int] = []  # requests whose text has ended since `take_ended` was last called
@@ -219,14 +220,20 @@ class DecodeLoop:
         """
         batch, blocks = self.batch, []
         can_read = self._can_read()
-        reads = can_read and self.pace.reads_next(bool(batch.rows))
+        slices = can_read and bool(batch.rows) and self._reads_in_slices()
+        reads = can_read and not slices and self.pace.reads_next(bool(batch.rows))
         if batch.rows and (self.pace.beside or not reads):
             # First, so that a prompt finds in the cache what it shares with the others.
             batch.prepare(may_draft=not (can_read and self.pace.beside))
             pieces, started = self._next_pieces() if reads else [], time.perf_counter()
             blocks = batch.cycle(pieces)
             seconds = time.perf_counter() - started  # what the drafter reads of a piece is part of it
-            self.pace.stepped(seconds, batch.drafts, sum(piece.count for piece in pieces))
+            known = max((piece.before for piece in pieces), default=0)
+            self.pace.stepped(seconds, batch.drafts, sum(piece.count for piece in pieces), known)
+            if slices:
+                blocks += self._read_slice(self.pace.slice_seconds)
+        elif batch.slices is not None:  # the rows that it made room for have ended
+            blocks = self._read_slice(math.inf)
         elif reads:
             pieces, started = self._next_pieces(), time.perf_counter()
             blocks = batch.read_pieces(pieces)
@@ -241,6 +248,29 @@ class DecodeLoop:
             return True
         has_place = bool(self.waiting) and len(self.batch.rows) < self.max_batch
         return has_place and self.batch.fits([self.waiting.first])
+
+    def _reads_in_slices(self) -> bool:
+        """Whether what is read next of a prompt is read in slices of a pass, between the steps of the running rows."""
+        batch = self.batch
+        if batch.slices is not None:
+            return True
+        known = batch.read if batch.reading is not None else batch.known_tokens(self.waiting.first.prompt)
+        return self.pace.in_slices(known)
+
+    def _read_slice(self, seconds: float) -> list[Block]:
+        """Go on with a sliced pass over the prompt that is being read, or begin one."""
+        batch = self.batch
+        if batch.reading is None:
+            ((number, request),) = self.waiting.take(1, lambda requests: True)
+            row = batch.new_row(number, request, self.generations[number])
+            batch.begin(row, batch.use_prefix(row.text))
+        if batch.slices is None:
+            batch.begin_slices(batch.next_piece(self.pace.sliced))
+        done = batch.read_slice(seconds)
+        if done is None:
+            return []
+        self.pace.has_read_in_slices(done.piece.count, done.seconds_per_layer, batch.reading is None)
+        return done.blocks
 
     def _next_pieces(self) -> list[Piece]:
         """The prompts that are read next, to their ends, or the next piece of a long one."""

@@ -31,10 +31,12 @@ from headstart.inference.target.loading import load_config, load_weights, pick_d
 from headstart.inference.target.quiet import no_bars_of_transformers
 from headstart.inference.target.ranks import Ranks, load_over_ranks
 from headstart.inference.target.side_by_side import CannotLieSideBySide, PackedCache, PackedMask, Part, unpacked
+from headstart.inference.target.slices import Pause, SlicedWork
 from headstart.inference.tree import Block, Tree, block_mask, causal_block
 from headstart.recipes.schema import TargetSection
 
 Kept = TypeVar("Kept")
+Sliced = TypeVar("Sliced")
 SAME = 0.03  # difference of logits, relative to them, that rounding to bfloat16 stays below
 Masks = Tensor | dict[str, Tensor]  # additive, [rows, 1, seq, keys]; one for all layers, or one per layer type
 
@@ -252,6 +254,10 @@ class TargetModel:
         logits, taps = unpacked(output.logits, counts), unpacked(output.taps, shapes)
         last_hidden = unpacked(output.last_hidden, shapes)
         return [TargetOutput(*found) for found in zip(logits, taps, last_hidden, strict=True)]
+
+    def in_slices(self, work: Callable[[Pause], Sliced]) -> SlicedWork[Sliced]:
+        """Work with passes that may pause between layers, where they write to `PausingSlots`. For a CPU."""
+        return SlicedWork(work, self._seen)
 
     @cached_property
     def packs(self) -> bool:
