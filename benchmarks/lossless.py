@@ -85,15 +85,16 @@ def check(recipe: Recipe) -> None:
                 next_turn=chat.next_turn,
                 after_run=partial(count_texts, progress),
             )
-        found += compared([method.name for method in methods], rounds, target, sampling)
-    table = Table("temperature", "reference", "method", "same text")
-    table.title = f"{num_texts} prompts, up to {recipe.decode.max_new_tokens} new tokens, {recipe.target.dtype}"
-    for each in found:
-        table.add_row(*each.row)
-    console.print(table)
-    for each in found:
-        for line in divergence_lines(each):
-            console.print(line, highlight=False, soft_wrap=True)
+        checked = compared([method.name for method in methods], rounds, target, sampling)
+        table = Table("temperature", "reference", "method", "same text")
+        table.title = f"{num_texts} prompts, up to {recipe.decode.max_new_tokens} new tokens, {recipe.target.dtype}"
+        for each in checked:
+            table.add_row(*each.row)
+        console.print(table)  # at once: the next temperature may take long
+        for each in checked:
+            for line in divergence_lines(each):
+                console.print(line, highlight=False, soft_wrap=True)
+        found += checked
     sys.exit(1 if target.dtype == torch.float32 and any(each.divergences for each in found) else 0)
 
 

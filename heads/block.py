@@ -257,6 +257,15 @@ class BlockHead(DraftHead):
         assert self.shared_lm_head is not None
         return self.shared_lm_head
 
+    def hold_lm_head(self) -> None:
+        """Make a layer of the shared lm_head, which can be packed for a processor. Only for a head that drafts."""
+        if self.lm_head is None:
+            out_features, in_features = self.output_layer.shape
+            lm_head = nn.Linear(in_features, out_features, bias=False, device="meta")
+            lm_head.weight = nn.Parameter(self.output_layer, requires_grad=False)
+            self.lm_head = lm_head
+            self.shared_lm_head = None
+
     @property
     def decoder_layers(self) -> Sequence[nn.Module]:
         return [*self.layers]

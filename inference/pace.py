@@ -10,11 +10,11 @@ LEAST = 3  # tokens of a pass, however slow
 LEAST_BESIDE = 8
 FIRST_SLICED = 64  # tokens of the first pass that is sliced
 OF_SLICE = 0.5  # what a layer of such a pass may take, in slices: a slice can only end with a layer
-DEEPER = 1.25  # further on in the next prompt, slices have to prove better again
+DEEPER = 2  # as far into the next prompt, slices have to prove better again
 # What a pass may take, in steps of the rows: a row then waits for about 2.5 plain steps. Steps with drafts take up to
 # twice as long as plain ones.
 SHARE, SHARE_OF_DRAFTING = 1.5, 0.75
-BESIDE = 0.7  # how much longer a step may take for a piece beside it, or for a slice: a row then waits for 1.7 plain steps
+BESIDE = 0.7  # how much longer a step may take for a piece beside it, or for a slice: a row waits for 1.7 plain steps
 GROWTH = 1.5  # how much larger the next piece may be at most
 RECENT = 5  # steps of which the fastest counts: a machine that falters does not make rows wait longer
 REFRESH = 16  # steps with a piece beside them, after which one without tells how long a step takes by now

@@ -9,7 +9,11 @@ from conftest import ModelFactory
 from torch import nn
 from torch.testing import assert_close
 
+from headstart.heads.block import BlockHead
+from headstart.heads.checkpoint import load_head, new_head, save_head
+from headstart.heads.vocab import DraftVocab
 from headstart.inference.decode import generate_batch
+from headstart.inference.drafters.build import load_drafting_head
 from headstart.inference.packed_weights import (
     BlockedLinear,
     HalfLinear,
@@ -21,7 +25,7 @@ from headstart.inference.packed_weights import (
 )
 from headstart.inference.request import Request
 from headstart.inference.target.model import TargetModel, with_own_weights
-from headstart.recipes.schema import TargetSection
+from headstart.recipes.schema import BlockSection, TargetSection
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -147,3 +151,24 @@ def test_the_baseline_runs_on_the_weights_that_transformers_loads(folder: Path, 
     assert seen
     assert not packed.unpacked.is_packed
     assert [name for name, _ in packed.unpacked.model.named_parameters() if "proj" in name]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_drafting_few_levels_with_a_shared_lm_head_takes_longer_than_many(
+    folder: Path, dtype: Dtype, tmp_path: Path
+) -> None:
+    """The lm_head that a block head shares with its target is packed with the rest; the scores are what they were."""
+    target = TargetModel.load(TargetSection(path=str(folder), dtype=dtype, device="cpu"), (0, 1))
+    section = BlockSection(kind="block", num_layers=1, block_size=4, markov_rank=4, mask_token_id=96, taps=(0, 1))
+    vocab = DraftVocab.most_frequent(torch.randint(9, (97,)), 24)
+    head = new_head(section, target.frozen, vocab, seed=0)
+    save_head(head, tmp_path / "head")
+    loaded, packed = load_head(tmp_path / "head", target.frozen), load_drafting_head(tmp_path / "head", target)
+    assert isinstance(loaded, BlockHead)
+    assert isinstance(packed, BlockHead)
+    assert loaded.lm_head is None
+    assert packed.shared_lm_head is None
+    assert type(packed.lm_head) is type(packed.fc) is not nn.Linear
+    hidden = torch.randn(1, 3, target.config.hidden_size, dtype=target.dtype)
+    with torch.inference_mode():
+        assert_close(packed.slot_logits(hidden), loaded.slot_logits(hidden), rtol=0.02, atol=0.02)

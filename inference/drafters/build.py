@@ -4,6 +4,7 @@ import reprlib
 from pathlib import Path
 
 from headstart.heads.base import DraftHead
+from headstart.heads.block import BlockHead
 from headstart.heads.checkpoint import load_head
 from headstart.heads.target_config import locate_target
 from headstart.inference.drafter import Drafter
@@ -56,6 +57,8 @@ def load_drafting_head(folder: Path, target: TargetModel) -> DraftHead:
     """
     head = load_head(folder, target.frozen)
     if target.is_packed:
+        if isinstance(head, BlockHead):
+            head.hold_lm_head()
         pack_weights(head, exact=False)
     return head
 
