@@ -17,7 +17,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -99,6 +99,14 @@ def train(path: str, recipe: Recipe, overrides: list[str], rate: float, steps: i
     return Trained(name, rate, steps, folder, tau, tokens, json.loads(taken.read_text()))
 
 
+def target_for(heads: Iterable[Path], recipe: Recipe) -> TargetModel:
+    """The recipe's target with the hidden states that these heads read."""
+    folder = locate_target(recipe.target.path, recipe.target.revision)
+    frozen = FrozenTarget.from_folder(folder, torch.float32)
+    taps = {tap for head in heads for tap in load_head(head, frozen).taps}
+    return TargetModel.load(recipe.target, tuple(sorted(taps)))
+
+
 def methods_of(trained: Trained, recipe: Recipe, target: TargetModel) -> Iterator[Method]:
     head = load_drafting_head(trained.folder / "head", target)
     for growth in ("chain", recipe.decode.growth, "cost_aware"):
@@ -178,10 +186,7 @@ def measure(paths: list[str], recipes: list[Recipe], overrides: list[str], steps
         for each in (*swept, longer):
             table.add_row(*each.row)
     console.print(table)
-    section = recipes[0].target
-    frozen = FrozenTarget.from_folder(locate_target(section.path, section.revision), torch.float32)
-    taps = {tap for each, _ in kept for tap in load_head(each.folder / "head", frozen).taps}
-    target = TargetModel.load(section, tuple(sorted(taps)))
+    target = target_for([each.folder / "head" for each, _ in kept], recipes[0])
     methods = [Method("plain"), *(method for each in kept for method in methods_of(*each, target))]
     compare(recipes[0], methods, target, console)
     heads = {each.name: load_drafting_head(each.folder / "head", target) for each, _ in kept}

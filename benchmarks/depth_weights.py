@@ -1,0 +1,133 @@
+"""Two ways to weigh the depths of a head's loss: decay and D-PACE, the same steps and features, several seeds.
+
+    python benchmarks/depth_weights.py recipes/smollm2_135m_block.yaml --steps 60 --seeds 3 4 \\
+        data.folder=runs/smollm2_135m report.num_prompts=24
+
+trainers/block.py or trainers/eagle.py trains a head per seed and kind of weights with the recipe's settings, in
+RUN_DIR/WEIGHTS-SEED; heads that are there already are not trained again. Then all heads draft a chain and the recipe's
+tree on the prompts of the report. The tables show what training took and what the head expects (tau: tokens per target
+step), and the acceptance length of each head; the last lines the one of D-PACE over that of decay, all seeds together,
+with a 95 % interval over prompts. It times nothing, so other work may run meanwhile.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import product
+
+import torch
+from block_quality import Trained, target_for, train
+from lossless import count_texts
+from rich.console import Console
+from rich.table import Table
+
+from headstart.inference.drafters.block import head_drafter
+from headstart.inference.drafters.build import load_drafting_head
+from headstart.inference.drafters.cost_aware import growth_from_recipe
+from headstart.inference.report.command import machine, recipe_tokenizer, report_prompts
+from headstart.inference.report.questions import Chat
+from headstart.inference.report.rounds import Round, numbered_batches, run_rounds
+from headstart.inference.report.runs import Method
+from headstart.inference.report.statistics import speedup
+from headstart.inference.request import DecodeStats
+from headstart.inference.sampling import sampling_from_recipe
+from headstart.inference.target.model import TargetModel
+from headstart.recipes import Recipe, load_recipe
+from headstart.recipes.load import RecipeError
+from headstart.recipes.progress import Progress
+
+WEIGHTS = ("decay", "d_pace")
+GROWTHS = ("chain", "tree")
+
+Heads = dict[tuple[str, int], Trained]  # by weights and seed
+
+
+def train_all(path: str, overrides: list[str], recipe: Recipe, seeds: Sequence[int], steps: int) -> Heads:
+    """A head for each kind of weights and each seed; an interrupted run goes on."""
+    heads: Heads = {}
+    for seed, weights in product(seeds, WEIGHTS):
+        changes = [*overrides, f"seed={seed}", f"train.depth_weights={weights}"]
+        own = load_recipe(path, [*changes, f"run_dir={recipe.run_dir / f'{weights}-{seed}'}"])
+        heads[weights, seed] = train(path, own, changes, 1.0, steps)
+    return heads
+
+
+def methods_of(recipe: Recipe, heads: Heads, target: TargetModel) -> Iterator[Method]:
+    for (weights, seed), trained in heads.items():
+        head = load_drafting_head(trained.folder / "head", target)
+        for growth in GROWTHS:
+            chosen = recipe.decode.growth if growth == "tree" else growth
+            section = recipe.decode.model_copy(update={"growth": chosen, "paths": None})
+            name = f"{weights}, seed {seed}, {growth}"
+            yield Method(name, head_drafter(head, growth_from_recipe(section, target, head)))
+
+
+def run(path: str, overrides: list[str], recipe: Recipe, seeds: Sequence[int], steps: int) -> None:
+    torch.set_num_threads(recipe.report.threads or torch.get_num_threads())
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    console.print(", ".join(f"{name} {value}" for name, value in machine().items()))
+    heads = train_all(path, overrides, recipe, seeds, steps)
+    table = Table("weights", "seed", "steps", "tokens", "expected tau")
+    for (weights, seed), trained in heads.items():
+        table.add_row(weights, str(seed), f"{steps:,}", f"{trained.tokens:,}", f"{trained.tau:.3f}")
+    console.print(table)
+    target = target_for([trained.folder / "head" for trained in heads.values()], recipe)
+    methods = [*methods_of(recipe, heads, target)]
+    tokenizer, new_tokens = recipe_tokenizer(recipe), recipe.decode.max_new_tokens
+    chat = Chat(tokenizer, target.max_positions - new_tokens)
+    prompts = [chat.shortened(prompt) for prompt in report_prompts(recipe, tokenizer)]
+    for temperature in recipe.report.temperatures:
+        sampling = sampling_from_recipe(recipe.decode, temperature)
+        with Progress(f"temperature {temperature:g}", len(prompts) * len(methods), "texts") as progress:
+            after = partial(count_texts, progress)
+            batches = numbered_batches(prompts, 1)
+            rounds = run_rounds(methods, target, batches, new_tokens, sampling, warmup=0, after_run=after)
+        show(console, rounds, methods, f"temperature {temperature:g}, {len(prompts)} prompts", recipe.seed)
+
+
+def show(console: Console, rounds: list[Round], methods: list[Method], title: str, seed: int) -> None:
+    """Each method's acceptance length, then D-PACE over decay."""
+    stats = {method.name: [each.runs[place].stats for each in rounds] for place, method in enumerate(methods)}
+    table = Table("method", "acceptance length", title=title)
+    for name, runs in stats.items():
+        total = DecodeStats()
+        for own in (own for each in runs for own in each):
+            total.add(own)
+        table.add_row(name, f"{total.acceptance_length:.3f}")
+    console.print(table)
+    for growth in GROWTHS:
+        sums = {weights: steps_and_tokens(stats, weights, growth) for weights in WEIGHTS}
+        gain = speedup(*sums["d_pace"], *sums["decay"], seed)
+        console.print(
+            f"{title}, {growth}: D-PACE over decay {gain.value:.3f} (95 % interval {gain.low:.3f} to {gain.high:.3f})"
+        )
+
+
+def steps_and_tokens(
+    stats: dict[str, list[list[DecodeStats]]], weights: str, growth: str
+) -> tuple[list[float], list[int]]:
+    """The target steps and the new tokens on each prompt, those of all seeds together."""
+    runs = [own for name, own in stats.items() if name.startswith(f"{weights},") and name.endswith(growth)]
+    by_prompt = [[own for each in same for own in each] for same in zip(*runs, strict=True)]
+    return (
+        [float(sum(own.steps for own in each)) for each in by_prompt],
+        [sum(own.tokens for own in each) for each in by_prompt],
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", help="of a head that drafts several depths")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
+    parser.add_argument("--steps", type=int, default=60, help="of each head (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[3, 4], help="(default: 3 4)")
+    given = parser.parse_intermixed_args()
+    try:
+        run(given.recipe, given.overrides, load_recipe(given.recipe, given.overrides), given.seeds, given.steps)
+    except (RecipeError, ValueError) as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""Tune a trained head to one's own domain: acceptance length there and on the old prompts, before and after.
+
+    python benchmarks/own_domain.py recipes/smollm2_135m.yaml --head assets/smollm2_head --prompts 320 \\
+        run_dir=runs/own_domain report.prompts=question.jsonl report.num_prompts=24
+
+The domain is Python: questions about the functions and classes of its standard library, made from their documentation.
+The target answers --prompts of them, and train.start_from tunes the head on these answers for --epochs epochs, at
+--rate times the recipe's learning rates, as a user would. Then the head as it was and the tuned one decode --questions
+further questions, about other functions, and the prompts of the report. The table shows the acceptance length with the
+recipe's tree, and how it changed with a 95 % interval over prompts. A run that was interrupted goes on.
+"""
+
+import argparse
+import importlib
+import inspect
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from block_quality import target_for
+from lossless import count_texts
+from rich.console import Console
+from rich.table import Table
+from train_quality import ROOT, call, overrides_of
+
+from headstart.inference.drafters.block import head_drafter
+from headstart.inference.drafters.build import load_drafting_head
+from headstart.inference.drafters.cost_aware import growth_from_recipe
+from headstart.inference.inputs import held_out_prompts
+from headstart.inference.report.command import machine, recipe_tokenizer, report_prompts
+from headstart.inference.report.questions import Chat, Prompt
+from headstart.inference.report.rounds import Round, numbered_batches, run_rounds
+from headstart.inference.report.runs import Method
+from headstart.inference.report.statistics import speedup
+from headstart.inference.request import DecodeStats
+from headstart.inference.sampling import sampling_from_recipe
+from headstart.recipes import Recipe, load_recipe
+from headstart.recipes.load import RecipeError
+from headstart.recipes.progress import Progress
+
+MODULES = """
+    argparse ast asyncio base64 bisect calendar collections configparser contextlib copy csv dataclasses
+    datetime decimal difflib email enum fnmatch fractions functools gzip hashlib heapq html inspect io ipaddress
+    itertools json logging math mimetypes operator os os.path pathlib pickle platform pprint queue random re
+    secrets shlex shutil signal socket sqlite3 ssl statistics string struct subprocess sys tempfile textwrap
+    threading time tokenize traceback types typing unicodedata unittest urllib.parse uuid warnings weakref
+    zipfile zlib
+"""
+QUESTIONS = (
+    "What does {name} do in Python?",
+    "Show me a short example of {name} in Python.",
+    "When would I use {name}, and which arguments does it take?",
+    "The Python documentation of {name} says: {doc}\nExplain this to a beginner, with an example.",
+    "Write a Python function that uses {name}, and explain it.",
+)
+
+
+def python_questions(seed: int) -> list[str]:
+    """A question about each documented function and class of these modules, in an order that the seed decides."""
+    documented: dict[str, str] = {}
+    for module in map(importlib.import_module, MODULES.split()):
+        for name, member in sorted(vars(module).items()):
+            if name.startswith("_") or not (inspect.isroutine(member) or inspect.isclass(member)):
+                continue
+            if (doc := inspect.getdoc(member)) and len(doc) > 60:
+                documented.setdefault(f"{module.__name__}.{name}", " ".join(doc.split("\n\n")[0].split())[:400])
+    drawn = random.Random(seed)
+    asked = [drawn.choice(QUESTIONS).format(name=name, doc=doc) for name, doc in documented.items()]
+    drawn.shuffle(asked)
+    return asked
+
+
+def write_prompts(path: Path, questions: list[str]) -> None:
+    path.write_text("".join(json.dumps({"messages": [{"role": "user", "content": q}]}) + "\n" for q in questions))
+
+
+def tune(path: str, overrides: list[str], recipe: Recipe, given: argparse.Namespace) -> tuple[Path, float]:
+    """Answers, features and training in a run of its own; returns its folder and the seconds that it took."""
+    folder = recipe.run_dir / "python"
+    folder.mkdir(parents=True, exist_ok=True)
+    questions = python_questions(recipe.seed)
+    if len(questions) < given.prompts + given.questions:
+        raise ValueError(f"--prompts: {given.prompts} given, {len(questions) - given.questions} or fewer are allowed")
+    write_prompts(folder / "heldout.jsonl", questions[: given.questions])
+    write_prompts(folder / "train.jsonl", questions[given.questions : given.questions + given.prompts])
+    steps = given.epochs * given.prompts // recipe.train.batch_size
+    taken = folder / "seconds.json"
+    if not taken.is_file():
+        started = time.perf_counter()
+        changes = [
+            f"data.prompts={folder / 'train.jsonl'}",
+            f"data.heldout_prompts={folder / 'heldout.jsonl'}",
+            f"data.num_prompts={given.prompts}",
+            f"data.heldout_samples={given.questions}",
+            f"train.start_from={given.head}",
+        ]
+        trainer = str(ROOT / "trainers" / "eagle.py")
+        call(
+            [sys.executable, trainer, path, *overrides, *overrides_of(recipe, given.rate, steps, folder), *changes],
+            folder,
+        )
+        taken.write_text(json.dumps(time.perf_counter() - started))
+    return folder, json.loads(taken.read_text())
+
+
+def run(path: str, overrides: list[str], recipe: Recipe, given: argparse.Namespace) -> None:
+    torch.set_num_threads(recipe.report.threads or torch.get_num_threads())
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    console.print(", ".join(f"{name} {value}" for name, value in machine().items()))
+    folder, seconds = tune(path, overrides, recipe, given)
+    console.print(f"answers, features and training: {seconds / 60:.1f} minutes")
+    tokenizer = recipe_tokenizer(recipe)
+    heads = {"before": Path(given.head), "after": folder / "head"}
+    target = target_for(heads.values(), recipe)
+    chat = Chat(tokenizer, target.max_positions - recipe.decode.max_new_tokens)
+    python = load_recipe(path, [*overrides, f"run_dir={folder}", f"data.heldout_prompts={folder / 'heldout.jsonl'}"])
+    sets = {
+        "Python questions": [Prompt(tokens, "python") for tokens in held_out_prompts(python)],
+        "old prompts": [chat.shortened(prompt) for prompt in report_prompts(recipe, tokenizer)],
+    }
+    methods = []
+    for name, place in heads.items():
+        head = load_drafting_head(place, target)
+        methods.append(Method(name, head_drafter(head, growth_from_recipe(recipe.decode, target, head))))
+    table = Table("prompts", "temperature", "before", "after", "after over before", "95 % interval")
+    for name, prompts in sets.items():
+        for temperature in recipe.report.temperatures:
+            sampling = sampling_from_recipe(recipe.decode, temperature)
+            with Progress(f"{name}, temperature {temperature:g}", len(prompts) * 2, "texts") as progress:
+                after = partial(count_texts, progress)
+                batches, most = numbered_batches(prompts, 1), recipe.decode.max_new_tokens
+                rounds = run_rounds(methods, target, batches, most, sampling, warmup=0, after_run=after)
+            table.add_row(name, f"{temperature:g}", *figures(rounds, recipe.seed))
+    console.print(table)
+
+
+def figures(rounds: list[Round], seed: int) -> Iterator[str]:
+    """The acceptance lengths before and after, and how much longer the second one is."""
+    sums: list[tuple[list[float], list[int]]] = []
+    for place in range(2):
+        stats = [own for each in rounds for own in each.runs[place].stats]
+        total = DecodeStats()
+        for own in stats:
+            total.add(own)
+        yield f"{total.acceptance_length:.2f}"
+        sums.append(([float(own.steps) for own in stats], [own.tokens for own in stats]))
+    gain = speedup(*sums[1], *sums[0], seed)
+    yield f"{gain.value:.3f}"
+    yield f"{gain.low:.3f}-{gain.high:.3f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", help="of an EAGLE head whose target is a chat model")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
+    parser.add_argument("--head", required=True, help="folder of the head to begin from")
+    parser.add_argument("--prompts", type=int, default=320, help="questions to train on (default: %(default)s)")
+    parser.add_argument("--questions", type=int, default=32, help="questions to measure on (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=3, help="(default: %(default)s)")
+    parser.add_argument("--rate", type=float, default=0.25, help="of the recipe's rates (default: %(default)s)")
+    given = parser.parse_intermixed_args()
+    try:
+        run(given.recipe, given.overrides, load_recipe(given.recipe, given.overrides), given)
+    except (RecipeError, ValueError) as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+if __name__ == "__main__":
+    main()
