@@ -1,6 +1,6 @@
 """Two ways to weigh the depths of a head's loss: decay and D-PACE, the same steps and features, several seeds.
 
-    python benchmarks/depth_weights.py recipes/smollm2_135m_block.yaml --steps 60 --seeds 3 4 \\
+    python benchmarks/depth_weights.py recipes/smollm2_135m_block.yaml --steps 60 --seeds 3,4 \\
         data.folder=runs/smollm2_135m report.num_prompts=24
 
 trainers/block.py or trainers/eagle.py trains a head per seed and kind of weights with the recipe's settings, in
@@ -121,10 +121,11 @@ def main() -> None:
     parser.add_argument("recipe", help="of a head that drafts several depths")
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     parser.add_argument("--steps", type=int, default=60, help="of each head (default: %(default)s)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[3, 4], help="(default: 3 4)")
+    parser.add_argument("--seeds", default="3,4", help="of the runs (default: %(default)s)")
     given = parser.parse_intermixed_args()
     try:
-        run(given.recipe, given.overrides, load_recipe(given.recipe, given.overrides), given.seeds, given.steps)
+        seeds = [int(seed) for seed in given.seeds.split(",")]
+        run(given.recipe, given.overrides, load_recipe(given.recipe, given.overrides), seeds, given.steps)
     except (RecipeError, ValueError) as error:
         raise SystemExit(f"error: {error}") from None
 

@@ -97,7 +97,9 @@ def tune(path: str, overrides: list[str], recipe: Recipe, given: argparse.Namesp
             f"data.heldout_prompts={folder / 'heldout.jsonl'}",
             f"data.num_prompts={given.prompts}",
             f"data.heldout_samples={given.questions}",
+            "data.self_system_prompts=null",
             f"train.start_from={given.head}",
+            "train.fitted_start=false",
         ]
         trainer = str(ROOT / "trainers" / "eagle.py")
         call(
@@ -118,7 +120,9 @@ def run(path: str, overrides: list[str], recipe: Recipe, given: argparse.Namespa
     heads = {"before": Path(given.head), "after": folder / "head"}
     target = target_for(heads.values(), recipe)
     chat = Chat(tokenizer, target.max_positions - recipe.decode.max_new_tokens)
-    python = load_recipe(path, [*overrides, f"run_dir={folder}", f"data.heldout_prompts={folder / 'heldout.jsonl'}"])
+    python = recipe.model_copy(
+        update={"run_dir": folder, "report": recipe.report.model_copy(update={"num_prompts": given.questions})}
+    )
     sets = {
         "Python questions": [Prompt(tokens, "python") for tokens in held_out_prompts(python)],
         "old prompts": [chat.shortened(prompt) for prompt in report_prompts(recipe, tokenizer)],

@@ -270,9 +270,12 @@ def without_subclass(kwargs: dict[str, Any]) -> Tensor | None:
 
 @pytest.mark.parametrize("static", [False, True])
 def test_running_rows_go_on_while_a_long_prompt_is_read(target: TargetModel, static: bool) -> None:
-    """At least ten pieces, beside the row's steps, or in turn with them if these have static shapes."""
+    """At least ten pieces, beside the row's steps, or in turn with them if these have static shapes.
+
+    On a machine with other work few tokens may fit beside a step, and the rest is read in many slices.
+    """
     loop = make_paced(target, None, 10, static)
-    loop.submit(Request([3], 40))
+    loop.submit(Request([3], 200))
     loop.step()
     loop.submit(Request(LONG, 5))
     blocks: list[list[int]] = []
