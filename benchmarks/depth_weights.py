@@ -36,6 +36,7 @@ from headstart.inference.target.model import TargetModel
 from headstart.recipes import Recipe, load_recipe
 from headstart.recipes.load import RecipeError
 from headstart.recipes.progress import Progress
+from headstart.recipes.schema import PYTHON_STDLIB
 
 WEIGHTS = ("decay", "d_pace")
 GROWTHS = ("chain", "tree")
@@ -46,8 +47,20 @@ Heads = dict[tuple[str, int], Trained]  # by weights and seed
 def train_all(path: str, overrides: list[str], recipe: Recipe, seeds: Sequence[int], steps: int) -> Heads:
     """A head for each kind of weights and each seed; an interrupted run goes on."""
     heads: Heads = {}
+    unread = recipe.run_dir / "unread.jsonl"  # a run wants held-out prompts, but decodes none of them here
+    unread.parent.mkdir(parents=True, exist_ok=True)
+    unread.write_text('{"messages": [{"role": "user", "content": "Hello"}]}\n')
+    # The features of one run for all seeds, which decide what else a run draws: its prompts, too.
+    of_store = {
+        "data.folder": "null",
+        "data.store": recipe.features_dir,
+        "data.prompts": PYTHON_STDLIB,
+        "data.self_system_prompts": "null",
+        "data.heldout_prompts": unread,
+    }
+    shared = [f"{name}={value}" for name, value in of_store.items()]
     for seed, weights in product(seeds, WEIGHTS):
-        changes = [*overrides, f"seed={seed}", f"train.depth_weights={weights}"]
+        changes = [*overrides, *shared, f"seed={seed}", f"train.depth_weights={weights}"]
         own = load_recipe(path, [*changes, f"run_dir={recipe.run_dir / f'{weights}-{seed}'}"])
         heads[weights, seed] = train(path, own, changes, 1.0, steps)
     return heads
