@@ -41,15 +41,15 @@ def run_rounds(
     max_new_tokens: int,
     sampling: Sampling,
     warmup: int,
-    next_turn: NextTurn = lambda prompt, answer: None,
+    next_turn: NextTurn | None = None,
     done: Mapping[Place, list[Run]] | None = None,
     after_run: Callable[[Run], None] = lambda run: None,
     after_round: Callable[[Round], None] = lambda found: None,
 ) -> list[Round]:
     """Every method's runs on these numbered batches of prompts, and on the later turns of their chats.
 
-    A later turn follows plain decoding's answer, for every method: so all continue the same text, even those that
-    sample with random numbers of their own. Rounds in `done` are not run again. `after_run` and `after_round` are
+    With `next_turn`, plain decoding is among the methods, and a later turn follows its answer for all of them: so they
+    continue the same text, even those that sample with random numbers of their own. Rounds in `done` are not run again. `after_run` and `after_round` are
     called between runs.
     """
     batches, done, rounds = [*batches], done or {}, []
@@ -65,6 +65,8 @@ def run_rounds(
             rounds.append(Round((number, turn), prompts, runs))
             if is_new:
                 after_round(rounds[-1])
+            if next_turn is None:
+                break
             answers = runs[plain_place(methods)].texts
             follow = (next_turn(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True))
             turn, prompts = turn + 1, [prompt for prompt in follow if prompt is not None]
