@@ -49,8 +49,8 @@ def run_rounds(
     """Every method's runs on these numbered batches of prompts, and on the later turns of their chats.
 
     With `next_turn`, plain decoding is among the methods, and a later turn follows its answer for all of them: so they
-    continue the same text, even those that sample with random numbers of their own. Rounds in `done` are not run again. `after_run` and `after_round` are
-    called between runs.
+    continue the same text, even those that sample with random numbers of their own. Rounds in `done` are not run again.
+    `after_run` and `after_round` are called between runs.
     """
     batches, done, rounds = [*batches], done or {}, []
     if missing := [batch for number, batch in batches if (number, 0) not in done]:
