@@ -80,21 +80,26 @@ def write_prompts(path: Path, questions: list[str]) -> None:
 
 
 def tune(path: str, overrides: list[str], recipe: Recipe, given: argparse.Namespace) -> tuple[Path, float]:
-    """Answers, features and training in a run of its own; returns its folder and the seconds that it took."""
-    folder = recipe.run_dir / "python"
-    folder.mkdir(parents=True, exist_ok=True)
+    """Answers, features and training in a run of its own; returns its folder and the seconds that it took.
+
+    Runs at other rates share the answers and features.
+    """
+    folder, data = recipe.run_dir / f"rate-{given.rate:g}", recipe.run_dir / "data"
+    for each in (folder, data):
+        each.mkdir(parents=True, exist_ok=True)
     questions = python_questions(recipe.seed)
     if len(questions) < given.prompts + given.questions:
         raise ValueError(f"--prompts: {given.prompts} given, {len(questions) - given.questions} or fewer are allowed")
-    write_prompts(folder / "heldout.jsonl", questions[: given.questions])
-    write_prompts(folder / "train.jsonl", questions[given.questions : given.questions + given.prompts])
+    write_prompts(data / "heldout.jsonl", questions[: given.questions])
+    write_prompts(data / "train.jsonl", questions[given.questions : given.questions + given.prompts])
     steps = given.epochs * given.prompts // recipe.train.batch_size
     taken = folder / "seconds.json"
     if not taken.is_file():
         started = time.perf_counter()
         changes = [
-            f"data.prompts={folder / 'train.jsonl'}",
-            f"data.heldout_prompts={folder / 'heldout.jsonl'}",
+            f"data.folder={data}",
+            f"data.prompts={data / 'train.jsonl'}",
+            f"data.heldout_prompts={data / 'heldout.jsonl'}",
             f"data.num_prompts={given.prompts}",
             f"data.heldout_samples={given.questions}",
             "data.self_system_prompts=null",
@@ -121,7 +126,10 @@ def run(path: str, overrides: list[str], recipe: Recipe, given: argparse.Namespa
     target = target_for(heads.values(), recipe)
     chat = Chat(tokenizer, target.max_positions - recipe.decode.max_new_tokens)
     python = recipe.model_copy(
-        update={"run_dir": folder, "report": recipe.report.model_copy(update={"num_prompts": given.questions})}
+        update={
+            "run_dir": recipe.run_dir / "data",
+            "report": recipe.report.model_copy(update={"num_prompts": given.questions}),
+        }
     )
     sets = {
         "Python questions": [Prompt(tokens, "python") for tokens in held_out_prompts(python)],
@@ -166,7 +174,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=320, help="questions to train on (default: %(default)s)")
     parser.add_argument("--questions", type=int, default=32, help="questions to measure on (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=3, help="(default: %(default)s)")
-    parser.add_argument("--rate", type=float, default=0.25, help="of the recipe's rates (default: %(default)s)")
+    parser.add_argument("--rate", type=float, default=0.1, help="of the recipe's rates (default: %(default)s)")
     given = parser.parse_intermixed_args()
     try:
         run(given.recipe, given.overrides, load_recipe(given.recipe, given.overrides), given)
