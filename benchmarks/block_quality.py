@@ -39,7 +39,7 @@ from headstart.inference.drafters.build import load_drafting_head
 from headstart.inference.drafters.cost_aware import growth_from_recipe
 from headstart.inference.drafters.cost_measurement import Bench
 from headstart.inference.report.command import machine, recipe_tokenizer, report_prompts
-from headstart.inference.report.questions import Chat
+from headstart.inference.report.questions import Chat, Prompt
 from headstart.inference.report.rounds import Round, numbered_batches, plain_place, run_rounds, seconds_and_tokens
 from headstart.inference.report.runs import Method
 from headstart.inference.report.statistics import speedup
@@ -107,6 +107,13 @@ def target_for(heads: Iterable[Path], recipe: Recipe) -> TargetModel:
     return TargetModel.load(recipe.target, tuple(sorted(taps)))
 
 
+def prompts_of(recipe: Recipe, target: TargetModel) -> list[Prompt]:
+    """The prompts of the report, shortened to what the target has positions for."""
+    tokenizer = recipe_tokenizer(recipe)
+    chat = Chat(tokenizer, target.max_positions - recipe.decode.max_new_tokens)
+    return [chat.shortened(prompt) for prompt in report_prompts(recipe, tokenizer)]
+
+
 def methods_of(trained: Trained, recipe: Recipe, target: TargetModel) -> Iterator[Method]:
     head = load_drafting_head(trained.folder / "head", target)
     for growth in ("chain", recipe.decode.growth, "cost_aware"):
@@ -120,9 +127,7 @@ def methods_of(trained: Trained, recipe: Recipe, target: TargetModel) -> Iterato
 
 def compare(recipe: Recipe, methods: list[Method], target: TargetModel, console: Console) -> None:
     """Print a table for each temperature."""
-    tokenizer, new_tokens = recipe_tokenizer(recipe), recipe.decode.max_new_tokens
-    chat = Chat(tokenizer, target.max_positions - new_tokens)
-    prompts = [chat.shortened(prompt) for prompt in report_prompts(recipe, tokenizer)]
+    prompts, new_tokens = prompts_of(recipe, target), recipe.decode.max_new_tokens
     for temperature in recipe.report.temperatures:
         sampling = sampling_from_recipe(recipe.decode, temperature)
         with Progress(f"temperature {temperature:g}", len(prompts) * len(methods), "texts") as progress:

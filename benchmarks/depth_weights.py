@@ -17,7 +17,7 @@ from functools import partial
 from itertools import product
 
 import torch
-from block_quality import Trained, target_for, train
+from block_quality import Trained, prompts_of, target_for, train
 from lossless import count_texts
 from rich.console import Console
 from rich.table import Table
@@ -25,8 +25,7 @@ from rich.table import Table
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import load_drafting_head
 from headstart.inference.drafters.cost_aware import growth_from_recipe
-from headstart.inference.report.command import machine, recipe_tokenizer, report_prompts
-from headstart.inference.report.questions import Chat
+from headstart.inference.report.command import machine
 from headstart.inference.report.rounds import Round, numbered_batches, run_rounds
 from headstart.inference.report.runs import Method
 from headstart.inference.report.statistics import speedup
@@ -87,9 +86,7 @@ def run(path: str, overrides: list[str], recipe: Recipe, seeds: Sequence[int], s
     console.print(table)
     target = target_for([trained.folder / "head" for trained in heads.values()], recipe)
     methods = [*methods_of(recipe, heads, target)]
-    tokenizer, new_tokens = recipe_tokenizer(recipe), recipe.decode.max_new_tokens
-    chat = Chat(tokenizer, target.max_positions - new_tokens)
-    prompts = [chat.shortened(prompt) for prompt in report_prompts(recipe, tokenizer)]
+    prompts, new_tokens = prompts_of(recipe, target), recipe.decode.max_new_tokens
     for temperature in recipe.report.temperatures:
         sampling = sampling_from_recipe(recipe.decode, temperature)
         with Progress(f"temperature {temperature:g}", len(prompts) * len(methods), "texts") as progress:

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from block_quality import target_for
+from block_quality import prompts_of, target_for
 from lossless import count_texts
 from rich.console import Console
 from rich.table import Table
@@ -32,8 +32,8 @@ from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import load_drafting_head
 from headstart.inference.drafters.cost_aware import growth_from_recipe
 from headstart.inference.inputs import held_out_prompts
-from headstart.inference.report.command import machine, recipe_tokenizer, report_prompts
-from headstart.inference.report.questions import Chat, Prompt
+from headstart.inference.report.command import machine
+from headstart.inference.report.questions import Prompt
 from headstart.inference.report.rounds import Round, numbered_batches, run_rounds
 from headstart.inference.report.runs import Method
 from headstart.inference.report.statistics import speedup
@@ -121,10 +121,8 @@ def run(path: str, overrides: list[str], recipe: Recipe, given: argparse.Namespa
     console.print(", ".join(f"{name} {value}" for name, value in machine().items()))
     folder, seconds = tune(path, overrides, recipe, given)
     console.print(f"answers, features and training: {seconds / 60:.1f} minutes")
-    tokenizer = recipe_tokenizer(recipe)
     heads = {"before": Path(given.head), "after": folder / "head"}
     target = target_for(heads.values(), recipe)
-    chat = Chat(tokenizer, target.max_positions - recipe.decode.max_new_tokens)
     python = recipe.model_copy(
         update={
             "run_dir": recipe.run_dir / "data",
@@ -133,7 +131,7 @@ def run(path: str, overrides: list[str], recipe: Recipe, given: argparse.Namespa
     )
     sets = {
         "Python questions": [Prompt(tokens, "python") for tokens in held_out_prompts(python)],
-        "old prompts": [chat.shortened(prompt) for prompt in report_prompts(recipe, tokenizer)],
+        "old prompts": prompts_of(recipe, target),
     }
     methods = []
     for name, place in heads.items():
