@@ -3,8 +3,9 @@
     python benchmarks/block_quality.py recipes/smollm2_135m.yaml recipes/smollm2_135m_block.yaml --steps 60 \\
         data.folder=runs/smollm2_135m report.num_prompts=24
 
-Each head is trained for --steps steps at half, one and two times its recipe's learning rates; the rate whose head
-expects the longest drafts of held-out texts is trained for --times as many steps, too. Heads lie in RUN_DIR/compare and
+Each head is trained for --steps steps at half, one and two times its recipe's learning rates, and beyond if the best is
+the first or the last; the rate whose head expects the longest drafts of held-out texts is trained for --times as many
+steps, too. Heads lie in RUN_DIR/compare and
 are not trained again. Overrides after the two recipes go to both.
 
 The first table tells what training took, and what the head expects (tau: tokens per target step). Then each head drafts
@@ -27,7 +28,7 @@ import torch
 from lossless import count_texts
 from rich.console import Console
 from rich.table import Table
-from train_quality import OUR_RATES, ROOT, call, overrides_of
+from train_quality import OUR_RATES, ROOT, call, overrides_of, swept
 
 from headstart.heads.base import DraftHead
 from headstart.heads.block import BlockHead
@@ -184,11 +185,12 @@ def measure(paths: list[str], recipes: list[Recipe], overrides: list[str], steps
     table = Table("head", "rate", "steps", "tokens", "seconds", "expected tau")
     kept: list[tuple[Trained, Recipe]] = []
     for path, recipe in zip(paths, recipes, strict=True):
-        swept = [train(path, recipe, overrides, rate, steps) for rate in OUR_RATES]
-        best = max(swept, key=lambda each: each.tau)
+        taus = swept(OUR_RATES, lambda rate, path=path, recipe=recipe: train(path, recipe, overrides, rate, steps).tau)
+        tried = [train(path, recipe, overrides, rate, steps) for rate in sorted(taus)]  # read again
+        best = max(tried, key=lambda each: each.tau)
         longer = train(path, recipe, overrides, best.rate, times * steps)
         kept += [(best, recipe), (longer, recipe)]
-        for each in (*swept, longer):
+        for each in (*tried, longer):
             table.add_row(*each.row)
     console.print(table)
     target = target_for([each.folder / "head" for each, _ in kept], recipes[0])

@@ -230,8 +230,8 @@ class DecodeLoop:
             seconds = time.perf_counter() - started  # what the drafter reads of a piece is part of it
             known = max((piece.before for piece in pieces), default=0)
             self.pace.stepped(seconds, batch.drafts, sum(piece.count for piece in pieces), known)
-            if slices:
-                blocks += self._read_slice(self.pace.slice_seconds)
+            if slices and (left := self.pace.slice_seconds) > 0:
+                blocks += self._read_slice(left)
         elif batch.slices is not None:  # the rows that it made room for have ended
             blocks = self._read_slice(math.inf)
         elif reads:

@@ -39,6 +39,7 @@ class Pace:
         self.sliced = min(FIRST_SLICED, most)  # tokens of the next pass that is sliced
         self.deep: float = math.inf if beside else 0  # from how many tokens of a prompt on its passes are sliced
         self.steps: deque[float] = deque(maxlen=RECENT)  # seconds of the last steps; with `beside`, of plain ones
+        self.last = 0.0  # seconds of the last step
         self.share = 0.0  # what reading may take after the last of them, in such steps
         self.read_last = False
         self.steps_beside = 0
@@ -67,12 +68,15 @@ class Pace:
 
     @property
     def slice_seconds(self) -> float:
-        """How long a slice may take."""
-        return self.share * self.step if self.steps else 0.0
+        """How long a slice after the last step may take: what that step, if it took longer than others, has left of it.
+
+        0 or less if there is no time for one.
+        """
+        return (1 + self.share) * self.step - self.last if self.steps else 0.0
 
     def has_read_in_slices(self, tokens: int, layer: float, is_last: bool) -> None:
         """A sliced pass over so many tokens took so many seconds per layer, and was the last one over its prompt."""
-        fitting = tokens * OF_SLICE * self.slice_seconds / layer if layer > 0 else self.most
+        fitting = tokens * OF_SLICE * self.share * self.step / layer if self.steps and layer > 0 else self.most
         if self.steps and tokens >= self.sliced // 2:
             self.sliced = round(min(max(fitting, self.sliced / 2, LEAST), GROWTH * self.sliced, self.most))
         if is_last:
@@ -83,7 +87,7 @@ class Pace:
 
         `known`: how many tokens of the prompt came before these.
         """
-        self.read_last = False
+        self.read_last, self.last = False, seconds
         if beside:
             self.steps_beside += 1
             if self.steps:

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -382,7 +383,7 @@ def test_a_step_with_a_piece_of_a_prompt_takes_less_than_two_plain_steps() -> No
 @pytest.fixture
 def slicing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., DecodeLoop]:
     """A loop that reads prompts a layer at a time between the steps of running rows, up to 32 tokens in a pass."""
-    monkeypatch.setattr(Pace, "slice_seconds", 0.0)
+    monkeypatch.setattr(Pace, "slice_seconds", 1e-9)
 
     def make(target: TargetModel, drafter: Drafter | None = None, **options: Any) -> DecodeLoop:
         loop = DecodeLoop(target, drafter, 3, prefill_chunk=32, **options)
@@ -506,6 +507,7 @@ def test_where_few_tokens_fit_beside_a_step_the_rest_is_read_in_slices() -> None
         known += tokens
     assert 80 < known < 130  # eight tokens take 0.7 s after 88
     assert not pace.in_slices(70)
+    pace.stepped(1.0, drafts=False)
     assert pace.slice_seconds == pytest.approx(0.7)
     for _ in range(8):
         pace.has_read_in_slices(pace.sliced, layer=0.0035 * pace.sliced, is_last=False)
@@ -514,6 +516,29 @@ def test_where_few_tokens_fit_beside_a_step_the_rest_is_read_in_slices() -> None
     pace.has_read_in_slices(10, layer=0.04, is_last=True)
     assert pace.sliced == 100  # so few tokens tell little
     assert not pace.in_slices(round(1.9 * deep))  # the next prompt tries again
+
+
+@pytest.mark.parametrize(("slow", "left"), [(1.0, 0.7), (1.5, 0.2), (2.5, -0.8)])
+def test_a_slice_after_a_slow_step_takes_only_what_is_left_of_the_wait(slow: float, left: float) -> None:
+    """A machine that falters made rows wait for the slow step and a whole slice after it."""
+    pace = Pace(512, prompts_first=False, beside=True, slices=True)
+    for seconds in (1.0, slow):
+        pace.stepped(seconds, drafts=False)
+    assert pace.slice_seconds == pytest.approx(left)
+
+
+def test_a_prompt_is_read_in_slices_although_single_steps_leave_no_time(
+    target: TargetModel, slicing: Callable[..., DecodeLoop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone, loop, lefts = generate(target, LONG, 12), slicing(target), cycle([-1.0, 1e-9])
+    monkeypatch.setattr(Pace, "slice_seconds", property(lambda pace: next(lefts)))
+    loop.submit(Request([3], 60, end_tokens=()))
+    loop.step()
+    loop.submit(Request(LONG, 12))
+    step_until(loop, lambda: loop.batch.slices is not None)
+    assert next(lefts) == -1.0  # it had to wait for a step that leaves some
+    finish(loop)
+    assert loop.generations[1].tokens == alone.tokens
 
 
 def test_an_opted_out_row_gets_no_drafts_among_rows_that_do(target: TargetModel, texts: Texts) -> None:

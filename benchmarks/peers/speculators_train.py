@@ -46,10 +46,15 @@ def read_samples(shards: list[str], taps: list[int]) -> list[dict[str, Tensor]]:
 def new_model(job: dict[str, Any]) -> Eagle3DraftModel:
     layer = LlamaConfig.from_pretrained(job["target"])
     layer.num_hidden_layers = 1
+    ids = torch.tensor(job["draft_vocab"])  # ascending
+    members = torch.zeros(layer.vocab_size, dtype=torch.bool)
+    members[ids] = True
     return Eagle3DraftModel.from_training_args(
         layer,
         verifier_name_or_path=job["target"],
-        draft_vocab_size=layer.vocab_size,
+        draft_vocab_size=len(ids),
+        t2d=members,
+        d2t=ids - torch.arange(len(ids)),
         target_layer_ids=job["taps"],
         draft_attn_impl="sdpa",
         norm_before_residual=False,
