@@ -150,10 +150,7 @@ def compare(recipe: Recipe, methods: list[Method], target: TargetModel, console:
 
 
 def figures(rounds: list[Round], place: int, plain: int, seed: int) -> tuple[str, ...]:
-    stats = DecodeStats()
-    for each in rounds:
-        for own in each.runs[place].stats:
-            stats.add(own)
+    stats = DecodeStats.sum_of(own for each in rounds for own in each.runs[place].stats)
     seconds, tokens = seconds_and_tokens(rounds, place)
     gain = speedup(seconds, tokens, *seconds_and_tokens(rounds, plain), seed)
     return (

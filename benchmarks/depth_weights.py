@@ -101,9 +101,7 @@ def show(console: Console, rounds: list[Round], methods: list[Method], title: st
     stats = {method.name: [each.runs[place].stats for each in rounds] for place, method in enumerate(methods)}
     table = Table("method", "acceptance length", title=title)
     for name, runs in stats.items():
-        total = DecodeStats()
-        for own in (own for each in runs for own in each):
-            total.add(own)
+        total = DecodeStats.sum_of(own for each in runs for own in each)
         table.add_row(name, f"{total.acceptance_length:.3f}")
     console.print(table)
     for growth in GROWTHS:

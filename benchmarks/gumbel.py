@@ -174,10 +174,7 @@ def figures(writer: Writer, tree: Dynamic, temperature: float, seeds: int, greed
 
 
 def acceptance_length(texts: list[Generation]) -> float:
-    total = DecodeStats()
-    for text in texts:
-        total.add(text.stats)
-    return total.acceptance_length
+    return DecodeStats.sum_of(text.stats for text in texts).acceptance_length
 
 
 def over(texts: list[Generation], base: list[Generation], num_prompts: int) -> Interval:

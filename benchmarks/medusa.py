@@ -175,10 +175,8 @@ def length_meter(recipe: Recipe, target: TargetModel, temperature: float) -> Acc
     asked, decode = requests(recipe, temperature), recipe.decode
 
     def acceptance_length(head: DraftHead, growth: Growth) -> float:
-        stats = DecodeStats()
-        for generation in generate_batch(target, asked, head_drafter(head, growth), decode.max_batch):
-            stats.add(generation.stats)
-        return stats.acceptance_length
+        generations = generate_batch(target, asked, head_drafter(head, growth), decode.max_batch)
+        return DecodeStats.sum_of(generation.stats for generation in generations).acceptance_length
 
     return acceptance_length
 

@@ -154,10 +154,7 @@ def figures(rounds: list[Round], seed: int) -> Iterator[str]:
     sums: list[tuple[list[float], list[int]]] = []
     for place in range(2):
         stats = [own for each in rounds for own in each.runs[place].stats]
-        total = DecodeStats()
-        for own in stats:
-            total.add(own)
-        yield f"{total.acceptance_length:.2f}"
+        yield f"{DecodeStats.sum_of(stats).acceptance_length:.2f}"
         sums.append(([float(own.steps) for own in stats], [own.tokens for own in stats]))
     gain = speedup(*sums[1], *sums[0], seed)
     yield f"{gain.value:.3f}"

@@ -129,11 +129,10 @@ def acceptance_length(
 ) -> float:
     """Mean tokens per target step over all prompts, drafting a chain or the recipe's tree."""
     decode = recipe.decode.model_copy(update={"growth": "chain"}) if growth == "chain" else recipe.decode
-    drafter, stats = head_drafter(head, growth_from_recipe(decode, target, head)), DecodeStats()
+    drafter = head_drafter(head, growth_from_recipe(decode, target, head))
     sampling = Sampling(temperature, seed=decode.seed)
-    for prompt in prompts:
-        stats.add(generate(target, prompt, decode.max_new_tokens, sampling, drafter).stats)
-    return stats.acceptance_length
+    texts = (generate(target, prompt, decode.max_new_tokens, sampling, drafter) for prompt in prompts)
+    return DecodeStats.sum_of(text.stats for text in texts).acceptance_length
 
 
 def swept(rates: tuple[float, ...], measure: Callable[[float], float]) -> dict[float, float]:

@@ -167,9 +167,7 @@ class SpeculativeModel:
         sequences = torch.cat([rows, written.to(rows.device)], dim=1)
         if not settings["return_dict_in_generate"]:
             return sequences
-        stats = DecodeStats()
-        for found in generations:
-            stats.add(found.stats)
+        stats = DecodeStats.sum_of(found.stats for found in generations)
         stats.seconds = time.perf_counter() - started
         logprobs = [found.logprobs for found in generations if found.logprobs is not None]
         return SpeculativeOutput(sequences, generations, stats, pad_right(logprobs, 0.0) if logprobs else None)

@@ -1,7 +1,7 @@
 """A request from prompt to finished text: what it asks for, where its text ends, and what was generated so far."""
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Literal
@@ -92,6 +92,13 @@ class DecodeStats:
         self.accepted_at_depth.extend([0] * (accepted - len(self.accepted_at_depth)))
         for depth in range(accepted):
             self.accepted_at_depth[depth] += 1
+
+    @classmethod
+    def sum_of(cls, parts: Iterable["DecodeStats"]) -> "DecodeStats":
+        total = cls()
+        for part in parts:
+            total.add(part)
+        return total
 
     def add(self, other: "DecodeStats") -> None:
         self.steps += other.steps

@@ -495,9 +495,7 @@ def test_stats_add_up(target: TargetModel, plain: Plain) -> None:
     text = PROMPT + plain(Sampling())
     parts = [generate(target, PROMPT, 12, drafter=Oracle(text, ahead=depth)) for depth in (5, 1)]
     parts += [Generation(), generate(target, PROMPT, 12, drafter=Hidden(text))]
-    total = DecodeStats()
-    for part in parts:
-        total.add(part.stats)
+    total = DecodeStats.sum_of(part.stats for part in parts)
     assert total.tokens == 33
     assert total.steps == 2 + 6 + 2  # the 11 tokens after the first come as 6 + 5, or as five times 2 and one
     assert total.accepted_at_depth == [2 + 5 + 2, 4, 4, 4, 2]
@@ -508,12 +506,12 @@ def test_stats_add_up(target: TargetModel, plain: Plain) -> None:
 
 
 def test_summed_stats_count_each_step_once_at_every_depth_it_reached() -> None:
-    total = DecodeStats()
+    parts = []
     for paths in ([3, 1], [1, 2], [4]):
-        stats = DecodeStats()
+        parts.append(DecodeStats())
         for length in paths:
-            stats.count_step(accepted=length - 1, kept=length, drafted=5)
-        total.add(stats)
+            parts[-1].count_step(accepted=length - 1, kept=length, drafted=5)
+    total = DecodeStats.sum_of(parts)
     total.count_step(accepted=0, kept=1, drafted=0)
     assert (total.steps, total.drafting_steps) == (6, 5)
     assert total.accepted_at_depth == [3, 2, 1]  # from the paths of 3, 2 and 4 nodes, their roots not counted

@@ -46,14 +46,13 @@ class HeldOutDecoding:
 
     def decode(self, temperature: float) -> DecodeStats:
         """Decode the prompts as the recipe says; returns the statistics of all of them."""
-        sampling, stats = sampling_from_recipe(self.recipe.decode, temperature), DecodeStats()
+        sampling = sampling_from_recipe(self.recipe.decode, temperature)
         requests = [Request(prompt, self.new_tokens, sampling) for prompt in self.prompts()]
         most = self.recipe.decode.max_batch
         growth = growth_from_recipe(self.recipe.decode, self.target, self.head, batch=min(most, len(requests)))
-        for generation in generate_batch(self.target, requests, head_drafter(self.head, growth), most):
-            stats.add(generation.stats)
+        generations = generate_batch(self.target, requests, head_drafter(self.head, growth), most)
         self.target.kept(SpareSteps).clear()  # training needs their memory
-        return stats
+        return DecodeStats.sum_of(generation.stats for generation in generations)
 
     def fit_calibration(self) -> Calibration:
         """A calibration of the head, fitted on the same prompts."""

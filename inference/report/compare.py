@@ -180,9 +180,7 @@ def category_figures(
 ) -> CategoryFigures:
     """The figures of the method at `place` on the prompts of one category."""
     within = [part for each in rounds if (part := each.of_category(category)) is not None]
-    stats = DecodeStats()
-    for each in (stats_of_prompt for part in within for stats_of_prompt in part.runs[place].stats):
-        stats.add(each)
+    stats = DecodeStats.sum_of(stats_of_prompt for part in within for stats_of_prompt in part.runs[place].stats)
     prompts, identical = sum(len(part.prompts) for part in within), num_identical(within, place, plain)
     whole = [each for each in rounds if each.categories == {category}]
     if sum(len(each.prompts) for each in whole) < prompts:
