@@ -15,6 +15,7 @@ from headstart.inference.constraint import ConstraintState, masked_roots, masked
 from headstart.inference.cuda_graph import StaticStep, StepOutput, size_bucket
 from headstart.inference.drafter import Drafter, VerifiedOnHost
 from headstart.inference.drafters.costs import CostTable, Situation
+from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.prefill import Read, piece_part, read_piece, read_prompts, refuse_nan
 from headstart.inference.prefixes import BLOCK, Cached, Prefix, PrefixIndex, known_tokens
 from headstart.inference.request import Block, Generation, Request, Row, TokenScores
@@ -69,6 +70,8 @@ class Batch:
         """The last four are those of the decode loop."""
         self.target, self.drafter, self.max_rows = target, drafter, max_rows
         self.tap_columns = target.tap_columns(drafter.taps)
+        # Of trees in batches with sampled rows: repeats go deeper only where all rows are greedy.
+        self.sampled_depth = drafter.growth.depth if isinstance(drafter, TreeDrafter) else drafter.depth
         self.is_static = target.device.type == "cuda" and target.ranks.may_capture if static is None else static
         self.nodes = size_bucket(drafter.max_nodes) if self.is_static else drafter.max_nodes
         self.is_lazy = takes_memory_lazily(target.device, self.is_static, max_rows)
@@ -307,7 +310,8 @@ class Batch:
             output = self.target.forward_tree(tree, self.cache)
             accepted = self.verify(tree, output.logits, verified.sampling)
         if self.speculation is not None:
-            self.speculation.observe(accepted, tree, tree.deepest or self.drafter.depth)
+            levels = tree.deepest or self.drafter.depth if tree.levels is None else tree.levels
+            self.speculation.observe(accepted, tree, levels)
         return output, accepted
 
     def verify_roots(self, pieces: list[Piece]) -> tuple[StepOutput | TargetOutput, list[Accepted], list[Read]]:
@@ -350,7 +354,7 @@ class Batch:
             taps=taps[0].unsqueeze(0) if len(rows) == 1 else torch.stack(taps),
             next_tokens=next_tokens,
             roots=next_tokens[:, -1:] if len(rows) == 1 else self.roots(),
-            sampling=self.sampling if self.static is not None else self.with_gumbel(self.drafter.depth + 1),
+            sampling=self.sampling if self.static is not None else self.with_gumbel(self.sampled_depth + 1),
             history=self.history,
             starts=[row.start for row in rows],
             counts=counts,

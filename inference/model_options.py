@@ -8,7 +8,7 @@ from headstart.recipes.load import RecipeError, load_recipe
 from headstart.recipes.schema import DecodeSection, Recipe
 
 # Small trees, of the size that the measured step times of this machine ask for.
-DRAFTS = DecodeSection(growth="cost_aware", depth=4, width=3, nodes=15)
+DRAFTS = DecodeSection(growth="cost_aware", depth=4, width=3, nodes=15, repeats=8)
 LOOKUP = DecodeSection(drafter="prompt_lookup", growth="chain")
 
 

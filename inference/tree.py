@@ -26,6 +26,7 @@ class Tree:
     parents: Int[Tensor, "batch nodes"]
     proposals: Proposals | None = None  # how the children were sampled, for acceptance by rejection sampling
     deepest: int | None = None  # upper bound on the depth, if one is known
+    levels: int | None = None  # that were drafted one after the other, if not as many as the tree is deep
 
     @property
     def shape(self) -> tuple[int, int]:

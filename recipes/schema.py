@@ -79,6 +79,7 @@ Baseline = Literal[
     "chain",
     "tree",
     "cost_aware",
+    "repeats",
     "untrained",
     "draft_model",
     "early_exit",
@@ -674,6 +675,14 @@ class DecodeSection(Section):
         gt=0,
         description="Draft tokens per tree, the root not counted; the most, if growth chooses the size.",
     )
+    repeats: int = Field(
+        default=0,
+        ge=0,
+        le=64,
+        description="Draft tokens that are verified beside a head's tree because they followed the same words earlier "
+        "in the text: the most per step. They cost almost nothing where a step waits for the target's weights, and no "
+        "CUDA graph holds such a step.",
+    )
     paths: Paths | None = Field(
         default=None,
         description="Nodes of a fixed tree, each as the child ranks on its path from the root: [[0], [1], [0, 0]].",
@@ -739,6 +748,11 @@ class DecodeSection(Section):
             raise ValueError(
                 f"growth fixed needs ranked children at every node; {self.drafter} allows chain or dynamic"
             )
+        if self.repeats and (self.drafter != "head" or self.acceptance != "seeded"):
+            raise ValueError(
+                f"repeats {self.repeats} needs drafter head and acceptance seeded; {self.drafter} with "
+                f"{self.acceptance} is given; write repeats: 0"
+            )
         if (self.growth == "fixed") != (self.paths is not None):
             raise ValueError("growth fixed and paths go together; give both or neither")
         if self.acceptance == "rejection" and self.growth not in ("chain", "fixed", "searched"):
@@ -792,8 +806,8 @@ class ReportSection(Section):
         default=("generate", "plain", "untrained", "chain", "tree"),
         description="Rows of the table. plain: our plain decoding; generate, generate_lookup, generate_assisted: "
         "transformers' generate, alone, with prompt lookup, with the draft model; chain, tree, cost_aware: each "
-        "head as a chain, as the recipe says, with growth cost_aware; untrained: a random head; others: the drafter of "
-        "that name.",
+        "head alone, as a chain, as the recipe says, with growth cost_aware; repeats: each head as the recipe says, "
+        "with decode.repeats; untrained: a random head; others: the drafter of that name.",
     )
 
     @field_validator("batches", "temperatures", "baselines")
@@ -821,9 +835,9 @@ class ReportSection(Section):
     @field_validator("baselines")
     @classmethod
     def other_heads_have_rows(cls, baselines: tuple[str, ...], section: ValidationInfo) -> tuple[str, ...]:
-        if section.data.get("other_heads") and {"chain", "tree", "cost_aware"}.isdisjoint(baselines):
+        if section.data.get("other_heads") and {"chain", "tree", "cost_aware", "repeats"}.isdisjoint(baselines):
             raise ValueError(
-                "a list with chain, tree or cost_aware is allowed with report.other_heads; add one of them"
+                "a list with chain, tree, cost_aware or repeats is allowed with report.other_heads; add one of them"
             )
         return baselines
 

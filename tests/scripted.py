@@ -16,6 +16,7 @@ from headstart.inference.drafters.cost_aware import CostAware, CostAwareShape
 from headstart.inference.drafters.costs import NODES, CostSurface, CostTable, Situation, StepCosts
 from headstart.inference.drafters.growth import Dynamic, Fixed
 from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.drafters.repeats import Repeats
 from headstart.inference.request import Request
 from headstart.inference.sampling import History
 from headstart.inference.target.model import TargetModel
@@ -278,6 +279,12 @@ DRAFTERS: dict[str, Callable[[Texts], Drafter]] = {
     "half right head, fixed tree": lambda texts: HeadDrafter(HalfRightHead(texts.target, *texts.whole), LOPSIDED),
     "half right head, cost-aware": lambda texts: HeadDrafter(
         HalfRightHead(texts.target, *texts.whole), CostAware(5, 4, 20, SetCosts())
+    ),
+    "half right head and repeats": lambda texts: HeadDrafter(
+        HalfRightHead(texts.target, *texts.whole), Dynamic(3, 3, 8), Repeats(6)
+    ),
+    "half right head, cost-aware, and repeats": lambda texts: HeadDrafter(
+        HalfRightHead(texts.target, *texts.whole), CostAware(5, 4, 20, SetCosts()), Repeats(6)
     ),
     "half right head, adaptive": lambda texts: HeadDrafter(
         HalfRightHead(texts.target, *texts.whole), CostAwareShape.chain(6, SetCosts())

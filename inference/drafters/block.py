@@ -15,6 +15,7 @@ from headstart.inference.cache import KVCache, Slots
 from headstart.inference.drafter import Verified
 from headstart.inference.drafters.growth import Growth
 from headstart.inference.drafters.head import Frontier, HeadDrafter, LevelMasks, TreeDrafter, for_all_nodes
+from headstart.inference.drafters.repeats import Repeats
 from headstart.inference.tree import Block, block_mask
 
 
@@ -24,9 +25,11 @@ class BlockDrafter(TreeDrafter):
     The head's cache holds verified positions only: no node of a tree has a slot there.
     """
 
-    def __init__(self, head: BlockHead, growth: Growth, conditional: bool = True) -> None:
+    def __init__(
+        self, head: BlockHead, growth: Growth, repeats: Repeats | None = None, conditional: bool = True
+    ) -> None:
         """`conditional` false leaves the Markov head out."""
-        super().__init__(head, growth)
+        super().__init__(head, growth, repeats)
         self.head: BlockHead = head
         self.markov_head = head.markov_head if conditional else None
         device, size = self.ids.device, head.shape.block_size
@@ -38,7 +41,7 @@ class BlockDrafter(TreeDrafter):
 
     @property
     def max_nodes(self) -> int:
-        return max(self.growth.nodes + 1, self.head.shape.block_size)
+        return max(self.most_verified, self.head.shape.block_size)
 
     @torch.inference_mode()
     def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
@@ -84,9 +87,9 @@ class BlockDrafter(TreeDrafter):
         return features.expand(-1, tokens.shape[1], -1)
 
 
-def head_drafter(head: DraftHead, growth: Growth) -> TreeDrafter:
+def head_drafter(head: DraftHead, growth: Growth, repeats: Repeats | None = None) -> TreeDrafter:
     """The drafter for a head of any kind; raises ValueError if the trees are wider or deeper than it can draft."""
     if isinstance(head, BlockHead):
-        return BlockDrafter(head, growth)
+        return BlockDrafter(head, growth, repeats)
     assert isinstance(head, LevelHead)
-    return HeadDrafter(head, growth)
+    return HeadDrafter(head, growth, repeats)

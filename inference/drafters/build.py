@@ -15,6 +15,7 @@ from headstart.inference.drafters.lookahead import Lookahead
 from headstart.inference.drafters.lookup import CorpusLookup, PromptLookup
 from headstart.inference.drafters.model import EarlyExit, ModelDrafter
 from headstart.inference.drafters.other_tokenizer import OtherTokenizerDrafter
+from headstart.inference.drafters.repeats import Repeats
 from headstart.inference.drafters.suffix_automaton import SuffixAutomaton
 from headstart.inference.drafters.trie import TreeLimits
 from headstart.inference.packed_weights import pack_weights
@@ -33,7 +34,8 @@ def build_drafter(
     """
     if section.drafter == "head":
         assert head is not None
-        return head_drafter(head, growth_from_recipe(section, target, head, section.max_batch))
+        repeats = Repeats(section.repeats) if section.repeats else None
+        return head_drafter(head, growth_from_recipe(section, target, head, section.max_batch), repeats)
     if section.drafter == "prompt_lookup":
         return PromptLookup(lookup_limits(section), section.ngram)
     if section.drafter == "suffix":

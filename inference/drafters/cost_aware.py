@@ -24,7 +24,22 @@ from headstart.recipes.schema import DecodeSection
 TINY = 1e-300  # replaces a chance of 0, as in a row that is finished while others still draft
 
 
-class CostAware:
+class Costly:
+    """Part of the policies that weigh costs; `now` and `rate` are those of the step that is being drafted."""
+
+    watch: StepWatch
+    now: StepCosts
+    rate: float  # expected tokens per second
+
+    def is_worth(self, drafted: int, chance: float) -> bool:
+        *_, before, after = [self.now.target[0], *verify_costs(self.now, drafted + 1)]
+        return chance > self.rate * (after - before)
+
+    def joined_by(self, count: int) -> None:
+        self.watch.nodes += count
+
+
+class CostAware(Costly):
     """A dynamic tree that grows as long as the expected tokens per second rise.
 
     The chances of its nodes say how many tokens to expect, and measured costs say how long a step takes. `depth`,
@@ -64,7 +79,8 @@ class CostAware:
         self.look_at(pool)
         spent = self.spent()
         rates = [tokens / (spent + cost) for tokens, cost in zip(self.expected(), self.verify_costs, strict=False)]
-        tree = pool.best(roots, rates.index(max(rates)) + 1)
+        self.rate = max(rates)
+        tree = pool.best(roots, rates.index(self.rate) + 1)
         self.watch.end(tree.shape[1], len(pool.scores))
         return tree
 
@@ -160,7 +176,7 @@ class ObservedChances:
         return numpy.power(self.accepted / self.verified, numpy.arange(1, self.depth + 1))
 
 
-class CostAwareShape:
+class CostAwareShape(Costly):
     """Before drafting, picks the fixed shape with the most expected tokens per second, from shapes of every size."""
 
     static_shapes = False
@@ -186,14 +202,17 @@ class CostAwareShape:
     def levels(self, verified: Verified) -> int:
         assert isinstance(verified, VerifiedOnHost)
         self.chances.observe(verified)
-        self.chosen = self.fastest(self.watch.begin(verified))
+        self.now = self.watch.begin(verified)
+        self.chosen = self.fastest(self.now)
         return self.chosen.levels(verified)
 
     def fastest(self, now: StepCosts) -> Fixed:
         """The shape with the most expected tokens per second."""
         expected = 1 + numpy.cumsum(self.chances.by_node())
         cost = now.verify(self.nodes) + now.first_level + (self.depths - 1) * now.level
-        return self.sizes[int((expected / cost).argmax())]
+        rates = expected / cost
+        self.rate = float(rates.max())
+        return self.sizes[int(rates.argmax())]
 
     def children(self, level: int) -> int:
         return self.chosen.children(level)

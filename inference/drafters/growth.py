@@ -11,6 +11,8 @@ from torch import Tensor
 from headstart.inference.drafter import Verified
 from headstart.inference.tree import Tree
 
+LEAST_CHANCE = 0.2  # of a draft token that policies without costs verify beside their trees
+
 
 @dataclass
 class Pool:
@@ -117,9 +119,25 @@ class Growth(Protocol):
     def prune(self, pool: Pool, roots: Int[Tensor, "batch 1"]) -> Tree:
         """The tree that is verified."""
 
+    def is_worth(self, drafted: int, chance: float) -> bool:
+        """Whether one more draft token than so many, with this chance to be accepted, is worth its verification."""
+
+    def joined_by(self, count: int) -> None:
+        """So many draft tokens of another origin are verified beside the tree."""
+
+
+class Costless:
+    """Part of the policies that know nothing of costs."""
+
+    def is_worth(self, drafted: int, chance: float) -> bool:
+        return chance >= LEAST_CHANCE
+
+    def joined_by(self, count: int) -> None:
+        """Do nothing."""
+
 
 @dataclass(frozen=True)
-class Dynamic:
+class Dynamic(Costless):
     """EAGLE-2 (arXiv 2406.16858): each level expands its `width` likeliest nodes, and the best `nodes` overall stay."""
 
     depth: int
@@ -156,7 +174,7 @@ def likeliest(totals: Float[Tensor, "batch children"], width: int) -> tuple[Tens
 
 
 @dataclass(frozen=True)
-class Fixed:
+class Fixed(Costless):
     """A tree of one shape. Each path names a node by the child to take on every level; 0 is the likeliest child.
 
     `paths` lists every node, as Medusa's choices do, so (0, 1) comes with (0,) and (0, 0).

@@ -14,9 +14,10 @@ from headstart.heads.calibration import Calibration
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.cache import KVCache
 from headstart.inference.constraint import LevelConstraint
-from headstart.inference.drafter import Verified
+from headstart.inference.drafter import Verified, VerifiedOnHost
 from headstart.inference.drafters.growth import Growth, Pool
 from headstart.inference.drafters.proposals import SampledChildren
+from headstart.inference.drafters.repeats import Repeats
 from headstart.inference.sampling import BatchSampling, History
 from headstart.inference.tree import Block, Tree, additive, block_mask, take
 
@@ -106,13 +107,16 @@ class LevelHeadLike(HeadLike, Protocol):
 class TreeDrafter(ABC):
     """Grows a tree level by level: the children of a node are the tokens that a head scores highest after it."""
 
-    def __init__(self, head: HeadLike, growth: Growth) -> None:
-        """Raise ValueError for a tree wider than the head's vocabulary, or deeper than it has levels."""
+    def __init__(self, head: HeadLike, growth: Growth, repeats: Repeats | None = None) -> None:
+        """`repeats` are verified beside the head's trees, where the acceptance rule is seeded.
+
+        Raises ValueError for a tree wider than the head's vocabulary, or deeper than it has levels.
+        """
         if growth.width > len(head.vocab.ids):
             raise ValueError(f"decode.width: {growth.width} given, 1 to the head's {len(head.vocab.ids)} is allowed")
         if head.max_levels is not None and growth.depth > head.max_levels:
             raise ValueError(f"decode.depth: {growth.depth} given, 1 to the head's {head.max_levels} is allowed")
-        self.head, self.growth = head, growth
+        self.head, self.growth, self.repeats = head, growth, repeats
         self.calibration = [head.calibration.at(level) for level in range(growth.depth)]
         self.ids = head.vocab.ids.to(head.embedding.device)
         self.columns = None if head.vocab.is_full else self.ids  # the target's tokens that the head scores
@@ -133,15 +137,20 @@ class TreeDrafter(ABC):
 
     @property
     def max_nodes(self) -> int:
-        return max(self.growth.nodes + 1, self.growth.width * self.growth.depth)
+        return max(self.most_verified, self.growth.width * self.growth.depth)
+
+    @property
+    def most_verified(self) -> int:
+        """Upper bound on the nodes of a tree."""
+        return self.growth.nodes + 1 + (self.repeats.most if self.repeats else 0)
 
     @property
     def depth(self) -> int:
-        return self.growth.depth
+        return max(self.growth.depth, self.repeats.depth if self.repeats else 0)
 
     @property
     def static_shapes(self) -> bool:
-        return self.growth.static_shapes
+        return self.growth.static_shapes and self.repeats is None
 
     @property
     def compilable_layers(self) -> Sequence[nn.Module]:
@@ -219,6 +228,9 @@ class TreeDrafter(ABC):
             constraint = None if frontier.constraint is None else frontier.constraint.extend(parents, tokens)
             frontier = Frontier(tokens, first + chosen, totals, mask, history, constraint)
         tree = self.growth.prune(pool, verified.roots)
+        if self.repeats is not None and verified.sampling.rule == "seeded":
+            assert isinstance(verified, VerifiedOnHost)
+            return self.repeats.beside(tree, verified, self.growth)
         return tree if samples is None else samples.label(tree, verified)
 
     def parents_of(self, count: int) -> Int[Tensor, " children"]:
@@ -266,8 +278,8 @@ def for_all_nodes(found: Shaped[Tensor, "batch nodes size"], frontier: Frontier)
 class HeadDrafter(TreeDrafter):
     """Reads the target's features of the newly verified positions, then unrolls the head on its own features."""
 
-    def __init__(self, head: LevelHeadLike, growth: Growth) -> None:
-        super().__init__(head, growth)
+    def __init__(self, head: LevelHeadLike, growth: Growth, repeats: Repeats | None = None) -> None:
+        super().__init__(head, growth, repeats)
         self.head: LevelHeadLike = head
 
     @torch.inference_mode()

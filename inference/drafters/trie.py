@@ -43,6 +43,13 @@ class Trie:
             self.paths.append((*self.paths[parent], token))
         return node
 
+    def follow(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens, one after the other from the root on, are nodes already."""
+        node, count = 0, 0
+        while count < len(tokens) and (node, tokens[count]) in self.children:
+            node, count = self.children[node, tokens[count]], count + 1
+        return count
+
     def allows(self, parent: int, token: int) -> bool:
         """Whether a node may have a child with this token."""
         return self.depths[parent] < self.max_depth and follow(self.state, self.paths[parent], token) is not None

@@ -8,13 +8,14 @@ from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import build_drafter, load_draft_model
 from headstart.inference.drafters.cost_aware import growth_from_recipe
 from headstart.inference.drafters.growth import Growth
+from headstart.inference.drafters.repeats import Repeats
 from headstart.inference.inputs import OWN_HEAD
 from headstart.inference.report.runs import Method
 from headstart.inference.target.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.recipes.schema import Baseline
 
-NEED_A_HEAD: tuple[Baseline, ...] = ("chain", "tree", "cost_aware", "untrained")  # values of report.baselines
+NEED_A_HEAD: tuple[Baseline, ...] = ("chain", "tree", "cost_aware", "repeats", "untrained")  # of report.baselines
 
 
 def build_methods(recipe: Recipe, target: TargetModel, heads: Mapping[str, DraftHead]) -> list[Method]:
@@ -36,7 +37,8 @@ def methods_of(
         yield Method(baseline, head_drafter(head.to(target.device, target.dtype), growth))
     elif baseline in NEED_A_HEAD:
         for name, head in heads.items():
-            drafter = head_drafter(head, growth_of(baseline, name, recipe, target, head))
+            repeats = Repeats(recipe.decode.repeats) if baseline == "repeats" else None
+            drafter = head_drafter(head, growth_of(baseline, name, recipe, target, head), repeats)
             yield Method(f"{name} {baseline}".strip(), drafter)
     elif baseline.startswith("generate"):
         yield transformers_method(baseline, recipe)
