@@ -123,7 +123,7 @@ class Growth(Protocol):
         """Whether one more draft token than so many, with this chance to be accepted, is worth its verification."""
 
     def joined_by(self, count: int) -> None:
-        """So many draft tokens of another origin are verified beside the tree."""
+        """So many draft tokens of another origin are verified beside the tree; fewer than 0 if nodes were cut off."""
 
 
 class Costless:

@@ -93,8 +93,8 @@ class Repeats:
             return tree
         for trie, path, new in zip(tries, paths, chances, strict=True):
             trie.add_path(0, path[: len(path) - len(new) + count])
-        growth.joined_by(count)
         found = batch_tries(tries, max(map(len, tries)), tree.tokens.device)
+        growth.joined_by(found.shape[1] - tree.shape[1])
         deepest = max(max(trie.depths) for trie in tries)
         return replace(found, deepest=deepest, levels=tree.deepest)
 
