@@ -199,6 +199,20 @@ def test_a_few_slow_steps_do_not_move_the_costs() -> None:
     assert table.now(AT).target[NODES.index(8)] == pytest.approx(usual, rel=0.1)
 
 
+def test_drafts_stay_affordable_after_the_machine_was_busy_while_one_size_was_timed() -> None:
+    """A server did not draft for a single client: 8 steps of some sizes, timed at 79 times their costs, were believed
+    for good, since without drafts no such step came again."""
+    table, usual = CostTable(SURFACE, width=3), CostTable(SURFACE, width=3)
+    for each in (table, usual):
+        for _ in range(WINDOW):
+            each.observe_target(AT, 6, float(SURFACE.seconds(numpy.array([6.0]), AT)[0]))
+    for _ in range(8):
+        table.observe_target(AT, 4, 79 * float(SURFACE.seconds(numpy.array([4.0]), AT)[0]))
+    for _ in range(WINDOW):
+        table.observe_target(AT, 6, float(SURFACE.seconds(numpy.array([6.0]), AT)[0]))
+    assert table.now(AT).target[NODES.index(4)] <= 1.5 * usual.now(AT).target[NODES.index(4)]
+
+
 def test_captured_steps_cost_what_the_next_power_of_two_costs() -> None:
     costs = CostTable(SURFACE, width=4, captured=True).now(AT).verify(40)
     assert len(set(costs[8:15].tolist())) == 1  # 10 to 16 nodes

@@ -19,6 +19,7 @@ SHORTEST = 128  # positions; shorter contexts are corrected together
 CONTEXTS = 64  # positions; costs are computed once for each multiple
 WINDOW = 32  # observed steps that a correction rests on
 PRIOR = 4  # observed steps that a correction must outweigh
+APART = math.log(1.5)  # most that the steps of one size differ from all steps of the batch
 RENEWED = 32  # observations after which corrections are applied; a step gives a few
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -120,11 +121,17 @@ class Observed(dict[str, deque[float]]):
         self.count += 1
 
     def correction(self, *names: str) -> float:
-        """The median logarithm of the last group; where it has few steps, of the groups before it, then 0."""
-        found = 0.0
+        """The median logarithm of the last group; where it has few steps, of the groups before it, then 0.
+
+        A group may tell of a time when the machine was busy, so it is believed up to `APART` from the one before it,
+        which has more and newer steps.
+        """
+        found, nearest = 0.0, math.inf
         for name in names:
             if window := self.get(name):
-                found = (len(window) * median(window) + PRIOR * found) / (len(window) + PRIOR)
+                middle = min(max(median(window), found - nearest), found + nearest)
+                found = (len(window) * middle + PRIOR * found) / (len(window) + PRIOR)
+                nearest = APART
         return found
 
 
