@@ -22,7 +22,7 @@ from headstart.recipes.user_cache import user_cache
 from headstart.recipes.whole_files import write_text
 
 LAYOUT = 2  # of the files; another number makes them be measured anew
-REMEMBERED = 8  # observed steps of each group that a file keeps: few, so that new ones soon outweigh them
+REMEMBERED = 2  # observed steps of each group that a file keeps: few, so that new ones outweigh them at once
 
 
 @dataclass(frozen=True)
