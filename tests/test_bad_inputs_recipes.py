@@ -547,7 +547,7 @@ COMBINATIONS: list[Case] = [
         ["report.baselines=[plain]", "report.other_heads={a: b}"],
         "report.baselines",
         "['plain'] given",
-        "chain, tree or cost_aware",
+        "chain, tree, cost_aware or repeats",
         "add one",
     ),
     (
