@@ -5,8 +5,7 @@
 
 Each head is trained for --steps steps at half, one and two times its recipe's learning rates, and beyond if the best is
 the first or the last; the rate whose head expects the longest drafts of held-out texts is trained for --times as many
-steps, too. Heads lie in RUN_DIR/compare and
-are not trained again. Overrides after the two recipes go to both.
+steps, too. Heads lie in RUN_DIR/compare and are not trained again. Overrides after the two recipes go to both.
 
 The first table tells what training took, and what the head expects (tau: tokens per target step). Then each head drafts
 a chain, the recipe's tree and a cost-aware one; the block head also a tree whose nodes on one level all have the same
@@ -100,6 +99,18 @@ def train(path: str, recipe: Recipe, overrides: list[str], rate: float, steps: i
     return Trained(name, rate, steps, folder, tau, tokens, json.loads(taken.read_text()))
 
 
+def sweep(path: str, recipe: Recipe, overrides: list[str], steps: int) -> list[Trained]:
+    """A head for each rate of the sweep."""
+    tried: list[Trained] = []
+
+    def tau(rate: float) -> float:
+        tried.append(train(path, recipe, overrides, rate, steps))
+        return tried[-1].tau
+
+    swept(OUR_RATES, tau)
+    return tried
+
+
 def target_for(heads: Iterable[Path], recipe: Recipe) -> TargetModel:
     """The recipe's target with the hidden states that these heads read."""
     folder = locate_target(recipe.target.path, recipe.target.revision)
@@ -182,8 +193,7 @@ def measure(paths: list[str], recipes: list[Recipe], overrides: list[str], steps
     table = Table("head", "rate", "steps", "tokens", "seconds", "expected tau")
     kept: list[tuple[Trained, Recipe]] = []
     for path, recipe in zip(paths, recipes, strict=True):
-        taus = swept(OUR_RATES, lambda rate, path=path, recipe=recipe: train(path, recipe, overrides, rate, steps).tau)
-        tried = [train(path, recipe, overrides, rate, steps) for rate in sorted(taus)]  # read again
+        tried = sweep(path, recipe, overrides, steps)
         best = max(tried, key=lambda each: each.tau)
         longer = train(path, recipe, overrides, best.rate, times * steps)
         kept += [(best, recipe), (longer, recipe)]

@@ -71,6 +71,11 @@ def check_baselines(report: dict[str, Any], decode: dict[str, Any]) -> Iterator[
         if isinstance(baselines, list) and baseline in baselines and decode.get(field) is None:
             allowed = f"a path is allowed, because report.baselines has {baseline}"
             yield f"decode.{field}", f"{allowed}; add it, or remove {baseline} there"
+    if isinstance(baselines, list) and "repeats" in baselines and decode.get("repeats") in (None, 0):
+        yield (
+            "decode.repeats",
+            "1 to 64 is allowed, because report.baselines has repeats; add it, or remove repeats there",
+        )
     if isinstance(baselines, list) and "cost_aware" in baselines and decode.get("acceptance") == "rejection":
         allowed = "only rows other than cost_aware are allowed with decode.acceptance rejection, as it prunes by score"
         yield "report.baselines", f"{allowed}; remove cost_aware"

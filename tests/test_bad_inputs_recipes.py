@@ -559,6 +559,14 @@ COMBINATIONS: list[Case] = [
         "remove cost_aware",
     ),
     (
+        "a row of repeats without repeats",
+        ["report.baselines=[repeats]", "decode.repeats=0"],
+        "decode.repeats",
+        "0 given",
+        "1 to 64 is allowed, because report.baselines has repeats",
+        "add it, or remove",
+    ),
+    (
         "an assistant that is not named",
         ["report.baselines=[generate_assisted]"],
         "decode.draft_model",

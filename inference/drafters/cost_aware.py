@@ -32,8 +32,8 @@ class Costly:
     rate: float  # expected tokens per second
 
     def is_worth(self, drafted: int, chance: float) -> bool:
-        *_, before, after = [self.now.target[0], *verify_costs(self.now, drafted + 1)]
-        return chance > self.rate * (after - before)
+        costs = [self.now.target[0], *verify_costs(self.now, drafted + 1)]
+        return chance > self.rate * (costs[-1] - costs[-2])
 
     def joined_by(self, count: int) -> None:
         self.watch.nodes += count
