@@ -20,12 +20,15 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
 )
 TOKENIZER_CONFIG = "tokenizer_config.json"  # may hold the chat template too
+HOW_IT_WAS_LOADED = ("is_local", "local_files_only")  # transformers saves these arguments of from_pretrained there
 
 
 def prompt_identities(folder: Path) -> Json:
     """Digests of everything in a target's folder that turns text into prompt tokens."""
     settings = read_object(folder / TOKENIZER_CONFIG)
     in_settings = settings.pop("chat_template", None)
+    for name in HOW_IT_WAS_LOADED:
+        settings.pop(name, None)
     paths = {path for pattern in TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()}
     files = {path.name: file_digest(path) for path in paths if path.name != TOKENIZER_CONFIG}
     return {

@@ -182,6 +182,20 @@ def test_a_template_in_another_file_is_the_same_template(harvested: Path, tmp_pa
     assert prompt_identities(tmp_path / "target") == before
 
 
+def test_a_tokenizer_saved_without_a_network_is_the_same_tokenizer(harvested: Path, tmp_path: Path) -> None:
+    """transformers saves whether the hub was to be asked, so one model fetched twice was two targets."""
+    shutil.copytree(harvested / "target", tmp_path / "target")
+    path = tmp_path / "target" / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    found = []
+    for local in (True, False):
+        path.write_text(json.dumps({**settings, "is_local": local, "local_files_only": local}))
+        found.append(prompt_identities(tmp_path / "target"))
+    assert found[0] == found[1]
+    path.write_text(json.dumps({**settings, "unk_token": "another"}))
+    assert prompt_identities(tmp_path / "target") != found[0]
+
+
 def test_changed_weights_are_noticed_for_given_responses_too(tmp_path: Path) -> None:
     """The features are the target's, whoever wrote the texts."""
     build_run(tmp_path)
