@@ -19,7 +19,7 @@ from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.prefill import Read, piece_part, read_piece, read_prompts, refuse_nan
 from headstart.inference.prefixes import BLOCK, Cached, Prefix, PrefixIndex, known_tokens
 from headstart.inference.request import Block, Generation, Request, Row, TokenScores
-from headstart.inference.sampling import BatchSampling, History
+from headstart.inference.sampling import BatchSampling, GumbelTable, History
 from headstart.inference.speculation import SpeculationByLoad
 from headstart.inference.target.model import TargetModel, TargetOutput
 from headstart.inference.target.side_by_side import Part
@@ -81,6 +81,7 @@ class Batch:
         self.speculation = None if costs is None else SpeculationByLoad(costs)
         self.catching_up = False  # whether the drafter has yet to read what was written while drafts did not pay
         self.rows: list[Row] = []
+        self.gumbel_table: GumbelTable | None = None  # of the last step, for what the next one needs of it
         self.reading: Row | None = None  # its text is the prompt
         self.read, self.place = 0, 0  # tokens of this prompt that were read, and its place in the cache
         self.may_slice = target.device.type == "cpu" and not self.is_static
@@ -499,7 +500,11 @@ class Batch:
 
     def with_gumbel(self, count: int) -> BatchSampling:
         """How rows sample, with the Gumbel noise of the next `count` positions."""
-        return self.sampling.with_gumbel(self.cache.target.starts + 1, count, self.target.config.vocab_size)
+        starts, vocab_size = self.cache.target.starts, self.target.config.vocab_size
+        sampling = self.sampling.with_gumbel(starts + 1, count, vocab_size, self.gumbel_table)
+        if self.target.device.type == "cpu":  # elsewhere drawing again takes less time than waiting for the positions
+            self.gumbel_table = sampling.gumbel_table
+        return sampling
 
     def make_room(self, capacity: int) -> None:
         """Make sure that each row can hold `capacity` tokens, a tree included."""
@@ -544,6 +549,7 @@ class Batch:
         if self.rows:
             requests = [row.request for row in self.rows]
             self.sampling = BatchSampling([request.sampling for request in requests], self.target.device)
+            self.gumbel_table = None
             self.history = start_history(requests, [row.generation.tokens[:-1] for row in self.rows], self.target)
             is_free = not constraints_of(self.rows)
             self.is_captured = is_free and self.static is not None and self.static.serves(self.sampling)

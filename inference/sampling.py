@@ -217,6 +217,24 @@ class GumbelTable:
     first: Int[Tensor, " batch"]  # the absolute position of values[:, 0]
     values: Float[Tensor, "batch count vocab"]
 
+    def moved(self, first: Int[Tensor, " batch"], count: int, seeds: Int[Tensor, " batch"]) -> "GumbelTable":
+        """The table of `count` positions from `first` on, with the same rows and seeds; only new positions are drawn.
+
+        A step draws as far as its drafts go and accepts fewer, so most of the next step's noise is known.
+        """
+        values = self.values.new_empty(len(first), count, self.values.shape[-1])
+        new = []
+        for row, shift in enumerate((first - self.first).tolist()):
+            kept = self.values[row, shift : shift + count] if shift >= 0 else self.values[row, :0]
+            values[row, : len(kept)] = kept
+            new += [(row, place) for place in range(len(kept), count)]
+        if new:
+            rows, places = torch.tensor(new, device=first.device).unbind(1)
+            positions = (first[rows] + places).unsqueeze(1)
+            tokens = torch.arange(values.shape[-1], device=first.device)
+            values[rows, places] = gumbel_noise(seeds[rows], positions, tokens).squeeze(1)
+        return GumbelTable(first, values)
+
     def at(
         self,
         positions: Int[Tensor, "rows nodes"],
@@ -265,11 +283,19 @@ class BatchSampling:
             seeds = self.seeds if rows is None else self.seeds[rows]
             self.groups.append(SamplingGroup(sampling, rows, seeds, bias_by_token(sampling, device)))
 
-    def with_gumbel(self, first: Int[Tensor, " batch"], count: int, vocab_size: int) -> "BatchSampling":
-        """A copy with the Gumbel noise of `count` positions from `first` on drawn once; it scores only these."""
+    def with_gumbel(
+        self, first: Int[Tensor, " batch"], count: int, vocab_size: int, last: "GumbelTable | None" = None
+    ) -> "BatchSampling":
+        """A copy with the Gumbel noise of `count` positions from `first` on drawn once; it scores only these.
+
+        `last` is the table of an earlier copy: what it holds of these positions is not drawn again.
+        """
         if self.all_greedy:
             return self
         prepared = copy(self)
+        if last is not None:
+            prepared.gumbel_table = last.moved(first, count, self.seeds)
+            return prepared
         positions = first.unsqueeze(1) + torch.arange(count, device=first.device)
         tokens = torch.arange(vocab_size, device=first.device)
         prepared.gumbel_table = GumbelTable(first, gumbel_noise(self.seeds, positions, tokens))

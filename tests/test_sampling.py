@@ -90,6 +90,19 @@ def test_uniform_numbers_are_uniform() -> None:
     assert 0 < numbers[0] < numbers[-1] < 1
 
 
+def test_a_gumbel_table_that_moves_on_is_one_drawn_anew() -> None:
+    """Rows move by as many positions as they accepted: by some of the table, all of it, none, or back to the start."""
+    sampling = BatchSampling([Sampling(temperature=1.0, seed=seed) for seed in (3, 4, 5, 6)], "cpu")
+    first = torch.tensor([10, 20, 30, 40])
+    before = sampling.with_gumbel(first, 4, 97).gumbel_table
+    for count in (1, 4, 6):
+        moved = first + torch.tensor([2, 9, 0, -5])
+        continued = sampling.with_gumbel(moved, count, 97, before).gumbel_table
+        anew = sampling.with_gumbel(moved, count, 97).gumbel_table
+        assert continued is not None and anew is not None
+        assert torch.equal(continued.first, anew.first) and torch.equal(continued.values, anew.values)
+
+
 def test_draft_vocabulary_columns_get_the_gumbel_noise_of_their_target_tokens() -> None:
     logits, positions = torch.randn(1, 6, 97), torch.arange(6).unsqueeze(0)
     ids = torch.randperm(97)[:20].sort().values
