@@ -173,6 +173,11 @@ class SamplingGroup:
 
     def warp(self, logits: Tensor, history: History | None, tokens: Tensor | None) -> Tensor:
         """BatchSampling.warp for the group's rows; arguments are those of these rows."""
+        shaped = self.shaped(logits, history, tokens)
+        return shaped if self.sampling.temperature == 0 else torch.log_softmax(shaped.float(), dim=-1)
+
+    def shaped(self, logits: Tensor, history: History | None, tokens: Tensor | None) -> Tensor:
+        """`warp` up to a constant per node, which no choice depends on: what the normalisation would cost is saved."""
         sampling = self.sampling
         if self.bias is not None:
             logits = add_bias(logits.float(), self.bias, tokens)
@@ -182,7 +187,11 @@ class SamplingGroup:
             logits = apply_penalties(logits.float(), sampling, history)
         if sampling.temperature == 0:
             return logits
-        return torch.log_softmax(truncate(logits.float() / sampling.temperature, sampling), dim=-1)
+        if sampling.temperature != 1:
+            logits = logits.float() / sampling.temperature
+        if sampling.top_k is None and sampling.top_p == 1 and sampling.min_p == 0:
+            return logits
+        return truncate(logits.float(), sampling)
 
     def scores(
         self,
@@ -197,14 +206,19 @@ class SamplingGroup:
 
         Without positions, or when greedy, no Gumbel noise is added.
         """
-        warped = self.warp(logits, history, tokens)
-        if positions is None or self.sampling.temperature == 0:
-            return warped
+        if positions is None:
+            return self.warp(logits, history, tokens)
+        shaped = self.shaped(logits, history, tokens)
+        if self.sampling.temperature == 0:
+            return shaped
         if table is not None:
-            return torch.add(warped, table.at(positions, self.rows, tokens), alpha=gumbel_weight)
-        if tokens is None:
-            tokens = torch.arange(logits.shape[-1], device=logits.device)
-        return torch.add(warped, gumbel_noise(self.seeds, positions, tokens), alpha=gumbel_weight)
+            noise = table.at(positions, self.rows, tokens)  # a copy
+        else:
+            columns = torch.arange(logits.shape[-1], device=logits.device) if tokens is None else tokens
+            noise = gumbel_noise(self.seeds, positions, columns)
+        if noise.shape == shaped.shape:
+            return (noise if gumbel_weight == 1 else noise.mul_(gumbel_weight)).add_(shaped)
+        return torch.add(shaped.float(), noise, alpha=gumbel_weight)
 
 
 @dataclass(frozen=True)
@@ -322,7 +336,7 @@ class BatchSampling:
         tokens: Int[Tensor, " vocab"] | None = None,
         gumbel_weight: float = 1.0,
     ) -> Float[Tensor, "batch nodes vocab"]:
-        """`warp` plus Gumbel noise; the argmax is the token chosen at each absolute position.
+        """`warp` up to a constant per node, plus Gumbel noise; the argmax is the token chosen at an absolute position.
 
         Give one position per node, or one for all nodes of a row. With a `gumbel_weight` other than 1 the argmax is not
         the chosen token, but a drafter may rank tokens by these scores.
