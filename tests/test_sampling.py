@@ -99,8 +99,10 @@ def test_a_gumbel_table_that_moves_on_is_one_drawn_anew() -> None:
         moved = first + torch.tensor([2, 9, 0, -5])
         continued = sampling.with_gumbel(moved, count, 97, before).gumbel_table
         anew = sampling.with_gumbel(moved, count, 97).gumbel_table
-        assert continued is not None and anew is not None
-        assert torch.equal(continued.first, anew.first) and torch.equal(continued.values, anew.values)
+        assert continued is not None
+        assert anew is not None
+        assert torch.equal(continued.first, anew.first)
+        assert torch.equal(continued.values, anew.values)
 
 
 def test_draft_vocabulary_columns_get_the_gumbel_noise_of_their_target_tokens() -> None:
