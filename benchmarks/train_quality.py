@@ -8,7 +8,8 @@ for all unroll steps), optimizers (Muon and AdamW), linear schedule and clipping
 and batches are the recipe's. Both learning rates are the best of a sweep of shorter runs, by acceptance length on
 separate prompts; a sweep whose best rate is the first or the last one goes on beyond it. The table shows the seconds
 of training and the acceptance length (tau) of both heads on the recipe's held-out prompts, as a chain and with the
-recipe's tree, without calibration.
+recipe's tree, without calibration. If theirs trains for longer, a last row has a head of ours that trained for as many
+steps as take its seconds.
 """
 
 import argparse
@@ -46,7 +47,7 @@ from headstart.recipes.command_line import recipe_from_command_line
 from headstart.recipes.schema import Eagle3Section
 
 ROOT = Path(__file__).resolve().parents[1]
-PEER = "speculators"
+OURS, PEER = "headstart", "speculators"
 OUR_RATES = (0.5, 1.0, 2.0)  # factors of the recipe's learning rates
 THEIR_RATES = (1e-2, 3e-2, 9e-2)  # the default of both its Muon and its AdamW is 1e-3
 SWEEP_SHARE = 4  # runs of the sweep have a quarter of the steps
@@ -165,9 +166,7 @@ def run(recipe: Recipe, arguments: list[str], peers: dict[str, str]) -> None:
     console.print(", ".join(f"{name} {value}" for name, value in machine().items()))
     harvest(recipe)
     folder = locate_target(recipe.target.path, recipe.target.revision)
-    trainers: dict[str, tuple[Train, tuple[float, ...]]] = {
-        "headstart": (partial(train_ours, arguments, recipe), OUR_RATES)
-    }
+    trainers: dict[str, tuple[Train, tuple[float, ...]]] = {OURS: (partial(train_ours, arguments, recipe), OUR_RATES)}
     if PEER in peers:
         trainers[PEER] = (partial(train_theirs, peers[PEER], recipe, folder), THEIR_RATES)
     else:
@@ -180,26 +179,32 @@ def run(recipe: Recipe, arguments: list[str], peers: dict[str, str]) -> None:
     def measure(head: Path) -> float:
         return acceptance_length(recipe, target, load_head(head, target.frozen), "tree", 0.0, apart)
 
-    table = Table(
-        title=f"acceptance length on {len(prompts)} held-out prompts after {recipe.train.steps} training steps"
-    )
+    table = Table(title=f"acceptance length on {len(prompts)} held-out prompts")
     table.add_column("head")
     measured = [f"{growth}, T {temperature:g}" for temperature in TEMPERATURES for growth in GROWTHS]
-    for column in ("rate", "seconds", *measured):
+    for column in ("rate", "steps", "seconds", *measured):
         table.add_column(column, justify="right")
-    for name, (train, rates) in trainers.items():
-        console.print(f"{name}:")
-        rate = best_rate(train, rates, recipe.train.steps // SWEEP_SHARE, measure, console)
+    steps, rates, spent = recipe.train.steps, dict[str, float](), dict[str, float]()
+
+    def add_row(name: str, trainer: str, steps: int) -> None:
+        rate = rates[trainer]
         with tempfile.TemporaryDirectory() as place:
             started = time.perf_counter()
-            head = load_head(train(rate, recipe.train.steps, Path(place)), target.frozen)
-            seconds = time.perf_counter() - started
+            head = load_head(trainers[trainer][0](rate, steps, Path(place)), target.frozen)
+            spent[name] = time.perf_counter() - started
         lengths = [
             acceptance_length(recipe, target, head, growth, temperature, prompts)
             for temperature in TEMPERATURES
             for growth in GROWTHS
         ]
-        table.add_row(name, f"{rate:g}", f"{seconds:.0f}", *(f"{each:.2f}" for each in lengths))
+        table.add_row(name, f"{rate:g}", f"{steps}", f"{spent[name]:.0f}", *(f"{each:.2f}" for each in lengths))
+
+    for name, (train, swept_rates) in trainers.items():
+        console.print(f"{name}:")
+        rates[name] = best_rate(train, swept_rates, steps // SWEEP_SHARE, measure, console)
+        add_row(name, name, steps)
+    if PEER in spent and spent[PEER] > spent[OURS]:
+        add_row(f"{OURS}, as many seconds", OURS, round(steps * spent[PEER] / spent[OURS]))
     console.print(table)
 
 
