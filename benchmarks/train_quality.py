@@ -184,7 +184,7 @@ def run(recipe: Recipe, arguments: list[str], peers: dict[str, str]) -> None:
     measured = [f"{growth}, T {temperature:g}" for temperature in TEMPERATURES for growth in GROWTHS]
     for column in ("rate", "steps", "seconds", *measured):
         table.add_column(column, justify="right")
-    steps, rates, spent = recipe.train.steps, dict[str, float](), dict[str, float]()
+    rates, spent = dict[str, float](), dict[str, float]()
 
     def add_row(name: str, trainer: str, steps: int) -> None:
         rate = rates[trainer]
@@ -201,10 +201,10 @@ def run(recipe: Recipe, arguments: list[str], peers: dict[str, str]) -> None:
 
     for name, (train, swept_rates) in trainers.items():
         console.print(f"{name}:")
-        rates[name] = best_rate(train, swept_rates, steps // SWEEP_SHARE, measure, console)
-        add_row(name, name, steps)
+        rates[name] = best_rate(train, swept_rates, recipe.train.steps // SWEEP_SHARE, measure, console)
+        add_row(name, name, recipe.train.steps)
     if PEER in spent and spent[PEER] > spent[OURS]:
-        add_row(f"{OURS}, as many seconds", OURS, round(steps * spent[PEER] / spent[OURS]))
+        add_row(f"{OURS}, as many seconds", OURS, round(recipe.train.steps * spent[PEER] / spent[OURS]))
     console.print(table)
 
 

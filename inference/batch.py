@@ -546,10 +546,10 @@ class Batch:
 
     def _rows_changed(self) -> None:
         """Rebuild what depends on which rows are in the batch."""
+        self.gumbel_table = None
         if self.rows:
             requests = [row.request for row in self.rows]
             self.sampling = BatchSampling([request.sampling for request in requests], self.target.device)
-            self.gumbel_table = None
             self.history = start_history(requests, [row.generation.tokens[:-1] for row in self.rows], self.target)
             is_free = not constraints_of(self.rows)
             self.is_captured = is_free and self.static is not None and self.static.serves(self.sampling)

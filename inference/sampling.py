@@ -216,9 +216,9 @@ class SamplingGroup:
         else:
             columns = torch.arange(logits.shape[-1], device=logits.device) if tokens is None else tokens
             noise = gumbel_noise(self.seeds, positions, columns)
-        if noise.shape == shaped.shape:
-            return (noise if gumbel_weight == 1 else noise.mul_(gumbel_weight)).add_(shaped)
-        return torch.add(shaped.float(), noise, alpha=gumbel_weight)
+        if gumbel_weight != 1:
+            noise = noise.mul_(gumbel_weight)
+        return noise.add_(shaped) if noise.shape == shaped.shape else noise + shaped  # one position may serve all nodes
 
 
 @dataclass(frozen=True)
