@@ -30,7 +30,7 @@ about-demo: # the first line, before the installation
 demo: about-demo $(INSTALLED) ## train a head for the bundled target and report its speed-up (RECIPE=recipes/tiny.yaml)
 	$(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 		--num_cpu_threads_per_process $(THREADS) trainers/eagle.py $(RECIPE)
-	$(BIN)/python -m inference.report $(RECIPE)
+	$(BIN)/headstart report $(RECIPE)
 	@echo "Next: make chat-cli talks with a real chat model; 'Train your own' in README.md does this for your model."
 
 chat-cli: $(INSTALLED) ## talk with SmolLM2-135M-Instruct in the terminal, draft tokens coloured (fetches it first)
@@ -47,7 +47,7 @@ smollm2: $(INSTALLED) ## fetch SmolLM2-135M-Instruct, a chat model for a laptop,
 # The suffix automaton looks drafts up in the prompts that the bundled head was trained on.
 drafters: $(INSTALLED) ## compare six drafters on the bundled target: 50 prompts x 128 tokens, greedy (minutes)
 	$(BIN)/headstart prompts recipes/tiny_full.yaml
-	$(BIN)/python -m inference.report recipes/tiny_full.yaml run_dir=runs/drafters report.head=assets/demo_head \
+	$(BIN)/headstart report recipes/tiny_full.yaml run_dir=runs/drafters report.head=assets/demo_head \
 		'report.baselines=[plain, tree, draft_model, early_exit, prompt_lookup, suffix, lookahead]' \
 		decode.draft_model=assets/demo_draft decode.exit_layers=1 decode.corpus=runs/tiny_full/prompts/train.jsonl \
 		report.prompts=assets/demo_target/heldout_prompts.jsonl report.num_prompts=50 'report.temperatures=[0.0]' \

@@ -18,9 +18,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from headstart.inference.cache import KVCache
-from headstart.inference.target.model import TargetModel
-from headstart.inference.tree import Tree
+from headstart.inference.core.cache import KVCache
+from headstart.inference.core.tree import Tree
+from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, run_command
 
 NODES = 16

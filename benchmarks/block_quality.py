@@ -29,27 +29,27 @@ from rich.console import Console
 from rich.table import Table
 from train_quality import OUR_RATES, ROOT, call, overrides_of, swept
 
+from headstart.common.jsonl import read_jsonl
+from headstart.common.progress import Progress
 from headstart.heads.base import DraftHead
 from headstart.heads.block import BlockHead
 from headstart.heads.checkpoint import load_head
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import locate_target
+from headstart.inference.core.request import DecodeStats
+from headstart.inference.core.sampling import sampling_from_recipe
 from headstart.inference.drafters.block import BlockDrafter, head_drafter
 from headstart.inference.drafters.build import load_drafting_head
-from headstart.inference.drafters.cost_aware import growth_from_recipe
-from headstart.inference.drafters.cost_measurement import Bench
+from headstart.inference.drafters.costs.cost_aware import growth_from_recipe
+from headstart.inference.drafters.costs.measurement import Bench
 from headstart.inference.report.command import machine, recipe_tokenizer, report_prompts
 from headstart.inference.report.questions import Chat, Prompt
 from headstart.inference.report.rounds import Round, numbered_batches, plain_place, run_rounds, seconds_and_tokens
 from headstart.inference.report.runs import Method
 from headstart.inference.report.statistics import speedup
-from headstart.inference.request import DecodeStats
-from headstart.inference.sampling import sampling_from_recipe
-from headstart.inference.target.model import TargetModel
+from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, load_recipe
-from headstart.recipes.jsonl import read_jsonl
 from headstart.recipes.load import RecipeError
-from headstart.recipes.progress import Progress
 
 CONTEXT, REPEATS = 256, 25  # of the draft times
 

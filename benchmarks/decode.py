@@ -19,17 +19,17 @@ from rich.progress import track
 from rich.table import Table
 
 from headstart.heads.base import DraftHead
-from headstart.inference.decode import generate
-from headstart.inference.drafter import Drafter
+from headstart.inference.core.drafter import Drafter
+from headstart.inference.core.request import DecodeStats
+from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import load_drafting_head
-from headstart.inference.drafters.cost_aware import CostAware, CostAwareShape, growth_from_recipe
-from headstart.inference.drafters.cost_files import cost_table
+from headstart.inference.drafters.costs.cost_aware import CostAware, CostAwareShape, growth_from_recipe
+from headstart.inference.drafters.costs.files import cost_table
 from headstart.inference.drafters.growth import Dynamic, Growth
-from headstart.inference.inputs import head_folder, held_out_prompts, taps_to_read
-from headstart.inference.request import DecodeStats
-from headstart.inference.sampling import Sampling
-from headstart.inference.target.model import TargetModel
+from headstart.inference.engine.loop import generate
+from headstart.inference.show.inputs import head_folder, held_out_prompts, taps_to_read
+from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, run_command
 
 SWEEP = [

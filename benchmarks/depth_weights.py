@@ -22,19 +22,19 @@ from lossless import count_texts
 from rich.console import Console
 from rich.table import Table
 
+from headstart.common.progress import Progress
+from headstart.inference.core.request import DecodeStats
+from headstart.inference.core.sampling import sampling_from_recipe
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import load_drafting_head
-from headstart.inference.drafters.cost_aware import growth_from_recipe
+from headstart.inference.drafters.costs.cost_aware import growth_from_recipe
 from headstart.inference.report.command import machine
 from headstart.inference.report.rounds import Round, numbered_batches, run_rounds
 from headstart.inference.report.runs import Method
 from headstart.inference.report.statistics import speedup
-from headstart.inference.request import DecodeStats
-from headstart.inference.sampling import sampling_from_recipe
-from headstart.inference.target.model import TargetModel
+from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, load_recipe
 from headstart.recipes.load import RecipeError
-from headstart.recipes.progress import Progress
 from headstart.recipes.schema import PYTHON_STDLIB
 
 WEIGHTS = ("decay", "d_pace")

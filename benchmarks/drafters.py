@@ -22,16 +22,16 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from headstart.inference.decode import generate
-from headstart.inference.drafter import Drafter
+from headstart.inference.core.drafter import Drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.lookahead import Lookahead
 from headstart.inference.drafters.lookup import Lookup, PromptLookup
 from headstart.inference.drafters.model import EarlyExit, ModelDrafter
 from headstart.inference.drafters.trie import GumbelRow, TreeLimits, Trie
-from headstart.inference.inputs import held_out_prompts
+from headstart.inference.engine.loop import generate
 from headstart.inference.report.runs import TokenTimes
-from headstart.inference.target.model import TargetModel, with_own_weights
+from headstart.inference.show.inputs import held_out_prompts
+from headstart.inference.targets.model import TargetModel, with_own_weights
 from headstart.recipes import Recipe, run_command
 
 TRANSFORMERS_NGRAM = 2  # default of its max_matching_ngram_size

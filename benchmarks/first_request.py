@@ -18,16 +18,16 @@ from rich.console import Console
 from rich.table import Table
 
 from headstart.heads.base import DraftHead
-from headstart.inference.decode import DecodeLoop
+from headstart.inference.core.request import Request
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import load_drafting_head
-from headstart.inference.drafters.cost_aware import CostAware, growth_from_recipe
-from headstart.inference.drafters.cost_files import cost_table
+from headstart.inference.drafters.costs.cost_aware import CostAware, growth_from_recipe
+from headstart.inference.drafters.costs.files import cost_table
 from headstart.inference.drafters.growth import Growth
 from headstart.inference.drafters.head import TreeDrafter
-from headstart.inference.inputs import head_folder, held_out_prompts, taps_to_read
-from headstart.inference.request import Request
-from headstart.inference.target.model import TargetModel
+from headstart.inference.engine.loop import DecodeLoop
+from headstart.inference.show.inputs import head_folder, held_out_prompts, taps_to_read
+from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, run_command
 
 Grow = Callable[[TargetModel, DraftHead], Growth]

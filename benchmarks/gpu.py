@@ -20,23 +20,23 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headstart.data_pipelines.prompts import make_prompts
+from headstart.data_pipelines.prompts.prompts import make_prompts
 from headstart.heads.base import DraftHead
 from headstart.heads.checkpoint import load_head, new_head
 from headstart.heads.vocab import DraftVocab
-from headstart.inference.cuda_graph import SpareSteps, StaticStep
-from headstart.inference.decode import loop_of
-from headstart.inference.drafter import PLAIN, Drafter, VerifiedOnHost
+from headstart.inference.core.drafter import PLAIN, Drafter, VerifiedOnHost
+from headstart.inference.core.request import Request
+from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
-from headstart.inference.inputs import head_folder, taps_to_read
+from headstart.inference.engine.loop import loop_of
 from headstart.inference.report.command import machine, recipe_tokenizer, report_prompts
 from headstart.inference.report.compare import compare
 from headstart.inference.report.runs import Method
 from headstart.inference.report.tables import short_table
-from headstart.inference.request import Request
-from headstart.inference.sampling import BatchSampling, Sampling
-from headstart.inference.target.model import TargetModel
+from headstart.inference.show.inputs import head_folder, taps_to_read
+from headstart.inference.targets.cuda_graph import SpareSteps, StaticStep
+from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, run_command
 from headstart.recipes.schema import Eagle3Section
 

@@ -35,23 +35,23 @@ from rich.table import Table
 from torch import Tensor
 from torch.distributions import Categorical
 
+from headstart.common.allocator import keep_freed_memory
+from headstart.common.os_errors import errors_as_messages
+from headstart.common.progress import Progress
 from headstart.heads.base import DraftHead, LevelHead
-from headstart.inference.decode import generate_batch
+from headstart.inference.core.request import DecodeStats, Generation, Request
+from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.drafters.build import load_drafting_head
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import Frontier, HeadDrafter
-from headstart.inference.inputs import head_folder, taps_to_read
+from headstart.inference.engine.loop import generate_batch
 from headstart.inference.report.command import recipe_tokenizer, report_prompts
 from headstart.inference.report.questions import Chat
 from headstart.inference.report.statistics import Interval, speedup
-from headstart.inference.request import DecodeStats, Generation, Request
-from headstart.inference.sampling import BatchSampling, Sampling
-from headstart.inference.target.model import TargetModel
+from headstart.inference.show.inputs import head_folder, taps_to_read
+from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
-from headstart.recipes.allocator import keep_freed_memory
 from headstart.recipes.command_line import recipe_from_command_line
-from headstart.recipes.os_errors import errors_as_messages
-from headstart.recipes.progress import Progress
 from headstart.recipes.schema import DecodeSection
 
 USED_ELSEWHERE = ((5, 8, 31), (7, 10, 59))  # depth, width, nodes of SGLang's documentation and the EAGLE-3 paper

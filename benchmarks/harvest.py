@@ -20,16 +20,16 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from headstart.data_pipelines.batches import Batch, length_buckets
-from headstart.data_pipelines.features import tap, write_features
+from headstart.common.jsonl import read_jsonl
+from headstart.data_pipelines.features.batches import Batch, length_buckets
+from headstart.data_pipelines.features.features import tap, write_features
+from headstart.data_pipelines.features.shards import FeatureStore, note_path, shard_name
+from headstart.data_pipelines.features.state_encoding import bytes_per_token
 from headstart.data_pipelines.harvest import harvest
-from headstart.data_pipelines.responses import Text, responses_path
-from headstart.data_pipelines.shard_work import ShardPrompts, prompt_shards, show_progress
-from headstart.data_pipelines.shards import FeatureStore, note_path, shard_name
-from headstart.data_pipelines.state_encoding import bytes_per_token
-from headstart.inference.target.model import TargetModel
+from headstart.data_pipelines.prompts.responses import Text, responses_path
+from headstart.data_pipelines.stages.shard_work import ShardPrompts, prompt_shards, show_progress
+from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, run_command
-from headstart.recipes.jsonl import read_jsonl
 from headstart.trainers.eagle import run
 
 PROMPTS, HELDOUT, STEPS = 256, 32, 200

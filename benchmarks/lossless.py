@@ -20,12 +20,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from headstart.common.progress import Progress
 from headstart.heads.base import DraftHead
 from headstart.heads.checkpoint import load_head
+from headstart.inference.core.sampling import Sampling, sampling_from_recipe
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import load_drafting_head
 from headstart.inference.drafters.growth import Dynamic
-from headstart.inference.inputs import OWN_HEAD, head_folder, taps_to_read
 from headstart.inference.report.command import recipe_tokenizer, report_prompts
 from headstart.inference.report.compare import Divergence, divergence
 from headstart.inference.report.methods import growth_of
@@ -33,10 +34,9 @@ from headstart.inference.report.questions import Chat
 from headstart.inference.report.rounds import Round, numbered_batches, run_rounds, texts_of
 from headstart.inference.report.runs import Method, Run
 from headstart.inference.report.tables import margins_in_words
-from headstart.inference.sampling import Sampling, sampling_from_recipe
-from headstart.inference.target.model import TargetModel
+from headstart.inference.show.inputs import OWN_HEAD, head_folder, taps_to_read
+from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, run_command
-from headstart.recipes.progress import Progress
 from headstart.recipes.schema import Baseline
 
 OF_RECIPE: tuple[Baseline, ...] = ("chain", "tree", "cost_aware")

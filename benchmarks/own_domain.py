@@ -28,20 +28,20 @@ from rich.console import Console
 from rich.table import Table
 from train_quality import ROOT, call, overrides_of
 
+from headstart.common.progress import Progress
+from headstart.inference.core.request import DecodeStats
+from headstart.inference.core.sampling import sampling_from_recipe
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import load_drafting_head
-from headstart.inference.drafters.cost_aware import growth_from_recipe
-from headstart.inference.inputs import held_out_prompts
+from headstart.inference.drafters.costs.cost_aware import growth_from_recipe
 from headstart.inference.report.command import machine
 from headstart.inference.report.questions import Prompt
 from headstart.inference.report.rounds import Round, numbered_batches, run_rounds
 from headstart.inference.report.runs import Method
 from headstart.inference.report.statistics import speedup
-from headstart.inference.request import DecodeStats
-from headstart.inference.sampling import sampling_from_recipe
+from headstart.inference.show.inputs import held_out_prompts
 from headstart.recipes import Recipe, load_recipe
 from headstart.recipes.load import RecipeError
-from headstart.recipes.progress import Progress
 
 MODULES = """
     argparse ast asyncio base64 bisect calendar collections configparser contextlib copy csv dataclasses

@@ -17,15 +17,15 @@ import torch
 from accelerate import PartialState
 from rich.console import Console
 
-from headstart.data_pipelines.prompts import make_prompts_alone
-from headstart.data_pipelines.responses import responses_path, sampling_of, target_writer, write_responses
-from headstart.data_pipelines.shard_work import ShardPrompts, prompt_shards, show_progress
-from headstart.data_pipelines.stage import Json
-from headstart.inference.decode import generate, loop_of
-from headstart.inference.request import Request
-from headstart.inference.target.model import TargetModel
+from headstart.common.jsonl import read_jsonl
+from headstart.data_pipelines.prompts.prompts import make_prompts_alone
+from headstart.data_pipelines.prompts.responses import responses_path, sampling_of, target_writer, write_responses
+from headstart.data_pipelines.stages.shard_work import ShardPrompts, prompt_shards, show_progress
+from headstart.data_pipelines.stages.stage import Json
+from headstart.inference.core.request import Request
+from headstart.inference.engine.loop import generate, loop_of
+from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, run_command
-from headstart.recipes.jsonl import read_jsonl
 
 PROMPTS, ALONE = 512, 24
 STEPS = 12  # of the full batch

@@ -3,8 +3,8 @@
     python benchmarks/served.py recipes/tiny.yaml train.steps=100 train.unroll=3 --peer speculators=VENV --vllm VENV
 
 speculators trains and saves the head as in train_quality.py, on the features of the recipe's run. vLLM serves the saved
-files unchanged (`make check-vllm` makes its environment), heads.convert imports them here, and both decode the same
-prompts greedily. tests/interop/check_vllm.py compares them and prints its table. Exit code 1 if anything differs.
+files unchanged (`make check-vllm` makes its environment), heads.formats.convert imports them here, and both decode the
+same prompts greedily. tests/interop/check_vllm.py compares them and prints its table. Exit code 1 if anything differs.
 """
 
 import argparse

@@ -22,18 +22,18 @@ import torch
 
 from headstart.heads.checkpoint import load_head, load_taps
 from headstart.heads.target_config import TargetConfig
-from headstart.inference.batch import Batch
-from headstart.inference.decode import generate
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
-from headstart.inference.target.model import TargetModel
+from headstart.inference.engine.batch import Batch
+from headstart.inference.engine.loop import generate
+from headstart.inference.targets.model import TargetModel
 from headstart.recipes import load_recipe
 from headstart.recipes.schema import TargetSection
 from headstart.trainers.run import run
 from headstart.trainers.step import train_step
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("recipes", "heads", "inference", "data_pipelines", "trainers")
+PACKAGES = ("common", "recipes", "heads", "inference", "data_pipelines", "trainers")
 TARGET, HEAD = ROOT / "assets" / "demo_target", ROOT / "assets" / "demo_head"
 GENERATED = "<string>"  # file name of methods that `dataclass` generates
 TRAINING = (  # little data, two steps, and no evaluation that would decode

@@ -27,24 +27,24 @@ from rich.console import Console
 from rich.table import Table
 from train_step import peer_python
 
+from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.data_pipelines.harvest import harvest
-from headstart.data_pipelines.sample_order import SampleOrder
-from headstart.data_pipelines.shards import FeatureStore
 from headstart.heads.base import DraftHead
 from headstart.heads.checkpoint import draft_vocab, load_head
-from headstart.heads.convert import convert
+from headstart.heads.formats.convert import convert
 from headstart.heads.target_config import TargetConfig, locate_target
-from headstart.inference.decode import generate
+from headstart.inference.core.request import DecodeStats
+from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.block import head_drafter
-from headstart.inference.drafters.cost_aware import growth_from_recipe
-from headstart.inference.inputs import held_out_prompts
+from headstart.inference.drafters.costs.cost_aware import growth_from_recipe
+from headstart.inference.engine.loop import generate
 from headstart.inference.report.command import machine
-from headstart.inference.request import DecodeStats
-from headstart.inference.sampling import Sampling
-from headstart.inference.target.model import TargetModel
+from headstart.inference.show.inputs import held_out_prompts
+from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.recipes.command_line import recipe_from_command_line
 from headstart.recipes.schema import Eagle3Section
+from headstart.trainers.sample_order import SampleOrder
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS, PEER = "headstart", "speculators"

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
-from headstart.data_pipelines.responses import Text, responses_path
-from headstart.data_pipelines.shard_work import ShardPrompts
-from headstart.data_pipelines.state_encoding import bytes_per_token
+from headstart.common.jsonl import read_jsonl
+from headstart.data_pipelines.features.state_encoding import bytes_per_token
+from headstart.data_pipelines.prompts.responses import Text, responses_path
+from headstart.data_pipelines.stages.shard_work import ShardPrompts
 from headstart.heads.target_config import TargetConfig
 from headstart.recipes import Recipe
-from headstart.recipes.jsonl import read_jsonl
 
 UNITS = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))  # and their length in seconds
 DISK_MARGIN = 1.01  # factor for headers, offsets and the manifest

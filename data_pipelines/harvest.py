@@ -1,6 +1,6 @@
 """From prompts to features: the target answers each prompt, then one forward over each text taps its hidden states.
 
-    accelerate launch -m data_pipelines.harvest recipes/tiny.yaml
+    accelerate launch -m headstart.data_pipelines.harvest recipes/tiny.yaml
 
 Both stages write whole shards by sample id, so a killed run can resume, with a different number of ranks if you like.
 """
@@ -16,13 +16,24 @@ from functools import cache, partial
 import torch
 from accelerate import PartialState
 
+from headstart.common.jsonl import read_jsonl
+from headstart.common.launcher import end_with_launcher
+from headstart.common.os_errors import CONTINUES
 from headstart.data_pipelines.cost_estimate import FeatureCost, first_batch, forecast_disk, time_second_run
-from headstart.data_pipelines.dependents import dependents, is_shared
-from headstart.data_pipelines.features import TapTexts, tap, write_features
+from headstart.data_pipelines.features.features import TapTexts, tap, write_features
+from headstart.data_pipelines.features.shards import (
+    MANIFEST,
+    read_manifest,
+    shard_name,
+    stored_taps,
+    write_manifest,
+)
+from headstart.data_pipelines.features.store import describe_store, existing_store
+from headstart.data_pipelines.features.token_counts import shards_identity, write_counts
 from headstart.data_pipelines.more_prompts import take_over_features, take_over_responses
 from headstart.data_pipelines.preflight import check_harvest
-from headstart.data_pipelines.prompts import describe_prompts, make_prompts, write_own_candidates
-from headstart.data_pipelines.responses import (
+from headstart.data_pipelines.prompts.prompts import describe_prompts, make_prompts, write_own_candidates
+from headstart.data_pipelines.prompts.responses import (
     Text,
     Writer,
     count_written,
@@ -36,30 +47,25 @@ from headstart.data_pipelines.responses import (
     write_given,
     write_responses,
 )
-from headstart.data_pipelines.shard_work import claim_stage, idle_cores, prompt_shards, show_progress, start_processes
-from headstart.data_pipelines.shards import (
-    MANIFEST,
-    read_manifest,
-    shard_name,
-    stored_taps,
-    write_manifest,
+from headstart.data_pipelines.stages.dependents import dependents, is_shared
+from headstart.data_pipelines.stages.shard_work import (
+    claim_stage,
+    idle_cores,
+    prompt_shards,
+    show_progress,
+    start_processes,
 )
-from headstart.data_pipelines.stage import Stage, file_digest
-from headstart.data_pipelines.store import describe_store, existing_store
-from headstart.data_pipelines.target_files import WEIGHTS, digest_of
+from headstart.data_pipelines.stages.stage import Stage, file_digest
+from headstart.data_pipelines.stages.target_files import WEIGHTS, digest_of
 from headstart.data_pipelines.together import hold_folder, refuse_differences, run_together
-from headstart.data_pipelines.token_counts import shards_identity, write_counts
 from headstart.heads.checkpoint import head_taps
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.heads.target_origin import target_identity
-from headstart.inference.target.loading import slow_format
-from headstart.inference.target.model import TargetModel
-from headstart.inference.target.ranks import Ranks
+from headstart.inference.targets.loading import slow_format
+from headstart.inference.targets.model import TargetModel
+from headstart.inference.targets.ranks import Ranks
 from headstart.recipes import Recipe, run_command
-from headstart.recipes.jsonl import read_jsonl
-from headstart.recipes.launcher import end_with_launcher
-from headstart.recipes.os_errors import CONTINUES
 
 STORE_FORMAT = 3  # version of the shards and of the manifest
 LOGITS_TOLERANCE = 0.05  # share of the largest logit; bfloat16 rounding stays well below it

@@ -18,13 +18,13 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text as Coloured
 
-from headstart.data_pipelines.prompts import ROW_REPORT, describe_prompts, make_prompts_alone, read_reports
-from headstart.data_pipelines.responses import Text
-from headstart.data_pipelines.stage import Json, Stage
+from headstart.common.jsonl import read_jsonl
+from headstart.data_pipelines.prompts.prompts import ROW_REPORT, describe_prompts, make_prompts_alone, read_reports
+from headstart.data_pipelines.prompts.responses import Text
+from headstart.data_pipelines.stages.stage import Json, Stage
 from headstart.heads.target_config import locate_target
-from headstart.inference.target.tokenizer import Tokenizer, load_tokenizer
+from headstart.inference.targets.tokenizer import Tokenizer, load_tokenizer
 from headstart.recipes import Recipe, run_command
-from headstart.recipes.jsonl import read_jsonl
 
 SAMPLES = 4  # samples shown in full
 BAD_ROWS = 20  # rows without a sample shown

@@ -7,13 +7,20 @@ texts that it was made from. So it does not matter which run wrote them, nor whe
 import json
 from pathlib import Path
 
-from headstart.data_pipelines.features import token_tensors
-from headstart.data_pipelines.responses import Text, journal_of, responses_path
-from headstart.data_pipelines.shard_work import ShardPrompts, prompt_shards
-from headstart.data_pipelines.shards import MANIFEST, made_from, note_path, open_shard, read_manifest, shard_name
-from headstart.data_pipelines.stage import Json, Stage, write_text
+from headstart.common.jsonl import read_jsonl, resume_jsonl, write_jsonl
+from headstart.data_pipelines.features.features import token_tensors
+from headstart.data_pipelines.features.shards import (
+    MANIFEST,
+    made_from,
+    note_path,
+    open_shard,
+    read_manifest,
+    shard_name,
+)
+from headstart.data_pipelines.prompts.responses import Text, journal_of, responses_path
+from headstart.data_pipelines.stages.shard_work import ShardPrompts, prompt_shards
+from headstart.data_pipelines.stages.stage import Json, Stage, write_text
 from headstart.recipes import Recipe
-from headstart.recipes.jsonl import read_jsonl, resume_jsonl, write_jsonl
 
 
 def take_over_responses(recipe: Recipe, stage: Stage) -> None:

@@ -6,16 +6,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from headstart.data_pipelines.conversations import Conversation, parse_row
-from headstart.data_pipelines.language import Languages
-from headstart.data_pipelines.rows import BadRow, Row, read_rows
-from headstart.data_pipelines.self_template import UserTemplate
-from headstart.data_pipelines.shards import read_manifest
-from headstart.data_pipelines.stage import Stage
+from headstart.data_pipelines.features.shards import read_manifest
+from headstart.data_pipelines.prompts.conversations import Conversation, parse_row
+from headstart.data_pipelines.prompts.language import Languages
+from headstart.data_pipelines.prompts.rows import BadRow, Row, read_rows
+from headstart.data_pipelines.prompts.self_written.template import UserTemplate
+from headstart.data_pipelines.stages.stage import Stage
 from headstart.heads.checkpoint import load_taps
 from headstart.heads.target_config import SAFE_FILES, TargetConfig, locate_target
-from headstart.inference.target.model import pick_device
-from headstart.inference.target.tokenizer import Tokenizer, load_tokenizer
+from headstart.inference.targets.model import pick_device
+from headstart.inference.targets.tokenizer import Tokenizer, load_tokenizer
 from headstart.recipes import Recipe
 from headstart.recipes.schema import HUB_PREFIX, PYTHON_STDLIB, SELF
 from headstart.recipes.target_checks import size_mistakes

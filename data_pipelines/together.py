@@ -9,11 +9,11 @@ from pathlib import Path
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 
-from headstart.data_pipelines.lifeline import lifeline
-from headstart.data_pipelines.shards import MANIFEST
-from headstart.data_pipelines.stage import Json, file_digest
+from headstart.common.run_lock import LOCK, Owner, only_run_in, this_machine
+from headstart.data_pipelines.features.shards import MANIFEST
+from headstart.data_pipelines.stages.lifeline import lifeline
+from headstart.data_pipelines.stages.stage import Json, file_digest
 from headstart.recipes import Recipe
-from headstart.recipes.run_lock import LOCK, Owner, only_run_in, this_machine
 
 FOLDER_SECONDS = 5.0  # how long a network file system may take to show one machine's new file to another
 PAGE = "docs/several_machines.md"

@@ -5,9 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from headstart.common.run_lock import only_run_in
+from headstart.common.user_cache import user_cache
 from headstart.heads.model_files import both_ends
-from headstart.recipes.run_lock import only_run_in
-from headstart.recipes.user_cache import user_cache
 
 
 def unpacked_folder(file: Path, field: str) -> Path:
@@ -23,7 +23,7 @@ def unpacked_folder(file: Path, field: str) -> Path:
     with only_run_in(folder.with_name(folder.name + ".lock"), f"unpacking {file.name}", wait=True):
         if not (folder / "config.json").is_file():
             print(f"unpacking {file} into {folder}, once", file=sys.stderr, flush=True)
-            command = [sys.executable, "-m", "headstart.inference.target.gguf", str(file.absolute()), str(folder)]
+            command = [sys.executable, "-m", "headstart.inference.targets.gguf", str(file.absolute()), str(folder)]
             ended = subprocess.run(command, stderr=subprocess.PIPE, text=True)
             if ended.returncode:
                 said = ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"]

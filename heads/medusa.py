@@ -11,10 +11,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from headstart.heads.formats.medusa_layout import from_any_layout
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.last_hidden import LastHiddenHead, input_scales
 from headstart.heads.layers import AttentionCache
+from headstart.heads.medusa_layout import from_any_layout
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema import HeadSection, MedusaSection
 

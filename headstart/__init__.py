@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from headstart.heads.checkpoint import load_head
-    from headstart.inference.generation import SpeculativeModel
+    from headstart.inference.generate.model import SpeculativeModel
     from headstart.recipes import Recipe, RecipeError, load_recipe
 
 __all__ = ["Recipe", "RecipeError", "SpeculativeModel", "load_head", "load_recipe"]
@@ -19,7 +19,7 @@ __all__ = ["Recipe", "RecipeError", "SpeculativeModel", "load_head", "load_recip
 MODULES = {
     "Recipe": "headstart.recipes",
     "RecipeError": "headstart.recipes",
-    "SpeculativeModel": "headstart.inference.generation",
+    "SpeculativeModel": "headstart.inference.generate.model",
     "load_head": "headstart.heads.checkpoint",
     "load_recipe": "headstart.recipes",
 }

@@ -25,6 +25,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from headstart.common.run_lock import only_run_in
 from headstart.heads.base import DraftHead, LevelHead
 from headstart.heads.block import BlockHead
 from headstart.heads.block_attention import Blocks
@@ -32,15 +33,14 @@ from headstart.heads.calibration import Calibration
 from headstart.heads.checkpoint import load_head, save_head
 from headstart.heads.static_tree import search_tree
 from headstart.heads.unroll_attention import UnrollCache
-from headstart.inference.decode import generate_batch
+from headstart.inference.core.request import Request
+from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
-from headstart.inference.inputs import head_folder, held_out_prompts, taps_to_read
-from headstart.inference.request import Request
-from headstart.inference.sampling import BatchSampling, Sampling
-from headstart.inference.target.model import TargetModel
+from headstart.inference.engine.loop import generate_batch
+from headstart.inference.show.inputs import head_folder, held_out_prompts, taps_to_read
+from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, run_command
-from headstart.recipes.run_lock import only_run_in
 
 CANDIDATES = torch.logspace(-0.6, 0.7, 53)  # multipliers to try: 0.25 to 5
 WEIGHTS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0)  # of Gumbel noise, tried with every fourth multiplier

@@ -10,10 +10,10 @@ from typing import NoReturn
 from rich.console import Console
 from rich.table import Table
 
-from headstart.recipes.allocator import keep_freed_memory
+from headstart.common.allocator import keep_freed_memory
+from headstart.common.os_errors import STARTS_OVER, errors_as_messages
 from headstart.recipes.fields import recipe_fields
 from headstart.recipes.load import RecipeError, load_recipe
-from headstart.recipes.os_errors import STARTS_OVER, errors_as_messages
 from headstart.recipes.schema import Recipe
 
 
@@ -70,7 +70,7 @@ def run_command(doc: str | None, run: Callable[[Recipe], object], interrupted: s
 
 def command_name() -> str:
     """How the user started the running command: `headstart NAME`, `python -m MODULE` or `python SCRIPT`."""
-    if sys.argv[0].startswith("headstart "):  # put there by trainers/cli.py
+    if sys.argv[0].startswith("headstart "):  # put there by headstart/cli.py
         return sys.argv[0]
     spec = sys.modules["__main__"].__spec__
     return f"python {sys.argv[0]}" if spec is None else f"python -m {spec.name.removesuffix('.__main__')}"

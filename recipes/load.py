@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 
 from headstart.recipes.checks import check_against_disk
 from headstart.recipes.fields import in_yaml, recipe_fields, recipe_sections, section_keys
+from headstart.recipes.removed import REMOVED
 from headstart.recipes.schema import Recipe
 
 NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)  # what PyYAML raises; numbers of 5000 digits are ValueErrors
@@ -212,6 +213,8 @@ def unknown_key(path: str, kind: str) -> str:
     section, dot, key = path.partition(".")
     section, key = (section, key) if dot else ("", section)
     keys = section_keys(section, kind)
+    if instead := REMOVED.get(path):
+        return f"but this key was removed; {instead}"
     if path in recipe_fields():
         others = " or ".join(other for other in recipe_sections()[section] if key in section_keys(section, other))
         return f"but kind {kind} allows only {', '.join(keys)}; remove it, or choose kind {others}"

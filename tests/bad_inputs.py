@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from headstart.trainers import cli
+from headstart import cli
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.heads.checkpoint import new_head
 from headstart.heads.vocab import DraftVocab
-from headstart.inference.decode import generate
+from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
-from headstart.inference.sampling import Sampling
-from headstart.inference.target.model import TargetModel
+from headstart.inference.engine.loop import generate
+from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import Eagle3Section
 
 CONFIG = LlamaConfig(

@@ -20,7 +20,7 @@ from headstart.heads.eagle3 import Eagle3Head, Eagle3Shape
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.medusa import MedusaHead, MedusaShape
 from headstart.heads.vocab import DraftVocab
-from headstart.inference.target.model import TargetModel
+from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 
 torch.set_num_threads(1)

@@ -10,15 +10,15 @@ from torch import Tensor
 from headstart.heads.base import DraftHead, LevelHead
 from headstart.heads.block import BlockHead
 from headstart.heads.block_attention import Blocks
-from headstart.inference.batch import start_history
-from headstart.inference.cache import KVCache
-from headstart.inference.drafter import VerifiedOnHost
+from headstart.inference.core.cache import KVCache
+from headstart.inference.core.drafter import VerifiedOnHost
+from headstart.inference.core.request import Request
+from headstart.inference.core.sampling import BatchSampling, History, Sampling
+from headstart.inference.core.tree import Tree
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
 from headstart.inference.drafters.head import TreeDrafter
-from headstart.inference.request import Request
-from headstart.inference.sampling import BatchSampling, History, Sampling
-from headstart.inference.target.model import TargetModel
-from headstart.inference.tree import Tree
+from headstart.inference.engine.batch import start_history
+from headstart.inference.targets.model import TargetModel
 
 TEXT = [5, 6, 7, 11, 3, 80, 41, 2, 9, 60, 33, 14]  # the last one is the root
 OTHER_TEXTS = [[1, 2, 3], [50, *range(20, 36)]]

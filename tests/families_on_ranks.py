@@ -10,13 +10,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from headstart.data_pipelines.features import tap
-from headstart.data_pipelines.lifeline import settle
-from headstart.data_pipelines.shard_work import start_processes
-from headstart.inference.decode import generate_batch
-from headstart.inference.request import Request
-from headstart.inference.sampling import Sampling
-from headstart.inference.target.model import TargetModel
+from headstart.data_pipelines.features.features import tap
+from headstart.data_pipelines.stages.lifeline import settle
+from headstart.data_pipelines.stages.shard_work import start_processes
+from headstart.inference.core.request import Request
+from headstart.inference.core.sampling import Sampling
+from headstart.inference.engine.loop import generate_batch
+from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import TargetSection
 
 TEXTS = [list(range(3, 43)), [7, 8, 9], [50] * 20]

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from headstart.data_pipelines.features import tap
-from headstart.data_pipelines.lifeline import settle
-from headstart.data_pipelines.shard_work import start_processes
-from headstart.inference.target.model import TargetModel
+from headstart.data_pipelines.features.features import tap
+from headstart.data_pipelines.stages.lifeline import settle
+from headstart.data_pipelines.stages.shard_work import start_processes
+from headstart.inference.targets.model import TargetModel
 from headstart.recipes import load_recipe
 
 

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from headstart.data_pipelines.batches import Batch, Sample
-from headstart.data_pipelines.lifeline import settle
-from headstart.data_pipelines.shards import FeatureStore
+from headstart.data_pipelines.features.batches import Batch, Sample
+from headstart.data_pipelines.features.shards import FeatureStore
+from headstart.data_pipelines.stages.lifeline import settle
 from headstart.heads.checkpoint import draft_vocab, new_head
 from headstart.heads.frozen import FrozenTarget
 from headstart.recipes import load_recipe
-from headstart.trainers.objective import Teacher
+from headstart.trainers.objectives.unrolled import Teacher
 from headstart.trainers.optimizers import set_learning_rates
 from headstart.trainers.ranks.head_on_ranks import HeadOnRanks, full_tensor
 from headstart.trainers.ranks.launch import distribute_head, start_accelerator

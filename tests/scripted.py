@@ -9,18 +9,18 @@ from torch import Tensor
 
 from headstart.heads.eagle3 import Eagle3Head, Eagle3Shape
 from headstart.heads.vocab import DraftVocab
-from headstart.inference.cache import KVCache
-from headstart.inference.decode import loop_of
-from headstart.inference.drafter import Drafter, Verified, VerifiedOnHost
-from headstart.inference.drafters.cost_aware import CostAware, CostAwareShape
-from headstart.inference.drafters.costs import NODES, CostSurface, CostTable, Situation, StepCosts
+from headstart.inference.core.cache import KVCache
+from headstart.inference.core.drafter import Drafter, Verified, VerifiedOnHost
+from headstart.inference.core.request import Request
+from headstart.inference.core.sampling import History
+from headstart.inference.core.tree import Tree
+from headstart.inference.drafters.costs.cost_aware import CostAware, CostAwareShape
+from headstart.inference.drafters.costs.costs import NODES, CostSurface, CostTable, Situation, StepCosts
 from headstart.inference.drafters.growth import Dynamic, Fixed
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.drafters.repeats import Repeats
-from headstart.inference.request import Request
-from headstart.inference.sampling import History
-from headstart.inference.target.model import TargetModel
-from headstart.inference.tree import Tree
+from headstart.inference.engine.loop import loop_of
+from headstart.inference.targets.model import TargetModel
 
 VOCAB = 97
 Nodes = tuple[list[int], list[int]]  # tokens and parents of one row

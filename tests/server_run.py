@@ -11,17 +11,17 @@ from pathlib import Path
 import uvicorn
 from tiny_run import ENDS, build_target
 
-from headstart.inference.decode import DecodeLoop
-from headstart.inference.drafter import Drafter
+from headstart.inference.core.drafter import Drafter
+from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.model import EarlyExit
-from headstart.inference.sampling import Sampling
-from headstart.inference.serve.app import build_app
+from headstart.inference.engine.loop import DecodeLoop
+from headstart.inference.serve.http.app import build_app
 from headstart.inference.serve.model_thread import ModelThread
 from headstart.inference.serve.service import Served, Service
 from headstart.inference.serve.settings import ServerSettings
-from headstart.inference.target.model import TargetModel
-from headstart.inference.target.tokenizer import load_tokenizer
+from headstart.inference.targets.model import TargetModel
+from headstart.inference.targets.tokenizer import load_tokenizer
 from headstart.recipes.schema import TargetSection
 
 NAME = "tiny"

@@ -10,9 +10,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 from transformers import AttentionInterface
 
-from headstart.inference.decode import generate_batch
-from headstart.inference.request import Request
-from headstart.inference.target.attention import (
+from headstart.inference.core.request import Request
+from headstart.inference.core.tree import Tree
+from headstart.inference.engine.loop import generate_batch
+from headstart.inference.targets.attention import (
     GROUPED,
     LEAST_KEYS,
     SDPA,
@@ -20,8 +21,7 @@ from headstart.inference.target.attention import (
     grouped_attention,
     parts_of_keys,
 )
-from headstart.inference.target.model import TargetModel
-from headstart.inference.tree import Tree
+from headstart.inference.targets.model import TargetModel
 
 LOWEST = torch.finfo(torch.float32).min
 
@@ -62,7 +62,7 @@ def test_no_key_is_copied_for_each_query_head(monkeypatch: pytest.MonkeyPatch) -
         seen.append((key.shape[1], key.data_ptr()))
         return attend(query, key, value, *args, **options)
 
-    monkeypatch.setattr("headstart.inference.target.attention.scaled_dot_product_attention", spy)
+    monkeypatch.setattr("headstart.inference.targets.attention.scaled_dot_product_attention", spy)
     query, key, value = states(1, 4, 30)
     grouped_attention(Layer(), query, key, value, torch.zeros(1, 1, 4, 30))
     assert seen == [(3, key.data_ptr())]
@@ -105,7 +105,7 @@ def test_a_large_batch_of_unlike_rows_reads_only_the_keys_that_each_group_holds(
         num_keys += key.shape[0] * key.shape[2]
         return attend(query, key, *args, **options)
 
-    monkeypatch.setattr("headstart.inference.target.attention.scaled_dot_product_attention", spy)
+    monkeypatch.setattr("headstart.inference.targets.attention.scaled_dot_product_attention", spy)
     lengths = [60] * 16 + [1 + number % 9 for number in range(28)]
     requests = [Request([5 + number % 7] * length, 3 + number % 5) for number, length in enumerate(lengths)]
     alone = [generate_batch(target, [request])[0].tokens for request in requests]
@@ -113,7 +113,7 @@ def test_a_large_batch_of_unlike_rows_reads_only_the_keys_that_each_group_holds(
     assert [found.tokens for found in generate_batch(target, requests, max_batch=40)] == alone
     grouped, num_keys = num_keys, 0
     for name in ("GROUP_ROWS", "WASTE"):
-        monkeypatch.setattr(f"headstart.inference.cache.{name}", 10**6)
+        monkeypatch.setattr(f"headstart.inference.core.cache.{name}", 10**6)
     assert [found.tokens for found in generate_batch(target, requests, max_batch=40)] == alone
     assert grouped < 0.7 * num_keys
 

@@ -23,12 +23,12 @@ import headstart
 from headstart.heads.checkpoint import save_head
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.frozen import FrozenTarget
-from headstart.inference.decode import DecodeLoop
+from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
-from headstart.inference.generation import SpeculativeModel
-from headstart.inference.sampling import Sampling
-from headstart.inference.target.model import TargetModel
+from headstart.inference.engine.loop import DecodeLoop
+from headstart.inference.generate.model import SpeculativeModel
+from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection, TargetSection
 
 INF, NAN = float("inf"), float("nan")

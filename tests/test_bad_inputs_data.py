@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from bad_inputs import Says, assert_raises, assert_refused, assert_told, type_command
 
-from headstart.data_pipelines.shards import FeatureStore
-from headstart.recipes.jsonl import read_jsonl
+from headstart.common.jsonl import read_jsonl
+from headstart.data_pipelines.features.shards import FeatureStore
 
 FIX = "fix them, or raise data.max_bad_fraction"
 NEEDS = "a row needs prompt or text (a string), prompt with response or completion, messages"

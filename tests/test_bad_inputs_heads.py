@@ -21,7 +21,7 @@ from torch import Tensor
 from headstart.heads.checkpoint import load_head, new_head, save_head
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.vocab import DraftVocab
-from headstart.inference.target.loading import pick_device
+from headstart.inference.targets.loading import pick_device
 from headstart.recipes.schema import Eagle3Section
 
 MakeHead = Callable[..., Any]

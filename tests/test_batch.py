@@ -13,13 +13,13 @@ from torch.testing import assert_close
 
 from headstart.heads.eagle3 import Eagle3Head, Eagle3Shape
 from headstart.heads.vocab import DraftVocab
-from headstart.inference.decode import generate, generate_batch, generate_each, loop_of
+from headstart.inference.core.request import DecodeStats, Request
+from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
 from headstart.inference.drafters.head import HeadDrafter
-from headstart.inference.prefill import read_piece, read_prompts
-from headstart.inference.request import DecodeStats, Request
-from headstart.inference.sampling import BatchSampling, Sampling
-from headstart.inference.target.model import TargetModel
+from headstart.inference.engine.loop import generate, generate_batch, generate_each, loop_of
+from headstart.inference.engine.prefill import read_piece, read_prompts
+from headstart.inference.targets.model import TargetModel
 
 MakeHead = Callable[..., Eagle3Head]
 MakeModel = Callable[..., Any]

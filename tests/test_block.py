@@ -16,7 +16,7 @@ from headstart.heads.block_attention import BlockCache, Blocks, Reach
 from headstart.heads.checkpoint import load_head, new_head, save_head
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.vocab import DraftVocab
-from headstart.inference.cache import Slots
+from headstart.inference.core.cache import Slots
 from headstart.recipes.schema import BlockSection
 
 SEQ = 13

@@ -16,15 +16,15 @@ from headstart.heads.block_attention import Blocks, Reach
 from headstart.heads.checkpoint import new_head
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.vocab import DraftVocab
-from headstart.inference.cache import Move
 from headstart.inference.calibrate import fit_calibration, score_text
-from headstart.inference.decode import generate_batch
-from headstart.inference.drafter import NoDrafter
+from headstart.inference.core.cache import Move
+from headstart.inference.core.drafter import NoDrafter
+from headstart.inference.core.request import Request
+from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.block import BlockDrafter, head_drafter
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
-from headstart.inference.request import Request
-from headstart.inference.sampling import Sampling
-from headstart.inference.target.model import TargetModel
+from headstart.inference.engine.loop import generate_batch
+from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import BlockSection
 
 MakeHead = Callable[..., BlockHead]

@@ -12,9 +12,9 @@ from torch import Tensor
 from headstart.heads.block import BlockHead
 from headstart.heads.block_attention import Blocks, Reach
 from headstart.heads.checkpoint import load_head
-from headstart.heads.convert import convert
+from headstart.heads.formats.convert import convert
+from headstart.heads.formats.lint import lint
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.lint import lint
 
 MakeHead = Callable[..., Any]
 Config = dict[str, Any]

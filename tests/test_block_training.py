@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headstart.data_pipelines.batches import Batch, Sample, pack
+from headstart.data_pipelines.features.batches import Batch, Sample, pack
 from headstart.heads.block import BlockHead
 from headstart.heads.block_attention import Blocks, Reach
 from headstart.heads.checkpoint import load_head
@@ -23,10 +23,10 @@ from headstart.heads.losses import d_pace
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes import Recipe
 from headstart.trainers import loop
-from headstart.trainers.block_objective import TrainedBlocks, draw_blocks
 from headstart.trainers.evaluation import metrics_by_depth
 from headstart.trainers.memory_estimate import SavedForBackward
-from headstart.trainers.objective import Objective, Teacher
+from headstart.trainers.objectives.block import TrainedBlocks, draw_blocks
+from headstart.trainers.objectives.unrolled import Objective, Teacher
 from headstart.trainers.run import run
 
 MakeHead = Callable[..., BlockHead]
@@ -182,7 +182,7 @@ def test_chunks_change_neither_loss_nor_gradient(
     supervision = trained.supervise(batch, "key")
     found: list[list[Tensor]] = []
     for blocks_at_once in (100, 2):
-        monkeypatch.setattr("headstart.trainers.objective.positions_at_once", lambda *_: blocks_at_once)  # noqa: B023
+        monkeypatch.setattr("headstart.trainers.objectives.unrolled.positions_at_once", lambda *_: blocks_at_once)  # noqa: B023
         loss = trained(batch, supervision, supervision.counts(4)).loss
         found.append([loss, *torch.autograd.grad(loss, [*trained.parameters()])])
     for one, other in zip(*found, strict=True):
@@ -206,7 +206,7 @@ def test_the_shared_lm_head_is_not_converted_for_each_chunk_of_blocks(
     make_head: MakeHead, frozen: FrozenTarget, monkeypatch: pytest.MonkeyPatch, vocab_size: int
 ) -> None:
     """In bfloat16 training it is the teacher's, converted before the first step; the float32 one has the same loss."""
-    monkeypatch.setattr("headstart.trainers.objective.positions_at_once", lambda *_: 2)
+    monkeypatch.setattr("headstart.trainers.objectives.unrolled.positions_at_once", lambda *_: 2)
     vocab, batch = DraftVocab.most_frequent(torch.arange(97) % 7, vocab_size), Batch.collate(SAMPLES, torch.float32)
     head = make_head("block", vocab=vocab).requires_grad_(True)
     wide = head.output_layer

@@ -13,15 +13,15 @@ from scripted import DRAFTERS, Hidden, Oracle, Texts, batch_trees
 from torch import Tensor
 
 from headstart.heads.eagle3 import Eagle3Head
-from headstart.inference import batch as batch_module
-from headstart.inference import cache as cache_module
-from headstart.inference.cache import GROUP_ROWS, KVCache, Slots, moves_to_end
-from headstart.inference.decode import DecodeLoop, generate, generate_batch, loop_of
-from headstart.inference.pages import Pages
-from headstart.inference.request import Request
-from headstart.inference.sampling import Sampling
-from headstart.inference.target.model import TargetModel
-from headstart.inference.tree import Tree
+from headstart.inference.core import cache as cache_module
+from headstart.inference.core.cache import GROUP_ROWS, KVCache, Slots, moves_to_end
+from headstart.inference.core.pages import Pages
+from headstart.inference.core.request import Request
+from headstart.inference.core.sampling import Sampling
+from headstart.inference.core.tree import Tree
+from headstart.inference.engine import batch as batch_module
+from headstart.inference.engine.loop import DecodeLoop, generate, generate_batch, loop_of
+from headstart.inference.targets.model import TargetModel
 
 PROMPTS = [[5, 6, 7, 11, 3], [9, 9, 1], [*range(20, 31)]]
 PROMPT = PROMPTS[0]

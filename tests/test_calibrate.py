@@ -8,11 +8,11 @@ from torch import Tensor
 from headstart.heads.calibration import Calibration
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.inference.calibrate import WEIGHTS, LevelScores, Tally, fit_calibration, tally_text
-from headstart.inference.decode import generate
+from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import Frontier, HeadDrafter
-from headstart.inference.sampling import BatchSampling, Sampling
-from headstart.inference.target.model import TargetModel
+from headstart.inference.engine.loop import generate
+from headstart.inference.targets.model import TargetModel
 
 MakeHead = Callable[..., Eagle3Head]
 

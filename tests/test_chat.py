@@ -15,7 +15,7 @@ from bad_inputs import Says, assert_raises
 from rich.console import Console
 from tiny_run import ENDS, build_target, build_tokenizer
 
-from headstart.data_pipelines.demo import chat as command
+from headstart import chat as command
 from headstart.heads.checkpoint import new_head, save_head
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.vocab import DraftVocab
@@ -23,16 +23,16 @@ from headstart.inference.chat.answer import Answer
 from headstart.inference.chat.commands import HELP, Command, read_command
 from headstart.inference.chat.conversation import Conversation
 from headstart.inference.chat.session import Chat, converse, first_ctrl_c, printable
-from headstart.inference.colours import SHADES, token_style
-from headstart.inference.drafter import Drafter, Verified
+from headstart.inference.core.drafter import Drafter, Verified
+from headstart.inference.core.request import Request
+from headstart.inference.core.sampling import Sampling
+from headstart.inference.core.tree import Tree
+from headstart.inference.core.verify import BONUS, Accepted
 from headstart.inference.report.trace import trace
-from headstart.inference.request import Request
-from headstart.inference.sampling import Sampling
-from headstart.inference.target.model import TargetModel
-from headstart.inference.target.tokenizer import visible_text_of
-from headstart.inference.text_stream import TextStream
-from headstart.inference.tree import Tree
-from headstart.inference.verify import BONUS, Accepted
+from headstart.inference.show.colours import SHADES, token_style
+from headstart.inference.show.text_stream import TextStream
+from headstart.inference.targets.model import TargetModel
+from headstart.inference.targets.tokenizer import visible_text_of
 from headstart.recipes.schema import Eagle3Section, TargetSection
 
 ESCAPE = "\x1b"

@@ -9,9 +9,9 @@ import pytest
 from tiny_run import build_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from headstart.data_pipelines.chat_masks import ChatTemplate, MaskedTokens
-from headstart.data_pipelines.conversations import Conversation, parse_row
-from headstart.data_pipelines.rows import BadRow
+from headstart.data_pipelines.prompts.chat_masks import ChatTemplate, MaskedTokens
+from headstart.data_pipelines.prompts.conversations import Conversation, parse_row
+from headstart.data_pipelines.prompts.rows import BadRow
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
 SYSTEM = {"role": "system", "content": "Be brief."}

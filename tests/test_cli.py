@@ -9,16 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from headstart import cli
 from headstart.recipes.command_line import command_name, recipe_from_command_line
-from headstart.trainers import cli
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = {name: command.module for name, command in cli.COMMANDS.items() if command.module is not None}
 
 # What pip writes into the environment's bin/ for the entry point.
-CONSOLE_SCRIPT = (
-    "import sys\nfrom headstart.trainers.cli import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
-)
+CONSOLE_SCRIPT = "import sys\nfrom headstart.cli import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
 
 
 def headstart(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
@@ -28,7 +26,7 @@ def headstart(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
 
 def test_the_package_installs_the_command() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["scripts"] == {"headstart": "headstart.trainers.cli:main"}
+    assert project["scripts"] == {"headstart": "headstart.cli:main"}
 
 
 def test_every_stage_has_a_subcommand() -> None:
@@ -50,7 +48,7 @@ def test_a_subcommand_runs_the_main_of_its_module_with_the_arguments(
 
 
 def test_the_entry_module_is_what_python_m_runs() -> None:
-    assert cli.entry_module("headstart.heads.lint") == "headstart.heads.lint"
+    assert cli.entry_module("headstart.heads.formats.lint") == "headstart.heads.formats.lint"
     assert cli.entry_module("headstart.inference.report") == "headstart.inference.report.__main__"
     for module in MODULES.values():
         source = import_module(cli.entry_module(module)).__file__
@@ -121,7 +119,7 @@ def test_help_lists_every_subcommand_in_the_order_of_the_data_flow(
 # which a slow library is loaded.
 TYPE_EVERYTHING = """
 import contextlib, io, runpy, sys
-from headstart.trainers import cli
+from headstart import cli
 
 def type_all(arguments):
     for start in ["headstart", *cli.COMMANDS, *MODULES, "trainers/eagle.py", "trainers/medusa.py", "trainers/block.py"]:
@@ -143,7 +141,7 @@ def type_all(arguments):
 @pytest.mark.parametrize("arguments", [["--help"], ["recipes/tiny.yaml", "train.stepz=3"]], ids=["help", "typo"])
 def test_neither_help_nor_the_message_about_a_typo_waits_for_torch(arguments: list[str]) -> None:
     """A typo in a recipe took 4.7 s to be reported."""
-    modules = [*(module.removeprefix("headstart.") for module in MODULES.values()), "data_pipelines.prompts"]
+    modules = [*(module.removeprefix("headstart.") for module in MODULES.values()), "data_pipelines.prompts.prompts"]
     plain = [name for name, command in cli.COMMANDS.items() if command.read_arguments is not recipe_from_command_line]
     plain += [MODULES[name].removeprefix("headstart.") for name in plain]
     program = f"MODULES, PLAIN = {modules}, {plain}\n{TYPE_EVERYTHING}\ntype_all({arguments})"
@@ -162,19 +160,19 @@ def test_the_command_tells_its_version(monkeypatch: pytest.MonkeyPatch, capsys: 
 @pytest.mark.parametrize("arguments", ["--help", "report --help"])
 def test_help_into_head_is_no_broken_pipe(arguments: str) -> None:
     """`headstart -h | head -1` ended in BrokenPipeError."""
-    command = f"{sys.executable} -m headstart.trainers.cli {arguments} | head -1"
+    command = f"{sys.executable} -m headstart.cli {arguments} | head -1"
     ended = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
     assert ended.stdout.startswith("usage: headstart ")
     assert ended.stderr == ""
 
 
 def test_examples_in_help_call_the_command_as_its_usage_does() -> None:
-    """`headstart lint --help` showed `python -m heads.lint` in its examples."""
+    """`headstart lint --help` showed `python -m headstart.heads.formats.lint` in its examples."""
     for name, module in MODULES.items():
         text = cli.docstring(cli.entry_module(module))
         assert text is not None
         assert "python -m" not in text
-        assert f"headstart {name} " in text or f"accelerate launch -m {module.removeprefix('headstart.')}" in text
+        assert f"headstart {name} " in text or f"accelerate launch -m {module}" in text
 
 
 @pytest.mark.parametrize(
@@ -193,10 +191,10 @@ def test_an_unknown_subcommand_is_refused_with_the_nearest_name(
 
 
 def test_usage_names_the_package_rather_than_its_main_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`python -m inference.report --help` called itself `python -m inference.report.__main__`."""
+    """`python -m headstart.inference.report --help` called itself `python -m headstart.inference.report.__main__`."""
     monkeypatch.setattr(sys, "argv", ["inference/report/__main__.py", "--help"])
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", find_spec("inference.report.__main__"))
-    assert command_name() == "python -m inference.report"
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", find_spec("headstart.inference.report.__main__"))
+    assert command_name() == "python -m headstart.inference.report"
 
 
 @pytest.mark.slow

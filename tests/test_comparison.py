@@ -11,7 +11,9 @@ from conftest import ModelFactory
 from scripted import Hidden, Oracle
 from tiny_run import build_tokenizer
 
-from headstart.inference.decode import generate
+from headstart.inference.core.request import DecodeStats
+from headstart.inference.core.sampling import Sampling
+from headstart.inference.engine.loop import generate
 from headstart.inference.report.compare import Divergence, compare, divergence, summarise_methods
 from headstart.inference.report.page import coloured, on_terminal, page, pieces
 from headstart.inference.report.questions import CONVERSATION, Chat, Prompt, read_questions
@@ -21,9 +23,7 @@ from headstart.inference.report.statistics import speedup
 from headstart.inference.report.svg import Scale, tree_drawing
 from headstart.inference.report.tables import low_to_high, margins_in_words
 from headstart.inference.report.trace import Trace, TracedStep, trace
-from headstart.inference.request import DecodeStats
-from headstart.inference.sampling import Sampling
-from headstart.inference.target.model import TargetModel
+from headstart.inference.targets.model import TargetModel
 
 PROMPTS = [Prompt([5, 6, 7, 11], "one"), Prompt([3], "two"), Prompt([*range(20)], "one")]
 

@@ -17,12 +17,13 @@ from transformers import PreTrainedTokenizerBase
 from headstart.heads.checkpoint import new_head
 from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
-from headstart.inference.cache import KVCache
-from headstart.inference.constraint import Path as Tokens
-from headstart.inference.constraint import follow, masked_tree
-from headstart.inference.constraints.grammar import Grammar, Grammars
-from headstart.inference.decode import DecodeLoop, generate_batch
-from headstart.inference.drafter import Drafter
+from headstart.inference.core.cache import KVCache
+from headstart.inference.core.constraint import Path as Tokens
+from headstart.inference.core.constraint import follow, masked_tree
+from headstart.inference.core.drafter import Drafter
+from headstart.inference.core.request import Request
+from headstart.inference.core.sampling import Sampling
+from headstart.inference.core.tree import Tree
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
@@ -31,10 +32,9 @@ from headstart.inference.drafters.lookup import CorpusLookup, PromptLookup
 from headstart.inference.drafters.model import EarlyExit
 from headstart.inference.drafters.suffix_automaton import SuffixAutomaton
 from headstart.inference.drafters.trie import TreeLimits
-from headstart.inference.request import Request
-from headstart.inference.sampling import Sampling
-from headstart.inference.target.model import TargetModel
-from headstart.inference.tree import Tree
+from headstart.inference.engine.loop import DecodeLoop, generate_batch
+from headstart.inference.serve.constraints.grammar import Grammar, Grammars
+from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import BlockSection, Eagle3Section, TargetSection
 
 SCHEMA = {

@@ -10,16 +10,16 @@ import pytest
 from rich.console import Console
 from tiny_run import END_OF_TEXT, build_run, build_target, build_tokenizer, tiny_recipe
 
-from headstart.data_pipelines.conversations import Conversation, PromptAndAnswer, parse_row
+from headstart.common.jsonl import read_jsonl
+from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.data_pipelines.harvest import harvest
 from headstart.data_pipelines.inspect import inspect
-from headstart.data_pipelines.prompts import ROW_REPORT, key_of, make_prompts, read_prompts
-from headstart.data_pipelines.row_report import RowReport
-from headstart.data_pipelines.row_samples import encode_prompt, join
-from headstart.data_pipelines.rows import BadRow, read_rows
-from headstart.data_pipelines.shards import FeatureStore
+from headstart.data_pipelines.prompts.conversations import Conversation, PromptAndAnswer, parse_row
+from headstart.data_pipelines.prompts.prompts import ROW_REPORT, key_of, make_prompts, read_prompts
+from headstart.data_pipelines.prompts.row_report import RowReport
+from headstart.data_pipelines.prompts.row_samples import encode_prompt, join
+from headstart.data_pipelines.prompts.rows import BadRow, read_rows
 from headstart.recipes import Recipe
-from headstart.recipes.jsonl import read_jsonl
 from headstart.recipes.schema import DataSection
 
 CHATML = (Path(__file__).parent / "chat_templates" / "chatml.jinja").read_text().rstrip("\n")

@@ -1,4 +1,4 @@
-"""Laws of heads.convert: heads survive a round trip bit for bit, guesses are printed, the rest is refused."""
+"""Laws of heads.formats.convert: heads survive a round trip bit for bit, guesses are printed, the rest is refused."""
 
 import json
 import os
@@ -22,10 +22,10 @@ from exported import (
 from safetensors.torch import save_file
 
 from headstart.heads.checkpoint import load_head
-from headstart.heads.convert import convert
+from headstart.heads.formats.convert import convert
 from headstart.heads.formats.layouts import FORMATS
-from headstart.heads.formats.medusa_layout import to_reference_layout
 from headstart.heads.frozen import FrozenTarget
+from headstart.heads.medusa_layout import to_reference_layout
 
 MakeHead = Callable[..., Any]
 

@@ -14,16 +14,17 @@ import pytest
 import torch
 
 from headstart.heads.eagle3 import Eagle3Head
-from headstart.inference.decode import generate, loop_of
-from headstart.inference.drafters import cost_files, cost_measurement
-from headstart.inference.drafters.cost_aware import CostAware, CostAwareShape, growth_from_recipe
-from headstart.inference.drafters.cost_files import cost_table
-from headstart.inference.drafters.cost_measurement import NEEDED, surface_from, time_works
-from headstart.inference.drafters.costs import NODES, WINDOW, CostSurface, CostTable, Situation
+from headstart.inference.core.request import Request
+from headstart.inference.core.sampling import Sampling
+from headstart.inference.drafters.costs import files as cost_files
+from headstart.inference.drafters.costs import measurement as cost_measurement
+from headstart.inference.drafters.costs.cost_aware import CostAware, CostAwareShape, growth_from_recipe
+from headstart.inference.drafters.costs.costs import NODES, WINDOW, CostSurface, CostTable, Situation
+from headstart.inference.drafters.costs.files import cost_table
+from headstart.inference.drafters.costs.measurement import NEEDED, surface_from, time_works
 from headstart.inference.drafters.head import HeadDrafter
-from headstart.inference.request import Request
-from headstart.inference.sampling import Sampling
-from headstart.inference.target.model import TargetModel
+from headstart.inference.engine.loop import generate, loop_of
+from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection
 
 PROMPT, NEW_TOKENS = [5, 17, 3], 24

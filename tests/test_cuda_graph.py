@@ -7,16 +7,16 @@ from transformers import LlamaForCausalLM
 
 from headstart.heads.calibration import Calibration
 from headstart.heads.eagle3 import Eagle3Head
-from headstart.inference import batch
-from headstart.inference.cuda_graph import SpareSteps
-from headstart.inference.decode import generate, generate_batch, loop_of
+from headstart.inference.core.request import Generation, Request
+from headstart.inference.core.sampling import Sampling
+from headstart.inference.core.tree import Tree
+from headstart.inference.core.verify import Accepted, accept, verify
 from headstart.inference.drafters.growth import Dynamic, Fixed
 from headstart.inference.drafters.head import HeadDrafter
-from headstart.inference.request import Generation, Request
-from headstart.inference.sampling import Sampling
-from headstart.inference.target.model import TargetModel
-from headstart.inference.tree import Tree
-from headstart.inference.verify import Accepted, accept, verify
+from headstart.inference.engine import batch
+from headstart.inference.engine.loop import generate, generate_batch, loop_of
+from headstart.inference.targets.cuda_graph import SpareSteps
+from headstart.inference.targets.model import TargetModel
 
 MakeHead = Callable[..., Eagle3Head]
 MakeModel = Callable[..., LlamaForCausalLM]

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from headstart.data_pipelines.batches import Batch, Sample, pack
+from headstart.data_pipelines.features.batches import Batch, Sample, pack
 from headstart.heads.base import LevelHead
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.losses import d_pace, soft_cross_entropy
 from headstart.heads.vocab import DraftVocab
-from headstart.trainers.objective import Objective, Teacher, UnrolledHead
+from headstart.trainers.objectives.unrolled import Objective, Teacher, UnrolledHead
 
 MakeHead = Callable[..., Any]
 OBJECTIVE = Objective("soft_cross_entropy", 1.0, 0.0, 0.0, (1.0, 0.8, 0.64), d_pace=True)

@@ -14,21 +14,21 @@ from tiny_run import END_OF_TEXT, build_run, build_target, build_tokenizer, cont
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from headstart.data_pipelines import prompts as prompts_module
-from headstart.data_pipelines.batches import Batch, Sample
-from headstart.data_pipelines.demo.python_stdlib import SourceFile, source_files
+from headstart.common.jsonl import read_jsonl
+from headstart.data_pipelines.features.batches import Batch, Sample
+from headstart.data_pipelines.features.shards import FeatureStore, stored_taps
 from headstart.data_pipelines.harvest import check_teacher_logits, harvest
-from headstart.data_pipelines.prompts import make_prompts, stdlib_prompts
-from headstart.data_pipelines.sample_order import SampleOrder
-from headstart.data_pipelines.shards import FeatureStore, stored_taps
-from headstart.data_pipelines.stage import Stage
-from headstart.data_pipelines.target_files import prompt_identities
+from headstart.data_pipelines.prompts import prompts as prompts_module
+from headstart.data_pipelines.prompts.prompts import make_prompts, stdlib_prompts
+from headstart.data_pipelines.prompts.python_stdlib import SourceFile, source_files
+from headstart.data_pipelines.stages.stage import Stage
+from headstart.data_pipelines.stages.target_files import prompt_identities
 from headstart.heads.checkpoint import head_taps
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig
-from headstart.inference.target.model import TargetModel
+from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
-from headstart.recipes.jsonl import read_jsonl
+from headstart.trainers.sample_order import SampleOrder
 
 TAPS = (2, 3, 4)  # the default taps of a target with 7 layers
 

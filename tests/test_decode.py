@@ -13,14 +13,14 @@ from scripted import DRAFTERS, Duplicates, HalfRightHead, Hidden, Listener, Neve
 from headstart.heads.eagle3 import Eagle3Head, Eagle3Shape
 from headstart.heads.target_config import Rope
 from headstart.heads.vocab import DraftVocab
-from headstart.inference.decode import DecodeLoop, generate, generate_batch, loop_of
-from headstart.inference.drafter import Drafter, NoDrafter
-from headstart.inference.drafters.cost_aware import growth_from_recipe
+from headstart.inference.core.drafter import Drafter, NoDrafter
+from headstart.inference.core.request import DecodeStats, Generation, Request
+from headstart.inference.core.sampling import BatchSampling, History, Sampling
+from headstart.inference.drafters.costs.cost_aware import growth_from_recipe
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
-from headstart.inference.request import DecodeStats, Generation, Request
-from headstart.inference.sampling import BatchSampling, History, Sampling
-from headstart.inference.target.model import TargetModel
+from headstart.inference.engine.loop import DecodeLoop, generate, generate_batch, loop_of
+from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection
 
 PROMPT, NEW_TOKENS = [5, 6, 7, 11], 20

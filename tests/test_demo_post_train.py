@@ -5,10 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_run import build_target, build_tokenizer
-from torch.testing import assert_close
-
-from headstart.data_pipelines.demo.post_train import (
+from post_train import (
     Answer,
     collate,
     is_good,
@@ -18,6 +15,8 @@ from headstart.data_pipelines.demo.post_train import (
     pairs,
     preference_loss,
 )
+from tiny_run import build_target, build_tokenizer
+from torch.testing import assert_close
 
 
 @pytest.mark.parametrize(

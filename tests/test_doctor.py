@@ -166,7 +166,9 @@ def test_a_chat_template_that_changed_since_the_harvest_is_named(
 ) -> None:
     target = tmp_path / "target"
     shutil.copytree(TARGET, target)
-    digest = hashlib.sha256(b"None").hexdigest()  # of a missing template, as data_pipelines/prompts.py computes it
+    digest = hashlib.sha256(
+        b"None"
+    ).hexdigest()  # of a missing template, as data_pipelines/prompts/prompts.py computes it
     (tmp_path / "features").mkdir()
     (tmp_path / "features" / "manifest.json").write_text(json.dumps({"chat_template_sha256": digest}))
     if changed:

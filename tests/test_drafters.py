@@ -15,9 +15,10 @@ from tiny_run import build_tokenizer
 from torch import nn
 from transformers import LlamaForCausalLM
 
-from headstart.inference.cache import KVCache
-from headstart.inference.decode import generate, generate_batch
-from headstart.inference.drafter import Drafter, VerifiedOnHost
+from headstart.inference.core.cache import KVCache
+from headstart.inference.core.drafter import Drafter, VerifiedOnHost
+from headstart.inference.core.request import DecodeStats, Request
+from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.drafters.build import build_drafter
 from headstart.inference.drafters.growth import Dynamic, Fixed
 from headstart.inference.drafters.lookahead import Lookahead, NGramPool
@@ -26,9 +27,8 @@ from headstart.inference.drafters.model import EarlyExit, ModelDrafter
 from headstart.inference.drafters.other_tokenizer import OtherTokenizerDrafter
 from headstart.inference.drafters.suffix_automaton import SuffixAutomaton
 from headstart.inference.drafters.trie import TreeLimits, Trie
-from headstart.inference.request import DecodeStats, Request
-from headstart.inference.sampling import BatchSampling, Sampling
-from headstart.inference.target.model import TargetModel
+from headstart.inference.engine.loop import generate, generate_batch
+from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection, TargetSection
 
 MakeModel = Callable[..., LlamaForCausalLM]
@@ -236,7 +236,7 @@ def test_a_draft_model_reads_its_root_where_the_cache_has_moved_it(
     short, long = Request([3], 7, Sampling(1.0, seed=2)), Request([5, 6, 7], 61, Sampling(1.0, seed=1))
     always = [12] * 4  # every one of the 12 steps after the prefill accepts all four draft tokens
     for page in (256, 16):
-        for module in ("headstart.inference.batch", "headstart.inference.cache"):
+        for module in ("headstart.inference.engine.batch", "headstart.inference.core.cache"):
             monkeypatch.setattr(f"{module}.PAGE", page)
         for requests, static in (([long], False), ([short, long], False), ([short, long], True)):
             stats = generate_batch(target, requests, drafter, 2, static)[-1].stats

@@ -12,12 +12,12 @@ from scripted import paths
 
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.vocab import DraftVocab
-from headstart.inference.cache import Move
-from headstart.inference.drafters.cost_aware import growth_from_recipe
+from headstart.inference.core.cache import Move
+from headstart.inference.core.sampling import Sampling
+from headstart.inference.drafters.costs.cost_aware import growth_from_recipe
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
 from headstart.inference.drafters.head import HeadDrafter
-from headstart.inference.sampling import Sampling
-from headstart.inference.target.model import TargetModel
+from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection
 
 MakeHead = Callable[..., Eagle3Head]

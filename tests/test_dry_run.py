@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny_run import modified, tiny_recipe
 
-from headstart.data_pipelines.shards import FeatureStore
+from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig
 from headstart.recipes import Recipe

@@ -13,17 +13,17 @@ from scripted import DRAFTERS, HalfRightHead, LoadCosts, Oracle, Texts
 from torch import Tensor
 
 from headstart.heads.eagle3 import Eagle3Head
-from headstart.inference.decode import DecodeLoop, generate, generate_batch
-from headstart.inference.drafter import Drafter
+from headstart.inference.core.drafter import Drafter
+from headstart.inference.core.request import Request
+from headstart.inference.core.sampling import Sampling
+from headstart.inference.core.verify import BONUS
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.drafters.model import EarlyExit, ModelDrafter
-from headstart.inference.pace import Pace
-from headstart.inference.request import Request
-from headstart.inference.sampling import Sampling
-from headstart.inference.target.model import TargetModel
-from headstart.inference.verify import BONUS
+from headstart.inference.engine.loop import DecodeLoop, generate, generate_batch
+from headstart.inference.engine.pace import Pace
+from headstart.inference.targets.model import TargetModel
 
 MakeHead = Callable[..., Eagle3Head]
 REQUESTS = [
@@ -295,8 +295,8 @@ def test_a_row_may_end_or_grow_the_cache_while_a_prompt_is_read(
     target: TargetModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The prompt is in the third place; its row moves to the first one, or its cache is copied, half read."""
-    monkeypatch.setattr("headstart.inference.cache.PAGE", 4)
-    monkeypatch.setattr("headstart.inference.batch.PAGE", 4)
+    monkeypatch.setattr("headstart.inference.core.cache.PAGE", 4)
+    monkeypatch.setattr("headstart.inference.engine.batch.PAGE", 4)
     requests = [Request([3], 3), Request([5, 6], 4), Request(LONG[:60], 6)]
     alone = [generate(target, r.prompt, r.max_new_tokens).tokens for r in requests]
     loop = make_paced(target, None, 5)
@@ -440,8 +440,8 @@ def test_what_runs_may_end_or_grow_the_cache_between_slices(
     target: TargetModel, monkeypatch: pytest.MonkeyPatch, slicing: Callable[..., DecodeLoop]
 ) -> None:
     """A pass whose slots were replaced is begun again; one that nobody waits for any more goes on at once."""
-    monkeypatch.setattr("headstart.inference.cache.PAGE", 4)
-    monkeypatch.setattr("headstart.inference.batch.PAGE", 4)
+    monkeypatch.setattr("headstart.inference.core.cache.PAGE", 4)
+    monkeypatch.setattr("headstart.inference.engine.batch.PAGE", 4)
     requests = [Request([3], 3), Request([5, 6], 5), Request(LONG[:60], 6)]
     loop = slicing(target)
     for request in requests:
@@ -487,7 +487,7 @@ def test_an_error_within_a_slice_ends_the_pass(
     loop.step()
     loop.submit(Request(LONG, 5))
     with monkeypatch.context() as broken:
-        broken.setattr("headstart.inference.batch.Batch._have_read", lambda *given: 1 / 0)
+        broken.setattr("headstart.inference.engine.batch.Batch._have_read", lambda *given: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             finish(loop)
     assert loop.batch.slices is None

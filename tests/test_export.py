@@ -14,10 +14,10 @@ from transformers import LlamaForCausalLM
 
 from headstart.heads import safetensors_file
 from headstart.heads.checkpoint import load_head, save_head
-from headstart.heads.export import export
+from headstart.heads.formats.export import export
 from headstart.heads.formats.layouts import FORMATS
+from headstart.heads.formats.lint import lint
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.lint import lint
 from headstart.recipes import Recipe
 
 MakeHead = Callable[..., Any]
@@ -346,7 +346,7 @@ class Hub(HfApi):
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
     hub = Hub()
-    monkeypatch.setattr("headstart.heads.export.HfApi", lambda: hub)
+    monkeypatch.setattr("headstart.heads.formats.export.HfApi", lambda: hub)
     return hub
 
 

@@ -27,7 +27,7 @@ from transformers import (
 
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig, locate_target
-from headstart.inference.target.model import TargetModel
+from headstart.inference.targets.model import TargetModel
 
 TOKENS = torch.tensor([[5, 6, 7, 11, 3, 30], [1, 1, 2, 3, 5, 8]])
 INDEX = "model.safetensors.index.json"

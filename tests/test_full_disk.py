@@ -88,7 +88,7 @@ def undisturbed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
     with pytest.MonkeyPatch.context() as patch:
         disk = SmallDisk(patch, lambda count, name: False)
         patch.setattr(sys, "argv", ["headstart", "train", str(folder / "recipe.yaml"), f"run_dir={run_dir}"])
-        from headstart.trainers import cli
+        from headstart import cli
 
         cli.main()
     return files(run_dir), disk.names

@@ -24,14 +24,14 @@ from transformers import (
 
 from headstart.heads.checkpoint import save_head
 from headstart.heads.eagle3 import Eagle3Head
-from headstart.inference.decode import generate
+from headstart.inference.core.request import Generation
+from headstart.inference.core.sampling import BatchSampling, History, Sampling
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
-from headstart.inference.generation import SpeculativeModel, SpeculativeOutput
-from headstart.inference.generation_config import DEFAULTS, IGNORED, SUPPORTED, read_settings, with_settings
-from headstart.inference.request import Generation
-from headstart.inference.sampling import BatchSampling, History, Sampling
-from headstart.inference.target.model import TargetModel
+from headstart.inference.engine.loop import generate
+from headstart.inference.generate.model import SpeculativeModel, SpeculativeOutput
+from headstart.inference.generate.settings import DEFAULTS, IGNORED, SUPPORTED, read_settings, with_settings
+from headstart.inference.targets.model import TargetModel
 
 INF, PAD, NEW = float("inf"), 96, 10
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

@@ -13,10 +13,10 @@ from tiny_run import build_target, build_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from headstart.data_pipelines.demo import smollm2
+from headstart import smollm2
 from headstart.heads.gguf_files import unpacked_folder
 from headstart.heads.target_config import TargetConfig, locate_target
-from headstart.inference.target.gguf import unpack
+from headstart.inference.targets.gguf import unpack
 
 # Names of the tensors of a layer: transformers', then GGUF's.
 LAYER = {

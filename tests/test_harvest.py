@@ -22,21 +22,21 @@ from rich.filesize import decimal
 from tiny_run import build_run, build_tokenizer, tiny_recipe
 from torch.testing import assert_close
 
-from headstart.data_pipelines.completion_client import CompletionClient
+from headstart.common.jsonl import append_jsonl, read_jsonl, resume_jsonl
 from headstart.data_pipelines.cost_estimate import duration
+from headstart.data_pipelines.features.shards import FeatureStore
+from headstart.data_pipelines.features.state_encoding import bytes_per_token
 from headstart.data_pipelines.harvest import harvest
-from headstart.data_pipelines.prompts import make_prompts
-from headstart.data_pipelines.responses import sampling_of
-from headstart.data_pipelines.shard_work import idle_cores
-from headstart.data_pipelines.shards import FeatureStore
-from headstart.data_pipelines.state_encoding import bytes_per_token
+from headstart.data_pipelines.prompts.completion_client import CompletionClient
+from headstart.data_pipelines.prompts.prompts import make_prompts
+from headstart.data_pipelines.prompts.responses import sampling_of
+from headstart.data_pipelines.stages.shard_work import idle_cores
 from headstart.heads.checkpoint import draft_vocab, new_head, save_head
 from headstart.heads.frozen import FrozenTarget
-from headstart.inference.decode import generate
-from headstart.inference.sampling import Sampling
-from headstart.inference.target.model import TargetModel
+from headstart.inference.core.sampling import Sampling
+from headstart.inference.engine.loop import generate
+from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, load_recipe
-from headstart.recipes.jsonl import append_jsonl, read_jsonl, resume_jsonl
 
 
 def responses(recipe: Recipe, split: str = "train") -> list[dict[str, Any]]:

@@ -20,8 +20,8 @@ from headstart.heads.layers import rotary_table
 from headstart.heads.target_config import Rope
 from headstart.heads.unroll_attention import UnrollCache
 from headstart.heads.vocab import DraftVocab
-from headstart.inference.cache import Slots
-from headstart.inference.target.model import TargetModel
+from headstart.inference.core.cache import Slots
+from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import Eagle1Section, Eagle3Section
 
 BATCH, SEQ = 2, 11

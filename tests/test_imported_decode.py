@@ -16,17 +16,17 @@ from torch import Tensor
 
 from headstart.heads.base import DraftHead, LevelHead
 from headstart.heads.checkpoint import load_head
-from headstart.heads.convert import convert
 from headstart.heads.eagle1 import Eagle1Head, Eagle1Shape
 from headstart.heads.eagle3 import Eagle3Head
+from headstart.heads.formats.convert import convert
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.medusa import MedusaHead, MedusaShape
 from headstart.heads.vocab import DraftVocab
-from headstart.inference.decode import generate
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
-from headstart.inference.target.model import TargetModel
-from headstart.inference.target.tokenizer import load_tokenizer
+from headstart.inference.engine.loop import generate
+from headstart.inference.targets.model import TargetModel
+from headstart.inference.targets.tokenizer import load_tokenizer
 from headstart.recipes.schema import TargetSection
 
 ASSETS = Path(__file__).parents[1] / "assets"

@@ -12,34 +12,54 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = "headstart."
-FOLDERS = ["recipes", "heads", "inference", "data_pipelines", "trainers"]  # each imports only from those before it
+# A room imports only from itself and from rooms before it. A file belongs to the longest path that matches.
+ROOMS = [
+    "common/",
+    "recipes/",
+    "heads/",
+    "heads/formats/",
+    "inference/core/",
+    "inference/targets/",
+    "inference/drafters/",
+    "inference/engine/",
+    "inference/generate/",
+    "inference/show/",
+    "inference/calibrate.py",
+    "inference/report/",
+    "inference/chat/",
+    "inference/serve/",
+    "inference/doctor/",
+    "data_pipelines/stages/",
+    "data_pipelines/prompts/",
+    "data_pipelines/features/",
+    "data_pipelines/",
+    "trainers/",
+    "headstart/",
+]
+FOLDERS = ["common", "recipes", "heads", "inference", "data_pipelines", "trainers"]
+MOST_FILES = 12  # at the top level of a folder of inference/ or data_pipelines/
 
 # Library -> the only folders and files that may import it.
 ONLY_IN = {
     "transformers": (
-        "inference/target/",
-        "inference/cache.py",  # the cache is a transformers Cache
-        "data_pipelines/demo/",
+        "inference/targets/",
+        "inference/core/cache.py",  # the cache is a transformers Cache
     ),
     "tokenizers": ("data_pipelines/",),
     "accelerate": (
         "trainers/",
         "data_pipelines/harvest.py",
-        "data_pipelines/shard_work.py",
-        "data_pipelines/self_prompts.py",
         "data_pipelines/together.py",
-        "data_pipelines/lifeline.py",
+        "data_pipelines/stages/",
+        "data_pipelines/prompts/self_written/rounds.py",
     ),
-    "deepspeed": ("trainers/", "inference/target/ranks.py"),
-    "peft": ("trainers/medusa2.py",),
+    "deepspeed": ("trainers/", "inference/targets/ranks.py"),
+    "peft": ("trainers/objectives/medusa2.py",),
     "matplotlib": ("inference/report/",),
     "wandb": ("trainers/",),
     **dict.fromkeys(("fastapi", "starlette", "uvicorn", "prometheus_client"), ("inference/serve/",)),
-    "torch": ("heads/", "inference/", "data_pipelines/", "trainers/"),
+    "torch": ("heads/", "inference/", "data_pipelines/", "trainers/", "headstart/"),
 }
-
-# The rest of inference/ is the decode core, which must not import these.
-OUTSIDE_THE_CORE = ["inference/report/", "inference/doctor/", "inference/chat/", "inference/serve/"]
 
 # These may be missing here, but torch, transformers or accelerate import them on machines that have them.
 OPTIONAL_LIBRARIES = {
@@ -60,43 +80,57 @@ OPTIONAL_LIBRARIES = {
 
 
 def imported_names(source: str) -> set[str]:
-    """Top-level names of all modules that a source imports, also inside functions; our own without `headstart.`."""
+    """Top-level names of all modules that a source imports, also inside functions; `headstart` for our own."""
     modules = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module is not None:
-            modules |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return {module.removeprefix(OURS).partition(".")[0] for module in modules}
+            modules.add(node.module)
+    return {module.partition(".")[0] for module in modules}
+
+
+def room_of(file: str) -> str:
+    return max((room for room in ROOMS if file.startswith(room)), key=len, default="")
 
 
 def violations(file: str, source: str) -> list[str]:
     """One line for each import that a file in one of the folders must not have."""
-    folder = file.partition("/")[0]
-    later_folders = FOLDERS[FOLDERS.index(folder) + 1 :]
     names = sorted(imported_names(source))
-    backward = [f"{file} imports {name}, which comes after {folder}" for name in names if name in later_folders]
+    upward = [
+        f"{file} imports {other}, which comes after {room_of(file)}"
+        for other in sorted(imported_modules(source))
+        if ROOMS.index(room_of(other)) > ROOMS.index(room_of(file))
+    ]
+    without_prefix = [f"{file} imports {name} without the prefix {OURS}" for name in names if name in FOLDERS]
     out_of_place = [
         f"{file} imports {name}, which belongs to {', '.join(ONLY_IN[name])}"
         for name in names
         if name in ONLY_IN and not file.startswith(ONLY_IN[name])
     ]
-    return backward + out_of_place
+    return upward + without_prefix + out_of_place
 
 
-def imported_files(file: Path) -> set[Path]:
-    """Our own files that a file imports, also inside functions."""
+def imported_modules(source: str) -> set[str]:
+    """Our own files that a source imports, also inside functions, relative to the repository."""
     found = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             modules = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             modules = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
         else:
             continue
-        paths = (ROOT / f"{module.removeprefix(OURS).replace('.', '/')}.py" for module in modules)
-        found |= {path for path in paths if path.is_file()}
+        for module in modules:
+            if module.startswith(OURS):
+                name = module.removeprefix(OURS).replace(".", "/")
+                path = f"{name}.py" if name.partition("/")[0] in FOLDERS else f"headstart/{name}.py"
+                found |= {path} if (ROOT / path).is_file() else set()
     return found
+
+
+def imported_files(file: Path) -> set[Path]:
+    return {ROOT / path for path in imported_modules(file.read_text())}
 
 
 def circle_in(imports: dict[Path, set[Path]]) -> list[Path]:
@@ -117,7 +151,9 @@ def circle_in(imports: dict[Path, set[Path]]) -> list[Path]:
 
 
 def our_files() -> list[Path]:
-    return sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+    """All source files, each once: headstart/ links to the other folders."""
+    linked = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+    return sorted([*linked, *(ROOT / "headstart").glob("*.py")])
 
 
 def is_shadowing(name: str) -> bool:
@@ -150,21 +186,26 @@ def test_a_circle_of_imports_is_found() -> None:
     assert circle_in({a: {b, c}, b: {c}, c: set(), d: {a}}) == []
 
 
-def test_the_decode_core_imports_none_of_the_report_doctor_chat_and_server() -> None:
-    outside = [ROOT / folder for folder in OUTSIDE_THE_CORE]
-    core = [file for file in (ROOT / "inference").rglob("*.py") if not any(map(file.is_relative_to, outside))]
-    assert len(core) > 10
-    forbidden = [
-        (file, other) for file in core for other in imported_files(file) if any(map(other.is_relative_to, outside))
-    ]
-    assert not forbidden
+def test_scripts_import_our_folders_with_the_prefix() -> None:
+    """`recipes.schema` and `headstart.recipes.schema` would be two modules, whose classes differ."""
+    scripts = [path for folder in ("tests", "benchmarks", "assets") for path in (ROOT / folder).rglob("*.py")]
+    assert len(scripts) > 100
+    assert not [path for path in scripts if imported_names(path.read_text()) & set(FOLDERS)]
+
+
+def test_folders_stay_small() -> None:
+    folders = [ROOT / "inference", ROOT / "data_pipelines"]
+    folders += [path for folder in folders for path in folder.rglob("*") if path.is_dir()]
+    sizes = {path.relative_to(ROOT).as_posix(): len(list(path.glob("*.py"))) for path in folders}
+    assert sizes["inference/core"] > 5
+    assert not {folder: size for folder, size in sizes.items() if size > MOST_FILES}
 
 
 def test_training_loads_neither_the_report_nor_the_doctor_nor_matplotlib() -> None:
     program = "import headstart.trainers.run, sys; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     modules = loaded.stdout.split()
-    assert "headstart.inference.decode" in modules
+    assert "headstart.inference.engine.loop" in modules
     assert not [
         name
         for name in modules
@@ -192,12 +233,16 @@ def test_no_script_shadows_a_library(folder: str) -> None:
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("heads/eagle3.py", "from headstart.inference.tree import Tree"),
+        ("heads/eagle3.py", "from headstart.inference.core.tree import Tree"),
         ("heads/eagle3.py", "def late():\n    import headstart.trainers.loop"),
-        ("inference/decode.py", "from transformers import AutoModel"),
-        ("inference/decode.py", "import wandb"),
+        ("inference/core/tree.py", "from headstart.inference.engine import loop"),
+        ("data_pipelines/prompts/rows.py", "from headstart.data_pipelines.features.shards import ShardStore"),
+        ("trainers/run.py", "from headstart.cli import main"),
+        ("trainers/run.py", "import recipes.schema"),
+        ("inference/engine/loop.py", "from transformers import AutoModel"),
+        ("inference/engine/loop.py", "import wandb"),
         ("recipes/schema.py", "from torch import nn"),
-        ("data_pipelines/shards.py", "import accelerate"),
+        ("data_pipelines/features/shards.py", "import accelerate"),
     ],
 )
 def test_a_forbidden_import_is_found(file: str, source: str) -> None:

@@ -1,4 +1,4 @@
-"""Laws of heads.lint: it finds every mistake that engines silently ignore, for exactly the engines it concerns."""
+"""Laws of heads.formats.lint: it finds each mistake that engines silently ignore, for the engines it concerns."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +9,9 @@ import torch
 from exported import LIMITED, edit_config, edit_tensors, exported
 from torch import Tensor
 
-from headstart.heads.convert import convert
 from headstart.heads.formats.contracts import RULES
-from headstart.heads.lint import lint, main
+from headstart.heads.formats.convert import convert
+from headstart.heads.formats.lint import lint, main
 
 MakeHead = Callable[..., Any]
 IDS = "eagle_aux_hidden_state_layer_ids"

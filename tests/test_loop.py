@@ -16,9 +16,8 @@ from safetensors.torch import load_file
 from tiny_run import contents, modified, write_shard
 from torch.testing import assert_close
 
-from headstart.data_pipelines.batches import Batch, Sample
-from headstart.data_pipelines.sample_order import SampleOrder
-from headstart.data_pipelines.shards import FeatureStore, shard_name, write_manifest
+from headstart.data_pipelines.features.batches import Batch, Sample
+from headstart.data_pipelines.features.shards import FeatureStore, shard_name, write_manifest
 from headstart.heads.checkpoint import load_head, save_head
 from headstart.heads.eagle1 import Eagle1Head
 from headstart.heads.eagle3 import Eagle3Head
@@ -28,6 +27,7 @@ from headstart.trainers import loop
 from headstart.trainers.precision import LossScale
 from headstart.trainers.run import run
 from headstart.trainers.run_state import Training
+from headstart.trainers.sample_order import SampleOrder
 from headstart.trainers.tracking import Tracker
 
 

@@ -146,7 +146,7 @@ def test_a_killed_rank_ends_the_others_within_a_minute(folder: Path, victim: int
 WAITING = """
 import sys, time
 from accelerate import PartialState
-from headstart.data_pipelines.lifeline import lifeline
+from headstart.data_pipelines.stages.lifeline import lifeline
 with lifeline(PartialState(cpu=True)):
     print("waiting", flush=True)
     time.sleep(600)  # busy with something that no signal and no error of a collective operation interrupts

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from headstart.inference.cache import Slots
-from headstart.inference.tree import Block, additive, block_mask, ragged_keys
+from headstart.inference.core.cache import Slots
+from headstart.inference.core.tree import Block, additive, block_mask, ragged_keys
 
 CAPACITY = 14
 LOWEST = torch.finfo(torch.float32).min

@@ -13,25 +13,25 @@ from safetensors.torch import load_file
 from tiny_run import contents, tiny_recipe
 from torch.testing import assert_close
 
-from headstart.data_pipelines.batches import Batch
-from headstart.data_pipelines.shards import FeatureStore
+from headstart.data_pipelines.features.batches import Batch
+from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.heads.base import LevelHead
 from headstart.heads.checkpoint import draft_vocab, load_head, new_head
-from headstart.heads.export import export
+from headstart.heads.formats.export import export
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_origin import TargetOrigin
-from headstart.inference.decode import generate_batch
+from headstart.inference.core.request import Request
+from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
+from headstart.inference.engine.loop import generate_batch
 from headstart.inference.report.command import report
-from headstart.inference.request import Request
-from headstart.inference.sampling import Sampling
-from headstart.inference.target.model import TargetModel
+from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.trainers import loop
-from headstart.trainers.medusa2 import JointHead, TrainableTarget
 from headstart.trainers.memory_estimate import SavedForBackward, storage_of, target_sizes
-from headstart.trainers.objective import Objective, Teacher, UnrolledHead
+from headstart.trainers.objectives.medusa2 import JointHead, TrainableTarget
+from headstart.trainers.objectives.unrolled import Objective, Teacher, UnrolledHead
 from headstart.trainers.run import run
 
 MakeRecipe = Callable[..., Recipe]

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from headstart.recipes import allocator
+from headstart.common import allocator
 
 PAGES = 62_000  # pages of all blocks together
 COUNT = """

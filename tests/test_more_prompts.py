@@ -12,8 +12,8 @@ from tiny_run import build_run, contents, modified, tiny_recipe, write_prompts
 
 from headstart.data_pipelines import more_prompts
 from headstart.data_pipelines.harvest import harvest
-from headstart.data_pipelines.responses import journal_of
-from headstart.data_pipelines.stage import Stage
+from headstart.data_pipelines.prompts.responses import journal_of
+from headstart.data_pipelines.stages.stage import Stage
 from headstart.recipes import Recipe
 
 FEW = "data.num_prompts=12"  # of 14 in the file: shards of 5, 5 and 2

@@ -42,14 +42,14 @@ def test_a_script_beside_a_heads_py_of_its_own_uses_the_python_api(folder: Path)
 
 @pytest.mark.parametrize("command", ["lint", "export", "train"])
 def test_a_command_works_in_a_folder_with_a_heads_py(folder: Path, command: str) -> None:
-    start = (
-        f"import sys; sys.argv = ['headstart', {command!r}, '--help']; from headstart.trainers.cli import main; main()"
-    )
+    start = f"import sys; sys.argv = ['headstart', {command!r}, '--help']; from headstart.cli import main; main()"
     assert f"usage: headstart {command}" in run(folder, "-c", start)
 
 
 def test_a_module_runs_in_a_folder_with_a_heads_py(folder: Path) -> None:
-    assert "usage: python -m headstart.heads.lint" in run(folder, "-m", "headstart.heads.lint", "--help")
+    assert "usage: python -m headstart.heads.formats.lint" in run(
+        folder, "-m", "headstart.heads.formats.lint", "--help"
+    )
 
 
 def test_importing_headstart_loads_no_torch(folder: Path) -> None:

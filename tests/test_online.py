@@ -8,15 +8,15 @@ import torch
 from tiny_run import assert_same_sample, modified, tiny_recipe
 from torch.testing import assert_close
 
-from headstart.data_pipelines.features import States, tap
+from headstart.common.jsonl import read_jsonl
+from headstart.data_pipelines.features.features import States, tap
+from headstart.data_pipelines.features.online import OnlineStore
+from headstart.data_pipelines.features.sample_stores import SampleStore, open_stores
+from headstart.data_pipelines.features.shards import FeatureStore
+from headstart.data_pipelines.features.target_process import TargetProcess
 from headstart.data_pipelines.harvest import harvest
-from headstart.data_pipelines.online import OnlineStore
-from headstart.data_pipelines.sample_stores import SampleStore, open_stores
-from headstart.data_pipelines.shards import FeatureStore
-from headstart.data_pipelines.target_process import TargetProcess
-from headstart.inference.target.model import TargetModel
+from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
-from headstart.recipes.jsonl import read_jsonl
 from headstart.trainers.eagle import run
 
 TAPS = (2, 3, 4)

@@ -20,12 +20,12 @@ from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 from tiny_run import build_run, quiet_environment
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headstart.heads.formats.files import write_pickle
+from headstart.common.os_errors import CAUSES, STARTS_OVER, errors_as_messages, explained
+from headstart.common.whole_files import check_folder, whole_file, write_text
+from headstart.heads.files import write_pickle
 from headstart.heads.safetensors_file import write_safetensors
 from headstart.recipes import load_recipe
-from headstart.recipes.os_errors import CAUSES, STARTS_OVER, errors_as_messages, explained
-from headstart.recipes.whole_files import check_folder, whole_file, write_text
-from headstart.trainers.medusa2 import save_model
+from headstart.trainers.objectives.medusa2 import save_model
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -108,7 +108,7 @@ def test_our_own_mistakes_keep_their_traceback() -> None:
 
 
 def printed_to(stdout: int, program: str) -> "subprocess.Popen[str]":
-    program = f"from headstart.recipes.os_errors import errors_as_messages\nwith errors_as_messages():\n    {program}"
+    program = f"from headstart.common.os_errors import errors_as_messages\nwith errors_as_messages():\n    {program}"
     command, environment = [sys.executable, "-c", program], quiet_environment(ROOT)
     return subprocess.Popen(command, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True)
 
@@ -141,11 +141,11 @@ INTERRUPTED = {  # command -> the function in which Ctrl-C arrives, and what is 
     "inspect": ("headstart.data_pipelines.inspect.make_prompts_alone", "starts over"),
     "calibrate": ("headstart.inference.calibrate.fit_calibration", "starts over"),
     "report": ("headstart.inference.report.command.make_report", "goes on where it stopped"),
-    "export": ("headstart.heads.export.load_head", "starts over"),
-    "lint": ("headstart.heads.lint.lint", "starts over"),
-    "convert": ("headstart.heads.convert.convert", "starts over"),
+    "export": ("headstart.heads.formats.export.load_head", "starts over"),
+    "lint": ("headstart.heads.formats.lint.lint", "starts over"),
+    "convert": ("headstart.heads.formats.convert.convert", "starts over"),
     "doctor": ("headstart.inference.doctor.command.diagnose", "starts over"),
-    "store": ("headstart.data_pipelines.store.refuse_damage", "starts over"),
+    "store": ("headstart.data_pipelines.features.store.refuse_damage", "starts over"),
 }
 ARGUMENTS = {
     "lint": ["HEAD", "--target", "TARGET"],
@@ -184,7 +184,7 @@ def test_ctrl_c_while_a_command_is_loading_is_one_line(
     def interrupted(module: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("headstart.trainers.cli.import_module", interrupted)
+    monkeypatch.setattr("headstart.cli.import_module", interrupted)
     outcome = type_command(["lint", "HEAD", "--target", "TARGET"], monkeypatch, capsys)
     assert outcome.code == 130
     assert outcome.err.strip() == "interrupted before the work began; run the same command again"
@@ -192,7 +192,7 @@ def test_ctrl_c_while_a_command_is_loading_is_one_line(
 
 @pytest.mark.slow
 def test_a_harvest_that_ctrl_c_stops_goes_on_with_the_same_command(harvested: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "headstart.trainers.cli", "harvest", str(harvested / "recipe.yaml")]
+    command = [sys.executable, "-m", "headstart.cli", "harvest", str(harvested / "recipe.yaml")]
     command += [f"run_dir={tmp_path}/run", "data.num_prompts=14", "data.response_tokens=100", "data.generate_batch=1"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, env=quiet_environment(ROOT), **pipes)  # type: ignore[call-overload]

@@ -12,9 +12,11 @@ from torch.testing import assert_close
 from headstart.heads.block import BlockHead
 from headstart.heads.checkpoint import load_head, new_head, save_head
 from headstart.heads.vocab import DraftVocab
-from headstart.inference.decode import generate_batch
+from headstart.inference.core.request import Request
 from headstart.inference.drafters.build import load_drafting_head
-from headstart.inference.packed_weights import (
+from headstart.inference.engine.loop import generate_batch
+from headstart.inference.targets.model import TargetModel, with_own_weights
+from headstart.inference.targets.packed_weights import (
     BlockedLinear,
     HalfLinear,
     JointLinear,
@@ -23,8 +25,6 @@ from headstart.inference.packed_weights import (
     pack_weights,
     packed_linear,
 )
-from headstart.inference.request import Request
-from headstart.inference.target.model import TargetModel, with_own_weights
 from headstart.recipes.schema import BlockSection, TargetSection
 
 Dtype = Literal["float32", "bfloat16"]
@@ -37,7 +37,7 @@ DTYPES = [pytest.param("float32", marks=needs_fbgemm), pytest.param("bfloat16", 
 @pytest.fixture
 def folder(tmp_path: Path, make_model: ModelFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A tiny target whose weights are bfloat16 numbers, as published ones are; it counts as large."""
-    monkeypatch.setattr("headstart.inference.packed_weights.SMALL_BYTES", 0)
+    monkeypatch.setattr("headstart.inference.targets.packed_weights.SMALL_BYTES", 0)
     make_model().bfloat16().save_pretrained(tmp_path / "target")
     return tmp_path / "target"
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from headstart.data_pipelines.batches import Batch, Sample, in_rows, pack
+from headstart.data_pipelines.features.batches import Batch, Sample, in_rows, pack
 from headstart.heads.base import DraftHead
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.packing import Documents
 from headstart.heads.vocab import DraftVocab
-from headstart.trainers.objective import Objective, Teacher, UnrolledHead, input_noise
+from headstart.trainers.objectives.unrolled import Objective, Teacher, UnrolledHead, input_noise
 
 MakeHead = Callable[..., DraftHead]
 UNROLL, VOCAB, HIDDEN = 4, 97, 32

@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.inference.decode import DecodeLoop, generate
-from headstart.inference.drafter import PLAIN, Drafter
+from headstart.inference.core.drafter import PLAIN, Drafter
+from headstart.inference.core.request import Generation, Request
+from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.drafters.model import EarlyExit, ModelDrafter
-from headstart.inference.prefixes import BLOCK, Cached, PrefixIndex
-from headstart.inference.request import Generation, Request
-from headstart.inference.sampling import Sampling
-from headstart.inference.target.model import TargetModel
+from headstart.inference.engine.loop import DecodeLoop, generate
+from headstart.inference.engine.prefixes import BLOCK, Cached, PrefixIndex
+from headstart.inference.targets.model import TargetModel
 
 SYSTEM = [7 + (5 * i + i * i) % 71 for i in range(40)]  # two and a half blocks
 MEBIBYTE = 2**20

@@ -8,9 +8,9 @@ import torch
 from bad_inputs import Says, assert_raises, assert_refused, type_command
 from tiny_run import build_run, build_tokenizer, tiny_recipe
 
-from headstart.inference import step_memory
-from headstart.inference.drafters.cost_aware import refuse_more_children
-from headstart.inference.step_memory import StepMemory, free_memory, refuse_large_trees
+from headstart.inference.drafters.costs.cost_aware import refuse_more_children
+from headstart.inference.engine import step_memory
+from headstart.inference.engine.step_memory import StepMemory, free_memory, refuse_large_trees
 from headstart.recipes.schema import DecodeSection
 from headstart.trainers.run import run
 from headstart.trainers.tracking import refuse_wandb_without_key
@@ -329,7 +329,7 @@ def test_a_report_that_cannot_work_is_refused_before_the_target_is_loaded(
     allowed: str,
     remedy: str,
 ) -> None:
-    monkeypatch.setattr("headstart.inference.target.model.TargetModel.load", None)
+    monkeypatch.setattr("headstart.inference.targets.model.TargetModel.load", None)
     prompts = f"report.prompts={folder}/one.jsonl"
     options = ["report.baselines=[plain]", prompts, f"run_dir={tmp_path}/run", *overrides]
     outcome = type_command(["report", str(folder / "recipe.yaml"), *options], monkeypatch, capsys)

@@ -14,9 +14,9 @@ from bad_inputs import type_command
 from tiny_run import build_run, quiet_environment
 from transformers.utils import logging
 
-from headstart.inference.target.model import TargetModel
-from headstart.inference.target.quiet import no_bars_of_transformers
-from headstart.recipes.progress import APART, SECONDS, Progress
+from headstart.common.progress import APART, SECONDS, Progress
+from headstart.inference.targets.model import TargetModel
+from headstart.inference.targets.quiet import no_bars_of_transformers
 from headstart.recipes.schema import TargetSection
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -118,7 +118,7 @@ def terminal() -> Iterator[tuple[int, int]]:
 def test_on_a_terminal_the_bar_counts_and_ends_saying_that_it_is_done(terminal: tuple[int, int]) -> None:
     """The training's bar ended with "measured after step N"."""
     program = (
-        "from headstart.recipes.progress import Progress\n"
+        "from headstart.common.progress import Progress\n"
         "with Progress('training', 4, 'steps') as progress:\n"
         "    for step in range(4):\n"
         "        progress.advance(1, f'measured after step {step + 1}')\n"

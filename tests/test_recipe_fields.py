@@ -11,15 +11,15 @@ import torch
 import wandb
 from tiny_run import tiny_recipe
 
-from headstart.data_pipelines.sample_order import SampleOrder
-from headstart.data_pipelines.shards import FeatureStore
+from headstart.data_pipelines.features.shards import FeatureStore
+from headstart.inference.core.sampling import sampling_from_recipe
 from headstart.inference.report.command import report
-from headstart.inference.sampling import sampling_from_recipe
-from headstart.inference.target.attention import GROUPED
-from headstart.inference.target.model import TargetModel
+from headstart.inference.targets.attention import GROUPED
+from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.recipes.schema import DecodeSection
 from headstart.trainers.run import run
+from headstart.trainers.sample_order import SampleOrder
 from headstart.trainers.tracking import Tracker
 
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from headstart.inference import rejection
-from headstart.inference.rejection import Proposals, propose, rejection_choices, typical_allowed
-from headstart.inference.sampling import BatchSampling, History, Sampling
-from headstart.inference.tree import Tree
-from headstart.inference.verify import accept
+from headstart.inference.core import rejection
+from headstart.inference.core.rejection import Proposals, propose, rejection_choices, typical_allowed
+from headstart.inference.core.sampling import BatchSampling, History, Sampling
+from headstart.inference.core.tree import Tree
+from headstart.inference.core.verify import accept
 
 DRAWS, SYMBOLS, LENGTH, DEPTH = 200_000, 5, 3, 2
 IDS = torch.tensor([4, 0, 2, 1])  # the draft vocabulary: symbol 3 is never drafted

@@ -14,7 +14,7 @@ from bad_inputs import Outcome, type_command
 from safetensors.torch import load_file
 from tiny_run import build_run, recipe_values, write_prompts
 
-from headstart.trainers import cli
+from headstart import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -9,16 +9,16 @@ from scripted import SetCosts, paths
 from test_drafters import verified_text
 
 from headstart.heads.eagle3 import Eagle3Head
-from headstart.inference.decode import generate, generate_batch
-from headstart.inference.drafters.cost_aware import CostAware
-from headstart.inference.drafters.costs import Situation
+from headstart.inference.core.request import Request
+from headstart.inference.core.sampling import BatchSampling, Sampling
+from headstart.inference.core.tree import Tree
+from headstart.inference.drafters.costs.cost_aware import CostAware
+from headstart.inference.drafters.costs.costs import Situation
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.drafters.repeats import DEPTH, PRIOR, RATES, Repeats
-from headstart.inference.request import Request
-from headstart.inference.sampling import BatchSampling, Sampling
-from headstart.inference.target.model import TargetModel
-from headstart.inference.tree import Tree
+from headstart.inference.engine.loop import generate, generate_batch
+from headstart.inference.targets.model import TargetModel
 
 MakeHead = Callable[..., Eagle3Head]
 PHRASE = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]

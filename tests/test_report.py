@@ -13,8 +13,8 @@ import torch
 from tiny_run import build_run, tiny_recipe
 
 from headstart.heads.checkpoint import new_head, save_head
-from headstart.heads.export import export
 from headstart.heads.formats.card import measured
+from headstart.heads.formats.export import export
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.report.command import report

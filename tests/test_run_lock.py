@@ -15,8 +15,8 @@ import pytest
 from bad_inputs import Says, assert_refused, type_command
 from tiny_run import build_run
 
-from headstart.recipes import run_lock
-from headstart.recipes.run_lock import LOCK, Owner, Process, only_run_in
+from headstart.common import run_lock
+from headstart.common.run_lock import LOCK, Owner, Process, only_run_in
 
 Leave = Callable[[Owner], Path]
 

@@ -19,10 +19,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from headstart.inference import sampling as module
-from headstart.inference.gumbel import gumbel_noise
-from headstart.inference.sampling import BatchSampling, History, Sampling
-from headstart.inference.tree import ancestor_mask
+from headstart.inference.core import sampling as module
+from headstart.inference.core.gumbel import gumbel_noise
+from headstart.inference.core.sampling import BatchSampling, History, Sampling
+from headstart.inference.core.tree import ancestor_mask
 
 # The 99.9 % quantile of the chi-square distribution, by degrees of freedom.
 CHI_SQUARE_999 = {4: 18.47, 24: 51.18}

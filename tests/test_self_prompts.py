@@ -17,13 +17,14 @@ from test_chat_masks import FAMILIES, template_of
 from tiny_run import contents, tiny_recipe
 from transformers import PreTrainedTokenizerFast
 
-from headstart.data_pipelines import self_prompts
+from headstart.common.jsonl import append_jsonl, read_jsonl
 from headstart.data_pipelines.harvest import harvest
-from headstart.data_pipelines.language import Languages
-from headstart.data_pipelines.prompts import describe_prompts, make_prompts_alone
-from headstart.data_pipelines.row_report import RowReport
-from headstart.data_pipelines.self_candidates import CandidateWriter
-from headstart.data_pipelines.self_selection import (
+from headstart.data_pipelines.prompts.language import Languages
+from headstart.data_pipelines.prompts.prompts import describe_prompts, make_prompts_alone
+from headstart.data_pipelines.prompts.row_report import RowReport
+from headstart.data_pipelines.prompts.self_written import rounds as self_prompts
+from headstart.data_pipelines.prompts.self_written.candidates import CandidateWriter
+from headstart.data_pipelines.prompts.self_written.selection import (
     SIMILARITY,
     HeldOutFile,
     SeenTexts,
@@ -32,15 +33,14 @@ from headstart.data_pipelines.self_selection import (
     normalised,
     shingles,
 )
-from headstart.data_pipelines.self_template import UserTemplate
-from headstart.data_pipelines.stage import Json
-from headstart.inference.decode import generate
-from headstart.inference.inputs import held_out_prompts
-from headstart.inference.request import Generation, Request
-from headstart.inference.sampling import Sampling
-from headstart.inference.target.model import TargetModel
+from headstart.data_pipelines.prompts.self_written.template import UserTemplate
+from headstart.data_pipelines.stages.stage import Json
+from headstart.inference.core.request import Generation, Request
+from headstart.inference.core.sampling import Sampling
+from headstart.inference.engine.loop import generate
+from headstart.inference.show.inputs import held_out_prompts
+from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
-from headstart.recipes.jsonl import append_jsonl, read_jsonl
 from headstart.recipes.schema import DataSection
 
 

@@ -14,10 +14,10 @@ from openai import BadRequestError, NotFoundError, OpenAI
 from server_run import NAME, Running, load_served, running, without
 from tiny_run import CHAT_TEMPLATE, ENDS
 
-from headstart.inference.decode import generate
-from headstart.inference.sampling import Sampling
+from headstart.inference.core.sampling import Sampling
+from headstart.inference.engine.loop import generate
 from headstart.inference.serve.settings import ServerSettings
-from headstart.inference.target.tokenizer import visible_text_of
+from headstart.inference.targets.tokenizer import visible_text_of
 
 MESSAGES: Any = [{"role": "user", "content": "the head guesses 🌳"}]
 

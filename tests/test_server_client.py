@@ -12,11 +12,11 @@ from openai import BadRequestError, OpenAI
 from server_run import NAME, Running, load_served, running, without
 from tokenizers.processors import TemplateProcessing
 
-from headstart.inference.decode import generate, generate_batch
-from headstart.inference.request import Request
-from headstart.inference.sampling import Sampling
+from headstart.inference.core.request import Request
+from headstart.inference.core.sampling import Sampling
+from headstart.inference.engine.loop import generate, generate_batch
 from headstart.inference.serve.settings import ServerSettings
-from headstart.inference.target.tokenizer import visible_text_of
+from headstart.inference.targets.tokenizer import visible_text_of
 
 ROOT = Path(__file__).resolve().parents[1]
 # Each variable that the server passes on leaves a trace in the prompt.

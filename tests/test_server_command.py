@@ -90,7 +90,7 @@ def test_the_model_is_named_after_its_folder_unless_it_gets_names() -> None:
 def serving(folder: Path, *options: str, requests: int) -> Iterator[tuple[subprocess.Popen[str], list[httpx.Response]]]:
     """A server of its own process that has begun to answer one request for so many choices, and the answer."""
     target = build_target(folder / "target")
-    command = [sys.executable, "-m", "headstart.trainers.cli", "serve", "--target", str(target), "--port", "0"]
+    command = [sys.executable, "-m", "headstart.cli", "serve", "--target", str(target), "--port", "0"]
     pipe = subprocess.PIPE
     with subprocess.Popen(
         [*command, "--dtype", "float32", *options],

@@ -17,9 +17,9 @@ import httpx
 import pytest
 from server_run import NAME, Running, load_served, running
 
-from headstart.inference.decode import DecodeLoop
-from headstart.inference.drafter import PLAIN
-from headstart.inference.request import Block
+from headstart.inference.core.drafter import PLAIN
+from headstart.inference.core.request import Block
+from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.serve.service import Served
 from headstart.inference.serve.settings import ServerSettings
 

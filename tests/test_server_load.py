@@ -10,10 +10,10 @@ import httpx
 import pytest
 from server_run import NAME, Running, load_served, running, without
 
-from headstart.inference.decode import generate
-from headstart.inference.sampling import Sampling
+from headstart.inference.core.sampling import Sampling
+from headstart.inference.engine.loop import generate
 from headstart.inference.serve.settings import ServerSettings
-from headstart.inference.target.tokenizer import visible_text_of
+from headstart.inference.targets.tokenizer import visible_text_of
 
 CLIENTS = 8
 ASCII = range(20, 90)  # a prompt must not end within a character

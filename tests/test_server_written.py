@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from headstart.inference.serve.tool_calls import ToolCall, ToolCallParser
-from headstart.inference.serve.written import Piece, WrittenText
+from headstart.inference.serve.requests.tool_calls import ToolCall, ToolCallParser
+from headstart.inference.serve.requests.written import Piece, WrittenText
 
 STOPS = [("ab",), ("aab", "b c"), ("abcabd",), ("🌳", "c")]
 

@@ -9,18 +9,18 @@ import pytest
 import torch
 from scripted import HalfRightHead, LoadCosts, paths
 
-from headstart.inference.cache import KVCache
-from headstart.inference.decode import DecodeLoop, generate
-from headstart.inference.drafter import Verified, VerifiedOnHost
-from headstart.inference.drafters.costs import Situation
+from headstart.inference.core.cache import KVCache
+from headstart.inference.core.drafter import Verified, VerifiedOnHost
+from headstart.inference.core.request import Request
+from headstart.inference.core.sampling import Sampling
+from headstart.inference.core.tree import Tree
+from headstart.inference.core.verify import Accepted
+from headstart.inference.drafters.costs.costs import Situation
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
-from headstart.inference.request import Request
-from headstart.inference.sampling import Sampling
-from headstart.inference.speculation import PATIENCE, REST, SpeculationByLoad
-from headstart.inference.target.model import TargetModel
-from headstart.inference.tree import Tree
-from headstart.inference.verify import Accepted
+from headstart.inference.engine.loop import DecodeLoop, generate
+from headstart.inference.engine.speculation import PATIENCE, REST, SpeculationByLoad
+from headstart.inference.targets.model import TargetModel
 
 GROWTH = Dynamic(3, 2, 6)
 LONG, SHORT = Request([5, 6, 7, 11], 200), Request([3, 8], 40, Sampling(1.0, seed=1))
@@ -58,7 +58,7 @@ def test_drafts_stop_when_rows_come_and_resume_when_they_go(
     """While they are off the head does nothing at all. Then it reads what it missed, in pieces, and drafts what it
     would have drafted. This head is never right, so that all lengths of the text are met.
     """
-    monkeypatch.setattr("headstart.inference.batch.CATCH_UP", 10)
+    monkeypatch.setattr("headstart.inference.engine.batch.CATCH_UP", 10)
     always, by_load = Watched(make_head(), GROWTH), Watched(make_head(), GROWTH)
     alone = generate(target, LONG.prompt, LONG.max_new_tokens, drafter=always)
     loop = DecodeLoop(target, by_load, 3, static, costs=LoadCosts())
@@ -103,7 +103,7 @@ def test_sampled_rows_that_the_head_has_yet_to_catch_up_with_end_no_step(
     target: TargetModel, make_head: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their noise was looked up at the positions where the head stood: an index error under load."""
-    monkeypatch.setattr("headstart.inference.batch.CATCH_UP", 4)
+    monkeypatch.setattr("headstart.inference.engine.batch.CATCH_UP", 4)
     monkeypatch.setattr(SpeculationByLoad, "observe", lambda self, *seen: setattr(self, "steps", 1.0))
     loop = DecodeLoop(target, HeadDrafter(make_head(), GROWTH), 3, costs=LoadCosts())
     assert loop.batch.speculation is not None

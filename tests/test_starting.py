@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from headstart.data_pipelines.shards import FeatureStore
+from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.heads.base import DraftHead
 from headstart.heads.block import BlockHead
 from headstart.heads.checkpoint import load_head, new_head, save_head

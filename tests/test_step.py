@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from headstart.data_pipelines.batches import Batch
+from headstart.data_pipelines.features.batches import Batch
+from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.data_pipelines.harvest import harvest
-from headstart.data_pipelines.sample_order import SampleOrder
-from headstart.data_pipelines.shards import FeatureStore
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import locate_target
 from headstart.recipes import Recipe
@@ -25,6 +24,7 @@ from headstart.trainers.ranks.head_on_ranks import ReplicatedHead
 from headstart.trainers.ranks.launch import start_accelerator
 from headstart.trainers.run import build_head, run, start_of_run
 from headstart.trainers.run_state import Training, TrainingInputs
+from headstart.trainers.sample_order import SampleOrder
 from headstart.trainers.step import StepResult, count_micro_batches, train_step
 
 

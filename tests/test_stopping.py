@@ -8,11 +8,11 @@ import torch
 from scripted import DRAFTERS, Hidden, Oracle, Texts, blocks_of
 
 from headstart.heads.eagle3 import Eagle3Head
-from headstart.inference.decode import generate, generate_batch
-from headstart.inference.drafter import Drafter
-from headstart.inference.request import Generation, Request, StopStrings, cut_at_end
-from headstart.inference.sampling import Sampling
-from headstart.inference.target.model import TargetModel
+from headstart.inference.core.drafter import Drafter
+from headstart.inference.core.request import Generation, Request, StopStrings, cut_at_end
+from headstart.inference.core.sampling import Sampling
+from headstart.inference.engine.loop import generate, generate_batch
+from headstart.inference.targets.model import TargetModel
 
 PROMPT, NEW_TOKENS = [5, 6, 7, 11], 24
 # 97 tokens of one to three bytes: letters, pairs that span words, and single bytes of multi-byte characters.

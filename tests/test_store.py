@@ -15,13 +15,13 @@ from safetensors.torch import save_file
 from tiny_run import build_run, contents, tiny_recipe, write_shard
 from torch.testing import assert_close
 
-from headstart.data_pipelines.batches import Sample
+from headstart.data_pipelines.features.batches import Sample
+from headstart.data_pipelines.features.read_ahead import ReadAhead
+from headstart.data_pipelines.features.shards import FeatureStore
+from headstart.data_pipelines.features.state_encoding import bytes_per_token, decode, encode
+from headstart.data_pipelines.features.store import merge, num_leaked, stats, verify
 from headstart.data_pipelines.harvest import harvest
-from headstart.data_pipelines.read_ahead import ReadAhead
-from headstart.data_pipelines.sample_order import SampleOrder
-from headstart.data_pipelines.shards import FeatureStore
-from headstart.data_pipelines.state_encoding import bytes_per_token, decode, encode
-from headstart.data_pipelines.store import merge, num_leaked, stats, verify
+from headstart.trainers.sample_order import SampleOrder
 
 
 @pytest.fixture(scope="module")

@@ -22,9 +22,9 @@ from transformers import (
     dynamic_module_utils,
 )
 
-from headstart.inference.sampling import Sampling
-from headstart.inference.target.loading import fast_dtype, slow_format
-from headstart.inference.target.model import TargetModel
+from headstart.inference.core.sampling import Sampling
+from headstart.inference.targets.loading import fast_dtype, slow_format
+from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import TargetSection
 
 TOKENS = torch.tensor([[5, 6, 7, 11, 3, 80], [1, 1, 2, 3, 5, 8]])

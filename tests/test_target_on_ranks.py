@@ -15,12 +15,12 @@ from launches import finish, launch, launch_module
 from tiny_run import assert_same_sample, tiny_recipe
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
+from headstart.data_pipelines.features.shards import FeatureStore
+from headstart.data_pipelines.features.store import verify
 from headstart.data_pipelines.harvest import harvest
-from headstart.data_pipelines.shards import FeatureStore
-from headstart.data_pipelines.store import verify
 from headstart.heads.checkpoint import draft_vocab, new_head, save_head
 from headstart.heads.frozen import FrozenTarget
-from headstart.inference.target.ranks import load_zero_slices, refuse_split
+from headstart.inference.targets.ranks import load_zero_slices, refuse_split
 from headstart.recipes import Recipe, load_recipe
 from headstart.recipes.schema import TargetSection
 from headstart.trainers.ranks.launch import refuse_lone_decoding

@@ -10,10 +10,10 @@ import torch
 from exported import edit_config
 from safetensors.torch import load_file, save_file
 
-from headstart.data_pipelines.demo import smollm2
+from headstart import smollm2
 from headstart.heads.checkpoint import load_head, save_head
 from headstart.heads.eagle3 import Eagle3Head
-from headstart.heads.formats.files import HeadFiles
+from headstart.heads.files import HeadFiles
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_origin import SMOLLM2_SOURCES, TargetOrigin, card_source, target_identity
 from headstart.inference.doctor.command import Options, diagnose

@@ -15,8 +15,8 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from headstart.data_pipelines.batches import Batch, Sample
-from headstart.data_pipelines.shards import FeatureStore, write_manifest
+from headstart.data_pipelines.features.batches import Batch, Sample
+from headstart.data_pipelines.features.shards import FeatureStore, write_manifest
 from headstart.heads.base import DraftHead
 from headstart.heads.checkpoint import new_head
 from headstart.heads.eagle1 import Eagle1Head, Eagle1Layer
@@ -27,7 +27,7 @@ from headstart.heads.losses import OBJECTIVES
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes import Recipe
 from headstart.recipes.schema import Eagle1Section, Eagle3Section
-from headstart.trainers.objective import Objective, Teacher, UnrolledHead, input_noise
+from headstart.trainers.objectives.unrolled import Objective, Teacher, UnrolledHead, input_noise
 
 ROOT = Path(__file__).resolve().parents[1]
 UNROLL, DECAY = 4, 0.8
@@ -259,7 +259,9 @@ def test_chunks_change_neither_loss_nor_gradient(
         batch = batch_for(head, samples)
         whole = unrolled_loss(head, batch, frozen, objective=objective)
         with monkeypatch.context() as patch:
-            patch.setattr("headstart.trainers.objective.CHUNK_LOGITS", positions * UNROLL * len(head.vocab.ids))
+            patch.setattr(
+                "headstart.trainers.objectives.unrolled.CHUNK_LOGITS", positions * UNROLL * len(head.vocab.ids)
+            )
             chunked = unrolled_loss(head, batch, frozen, objective=objective)
         assert_close(chunked, whole, rtol=1e-5, atol=1e-5)
         assert_close(gradients(head, chunked), gradients(head, whole), rtol=1e-5, atol=1e-5)
@@ -281,7 +283,7 @@ def test_no_tensor_holds_the_logits_of_all_positions(
                     largest[size] = max(largest[size], tensor.numel() // size)
             return made
 
-    monkeypatch.setattr("headstart.trainers.objective.CHUNK_LOGITS", 6 * 300)
+    monkeypatch.setattr("headstart.trainers.objectives.unrolled.CHUNK_LOGITS", 6 * 300)
     with Watch():
         gradients(head, unrolled_loss(head, batch, frozen))
     num_positions = int(batch.loss_mask.sum())

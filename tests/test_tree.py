@@ -5,9 +5,9 @@ import torch
 from jaxtyping import TypeCheckError
 from torch import Tensor
 
+from headstart.inference.core.tree import Tree, ancestor_mask, squared_mask
+from headstart.inference.core.verify import Accepted, accept, accept_allowed
 from headstart.inference.drafters.growth import Fixed, Pool
-from headstart.inference.tree import Tree, ancestor_mask, squared_mask
-from headstart.inference.verify import Accepted, accept, accept_allowed
 
 
 def random_parents(nodes: int) -> list[int]:

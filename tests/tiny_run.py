@@ -11,8 +11,8 @@ from accelerate import PartialState
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from headstart.data_pipelines.batches import Sample
-from headstart.data_pipelines.shards import ShardBuffer, stored_states, stored_tokens
+from headstart.data_pipelines.features.batches import Sample
+from headstart.data_pipelines.features.shards import ShardBuffer, stored_states, stored_tokens
 from headstart.recipes import Recipe, load_recipe
 
 VOCAB_SIZE = 300

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from headstart.data_pipelines.count_rows import most_samples
-from headstart.data_pipelines.shards import MANIFEST, FeatureStore, stored_taps
-from headstart.data_pipelines.state_encoding import bytes_per_token
+from headstart.data_pipelines.features.shards import MANIFEST, FeatureStore, stored_taps
+from headstart.data_pipelines.features.state_encoding import bytes_per_token
+from headstart.data_pipelines.prompts.count_rows import most_samples
 from headstart.heads.checkpoint import head_taps
 from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.recipes import Recipe

@@ -5,23 +5,23 @@ from typing import Any
 
 import torch
 
-from headstart.data_pipelines.batches import Batch
-from headstart.data_pipelines.sample_stores import SampleStore
+from headstart.common.jsonl import read_jsonl
+from headstart.data_pipelines.features.batches import Batch
+from headstart.data_pipelines.features.sample_stores import SampleStore
 from headstart.heads.base import DraftHead
 from headstart.heads.calibration import Calibration
 from headstart.inference.calibrate import fit_calibration
-from headstart.inference.cuda_graph import SpareSteps
-from headstart.inference.decode import generate_batch
+from headstart.inference.core.request import DecodeStats, Request
+from headstart.inference.core.sampling import sampling_from_recipe
 from headstart.inference.drafters.block import head_drafter
-from headstart.inference.drafters.cost_aware import growth_from_recipe
-from headstart.inference.request import DecodeStats, Request
-from headstart.inference.request_checks import check_length
-from headstart.inference.sampling import sampling_from_recipe
-from headstart.inference.target.model import TargetModel
+from headstart.inference.drafters.costs.cost_aware import growth_from_recipe
+from headstart.inference.engine.checks import check_length
+from headstart.inference.engine.loop import generate_batch
+from headstart.inference.targets.cuda_graph import SpareSteps
+from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
-from headstart.recipes.jsonl import read_jsonl
 from headstart.trainers.checkpoint import Tensors
-from headstart.trainers.objective import UnrolledHead
+from headstart.trainers.objectives.unrolled import UnrolledHead
 
 HELD_OUT = "held out"  # decides which blocks of a held-out text are scored, the same ones at every measurement
 TEMPERATURES = {"tau": 0.0, "tau_t1": 1.0}  # metric of acceptance length -> the temperature it is measured at

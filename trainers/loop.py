@@ -5,7 +5,6 @@ import time
 
 from accelerate import Accelerator
 
-from headstart.data_pipelines.sample_order import SampleOrder
 from headstart.heads.base import DraftHead
 from headstart.recipes import Recipe
 from headstart.trainers.checkpoint import Checkpoints
@@ -13,6 +12,7 @@ from headstart.trainers.evaluation import TEMPERATURES, decoding_metrics, held_o
 from headstart.trainers.interrupt import Interrupts
 from headstart.trainers.precision import autocast
 from headstart.trainers.run_state import Training, TrainingInputs, weights_on_cpu
+from headstart.trainers.sample_order import SampleOrder
 from headstart.trainers.step import StepResult, samples_of_rank, train_step
 from headstart.trainers.tracking import Tracker
 

@@ -13,8 +13,8 @@ if __name__ == "__main__":
 
 from functools import partial
 
+from headstart.common.os_errors import CONTINUES
 from headstart.recipes import run_command
-from headstart.recipes.os_errors import CONTINUES
 from headstart.trainers.run import run
 
 

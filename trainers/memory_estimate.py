@@ -8,18 +8,18 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from headstart.data_pipelines.batches import Batch
+from headstart.data_pipelines.features.batches import Batch
 from headstart.heads.base import DraftHead
 from headstart.heads.block_attention import Blocks
 from headstart.heads.checkpoint import KINDS, draft_vocab
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig
-from headstart.inference.target.architecture import decoder_layers
-from headstart.inference.target.model import TargetModel
+from headstart.inference.targets.architecture import decoder_layers
+from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
-from headstart.trainers.block_objective import BlockSupervision, TrainedBlocks
-from headstart.trainers.medusa2 import trainable_section
-from headstart.trainers.objective import Supervision, Teacher, UnrolledHead, positions_at_once
+from headstart.trainers.objectives.block import BlockSupervision, TrainedBlocks
+from headstart.trainers.objectives.medusa2 import trainable_section
+from headstart.trainers.objectives.unrolled import Supervision, Teacher, UnrolledHead, positions_at_once
 from headstart.trainers.optimizers import build_optimizers
 from headstart.trainers.precision import autocast
 from headstart.trainers.run_state import head_in_training

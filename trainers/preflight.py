@@ -5,12 +5,12 @@ from importlib.util import find_spec
 import torch
 from rich.filesize import decimal
 
-from headstart.data_pipelines.count_rows import most_samples
 from headstart.data_pipelines.preflight import check_harvest
+from headstart.data_pipelines.prompts.count_rows import most_samples
 from headstart.heads.checkpoint import KINDS, draft_vocab
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig, locate_target
-from headstart.inference.step_memory import free_memory, refuse_trees_of
+from headstart.inference.engine.step_memory import free_memory, refuse_trees_of
 from headstart.recipes import Recipe
 from headstart.trainers.dry_run import refuse_sizes
 from headstart.trainers.memory_estimate import frozen_without_weights

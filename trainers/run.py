@@ -7,10 +7,12 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
+from headstart.common.jsonl import read_json
+from headstart.common.launcher import end_with_launcher
+from headstart.data_pipelines.features.sample_stores import SampleStore, open_stores
+from headstart.data_pipelines.features.shards import stored_taps
 from headstart.data_pipelines.harvest import harvest
-from headstart.data_pipelines.sample_stores import SampleStore, open_stores
-from headstart.data_pipelines.shards import stored_taps
-from headstart.data_pipelines.stage import Stage
+from headstart.data_pipelines.stages.stage import Stage
 from headstart.data_pipelines.together import run_together
 from headstart.heads.base import DraftHead
 from headstart.heads.block import BlockHead
@@ -20,11 +22,9 @@ from headstart.heads.frozen import FrozenTarget, SafetensorsFolder
 from headstart.heads.target_config import locate_target
 from headstart.heads.target_origin import TargetOrigin
 from headstart.heads.vocab import DraftVocab
-from headstart.inference.target.loading import processor_name, slow_format
-from headstart.inference.target.model import TargetModel
+from headstart.inference.targets.loading import processor_name, slow_format
+from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
-from headstart.recipes.jsonl import read_json
-from headstart.recipes.launcher import end_with_launcher
 from headstart.recipes.schema import BlockSection, Eagle3Section
 from headstart.trainers.checkpoint import Checkpoints, Tensors, newest_step
 from headstart.trainers.continuing import RunStart, changes, checkpoint_inputs, describe_changes
@@ -32,7 +32,7 @@ from headstart.trainers.dry_run import print_plan, refuse_sizes
 from headstart.trainers.evaluation import HeldOutDecoding
 from headstart.trainers.first_weights import fit_first_weights
 from headstart.trainers.loop import train
-from headstart.trainers.medusa2 import TrainableTarget
+from headstart.trainers.objectives.medusa2 import TrainableTarget
 from headstart.trainers.preflight import preflight
 from headstart.trainers.ranks.launch import refuse_lone_decoding, start_accelerator
 from headstart.trainers.run_state import TrainingInputs

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from accelerate import Accelerator
 from torch import nn
 
-from headstart.data_pipelines.sample_stores import SampleStore
+from headstart.data_pipelines.features.sample_stores import SampleStore
 from headstart.heads.base import DraftHead
 from headstart.heads.block import BlockHead
 from headstart.heads.frozen import FrozenTarget
 from headstart.recipes import Recipe
-from headstart.trainers.block_objective import TrainedBlocks
 from headstart.trainers.checkpoint import Snapshot, Tensors
 from headstart.trainers.ema import MovingAverage
 from headstart.trainers.evaluation import HeldOutDecoding
-from headstart.trainers.medusa2 import JointHead, JointHeadOnRanks, TrainableTarget
-from headstart.trainers.objective import Objective, Teacher, UnrolledHead
+from headstart.trainers.objectives.block import TrainedBlocks
+from headstart.trainers.objectives.medusa2 import JointHead, JointHeadOnRanks, TrainableTarget
+from headstart.trainers.objectives.unrolled import Objective, Teacher, UnrolledHead
 from headstart.trainers.precision import LossScale, compute_dtype
 from headstart.trainers.ranks.head_on_ranks import HeadOnRanks
 from headstart.trainers.ranks.launch import distribute_head

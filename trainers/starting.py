@@ -5,11 +5,11 @@ from pathlib import Path
 
 import torch
 
+from headstart.common.jsonl import read_growing_jsonl
 from headstart.heads.base import DraftHead
 from headstart.heads.checkpoint import KINDS, load_head, save_head
 from headstart.heads.frozen import FrozenTarget
 from headstart.recipes import Recipe
-from headstart.recipes.jsonl import read_growing_jsonl
 from headstart.trainers.memory_estimate import frozen_without_weights
 
 START = "start_from"  # the folder of the starting head's copy, beside the checkpoints

@@ -7,10 +7,10 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from headstart.data_pipelines.batches import Batch, Sample, pack
-from headstart.data_pipelines.sample_stores import SampleStore
-from headstart.trainers.block_objective import BlockSupervision
-from headstart.trainers.objective import Supervision, input_noise
+from headstart.data_pipelines.features.batches import Batch, Sample, pack
+from headstart.data_pipelines.features.sample_stores import SampleStore
+from headstart.trainers.objectives.block import BlockSupervision
+from headstart.trainers.objectives.unrolled import Supervision, input_noise
 from headstart.trainers.precision import autocast
 from headstart.trainers.run_state import Training
 

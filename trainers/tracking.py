@@ -9,10 +9,10 @@ from typing import Any
 
 import wandb
 
-from headstart.data_pipelines.stage import write_text
+from headstart.common.jsonl import append_jsonl, read_growing_jsonl, write_jsonl
+from headstart.common.progress import Progress
+from headstart.data_pipelines.stages.stage import write_text
 from headstart.recipes import Recipe
-from headstart.recipes.jsonl import append_jsonl, read_growing_jsonl, write_jsonl
-from headstart.recipes.progress import Progress
 
 KEY_LENGTH = 40  # characters of a key of Weights & Biases, at the least
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from headstart.heads.checkpoint import new_head
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema import BlockSection
-from headstart.trainers.block_objective import TrainedBlocks
-from headstart.trainers.objective import Objective, Teacher
-from headstart.trainers.papers import decay_of
+from headstart.trainers.objectives.block import TrainedBlocks
+from headstart.trainers.objectives.papers import decay_of
+from headstart.trainers.objectives.unrolled import Objective, Teacher
 
 
 def make_step(case: Case, inputs: Inputs) -> Step:

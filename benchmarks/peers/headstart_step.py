@@ -4,13 +4,13 @@ import torch
 from peers.contender import Case, Inputs, Step, serve
 from torch import Tensor
 
-from headstart.data_pipelines.batches import Batch, Sample
+from headstart.data_pipelines.features.batches import Batch, Sample
 from headstart.heads.checkpoint import new_head
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema import Eagle3Section
-from headstart.trainers.objective import Objective, Teacher, UnrolledHead
+from headstart.trainers.objectives.unrolled import Objective, Teacher, UnrolledHead
 
 
 def make_step(case: Case, inputs: Inputs) -> Step:

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Iterable, Iterator
 
+from headstart.heads.files import HeadFiles
 from headstart.heads.formats import block_rules, config_rules, medusa_rules, tap_rules, tensor_rules
 from headstart.heads.formats.engines import AUTHORS
-from headstart.heads.formats.files import HeadFiles
 from headstart.heads.formats.subject import Subject, layout_of
 from headstart.heads.formats.violation import Violation
 from headstart.heads.frozen import FrozenTarget

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
-from headstart.heads.formats.files import has_weight_dtype
+from headstart.heads.files import has_weight_dtype
 from headstart.heads.formats.subject import Subject, midlayer_name
 from headstart.heads.formats.tap_rules import num_captured_taps
 from headstart.heads.formats.violation import MISSING, Violation, tensor_error

@@ -6,11 +6,11 @@ from contextlib import closing
 from dataclasses import dataclass
 from statistics import median
 
-from headstart.inference.decode import DecodeLoop
-from headstart.inference.drafter import Drafter
-from headstart.inference.request import Block, DecodeStats, Detokenize, Request
-from headstart.inference.target.model import TargetModel
-from headstart.inference.text_stream import TextStream
+from headstart.inference.core.drafter import Drafter
+from headstart.inference.core.request import Block, DecodeStats, Detokenize, Request
+from headstart.inference.engine.loop import DecodeLoop
+from headstart.inference.show.text_stream import TextStream
+from headstart.inference.targets.model import TargetModel
 
 WARMUP_STEPS = 4
 MEASURED_STEPS = 16

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from headstart.inference.target.tokenizer import Tokenizer, chat_tokens
+from headstart.inference.targets.tokenizer import Tokenizer, chat_tokens
 
 Turn = dict[str, str]
 

@@ -14,13 +14,13 @@ from rich.text import Text
 from headstart.inference.chat.answer import MEASURED_STEPS, WARMUP_STEPS, Answer, plain_tokens_per_second
 from headstart.inference.chat.commands import Command, help_text, read_command
 from headstart.inference.chat.conversation import Conversation
-from headstart.inference.colours import SHADES, token_style
-from headstart.inference.drafter import Drafter
-from headstart.inference.request import Request
-from headstart.inference.sampling import Sampling
-from headstart.inference.target.model import TargetModel
-from headstart.inference.target.tokenizer import Tokenizer, visible_text_of
-from headstart.inference.verify import BONUS
+from headstart.inference.core.drafter import Drafter
+from headstart.inference.core.request import Request
+from headstart.inference.core.sampling import Sampling
+from headstart.inference.core.verify import BONUS
+from headstart.inference.show.colours import SHADES, token_style
+from headstart.inference.targets.model import TargetModel
+from headstart.inference.targets.tokenizer import Tokenizer, visible_text_of
 
 LEAST_STEPS = 8  # of a plain answer whose speed replaces the one that was measured at the start
 

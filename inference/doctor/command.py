@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from headstart.common.jsonl import read_jsonl
+from headstart.common.os_errors import errors_as_messages
+from headstart.heads.files import HeadFiles
 from headstart.heads.formats.contracts import engines_of
-from headstart.heads.formats.files import HeadFiles
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig, locate_target
-from headstart.inference.decode import generate_batch
+from headstart.inference.core.request import Request
 from headstart.inference.doctor.export_parts import compare_parts
 from headstart.inference.doctor.findings import (
     Finding,
@@ -30,13 +32,11 @@ from headstart.inference.doctor.findings import (
 from headstart.inference.doctor.interpretation import Interpretation, Measure, ReplayedText, accuracies
 from headstart.inference.doctor.options import Options, doctor_options
 from headstart.inference.doctor.variants import check_number_format, find_better_variants
+from headstart.inference.engine.checks import check_length
+from headstart.inference.engine.loop import generate_batch
 from headstart.inference.report.tables import rich_table
-from headstart.inference.request import Request
-from headstart.inference.request_checks import check_length
-from headstart.inference.target.model import TargetModel, pick_device
-from headstart.inference.target.tokenizer import load_tokenizer
-from headstart.recipes.jsonl import read_jsonl
-from headstart.recipes.os_errors import errors_as_messages
+from headstart.inference.targets.model import TargetModel, pick_device
+from headstart.inference.targets.tokenizer import load_tokenizer
 from headstart.recipes.schema import TargetSection
 
 MAX_DEPTH = 64  # far beyond what any head is served with

@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from headstart.heads.files import HeadFiles
 from headstart.heads.formats import block_rules, config_rules, tensor_rules
 from headstart.heads.formats.contracts import violations
-from headstart.heads.formats.files import HeadFiles
 from headstart.heads.formats.subject import BLOCK, MEDUSA, Subject, layout_of
 from headstart.heads.formats.violation import Violation
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_origin import SMOLLM2_SOURCES, TargetOrigin
 from headstart.inference.doctor.interpretation import Interpretation
-from headstart.inference.target.tokenizer import load_tokenizer
+from headstart.inference.targets.tokenizer import load_tokenizer
 
 MIN_ACCURACY = 0.02  # a head below it is untrained, damaged or made for another target
 CATEGORIES = (  # a word in the place or text of a contract violation -> the category of the finding

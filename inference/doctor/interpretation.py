@@ -12,14 +12,14 @@ from torch import Tensor
 from headstart.heads.base import DraftHead
 from headstart.heads.block_keys import block_key
 from headstart.heads.checkpoint import head_from_files
-from headstart.heads.formats.files import HeadFiles
+from headstart.heads.files import HeadFiles
 from headstart.heads.formats.published import translate
 from headstart.heads.formats.subject import Subject, layout_of
 from headstart.heads.formats.tap_rules import captured_taps
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import Rope
 from headstart.inference.calibrate import score_taps
-from headstart.inference.sampling import Sampling
+from headstart.inference.core.sampling import Sampling
 
 MAPS = ("d2t", "t2d", "token_map")
 NORM_FLAGS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")

@@ -3,13 +3,14 @@
 import reprlib
 from pathlib import Path
 
+from headstart.common.jsonl import read_jsonl
 from headstart.heads.base import DraftHead
 from headstart.heads.block import BlockHead
 from headstart.heads.checkpoint import load_head
 from headstart.heads.target_config import locate_target
-from headstart.inference.drafter import Drafter
+from headstart.inference.core.drafter import Drafter
 from headstart.inference.drafters.block import head_drafter
-from headstart.inference.drafters.cost_aware import growth_from_recipe
+from headstart.inference.drafters.costs.cost_aware import growth_from_recipe
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
 from headstart.inference.drafters.lookahead import Lookahead
 from headstart.inference.drafters.lookup import CorpusLookup, PromptLookup
@@ -18,10 +19,9 @@ from headstart.inference.drafters.other_tokenizer import OtherTokenizerDrafter
 from headstart.inference.drafters.repeats import Repeats
 from headstart.inference.drafters.suffix_automaton import SuffixAutomaton
 from headstart.inference.drafters.trie import TreeLimits
-from headstart.inference.packed_weights import pack_weights
-from headstart.inference.target.model import TargetModel
-from headstart.inference.target.tokenizer import load_tokenizer, same_tokenizer
-from headstart.recipes.jsonl import read_jsonl
+from headstart.inference.targets.model import TargetModel
+from headstart.inference.targets.packed_weights import pack_weights
+from headstart.inference.targets.tokenizer import load_tokenizer, same_tokenizer
 from headstart.recipes.schema import DecodeSection, TargetSection
 
 

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from headstart.inference.drafter import Verified
-from headstart.inference.tree import Tree
+from headstart.inference.core.drafter import Verified
+from headstart.inference.core.tree import Tree
 
 LEAST_CHANCE = 0.2  # of a draft token that policies without costs verify beside their trees
 

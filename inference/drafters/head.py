@@ -12,14 +12,14 @@ from torch.nn import functional
 
 from headstart.heads.calibration import Calibration
 from headstart.heads.vocab import DraftVocab
-from headstart.inference.cache import KVCache
-from headstart.inference.constraint import LevelConstraint
-from headstart.inference.drafter import Verified, VerifiedOnHost
+from headstart.inference.core.cache import KVCache
+from headstart.inference.core.constraint import LevelConstraint
+from headstart.inference.core.drafter import Verified, VerifiedOnHost
+from headstart.inference.core.sampling import BatchSampling, History
+from headstart.inference.core.tree import Block, Tree, additive, block_mask, take
 from headstart.inference.drafters.growth import Growth, Pool
 from headstart.inference.drafters.proposals import SampledChildren
 from headstart.inference.drafters.repeats import Repeats
-from headstart.inference.sampling import BatchSampling, History
-from headstart.inference.tree import Block, Tree, additive, block_mask, take
 
 
 @dataclass

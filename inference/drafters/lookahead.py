@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from headstart.inference.cache import KVCache
-from headstart.inference.constraint import ConstraintState
-from headstart.inference.drafter import Verified, VerifiedOnHost
+from headstart.inference.core.cache import KVCache
+from headstart.inference.core.constraint import ConstraintState
+from headstart.inference.core.drafter import Verified, VerifiedOnHost
+from headstart.inference.core.tree import Tree
 from headstart.inference.drafters.trie import Trie, batch_tries
-from headstart.inference.tree import Tree
 
 
 @dataclass

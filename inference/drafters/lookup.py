@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy
 from torch import Tensor, nn
 
-from headstart.inference.cache import KVCache
-from headstart.inference.drafter import Verified, VerifiedOnHost
+from headstart.inference.core.cache import KVCache
+from headstart.inference.core.drafter import Verified, VerifiedOnHost
+from headstart.inference.core.tree import Tree
 from headstart.inference.drafters.suffix_automaton import SuffixAutomaton
 from headstart.inference.drafters.trie import Child, GumbelRow, TreeLimits, Trie, batch_tries, grow_best_first
-from headstart.inference.tree import Tree
 
 MAX_OCCURRENCES = 64  # of an n-gram, the latest ones
 MAX_MATCH = 64  # tokens at the end of the text that are searched for in a corpus

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from headstart.heads.calibration import Calibration
 from headstart.heads.vocab import DraftVocab
-from headstart.inference.cache import KVCache, Slots
-from headstart.inference.drafter import Verified
+from headstart.inference.core.cache import KVCache, Slots
+from headstart.inference.core.drafter import Verified
+from headstart.inference.core.tree import Block, Tree
 from headstart.inference.drafters.growth import Growth
 from headstart.inference.drafters.head import Frontier, HeadDrafter, LevelMasks
-from headstart.inference.target.architecture import first_layers
-from headstart.inference.target.model import Masks, TargetModel
-from headstart.inference.tree import Block, Tree
+from headstart.inference.targets.architecture import first_layers
+from headstart.inference.targets.model import Masks, TargetModel
 
 
 class ModelAsHead:

@@ -11,12 +11,12 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from headstart.inference.cache import PAGE, KVCache
-from headstart.inference.drafter import Verified, VerifiedOnHost
+from headstart.inference.core.cache import PAGE, KVCache
+from headstart.inference.core.drafter import Verified, VerifiedOnHost
+from headstart.inference.core.tree import Block, Tree
 from headstart.inference.drafters.trie import Trie, batch_tries
-from headstart.inference.target.model import TargetModel
-from headstart.inference.target.tokenizer import REPLACEMENT_CHARACTER
-from headstart.inference.tree import Block, Tree
+from headstart.inference.targets.model import TargetModel
+from headstart.inference.targets.tokenizer import REPLACEMENT_CHARACTER
 
 CONTEXT = 8  # last tokens of the text that are encoded together with the drafted text, as tokens may span the border
 

@@ -7,11 +7,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headstart.heads.vocab import DraftVocab
-from headstart.inference.drafter import Verified
+from headstart.inference.core.drafter import Verified
+from headstart.inference.core.rejection import Proposals, propose
+from headstart.inference.core.sampling import BatchSampling, History
+from headstart.inference.core.tree import Tree
 from headstart.inference.drafters.growth import Fixed, Growth
-from headstart.inference.rejection import Proposals, propose
-from headstart.inference.sampling import BatchSampling, History
-from headstart.inference.tree import Tree
 
 
 class SampledChildren:

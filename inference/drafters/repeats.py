@@ -8,11 +8,11 @@ is verified besides.
 
 from dataclasses import replace
 
-from headstart.inference.drafter import VerifiedOnHost
+from headstart.inference.core.drafter import VerifiedOnHost
+from headstart.inference.core.tree import Tree
 from headstart.inference.drafters.growth import Growth
 from headstart.inference.drafters.lookup import Continuations
 from headstart.inference.drafters.trie import GumbelRow, TreeLimits, Trie, batch_tries, grow_best_first
-from headstart.inference.tree import Tree
 
 # How often the next token of a repeat is right, by how many tokens (at least) of the text's end have repeated before
 # it: measured on SmolLM2-135M-Instruct's answers to 12 questions of Spec-Bench at temperature 0.

@@ -9,9 +9,9 @@ from typing import Generic, TypeVar
 
 import torch
 
-from headstart.inference.constraint import ConstraintState, Path, follow, only_token
-from headstart.inference.drafter import VerifiedOnHost
-from headstart.inference.tree import Tree
+from headstart.inference.core.constraint import ConstraintState, Path, follow, only_token
+from headstart.inference.core.drafter import VerifiedOnHost
+from headstart.inference.core.tree import Tree
 
 State = TypeVar("State")
 

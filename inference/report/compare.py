@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
-from headstart.inference.batch import start_history
+from headstart.inference.core.request import DecodeStats, Request
+from headstart.inference.core.sampling import AcceptanceRule, BatchSampling, Sampling
+from headstart.inference.engine.batch import start_history
 from headstart.inference.report.questions import Prompt
 from headstart.inference.report.rounds import (
     Round,
@@ -20,9 +22,7 @@ from headstart.inference.report.rounds import (
 )
 from headstart.inference.report.runs import Method
 from headstart.inference.report.statistics import Interval, quantile, speedup
-from headstart.inference.request import DecodeStats, Request
-from headstart.inference.sampling import AcceptanceRule, BatchSampling, Sampling
-from headstart.inference.target.model import TargetModel
+from headstart.inference.targets.model import TargetModel
 
 # The keys of report.json are a file format: they keep their names when fields are renamed.
 JSON_KEYS = {"method": "way"}

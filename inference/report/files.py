@@ -8,17 +8,17 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from headstart.common.whole_files import whole_file, write_text
 from headstart.heads.base import DraftHead
-from headstart.inference.drafters.cost_aware import searched_tree
-from headstart.inference.inputs import OWN_HEAD
+from headstart.inference.core.request import Detokenize
+from headstart.inference.drafters.costs.cost_aware import searched_tree
 from headstart.inference.report.compare import Outcome
 from headstart.inference.report.page import page
 from headstart.inference.report.tables import COLUMNS, NOTE, as_markdown, draw
 from headstart.inference.report.trace import Trace
 from headstart.inference.report.tree_picture import draw_tree
-from headstart.inference.request import Detokenize
+from headstart.inference.show.inputs import OWN_HEAD
 from headstart.recipes import Recipe
-from headstart.recipes.whole_files import whole_file, write_text
 
 
 def write_report(

@@ -8,14 +8,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from headstart.heads.formats.files import MODEL
+from headstart.common.jsonl import append_jsonl, read_growing_jsonl, write_jsonl
+from headstart.heads.files import MODEL
 from headstart.heads.target_config import locate_target
+from headstart.inference.core.request import DecodeStats
 from headstart.inference.report.questions import Prompt
 from headstart.inference.report.rounds import Place, Round
 from headstart.inference.report.runs import Method, Run
-from headstart.inference.request import DecodeStats
 from headstart.recipes import Recipe
-from headstart.recipes.jsonl import append_jsonl, read_growing_jsonl, write_jsonl
 
 Setting = tuple[float, int]  # temperature, batch size
 

@@ -8,14 +8,14 @@ from html import escape
 
 from rich.text import Text
 
-from headstart.inference.colours import LIGHT_INK, SHADES, shade, token_style
+from headstart.inference.core.request import Detokenize
+from headstart.inference.core.verify import BONUS
 from headstart.inference.report.compare import Outcome
 from headstart.inference.report.svg import Series, category_plot, legend, line_plot, tree_drawing
 from headstart.inference.report.tables import COLUMNS, NOTE, cells, further_tables, heading
 from headstart.inference.report.trace import Trace, TracedStep
-from headstart.inference.request import Detokenize
-from headstart.inference.text_stream import TextStream
-from headstart.inference.verify import BONUS
+from headstart.inference.show.colours import LIGHT_INK, SHADES, shade, token_style
+from headstart.inference.show.text_stream import TextStream
 
 ON_DARK = ("#1c3322", "#1f4227", "#22522c", "#256331", "#277034", "#4fae58", "#8fd694")
 DARK_INK = 6  # on a dark page: from this depth on, letters are black

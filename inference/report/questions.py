@@ -7,8 +7,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeGuard
 
-from headstart.inference.target.tokenizer import Tokenizer, chat_tokens
-from headstart.recipes.jsonl import read_jsonl
+from headstart.common.jsonl import read_jsonl
+from headstart.inference.targets.tokenizer import Tokenizer, chat_tokens
 
 # Spec-Bench files the conversations of MT-Bench under eight topics of ten questions each; its tables have one group.
 CONVERSATION = "multi-turn conversation"

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from headstart.inference.core.sampling import Sampling
 from headstart.inference.report.questions import Prompt
 from headstart.inference.report.runs import Method, Run, run_batch
-from headstart.inference.sampling import Sampling
-from headstart.inference.target.model import TargetModel
+from headstart.inference.targets.model import TargetModel
 
 Place = tuple[int, int]  # number of a batch of questions, turn of the chat; both from 0
 NextTurn = Callable[[Prompt, list[int]], Prompt | None]  # what follows a prompt and its answer; None if nothing does

@@ -7,11 +7,11 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from headstart.inference.decode import loop_of
-from headstart.inference.drafter import Drafter
-from headstart.inference.request import DecodeStats, Request
-from headstart.inference.sampling import Sampling
-from headstart.inference.target.model import TargetModel
+from headstart.inference.core.drafter import Drafter
+from headstart.inference.core.request import DecodeStats, Request
+from headstart.inference.core.sampling import Sampling
+from headstart.inference.engine.loop import loop_of
+from headstart.inference.targets.model import TargetModel
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from headstart.inference.cache import KVCache
-from headstart.inference.decode import generate
-from headstart.inference.drafter import Drafter, Verified, VerifiedOnHost
-from headstart.inference.sampling import Sampling
-from headstart.inference.target.model import TargetModel
-from headstart.inference.tree import Tree
+from headstart.inference.core.cache import KVCache
+from headstart.inference.core.drafter import Drafter, Verified, VerifiedOnHost
+from headstart.inference.core.sampling import Sampling
+from headstart.inference.core.tree import Tree
+from headstart.inference.engine.loop import generate
+from headstart.inference.targets.model import TargetModel
 
 
 @dataclass(frozen=True)

@@ -15,27 +15,27 @@ from typing import Any
 
 import uvicorn
 
+from headstart.common.os_errors import NOT_BEGUN, errors_as_messages
 from headstart.heads.base import DraftHead
 from headstart.heads.target_config import locate_target
-from headstart.inference.decode import DecodeLoop
-from headstart.inference.drafter import Drafter
-from headstart.inference.drafters.cost_files import cost_table
-from headstart.inference.drafters.costs import CostTable
+from headstart.inference.core.drafter import Drafter
+from headstart.inference.core.sampling import Sampling
+from headstart.inference.drafters.costs.costs import CostTable
+from headstart.inference.drafters.costs.files import cost_table
 from headstart.inference.drafters.head import TreeDrafter
-from headstart.inference.generation import SpeculativeModel
-from headstart.inference.generation_config import config_fields
-from headstart.inference.model_options import require_head
-from headstart.inference.sampling import Sampling
+from headstart.inference.engine.loop import DecodeLoop
+from headstart.inference.generate.model import SpeculativeModel
+from headstart.inference.generate.options import require_head
+from headstart.inference.generate.settings import config_fields
 from headstart.inference.serve.acceptance_watch import promised_length
-from headstart.inference.serve.access_log import to_stdout
-from headstart.inference.serve.app import build_app
+from headstart.inference.serve.http.access_log import to_stdout
+from headstart.inference.serve.http.app import build_app
 from headstart.inference.serve.model_thread import ModelThread
 from headstart.inference.serve.options import ServeOptions, serve_options
 from headstart.inference.serve.service import Served, Service
-from headstart.inference.target.loading import fast_dtype, pick_device
-from headstart.inference.target.model import TargetModel
-from headstart.inference.target.tokenizer import load_tokenizer
-from headstart.recipes.os_errors import NOT_BEGUN, errors_as_messages
+from headstart.inference.targets.loading import fast_dtype, pick_device
+from headstart.inference.targets.model import TargetModel
+from headstart.inference.targets.tokenizer import load_tokenizer
 from headstart.recipes.schema import DecodeSection, TargetSection
 from headstart.recipes.tuned_target import refuse_original_target
 

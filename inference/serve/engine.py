@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
 
-from headstart.inference.decode import DecodeLoop
-from headstart.inference.request import Alternatives, Block, DecodeStats, DraftTree, Generation, Request
+from headstart.inference.core.request import Alternatives, Block, DecodeStats, DraftTree, Generation, Request
+from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.serve.errors import ApiError
 from headstart.inference.serve.model_thread import ModelThread
 

@@ -5,12 +5,12 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from headstart.inference.request import Alternatives, DecodeStats, DraftTree
+from headstart.inference.core.request import Alternatives, DecodeStats, DraftTree
 from headstart.inference.serve.engine import End, Engine, Event, Failure, Job, Update
 from headstart.inference.serve.errors import ApiError
-from headstart.inference.serve.fields import Wanted
-from headstart.inference.serve.tool_calls import ToolCall, ToolCallParser
-from headstart.inference.serve.written import Piece, WrittenText
+from headstart.inference.serve.requests.fields import Wanted
+from headstart.inference.serve.requests.tool_calls import ToolCall, ToolCallParser
+from headstart.inference.serve.requests.written import Piece, WrittenText
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from headstart.inference.model_options import drafts_of, head_of, read_recipe
+from headstart.inference.generate.options import drafts_of, head_of, read_recipe
 from headstart.inference.serve.settings import ServerSettings
 from headstart.recipes.command_line import command_name
 from headstart.recipes.schema import DecodeSection, Recipe

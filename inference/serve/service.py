@@ -7,21 +7,21 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import TypeVar
 
-from headstart.inference.decode import DecodeLoop
-from headstart.inference.sampling import Sampling
+from headstart.inference.core.sampling import Sampling
+from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.serve.acceptance_watch import AcceptanceWatch
-from headstart.inference.serve.access_log import LogEntry
-from headstart.inference.serve.body import Body
 from headstart.inference.serve.engine import End, Engine, Event, Job, Update
 from headstart.inference.serve.errors import ApiError
 from headstart.inference.serve.exchange import Exchange, Limits
-from headstart.inference.serve.fields import FieldReader, Wanted
+from headstart.inference.serve.http.access_log import LogEntry
 from headstart.inference.serve.metrics import Metrics
 from headstart.inference.serve.model_thread import ModelThread
-from headstart.inference.serve.prompts import PromptReader
+from headstart.inference.serve.requests.body import Body
+from headstart.inference.serve.requests.fields import FieldReader, Wanted
+from headstart.inference.serve.requests.prompts import PromptReader
 from headstart.inference.serve.settings import ServerSettings
-from headstart.inference.target.model import TargetModel
-from headstart.inference.target.tokenizer import Tokenizer
+from headstart.inference.targets.model import TargetModel
+from headstart.inference.targets.tokenizer import Tokenizer
 
 Found = TypeVar("Found")
 

@@ -16,11 +16,11 @@ from check_vllm import NUM_PROMPTS, decode
 from safetensors.torch import load_file
 from served_heads import CASES, TARGET, WORK, export_recipe, heldout_prompts, reduced
 
-from headstart.heads.convert import convert
-from headstart.heads.export import export
+from headstart.common.jsonl import read_jsonl
+from headstart.heads.formats.convert import convert
+from headstart.heads.formats.export import export
+from headstart.heads.formats.lint import lint
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.lint import lint
-from headstart.recipes.jsonl import read_jsonl
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from headstart.heads.block import BlockHead
 from headstart.heads.block_attention import Blocks
 from headstart.heads.checkpoint import load_head, new_head, save_head
-from headstart.heads.export import export
+from headstart.heads.formats.export import export
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema import BlockSection

@@ -7,7 +7,7 @@
 Decodes the same prompts greedily with chains of draft tokens, in headstart and in vLLM. Compares the number of steps,
 the number of draft tokens accepted at each depth, and both texts with what the target writes alone. Prints the table of
 docs/interop.md. Exit code 1 if anything differs. With --saved the head is one that speculators saved: vLLM serves its
-folder unchanged, and headstart converts it with heads.convert.
+folder unchanged, and headstart converts it with heads.formats.convert.
 """
 
 import argparse
@@ -24,16 +24,16 @@ from typing import Any
 import torch
 from served_heads import CASES, DRAFT_TOKENS, TARGET, WORK, export_recipe, heldout_prompts
 
+from headstart.common.jsonl import read_jsonl
 from headstart.heads.checkpoint import load_head
-from headstart.heads.convert import convert
-from headstart.heads.export import export
+from headstart.heads.formats.convert import convert
+from headstart.heads.formats.export import export
 from headstart.heads.frozen import FrozenTarget
-from headstart.inference.decode import generate, loop_of
+from headstart.inference.core.request import Request
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
-from headstart.inference.request import Request
-from headstart.inference.target.model import TargetModel
-from headstart.recipes.jsonl import read_jsonl
+from headstart.inference.engine.loop import generate, loop_of
+from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import TargetSection
 
 NEW_TOKENS, NUM_PROMPTS = 64, 6

@@ -84,9 +84,9 @@ ORDER = (
     r"^from ",
     r"train\.dry_run=true",
     r"^make (\.venv|help)$",
-    r"^(headstart|python -m data_pipelines\.)\s?prompts ",
-    r"^headstart harvest |-m data_pipelines\.harvest ",
-    r"^(headstart|python -m data_pipelines\.)\s?inspect ",
+    r"^(headstart|python -m headstart\.data_pipelines\.)\s?prompts ",
+    r"^headstart harvest |-m headstart\.data_pipelines\.harvest ",
+    r"^(headstart|python -m headstart\.data_pipelines\.)\s?inspect ",
     r"^(make|headstart) smollm2",
     r"^make demo$",
     r"trainers/eagle\.py recipes/tiny\w*\.yaml$",  # their harvests serve Medusa heads too, but not the reverse

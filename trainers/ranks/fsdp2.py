@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from headstart.recipes.schema import TrainSection
-from headstart.trainers.objective import UnrolledHead
+from headstart.trainers.objectives.unrolled import UnrolledHead
 from headstart.trainers.optimizers import build_optimizers
 from headstart.trainers.ranks.head_on_ranks import (
     HeadOnRanks,

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from headstart.recipes.schema import TrainSection
-from headstart.trainers.objective import UnrolledHead, UnrollScores
+from headstart.trainers.objectives.unrolled import UnrolledHead, UnrollScores
 from headstart.trainers.optimizers import build_optimizers, set_learning_rates
 
 

@@ -9,11 +9,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, DistributedType, InitProcessGroupKwargs, parse_flag_from_env
 
-from headstart.data_pipelines.shard_work import RANK_TIMEOUT
+from headstart.common.launcher import refuse_separate_processes
+from headstart.data_pipelines.stages.shard_work import RANK_TIMEOUT
 from headstart.recipes import Recipe
-from headstart.recipes.launcher import refuse_separate_processes
 from headstart.recipes.schema import TrainSection
-from headstart.trainers.objective import UnrolledHead
+from headstart.trainers.objectives.unrolled import UnrolledHead
 from headstart.trainers.ranks.fsdp2 import FullyShardedHead
 from headstart.trainers.ranks.head_on_ranks import HeadOnRanks, ReplicatedHead
 

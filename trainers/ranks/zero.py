@@ -14,7 +14,7 @@ from deepspeed.utils import (
 from torch import Tensor
 
 from headstart.recipes.schema import TrainSection
-from headstart.trainers.objective import UnrolledHead, UnrollScores
+from headstart.trainers.objectives.unrolled import UnrolledHead, UnrollScores
 from headstart.trainers.optimizers import build_optimizers
 from headstart.trainers.ranks.head_on_ranks import (
     HeadOnRanks,

@@ -1,0 +1,116 @@
+"""Hidden states of texts, and the feature shards that store them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from headstart.common.jsonl import read_jsonl
+from headstart.data_pipelines.features.batches import length_buckets
+from headstart.data_pipelines.features.shards import (
+    ShardBuffer,
+    shard_is_whole,
+    shard_name,
+    stored_states,
+    stored_tokens,
+)
+from headstart.data_pipelines.prompts.responses import Text, responses_path
+from headstart.data_pipelines.stages.background import BackgroundThread
+from headstart.data_pipelines.stages.shard_work import ProgressMeter, ShardPrompts
+from headstart.inference.targets.model import TargetModel
+from headstart.recipes import Recipe
+
+
+@dataclass(frozen=True)
+class States:
+    """Hidden states of several texts, concatenated without padding, on the target's device."""
+
+    taps: Float[Tensor, "tokens tapped"]
+    last_hidden: Float[Tensor, "tokens hidden"]
+
+
+TapTexts = Callable[[list[list[int]]], States]  # `tap` of a target in this process, in another, or over several ranks
+
+
+def tap(target: TargetModel, texts: list[list[int]]) -> States:
+    """The hidden states of each text, from one causal forward of the texts padded on the right."""
+    lengths = [len(text) for text in texts]
+    tokens = torch.tensor([text + [0] * (max(lengths) - len(text)) for text in texts], device=target.device)
+    with torch.inference_mode():
+        taps, last_hidden = target.states(tokens)
+    return States(without_padding(taps, lengths, last_hidden), without_padding([last_hidden], lengths, last_hidden))
+
+
+def without_padding(
+    parts: list[Float[Tensor, "batch seq part"]], lengths: list[int], like: Tensor
+) -> Float[Tensor, "tokens parts"]:
+    """Concatenate the rows without padding and join the parts' features, in one copy with the dtype of `like`."""
+    joined = like.new_empty(sum(lengths), sum(part.shape[-1] for part in parts))
+    rows = joined.split(lengths)
+    column = 0
+    for part in parts:
+        for number, row in enumerate(rows):
+            row[:, column : column + part.shape[-1]] = part[number, : lengths[number]]
+        column += part.shape[-1]
+    return joined
+
+
+def write_features(
+    recipe: Recipe,
+    taps: tuple[int, ...],
+    tap_texts: TapTexts,
+    device: torch.device,
+    work: Sequence[ShardPrompts],
+    made_from: Mapping[str, str],
+    meter: ProgressMeter,
+) -> None:
+    """Write the feature shards of `work` that are missing; `device` is the target's.
+
+    `made_from` says for each shard's file name what it is made from; a shard that was made from the same is kept.
+
+    With a GPU, background threads copy the states of each batch and write each full shard while the target continues.
+    With a CPU target the threads would take its cores, so the work is done in between.
+    """
+    on_gpu = device.type != "cpu"
+    with (
+        BackgroundThread(max_pending=1 if on_gpu else 0) as writer,
+        BackgroundThread(max_pending=2 if on_gpu else 0) as copier,
+    ):
+        for shard in work:
+            path = recipe.features_dir / shard_name(shard.split, shard.index)
+            if shard_is_whole(path, made_from[path.name]):
+                meter.skip(len(shard.rows))
+                continue
+            texts = [Text.from_row(row) for row in read_jsonl(responses_path(recipe, shard))]
+            lengths = [len(text.tokens) for text in texts]
+            buffer = ShardBuffer(lengths)
+            buffer.put(range(len(texts)), token_tensors(texts))
+            for numbers in length_buckets(lengths, recipe.data.harvest_batch):
+                states = tap_texts([texts[number].tokens for number in numbers])
+                copier.add(partial(copy_states, buffer, numbers, states, taps, recipe.data.dtype))
+                meter.add(len(numbers), sum(lengths[number] for number in numbers))
+            copier.add(partial(writer.add, partial(buffer.write, path, made_from[path.name])))
+
+
+def token_tensors(texts: list[Text]) -> dict[str, Tensor]:
+    """The stored tokens and loss masks of the texts, concatenated."""
+    tokens = torch.tensor([token for text in texts for token in text.tokens])
+    return stored_tokens(tokens, torch.tensor([flag for text in texts for flag in text.loss_mask]))
+
+
+def copy_states(buffer: ShardBuffer, numbers: list[int], states: States, taps: tuple[int, ...], storage: str) -> None:
+    """Copy the states of a batch into the shard buffer; they are encoded before they leave a GPU."""
+    buffer.put(numbers, on_host(stored_states(taps, states.taps, states.last_hidden, storage)))
+
+
+def on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors in CPU memory; copies from a GPU go to pinned memory, which is several times as fast."""
+    copied = {
+        name: torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda").copy_(tensor)
+        for name, tensor in tensors.items()
+        if tensor.device.type != "cpu"
+    }
+    return tensors | copied

@@ -1,0 +1,304 @@
+"""Features on disk: samples of variable length in safetensors shards, and a manifest with a checksum per shard."""
+
+import json
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from headstart.common.jsonl import read_json
+from headstart.data_pipelines.features.batches import Sample, tapped
+from headstart.data_pipelines.features.state_encoding import decode, encode
+from headstart.data_pipelines.features.token_counts import read_counts
+from headstart.data_pipelines.stages.stage import CHECKSUM, Json, checksum, write_text
+from headstart.heads.safetensors_file import write_safetensors
+
+MANIFEST = "manifest.json"
+TEXT_TENSORS = ("tokens", "loss_mask")  # what a shard holds of its texts; the rest are states
+
+
+def stored_taps(taps: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+    """The taps to store for a head: all but the last hidden state, which is stored anyway."""
+    return tuple(tap for tap in taps if tap < num_layers)
+
+
+def shard_name(split: str, index: int) -> str:
+    return f"{split}-{index:05d}.safetensors"
+
+
+class ShardBuffer:
+    """Collects the samples of one shard in any order, then writes them at once.
+
+    Each tap is a separate tensor, so a head can read its own taps only.
+    """
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        """`lengths` is the number of tokens of each sample."""
+        self.offsets = torch.tensor([0, *lengths]).cumsum(0)
+        self.tensors: dict[str, Tensor] = {}
+
+    def put(self, numbers: Sequence[int], tensors: dict[str, Tensor]) -> None:
+        """Add per-token tensors of these samples, concatenated in the order of `numbers`: [tokens, ...] each."""
+        for name, tensor in tensors.items():
+            if name not in self.tensors:
+                self.tensors[name] = torch.empty(int(self.offsets[-1]), *tensor.shape[1:], dtype=tensor.dtype)
+            at = 0
+            for number in numbers:
+                start, end = self.offsets[number : number + 2].tolist()
+                self.tensors[name][start:end] = tensor[at : at + end - start]
+                at += end - start
+
+    def write(self, path: Path, made_from: str) -> None:
+        """Write the shard whole or not at all, so a killed harvest can simply resume.
+
+        `made_from` identifies the run's inputs; later runs refuse a shard made from other inputs. The shard's manifest
+        entry is saved next to it, so no rank has to read all shards at the end.
+        """
+        write_safetensors({**self.tensors, "offsets": self.offsets}, path, {"made_from": made_from})
+        write_text(note_path(path), json.dumps(shard_entry(path, path.name)))
+
+
+def stored_tokens(tokens: Tensor, loss_mask: Tensor) -> dict[str, Tensor]:
+    """The stored form of tokens and loss mask, both [tokens]."""
+    return {"tokens": tokens.to(torch.int32), "loss_mask": loss_mask.to(torch.uint8)}
+
+
+def stored_states(taps: tuple[int, ...], tapped: Tensor, last_hidden: Tensor, storage: str) -> dict[str, Tensor]:
+    """The stored form of hidden states on any device, given as [tokens, taps * hidden] and [tokens, hidden]."""
+    stored = encode("last_hidden", last_hidden, storage)
+    states = tapped.unflatten(-1, (len(taps), last_hidden.shape[-1]))
+    for number, tap in enumerate(taps):
+        stored |= encode(f"tap.{tap}", states[:, number], storage)
+    return stored
+
+
+def shard_is_whole(path: Path, wanted: str) -> bool:
+    """Whether an earlier run wrote this shard; raises ValueError if it is unreadable or not made from `wanted`."""
+    if not path.exists():
+        return False
+    if made_from(path) != wanted:
+        raise ValueError(
+            f"{path} is a shard of another run (made from {made_from(path) or 'unknown inputs'!r}, this run "
+            f"needs {wanted!r}); its folder may hold its own only: remove it ({shlex.join(['rm', str(path)])}) or "
+            "choose another run_dir"
+        )
+    return True
+
+
+def made_from(path: Path) -> str | None:
+    """What a shard was made from, as its writer said; raises ValueError if the shard is unreadable."""
+    metadata: dict[str, str] = open_shard(path).metadata() or {}
+    return metadata.get("made_from")
+
+
+def note_path(shard: Path) -> Path:
+    """The file next to a shard that holds its manifest entry until the manifest is written."""
+    return shard.with_name(shard.name + ".note")
+
+
+def shard_entry(path: Path, name: str) -> Json:
+    """The manifest entry of a shard with this file name."""
+    offsets = open_shard(path).get_tensor("offsets")
+    return {
+        "file": name,
+        "samples": len(offsets) - 1,
+        "tokens": int(offsets[-1]),
+        "bytes": path.stat().st_size,
+        CHECKSUM: checksum(path),
+    }
+
+
+def write_manifest(folder: Path, names: Iterable[str], about: Json) -> None:
+    """Write the manifest of the named shards, with sizes and checksums; other shards in the folder are not listed."""
+    paths = [folder / name for name in sorted(names)]
+    noted = {path: read_json(note_path(path), "remove it") for path in paths if note_path(path).is_file()}
+    shards = [noted[path] if path in noted else shard_entry(path, path.name) for path in paths]
+    write_text(folder / MANIFEST, json.dumps({**about, "shards": shards}, indent=1))
+    for path in noted:
+        note_path(path).unlink()
+
+
+class FeatureStore:
+    """The samples of one split by number, read from disk; a shard's checksum is verified when it is first opened.
+
+    With `taps`, samples hold only these taps, so one store serves many heads. Raises ValueError naming a tap that is
+    not stored, or a shard that is missing, changed or not in the manifest.
+    """
+
+    def __init__(self, folder: Path, split: str, taps: tuple[int, ...] | None = None) -> None:
+        self.folder = folder
+        self.about = read_manifest(folder)
+        stored = tuple(self.about["taps"])
+        self.taps = stored if taps is None else taps
+        if not set(self.taps) <= set(stored):
+            raise ValueError(f"{folder} holds taps {list(stored)} and the head reads {list(self.taps)}; harvest again")
+        if foreign := foreign_shards(folder):
+            names = ", ".join(path.name for path in foreign)
+            raise ValueError(
+                f"{folder}: {names} is not in its manifest, which lists all shards; remove it "
+                f"({shlex.join(['rm', *map(str, foreign)])})"
+            )
+        self.shards = [shard for shard in self.about["shards"] if shard["file"].startswith(f"{split}-")]
+        self.places = [
+            (shard, row) for shard in range(len(self.shards)) for row in range(self.shards[shard]["samples"])
+        ]
+        self.num_tokens = sum(shard["tokens"] for shard in self.shards)
+        self._opened: dict[int, Any] = {}
+        self._offsets: dict[int, Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index: int) -> Sample:
+        shard, row = self.places[index]
+        opened = self._shard(shard)
+        start, end = self._offsets[shard][row : row + 2].tolist()
+        last_hidden = decode(opened, "last_hidden", start, end)
+        taps = [decode(opened, f"tap.{tap}", start, end) for tap in self.taps]
+        return Sample(
+            tokens=opened.get_slice("tokens")[start:end].long(),
+            loss_mask=opened.get_slice("loss_mask")[start:end].bool(),
+            taps=torch.cat(taps, dim=-1) if taps else last_hidden[:, :0],
+            last_hidden=last_hidden,
+        )
+
+    @property
+    def shard_sizes(self) -> list[int]:
+        return [shard["samples"] for shard in self.shards]
+
+    def expect(self, numbers: Sequence[int]) -> None:
+        """Do nothing: samples are read when requested."""
+
+    def place_of(self, index: int) -> str:
+        """Where a sample is stored, for messages."""
+        shard, row = self.places[index]
+        return f"row {row} of {self.shards[shard]['file']}"
+
+    def token_counts(self, vocab_size: int) -> Tensor:
+        """How often each token is trained on. [vocab]"""
+        kept = read_counts(self.folder, self.shards, vocab_size)
+        return self.count_tokens(vocab_size) if kept is None else kept
+
+    def count_tokens(self, vocab_size: int) -> Tensor:
+        """Token counts computed by reading all shards. [vocab]"""
+        counts = torch.zeros(vocab_size, dtype=torch.long)
+        for shard in range(len(self.shards)):
+            opened = self._shard(shard)
+            written = opened.get_tensor("loss_mask").bool()
+            counts += torch.bincount(opened.get_tensor("tokens")[written], minlength=vocab_size)
+        return counts
+
+    def texts(self, shard: int) -> Iterator[tuple[list[int], list[int]]]:
+        """The tokens and the loss mask of each sample of a shard."""
+        opened = self._shard(shard)
+        parts = [opened.get_tensor(name).split(opened.get_tensor("offsets").diff().tolist()) for name in TEXT_TENSORS]
+        for tokens, loss_mask in zip(*parts, strict=True):
+            yield tokens.tolist(), loss_mask.tolist()
+
+    def num_trained_on(self) -> int:
+        """The number of tokens to train on."""
+        return sum(int(self._shard(shard).get_tensor("loss_mask").sum()) for shard in range(len(self.shards)))
+
+    def tap_sizes(self, taps: tuple[int, ...], num_layers: int) -> list[float]:
+        """The median size of each tap over the samples of the first shard."""
+        samples = (self[number] for number, (shard, _) in enumerate(self.places) if shard == 0)
+        return median_tap_sizes(samples, taps, num_layers)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._opened.clear()
+
+    def _shard(self, shard: int) -> Any:
+        """An open shard; it is opened and checked on first use."""
+        if shard in self._opened:
+            return self._opened[shard]
+        if problem := shard_damage(self.folder, self.shards[shard]):
+            raise ValueError(f"{problem}; {repair(self.folder, [self.folder / self.shards[shard]['file']])}")
+        self._opened[shard] = open_shard(self.folder / self.shards[shard]["file"])
+        self._offsets[shard] = self._opened[shard].get_tensor("offsets")
+        return self._opened[shard]
+
+
+def median_tap_sizes(samples: Iterable[Sample], taps: tuple[int, ...], num_layers: int) -> list[float]:
+    """The median over all tokens of each tap's root mean square.
+
+    The median, because the first token of a text is often hundreds of times larger than the others.
+    """
+    sizes = []
+    for sample in samples:
+        states = tapped(sample.taps, sample.last_hidden, taps, num_layers).float()
+        sizes.append(states.unflatten(-1, (len(taps), -1)).square().mean(-1).sqrt())  # [seq, taps]
+    return torch.cat(sizes).median(dim=0).values.tolist()
+
+
+def shard_damage(folder: Path, shard: Json) -> str | None:
+    """What is wrong with a shard that the manifest lists, down to a single flipped bit; None if it is sound."""
+    path = folder / shard["file"]
+    if not path.is_file():
+        return f"{path} is in the manifest but missing on disk"
+    if path.stat().st_size != shard["bytes"] or checksum(path) != shard[CHECKSUM]:
+        return f"{path} is not what the harvest wrote (its checksum differs from the manifest's)"
+    return None
+
+
+def foreign_shards(folder: Path) -> list[Path]:
+    """The shards in a store's folder that its manifest does not list."""
+    listed = {shard["file"] for shard in read_manifest(folder)["shards"]}
+    return [path for path in sorted(folder.glob("*.safetensors")) if path.name not in listed]
+
+
+def repair(folder: Path, damaged: Iterable[Path], foreign: Iterable[Path] = ()) -> str:
+    """What to do about shards that are damaged or lost, or that the manifest does not list."""
+    there = [*(path for path in damaged if path.is_file()), *foreign, folder / "stage.json", folder / MANIFEST]
+    return (
+        f"remove what is wrong ({shlex.join(['rm', *map(str, there)])}) and harvest again, which reuses undamaged "
+        "shards; of a merged store, merge again"
+    )
+
+
+def read_manifest(folder: Path) -> Json:
+    """Read a store's manifest; raises ValueError if it is missing, unreadable or of another version."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise ValueError(
+            f"{folder} holds no features (no {MANIFEST}); give a folder of features, such as runs/tiny/features, or "
+            "make one with headstart harvest RECIPE"
+        )
+    about: Json = {}
+    try:
+        about = json.loads(path.read_text())
+        problem = "" if is_manifest(about) else "it has no list of shards, with sizes, or of taps"
+    except ValueError as error:
+        problem = str(error)
+    if problem:
+        again = shlex.join(["rm", str(path.with_name("stage.json")), str(path)])
+        raise ValueError(
+            f"{path} cannot be read ({problem}); a harvest's manifest is needed. Remove it and stage.json ({again}), "
+            "and harvest again, which reuses undamaged shards"
+        )
+    if not all(CHECKSUM in shard for shard in about["shards"]):
+        raise ValueError(f"{path} lists shards without {CHECKSUM}, because another version wrote it; harvest again")
+    return about
+
+
+def is_manifest(about: object) -> bool:
+    """Whether a manifest has what every reader needs."""
+    if not isinstance(about, dict) or not all(isinstance(about.get(key), list) for key in ("shards", "taps")):
+        return False
+    wanted = {"file", "samples", "tokens", "bytes"}
+    return all(isinstance(shard, dict) and wanted <= shard.keys() for shard in about["shards"])
+
+
+def open_shard(path: Path) -> Any:
+    """An open shard of tensors; raises ValueError if it is unreadable."""
+    try:
+        return safe_open(path, "pt").__enter__()  # stays open and mapped while its store uses it
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{path} cannot be read as a shard ({error}); a whole safetensors file is needed: remove it "
+            f"({shlex.join(['rm', str(path)])}) and run the same command again"
+        ) from error

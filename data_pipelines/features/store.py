@@ -1,0 +1,236 @@
+"""Feature stores: verify one, show its statistics, or merge several into one.
+
+    headstart store verify runs/tiny/features
+    headstart store stats  runs/tiny/features
+    headstart store merge  runs/all/features runs/tiny/features runs/more/features
+
+A recipe trains on a merged store with data.store=runs/all/features.
+"""
+
+from headstart.data_pipelines.features.store_options import store_options
+
+if __name__ == "__main__":
+    store_options(__doc__)  # --help and mistakes end the process here, before torch is loaded
+
+import json
+import shlex
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.filesize import decimal
+
+from headstart.common.os_errors import errors_as_messages
+from headstart.common.whole_files import removed_on_failure
+from headstart.data_pipelines.features.shards import (
+    MANIFEST,
+    FeatureStore,
+    foreign_shards,
+    read_manifest,
+    repair,
+    shard_damage,
+    shard_name,
+)
+from headstart.data_pipelines.stages.stage import CHECKSUM, Json, Stage, differences, file_digest, write_text
+from headstart.heads.target_config import locate_target
+from headstart.heads.target_origin import target_identity
+from headstart.recipes import Recipe
+
+SPLITS = ("train", "heldout")
+MERGE_KEYS = ("taps", "dtype", "target")  # what the merged manifest takes from the first, and all must share
+
+
+def verify(folder: Path) -> list[str]:
+    """One message per damaged or unlisted shard of a store; empty if the store is sound."""
+    return [*damaged_shards(folder).values(), *(f"{path} is not in the manifest" for path in foreign_shards(folder))]
+
+
+def damaged_shards(folder: Path) -> dict[Path, str]:
+    """The shards that the manifest lists and that are damaged or missing, and what is wrong with each."""
+    found = {folder / shard["file"]: shard_damage(folder, shard) for shard in read_manifest(folder)["shards"]}
+    return {path: problem for path, problem in found.items() if problem}
+
+
+def refuse_damage(folder: Path) -> None:
+    """Raise ValueError if a store is not sound, with the command that mends it."""
+    damaged, foreign = damaged_shards(folder), foreign_shards(folder)
+    problems = [*damaged.values(), *(f"{path} is not in the manifest" for path in foreign)]
+    if problems:
+        count = "1 shard is" if len(problems) == 1 else f"{len(problems)} shards are"
+        lines = [f"{count} damaged, lost or not in the manifest:", *problems]
+        remedy = repair(folder, damaged, foreign) if damaged else f"remove: {shlex.join(['rm', *map(str, foreign)])}"
+        raise ValueError("\n  ".join(lines) + f"\n{remedy}")
+
+
+def stats(folder: Path) -> Json:
+    """The sizes of a store and the origin that its manifest records."""
+    about = read_manifest(folder)
+    found = origin(about)
+    for split in SPLITS:
+        store = FeatureStore(folder, split)
+        num_bytes = sum(shard["bytes"] for shard in store.shards)
+        found[split] = {
+            "shards": len(store.shards),
+            "samples": len(store),
+            "tokens": store.num_tokens,
+            "trained_on": store.num_trained_on(),
+            "bytes_per_token": round(num_bytes / max(store.num_tokens, 1), 1),
+        }
+    return found
+
+
+def merge(into: Path, sources: list[Path]) -> Stage:
+    """Copy the shards of several stores, in order, into one new store, which appears only when complete.
+
+    A shard that several stores share is copied once. Raises ValueError if there is no store, if one is given twice or
+    is damaged, or if the stores differ in taps, dtype or target.
+    """
+    refuse_sources(into, sources)
+    abouts = [read_manifest(source) for source in sources]
+    for source, about in zip(sources[1:], abouts[1:], strict=True):
+        mine, its = (merge_values(found) for found in (abouts[0], about))
+        if different := differences(mine, its, f"{{}} in {sources[0]}, {{}} in {source}"):
+            raise ValueError(
+                "these stores cannot be merged:\n  "
+                + "\n  ".join(different)
+                + "\nstores with equal taps, dtype and target can be; harvest one of them again"
+            )
+    if problems := [problem for source in sources for problem in verify(source)]:
+        raise ValueError("\n  ".join(["stores to merge are damaged:", *problems]))
+    partial = into.with_name(into.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    with removed_on_failure(partial):
+        partial.mkdir(parents=True)
+        shards = copy_shards(partial, list(zip(sources, abouts, strict=True)))
+        merged_from = [file_digest(source / MANIFEST) for source in sources]
+        about = {**{key: abouts[0].get(key) for key in MERGE_KEYS}, "merged_from": [origin(found) for found in abouts]}
+        write_text(partial / MANIFEST, json.dumps({**about, "shards": shards}, indent=1))
+        stage = Stage("features", partial, {"taps": abouts[0]["taps"], "merged_from": merged_from})
+        stage.begin()
+        stage.finish({"manifest": file_digest(partial / MANIFEST)})
+        partial.rename(into)
+    return Stage("features", into, stage.inputs)
+
+
+def copy_shards(into: Path, stores: list[tuple[Path, Json]]) -> list[Json]:
+    """Copy the shards of stores, given with their manifests, under new names; returns their manifest entries."""
+    shards: list[Json] = []
+    for split in SPLITS:
+        pairs = [(source, shard) for source, about in stores for shard in about["shards"]]
+        own = {shard[CHECKSUM]: (source, shard) for source, shard in pairs if shard["file"].startswith(f"{split}-")}
+        for index, (source, shard) in enumerate(own.values()):
+            shutil.copy(source / shard["file"], into / shard_name(split, index))
+            shards.append({**shard, "file": shard_name(split, index)})
+    return shards
+
+
+def refuse_sources(into: Path, sources: list[Path]) -> None:
+    """Raise ValueError for folders that cannot be merged into one, whatever they hold."""
+    if not sources:
+        raise ValueError(
+            f"store merge: only {into} is given, the folder of the new store; one or more stores must follow it, as in "
+            f"headstart store merge {shlex.quote(str(into))} runs/tiny/features runs/more/features"
+        )
+    for number, source in enumerate(sources):
+        if any(source.resolve() == other.resolve() for other in sources[:number]):
+            raise ValueError(
+                f"store merge: {source} is given twice, once is allowed; remove one, or name another store"
+            )
+    if into.exists():
+        raise ValueError(
+            f"{into} exists already, a new folder is needed for the merged store; give another one first, or remove it"
+        )
+
+
+def merge_values(about: Json) -> Json:
+    """What must be equal in manifests to merge."""
+    return {**{key: about.get(key) for key in MERGE_KEYS}, "target": target_digest(about)}
+
+
+def target_digest(about: Json) -> str | None:
+    """The digest of the target that a store was made with, wherever that target is now; None if it is not recorded."""
+    target = about.get("target")
+    return target.get("sha256") if isinstance(target, dict) else None
+
+
+def num_leaked(folder: Path) -> int:
+    """How many training samples of a store have a prompt that it holds out too."""
+    held_out = set(prompts_of(FeatureStore(folder, "heldout", ())))
+    return sum(prompt in held_out for prompt in prompts_of(FeatureStore(folder, "train", ())))
+
+
+def prompts_of(store: FeatureStore) -> Iterator[tuple[int, ...]]:
+    """The prompt of each sample: its tokens before the first that is trained on, or all if that is the second."""
+    for shard in range(len(store.shards)):
+        for tokens, loss_mask in store.texts(shard):
+            start = loss_mask.index(1) if 1 in loss_mask else 0
+            yield tuple(tokens[:start] if start > 1 else tokens)
+
+
+def describe_store(folder: Path) -> str:
+    """One line for the user: the size of a store."""
+    about = read_manifest(folder)
+    counts = {split: [s for s in about["shards"] if s["file"].startswith(f"{split}-")] for split in SPLITS}
+    train, heldout = (sum(shard["samples"] for shard in counts[split]) for split in SPLITS)
+    tokens, size = (sum(shard[name] for shard in about["shards"]) for name in ("tokens", "bytes"))
+    return (
+        f"features: {train:,} training and {heldout:,} held-out samples, {tokens:,} tokens, {decimal(size)} as "
+        f"{about['dtype']}"
+    )
+
+
+def origin(about: Json) -> Json:
+    """A manifest without its list of shards."""
+    return {key: value for key, value in about.items() if key != "shards"}
+
+
+def existing_store(recipe: Recipe, folder: Path, taps: tuple[int, ...]) -> Stage:
+    """An existing store as the features stage of a recipe; raises ValueError for another target or a missing tap."""
+    about = read_manifest(folder)
+    identity = target_identity(locate_target(recipe.target.path, recipe.target.revision))
+    if target_digest(about) != identity:
+        raise ValueError(
+            f"data.store: {folder} was made with other weights or another config ({about.get('target')}), which is not "
+            f"target.path, {recipe.target.path}; give a store of this target, or remove data.store to harvest one"
+        )
+    if not set(taps) <= set(about["taps"]):
+        lacking, stored = sorted(set(taps) - set(about["taps"])), sum(shard["bytes"] for shard in about["shards"])
+        needed = decimal(stored * (len(taps) + 1) // (len(about["taps"]) + 1))  # the last hidden state is in both
+        raise ValueError(
+            f"data.store: {folder} holds taps {about['taps']}, but the head reads {list(taps)}; it lacks {lacking}; "
+            f"a new harvest of this text takes about {needed} on disk and one pass of the target over it: give another "
+            "store, set head.taps to some of its taps, or remove data.store to harvest one"
+        )
+    inputs = Stage("features", folder, {}).claimed_for()
+    if inputs is None:
+        raise ValueError(
+            f"data.store: {folder} has no stage.json, a whole folder of features is needed; copy it with all its files"
+        )
+    return Stage("features", folder, inputs)
+
+
+def main() -> None:
+    arguments = store_options(__doc__)
+    with errors_as_messages():
+        if arguments.command == "merge":
+            merge(arguments.folder, arguments.sources)
+            print(f"{describe_store(arguments.folder)}\nmerged; train on it with data.store={arguments.folder}")
+            if leaked := num_leaked(arguments.folder):
+                print(
+                    f"warning: {leaked:,} training samples have the prompt of a held-out sample of another store, so "
+                    "held-out measurements will look too good; harvest with the same data.heldout_prompts"
+                )
+        elif arguments.sources:
+            raise ValueError(
+                f"store {arguments.command}: {len(arguments.sources) + 1} folders are given, one is allowed; start it "
+                "once for each"
+            )
+        elif arguments.command == "stats":
+            print(json.dumps(stats(arguments.folder), indent=1))
+        else:
+            refuse_damage(arguments.folder)
+            print(f"{arguments.folder}: every shard matches the manifest")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,320 @@
+"""The first stage: training and held-out prompts as tokens; with data.responses given, whole samples.
+
+headstart prompts recipes/tiny.yaml
+"""
+
+from headstart.recipes import recipe_from_command_line
+
+if __name__ == "__main__":
+    recipe_from_command_line(__doc__)  # --help and mistakes end the process here, before torch is loaded
+
+import hashlib
+import json
+import random
+import shlex
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+from functools import partial
+
+from headstart.common.jsonl import read_jsonl, write_jsonl
+from headstart.common.run_lock import only_run_in
+from headstart.data_pipelines.prompts.conversations import Conversation
+from headstart.data_pipelines.prompts.python_stdlib import source_files
+from headstart.data_pipelines.prompts.row_report import CANDIDATE, RowReport
+from headstart.data_pipelines.prompts.row_samples import parse_known, samples_of
+from headstart.data_pipelines.prompts.rows import BadRow, read_rows, source_digest
+from headstart.data_pipelines.prompts.self_written.rounds import read_candidates, write_candidates
+from headstart.data_pipelines.prompts.self_written.selection import HeldOutFile, Selection, opening_texts
+from headstart.data_pipelines.prompts.self_written.template import UserTemplate
+from headstart.data_pipelines.stages.dependents import dependents, is_shared
+from headstart.data_pipelines.stages.shard_work import start_processes
+from headstart.data_pipelines.stages.stage import Json, Stage, file_digest, write_text
+from headstart.data_pipelines.stages.target_files import WEIGHTS, generation_identity, prompt_identities
+from headstart.heads.target_config import locate_target
+from headstart.heads.target_origin import target_identity
+from headstart.inference.targets.model import TargetModel
+from headstart.inference.targets.tokenizer import Tokenizer, load_tokenizer
+from headstart.recipes import Recipe, run_command
+from headstart.recipes.schema import PYTHON_STDLIB, SELF, DataSection
+
+CHARACTERS_PER_TOKEN = 12  # a generous bound, to shorten text before tokenizing
+FRUITLESS_DRAWS = 200  # draws without a single excerpt that is long enough, before giving up
+ROW_REPORT = "rows.json"  # the unusable rows and why
+MAY_GROW = {"data.prompts", "data.num_prompts"}  # inputs that may change if the prompts that were there stay the first
+Key = tuple[int, ...]  # the tokens by which a training sample and a held-out one are recognised as the same
+
+
+def prompts_stage(recipe: Recipe) -> Stage:
+    data, target = recipe.data, locate_target(recipe.target.path, recipe.target.revision)
+    inputs = {
+        "data.prompts": data.prompts if data.prompts in (PYTHON_STDLIB, SELF) else source_digest(data.prompts),
+        "data.heldout_prompts": SELF if data.holds_out_own_prompts else file_digest(data.heldout_prompts),
+        "data.num_prompts": data.num_prompts,
+        "data.prompt_tokens": data.prompt_tokens,
+        "data.long_prompts": data.long_prompts,
+        "data.responses": data.responses,
+        WEIGHTS: target_identity(target),
+        **prompt_identities(target),
+        "seed": recipe.seed,
+    }
+    if data.prompts == SELF:
+        inputs |= {
+            "the target's generation_config.json": generation_identity(target),
+            "target.dtype": recipe.target.dtype,
+            **{f"data.{name}": value for name, value in data.model_dump().items() if name.startswith("self_")},
+        }
+        if data.self_turns > 1:  # the target answers some of its own turns
+            inputs |= {"data.response_tokens": data.response_tokens, "data.temperatures": data.temperatures}
+        if data.holds_out_own_prompts:
+            inputs["data.heldout_samples"] = data.heldout_samples
+    if data.responses == "given":  # this stage then holds the responses too
+        inputs |= {
+            "data.turns": data.turns,
+            "data.response_tokens": data.response_tokens,
+        }
+    return Stage("prompts", recipe.prompts_dir, inputs, dependents(recipe, recipe.prompts_dir), is_shared(recipe))
+
+
+@dataclass(frozen=True)
+class PromptRows:
+    """The rows of both splits, and what became of the rows of their sources."""
+
+    train: list[Json]
+    heldout: list[Json]
+    reports: list[RowReport]  # of the training and the held-out source
+    rejected: dict[str, int] | None = None  # the target's own candidates that were left out, by reason
+
+
+def make_prompts(recipe: Recipe) -> Stage:
+    """Write prompts/train.jsonl, prompts/heldout.jsonl and a report on the source rows, unless they are complete.
+
+    A row is {id, tokens, cut}: the prompt's tokens, and whether its beginning was cut off. With data.responses given it
+    also has `text`, all tokens of the sample, and `spans`, the token ranges to train on. If the source or
+    data.num_prompts grew and the prompts that are there stay the first ones, the new ones are added. With data.prompts
+    self, `write_own_candidates` must have been called. Raises ValueError
+    if too many source rows are unusable, or the prompts that are there were made from other inputs.
+    """
+    stage = prompts_stage(recipe)
+    grows = stage.was_complete() and 0 < len(stage.changed_inputs()) == len(stage.changed_inputs() & MAY_GROW)
+    if stage.was_complete() and not grows:
+        stage.refuse()
+        return stage
+    tokenizer = load_target_tokenizer(recipe)
+    rows = read_both(recipe, tokenizer)
+    if not grows:  # else it would belong to the prompts that are there
+        write_report(stage, rows)
+    for report in rows.reports:
+        if report.counts != CANDIDATE:
+            report.check(recipe.data.max_bad_fraction)
+    if grows:
+        refuse_other_start(stage, rows)
+    stage.claim()
+    write_report(stage, rows)
+    write_prompts(stage, rows, tokenizer)
+    return stage
+
+
+def refuse_other_start(stage: Stage, rows: PromptRows) -> None:
+    """Raise ValueError unless the prompts that are there are the first of the new ones; else say what is new."""
+    there = {split: list(read_jsonl(stage.folder / f"{split}.jsonl")) for split in ("train", "heldout")}
+    first = rows.train[: len(there["train"])]
+    if first != there["train"] or rows.heldout != there["heldout"]:
+        stage.refuse(f"its first {len(there['train'])} prompts are not those of the run, so it cannot go on from them")
+    new = len(rows.train) - len(first)
+    print(
+        f"prompts: {len(first):,} are unchanged, and their responses and features are reused; {new:,} are new, and "
+        "theirs are made now" + (" (with the rest of the last shard, whose features are made anew)" if new else "")
+    )
+
+
+def write_report(stage: Stage, rows: PromptRows) -> None:
+    write_text(stage.folder / ROW_REPORT, json.dumps([report.to_json() for report in rows.reports], indent=1))
+
+
+def write_prompts(stage: Stage, rows: PromptRows, tokenizer: Tokenizer) -> None:
+    """Write both splits and finish the stage."""
+    write_jsonl(stage.folder / "train.jsonl", rows.train)
+    write_jsonl(stage.folder / "heldout.jsonl", rows.heldout)
+    stage.finish(
+        {
+            "train": len(rows.train),
+            "heldout": len(rows.heldout),
+            "cut": sum(row["cut"] for row in rows.train + rows.heldout),
+            "bad": sum(len(report.bad) for report in rows.reports),
+            "held_out_too": sum(len(report.held_out) for report in rows.reports),
+            "sha256": file_digest(stage.folder / "train.jsonl"),
+            "heldout_sha256": file_digest(stage.folder / "heldout.jsonl"),
+            **({} if rows.rejected is None else {"rejected": rows.rejected}),
+            "chat_template": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest(),
+        }
+    )
+
+
+def describe_prompts(recipe: Recipe) -> str:
+    """What became of the rows of both sources, one line for each."""
+    names = ("prompts", "held-out prompts")
+    reports = zip(names, read_reports(recipe), strict=True)
+    return "\n".join(report.summary(name, recipe.data) for name, report in reports)
+
+
+def read_reports(recipe: Recipe) -> list[RowReport]:
+    """The reports of the training and the held-out source, as `make_prompts` wrote them."""
+    path = recipe.prompts_dir / ROW_REPORT
+    try:
+        train, heldout = json.loads(path.read_text())
+        return [RowReport.from_json(train), RowReport.from_json(heldout)]
+    except (FileNotFoundError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{path} cannot be read ({error}); it must say what became of the rows. Remove the prompts' stage.json, "
+            f"and the same command makes both again: {shlex.join(['rm', str(path.with_name('stage.json'))])}"
+        ) from error
+
+
+def load_target_tokenizer(recipe: Recipe) -> Tokenizer:
+    section = recipe.target
+    return load_tokenizer(locate_target(section.path, section.revision), section.trust_remote_code)
+
+
+def read_both(recipe: Recipe, tokenizer: Tokenizer) -> PromptRows:
+    """Read the prompts of both splits; training samples that are held out too are left out."""
+    data = recipe.data
+    if data.prompts == SELF:
+        return own_prompts(recipe, tokenizer)
+    reports = [
+        RowReport(data.prompts, data.num_prompts, "data.num_prompts"),
+        RowReport(str(data.heldout_prompts), data.heldout_samples, "data.heldout_samples"),
+    ]
+    heldout = read_prompts(tokenizer, data, None, reports[1])
+    held_out = {key_of(row) for row in heldout}
+    if data.prompts != PYTHON_STDLIB:
+        return PromptRows(read_prompts(tokenizer, data, data.num_prompts, reports[0], held_out), heldout, reports)
+    train = stdlib_prompts(tokenizer, data.num_prompts, data.prompt_tokens, recipe.seed, held_out)
+    reports[0].rows = reports[0].samples = len(train)
+    return PromptRows(train, heldout, reports)
+
+
+def own_prompts(recipe: Recipe, tokenizer: Tokenizer) -> PromptRows:
+    """The prompts among the candidates that the target has written."""
+    selection, candidates = start_selection(recipe, tokenizer), read_candidates(recipe.prompts_dir)
+    while selection.missing:
+        selection.take(candidates[selection.next])
+    return PromptRows(selection.train, selection.heldout, selection.reports, selection.rejections())
+
+
+def start_selection(recipe: Recipe, tokenizer: Tokenizer) -> Selection:
+    """A selection that has seen the held-out prompts, if a file has them."""
+    data, source = recipe.data, str(recipe.data.heldout_prompts)
+    if data.holds_out_own_prompts:
+        return Selection(data)
+    report = RowReport(source, data.heldout_samples, "data.heldout_samples")
+    rows = read_prompts(tokenizer, data, None, report)
+    return Selection(data, HeldOutFile(rows, report, list(opening_texts(source, tokenizer))))
+
+
+def write_own_candidates(recipe: Recipe, load: Callable[[], TargetModel]) -> None:
+    """Let the target write the prompts, if data.prompts is self and they are missing. All ranks must call this.
+
+    Raises ValueError if the target's chat template has no user turn, if hardly any candidate is usable, or if the
+    candidates that are there were made from other inputs.
+    """
+    if recipe.data.prompts != SELF:
+        return
+    stage = prompts_stage(recipe)
+    others = stage.changed_inputs() - {"data.num_prompts"}
+    if stage.was_complete() and (others or not stage.changed_inputs()):
+        return  # there is nothing to do, or `make_prompts` refuses
+    if others and read_candidates(stage.folder):
+        stage.refuse()
+    tokenizer = load_target_tokenizer(recipe)
+    template = UserTemplate(tokenizer, recipe.data)
+    write_candidates(recipe, stage, template, partial(start_selection, recipe, tokenizer), load)
+
+
+def key_of(row: Json) -> Key:
+    """The tokens that two rows share if one repeats the other: the prompt, or the whole text if it has no prompt."""
+    prompt: list[int] = row["tokens"]
+    whole: list[int] = row.get("text", prompt)
+    return tuple(prompt if len(prompt) > 1 else whole)
+
+
+def stdlib_prompts(
+    tokenizer: Tokenizer, count: int, length: int, seed: int, held_out: Set[Key] = frozenset()
+) -> list[Json]:
+    """Draw prompts of `length` tokens that start at a line of the standard library, never from held-out files.
+
+    Raises ValueError if it has no text of that length.
+    """
+    rng = random.Random(seed)
+    texts = [file.text for file in source_files() if not file.held_out]
+    weights = [len(text) for text in texts]
+    tokens: list[list[int]] = []
+    fruitless = 0
+    while len(tokens) < count:
+        excerpts = []
+        for text in rng.choices(texts, weights, k=count - len(tokens)):
+            start = text.rfind("\n", 0, rng.randrange(len(text))) + 1
+            excerpts.append(text[start : start + length * CHARACTERS_PER_TOKEN])
+        encoded = [row[:length] for row in tokenizer(excerpts, verbose=False)["input_ids"] if len(row) >= length]
+        found = [row for row in encoded if tuple(row) not in held_out]
+        fruitless = 0 if found else fruitless + 1
+        if fruitless == FRUITLESS_DRAWS:
+            raise ValueError(
+                f"data.prompt_tokens: {length} given, but {PYTHON_STDLIB} has hardly a text of that many tokens; lower "
+                "it, or name a file in data.prompts"
+            )
+        tokens += found
+    return [{"id": i, "tokens": row, "cut": False} for i, row in enumerate(tokens)]
+
+
+def read_prompts(
+    tokenizer: Tokenizer, data: DataSection, count: int | None, report: RowReport, held_out: Set[Key] = frozenset()
+) -> list[Json]:
+    """The first `count` samples of a source, or all for None, without those of rows that are held out.
+
+    Rows that give no sample, or a shortened one, are added to the report.
+    """
+    rows: list[Json] = []
+    for row in read_rows(report.source):
+        if count is not None and len(rows) >= count:
+            break
+        report.rows, report.counts = report.rows + 1, row.counts
+        try:
+            if isinstance(row.fields, BadRow):
+                raise row.fields
+            parsed = parse_known(tokenizer, row.fields)
+            samples = list(samples_of(tokenizer, parsed, row.fields, data))
+        except BadRow as error:
+            report.reject(row.line, error, data.long_prompts)
+            continue
+        if any(key_of(sample) in held_out for sample in samples):
+            report.held_out.append(row.line)
+            continue
+        rows += [{"id": len(rows) + place, **sample} for place, sample in enumerate(samples)]
+        if any(sample["cut"] for sample in samples):
+            report.add_cut(row.line, isinstance(parsed, Conversation) and parsed.has_system)
+    report.samples = len(rows[:count])
+    return rows[:count]
+
+
+def make_prompts_alone(recipe: Recipe) -> Stage:
+    """`make_prompts` for a command of its own: while it writes, no other command may write into the folder."""
+    stage = prompts_stage(recipe)
+    if stage.was_complete() and not stage.changed_inputs():
+        return stage
+    with only_run_in(recipe.data_folder, "the prompts"):
+        if recipe.data.prompts == SELF:
+            start_processes()
+            write_own_candidates(recipe, partial(TargetModel.load, recipe.target, ()))
+        return make_prompts(recipe)
+
+
+def main() -> None:
+    def show(recipe: Recipe) -> None:
+        make_prompts_alone(recipe)
+        print(f"{describe_prompts(recipe)}\nwritten to {recipe.prompts_dir}")
+
+    run_command(__doc__, show)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""The second stage: the texts to train on, as tokens: the target's answers to the prompts, or given conversations."""
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from headstart.common.jsonl import append_jsonl, read_jsonl, resume_jsonl, write_jsonl
+from headstart.data_pipelines.prompts.completion_client import CompletionClient
+from headstart.data_pipelines.stages.dependents import dependents, is_shared
+from headstart.data_pipelines.stages.shard_work import ProgressMeter, ShardPrompts, prompt_shards
+from headstart.data_pipelines.stages.stage import Json, Stage, file_digest
+from headstart.data_pipelines.stages.target_files import WEIGHTS, digest_of, generation_identity
+from headstart.heads.checkpoint import load_head
+from headstart.heads.target_config import locate_target
+from headstart.heads.target_origin import target_identity
+from headstart.inference.core.drafter import Drafter
+from headstart.inference.core.request import Request
+from headstart.inference.core.sampling import Sampling
+from headstart.inference.drafters.block import head_drafter
+from headstart.inference.drafters.costs.cost_aware import growth_from_recipe
+from headstart.inference.engine.loop import generate_each
+from headstart.inference.targets.model import TargetModel
+from headstart.inference.targets.ranks import Ranks
+from headstart.inference.targets.tokenizer import load_tokenizer
+from headstart.recipes import Recipe
+
+# Prompts and the sampling of each -> (number of the prompt, tokens written after it), as each text ends.
+Writer = Callable[[list[list[int]], list[Sampling]], Iterator[tuple[int, list[int]]]]
+
+
+def responses_stage(recipe: Recipe, prompts: Stage) -> Stage:
+    data, made = recipe.data, prompts.facts()
+    inputs = {
+        "prompts": digest_of([made["sha256"], made["heldout_sha256"]]),
+        "data.heldout_samples": data.heldout_samples,
+        "data.shard_samples": data.shard_samples,
+    }
+    if data.responses == "target":
+        target = locate_target(recipe.target.path, recipe.target.revision)
+        inputs |= {
+            WEIGHTS: target_identity(target),
+            "the target's generation_config.json": generation_identity(target),
+            "target.dtype": recipe.target.dtype,
+            "data.response_tokens": data.response_tokens,
+            "data.temperatures": data.temperatures,
+            "seed": recipe.seed,
+        }
+    if data.server is not None or data.draft_head is not None:
+        inputs["written_by"] = written_by(recipe)
+    return Stage("responses", recipe.responses_dir, inputs, dependents(recipe, recipe.responses_dir), is_shared(recipe))
+
+
+def written_by(recipe: Recipe) -> str:
+    """Who or what writes the responses, for the manifest."""
+    if recipe.data.responses == "given":
+        return "whoever wrote data.prompts"
+    if recipe.data.server is not None:
+        return "the server of data.server"
+    return "plain decoding" if recipe.data.draft_head is None else "speculative decoding"
+
+
+def responses_path(recipe: Recipe, shard: ShardPrompts) -> Path:
+    return recipe.responses_dir / f"{shard.split}-{shard.index:05d}.jsonl"
+
+
+def journal_of(path: Path) -> Path:
+    """The file that holds the finished responses of a shard until all are there."""
+    return path.with_name(path.name + ".journal")
+
+
+@dataclass(frozen=True)
+class Text:
+    """A sample without its features: its tokens, and which of them are trained on."""
+
+    tokens: list[int]
+    loss_mask: list[bool]
+
+    @classmethod
+    def from_row(cls, row: Json) -> "Text":
+        if "spans" not in row:
+            mask = [False] * len(row["prompt"]) + [True] * len(row["response"])
+            return cls(row["prompt"] + row["response"], mask)
+        mask = [False] * len(row["tokens"])
+        for start, end in row["spans"]:
+            mask[start:end] = [True] * (end - start)
+        return cls(row["tokens"], mask)
+
+
+def count_written(texts: list[Text], vocab_size: int) -> Tensor:
+    """How often each token is trained on. [vocab]"""
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for text in texts:
+        written = torch.tensor(text.tokens)[torch.tensor(text.loss_mask)]
+        counts += torch.bincount(written, minlength=vocab_size)
+    return counts
+
+
+def write_given(recipe: Recipe, shard: ShardPrompts) -> None:
+    """Write given conversations of a shard as responses; the prompts stage has tokenized them."""
+    rows = [{"id": row["id"], "tokens": row["text"], "spans": row["spans"]} for row in shard.rows]
+    write_jsonl(responses_path(recipe, shard), rows)
+
+
+def write_responses(recipe: Recipe, writer: Writer, shards: Sequence[ShardPrompts], meter: ProgressMeter) -> None:
+    """Write the responses to the prompts of these shards; the samples use the recipe's temperatures in turn.
+
+    The writer gets the prompts of all shards at once, so that its batch stays full until the last prompts. Each
+    finished response is appended to the journal of its shard, so a killed run loses only the unfinished ones.
+    """
+    parts = [part for shard in shards if (part := UnfinishedShard.find(recipe, shard, meter)) is not None]
+    missing = [(part, row) for part in parts for row in part.missing]
+    for part in parts:
+        part.finish_if_complete()
+    samplings = [sampling_of(recipe, part.shard.split, row["id"]) for part, row in missing]
+    for number, tokens in writer([row["tokens"] for _, row in missing], samplings) if missing else ():
+        part, row = missing[number]
+        part.add(
+            {
+                "id": row["id"],
+                "prompt": row["tokens"],
+                "response": tokens,
+                "temperature": samplings[number].temperature,
+            }
+        )
+        meter.add(1, len(tokens))
+        part.finish_if_complete()
+
+
+@dataclass(frozen=True)
+class UnfinishedShard:
+    """A shard some of whose responses are still missing; the others are in its journal."""
+
+    shard: ShardPrompts
+    path: Path
+    done: dict[int, Json]  # finished responses by the number of their sample
+
+    @classmethod
+    def find(cls, recipe: Recipe, shard: ShardPrompts, meter: ProgressMeter) -> "UnfinishedShard | None":
+        """The shard with what earlier runs wrote of it; None if it is complete."""
+        path = responses_path(recipe, shard)
+        journal = journal_of(path)
+        if path.exists():
+            journal.unlink(missing_ok=True)  # left by a kill just before its removal
+            meter.skip(len(shard.rows))
+            return None
+        found = cls(shard, path, {row["id"]: row for row in resume_jsonl(journal)})
+        meter.skip(len(found.done))
+        return found
+
+    @property
+    def missing(self) -> list[Json]:
+        return [row for row in self.shard.rows if row["id"] not in self.done]
+
+    def add(self, row: Json) -> None:
+        append_jsonl(journal_of(self.path), [row])
+        self.done[row["id"]] = row
+
+    def finish_if_complete(self) -> None:
+        """Replace the journal by the whole shard once all responses are there."""
+        if len(self.done) == len(self.shard.rows):
+            write_jsonl(self.path, [self.done[row["id"]] for row in self.shard.rows])
+            journal_of(self.path).unlink(missing_ok=True)
+
+
+def sampling_of(recipe: Recipe, split: str, number: int) -> Sampling:
+    """The sampling of response `number`; it does not depend on shard, batch, rank or resume."""
+    temperatures = recipe.data.temperatures
+    seed = zlib.crc32(f"{recipe.seed} {split} {number}".encode())
+    return Sampling(temperatures[number % len(temperatures)], seed=seed)
+
+
+def finish_responses(recipe: Recipe, stage: Stage) -> None:
+    paths = [responses_path(recipe, shard) for shard in prompt_shards(recipe)]
+    texts = [Text.from_row(row) for path in paths for row in read_jsonl(path)]
+    trained_on = sum(sum(text.loss_mask) for text in texts)
+    is_written = recipe.data.responses == "target"
+    stage.finish(
+        {
+            "samples": len(texts),
+            "cut": sum(sum(text.loss_mask) == recipe.data.response_tokens for text in texts) if is_written else 0,
+            "empty": sum(not any(text.loss_mask) for text in texts),
+            "prompt_tokens": sum(len(text.tokens) for text in texts) - trained_on,
+            "response_tokens": trained_on,
+            "written_by": written_by(recipe),
+            "files": {path.name: file_digest(path) for path in paths},
+        }
+    )
+
+
+def describe_responses(recipe: Recipe, stage: Stage) -> str:
+    """One line for the user: how much was written, by whom, and what was cut."""
+    facts = stage.facts()
+    parts = [
+        f"responses: {facts['samples']:,} by {facts['written_by']}",
+        f"{facts['response_tokens']:,} tokens to train on after {facts['prompt_tokens']:,} others",
+    ]
+    if facts["cut"]:
+        parts.append(f"{facts['cut']:,} stopped at data.response_tokens={recipe.data.response_tokens}")
+    if facts["empty"]:
+        parts.append(f"{facts['empty']:,} are empty and train nothing")
+    return "; ".join(parts)
+
+
+def target_writer(recipe: Recipe, target: TargetModel, drafter: Drafter | None = None) -> Writer:
+    """Write responses with our own decoding, one seed per sample; a drafter changes the speed, never the text."""
+
+    def write(prompts: list[list[int]], samplings: list[Sampling]) -> Iterator[tuple[int, list[int]]]:
+        pairs = zip(prompts, samplings, strict=True)
+        requests = [Request(prompt, recipe.data.response_tokens, sampling) for prompt, sampling in pairs]
+        for number, generation in generate_each(target, requests, drafter, recipe.data.generate_batch):
+            yield number, generation.tokens
+
+    return write
+
+
+def speculative_writer(recipe: Recipe, folder: Path) -> tuple[Writer, Ranks]:
+    """Write responses by speculative decoding with the head in `folder`; also returns the target's ranks."""
+    untapped = TargetModel.load(recipe.target, ())
+    head = load_head(folder, untapped.frozen)
+    target = TargetModel(untapped.model, head.taps, untapped.ranks)
+    growth = growth_from_recipe(recipe.decode, target, head, batch=recipe.data.generate_batch)
+    return target_writer(recipe, target, head_drafter(head, growth)), target.ranks
+
+
+def server_writer(recipe: Recipe, url: str) -> Writer:
+    """Write responses with an OpenAI-compatible server that runs the target."""
+    section = recipe.target
+    tokenizer = load_tokenizer(locate_target(section.path, section.revision), section.trust_remote_code)
+    client = CompletionClient(url, tokenizer, recipe.data.server_retries)
+
+    def write(prompts: list[list[int]], samplings: list[Sampling]) -> Iterator[tuple[int, list[int]]]:
+        return client.complete(prompts, samplings, recipe.data.response_tokens, recipe.data.generate_batch)
+
+    return write

@@ -1,0 +1,229 @@
+"""Read the rows of a data source: JSONL, parquet, plain text, or a Hugging Face dataset on disk or on the hub.
+
+Formats that can run code are refused: pickles and dataset loading scripts.
+"""
+
+import codecs
+import hashlib
+import importlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import IO, Any
+
+from headstart.data_pipelines.stages.stage import Json, file_digest
+from headstart.recipes.schema import HUB_PREFIX
+
+PLAIN_FORMATS = ("parquet", "json", "text", "arrow")  # formats allowed for hub datasets
+UTF_16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # UTF-32 starts with the first of them too
+
+
+class BadRow(ValueError):
+    """An unusable row: `kind` is a short category for counting, the message says why."""
+
+    def __init__(self, kind: str, why: str) -> None:
+        super().__init__(why)
+        self.kind = kind
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a source, or the reason that it could not be read.
+
+    `line` is its line in a file of lines, else its place among the rows; both count from 1, and `counts` says which.
+    """
+
+    line: int
+    fields: Json | BadRow
+    counts: str = "line"  # or row
+
+
+def read_rows(source: str) -> Iterator[Row]:
+    """Read every row of a source, unreadable ones as BadRow; raises ValueError for an unknown kind of source."""
+    path = Path(source)
+    if source.startswith(HUB_PREFIX):
+        return good_rows(hub_dataset(source.removeprefix(HUB_PREFIX)))
+    if path.is_dir():
+        return good_rows(disk_dataset(path))
+    readers = {".jsonl": json_rows, ".json": json_rows, ".parquet": parquet_rows, ".txt": text_rows}
+    if path.suffix.lower() not in readers:
+        raise ValueError(
+            f"data: {source} given, a file that ends in {', '.join(readers)}, a dataset folder or "
+            f"{HUB_PREFIX}org/name:split is allowed; convert it to one of them"
+        )
+    return readers[path.suffix.lower()](path)
+
+
+def source_digest(source: str) -> str:
+    """The identity of a source: a digest of its files' content, or the name of a hub dataset."""
+    path = Path(source)
+    if source.startswith(HUB_PREFIX):
+        return source
+    if path.is_file():
+        return file_digest(path)
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    named = "".join(f"{file.relative_to(path).as_posix()} {file_digest(file)}\n" for file in files)
+    return hashlib.sha256(named.encode()).hexdigest()
+
+
+def json_rows(path: Path) -> Iterator[Row]:
+    """One JSON object on each line, or a single JSON array of objects, indented or not."""
+    with path.open("rb") as file:
+        numbered = enumerate(lines_of(path, file), start=1)
+        first = next(((number, line) for number, line in numbered if line.strip()), None)
+        if first is None:
+            return
+        if first[1].lstrip().startswith(b"[") and (listed := json_array(path, first[1])) is not None:
+            yield from (Row(number, row, "row") for number, row in enumerate(listed, start=1))
+            return
+        for number, line in chain([first], numbered):
+            if line.strip():
+                yield Row(number, json_object(line))
+
+
+def lines_of(path: Path, file: IO[bytes]) -> Iterator[bytes]:
+    """The lines of a UTF-8 file, without the mark that some editors write at its start.
+
+    Raises ValueError for a file in UTF-16.
+    """
+    first = file.readline()
+    if first.startswith(UTF_16_MARKS):
+        raise ValueError(f"data: {path} is UTF-16 text, UTF-8 is allowed; save it as UTF-8 without changing its rows")
+    yield first.removeprefix(codecs.BOM_UTF8)
+    yield from file
+
+
+def json_array(path: Path, first: bytes) -> list[Json | BadRow] | None:
+    """The rows of a file that is one JSON array; None if `first`, its first line, is a whole row by itself."""
+    content = path.read_bytes()
+    try:
+        listed = json.loads(content.decode("utf-8-sig"))
+    except (json.JSONDecodeError, UnicodeError, RecursionError) as error:
+        if is_json(first):
+            return None
+        raise ValueError(
+            f"data: {path} starts as a JSON array but cannot be read as one ({error}); a whole array or one JSON "
+            "object on each line is allowed, so fix the file there or write it again"
+        ) from error
+    return [checked_object(row, has_escapes=rb"\u" in content) for row in listed]
+
+
+def is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (json.JSONDecodeError, UnicodeError, RecursionError):
+        return False
+    return True
+
+
+def json_object(line: bytes) -> Json | BadRow:
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except (json.JSONDecodeError, UnicodeError, RecursionError) as error:
+        return BadRow("unreadable", f"not JSON ({error}); one JSON object on each line is needed")
+    return checked_object(row, has_escapes=rb"\u" in line)
+
+
+def checked_object(row: object, has_escapes: bool) -> Json | BadRow:
+    """The row if it is a JSON object of real text: an escape can hold half of a surrogate pair, which is not text."""
+    if not isinstance(row, dict):
+        return BadRow("unreadable", f"the row is {in_words(row)}, a JSON object is needed")
+    try:
+        if has_escapes:
+            json.dumps(row, ensure_ascii=False).encode("utf-8")
+    except UnicodeError as error:
+        return BadRow("unreadable", f"not text ({error})")
+    return row
+
+
+def in_words(value: object) -> str:
+    """A JSON value as a message names it."""
+    if isinstance(value, bool) or value is None:
+        return json.dumps(value)
+    if isinstance(value, int | float):
+        return f"a number ({value})"
+    for kind, name in ((str, "text"), (list, "a list"), (dict, "an object")):
+        if isinstance(value, kind):
+            return name
+    return type(value).__name__  # parquet has more types than JSON
+
+
+def text_rows(path: Path) -> Iterator[Row]:
+    """Each line that is not blank is one text."""
+    with path.open("rb") as file:
+        for number, line in enumerate(lines_of(path, file), start=1):
+            if line.strip():
+                try:
+                    yield Row(number, {"text": line.decode("utf-8").rstrip("\r\n")})
+                except UnicodeDecodeError as error:
+                    yield Row(number, BadRow("unreadable", f"not UTF-8 ({error})"))
+
+
+def parquet_rows(path: Path) -> Iterator[Row]:
+    parquet, errors = optional_library("pyarrow.parquet"), optional_library("pyarrow").ArrowException
+    try:
+        batches = parquet.ParquetFile(path).iter_batches(batch_size=256)
+        yield from good_rows(row for batch in batches for row in batch.to_pylist())
+    except errors as error:
+        raise ValueError(
+            f"data: {path} cannot be read as parquet ({error}); a whole parquet file is needed, so write it again"
+        ) from error
+
+
+def good_rows(rows: Iterable[Any]) -> Iterator[Row]:
+    return (Row(number, dict(row), "row") for number, row in enumerate(rows, start=1))
+
+
+def disk_dataset(folder: Path) -> Any:
+    """Load a folder written by `save_to_disk`; from several splits, the one named train or the only one."""
+    datasets = optional_library("datasets")
+    try:
+        found = datasets.load_from_disk(str(folder))
+    except Exception as error:  # the readers raise many types
+        raise ValueError(
+            f"data: {folder} is not a dataset ({in_one_line(error)}); give a folder written by save_to_disk, or a file"
+        ) from error
+    if not isinstance(found, dict):
+        return found
+    if "train" not in found and len(found) > 1:
+        raise ValueError(f"data: {folder} has splits {', '.join(found)}; give the folder of one split")
+    return found.get("train", next(iter(found.values())))
+
+
+def hub_dataset(name: str) -> Any:
+    """Load `org/name:split` (default split: train) from the hub, if it is stored in a format without code."""
+    datasets = optional_library("datasets")
+    name, _, split = name.partition(":")
+    try:
+        builder = datasets.load_dataset_builder(name)
+    except Exception as error:  # the hub client and the readers raise many types
+        raise ValueError(
+            f"data: {HUB_PREFIX}{name} cannot be loaded ({in_one_line(error)}); {HUB_PREFIX}org/name:split is allowed, "
+            "so check the name and the network"
+        ) from error
+    stored_as = type(builder).__module__.rpartition(".")[2]
+    if stored_as not in PLAIN_FORMATS:
+        raise ValueError(
+            f"data: {HUB_PREFIX}{name} is stored as {stored_as}, {', '.join(PLAIN_FORMATS)} are allowed; convert it"
+        )
+    try:
+        builder.download_and_prepare()
+        return builder.as_dataset(split=split or "train")
+    except Exception as error:
+        raise ValueError(
+            f"data: split {split or 'train'} of {HUB_PREFIX}{name} cannot be loaded ({in_one_line(error)}); give one "
+            f"of its splits, as in {HUB_PREFIX}{name}:train"
+        ) from error
+
+
+def in_one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def optional_library(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ValueError(f"data: this format needs {name}; run pip install -e '.[data]'") from error

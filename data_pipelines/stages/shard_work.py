@@ -1,0 +1,87 @@
+"""A harvest's work divided into shards that any number of ranks can share, and its progress display."""
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from accelerate import PartialState
+
+from headstart.common.jsonl import read_jsonl
+from headstart.common.launcher import refuse_separate_processes
+from headstart.common.progress import Progress
+from headstart.data_pipelines.stages.stage import Json, Stage
+from headstart.recipes import Recipe
+
+RANK_TIMEOUT = timedelta(hours=6)  # how long a rank waits for the others, whose texts may be much longer
+
+
+@dataclass(frozen=True)
+class ShardPrompts:
+    """The prompts of one shard, the unit in which work is shared between ranks and resumed."""
+
+    split: str
+    index: int
+    rows: list[Json]
+
+
+def start_processes() -> PartialState:
+    """Start the ranks that `accelerate launch` asked for; without a GPU they run on the CPU."""
+    state = PartialState(cpu=not torch.accelerator.is_available(), timeout=RANK_TIMEOUT)
+    refuse_separate_processes(state.num_processes)
+    return state
+
+
+def prompt_shards(recipe: Recipe) -> list[ShardPrompts]:
+    """The prompts of both splits by shard; the division depends on sample ids alone, not on the number of ranks."""
+    found, size = [], recipe.data.shard_samples
+    for split, limit in (("train", None), ("heldout", recipe.data.heldout_samples)):
+        rows = list(read_jsonl(recipe.prompts_dir / f"{split}.jsonl"))[:limit]
+        found += [ShardPrompts(split, i // size, rows[i : i + size]) for i in range(0, len(rows), size)]
+    return found
+
+
+def idle_cores(state: PartialState) -> str | None:
+    """A hint for the user if the launch leaves CPU cores idle, else None."""
+    threads, cores = torch.get_num_threads(), (os.cpu_count() or 1) // state.num_processes
+    if state.device.type != "cpu" or threads >= cores:
+        return None
+    return (
+        f"using {threads} of {cores} CPU cores; accelerate launch --num_cpu_threads_per_process {cores} uses all "
+        "(faster if nothing else is running)"
+    )
+
+
+def claim_stage(stage: Stage, state: PartialState) -> None:
+    """Claim a stage's folder on the main rank; all ranks wait for it."""
+    if state.is_main_process:
+        stage.begin()
+    state.wait_for_everyone()
+
+
+class ProgressMeter:
+    """Reports the samples done and this rank's tokens per second."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        self.started, self.tokens = time.perf_counter(), 0
+
+    def skip(self, samples: int) -> None:
+        """Count samples that an earlier run finished."""
+        self.progress.skip(samples)
+
+    def add(self, samples: int, tokens: int) -> None:
+        self.tokens += tokens
+        speed = self.tokens / max(time.perf_counter() - self.started, 1e-9)
+        self.progress.advance(samples, f"{speed:,.0f} tokens/s")
+
+
+@contextmanager
+def show_progress(work: Sequence[ShardPrompts], state: PartialState, what: str) -> Iterator[ProgressMeter]:
+    """Show the progress of this rank's shards, on the main rank only."""
+    total = sum(len(shard.rows) for shard in work)
+    with Progress(what, total, "samples", active=state.is_main_process) as progress:
+        yield ProgressMeter(progress)

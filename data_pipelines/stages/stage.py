@@ -1,0 +1,160 @@
+"""A stage of a run: a folder that records its inputs, so its output is reused, resumed or refused."""
+
+import hashlib
+import json
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from headstart.common.whole_files import write_text
+
+Json = dict[str, Any]
+CHECKSUM = "xxh3_128"  # of each shard, in a store's manifest
+
+
+def file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def checksum(path: Path) -> str:
+    """A fast checksum (xxh3) for large files: it detects damage at disk speed, but not deliberate forgery."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+
+
+def different_keys(found: Json, wanted: Json) -> set[str]:
+    return {key for key in found.keys() | wanted.keys() if found.get(key) != wanted.get(key)}
+
+
+def differences(found: Json, wanted: Json, wording: str) -> list[str]:
+    """One line per key whose values differ; `wording` has two placeholders, the found and the wanted value."""
+    return [
+        f"{key}: the content has changed"
+        if is_digest(found.get(key)) and is_digest(wanted.get(key))
+        else f"{key}: " + wording.format(shown(found.get(key)), shown(wanted.get(key)))
+        for key in sorted(different_keys(found, wanted))
+    ]
+
+
+def shown(value: object) -> str:
+    """A value as a message shows it."""
+    return f"content {str(value)[:12]}..." if is_digest(value) else repr(value)
+
+
+def is_digest(value: object) -> bool:
+    """Whether a value is a digest of content, whose digits tell a user nothing."""
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
+
+
+def removal_command(folders: Iterable[Path]) -> str:
+    """A command line that removes those of the folders that exist."""
+    return shlex.join(["rm", "-r", *(str(folder) for folder in folders if folder.exists())])
+
+
+class Stage:
+    """A folder with a stage.json that records the stage's inputs and whether it is complete."""
+
+    def __init__(
+        self, name: str, folder: Path, inputs: Json, dependents: Sequence[Path] = (), shared: bool = False
+    ) -> None:
+        """`dependents` are the folders that are made from this one; a message names them too.
+
+        A shared folder (data.folder) may serve other recipes, so no message names it for removal.
+        """
+        self.name, self.folder, self.dependents, self.shared = name, folder, dependents, shared
+        self.inputs: Json = json.loads(json.dumps(inputs))  # as JSON reads them back: tuples become lists
+        self.path = folder / "stage.json"
+
+    def is_complete(self) -> bool:
+        """Whether the output is complete; raises ValueError naming the differences if it was made from other inputs."""
+        inputs = self.claimed_for()
+        if inputs is None:
+            return False
+        self._refuse_difference(inputs)
+        return bool(self._recorded()["complete"])
+
+    def was_complete(self) -> bool:
+        """Whether the folder is complete, from whichever inputs it was made."""
+        return self.path.is_file() and bool(self._recorded()["complete"])
+
+    def claimed_for(self) -> Json | None:
+        """The inputs recorded in the folder, or None if no run has claimed it."""
+        if not self.path.is_file():
+            return None
+        inputs: Json = self._recorded()["inputs"]
+        return inputs
+
+    def changed_inputs(self) -> set[str]:
+        """The names of the inputs that differ from the recorded ones; empty if no run has claimed the folder."""
+        found = self.claimed_for()
+        return set() if found is None else different_keys(found, self.inputs)
+
+    def begin(self) -> None:
+        """Claim the folder for these inputs; what an interrupted run left in it may be reused."""
+        if not self.is_complete():
+            self.claim()
+
+    def claim(self, inputs: Json | None = None) -> None:
+        """Record other inputs, by default the stage's own, for an output that is not complete."""
+        recorded = self.inputs if inputs is None else inputs
+        write_text(self.path, json.dumps({"inputs": recorded, "complete": False}, indent=1))
+
+    def finish(self, facts: Json) -> None:
+        write_text(self.path, json.dumps({"inputs": self.inputs, "complete": True, "facts": facts}, indent=1))
+
+    def facts(self) -> Json:
+        """The facts that `finish` recorded."""
+        found: Json = self._recorded()["facts"]
+        return found
+
+    def digest(self) -> str:
+        """The identity of the complete stage, an input of the next stage."""
+        return file_digest(self.path)
+
+    def refuse(self, why: str = "") -> None:
+        """Raise ValueError if the folder was made from other inputs; `why` says what rules out going on from them."""
+        found = self.claimed_for()
+        if found is not None:
+            self._refuse_difference(found, why)
+
+    def _recorded(self) -> Json:
+        """What stage.json holds; raises ValueError if it is broken."""
+        try:
+            found = json.loads(self.path.read_text())
+        except ValueError as error:
+            raise ValueError(self._broken(str(error))) from error
+        missing = [key for key in ("inputs", "complete") if not isinstance(found, dict) or key not in found]
+        if missing or (found["complete"] and "facts" not in found):
+            raise ValueError(self._broken(f"it lacks {' and '.join(missing or ['facts'])}"))
+        recorded: Json = found
+        return recorded
+
+    def _broken(self, why: str) -> str:
+        return (
+            f"{self.path} cannot be read ({why}); it must say what the {self.name} were made from. If recipe, data and "
+            "target have not changed since, remove this file, and the same command goes on with what is there: "
+            f"{shlex.join(['rm', str(self.path)])}. Otherwise {self._start_anew()}"
+        )
+
+    def _start_anew(self) -> str:
+        """What to do about a folder that does not fit the recipe."""
+        if not self.shared:
+            removal = removal_command([self.folder, *self.dependents])
+            return f"choose another run_dir, or remove these and all that was made from them: {removal}"
+        advice = "choose another data.folder, because other recipes may use this one"
+        made = [folder for folder in self.dependents if folder.exists()]
+        return f"{advice}, and remove what this run made from it: {removal_command(made)}" if made else advice
+
+    def _refuse_difference(self, found: Json, why: str = "") -> None:
+        different = differences(found, self.inputs, "made with {}, the recipe says {}")
+        if different:
+            raise ValueError(
+                f"the {self.name} in {self.folder} were made from other inputs:\n  "
+                + "\n  ".join([*different, *([why] if why else [])])
+                + f"\nundo the change, or {self._start_anew()}"
+            )

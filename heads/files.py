@@ -1,0 +1,155 @@
+"""Reads and writes a head's folder: config.json and named tensors. Nothing in a folder is ever executed."""
+
+import json
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from headstart.common.os_errors import naming
+from headstart.common.whole_files import remove, removed_on_failure, write_text
+from headstart.heads.keys import find_config, read_config
+from headstart.heads.safetensors_file import write_safetensors
+
+MODEL = "model.safetensors"
+SAFETENSORS = (MODEL, "medusa_lm_head.safetensors")
+PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
+
+
+@dataclass(frozen=True)
+class HeadFiles:
+    """A head's config.json and tensors, as its folder spells them."""
+
+    folder: Path
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    @classmethod
+    def read(cls, folder: Path) -> "HeadFiles":
+        """Read single-file or sharded safetensors, or pickles that hold nothing but tensors.
+
+        Raises ValueError for a folder without config.json or weights, for keys with a value of a wrong type, and for a
+        pickle that holds anything else.
+        """
+        path = find_config(folder, "give the folder of a saved head")
+        return cls(folder, read_config(path), read_tensors(folder))
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    for name in SAFETENSORS + PICKLES:
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            parts = shard_names(index)
+        elif (folder / name).is_file():
+            parts = [name]
+        else:
+            continue
+        tensors: dict[str, Tensor] = {}
+        for part in parts:
+            tensors |= read_pickle(folder / part) if name in PICKLES else read_safetensors(folder / part)
+        return tensors
+    known = ", ".join(SAFETENSORS + PICKLES)
+    raise ValueError(
+        f"{folder} holds no weights; one of {known}, or an index of its shards, is required: copy or download the head "
+        f"again"
+    )
+
+
+def shard_names(index: Path) -> list[str]:
+    """The files that an index of shards names; raises ValueError if it names none."""
+    try:
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} names no shards ({error!r}); copy or download the head again") from error
+
+
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); copy or download the head again") from error
+
+
+def read_pickle(path: Path) -> dict[str, Tensor]:
+    """A pickled state dict, read by torch's restricted loader, which builds tensors and containers and calls nothing
+    else."""
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"{path} is refused: it is damaged or holds more than tensors ({reason}); get the head as safetensors"
+        ) from error
+    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
+        raise ValueError(
+            f"{path} is refused: only a mapping of names to tensors is allowed; get the head as safetensors"
+        )
+    return {str(name): tensor for name, tensor in found.items()}
+
+
+def has_weight_dtype(tensor: Tensor) -> bool:
+    """Is it in a number format that weights may have? 8-bit formats need scales, which no head of ours has."""
+    return tensor.is_floating_point() and tensor.dtype.itemsize >= 2
+
+
+def write_folder(files: HeadFiles, weights: str, readme: str, overwrite: bool) -> None:
+    """Write all files to a folder next to the final one, then rename it, so readers see the whole folder or none.
+
+    `weights` is the file name of the tensors, one of SAFETENSORS and PICKLES.
+
+    Raises ValueError if the folder exists already, unless it may be overwritten.
+    """
+    folder = files.folder
+    check_can_write(folder, overwrite)
+    partial = folder.with_name(folder.name + ".partial")
+    remove(partial)  # left by a killed run
+    with removed_on_failure(partial):
+        partial.mkdir(parents=True)
+        contiguous = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in files.tensors.items()}
+        if weights in PICKLES:
+            write_pickle(contiguous, partial / weights)
+        else:
+            write_safetensors(contiguous, partial / weights, {"format": "pt"})
+        write_text(partial / "config.json", json.dumps(files.config, indent=2) + "\n")
+        write_text(partial / "README.md", readme)
+        put_in_place(partial, folder)
+
+
+def write_pickle(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a state dict as torch's code reads it; raises OSError that names the file."""
+    with naming(path), path.open("wb") as file:
+        try:
+            torch.save(tensors, file)
+        except RuntimeError as error:  # torch's writer fails again when it is closed
+            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+
+
+def put_in_place(partial: Path, folder: Path) -> None:
+    """Rename a whole folder to its final name, replacing an earlier one there."""
+    replaced = folder.with_name(folder.name + ".replaced.partial")
+    remove(replaced)  # left by a run that was killed after its last rename
+    if folder.exists():
+        folder.rename(replaced)
+    partial.rename(folder)
+    remove(replaced)
+
+
+def check_can_write(folder: Path, overwrite: bool) -> None:
+    """Raise ValueError, before any work is done, if writing an export here would destroy what the folder holds."""
+    if not (folder.exists() or folder.is_symlink()):
+        return
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"export.folder: {folder} exists and holds no head, so it is not overwritten; a new folder or one with an "
+            f"export is allowed: choose another with export.folder=FOLDER"
+        )
+    if not overwrite:
+        raise ValueError(
+            f"export.folder: {folder} exists already; a new folder is allowed: choose another with "
+            f"export.folder=FOLDER, or replace what it holds with export.overwrite=true"
+        )

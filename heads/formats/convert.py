@@ -1,0 +1,52 @@
+"""Convert a published head into headstart's own layout, which every headstart command reads.
+
+    headstart convert path/to/head runs/imported --target meta-llama/Llama-3.1-8B-Instruct
+
+Reads EAGLE-1 and EAGLE-3 heads as their authors, NVIDIA and SpecForge save them, speculators' eagle3, and Medusa heads
+in the authors' layout and in vLLM's. The layout is recognised from the files. Facts that the files do not state, such
+as the rotary base or the hidden states that the head reads, are inferred and printed: check them against the head's
+documentation. A head that headstart cannot represent is refused with every reason at once. Nothing in the folder is
+executed: a pickle may hold nothing but tensors.
+"""
+
+from headstart.heads.formats.options import convert_options
+
+if __name__ == "__main__":
+    convert_options(__doc__)  # --help and mistakes end the process here, before torch is loaded
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from headstart.common.os_errors import errors_as_messages
+from headstart.heads.checkpoint import save_head
+from headstart.heads.files import HeadFiles
+from headstart.heads.formats.published import import_head, widest_dtype
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.target_config import locate_target
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = convert_options(__doc__, argv)
+    with errors_as_messages():
+        inferred = convert(arguments.path, arguments.out, arguments.target)
+        print("\n".join(inferred))
+        print(f"head written to {arguments.out}; next: headstart report RECIPE report.head={arguments.out}")
+
+
+def convert(path: Path, out: Path, target: str) -> list[str]:
+    """Write the head in our own layout; returns a line for each fact that had to be inferred.
+
+    Raises ValueError for a head that our layout cannot represent, and if `out` exists already.
+    """
+    if out.exists() or out.is_symlink():
+        raise ValueError(f"OUT: {out} exists already; a new folder is allowed: choose another, or remove this one")
+    files = HeadFiles.read(path)
+    frozen = FrozenTarget.from_folder(locate_target(target, field="--target"), widest_dtype(files))
+    head, inferred = import_head(files, frozen)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    save_head(head, out)
+    return inferred
+
+
+if __name__ == "__main__":
+    main()

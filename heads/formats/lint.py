@@ -1,0 +1,60 @@
+"""Check a head's folder, ours or published, against what each engine's loader reads, without running the engine.
+
+    headstart lint runs/tiny/export/vllm --target assets/demo_target
+    headstart lint runs/tiny/export/vllm --target assets/demo_target --engine sglang
+
+Mistakes in a head's files seldom raise an error in an engine; they silently cost acceptance. Each one found is a line:
+engine, severity, config.json key or tensor, what the file holds, what is allowed. An error means that the engine fails
+or drafts worse than the head was trained to; a warning marks a value that is correct only if the head was trained that
+way. Without --engine, an export of ours is checked for the engines that its config.json names, and any other head for
+every engine that reads its layout except the authors' own code (eagle, medusa). Exit code 1 if there is an error, 0
+otherwise.
+"""
+
+from headstart.heads.formats.options import lint_options
+
+if __name__ == "__main__":
+    lint_options(__doc__)  # --help and mistakes end the process here, before torch is loaded
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from headstart.common.os_errors import errors_as_messages
+from headstart.heads.files import HeadFiles
+from headstart.heads.formats.contracts import engines_of, violations
+from headstart.heads.formats.violation import Violation
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.target_config import locate_target
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = lint_options(__doc__, argv)
+    with errors_as_messages():
+        found = lint(arguments.export, arguments.target, arguments.engine)
+        for violation in found:
+            print(violation)
+        if not found:
+            print(all_is_well(arguments.export, arguments.engine))
+    sys.exit(1 if any(violation.severity == "error" for violation in found) else 0)
+
+
+def all_is_well(export: Path, engines: Sequence[str] | None) -> str:
+    """What to print if nothing was found: the engines that the head was checked for."""
+    checked = engines or engines_of(HeadFiles.read(export))
+    if not checked:
+        return f"{export}: not checked, as its config.json says that no engine serves it; give one, as in --engine vllm"
+    return f"{export}: all is well; nothing was found for {', '.join(checked)}"
+
+
+def lint(export: Path, target: str, engines: Sequence[str] | None = None) -> list[Violation]:
+    """What keeps these engines from serving the head as it was trained; by default, the engines it is meant for."""
+    files = HeadFiles.read(export)
+    frozen = FrozenTarget.from_folder(locate_target(target, field="--target"), torch.float32)
+    return violations(files, frozen, engines or engines_of(files))
+
+
+if __name__ == "__main__":
+    main()

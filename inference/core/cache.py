@@ -1,0 +1,415 @@
+"""One KV cache for a target and its head: a single allocation. Unpatched models see it as a transformers Cache."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from headstart.heads.layers import attention
+from headstart.inference.core.pages import Pages
+
+PAGE = 256  # tokens; a cache grows by whole pages
+GROUP_ROWS = 16  # rows whose attention is computed together on a CPU, at most
+WASTE = 256  # keys that a group of rows may read in vain; more costs more than a call of its own
+Shape = tuple[int, int, int]  # layers, kv_heads, head_dim
+
+
+class RowGroup(NamedTuple):
+    """Neighbouring rows of a batch, and the keys that the longest of them holds."""
+
+    rows: slice
+    keys: int
+
+
+class Move(NamedTuple):
+    """A row of the batch is copied to the place of another."""
+
+    source: int
+    goal: int
+
+
+class Slots:
+    """Key and value slots of a stack of equal layers. Row b of the batch holds `lengths[b]` tokens.
+
+    A block is written after the held tokens and after earlier pending blocks. It stays pending until `advance` or
+    `keep` takes it in; otherwise the next block overwrites it. With `static`, every shape is that of the capacity and
+    every offset is read on the device, so that a CUDA graph can replay a step.
+    """
+
+    def __init__(
+        self,
+        storage: Float[Tensor, "layers kv batch kv_heads capacity head_dim"],
+        rows: int = 1,
+        static: bool = False,
+        pages: Pages | None = None,
+    ) -> None:
+        """`pages` is the memory in which the storage lies, if parts of it can be given back."""
+        self.storage, self.static, self.pages = storage, static, pages
+        self.lengths = [0] * rows  # of the rows in use, which are the first ones of the storage
+        # One buffer for the whole lifetime: a captured graph reads it at the address that it was captured with.
+        self._starts = torch.zeros(storage.shape[2], dtype=torch.long, device=storage.device)
+        self.starts = self._starts[:rows]  # the lengths, on the device
+        self.pending = 0
+        self.bytes_moved = 0  # by `keep`, in total
+        self._index: tuple[Tensor, Tensor] | None = None  # where the pending block goes, the same for all layers
+
+    @property
+    def capacity(self) -> int:
+        return self.storage.shape[4]
+
+    @property
+    def even(self) -> bool:
+        """Whether offsets are plain numbers, the same for all rows."""
+        return not self.static and (len(self.lengths) == 1 or min(self.lengths) == max(self.lengths))
+
+    @property
+    def reads_in_groups(self) -> bool:
+        """Whether attention may read each group of rows up to the end of its longest: on a CPU."""
+        return not self.static and self.storage.device.type == "cpu"
+
+    def num_keys(self, block: int) -> int:
+        """The number of keys that a block of this many tokens attends to."""
+        return self.capacity if self.static else max(self.lengths) + self.pending + block
+
+    def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Write a block [batch, kv_heads, nodes, head_dim] and return all keys and values up to its end."""
+        block = key.shape[2]
+        end = max(self.lengths) + self.pending + block
+        if end > self.capacity:
+            raise ValueError(f"{end} tokens do not fit the cache's {self.capacity} slots; make the cache larger")
+        slots = self.storage[layer, :, : len(self.lengths)]
+        if self.even:
+            start = end - block
+            slots[0, :, :, start:end] = key
+            slots[1, :, :, start:end] = value
+        else:
+            rows, columns = self._places(block)
+            slots[0][rows, :, columns] = key.transpose(1, 2).to(slots.dtype)
+            slots[1][rows, :, columns] = value.transpose(1, 2).to(slots.dtype)
+        if self.static:
+            return slots[0], slots[1]
+        return slots[0, :, :, :end], slots[1, :, :, :end]
+
+    def _places(self, block: int) -> tuple[Tensor, Tensor]:
+        """Row and slot of each token in the pending block. [batch, 1] and [batch, block]"""
+        if self._index is None or self._index[1].shape[1] != block:
+            device = self.storage.device
+            columns = self.starts[:, None] + self.pending + torch.arange(block, device=device)
+            self._index = torch.arange(len(self.lengths), device=device)[:, None], columns
+        return self._index
+
+    def hold(self, count: int) -> None:
+        """Keep the block just written pending, so that the next one goes after it."""
+        self.pending += count
+        self._index = None
+
+    def set_lengths(self, lengths: list[int]) -> None:
+        """Set which rows are in use and how many tokens each holds. Later slots count as empty."""
+        if lengths != self.lengths or self.static:  # `shift` may have changed them on the device alone
+            if len(lengths) == len(self.starts) == 1 and not self.static:
+                self.starts.fill_(lengths[0])
+            else:
+                self._starts[: len(lengths)].copy_(torch.tensor(lengths, dtype=torch.long), non_blocking=True)
+        self.lengths = list(lengths)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what is pending."""
+        if self.static or len(self.starts) != len(self.lengths):
+            self.starts = self._starts[: len(self.lengths)]
+        self.pending, self._index = 0, None
+
+    def advance(self, counts: list[int]) -> None:
+        """Take in the first `counts[b]` pending tokens of row b."""
+        self.set_lengths([length + count for length, count in zip(self.lengths, counts, strict=True)])
+
+    def shift(self, counts: Int[Tensor, " rows"]) -> None:
+        """`advance` by counts that only the device knows. `lengths` is out of date until `set_lengths` is called."""
+        assert self.static
+        self.starts = self.starts + counts
+        self.pending, self._index = 0, None
+
+    def keep(self, paths: list[list[int]]) -> int:
+        """Take in the nodes of each row's path (ascending indices into the pending block), moved side by side.
+
+        Returns the bytes moved. All layers move in one copy, whose size depends on the paths and not on the context.
+        """
+        longest = max(map(len, paths))
+        # Nodes that are already in place stay.
+        before = self.bytes_moved
+        first = min((i for path in paths for i, node in enumerate(path) if node != i), default=longest)
+        if first < longest and len(paths) == 1:  # one row: plain indices are far cheaper
+            start, row = self.lengths[0], self.storage[:, :, 0]
+            source = torch.tensor([start + node for node in paths[0][first:]]).to(row.device, non_blocking=True)
+            moved = row.index_select(3, source)  # [layers, 2, kv_heads, moved, head_dim]
+            row[..., start + first : start + longest, :] = moved
+            self.bytes_moved += moved.nbytes
+        elif first < longest:
+            padded = torch.tensor([[*path, *range(len(path), longest)] for path in paths])[:, first:]
+            source = self.starts[:, None] + padded.to(self.starts.device, non_blocking=True)
+            goal = self.starts[:, None] + torch.arange(first, longest, device=self.starts.device)
+            rows = torch.arange(len(paths), device=self.starts.device)[:, None]
+            moved = self.storage[:, :, rows, :, source]  # [batch, moved, layers, 2, kv_heads, head_dim]
+            self.storage[:, :, rows, :, goal] = moved
+            self.bytes_moved += moved.nbytes
+        self.advance([len(path) for path in paths])
+        return self.bytes_moved - before
+
+    def row(self, number: int, count: int = 1) -> "Slots":
+        """One row by itself, or several, empty, in the same storage, in use or not. Its shapes are never static."""
+        return Slots(self.storage[:, :, number : number + count], count)
+
+    def end_row(self, moves: list[Move]) -> None:
+        """Take a row out of use: the last one, after rows were moved as `moves_to_end` says."""
+        lengths = list(self.lengths)
+        for source, goal in moves:
+            self.move(source, goal, lengths[source] + 1)  # a draft model's root comes after it, and is read next
+            lengths[goal] = lengths[source]
+        self.set_lengths(lengths[:-1])
+
+    def unused(self, number: int) -> list[Tensor]:
+        """The slots of a row's place that no text needs, which lie apart for each layer, kind and key head."""
+        # A draft model's root comes after the text of a row.
+        used = self.lengths[number] + 1 if number < len(self.lengths) else 0
+        return [head[used:] for heads in self.storage[:, :, number].flatten(0, 1) for head in heads]
+
+    def copied(self, number: int, first: int, end: int) -> Float[Tensor, "layers kv kv_heads count head_dim"]:
+        """A copy of some slots of a row's place, in use or not."""
+        return self.storage[:, :, number, :, first:end].clone()
+
+    def write(self, number: int, first: int, states: Float[Tensor, "layers kv kv_heads count head_dim"]) -> None:
+        """Fill the slots of a row's place from the first of these on."""
+        self.storage[:, :, number, :, first : first + states.shape[3]] = states
+
+    def move(self, source: int, goal: int, held: int) -> None:
+        """Copy the first slots of a row to another place; neither has to be in use."""
+        self.storage[:, :, goal, :, :held] = self.storage[:, :, source, :, :held]
+
+    def row_groups(self, block: int) -> tuple[RowGroup, ...]:
+        """Neighbouring rows of like length, each group with the keys that a block of this many tokens attends to."""
+        groups: list[list[int]] = []
+        for length in self.lengths:
+            last = [*groups[-1], length] if groups else []
+            if last and len(last) <= GROUP_ROWS and len(last) * max(last) - sum(last) <= WASTE:
+                groups[-1].append(length)
+            else:
+                groups.append([length])
+        found, start = [], 0
+        for group in groups:
+            found.append(RowGroup(slice(start, start + len(group)), max(group) + self.pending + block))
+            start += len(group)
+        return tuple(found)
+
+    def grown(self, storage: Tensor, pages: Pages | None) -> "Slots":
+        """The same content in a larger storage."""
+        slots = Slots(storage, len(self.lengths), self.static, pages)
+        slots.take_over(self)
+        slots.bytes_moved = self.bytes_moved
+        return slots
+
+    def take_over(self, other: "Slots") -> None:
+        """Copy the rows of smaller slots, including the slot after each row's length, as in `end_row`."""
+        for row, length in enumerate(other.lengths):
+            held = min(length + 1, other.capacity)
+            self.storage[:, :, row, :, :held] = other.storage[:, :, row, :, :held]
+        self.set_lengths(other.lengths)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        keys, values = self.append(layer, key, value)
+        return attention(query, keys, values, mask)
+
+
+class OpaqueSlots(Slots):
+    """Slots that torch.compile does not trace into; otherwise it would recompile for every length."""
+
+    append = torch.compiler.disable(Slots.append)
+
+
+def moves_to_end(lengths: list[int], number: int, group: int = GROUP_ROWS) -> list[Move]:
+    """How to fill the place of a row that ends so that rows of like length stay together: copies in this order.
+
+    Each later group of rows gives its longest to the hole before it, and the last row fills the hole that is left. As
+    new rows come at the end, the longest rows stay in the first groups.
+    """
+    moves, hole, count = [], number, len(lengths)
+    for start in range((number // group + 1) * group, count, group):
+        longest = max(range(start, min(start + group, count)), key=lengths.__getitem__)
+        moves.append(Move(longest, hole))
+        hole = longest
+    return moves if hole == count - 1 else [*moves, Move(count - 1, hole)]
+
+
+@runtime_checkable  # the shape checks in tests use isinstance
+class HoldsTarget(Protocol):
+    """A cache with slots of the target."""
+
+    target: Slots
+
+
+class SlotLayer(CacheLayerMixin):
+    """One target layer's view of the slots, with the interface that transformers expects."""
+
+    is_sliding = False  # every position is kept; a sliding window is part of the mask
+    is_compileable = False
+
+    cache: HoldsTarget
+
+    def __init__(self, cache: HoldsTarget, layer: int) -> None:
+        super().__init__()
+        self.cache, self.layer = cache, layer
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing: the slots were allocated with the cache."""
+
+    @torch.compiler.disable  # as `OpaqueSlots`
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return self.cache.target.append(self.layer, key_states, value_states)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.target.num_keys(query_length), 0
+
+    def get_seq_length(self) -> int:
+        return max(self.cache.target.lengths)
+
+    def get_max_length(self) -> int:
+        return self.cache.target.capacity
+
+
+class KVCache(Cache):
+    """The slots of the target's layers and of the head's layers, side by side in one preallocated tensor.
+
+    The target's slot of position t belongs with the head's slot of index t: after each step, both hold every verified
+    token.
+    """
+
+    def __init__(self, target: Slots, head: Slots | None) -> None:
+        self.target, self.head = target, head
+        self.leaving: dict[int, int] = {}  # places whose memory is given back, and how many parts of it already were
+        super().__init__(layers=[SlotLayer(self, layer) for layer in range(target.storage.shape[0])])
+
+    @classmethod
+    def allocate(
+        cls,
+        target_shape: Shape,
+        head_shape: Shape | None,
+        capacity: int,
+        batch: int = 1,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        static: bool = False,
+    ) -> "KVCache":
+        """Slots for `batch` rows of `capacity` tokens each, a pending tree included. All rows are in use."""
+        shapes = [target_shape] if head_shape is None else [target_shape, head_shape]
+        sizes = [(layers, 2, batch, heads, capacity, dim) for layers, heads, dim in shapes]
+        parts, pages = allocate(sizes, dtype, device, static)
+        slots = [OpaqueSlots(part, batch, static, pages) for part in parts]
+        return cls(slots[0], slots[1] if head_shape else None)
+
+    @property
+    def slots(self) -> list[Slots]:
+        return [self.target] if self.head is None else [self.target, self.head]
+
+    @property
+    def roots(self) -> Tensor:
+        """The position of each row's root, once the drafter has read the verified tokens. [rows]"""
+        return (self.target if self.head is None else self.head).starts
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(slots.storage.nbytes for slots in self.slots)
+
+    def row(self, number: int, count: int = 1) -> "KVCache":
+        """One row by itself, or several, empty. Prompts are read there while the other rows wait."""
+        return KVCache(self.target.row(number, count), None if self.head is None else self.head.row(number, count))
+
+    def set_lengths(self, lengths: list[int]) -> None:
+        """Set which rows are in use and how many tokens each holds."""
+        for slots in self.slots:
+            slots.set_lengths(lengths)
+
+    def end_row(self, number: int) -> list[Move]:
+        """Take a row out of use; returns which rows moved to another place."""
+        lengths = self.target.lengths
+        moves = moves_to_end(lengths, number, GROUP_ROWS if self.target.reads_in_groups else len(lengths))
+        for slots in self.slots:
+            slots.end_row(moves)
+        for place in (*(move.goal for move in moves), len(lengths) - 1):
+            self.leave(place)
+        return moves
+
+    def move(self, source: int, goal: int, held: int) -> None:
+        """Copy what a row holds to another place; neither has to be in use."""
+        for slots in self.slots:
+            slots.move(source, goal, held)
+
+    def leave(self, number: int) -> None:
+        """The text in a row's place needs less memory than before, or none. `give_back` returns it to the system."""
+        if self.target.pages is not None:
+            self.leaving[number] = 0
+
+    def take(self, number: int) -> None:
+        """A row's place is used again, with all its memory."""
+        self.leaving.pop(number, None)
+
+    def give_back(self, most: int = sys.maxsize) -> None:
+        """Return at most so many parts of what no text needs to the system: large ones take it a while."""
+        while self.leaving and most > 0:
+            number, first = next(iter(self.leaving.items()))
+            parts = [(slots.pages, part) for slots in self.slots for part in slots.unused(number)]
+            for pages, part in parts[first : first + most]:
+                assert pages is not None
+                pages.release(int(part.storage_offset()) * part.itemsize, part.nbytes)
+            self.leaving[number], most = first + most, most - (len(parts) - first)
+            if most >= 0:
+                del self.leaving[number]
+
+    def reset(self) -> None:
+        """Forget what is pending."""
+        for slots in self.slots:
+            slots.reset()
+
+    def make_room(self, capacity: int, limit: int) -> None:
+        """Make sure that each row can hold `capacity` tokens.
+
+        The cache grows by pages, at least to double its size but not beyond `limit`. Growing copies the held tokens;
+        because the size doubles, each token is copied about once overall.
+        """
+        if capacity <= self.target.capacity:
+            return
+        wanted = max(capacity, min(2 * self.target.capacity, limit))
+        wanted = min(-(-wanted // PAGE) * PAGE, max(limit, capacity))
+        shapes = [(*s.storage.shape[:4], wanted, s.storage.shape[5]) for s in self.slots]
+        parts, pages = allocate(shapes, self.target.storage.dtype, self.target.storage.device, self.target.static)
+        grown = [slots.grown(part, pages) for slots, part in zip(self.slots, parts, strict=True)]
+        self.target, self.head = grown[0], grown[1] if self.head is not None else None
+        self.leaving.clear()  # its memory is given back as a whole
+
+
+def allocate(
+    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device | str, static: bool
+) -> tuple[list[Tensor], Pages | None]:
+    """Tensors side by side in one allocation, and the memory in which they lie if parts of it can be given back.
+
+    A single row never reads a slot that it has not written. Otherwise masks hide unwritten slots, and a fused kernel
+    may multiply a hidden slot by weight 0. As 0 x NaN is NaN, the slots must then start as zeros.
+    """
+    sizes, pages, rows = [torch.Size(shape).numel() for shape in shapes], None, shapes[0][2]
+    if takes_memory_lazily(device, static, rows):
+        pages = Pages(sum(sizes) * dtype.itemsize)
+        storage = pages.storage.view(dtype)
+    else:
+        storage = (torch.empty if rows == 1 and not static else torch.zeros)((sum(sizes),), dtype=dtype, device=device)
+    return [part.view(shape) for part, shape in zip(storage.split(sizes), shapes, strict=True)], pages
+
+
+def takes_memory_lazily(device: torch.device | str, static: bool, rows: int) -> bool:
+    """Whether a cache takes up memory only where slots were written, so that its size costs nothing.
+
+    A cache of one row does not: it can grow as its text does, in memory that the process has used before.
+    """
+    return Pages.available and torch.device(device).type == "cpu" and not static and rows > 1

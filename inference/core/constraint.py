@@ -1,0 +1,120 @@
+"""Constrained output: which tokens may follow, at each node of a draft tree. A grammar implements the two protocols."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from headstart.inference.core.tree import Tree
+
+Path = tuple[int, ...]  # tokens after the text so far
+
+
+@runtime_checkable  # the shape checks in tests use isinstance
+class ConstraintState(Protocol):
+    """Where the text of one request stands within its constraint."""
+
+    def allowed(self, path: Path) -> Bool[Tensor, " vocab"]:
+        """The tokens that may follow after the text and `path`, which itself is allowed.
+
+        At least one, unless the constraint has become too large to compute; then none, which ends the text.
+        """
+
+    def advance(self, tokens: list[int]) -> int:
+        """The text goes on with these tokens; returns how many of them are allowed. The rest is not taken in."""
+
+
+@runtime_checkable
+class Constraint(Protocol):
+    """What a request's output must look like. Several requests may share one."""
+
+    def start(self) -> ConstraintState:
+        """The state of a text without output."""
+
+
+States = Sequence[ConstraintState | None]  # of each row; None: a row without a constraint
+
+
+def masked_roots(states: States, logits: Float[Tensor, "rows 1 vocab"]) -> Float[Tensor, "rows 1 vocab"]:
+    """Logits after the text of each row, -inf for tokens that are not allowed."""
+    return LevelConstraint.at_root(states).masked(logits, None)
+
+
+def masked_tree(states: States, tree: Tree, logits: Float[Tensor, "rows nodes vocab"]) -> Tensor:
+    """The target's logits at each node, -inf for tokens that are not allowed. [rows, nodes, vocab]
+
+    A node that is not allowed itself keeps its logits: no choice leads to it.
+    """
+    paths = []
+    for state, tokens, parents in zip(states, tree.tokens.tolist(), tree.parents.tolist(), strict=True):
+        own: list[Path | None] = [()]
+        for token, parent in zip(tokens[1:], parents[1:], strict=True):
+            own.append(None if parent < 0 else follow(state, own[parent], token))
+        paths.append(own)
+    return LevelConstraint(states, paths).masked(logits, None)
+
+
+@dataclass(frozen=True)
+class LevelConstraint:
+    """The constraints of all rows at some nodes of their trees, such as those of one level."""
+
+    states: States
+    paths: list[list[Path | None]]  # of each node, without the root; None: the node is not allowed
+
+    @classmethod
+    def at_root(cls, states: States) -> "LevelConstraint":
+        return cls(states, [[()] for _ in states])
+
+    def masked(
+        self, logits: Float[Tensor, "rows nodes columns"], tokens: Int[Tensor, " columns"] | None
+    ) -> Float[Tensor, "rows nodes columns"]:
+        """The logits at these nodes, -inf for tokens that are not allowed; `tokens` are those of the columns."""
+        size = logits.shape[2] if tokens is None else int(tokens.max()) + 1
+        allowed = torch.ones(*logits.shape[:2], size, dtype=torch.bool)
+        for row, (state, paths) in enumerate(zip(self.states, self.paths, strict=True)):
+            for node, path in enumerate(paths):
+                if state is not None and path is not None:
+                    allowed[row, node] = state.allowed(path)[:size]
+        mask = allowed.to(logits.device)
+        return logits.masked_fill(~(mask if tokens is None else mask[..., tokens]), -torch.inf)
+
+    def with_only_tokens(
+        self, chances: Float[Tensor, "rows nodes children"], tokens: Int[Tensor, "rows nodes children"]
+    ) -> tuple[Tensor, Tensor]:
+        """The children of these nodes and the logs of their chances; a node's only way on becomes its certain child."""
+        only = [
+            [-1 if (token := only_token(state, path)) is None else token for path in paths]
+            for state, paths in zip(self.states, self.paths, strict=True)
+        ]
+        forced = torch.tensor(only).unsqueeze(-1).to(tokens.device)  # [rows, nodes, 1]; -1: there is a choice
+        is_first = torch.arange(tokens.shape[2], device=tokens.device) == 0
+        replaced = (forced >= 0) & is_first
+        return chances.masked_fill(replaced, 0), torch.where(replaced, forced, tokens)
+
+    def extend(self, parents: Int[Tensor, "rows children"], tokens: Int[Tensor, "rows children"]) -> "LevelConstraint":
+        """The same at new children of these nodes."""
+        paths = [
+            [follow(state, own[parent], token) for parent, token in zip(above, drafted, strict=True)]
+            for state, own, above, drafted in zip(
+                self.states, self.paths, parents.tolist(), tokens.tolist(), strict=True
+            )
+        ]
+        return LevelConstraint(self.states, paths)
+
+
+def follow(state: ConstraintState | None, path: Path | None, token: int) -> Path | None:
+    """The path that goes on with a token; None if that is not allowed."""
+    if path is None or (state is not None and not bool(state.allowed(path)[token])):
+        return None
+    return (*path, token)
+
+
+def only_token(state: ConstraintState | None, path: Path | None) -> int | None:
+    """The token that must follow the path, as no other is allowed; None if there is a choice."""
+    if state is None or path is None:
+        return None
+    allowed = state.allowed(path)
+    return int(allowed.nonzero()) if int(allowed.count_nonzero()) == 1 else None

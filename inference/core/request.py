@@ -1,0 +1,270 @@
+"""A request from prompt to finished text: what it asks for, where its text ends, and what was generated so far."""
+
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from headstart.inference.core.constraint import Constraint, ConstraintState
+from headstart.inference.core.sampling import Sampling
+from headstart.inference.core.verify import Accepted
+
+GREEDY = Sampling()
+Detokenize = Callable[[list[int]], str]
+Alternatives = list[tuple[int, float]]  # tokens with their log-probabilities
+
+
+@dataclass(frozen=True)
+class StopStrings:
+    """Strings that end a text. One may begin in one token and end in another; `detokenize` turns tokens into text."""
+
+    strings: tuple[str, ...]
+    detokenize: Detokenize
+
+    def __post_init__(self) -> None:
+        if not self.strings or not all(self.strings):
+            raise ValueError(f"stop strings: {list(self.strings)} given, one or more that are not empty are allowed")
+
+    def kept(self, tokens: list[int], fresh: int) -> int | None:
+        """How many of the last `fresh` tokens to keep if one of them completes a stop string; None if none does."""
+        before = len(tokens) - fresh
+        first = self._reach(tokens[:before])
+        if not self._contained(tokens[first:]):
+            return None
+        return next(count for count in range(1, fresh + 1) if self._contained(tokens[first : before + count]))
+
+    def _reach(self, tokens: list[int]) -> int:
+        """The index of the first token that may hold the beginning of a stop string that is still incomplete."""
+        # A string of n bytes begins within the last n bytes: n tokens, or more where some tokens have no text.
+        num_bytes = max(len(string.encode()) for string in self.strings)
+        count = num_bytes
+        while count < len(tokens) and len(self.detokenize(tokens[-count:])) < num_bytes:
+            count *= 2
+        return max(len(tokens) - count, 0)
+
+    def _contained(self, tokens: list[int]) -> bool:
+        text = self.detokenize(tokens)
+        return any(string in text for string in self.strings)
+
+
+def cut_at_end(tokens: list[int], ends: Collection[int]) -> list[int]:
+    """The tokens up to the first end token, which is included."""
+    for i, token in enumerate(tokens):
+        if token in ends:
+            return tokens[: i + 1]
+    return tokens
+
+
+@dataclass
+class DecodeStats:
+    """Statistics summed over one or more generations."""
+
+    steps: int = 0  # target steps after prefill
+    tokens: int = 0  # new tokens from these steps, bonus tokens included
+    drafted: int = 0  # draft tokens that the target verified; roots are not draft tokens
+    drafting_steps: int = 0  # steps that verified any
+    seconds: float = 0.0  # wall time of the whole generation, prefill included
+    bytes_moved: int = 0  # inside the KV cache, to put accepted nodes side by side; moved rows and growth do not count
+    cache_bytes: int = 0  # size of the largest cache, with all of its rows and the head's slots
+    accepted_at_depth: list[int] = field(default_factory=list)  # steps whose accepted path reached depth 1, 2, ...
+
+    @property
+    def acceptance_length(self) -> float:
+        """The mean number of tokens per target step, the bonus token included (tau in the EAGLE papers)."""
+        return self.tokens / max(self.steps, 1)
+
+    @property
+    def acceptance(self) -> list[float]:
+        """Acceptance rate by depth: the share of steps that accepted at least 1, 2, ... draft tokens."""
+        return [count / self.steps for count in self.accepted_at_depth]
+
+    def count_step(self, accepted: int, kept: int, drafted: int) -> None:
+        """Add a target step that accepted some draft tokens and from which `kept` tokens became text."""
+        self.steps += 1
+        self.tokens += kept
+        self.drafted += drafted
+        self.drafting_steps += drafted > 0
+        self.accepted_at_depth.extend([0] * (accepted - len(self.accepted_at_depth)))
+        for depth in range(accepted):
+            self.accepted_at_depth[depth] += 1
+
+    @classmethod
+    def sum_of(cls, parts: Iterable["DecodeStats"]) -> "DecodeStats":
+        total = cls()
+        for part in parts:
+            total.add(part)
+        return total
+
+    def add(self, other: "DecodeStats") -> None:
+        self.steps += other.steps
+        self.tokens += other.tokens
+        self.drafted += other.drafted
+        self.drafting_steps += other.drafting_steps
+        self.seconds += other.seconds
+        self.bytes_moved += other.bytes_moved
+        self.cache_bytes = max(self.cache_bytes, other.cache_bytes)
+        by_depth = zip_longest(self.accepted_at_depth, other.accepted_at_depth, fillvalue=0)
+        self.accepted_at_depth = [sum(steps) for steps in by_depth]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt and how to continue it."""
+
+    prompt: list[int]
+    max_new_tokens: int
+    sampling: Sampling = GREEDY
+    stop: StopStrings | None = None
+    logprobs: bool = False
+    end_tokens: tuple[int, ...] | None = None  # None: the target's own
+    priority: int = 0  # requests of a higher one are decoded first
+    alternatives: int = 0  # how many of the likeliest tokens to tell beside each logprob
+    show_trees: bool = False  # hand out each step's draft tree with its block
+    speculative: bool = True  # False: this text is written without draft tokens, whatever the others of the batch do
+    constraint: Constraint | None = None  # what the output must look like
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest text that may be written, prompt included."""
+        return len(self.prompt) + self.max_new_tokens
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """What the target alone, at temperature 1, thinks of new tokens; all in nats."""
+
+    chosen: list[float]
+    alternatives: list[Alternatives]  # empty if the request asks for none
+
+
+@dataclass
+class Generation:
+    """The output of a request so far."""
+
+    tokens: list[int] = field(default_factory=list)  # the new ones, an end token included
+    stats: DecodeStats = field(default_factory=DecodeStats)
+    logprobs: list[float] | None = None  # of each new token under the target alone, temperature 1, in nats
+    alternatives: list[Alternatives] = field(default_factory=list)  # in place of each new token, the likeliest first
+    finish: Literal["length", "end", "stop", "cancelled"] = "length"
+    cached_tokens: int = 0  # of the prompt, which were not read again because another text had begun with them
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """A draft tree and what the target accepted of it. Nodes without a parent are padding, except for the root."""
+
+    tokens: list[int]  # of each node, the root first
+    parents: list[int]  # -1: none
+    path: list[int]  # accepted nodes, the root first
+
+
+@dataclass(frozen=True)
+class Block:
+    """New tokens of a request that one piece of work made certain."""
+
+    number: int  # of the request
+    tokens: list[int]
+    depths: list[int | None]  # the draft depth of each; BONUS for a bonus token, None if nothing was drafted
+    tree: DraftTree | None = None  # if the request asks for it, and something was drafted
+
+
+@dataclass(eq=False)
+class Row:
+    """A request that is being decoded: its text, and what the last target step made certain."""
+
+    number: int  # the request's place in the order of submission
+    request: Request
+    generation: Generation
+    end_tokens: tuple[int, ...]
+    text: list[int]  # prompt and output; the last token is the root, which the target has not read yet
+    taps: Float[Tensor, "count tapped"]  # of the positions that the drafter has not read yet
+    start: int  # the first of these positions
+    started: float  # time.perf_counter() before prefill
+    later: list[Tensor] = field(default_factory=list)  # of positions after those, from steps that the drafter missed
+    newest: int = 0  # how many of these the drafter reads with its next draft; 0 until it has read the prompt
+    drafted: int = 0  # draft tokens that the last target step verified
+    kept_from: int = 0  # positions whose states are known without this row
+    kept: list[Tensor] = field(default_factory=list)  # the taps from there on, if prefixes are kept
+    constraint: ConstraintState | None = None
+    is_remembered: bool = False  # whether the prompt was kept for others that begin alike
+    choices: list[int] = field(default_factory=list)  # the target's, at the root and at each of these draft tokens
+    ended: bool = False
+
+    @property
+    def left(self) -> int:
+        """How many new tokens the request still allows."""
+        return self.request.max_new_tokens - len(self.generation.tokens)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the drafter lacks more than it reads with its next draft."""
+        return bool(self.later) or len(self.taps) > self.newest
+
+    def lacks_at_most(self, count: int) -> bool:
+        """Whether the drafter has read the prompt, and lacks at most so many positions."""
+        return self.newest > 0 and len(self.taps) + sum(len(taps) for taps in self.later) <= count
+
+    def read_with_draft(self) -> None:
+        """Let the drafter read all that it has not with its next draft."""
+        self.gather()
+        self.newest = len(self.taps)
+
+    def gather(self) -> None:
+        """Put all hidden states together that the drafter has not read."""
+        if self.later:
+            self.taps, self.later = torch.cat([self.taps, *self.later]), []
+
+    def has_read(self, count: int) -> None:
+        """The drafter has read so many positions."""
+        self.start, self.taps = self.start + count, self.taps[count:]
+        self.newest = max(self.newest, 1)
+
+    @property
+    def usable_drafts(self) -> int:
+        """How many draft tokens the next step can use; one place is left for the bonus token."""
+        return self.left - 1 if self.request.speculative else 0
+
+    def record_step(
+        self, found: Accepted, taps: Float[Tensor, "count tapped"], scores: TokenScores | None, is_read: bool = True
+    ) -> Block:
+        """Take in what a target step accepted; returns what of it became text.
+
+        `is_read`: the drafter has read all positions before these, or never will.
+        """
+        if is_read:
+            self.start, self.taps, self.newest = len(self.text) - 1, taps, len(taps)
+        else:
+            self.later.append(taps)
+        self.drafted, self.choices = found.drafted, found.choices
+        kept = self.add_tokens(found.tokens, scores)
+        self.generation.stats.count_step(len(found.path) - 1, len(kept), found.drafted)
+        is_shown = self.request.show_trees and found.drafted
+        tree = DraftTree(found.nodes, found.parents, found.path) if is_shown else None
+        return Block(self.number, kept, found.depths[: len(kept)], tree)
+
+    def add_tokens(self, tokens: list[int], scores: TokenScores | None) -> list[int]:
+        """Add tokens until the text ends; returns those that were added."""
+        kept = cut_at_end(tokens[: self.left], self.end_tokens)
+        stop = self.request.stop
+        before_stop = None if stop is None else stop.kept(self.generation.tokens + kept, len(kept))
+        kept = kept[:before_stop]
+        # A bias or penalty may have left no allowed token; then there is no way on.
+        allowed = len(kept) if self.constraint is None else self.constraint.advance(kept)
+        has_way_on, kept = allowed == len(kept), kept[:allowed]
+        self.text += kept
+        self.generation.tokens += kept
+        if scores is not None:
+            self.generation.logprobs = (self.generation.logprobs or []) + scores.chosen[: len(kept)]
+            self.generation.alternatives += scores.alternatives[: len(kept)]
+        if before_stop is not None or not has_way_on:
+            self.generation.finish = "stop"
+        elif kept[-1] in self.end_tokens:
+            self.generation.finish = "end"
+        self.ended = self.left == 0 or self.generation.finish != "length"
+        self.generation.stats.seconds = time.perf_counter() - self.started
+        return kept

@@ -1,0 +1,446 @@
+"""How the next token is chosen from logits: the argmax when greedy, argmax(log p + Gumbel noise) when sampling.
+
+If g is Gumbel noise, argmax(log p + g) is an exact sample from p. Our Gumbel noise is a pure function of three keys:
+the row's seed, the absolute position of the token to be chosen, and the token id. It does not depend on the batch, the
+drafter or the device. So plain decoding and the verification of any drafter's tree choose the same token at the same
+position, and under the seeded acceptance rule their outputs are token-identical. A drafter that sees the same Gumbel
+noise predicts the target's choice better (the coupling of Daliri et al., arXiv 2408.07978).
+
+Three methods of BatchSampling build on each other; rows are sequences of a batch, nodes are those of a draft tree:
+
+    warp      log p after bias, penalties, temperature and truncation; greedy: the logits after bias and penalties
+    scores    warp plus the Gumbel noise of each node's position; greedy: the same as warp
+    choose    the argmax of the scores, which is the chosen token
+"""
+
+import math
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass, fields, replace
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from headstart.inference.core.gumbel import gumbel_noise, uniform_numbers
+from headstart.recipes.schema import DecodeSection
+
+AcceptanceRule = Literal["seeded", "rejection", "typical"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The sampling parameters of one request.
+
+    They apply in float32 and in Hugging Face's order: bias, penalties, temperature, top-k, top-p, min-p.
+    Raises ValueError for a value that is out of range.
+    """
+
+    temperature: float = 0.0  # 0 is greedy: the argmax after bias and penalties
+    top_k: int | None = None  # keep the k likeliest tokens, and any that tie with the k-th
+    top_p: float = 1.0  # keep the smallest set of likeliest tokens whose total probability reaches this
+    min_p: float = 0.0  # drop tokens less likely than this fraction of the likeliest one
+    repetition_penalty: float = 1.0  # for prompt and output tokens: divides positive logits, multiplies negative ones
+    presence_penalty: float = 0.0  # subtracted once from the logit of a token that occurs in the output
+    frequency_penalty: float = 0.0  # subtracted once per occurrence of the token in the output
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, value added to its logit); -inf forbids the token
+    seed: int = 0  # keys the Gumbel noise
+    rule: AcceptanceRule = "seeded"  # how draft tokens are accepted; typical is lossy
+    typical_epsilon: float = 0.09  # Medusa: accept x if p(x) > min(epsilon, delta * exp(-entropy of p))
+    typical_delta: float = 0.3
+
+    def __post_init__(self) -> None:
+        biases = [bias for _, bias in self.logit_bias]
+        allowed = {  # NaN fails every comparison
+            # Below 1e-8, logits / temperature would overflow.
+            "temperature": (
+                self.temperature == 0 or 1e-8 <= self.temperature < math.inf,
+                "0 (greedy) or at least 1e-8",
+            ),
+            "top_k": (self.top_k is None or self.top_k >= 1, "None or at least 1"),
+            "top_p": (0 < self.top_p <= 1, "more than 0 and at most 1"),
+            "min_p": (0 <= self.min_p <= 1, "0 to 1"),
+            "repetition_penalty": (0 < self.repetition_penalty < math.inf, "more than 0"),
+            "presence_penalty": (-2 <= self.presence_penalty <= 2, "-2 to 2"),
+            "frequency_penalty": (-2 <= self.frequency_penalty <= 2, "-2 to 2"),
+            "logit_bias": (
+                all(token >= 0 for token, _ in self.logit_bias) and all(bias < math.inf for bias in biases),
+                "a token id of at least 0 with a bias below infinity",
+            ),
+            "seed": (-(2**63) <= self.seed < 2**63, "-2^63 to 2^63 - 1"),
+            "rule": (self.rule in get_args(AcceptanceRule), f"one of {', '.join(get_args(AcceptanceRule))}"),
+            "typical_epsilon": (0 < self.typical_epsilon <= 1, "more than 0 and at most 1"),
+            "typical_delta": (0 < self.typical_delta < math.inf, "more than 0"),
+        }
+        defaults = {field.name: field.default for field in fields(self)}
+        for name, (in_range, range_) in allowed.items():
+            if not in_range:
+                raise ValueError(
+                    f"{name}: {getattr(self, name)} given, {range_} is allowed; leave it out for {defaults[name]!r}"
+                )
+
+    @property
+    def needs_history(self) -> bool:
+        """Do penalties make the choice depend on the earlier tokens themselves, and not on the logits alone?"""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    @property
+    def lossless(self) -> bool:
+        """Does the acceptance rule preserve the target's distribution?"""
+        return self.rule != "typical"
+
+
+def sampling_from_recipe(section: DecodeSection, temperature: float) -> Sampling:
+    """The recipe's sampling parameters, with one of the report's temperatures."""
+    return Sampling(
+        temperature=temperature,
+        top_k=section.top_k,
+        top_p=section.top_p,
+        min_p=section.min_p,
+        repetition_penalty=section.repetition_penalty,
+        presence_penalty=section.presence_penalty,
+        frequency_penalty=section.frequency_penalty,
+        seed=section.seed,
+        rule=section.acceptance,
+        typical_epsilon=section.typical_epsilon,
+        typical_delta=section.typical_delta,
+    )
+
+
+@dataclass(frozen=True)
+class History:
+    """What the penalties need: which tokens are in each row's prompt, and how often its output so far holds each token.
+
+    "So far" differs between the nodes of a tree: it includes the path from the root to the node.
+    """
+
+    prompt: Bool[Tensor, "batch vocab"]  # does the prompt contain the token?
+    counts: Float[Tensor, "batch nodes vocab"]  # occurrences in the output; with nodes = 1 they hold for every node
+
+    @classmethod
+    def start(cls, prompts: Sequence[list[int]], vocab_size: int, device: torch.device | str) -> "History":
+        """The history of rows that have no output yet."""
+        seen = torch.zeros(len(prompts), vocab_size, dtype=torch.bool)
+        for row, prompt in zip(seen, prompts, strict=True):
+            row[prompt] = True
+        return cls(seen.to(device), torch.zeros(len(prompts), 1, vocab_size, device=device))
+
+    def count(self, row: int, tokens: list[int]) -> None:
+        """Add tokens to a row's output, in place."""
+        read = torch.tensor(tokens, dtype=torch.long, device=self.counts.device)
+        self.counts[row, 0].index_add_(0, read, torch.ones(len(tokens), device=self.counts.device))
+
+    def followed_by(
+        self, tokens: Int[Tensor, "batch nodes"], ancestors: Bool[Tensor, "batch nodes nodes"]
+    ) -> "History":
+        """The history at each node of a tree: counts its own token and those of its ancestors, root included."""
+        batch, nodes = tokens.shape
+        counts = self.counts.expand(-1, nodes, -1).scatter_add(
+            -1, tokens.long().unsqueeze(1).expand(batch, nodes, nodes), ancestors.float()
+        )
+        return History(self.prompt, counts)
+
+    def at(self, nodes: Int[Tensor, "batch chosen"]) -> "History":
+        """The history at the chosen nodes of each row."""
+        index = nodes.long().unsqueeze(-1).expand(-1, -1, self.counts.shape[-1])
+        return History(self.prompt, self.counts.gather(1, index))
+
+    def extend(self, parents: Int[Tensor, "batch chosen"], tokens: Int[Tensor, "batch chosen"]) -> "History":
+        """The history at new children: that of their parents (node indices), plus one for each child's own token."""
+        counts = self.at(parents).counts
+        return History(
+            self.prompt, counts.scatter_add(-1, tokens.long().unsqueeze(-1), torch.ones_like(counts[..., :1]))
+        )
+
+    def select(self, rows: Int[Tensor, " rows"]) -> "History":
+        """The history of some rows."""
+        return History(self.prompt[rows], self.counts[rows])
+
+    def in_draft_vocab(self, tokens: Int[Tensor, " draft_vocab"]) -> "History":
+        """The history over a draft vocabulary; `tokens` holds the target's token id of each draft column."""
+        return History(self.prompt[:, tokens], self.counts[..., tokens])
+
+
+@dataclass(frozen=True)
+class SamplingGroup:
+    """The rows of a batch whose Sampling is equal except for the seed; they are computed in one tensor operation."""
+
+    sampling: Sampling  # its seed is not used
+    rows: Int[Tensor, " rows"] | None  # None: all rows of the batch, in order
+    seeds: Int[Tensor, " rows"]
+    bias: Float[Tensor, " biased"] | None  # indexed by token id, as long as the largest biased id requires
+
+    def warp(self, logits: Tensor, history: History | None, tokens: Tensor | None) -> Tensor:
+        """BatchSampling.warp for the group's rows; arguments are those of these rows."""
+        shaped = self.shaped(logits, history, tokens)
+        return shaped if self.sampling.temperature == 0 else torch.log_softmax(shaped.float(), dim=-1)
+
+    def shaped(self, logits: Tensor, history: History | None, tokens: Tensor | None) -> Tensor:
+        """`warp` up to a constant per node, which no choice depends on: what the normalisation would cost is saved."""
+        sampling = self.sampling
+        if self.bias is not None:
+            logits = add_bias(logits.float(), self.bias, tokens)
+        if sampling.needs_history:
+            assert history is not None, "penalties need the history"
+            history = history if tokens is None else history.in_draft_vocab(tokens)
+            logits = apply_penalties(logits.float(), sampling, history)
+        if sampling.temperature == 0:
+            return logits
+        if sampling.temperature != 1:
+            logits = logits.float() / sampling.temperature
+        if sampling.top_k is None and sampling.top_p == 1 and sampling.min_p == 0:
+            return logits
+        return truncate(logits.float(), sampling)
+
+    def scores(
+        self,
+        logits: Tensor,
+        history: History | None,
+        tokens: Tensor | None,
+        positions: Tensor | None,
+        table: "GumbelTable | None",
+        gumbel_weight: float,
+    ) -> Tensor:
+        """BatchSampling.scores for the group's rows; `table` is the whole batch's.
+
+        Without positions, or when greedy, no Gumbel noise is added.
+        """
+        if positions is None:
+            return self.warp(logits, history, tokens)
+        shaped = self.shaped(logits, history, tokens)
+        if self.sampling.temperature == 0:
+            return shaped
+        if table is not None:
+            noise = table.at(positions, self.rows, tokens)  # a copy
+        else:
+            columns = torch.arange(logits.shape[-1], device=logits.device) if tokens is None else tokens
+            noise = gumbel_noise(self.seeds, positions, columns)
+        if gumbel_weight != 1:
+            noise = noise.mul_(gumbel_weight)
+        return noise.add_(shaped) if noise.shape == shaped.shape else noise + shaped  # one position may serve all nodes
+
+
+@dataclass(frozen=True)
+class GumbelTable:
+    """The Gumbel noise of a few consecutive positions of each row, drawn once per step.
+
+    All nodes at one depth stand at the same position, so they share an entry.
+    """
+
+    first: Int[Tensor, " batch"]  # the absolute position of values[:, 0]
+    values: Float[Tensor, "batch count vocab"]
+
+    def moved(self, first: Int[Tensor, " batch"], count: int, seeds: Int[Tensor, " batch"]) -> "GumbelTable":
+        """The table of `count` positions from `first` on, with the same rows and seeds; only new positions are drawn.
+
+        A step draws as far as its drafts go and accepts fewer, so most of the next step's noise is known.
+        """
+        values = self.values.new_empty(len(first), count, self.values.shape[-1])
+        new = []
+        for row, shift in enumerate((first - self.first).tolist()):
+            kept = self.values[row, shift : shift + count] if shift >= 0 else self.values[row, :0]
+            values[row, : len(kept)] = kept
+            new += [(row, place) for place in range(len(kept), count)]
+        if new:
+            rows, places = torch.tensor(new, device=first.device).unbind(1)
+            positions = (first[rows] + places).unsqueeze(1)
+            tokens = torch.arange(values.shape[-1], device=first.device)
+            values[rows, places] = gumbel_noise(seeds[rows], positions, tokens).squeeze(1)
+        return GumbelTable(first, values)
+
+    def at(
+        self,
+        positions: Int[Tensor, "rows nodes"],
+        rows: Int[Tensor, " rows"] | None,
+        tokens: Int[Tensor, " columns"] | None,
+    ) -> Float[Tensor, "rows nodes columns"]:
+        """The Gumbel noise of some rows (None: all) and tokens (None: all) at absolute positions."""
+        first, values = (self.first, self.values) if rows is None else (self.first[rows], self.values[rows])
+        places = torch.arange(len(first), device=first.device).unsqueeze(1)
+        found = values[places, positions - first.unsqueeze(1)]  # copies whole rows, which gather would do by the number
+        return found if tokens is None else found[..., tokens]
+
+
+class BatchSampling:
+    """Chooses tokens for all rows of a batch, each by its own Sampling.
+
+    Built when rows enter or leave the batch, then used in every step without a host synchronisation.
+    Raises ValueError for rows with different acceptance rules.
+    """
+
+    def __init__(self, samplings: Sequence[Sampling], device: torch.device | str) -> None:
+        self.samplings = tuple(samplings)
+        rules = sorted({sampling.rule for sampling in samplings})
+        if len(rules) != 1:
+            raise ValueError(
+                f"rule: {', '.join(rules) or 'none'} given in one batch, one acceptance rule for all rows is allowed; "
+                f"put the requests of each rule in a batch of their own"
+            )
+        self.rule = rules[0]
+        self.needs_history = any(sampling.needs_history for sampling in samplings)
+        self.seeds = torch.tensor([sampling.seed for sampling in samplings], device=device)
+        greedy = [sampling.temperature == 0 for sampling in samplings]
+        self.all_greedy, self.greedy = all(greedy), torch.tensor(greedy, device=device)
+        self.temperatures = torch.tensor([sampling.temperature for sampling in samplings], device=device)
+        self.typical_epsilon = torch.tensor([[sampling.typical_epsilon] for sampling in samplings], device=device)
+        self.typical_delta = torch.tensor([[sampling.typical_delta] for sampling in samplings], device=device)
+        # If true, warp and scores return the logits unchanged, so the fastest kind of step has no overhead.
+        self.keeps_logits = self.all_greedy and not self.needs_history and not any(s.logit_bias for s in samplings)
+        members: dict[Sampling, list[int]] = {}
+        for row, sampling in enumerate(samplings):
+            members.setdefault(replace(sampling, seed=0), []).append(row)
+        self.gumbel_table: GumbelTable | None = None
+        self.groups = []
+        for sampling, numbers in members.items():
+            rows = torch.tensor(numbers, device=device) if len(members) > 1 else None
+            seeds = self.seeds if rows is None else self.seeds[rows]
+            self.groups.append(SamplingGroup(sampling, rows, seeds, bias_by_token(sampling, device)))
+
+    def with_gumbel(
+        self, first: Int[Tensor, " batch"], count: int, vocab_size: int, last: "GumbelTable | None" = None
+    ) -> "BatchSampling":
+        """A copy with the Gumbel noise of `count` positions from `first` on drawn once; it scores only these.
+
+        `last` is the table of an earlier copy: what it holds of these positions is not drawn again.
+        """
+        if self.all_greedy:
+            return self
+        prepared = copy(self)
+        if last is not None:
+            prepared.gumbel_table = last.moved(first, count, self.seeds)
+            return prepared
+        positions = first.unsqueeze(1) + torch.arange(count, device=first.device)
+        tokens = torch.arange(vocab_size, device=first.device)
+        prepared.gumbel_table = GumbelTable(first, gumbel_noise(self.seeds, positions, tokens))
+        return prepared
+
+    def warp(
+        self,
+        logits: Float[Tensor, "batch nodes vocab"],
+        history: History | None = None,
+        tokens: Int[Tensor, " vocab"] | None = None,
+    ) -> Float[Tensor, "batch nodes vocab"]:
+        """Log-probabilities to sample from, float32, -inf for excluded tokens; for greedy rows, logits after bias and
+        penalties.
+
+        When the columns are a draft vocabulary, `tokens` holds the target's token id of each column.
+        """
+        return self._by_group(logits, history, tokens, None)
+
+    def scores(
+        self,
+        logits: Float[Tensor, "batch nodes vocab"],
+        positions: Int[Tensor, "batch nodes_or_1"],
+        history: History | None = None,
+        tokens: Int[Tensor, " vocab"] | None = None,
+        gumbel_weight: float = 1.0,
+    ) -> Float[Tensor, "batch nodes vocab"]:
+        """`warp` up to a constant per node, plus Gumbel noise; the argmax is the token chosen at an absolute position.
+
+        Give one position per node, or one for all nodes of a row. With a `gumbel_weight` other than 1 the argmax is not
+        the chosen token, but a drafter may rank tokens by these scores.
+        """
+        return self._by_group(logits, history, tokens, positions, gumbel_weight)
+
+    def choose(
+        self,
+        logits: Float[Tensor, "batch nodes vocab"],
+        positions: Int[Tensor, "batch nodes"],
+        history: History | None = None,
+    ) -> Int[Tensor, "batch nodes"]:
+        """The token that each row's Sampling chooses at each absolute position."""
+        return self.scores(logits, positions, history).max(-1).indices  # as argmax, slow in bfloat16 on a CPU
+
+    def gumbel(
+        self, positions: Int[Tensor, "batch nodes"], tokens: Int[Tensor, " vocab"], stream: int = 0
+    ) -> Float[Tensor, "batch nodes vocab"]:
+        """Gumbel noise keyed by each row's seed, position and token; zero in greedy rows.
+
+        Streams are independent of each other; `choose` uses stream 0.
+        """
+        if self.all_greedy:
+            return torch.zeros(*positions.shape, len(tokens), device=positions.device)
+        return gumbel_noise(self.seeds, positions, tokens, stream).masked_fill(self.greedy[:, None, None], 0)
+
+    def uniform(self, positions: Int[Tensor, "batch nodes"], stream: int) -> Float[Tensor, "batch nodes"]:
+        """One uniform number in (0, 1) per position, in float64, keyed by each row's seed and the position."""
+        return uniform_numbers(self.seeds, positions, positions.new_zeros(1), stream).squeeze(-1)
+
+    def _by_group(
+        self,
+        logits: Tensor,
+        history: History | None,
+        tokens: Tensor | None,
+        positions: Tensor | None,
+        gumbel_weight: float = 1.0,
+    ) -> Tensor:
+        """Score each group and scatter the results back to its rows; a single group needs no copy."""
+        if self.keeps_logits:
+            return logits
+        if len(self.groups) == 1:
+            return self.groups[0].scores(logits, history, tokens, positions, self.gumbel_table, gumbel_weight)
+        scores = torch.empty(logits.shape, device=logits.device)
+        for group in self.groups:
+            rows = group.rows
+            assert rows is not None
+            own_history = history.select(rows) if history is not None and group.sampling.needs_history else None
+            own_positions = None if positions is None else positions[rows]
+            found = group.scores(logits[rows], own_history, tokens, own_positions, self.gumbel_table, gumbel_weight)
+            scores[rows] = found.float()
+        return scores
+
+
+def check_bias(highest: int, vocab_size: int) -> None:
+    """Raise ValueError when the highest biased token id is not in the target's vocabulary."""
+    if highest >= vocab_size:
+        raise ValueError(f"logit_bias: token {highest} given, 0 to {vocab_size - 1} is allowed; leave it out")
+
+
+def add_bias(logits: Float[Tensor, "batch nodes vocab"], bias: Tensor, tokens: Tensor | None) -> Tensor:
+    """Logits plus the bias of each column's token; raises ValueError for a bias outside the vocabulary."""
+    if tokens is not None:
+        padded = torch.nn.functional.pad(bias, (0, 1))  # ids past the last biased token all read this final 0
+        return logits + padded[tokens.clamp(max=len(bias))]
+    vocab = logits.shape[-1]
+    check_bias(len(bias) - 1, vocab)
+    return logits + torch.nn.functional.pad(bias, (0, vocab - len(bias)))
+
+
+def bias_by_token(sampling: Sampling, device: torch.device | str) -> Tensor | None:
+    """The logit bias as a vector indexed by token id; a token given twice gets the sum."""
+    if not sampling.logit_bias:
+        return None
+    bias = torch.zeros(max(token for token, _ in sampling.logit_bias) + 1)
+    for token, value in sampling.logit_bias:
+        bias[token] += value
+    return bias.to(device)
+
+
+def apply_penalties(logits: Float[Tensor, "batch nodes vocab"], sampling: Sampling, history: History) -> Tensor:
+    """Apply the repetition penalty (Keskar et al., arXiv 1909.05858), then OpenAI's frequency and presence penalty."""
+    in_output = history.counts > 0
+    if sampling.repetition_penalty != 1:
+        penalty = sampling.repetition_penalty
+        repeated = torch.where(logits > 0, logits / penalty, logits * penalty)
+        logits = torch.where(history.prompt.unsqueeze(1) | in_output, repeated, logits)
+    return logits - sampling.frequency_penalty * history.counts - sampling.presence_penalty * in_output
+
+
+def truncate(logits: Float[Tensor, "batch nodes vocab"], sampling: Sampling) -> Float[Tensor, "batch nodes vocab"]:
+    """Set logits to -inf outside top-k, then top-p of the rest, then min-p; keeps what Hugging Face's warpers keep."""
+    top_k = min(sampling.top_k or logits.shape[-1], logits.shape[-1])
+    if sampling.top_p < 1:
+        # One ascending sort serves top-k and top-p. It is stable: of equal logits at the cutoff, later ids are kept.
+        ordered, order = logits.sort(dim=-1, stable=True)
+        ordered = ordered.masked_fill(ordered < ordered[..., -top_k, None], -torch.inf)
+        outside = ordered.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
+        outside[..., -1] = False  # keep the likeliest token even if rounding would drop it
+        logits = logits.masked_fill(outside.scatter(-1, order, outside), -torch.inf)
+    elif top_k < logits.shape[-1]:
+        smallest = logits.topk(top_k, dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < smallest, -torch.inf)
+    if sampling.min_p > 0:
+        limit = logits.amax(-1, keepdim=True) + math.log(sampling.min_p)
+        logits = logits.masked_fill(logits < limit, -torch.inf)
+    return logits

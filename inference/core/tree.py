@@ -1,0 +1,150 @@
+"""Trees of draft tokens as plain data, one per row of a batch, and the attention masks that they need."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy
+import torch
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
+from torch.nn import functional
+
+from headstart.inference.core.cache import Slots
+from headstart.inference.core.rejection import Proposals
+
+FEW = 64  # nodes of all rows together, up to which the host is faster
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Tokens and parents. Node 0 is the root, the last token that is certain; parents precede their children.
+
+    Rows with fewer nodes than others are padded with nodes whose parent is -1, like the root's. Nothing reaches them.
+    """
+
+    tokens: Int[Tensor, "batch nodes"]
+    parents: Int[Tensor, "batch nodes"]
+    proposals: Proposals | None = None  # how the children were sampled, for acceptance by rejection sampling
+    deepest: int | None = None  # upper bound on the depth, if one is known
+    levels: int | None = None  # that were drafted one after the other, if not as many as the tree is deep
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and nodes."""
+        return self.tokens.shape[0], self.tokens.shape[1]
+
+    @classmethod
+    def root_only(cls, roots: Int[Tensor, "batch 1"]) -> "Tree":
+        return cls(roots, torch.full_like(roots, -1))
+
+    @cached_property
+    def ancestors(self) -> Bool[Tensor, "batch nodes nodes"]:
+        """ancestors[b, i, j]: may node i attend to node j? A node sees itself and its ancestors."""
+        return ancestor_mask(self.parents, self.deepest)
+
+    @cached_property
+    def depths(self) -> Int[Tensor, "batch nodes"]:
+        """Edges from the root."""
+        return self.ancestors.sum(-1) - 1
+
+
+def ancestor_mask(parents: Int[Tensor, "batch nodes"], deepest: int | None = None) -> Bool[Tensor, "batch nodes nodes"]:
+    """mask[b, i, j]: is j node i or one of its ancestors? The root's parent is -1; no node is deeper than `deepest`."""
+    if parents.shape[-1] == 1:
+        return torch.ones(len(parents), 1, 1, dtype=torch.bool, device=parents.device)
+    if parents.device.type == "cpu" and parents.numel() <= FEW:
+        return walked_mask(parents)
+    return squared_mask(parents, deepest)
+
+
+def walked_mask(parents: Int[Tensor, "batch nodes"]) -> Bool[Tensor, "batch nodes nodes"]:
+    """The mask node by node on the host. Parents precede their children, so their rows are final when they are read."""
+    mask = numpy.zeros((*parents.shape, parents.shape[-1]), dtype=bool)
+    for row, above in zip(mask, parents.tolist(), strict=True):
+        for node, parent in enumerate(above):
+            if parent >= 0:
+                row[node] = row[parent]
+            row[node, node] = True
+    return torch.from_numpy(mask)
+
+
+def squared_mask(parents: Int[Tensor, "batch nodes"], deepest: int | None = None) -> Bool[Tensor, "batch nodes nodes"]:
+    """The mask by squaring: one step up, then two, then four, in log2(depth) small products without a host sync."""
+    nodes = parents.shape[-1]
+    columns = torch.arange(nodes, device=parents.device)
+    reach = ((parents.unsqueeze(-1) == columns) | (columns[:, None] == columns)).float()
+    for _ in range((min(deepest or nodes, nodes) - 1).bit_length()):
+        reach = (reach @ reach).clamp_(max=1)
+    return reach > 0
+
+
+def take(states: Shaped[Tensor, "batch nodes size"], index: Int[Tensor, "batch chosen"]) -> Tensor:
+    """The states of some nodes of each row. [batch, chosen, size]"""
+    if len(states) == 1:
+        return states.index_select(1, index[0])
+    return states.gather(1, index.unsqueeze(-1).expand(-1, -1, states.shape[-1]))
+
+
+@dataclass(frozen=True)
+class Block:
+    """Tokens that are about to be written to the slots, after what each row holds and after its pending tokens."""
+
+    visible: Bool[Tensor, "rows block pending"]  # of the pending tokens and the block itself; one row stands for all
+    depths: Int[Tensor, "rows pending"] | None = None  # positions relative to the first of these, for sliding windows
+
+
+def causal_block(count: int, device: torch.device) -> Block:
+    """Tokens of which each sees those before it."""
+    offsets = torch.arange(count, device=device)
+    return Block((offsets <= offsets[:, None]).unsqueeze(0), offsets.unsqueeze(0))
+
+
+def block_mask(
+    slots: Slots, block: Block, dtype: torch.dtype, window: int | None = None
+) -> Float[Tensor, "rows 1 block keys"]:
+    """Additive mask of a block: it sees all that its row holds and what is `visible` of the pending tokens.
+
+    With a `window` it sees only that many positions, its own included.
+    """
+    if not slots.even:
+        return additive(ragged_keys(slots, block, window), dtype)
+    if window is None:
+        return functional.pad(additive(block.visible, dtype), (slots.lengths[0], 0))
+    return additive(even_window(slots, block, window), dtype)
+
+
+def additive(allowed: Bool[Tensor, "rows block keys"], dtype: torch.dtype) -> Float[Tensor, "rows 1 block keys"]:
+    """0 where allowed, the lowest finite number elsewhere."""
+    # (0 or 1, minus 1) times the largest number, in place: this runs on every level of a tree.
+    return allowed.to(dtype).sub_(1).mul_(torch.finfo(dtype).max).unsqueeze(1)
+
+
+def even_window(slots: Slots, block: Block, window: int) -> Bool[Tensor, "rows block keys"]:
+    """Which keys are visible when every row holds the same number of tokens, so that offsets are plain numbers."""
+    assert block.depths is not None
+    rows, size, pending = block.visible.shape
+    held = slots.lengths[0]
+    allowed = torch.ones(rows, size, held + pending, dtype=torch.bool, device=block.visible.device)
+    allowed[..., held:] = block.visible
+    depths = block.depths
+    positions = torch.arange(held, device=depths.device).expand(len(depths), -1)
+    positions = torch.cat([positions, held + depths], dim=-1)  # [rows, keys]
+    allowed &= positions.unsqueeze(1) > (held + depths[:, -size:] - window).unsqueeze(-1)
+    return allowed
+
+
+def ragged_keys(slots: Slots, block: Block, window: int | None) -> Bool[Tensor, "rows block keys"]:
+    """Which keys are visible when rows hold different numbers of tokens, or when shapes must not depend on these."""
+    size, pending = block.visible.shape[1:]
+    keys = torch.arange(slots.num_keys(size), device=slots.starts.device)
+    offset = keys - slots.starts[:, None]  # [rows, keys]; 0 is the first pending token, held tokens are negative
+    index = offset.clamp(0, pending - 1)
+    visible = block.visible.expand(len(offset), -1, -1)
+    drafted = visible.gather(2, index.unsqueeze(1).expand(-1, size, -1)) & (offset < pending).unsqueeze(1)
+    allowed = (offset < 0).unsqueeze(1) | drafted
+    if window is not None:
+        assert block.depths is not None
+        depths = block.depths.expand(len(offset), -1)
+        positions = torch.where(offset < 0, offset, depths.gather(1, index))  # relative to the first pending token
+        allowed &= positions.unsqueeze(1) > (depths[:, -size:] - window).unsqueeze(-1)
+    return allowed

@@ -1,0 +1,206 @@
+"""Times the parts of a decode step, before any request waits for one: a few sizes, two context lengths, few repeats."""
+
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+
+import numpy
+import torch
+
+from headstart.heads.base import DraftHead
+from headstart.inference.core.drafter import PLAIN, VerifiedOnHost
+from headstart.inference.core.sampling import BatchSampling, Sampling
+from headstart.inference.core.tree import Tree
+from headstart.inference.core.verify import accept
+from headstart.inference.drafters.block import head_drafter
+from headstart.inference.drafters.costs.costs import NODES, CostSurface
+from headstart.inference.drafters.growth import Dynamic
+from headstart.inference.targets.cuda_graph import StaticStep, size_bucket
+from headstart.inference.targets.model import TargetModel
+
+SHORT, LONG = 128, 2048  # positions of context, fewer where the target has fewer
+LEVELS = 3  # levels drafted to find the time of one
+KEPT = 4  # nodes on the accepted path
+NEW_POSITIONS = 2  # of Gumbel noise in a step with drafts: as many as it writes tokens; the others are known
+REPEATS = 5
+ENOUGH = 2.0  # seconds, after which nothing is timed again
+ENOUGH_ON_GPU = 10.0  # capturing a graph takes longer than running it
+PATIENCE = 3  # times as long, after which the sizes that are not timed yet are interpolated
+NEEDED = 4  # the first pieces of work, without which nothing is known
+GREEDY, SAMPLED = Sampling(), Sampling(1.0)
+
+Work = tuple[str, int]  # a part of a step, and its size
+
+
+@torch.inference_mode()
+def measure_costs(target: TargetModel, head: DraftHead, width: int, nodes: int, batch: int) -> CostSurface:
+    """The costs of steps whose levels expand `width` nodes, with up to `nodes` draft tokens, and of about `batch` rows.
+
+    It takes as many passes of the target as there is time for: ranks that must pass together call `carry_out`.
+    """
+    most = min(size_bucket(nodes + 1), NODES[-1])
+    spare = most + width * LEVELS
+    # Nothing is decoded beyond the target's positions.
+    short, long = (max(min(context, target.max_positions - spare), 2) for context in (SHORT, LONG))
+    near, far = (Bench(target, head, width, context, 1, spare) for context in (short, long))
+    levels = min(LEVELS, head.max_levels or LEVELS)
+    works: dict[Work, Callable[[], object]] = {
+        ("target", 1): partial(near.verify, 1, GREEDY),
+        ("first", short): near.drafting(1),
+        ("target", most): partial(near.verify, most, GREEDY),
+        ("levels", short): near.drafting(levels),
+        ("far", 1): partial(far.verify, 1, GREEDY),
+        ("far", most): partial(far.verify, most, GREEDY),
+        ("sampled", 1): partial(near.verify, 1, SAMPLED),
+        ("sampled", most): partial(near.verify, most, SAMPLED),
+        ("first", long): far.drafting(1),
+        ("levels", long): far.drafting(levels),
+        **{("target", size): partial(near.verify, size, GREEDY) for size in sizes_between(most, is_captured(target))},
+    }
+    if batch > 1:
+        many = Bench(target, head, width, short, batch, spare)
+        sizes = [size for size in NODES if batch * size > most and size <= nodes + 1]
+        works |= {("batch", size): partial(many.verify, size, GREEDY) for size in sizes}
+    times = time_works(works, target.device)
+    surface = surface_from(times, short, long, most, batch, levels)
+    return replace(surface, complete=len(times) == len(works))
+
+
+def sizes_between(most: int, captured: bool) -> list[int]:
+    """Sizes of a tree between 1 and `most`, the telling ones first; graphs are captured for powers of two alone."""
+    return [size for size in (8, 6, 16, 4, 12, 32, 2) if size < most and (not captured or size == size_bucket(size))]
+
+
+class Bench:
+    """A cache of zeros, filled to one context length; the contents of the slots do not change how long a step takes."""
+
+    def __init__(self, target: TargetModel, head: DraftHead, width: int, context: int, batch: int, spare: int) -> None:
+        self.target, self.head, self.width, self.context, self.batch = target, head, width, context, batch
+        self.rows = {sampling: BatchSampling([sampling] * batch, target.device) for sampling in (GREEDY, SAMPLED)}
+        captured = is_captured(target)
+        self.cache = target.new_cache(context + spare, head.cache_shape, batch, captured)
+        self.cache.set_lengths([context] * batch)
+        self.step = StaticStep(target, PLAIN, self.cache) if captured else None
+
+    def verify(self, nodes: int, sampling: Sampling) -> None:
+        """A target step as decoding runs it."""
+        device, held = self.target.device, self.cache.target.lengths
+        rows = self.rows[sampling]
+        tokens = torch.zeros(self.batch, nodes, dtype=torch.long, device=device)
+        parents = torch.zeros_like(tokens)
+        parents[:, 0] = -1
+        if self.step is None:
+            starts = self.cache.target.starts
+            rows = rows.with_gumbel(starts + 1, min(nodes, NEW_POSITIONS), self.target.config.vocab_size)
+            tree = Tree(tokens, parents)
+            logits = self.target.forward_tree(tree, self.cache).logits
+            choices = rows.choose(logits, starts.unsqueeze(1) + tree.depths + 1)
+        else:
+            tree = Tree(tokens, parents)
+            choices = self.step.replay(self.step.choose, rows, tokens, parents)[2]
+        accept(tree, choices)
+        # As if a sibling had been rejected.
+        self.cache.target.keep([[0, *range(2, min(nodes, KEPT + 1))]] * self.batch)
+        self.cache.target.set_lengths(held)
+
+    def drafting(self, levels: int) -> Callable[[], object]:
+        """A function that drafts this many levels after two newly verified positions."""
+        device = self.target.device
+        drafter = head_drafter(self.head, Dynamic(levels, self.width, self.width * levels))
+        tapped = self.target.config.hidden_size * len(self.head.taps)
+        verified = VerifiedOnHost(
+            taps=torch.zeros(self.batch, 2, tapped, dtype=self.target.dtype, device=device),
+            next_tokens=torch.zeros(self.batch, 2, dtype=torch.long, device=device),
+            roots=torch.zeros(self.batch, 1, dtype=torch.long, device=device),
+            starts=[self.context - 2] * self.batch,
+            counts=[2] * self.batch,
+            drafted=[0] * self.batch,
+            remaining=[levels] * self.batch,
+            sampling=self.rows[GREEDY],
+            history=None,
+            texts=[[]] * self.batch,
+        )
+        return partial(drafter.draft, verified, self.cache)
+
+
+def is_captured(target: TargetModel) -> bool:
+    """Whether decoding captures its steps, by default."""
+    return target.device.type == "cuda" and target.ranks.may_capture
+
+
+def time_works(works: Mapping[Work, Callable[[], object]], device: torch.device) -> dict[Work, float]:
+    """Seconds of each piece of work, the least of a few runs.
+
+    They take turns, so that a slow moment of the machine affects all of them and each finds the processor's caches as a
+    decode step would. After enough time, only those that were timed by then are in the answer.
+    """
+    found: dict[Work, list[float]] = defaultdict(list)
+    began, enough = time.perf_counter(), ENOUGH if device.type == "cpu" else ENOUGH_ON_GPU
+    for turn in range(REPEATS):
+        for number, (name, work) in enumerate(works.items()):
+            spent = time.perf_counter() - began
+            if (spent > enough * PATIENCE and number >= NEEDED) or (spent > enough and turn):
+                return {name: min(times) for name, times in found.items()}
+            if not turn:
+                work()  # the first run allocates, compiles or captures
+            if not turn and number == 0 and time.perf_counter() - began > enough / len(works):
+                print("measuring what a decode step costs on this machine, once", file=sys.stderr, flush=True)
+            wait_for(device)
+            started = time.perf_counter()
+            work()
+            wait_for(device)
+            found[name].append(time.perf_counter() - started)
+    return {name: min(times) for name, times in found.items()}
+
+
+def wait_for(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def surface_from(times: Mapping[Work, float], short: int, long: int, most: int, batch: int, levels: int) -> CostSurface:
+    """The costs as functions, from the seconds of those pieces of work that were timed."""
+    ends = (1, most)
+    per_position = [
+        slope(times["target", size], times.get(("far", size)), long - short) for size in ends
+    ]  # of one row, with one node and with the most
+    per_position[1] = max(per_position)
+    sampled = [slope(times["target", size], times.get(("sampled", size)), 1) for size in ends]
+    sampled[1] = max(sampled)
+    sizes = sorted(size for part, size in times if part == "target")
+    points = {size: times["target", size] - short * interpolated(size, ends, per_position) for size in sizes}
+    for part, size in times:
+        if part == "batch":
+            points[batch * size] = times[part, size] - batch * short * interpolated(size, ends, per_position)
+    tokens = sorted(points)
+    seconds = numpy.maximum.accumulate([max(points[size], times["target", 1] / 10) for size in tokens])
+    first = slope(times["first", short], times.get(("first", long)), long - short)
+    level = further_level(times, short, levels)
+    far_level = further_level(times, long, levels) if ("levels", long) in times else None
+    further = slope(level, far_level, long - short)
+    return CostSurface(
+        tokens=tuple(tokens),
+        target=tuple(seconds.tolist()),
+        most=most,
+        position=(per_position[0], per_position[1]),
+        sampled=(sampled[0], sampled[1]),
+        first_level=(max(times["first", short] - short * first, times["first", short] / 10), first),
+        level=(max(level - short * further, 0.0), further),
+    )
+
+
+def slope(near: float, far: float | None, distance: int) -> float:
+    """The rise per step of the distance, which is not negative; 0 if there is nothing to compare."""
+    return 0.0 if far is None or distance == 0 else max(far - near, 0.0) / distance
+
+
+def interpolated(size: int, ends: tuple[int, int], values: list[float]) -> float:
+    return float(numpy.interp(size, ends, values))
+
+
+def further_level(times: Mapping[Work, float], context: int, levels: int) -> float:
+    """The time of each level after the first."""
+    return max(times["levels", context] - times["first", context], 0.0) / max(levels - 1, 1)

@@ -1,0 +1,298 @@
+"""The decode loop: draft trees, let the target verify all of them in one pass, and keep the paths that it accepts.
+
+Rows of a batch advance at their own pace. When one ends, the next waiting request takes its place (continuous
+batching), and requests may be submitted and cancelled at any time between steps.
+"""
+
+import math
+import time
+from collections.abc import Generator, Iterator, Sequence
+
+import torch
+
+from headstart.inference.core.cache import KVCache
+from headstart.inference.core.drafter import PLAIN, Drafter
+from headstart.inference.core.request import GREEDY, Block, Generation, Request, Row
+from headstart.inference.core.sampling import Sampling
+from headstart.inference.drafters.costs.costs import CostTable
+from headstart.inference.engine.batch import Batch, Piece
+from headstart.inference.engine.checks import check_request
+from headstart.inference.engine.pace import Pace
+from headstart.inference.engine.prefixes import known_tokens
+from headstart.inference.engine.step_memory import refuse_more_than_memory
+from headstart.inference.engine.waiting import Queue
+from headstart.inference.targets.model import TargetModel
+
+PREFILL_CHUNK = 512  # tokens of prompts in one pass; of more, every token would look at too many of the others
+
+
+def generate(
+    target: TargetModel,
+    prompt: list[int],
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    drafter: Drafter | None = None,
+    static: bool | None = None,
+) -> Generation:
+    """Continue a prompt as the target alone would. A drafter changes the speed, never the text.
+
+    Raises ValueError when the prompt and the new tokens exceed the target's positions.
+    """
+    return generate_batch(target, [Request(prompt, max_new_tokens, sampling or GREEDY)], drafter, 1, static)[0]
+
+
+def generate_batch(
+    target: TargetModel,
+    requests: Sequence[Request],
+    drafter: Drafter | None = None,
+    max_batch: int = 16,
+    static: bool | None = None,
+) -> list[Generation]:
+    """Continue many prompts, at most `max_batch` at a time. Each gets the text that it would get alone.
+
+    `static` gives every tensor the shape of the full capacity, as CUDA graphs need it. None means True on CUDA, unless
+    several ranks hold the target.
+    """
+    loop = loop_of(target, requests, drafter, max_batch, static)
+    for _ in loop.run():
+        pass
+    return list(loop.generations.values())
+
+
+def generate_each(
+    target: TargetModel, requests: Sequence[Request], drafter: Drafter | None = None, max_batch: int = 16
+) -> Iterator[tuple[int, Generation]]:
+    """`generate_batch` that yields (number of the request, its output) as each text ends."""
+    loop = loop_of(target, requests, drafter, max_batch)
+    for _ in loop.run():
+        yield from loop.take_ended()
+
+
+def loop_of(
+    target: TargetModel,
+    requests: Sequence[Request],
+    drafter: Drafter | None = None,
+    max_batch: int = 16,
+    static: bool | None = None,
+) -> "DecodeLoop":
+    """A loop with these requests, which are numbered from 0, and with no more rows than they need.
+
+    Nobody waits for single tokens here: free rows get their prompts first, in passes that are the same in every run.
+    """
+    loop = DecodeLoop(target, drafter, min(max_batch, max(len(requests), 1)), static, prompts_first=True)
+    for request in requests:
+        loop.submit(request)
+    return loop
+
+
+class DecodeLoop:
+    """Decodes requests, which may come and go while it runs, and hands out their tokens in blocks.
+
+    `generations` holds the output of each request so far. A loop is not thread-safe: one thread owns it, together with
+    its target and drafter, and calls `submit`, `cancel` and `step` in turn. Requests decode in the order of their
+    priority, those of one priority in the order in which they came.
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        drafter: Drafter | None = None,
+        max_batch: int = 16,
+        static: bool | None = None,
+        prefill_chunk: int = PREFILL_CHUNK,
+        prompts_first: bool = False,
+        memory: int | None = None,
+        prefix_memory: int | None = None,
+        costs: CostTable | None = None,
+    ) -> None:
+        """At most `max_batch` requests decode together; the others wait. `static` is that of `generate_batch`.
+
+        One pass reads at most `prefill_chunk` tokens of prompts. While rows run, prompts are read in smaller pieces
+        beside their steps, in the same pass of the target and without drafts, or in turn with them where the target or
+        static shapes do not allow that. With `prompts_first` all free rows get their prompts before the next step, in
+        passes whose size does not depend on any clock.
+
+        `memory` is the most bytes that the cache takes up. A request waits until its longest possible text fits beside
+        the others. On a GPU, and with static shapes, each row has the room of the longest text.
+
+        `prefix_memory` is how many bytes of the prefixes of earlier texts are kept, in host or device memory besides
+        the cache; None keeps none. A prompt that begins like one of these texts is read from where they part.
+
+        `costs` are those of the target with the head that drafts, measured before (`cost_table`). With them, steps
+        draft only at loads where that pays; without them they always do.
+        """
+        if max_batch < 1:
+            raise ValueError(f"max_batch: {max_batch} given, 1 or more is allowed")
+        self.target, self.max_batch = target, max_batch
+        self.batch = Batch(target, drafter or PLAIN, max_batch, static, memory, prefix_memory, costs)
+        # Ranks must do the same work at the same time, so no clock may decide what they do.
+        prompts_first = prompts_first or target.ranks.count > 1
+        beside = not prompts_first and not self.batch.is_static and target.packs
+        self.pace = Pace(prefill_chunk, prompts_first, beside, slices=self.batch.may_slice)
+        self.generations: dict[int, Generation] = {}
+        self.waiting = Queue()
+        self.ended: list[int] = []  # requests whose text has ended since `take_ended` was last called
+        self.submitted = 0
+
+    @property
+    def rows(self) -> list[Row]:
+        """The requests that are being decoded."""
+        return self.batch.rows
+
+    @property
+    def cache(self) -> KVCache:
+        """The cache of all rows, from the first prompt until `close`."""
+        return self.batch.cache
+
+    @property
+    def prefix_queries(self) -> int:
+        """Tokens of all prompts that were looked up among the prefixes of earlier texts."""
+        return 0 if self.batch.prefixes is None else self.batch.prefixes.queries
+
+    @property
+    def prefix_hits(self) -> int:
+        """How many of these tokens did not have to be read again."""
+        return 0 if self.batch.prefixes is None else self.batch.prefixes.hits
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do until another request is submitted."""
+        return not (self.waiting or self.batch.members)
+
+    def submit(self, request: Request) -> int:
+        """Queue a request; returns its number. Raises ValueError for one that does not fit the target or the others."""
+        check_request(self.target, request)
+        self._refuse_other_rule(request)
+        batch = self.batch
+        batch.budget.refuse_too_long(request, batch.nodes)
+        if batch.budget.memory is None and (not batch.is_open or request.length + batch.nodes > batch.limit):
+            rows = min(self.max_batch, len(self.waiting) + len(batch.members) + 1)
+            refuse_more_than_memory(self.target, rows, batch.nodes, max(request.length, batch.limit - batch.nodes))
+        batch.limit = max(batch.limit, request.length + batch.nodes)
+        number, self.submitted = self.submitted, self.submitted + 1
+        self.generations[number] = Generation()
+        self.waiting.add(number, request)
+        return number
+
+    @torch.inference_mode()
+    def cancel(self, number: int) -> None:
+        """End a request wherever it is; its row is free at once. Nothing happens if its text has ended."""
+        row = next((row for row in self.batch.members if row.number == number), None)
+        if row is not None:
+            self._end(row)
+        elif self.waiting.remove(number):
+            self.ended.append(number)
+        else:
+            return
+        self.generations[number].finish = "cancelled"
+
+    def forget(self, number: int) -> None:
+        """Drop the output of a request whose text has ended, so that memory stays flat while a loop runs for long."""
+        if number in self.waiting or any(row.number == number for row in self.batch.members):
+            raise ValueError(f"request {number} has not ended, only one that has is allowed here; cancel it first")
+        self.generations.pop(number, None)
+        self.ended = [ended for ended in self.ended if ended != number]
+
+    def take_ended(self) -> list[tuple[int, Generation]]:
+        """The requests that have ended since the last call, cancelled ones too, with their output."""
+        numbers, self.ended = self.ended, []
+        return [(number, self.generations[number]) for number in numbers]
+
+    def run(self) -> Generator[Block, None, None]:
+        """Do all there is to do, and yield the blocks as they become certain. Closing the iterator closes the loop."""
+        try:
+            while not self.idle:
+                yield from self.step()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Cancel what has not ended, and free the cache. The loop may be used again."""
+        for number in [*self.waiting.numbers, *(row.number for row in self.batch.members)]:
+            self.cancel(number)
+        self.batch.close()
+
+    @torch.inference_mode()
+    def step(self) -> list[Block]:
+        """One piece of work: a pass over prompts, or one step of all rows, or both at once; nothing if idle.
+
+        No block is empty. The first block of a request is its first token.
+        """
+        batch, blocks = self.batch, []
+        can_read = self._can_read()
+        slices = can_read and bool(batch.rows) and self._reads_in_slices()
+        reads = can_read and not slices and self.pace.reads_next(bool(batch.rows))
+        if batch.rows and (self.pace.beside or not reads):
+            # First, so that a prompt finds in the cache what it shares with the others.
+            batch.prepare(may_draft=not (can_read and self.pace.beside))
+            pieces, started = self._next_pieces() if reads else [], time.perf_counter()
+            blocks = batch.cycle(pieces)
+            seconds = time.perf_counter() - started  # what the drafter reads of a piece is part of it
+            known = max((piece.before for piece in pieces), default=0)
+            self.pace.stepped(seconds, batch.drafts, sum(piece.count for piece in pieces), known)
+            if slices and (left := self.pace.slice_seconds) > 0:
+                blocks += self._read_slice(left)
+        elif batch.slices is not None:  # the rows that it made room for have ended
+            blocks = self._read_slice(math.inf)
+        elif reads:
+            pieces, started = self._next_pieces(), time.perf_counter()
+            blocks = batch.read_pieces(pieces)
+            self.pace.has_read(sum(piece.count for piece in pieces), time.perf_counter() - started)
+        for row in [row for row in batch.rows if row.ended]:
+            self._end(row)
+        return blocks
+
+    def _can_read(self) -> bool:
+        """Whether a prompt is being read, or the first one that waits has a place and memory."""
+        if self.batch.reading is not None:
+            return True
+        has_place = bool(self.waiting) and len(self.batch.rows) < self.max_batch
+        return has_place and self.batch.fits([self.waiting.first])
+
+    def _reads_in_slices(self) -> bool:
+        """Whether what is read next of a prompt is read in slices of a pass, between the steps of the running rows."""
+        batch = self.batch
+        if batch.slices is not None:
+            return True
+        known = batch.read if batch.reading is not None else batch.known_tokens(self.waiting.first.prompt)
+        return self.pace.in_slices(known)
+
+    def _read_slice(self, seconds: float) -> list[Block]:
+        """Go on with a sliced pass over the prompt that is being read, or begin one."""
+        batch = self.batch
+        if batch.reading is None:
+            ((number, request),) = self.waiting.take(1, lambda requests: True)
+            row = batch.new_row(number, request, self.generations[number])
+            batch.begin(row, batch.use_prefix(row.text))
+        if batch.slices is None:
+            batch.begin_slices(batch.next_piece(self.pace.sliced))
+        done = batch.read_slice(seconds)
+        if done is None:
+            return []
+        self.pace.has_read_in_slices(done.piece.count, done.seconds_per_layer, batch.reading is None)
+        return done.blocks
+
+    def _next_pieces(self) -> list[Piece]:
+        """The prompts that are read next, to their ends, or the next piece of a long one."""
+        batch, most = self.batch, self.pace.tokens(bool(self.batch.rows))
+        if batch.reading is None:
+            places = self.max_batch - len(batch.rows)
+            taken = self.waiting.take(places, lambda requests: batch.may_join(requests, most))
+            rows = [batch.new_row(number, request, self.generations[number]) for number, request in taken]
+            prefixes = [batch.use_prefix(row.text) for row in rows]
+            count = sum(len(row.text) - known_tokens(prefix) for row, prefix in zip(rows, prefixes, strict=True))
+            if count <= most and (len(rows) > 1 or prefixes[0] is None):
+                return batch.seat(rows, prefixes)
+            batch.begin(rows[0], prefixes[0])
+        return [batch.next_piece(most)]
+
+    def _end(self, row: Row) -> None:
+        self.ended.append(row.number)
+        self.batch.end(row)
+
+    def _refuse_other_rule(self, request: Request) -> None:
+        if self.idle:
+            return
+        other = self.batch.members[0].request if self.batch.members else self.waiting.first
+        if request.sampling.rule != other.sampling.rule:  # all others agree already
+            raise ValueError("the requests of a batch must agree on decode.acceptance; decode them in separate calls")

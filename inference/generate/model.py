@@ -1,0 +1,291 @@
+"""Speculative decoding with the interface of transformers' `generate`.
+
+The fields of a GenerationConfig mean what they mean in transformers; a field that is not implemented is refused.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from pydantic import ValidationError
+from torch import Tensor
+
+from headstart.heads.checkpoint import load_head
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.target_config import locate_target
+from headstart.inference.core.drafter import Drafter
+from headstart.inference.core.request import DecodeStats, Generation, Request
+from headstart.inference.core.sampling import Sampling, sampling_from_recipe
+from headstart.inference.drafters.build import build_drafter, load_drafting_head
+from headstart.inference.engine.loop import loop_of
+from headstart.inference.generate.prompts import check_lengths, read_prompts
+from headstart.inference.generate.settings import (
+    DEFAULTS,
+    Config,
+    Settings,
+    has_fixed_length,
+    read_end_tokens,
+    read_max_new_tokens,
+    read_pad_token,
+    read_seeds,
+    read_settings,
+    with_settings,
+)
+from headstart.inference.generate.stops import check_tokenizer, read_stop_strings
+from headstart.inference.generate.values import read_integer, refuse_empty_choice
+from headstart.inference.targets.model import TargetModel
+from headstart.recipes.schema import DecodeSection, TargetSection
+
+
+@runtime_checkable  # the shape checks in tests use isinstance
+class Streamer(Protocol):
+    """transformers' BaseStreamer."""
+
+    def put(self, value: Tensor) -> None: ...
+
+    def end(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class SpeculativeOutput:
+    """What `generate` returns with return_dict_in_generate."""
+
+    sequences: Int[Tensor, "rows total"]  # the prompts as given, the new tokens, padding
+    generations: list[Generation]  # one per row
+    stats: DecodeStats  # summed over all rows, except that seconds is the wall time of the call
+    logprobs: Float[Tensor, "rows new"] | None  # as in Generation; 0 after a text's end, so a row's sum is its text's
+
+
+class SpeculativeModel:
+    """A target and a drafter with the interface of transformers' `generate`."""
+
+    def __init__(
+        self,
+        target: TargetModel,
+        drafter: Drafter | None = None,
+        tokenizer: Any = None,
+        sampling: Sampling | None = None,
+        max_batch: int = 16,
+    ) -> None:
+        """Without a drafter, decoding is plain. `tokenizer` is used only for stop strings and needs only `decode`.
+
+        `sampling` sets what a GenerationConfig has no field for: the default seed, the acceptance rule, and the
+        presence and frequency penalties. Raises ValueError if it sets anything else, and for objects of other types.
+        """
+        check_parts(target, drafter, max_batch)
+        if tokenizer is not None:
+            check_tokenizer(tokenizer)
+        self.target, self.drafter, self.tokenizer, self.max_batch = target, drafter, tokenizer, max_batch
+        self.sampling = sampling or Sampling()
+        if not isinstance(self.sampling, Sampling):
+            raise ValueError(f"sampling: {sampling!r} given, a Sampling is allowed; write Sampling(seed=1)")
+        if with_settings(self.sampling, DEFAULTS) != self.sampling:
+            raise ValueError(
+                f"sampling: {self.sampling} given, only seed, rule, typical_epsilon, typical_delta, presence_penalty "
+                f"and frequency_penalty are allowed; pass all other fields with each call of generate"
+            )
+
+    @classmethod
+    def from_folders(
+        cls,
+        target: str | Path,
+        head: str | Path | None = None,
+        decode: DecodeSection | None = None,
+        tokenizer: Any = None,
+        **section: Any,
+    ) -> "SpeculativeModel":
+        """Load a target (folder or hub name) and a head that was trained for it (folder).
+
+        Without a head, `decode.drafter` names another drafter, such as draft_model, prompt_lookup or lookahead. From
+        `decode`, calls also take the shape of drafts, the acceptance rule, the seed, the presence and frequency
+        penalties and max_batch; other sampling fields come with each call. `section` holds fields of the recipe's
+        target section, such as dtype (default float32), device or attention.
+
+        Raises ValueError if the head does not fit the target.
+        """
+        decode = decode or DecodeSection()
+        fields = read_section(target, decode, section)
+        if (head is None) == (decode.drafter == "head"):
+            raise ValueError(
+                f"head: {head} given with decode.drafter {decode.drafter}; give a head with decode.drafter head, or no "
+                f"head with another drafter"
+            )
+        if head is None:
+            locate_target(fields.path, fields.revision, field="target")
+            model = TargetModel.load(fields, ())
+            drafter = build_drafter(decode, model, fields)
+        else:
+            # Refuse a head that does not fit before loading the target, which may take minutes.
+            found = locate_target(fields.path, fields.revision, field="target")
+            frozen = FrozenTarget.from_folder(found, torch.float32)
+            model = TargetModel.load(fields, load_head(head, frozen).taps)
+            drafter = build_drafter(decode, model, fields, load_drafting_head(Path(head), model))
+        recipe_sampling = sampling_from_recipe(decode, temperature=0.0)
+        # These fields come with each call.
+        sampling = replace(recipe_sampling, top_k=None, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
+        return cls(model, drafter, tokenizer, sampling, decode.max_batch)
+
+    def generate(
+        self,
+        input_ids: Int[Tensor, "batch seq"] | None = None,
+        *,
+        attention_mask: Shaped[Tensor, "rows columns"] | None = None,
+        generation_config: Config | None = None,
+        streamer: Streamer | None = None,
+        **overrides: Any,
+    ) -> Int[Tensor, "texts total"] | SpeculativeOutput:
+        """Continue prompts that are padded on the left; returns prompts and continuations, padded on the right.
+
+        Greedy output equals that of transformers' `generate`, token for token. Under the seeded acceptance rule,
+        sampled output depends only on target, prompt, seed and sampling fields, never on the drafter or the batch.
+        `seed` is one number or one per prompt; with num_return_sequences, the i-th sequence of a prompt uses seed + i.
+        Raises ValueError for a field that is not supported or out of range, naming all unsupported ones.
+        """
+        started = time.perf_counter()
+        settings = self._read_settings(generation_config, overrides)
+        requests = self._build_requests(input_ids, attention_mask, settings)
+        assert input_ids is not None
+        check_streamer(streamer, len(requests))
+        loop = loop_of(self.target, requests, self.drafter, self.max_batch)
+        if streamer is not None:
+            streamer.put(input_ids.cpu())
+        for block in loop.run():
+            if streamer is not None:
+                for token in block.tokens:  # one by one: a text streamer looks for the end of a word or line
+                    streamer.put(torch.tensor([token]))
+        if streamer is not None:
+            streamer.end()
+
+        rows = input_ids.repeat_interleave(len(requests) // len(input_ids), dim=0)
+        generations = list(loop.generations.values())
+        # Without a pad token all texts are equally long, so the 0 is never used.
+        written = pad_right([found.tokens for found in generations], settings["pad_token_id"] or 0)
+        sequences = torch.cat([rows, written.to(rows.device)], dim=1)
+        if not settings["return_dict_in_generate"]:
+            return sequences
+        stats = DecodeStats.sum_of(found.stats for found in generations)
+        stats.seconds = time.perf_counter() - started
+        logprobs = [found.logprobs for found in generations if found.logprobs is not None]
+        return SpeculativeOutput(sequences, generations, stats, pad_right(logprobs, 0.0) if logprobs else None)
+
+    def stream(
+        self,
+        input_ids: Int[Tensor, "1 seq"],
+        *,
+        attention_mask: Shaped[Tensor, "rows columns"] | None = None,
+        generation_config: Config | None = None,
+        **overrides: Any,
+    ) -> Iterator[list[int]]:
+        """Yield the new tokens of one text as they are accepted, one block per decode step."""
+        requests = self._build_requests(input_ids, attention_mask, self._read_settings(generation_config, overrides))
+        if len(requests) > 1:
+            raise ValueError(f"input_ids: {len(requests)} texts given, stream allows only 1; use generate for more")
+        loop = loop_of(self.target, requests, self.drafter)
+        return (block.tokens for block in loop.run())
+
+    def _read_settings(self, config: Config | None, overrides: Settings) -> dict[str, Any]:
+        """The settings of a call, with eos_token_id as a tuple and pad_token_id resolved."""
+        settings, vocab_size = read_settings(config, overrides), self.target.config.vocab_size
+        ends = read_end_tokens(settings, self.target.end_tokens, vocab_size)
+        pad = read_pad_token(settings, self.target.pad_token, ends, vocab_size)
+        return {**settings, "eos_token_id": ends, "pad_token_id": pad}
+
+    def _build_requests(
+        self, input_ids: Tensor | None, attention_mask: Tensor | None, settings: Settings
+    ) -> list[Request]:
+        """One request per row of the output."""
+        ends, vocab_size = settings["eos_token_id"], self.target.config.vocab_size
+        prompts = read_prompts(input_ids, attention_mask, settings["pad_token_id"], ends, vocab_size)
+        assert input_ids is not None
+        width = input_ids.shape[1]
+        seeds = read_seeds(settings.get("seed"), self.sampling.seed, len(prompts))
+        sampling, copies = with_settings(self.sampling, settings), settings["num_return_sequences"]
+        copies = 1 if copies is None else copies
+        if copies < 1:
+            raise ValueError(f"num_return_sequences: {copies} given, 1 or more is allowed; leave it out for 1")
+        if copies > 1 and sampling.temperature == 0:
+            raise ValueError(
+                f"num_return_sequences: {copies} given, only 1 is allowed without do_sample=True; set it, or leave "
+                f"num_return_sequences out"
+            )
+        limit = read_max_new_tokens(settings, width, self.target.max_positions)
+        check_lengths(prompts, limit, self.target.max_positions)
+        if has_fixed_length(settings, width, limit):
+            sampling = replace(sampling, logit_bias=(*sampling.logit_bias, *((token, -torch.inf) for token in ends)))
+        refuse_empty_choice(sampling.logit_bias, vocab_size)
+        stop = read_stop_strings(settings, settings.get("tokenizer") or self.tokenizer, vocab_size)
+        if stop is not None and len(prompts) * copies > 1 and settings["pad_token_id"] is None:
+            raise ValueError(
+                "pad_token_id: missing; with stop_strings the texts of a batch end at different lengths, so give a "
+                "pad_token_id"
+            )
+        logprobs = bool(settings["output_scores"] or settings["output_logits"])
+        return [
+            Request(prompt, limit, replace(sampling, seed=seed + copy), stop, logprobs, ends)
+            for prompt, seed in zip(prompts, seeds, strict=True)
+            for copy in range(copies)
+        ]
+
+
+def check_parts(target: Any, drafter: Any, max_batch: Any) -> None:
+    """Raise ValueError, naming the argument, for parts of a SpeculativeModel that have another type."""
+    if not isinstance(target, TargetModel):
+        raise ValueError(
+            f"target: {type(target).__name__} given, a TargetModel is allowed; load target and head with "
+            f"SpeculativeModel.from_folders(TARGET, HEAD), or wrap transformers' model: TargetModel(model, head.taps)"
+        )
+    if drafter is not None and (isinstance(drafter, type) or not isinstance(drafter, Drafter)):
+        raise ValueError(
+            f"drafter: {type(drafter).__name__} given, an object that drafts is allowed, such as a HeadDrafter, or "
+            f"None for plain decoding; load target and head with SpeculativeModel.from_folders(TARGET, HEAD)"
+        )
+    if read_integer("max_batch", max_batch) < 1:
+        raise ValueError(f"max_batch: {max_batch} given, 1 or more is allowed; leave it out for 16")
+
+
+def read_section(target: Any, decode: Any, section: dict[str, Any]) -> TargetSection:
+    """The target section for `from_folders`; raises one ValueError that names every wrong field of it."""
+    if not isinstance(target, str | Path) or not str(target):
+        raise ValueError(
+            f"target: {target!r} given, a folder or a hub name is allowed; pass objects that are loaded already to "
+            f"SpeculativeModel(target, drafter)"
+        )
+    if not isinstance(decode, DecodeSection):
+        raise ValueError(
+            f"decode: {type(decode).__name__} given, a DecodeSection is allowed; write DecodeSection(**fields), of "
+            f"headstart.recipes.schema"
+        )
+    try:
+        return TargetSection(**{"path": str(target), "dtype": "float32", **section})
+    except ValidationError as error:
+        wrong = "; ".join(
+            f"{'.'.join(map(str, each['loc']))}: {each['input']!r} given, {each['msg'].removeprefix('Value error, ')}"
+            for each in error.errors()
+        ).replace("Extra inputs are not permitted", "but there is no such field")
+        known = ", ".join(TargetSection.model_fields)
+        raise ValueError(f"{wrong}; fields of the target section are allowed: {known}; correct or remove it") from error
+
+
+def check_streamer(streamer: Any, texts: int) -> None:
+    """Raise ValueError for an object that is no streamer, and for several texts at once."""
+    if streamer is None:
+        return
+    if isinstance(streamer, type) or not isinstance(streamer, Streamer):
+        raise ValueError(
+            f"streamer: {streamer!r} given, an object with `put` and `end` is allowed; write "
+            f"TextStreamer(tokenizer), of transformers"
+        )
+    if texts > 1:
+        raise ValueError(
+            f"streamer: given for {texts} texts, only 1 is allowed; give one prompt, or leave the streamer out"
+        )
+
+
+def pad_right(rows: list[list[Any]], filler: int | float) -> Tensor:
+    """The rows as one tensor, as wide as the longest of them."""
+    longest = max(map(len, rows))
+    return torch.tensor([row + [filler] * (longest - len(row)) for row in rows])

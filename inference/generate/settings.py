@@ -1,0 +1,268 @@
+"""Reads the fields of transformers' GenerationConfig and our own; refuses fields that are not implemented."""
+
+import difflib
+import reprlib
+import warnings
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import replace
+from typing import Any, Protocol, runtime_checkable
+
+from headstart.inference.core.sampling import Sampling
+from headstart.inference.generate.values import (
+    read_bias,
+    read_count,
+    read_flag,
+    read_integer,
+    read_integers,
+    read_number,
+)
+
+Settings = Mapping[str, Any]
+
+# transformers' own defaults; None means off.
+DEFAULTS: dict[str, Any] = {
+    "max_new_tokens": None,
+    "max_length": None,
+    "min_new_tokens": None,
+    "min_length": None,
+    "do_sample": False,
+    "temperature": 1.0,
+    "top_k": 50,
+    "top_p": 1.0,
+    "min_p": None,
+    "repetition_penalty": 1.0,
+    "sequence_bias": None,
+    "pad_token_id": None,
+    "stop_strings": None,
+    "num_return_sequences": 1,
+    "return_dict_in_generate": False,
+    "output_scores": False,
+    "output_logits": False,
+}
+EXTRA_FIELDS = ("seed", "presence_penalty", "frequency_penalty", "logit_bias", "tokenizer")  # not in GenerationConfig
+SUPPORTED = frozenset({*DEFAULTS, *EXTRA_FIELDS, "eos_token_id"})  # without eos_token_id, the target's end tokens apply
+IGNORED = frozenset({"bos_token_id", "transformers_version", "_from_model_config"})  # no effect when a prompt is given
+DEFAULT_NEW_TOKENS = 20
+
+# How each field is read, unless it is None; the other fields are read where they are used.
+READERS: dict[str, Callable[[str, Any], Any]] = {
+    **dict.fromkeys(("do_sample", "return_dict_in_generate", "output_scores", "output_logits"), read_flag),
+    **dict.fromkeys(("max_new_tokens", "max_length", "top_k", "num_return_sequences", "pad_token_id"), read_integer),
+    **dict.fromkeys(("min_new_tokens", "min_length"), read_count),
+    **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), read_number),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), read_number),
+}
+# Unimplemented fields are accepted with these values, which switch them off; None and False are accepted for any field.
+NO_EFFECT: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("num_beams", "num_beam_groups", "length_penalty", "typical_p", "guidance_scale"), (1,)),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "diversity_penalty"), (0,)),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), (0,)),
+    **dict.fromkeys(("assistant_lookbehind", "target_lookbehind"), (10,)),
+    "assistant_confidence_threshold": (0.4,),
+    "cache_implementation": ("dynamic", "hybrid"),  # Gemma's files say hybrid, which transformers ignores too
+    "encoder_repetition_penalty": (1,),
+    "num_assistant_tokens": (20,),
+    "num_assistant_tokens_schedule": ("constant",),
+    "use_cache": (True,),
+}
+# Values that sampling fields may have without do_sample: those that do nothing, and transformers' defaults.
+ALLOWED_WHEN_GREEDY: dict[str, tuple[Any, ...]] = {
+    "temperature": (None, 0, 1),
+    "top_k": (None, 0, 50),
+    "top_p": (None, 1),
+    "min_p": (None, 0),
+}
+
+
+@runtime_checkable  # the shape checks in tests use isinstance
+class Config(Protocol):
+    """transformers' GenerationConfig."""
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+def read_settings(config: Config | None, overrides: Settings) -> dict[str, Any]:
+    """The settings of a call by field name: defaults, overridden by the configuration, then by the call's arguments.
+
+    As in transformers, None in a GenerationConfig keeps the default, and None in the call switches a field off.
+    Raises ValueError naming every field that is not supported, has a value of a wrong type, or conflicts with another.
+    """
+    found, defaults = config_fields(config)
+    given = {name: value for name, value in found.items() if value is not None and value != defaults.get(name)}
+    settings = {**DEFAULTS, **given, **overrides}
+    wrong, unsupported = read_values(settings), unsupported_fields(settings)
+    if not wrong:
+        # do_sample=False in the call overrides a configuration that samples, so its temperature is no mistake then.
+        explicit = overrides.keys() if "do_sample" in overrides else settings.keys()
+        wrong = conflicts(settings, explicit)
+    if unsupported:
+        wrong = [
+            *unsupported,
+            *wrong,
+            f"leave out unsupported fields; supported fields: {', '.join(sorted(SUPPORTED))}",
+        ]
+    if wrong:
+        raise ValueError("; ".join(wrong))
+    return settings
+
+
+def config_fields(config: Config | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fields of a GenerationConfig and their defaults; raises ValueError for an object of another type."""
+    if config is None:
+        return {}, {}
+    if isinstance(config, type) or not isinstance(config, Config):
+        raise ValueError(
+            f"generation_config: {reprlib.repr(config)} given, a GenerationConfig of transformers is allowed; write "
+            f"GenerationConfig(**fields), or give the fields to the call: generate(input_ids, **fields)"
+        )
+    return config.to_dict(), type(config)().to_dict()
+
+
+def read_values(settings: dict[str, Any]) -> list[str]:
+    """Replace the values of `READERS` by what they were read as; returns a line for each that has a wrong type."""
+    wrong = []
+    for name, read in READERS.items():
+        if settings.get(name) is not None:
+            try:
+                settings[name] = read(name, settings[name])
+            except ValueError as error:
+                wrong.append(str(error))
+    return wrong
+
+
+def unsupported_fields(settings: Settings) -> list[str]:
+    wrong = []
+    for name, value in settings.items():
+        if name not in SUPPORTED | IGNORED and not has_no_effect(name, value):
+            allowed = " or ".join(map(repr, NO_EFFECT.get(name, (None,))))
+            meant = "".join(f" (did you mean {near}?)" for near in difflib.get_close_matches(name, SUPPORTED, 1, 0.8))
+            wrong.append(f"{name}: {reprlib.repr(value)} given, {allowed} is allowed{meant}")
+    return wrong
+
+
+def conflicts(settings: Settings, explicit: Set[str]) -> list[str]:
+    """A line for each field that contradicts another; `explicit` names the fields that count without do_sample."""
+    wrong = []
+    if not settings["do_sample"]:
+        wrong = [
+            f"{name}: {settings[name]} given, which needs do_sample=True; set it, or leave {name} out"
+            for name, allowed in ALLOWED_WHEN_GREEDY.items()
+            if name in explicit and settings[name] not in allowed
+        ]
+    elif settings["temperature"] == 0:
+        wrong = ["temperature: 0 given with do_sample=True, more than 0 is allowed; use do_sample=False for greedy"]
+    if not settings["return_dict_in_generate"]:
+        wrong += [
+            f"{name}: True given, which needs return_dict_in_generate=True; set it, or leave {name} out"
+            for name in ("output_scores", "output_logits")
+            if settings[name]
+        ]
+    return wrong
+
+
+def has_no_effect(name: str, value: Any) -> bool:
+    """Does this value of an unimplemented field switch it off? 0 does not count as False: it may be a token id."""
+    plain = isinstance(value, str | int | float)  # comparing a tensor gives no single truth value
+    return value is None or value is False or (plain and value in NO_EFFECT.get(name, ()))
+
+
+def with_settings(base: Sampling, settings: Settings) -> Sampling:
+    """`base` with the sampling fields of a call's settings; raises ValueError for a value that is out of range."""
+
+    def number(name: str, off: float, absent: float | None = None) -> float:
+        found = settings.get(name, absent)
+        return off if found is None else found
+
+    greedy, top_k = not settings["do_sample"], settings["top_k"]
+    return replace(
+        base,
+        temperature=0.0 if greedy else number("temperature", 1.0),
+        top_k=None if greedy else top_k or None,  # 0 also means off
+        top_p=1.0 if greedy else number("top_p", 1.0),
+        min_p=0.0 if greedy else number("min_p", 0.0),
+        repetition_penalty=number("repetition_penalty", 1.0),
+        presence_penalty=number("presence_penalty", 0.0, base.presence_penalty),
+        frequency_penalty=number("frequency_penalty", 0.0, base.frequency_penalty),
+        logit_bias=read_bias(settings),
+    )
+
+
+def read_seeds(given: Any, default: int, count: int) -> list[int]:
+    """One seed per prompt."""
+    seeds = read_integers("seed", default if given is None else given)
+    if isinstance(seeds, int):
+        return [seeds] * count
+    if len(seeds) != count:
+        raise ValueError(
+            f"seed: {len(seeds)} given for {count} prompts, 1 for all or {count} is allowed; give one number for all"
+        )
+    return seeds
+
+
+def read_end_tokens(settings: Settings, targets: Sequence[int] | None, vocab_size: int) -> tuple[int, ...]:
+    """The call's eos_token_id (None: no end token); if the call has none, the target's own end tokens.
+
+    Some checkpoints name end tokens outside the vocabulary; the target can never write them, so they are left out.
+    """
+    if "eos_token_id" not in settings:
+        return tuple(token for token in targets or () if token < vocab_size)
+    given = settings["eos_token_id"]
+    found = [] if given is None else read_integers("eos_token_id", given)
+    ends = (found,) if isinstance(found, int) else tuple(found)
+    if not all(0 <= token < vocab_size for token in ends):
+        raise ValueError(f"eos_token_id: {given} given, 0 to {vocab_size - 1} is allowed, or None for no end token")
+    return ends
+
+
+def read_pad_token(settings: Settings, targets: int | None, ends: Sequence[int], vocab_size: int) -> int | None:
+    """The call's pad_token_id, else the target's own, else the first end token, else None.
+
+    The target's own is left out if it is no token of its vocabulary, as some checkpoints have it.
+    """
+    given = settings["pad_token_id"]
+    if given is not None:
+        if not 0 <= given < vocab_size:
+            raise ValueError(
+                f"pad_token_id: {given} given, 0 to {vocab_size - 1} is allowed; leave it out for the target's own"
+            )
+        return int(given)
+    own = targets if targets is not None and 0 <= targets < vocab_size else None
+    return next(iter(ends), None) if own is None else own
+
+
+def read_max_new_tokens(settings: Settings, width: int, max_positions: int) -> int:
+    """The maximum number of new tokens per text; max_length includes the prompts' padding, as in transformers."""
+    most, total = settings["max_new_tokens"], settings["max_length"]
+    if most is not None:
+        if total is not None:
+            warnings.warn(f"max_new_tokens {most} and max_length {total} given; max_length is ignored", stacklevel=4)
+        return int(most)
+    if total is not None:
+        if total <= width:
+            raise ValueError(
+                f"max_length: {total} given, more than the {width} columns of input_ids is allowed; "
+                f"or give max_new_tokens"
+            )
+        return int(total) - width
+    warnings.warn(
+        f"neither max_new_tokens nor max_length given; generating up to {DEFAULT_NEW_TOKENS} new tokens", stacklevel=4
+    )
+    return min(DEFAULT_NEW_TOKENS, max(max_positions - width, 1))
+
+
+def has_fixed_length(settings: Settings, width: int, limit: int) -> bool:
+    """Do min_new_tokens or min_length require all `limit` new tokens, so that end tokens must be forbidden throughout?
+
+    Raises ValueError for a smaller minimum: end tokens would have to be allowed again after it.
+    """
+    least, name = settings["min_new_tokens"], "min_new_tokens"
+    if least is None:
+        least, name = (settings["min_length"] or 0) - width, "min_length"
+    if not settings["eos_token_id"] or least <= 0:
+        return False
+    if least != limit:
+        raise ValueError(
+            f"{name}: {settings[name]} given, a minimum of none or all of the {limit} new tokens is allowed; "
+            f"leave {name} out"
+        )
+    return True

@@ -1,0 +1,144 @@
+"""Reads bodies with limits, writes streams of events, and notices when the client leaves."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing, suppress
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from headstart.inference.serve.errors import ApiError
+from headstart.inference.serve.requests.body import Body, read_json_object
+from headstart.inference.serve.settings import ServerSettings
+
+Found = TypeVar("Found")
+KEEP_ALIVE = ": keep-alive\n\n"  # a comment, which clients skip
+DONE = "data: [DONE]\n\n"
+CLIENT_GONE = 499  # nobody reads it; the log shows the number, as nginx does
+
+
+class ClientGoneError(Exception):
+    """The client has closed the connection."""
+
+
+async def read_body(request: Request, settings: ServerSettings) -> Body:
+    """The JSON object of a request; raises ApiError for one that is too large, too slow, cut off or none."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(415, f"Content-Type: {kind[:60]!r} given, application/json is allowed; send it with that header")
+    try:
+        async with asyncio.timeout(settings.body_timeout):
+            return Body(read_json_object(await read_limited(request, settings.max_body)))
+    except TimeoutError:
+        raise ApiError(
+            408, f"the body did not arrive within {settings.body_timeout:g} seconds; send it faster"
+        ) from None
+    except ClientDisconnect:
+        raise ApiError(CLIENT_GONE, "the client closed the connection within the body") from None
+
+
+async def read_limited(request: Request, most: int) -> bytes:
+    """The raw body. One that is too large is still received, up to eight times the limit, so that the client reads
+    the error, but not kept."""
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size <= most:
+            parts.append(part)
+        elif size > 8 * most:
+            break
+    if size > most:
+        raise ApiError(413, f"the body has more than {most} bytes, at most {most} are allowed; send a smaller one")
+    return b"".join(parts)
+
+
+async def until_gone(receive: Receive) -> None:
+    """Returns when the client has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_gone(work: Coroutine[Any, Any, Found], receive: Receive) -> Found:
+    """The result of the work; cancels it and raises ClientGoneError if the client leaves first."""
+    working, gone = asyncio.create_task(work), asyncio.create_task(until_gone(receive))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGoneError
+        return working.result()
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+async def with_keep_alives(events: AsyncGenerator[str, None], pause: float) -> AsyncGenerator[str, None]:
+    """The events, with a comment wherever none came for `pause` seconds."""
+    async with aclosing(events):
+        coming: asyncio.Task[str] | None = None
+        try:
+            while True:
+                coming = coming or asyncio.ensure_future(anext(events))
+                done, _ = await asyncio.wait({coming}, timeout=pause)
+                if not done:
+                    yield KEEP_ALIVE
+                    continue
+                try:
+                    yield coming.result()
+                except StopAsyncIteration:
+                    return
+                coming = None
+        finally:
+            if coming is not None and not coming.done():
+                coming.cancel()
+                with suppress(asyncio.CancelledError, StopAsyncIteration):
+                    await coming
+
+
+class EventStream(Response):
+    """Server-sent events. They are closed, wherever they are, when the client leaves.
+
+    An ApiError before the first byte is an answer with its status; one after that is an event.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[str, None], pause: float) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self.events = with_keep_alives(events, pause)
+        self.begun = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_gone(self._write(send), receive)
+        except ClientGoneError:
+            if not self.begun:
+                await Response(status_code=CLIENT_GONE)(scope, receive, send)
+        finally:
+            await self.events.aclose()  # if the client left before the first one
+
+    async def _write(self, send: Send) -> None:
+        try:
+            async with aclosing(self.events):
+                async for each in self.events:
+                    await self._send(send, each)
+        except ApiError as error:
+            if not self.begun:
+                raise
+            await self._send(send, event(error.body()))
+            await self._send(send, DONE)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, text: str) -> None:
+        if not self.begun:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            self.begun = True
+        await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+
+
+def event(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"

@@ -1,0 +1,53 @@
+"""What a recipe tells the inference commands to read: heads to measure, their taps, and held-out prompts."""
+
+from itertools import islice
+from pathlib import Path
+
+from headstart.common.jsonl import read_jsonl
+from headstart.heads.checkpoint import load_taps
+from headstart.heads.target_config import TargetConfig, locate_target
+from headstart.recipes import Recipe
+
+OWN_HEAD = ""  # name of the recipe's own head: its rows in the report have no prefix
+
+
+def held_out_prompts(recipe: Recipe) -> list[list[int]]:
+    """The first report.num_prompts held-out prompts of the run, as tokens; raises ValueError if there are none yet."""
+    path = recipe.prompts_dir / "heldout.jsonl"
+    if not path.is_file():
+        raise ValueError(
+            f"{path} is missing; the run's held-out prompts are required: make them with headstart prompts RECIPE "
+            f"(headstart report also takes a file of prompts: report.prompts=FILE)"
+        )
+    return [row["tokens"] for row in islice(read_jsonl(path), recipe.report.num_prompts)]
+
+
+def head_folder(recipe: Recipe) -> Path:
+    return recipe.head_dir if recipe.report.head is None else recipe.report.head
+
+
+def head_folders(recipe: Recipe) -> dict[str, Path]:
+    """The folder of every head to measure, by the name that prefixes its rows in the report."""
+    return {OWN_HEAD: head_folder(recipe), **recipe.report.other_heads}
+
+
+def require_heads(recipe: Recipe) -> None:
+    """Raise one ValueError that names every head to measure whose folder holds none."""
+    wrong = []
+    for name, folder in head_folders(recipe).items():
+        if not (folder / "config.json").is_file():
+            field = "report.head" if name == OWN_HEAD else f"report.other_heads.{name}"
+            wrong.append(f"{field}: {folder} holds no head (no config.json)")
+    if wrong:
+        raise ValueError(
+            f"{'; '.join(wrong)}; a trained head's folder is required: train one with headstart train RECIPE, name "
+            f"another with report.head=FOLDER, or compare methods that need none: "
+            f"report.baselines='[plain, prompt_lookup]'"
+        )
+
+
+def taps_to_read(recipe: Recipe) -> tuple[int, ...]:
+    """The union of the taps that the heads read; raises ValueError for a head that does not fit the target."""
+    require_heads(recipe)
+    target = TargetConfig.from_folder(locate_target(recipe.target.path, recipe.target.revision))
+    return tuple(sorted({tap for folder in head_folders(recipe).values() for tap in load_taps(folder, target)}))

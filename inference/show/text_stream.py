@@ -1,0 +1,35 @@
+"""Turns tokens into text as they arrive."""
+
+from headstart.inference.core.request import Detokenize
+from headstart.inference.targets.tokenizer import REPLACEMENT_CHARACTER
+
+CONTEXT = 8  # tokens decoded with the next one, whose text may depend on them
+
+
+class TextStream:
+    """The text that each further token adds. A character spelled by several tokens comes with the last of them.
+
+    The pieces joined, with the rest at the end, are the whole text.
+    """
+
+    def __init__(self, text: Detokenize, before: list[int]) -> None:
+        """`before` are the tokens in front of the first one, such as the prompt."""
+        self.text = text
+        self.tokens = before[-CONTEXT:]
+        self.told = len(text(self.tokens))  # characters of these tokens' text that were given out
+
+    def piece(self, token: int) -> str:
+        """The text that is certain now and was not before."""
+        self.tokens.append(token)
+        whole = self.text(self.tokens)
+        certain = whole.rstrip(REPLACEMENT_CHARACTER)  # the last character's bytes may not be complete
+        piece = certain[self.told :]
+        self.told = max(self.told, len(certain))
+        if len(certain) == len(whole) and len(self.tokens) > 4 * CONTEXT:
+            self.tokens = self.tokens[-CONTEXT:]
+            self.told = len(self.text(self.tokens))
+        return piece
+
+    def rest(self) -> str:
+        """The text that was held back, after the last token."""
+        return self.text(self.tokens)[self.told :]

@@ -1,0 +1,166 @@
+"""Attention of a target with fewer key heads than query heads, without copies of the keys and values.
+
+With a mask, transformers' own sdpa repeats every layer's keys and values once per query head: on a CPU half of a long
+step, and on a GPU more memory traffic than the weights. Here the query heads that share a key head become further
+queries of that head, which is the same arithmetic on a tensor of another shape. Registered through transformers'
+AttentionInterface, so no model is patched.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import gcd
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from headstart.inference.core.cache import RowGroup, Slots
+from headstart.inference.targets.side_by_side import PackedMask
+
+
+class RaggedMask(Tensor):
+    """An additive mask of many rows that says how many keys each group of them has; the rest is hidden."""
+
+    groups: tuple[RowGroup, ...] = ()
+
+
+LEAST_KEYS = 512  # of each part: what merging costs is then little beside what the threads save
+MOST_QUERIES = 48  # of a key head; with more, the kernel shares the queries among the threads, too
+SDPA = "sdpa"  # transformers' own
+GROUPED = "headstart_grouped"
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: Float[Tensor, "batch num_heads seq head_dim"],
+    key: Float[Tensor, "batch kv_heads keys head_dim"],
+    value: Float[Tensor, "batch kv_heads keys value_dim"],
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it; returns [batch, seq, num_heads, value_dim].
+
+    Passes without a mask, or with a mask per head, go to transformers' own sdpa. In a large batch of unlike rows, on a
+    CPU, each group of rows reads only the keys that its longest row holds. Parts that lie side by side attend each to
+    their own keys.
+    """
+    if isinstance(attention_mask, PackedMask) and attention_mask.cache is not None:
+        cache, masks = attention_mask.cache, attention_mask.masks
+        parts = zip(cache.split(query), cache.take_held(), masks, strict=True)
+        attended = [
+            grouped_attention(module, own, keys, values, mask, scaling, **options)[0].flatten(0, 1)
+            for own, (keys, values), mask in parts
+        ]
+        return torch.cat(attended).unsqueeze(0), None
+    if attention_mask is None or attention_mask.shape[1] != 1 or options.get("position_bias") is not None:
+        attend = AttentionInterface()[SDPA]
+        found: tuple[Tensor, None] = attend(module, query, key, value, attention_mask, scaling=scaling, **options)
+        return found
+    mask = attention_mask.as_subclass(Tensor)[..., : key.shape[2]]
+    if isinstance(attention_mask, RaggedMask) and attention_mask.groups:
+        groups = [
+            folded_attention(query[rows], key[rows, :, :keys], value[rows, :, :keys], mask[rows, ..., :keys], scaling)
+            for rows, keys in attention_mask.groups
+        ]
+        return torch.cat(groups).transpose(1, 2), None
+    return folded_attention(query, key, value, mask, scaling).transpose(1, 2), None
+
+
+def folded_attention(
+    query: Float[Tensor, "batch num_heads seq head_dim"],
+    key: Float[Tensor, "batch kv_heads keys head_dim"],
+    value: Float[Tensor, "batch kv_heads keys value_dim"],
+    mask: Tensor,
+    scaling: float | None,
+) -> Float[Tensor, "batch num_heads seq value_dim"]:
+    """Attention whose query heads of one key head are further queries; mask [batch or 1, 1, seq, keys]."""
+    batch, num_heads, seq, _ = query.shape
+    group = num_heads // key.shape[1]
+    if group == 1:
+        return scaled_dot_product_attention(query, key, value, mask, scale=scaling)
+    mask = mask.unsqueeze(2).expand(-1, -1, group, -1, -1).flatten(2, 3)  # [batch or 1, 1, group * seq, keys]
+    folded = query.reshape(batch, key.shape[1], group * seq, -1)
+    parts = parts_of_keys(folded, key, value)
+    if parts > 1:
+        mixed = attention_by_parts(folded, key, value, mask, scaling, parts)
+    else:
+        mixed = scaled_dot_product_attention(folded, key, value, mask, scale=scaling)
+    return mixed.view(batch, num_heads, seq, -1)
+
+
+def parts_of_keys(query: Tensor, key: Tensor, value: Tensor) -> int:
+    """Into how many parts a CPU's threads share the keys of one row: its kernel gives each thread whole heads only.
+
+    1 where there are few keys, or where every thread gets as many heads as the others anyway.
+    """
+    batch, heads, queries, size = query.shape
+    if query.device.type != "cpu" or batch != 1 or queries > MOST_QUERIES or value.shape[-1] != size:
+        return 1
+    threads = torch.get_num_threads()
+    return min(threads // gcd(heads, threads), key.shape[2] // LEAST_KEYS) or 1
+
+
+def attention_by_parts(
+    query: Float[Tensor, "1 heads queries size"],
+    key: Float[Tensor, "1 heads keys size"],
+    value: Float[Tensor, "1 heads keys size"],
+    mask: Float[Tensor, "1 1 queries keys"],
+    scaling: float | None,
+    parts: int,
+) -> Float[Tensor, "1 heads queries size"]:
+    """Attention to equally large parts of the keys as a batch, merged by the sums of their exponentials.
+
+    This is Flash-Decoding (Dao et al. 2023). Where the keys cannot be divided evenly, parts overlap, and the keys that
+    the next part has too are hidden.
+    """
+    keys = key.shape[2]
+    step = keys // parts
+    size = keys - (parts - 1) * step
+    key, value, own_mask = (
+        each.unfold(axis, size, step)[0].movedim(from_axis, 0)
+        for each, axis, from_axis in ((key, 2, 1), (value, 2, 1), (mask, 3, 2))
+    )  # [parts, heads, size, keys of a part], twice, and [parts, 1, queries, keys of a part]
+    if size > step:
+        own_mask = own_mask.clone()
+        own_mask[:-1, ..., step:] = torch.finfo(mask.dtype).min
+    mixed, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query.expand(parts, -1, -1, -1), key.mT, value.mT, attn_mask=own_mask, scale=scaling
+    )
+    weights = logsumexp.softmax(0).unsqueeze(-1)  # [parts, heads, queries, 1]
+    return (mixed * weights).sum(0, keepdim=True).to(query.dtype)
+
+
+AttentionInterface.register(GROUPED, grouped_attention)
+AttentionMaskInterface.register(GROUPED, AttentionMaskInterface()[SDPA])
+
+
+def with_row_groups(mask: Tensor, slots: Slots) -> Tensor:
+    """A mask that lets `grouped_attention` skip keys, where that pays: unlike rows on a CPU."""
+    if slots.even or not slots.reads_in_groups or len(groups := slots.row_groups(mask.shape[2])) == 1:
+        return mask
+    ragged = mask.as_subclass(RaggedMask)
+    ragged.groups = groups
+    return ragged
+
+
+def use_grouped_attention(model: PreTrainedModel) -> None:
+    """Let a model that runs on sdpa use `grouped_attention`; others keep what they have."""
+    if model.config._attn_implementation == SDPA:
+        model.set_attn_implementation(GROUPED)
+
+
+@contextmanager
+def own_attention_of(model: PreTrainedModel) -> Iterator[None]:
+    """Within this context the model runs as transformers loaded it, as a baseline must."""
+    is_grouped = model.config._attn_implementation == GROUPED
+    if is_grouped:
+        model.set_attn_implementation(SDPA)
+    try:
+        yield
+    finally:
+        if is_grouped:
+            model.set_attn_implementation(GROUPED)

@@ -1,0 +1,74 @@
+"""A GGUF file as a target: its weights are unpacked once into safetensors, which every command then reads.
+
+`locate_target` runs this module in a process of its own, so that the memory for unpacking is free again afterwards.
+"""
+
+import argparse
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from headstart.common.os_errors import errors_as_messages
+from headstart.common.whole_files import removed_on_failure
+from headstart.heads.safetensors_file import give_umask_mode
+from headstart.inference.targets.quiet import no_bars_of_transformers
+from headstart.recipes.command_line import command_name
+
+MAGIC = b"GGUF"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog=command_name(), description="Unpack a GGUF file into a model's folder.")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("folder", type=Path, help="the new folder")
+    arguments = parser.parse_args()
+    with errors_as_messages():
+        unpack(arguments.file, arguments.folder)
+
+
+def unpack(file: Path, folder: Path) -> None:
+    """Write the model of a GGUF file as config.json, tokenizer and safetensors in bfloat16; the folder appears whole.
+
+    Raises ValueError for a file that is no GGUF, is damaged, or holds an architecture that transformers does not read.
+    """
+    refuse_other_file(file)
+    partial = folder.with_name(folder.name + ".partial")
+    with removed_on_failure(partial), no_bars_of_transformers():
+        partial.mkdir(parents=True, exist_ok=True)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                file.parent, gguf_file=file.name, dtype=torch.bfloat16, **dense_weights()
+            )
+            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        except (ValueError, KeyError, NotImplementedError, struct.error, IndexError) as error:
+            raise ValueError(
+                f"{file}: transformers cannot read this GGUF file ({' '.join(str(error).split())[:300]}); a whole file "
+                "of an architecture that it reads is needed, such as Llama, Qwen2 or Mistral: download it again, or "
+                "give the model as a folder of safetensors"
+            ) from error
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        for weights in partial.glob("*.safetensors"):
+            give_umask_mode(weights)
+        partial.replace(folder)
+
+
+def dense_weights() -> dict[str, Any]:
+    """The option that unpacks all weights; transformers before 5.20 always did."""
+    found = getattr(transformers, "GgufConfig", None)
+    return {} if found is None else {"quantization_config": found(dequantize=True)}
+
+
+def refuse_other_file(file: Path) -> None:
+    with file.open("rb") as opened:
+        start = opened.read(len(MAGIC))
+    if start != MAGIC:
+        raise ValueError(f"{file}: begins with {start!r}, {MAGIC!r} is needed: this is no GGUF file; give another one")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,401 @@
+"""Any Hugging Face causal LM as a target, unpatched: tree masks, cache and taps use public interfaces only."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.target_config import TargetConfig, locate_target
+from headstart.inference.core.cache import KVCache, Shape, Slots
+from headstart.inference.core.request import cut_at_end
+from headstart.inference.core.sampling import Sampling
+from headstart.inference.core.tree import Block, Tree, block_mask, causal_block
+from headstart.inference.targets.architecture import (
+    attention_code,
+    attention_windows,
+    cached_shape,
+    decoder_layers,
+    refuse_unknown_state,
+    rope_limit,
+)
+from headstart.inference.targets.attention import GROUPED, own_attention_of, use_grouped_attention, with_row_groups
+from headstart.inference.targets.loading import load_config, load_weights, pick_device
+from headstart.inference.targets.packed_weights import gains_by_packing, pack_weights
+from headstart.inference.targets.quiet import no_bars_of_transformers
+from headstart.inference.targets.ranks import Ranks, load_over_ranks
+from headstart.inference.targets.side_by_side import CannotLieSideBySide, PackedCache, PackedMask, Part, unpacked
+from headstart.inference.targets.slices import Pause, SlicedWork
+from headstart.recipes.schema import TargetSection
+
+Kept = TypeVar("Kept")
+Sliced = TypeVar("Sliced")
+SAME = 0.03  # difference of logits, relative to them, that rounding to bfloat16 stays below
+Masks = Tensor | dict[str, Tensor]  # additive, [rows, 1, seq, keys]; one for all layers, or one per layer type
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    logits: Float[Tensor, "batch kept vocab"]
+    taps: Float[Tensor, "batch seq tapped"]  # the tapped hidden states, concatenated in ascending order
+    last_hidden: Float[Tensor, "batch seq hidden"]  # before the final norm
+
+
+class TargetModel:
+    """The target model. `taps` are indices into Hugging Face's hidden_states: tap i is the input of layer i."""
+
+    def __init__(
+        self, model: PreTrainedModel, taps: tuple[int, ...], ranks: Ranks | None = None, attention: str = "auto"
+    ) -> None:
+        """`attention` is target.attention; with auto, `grouped_attention` replaces transformers' sdpa."""
+        refuse_unknown_state(model)
+        if attention == "auto":
+            use_grouped_attention(model)
+        self.ranks = ranks or Ranks()
+        self.model = model.eval().requires_grad_(False)
+        self.device, self.dtype = model.device, model.dtype  # asking the model every time would cost 1 % of a step
+        self.config = TargetConfig.from_dict(model.config.to_dict())
+        self.taps = taps
+        self.end_tokens, self.pad_token = end_tokens(model), pad_token(model)
+        # transformers' `generate` falls back to these settings: a checkpoint's own top_p must not stay here.
+        model.generation_config = GenerationConfig()
+        self.windows, self.rope_limit = attention_windows(model), rope_limit(model)
+        self.cached_shape = cached_shape(model)
+        self._refuse_unknown_taps()
+        self._kept: dict[type, object] = {}
+        self._seen: dict[int, Tensor] = {}
+        self.layers = [*decoder_layers(model)]
+        self.load_unpacked: Callable[[], TargetModel] | None = None  # where `is_packed`
+        self.compiles = False  # whether steps with fixed shapes compile its layers and the head's
+        for tap in {*taps} - {self.config.num_layers}:
+            self.layers[tap].register_forward_pre_hook(keep_input(self._seen, tap), with_kwargs=True)
+        self.layers[-1].register_forward_hook(keep_output(self._seen, self.config.num_layers))
+
+    @classmethod
+    @no_bars_of_transformers()
+    def load(cls, section: TargetSection, taps: tuple[int, ...]) -> "TargetModel":
+        """Load from a local folder or the hub: safetensors only, and no remote code unless the section trusts it.
+
+        With target.tp_plan or zero_stage, every rank of a launch must call this.
+        """
+        folder: Path = locate_target(section.path, section.revision)
+        config = load_config(folder, section.trust_remote_code)
+        load = partial(
+            load_weights,
+            folder,
+            dtype=getattr(torch, section.dtype),
+            attn_implementation=attention_code(config) if section.attention == "auto" else section.attention,
+            trust_remote_code=section.trust_remote_code,
+        )
+        if section.spans_ranks and Ranks().count > 1:
+            model, ranks = load_over_ranks(section, config, load)
+            target = cls(model, taps, ranks, section.attention)
+            # No rank has all weights.
+            target.frozen = FrozenTarget.from_folder(folder, target.dtype, target.device)
+        elif section.device_map is not None:
+            target = cls(load(device_map=section.device_map), taps, None, section.attention)
+        else:
+            device: Any = pick_device(section.device)  # transformers' own `to` is mistyped
+            target = cls(load().to(device), taps, None, section.attention)
+            if section.packed_weights == "auto" and not section.compile:
+                target.pack_weights(partial(cls.load, with_own_weights(section), ()))
+        target.compiles = section.compile
+        return target
+
+    @classmethod
+    def without_weights(cls, section: TargetSection) -> "TargetModel":
+        """A target with shapes but no weights, on the meta device. Only config.json is read."""
+        folder = locate_target(section.path, section.revision, ["config.json"])
+        config = load_config(folder, section.trust_remote_code)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config,
+                dtype=getattr(torch, section.dtype),
+                attn_implementation=attention_code(config) if section.attention == "auto" else section.attention,
+                trust_remote_code=section.trust_remote_code,
+            )
+        return cls(model, ())
+
+    def pack_weights(self, load_unpacked: "Callable[[], TargetModel]") -> None:
+        """Decode from packed weights, if this machine gains by it and that changes none of them.
+
+        `load_unpacked` loads the same target as transformers does.
+        """
+        if gains_by_packing(self.model):
+            assert self.frozen is not None  # made before the lm_head's own weights are gone
+            self.load_unpacked = load_unpacked if pack_weights(self.model, exact=True) else None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether linear layers keep their weights packed for this processor."""
+        return self.load_unpacked is not None
+
+    @cached_property
+    def unpacked(self) -> "TargetModel":
+        """This target as transformers runs it, for baselines: itself, or another copy if its weights are packed."""
+        return self if self.load_unpacked is None else self.load_unpacked()
+
+    @property
+    def max_positions(self) -> int:
+        """The longest text, in tokens, that the model knows and that RoPE reaches without changing earlier keys."""
+        known = self.config.max_positions
+        return known if self.rope_limit is None else min(known, self.rope_limit)
+
+    def kept(self, kind: type[Kept]) -> Kept:
+        """The target's only instance of this class, made on first use. Other modules keep per-target state in it."""
+        return cast(Kept, self._kept.setdefault(kind, kind()))
+
+    @cached_property
+    def frozen(self) -> FrozenTarget:
+        """The embedding, final norm and lm_head, shared with the heads."""
+        tied = bool(self.model.config.get_text_config().tie_word_embeddings)
+        return FrozenTarget.from_tensors(self.model.state_dict(), self.config, tied)
+
+    def new_cache(
+        self, capacity: int, head_shape: Shape | None = None, batch: int = 1, static: bool = False
+    ) -> KVCache:
+        """Slots for `capacity` tokens per row, a pending tree included."""
+        return KVCache.allocate(self.cached_shape, head_shape, capacity, batch, self.dtype, self.device, static)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        tokens: Int[Tensor, "batch seq"],
+        positions: Int[Tensor, "batch seq"] | None = None,
+        mask: Masks | None = None,
+        cache: Cache | None = None,
+        last_only: bool = False,
+        logits_at: Int[Tensor, " kept"] | None = None,
+    ) -> TargetOutput:
+        """One pass; causal if there is no mask. `last_only` computes logits for the last position alone, `logits_at`
+        for these places in the sequence."""
+        if last_only:  # as a place: for a slice, a CPU's matmul copies the whole lm_head first
+            logits_at = torch.tensor([tokens.shape[1] - 1], device=tokens.device)
+        extra: dict[str, Any] = {} if logits_at is None else {"logits_to_keep": logits_at}
+        output = self.model(
+            input_ids=tokens,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=cache is not None,
+            **extra,
+        )
+        taps, last_hidden = self._take_seen()
+        tapped = torch.cat(taps, dim=-1) if taps else last_hidden[..., :0]
+        return TargetOutput(output.logits, tapped, last_hidden)
+
+    def states(
+        self, tokens: Int[Tensor, "batch seq"]
+    ) -> tuple[list[Float[Tensor, "batch seq hidden"]], Float[Tensor, "batch seq hidden"]]:
+        """Each tap, and the last hidden state before the final norm, from a causal pass that records gradients if they
+        are enabled."""
+        self.model(input_ids=tokens, use_cache=False, logits_to_keep=1)
+        return self._take_seen()
+
+    def _take_seen(self) -> tuple[list[Tensor], Tensor]:
+        last_hidden = self._seen[self.config.num_layers]
+        taps = [self._seen[tap].to(last_hidden.device) for tap in self.taps]  # a device_map spreads the layers
+        self._seen.clear()
+        return taps, last_hidden
+
+    def tap_columns(self, taps: tuple[int, ...]) -> Int[Tensor, " tapped"] | None:
+        """The columns of `TargetOutput.taps` that a drafter reads; None if it reads all of them, or none.
+
+        Raises ValueError for a tap that the target does not give.
+        """
+        if taps in ((), self.taps):
+            return None
+        if not set(taps) <= set(self.taps):
+            raise ValueError(
+                f"the drafter reads the hidden states (taps) {list(taps)}, but the target was loaded with taps "
+                f"{list(self.taps)}, and only those are allowed; load it with TargetModel.load(section, head.taps), or "
+                f"both with SpeculativeModel.from_folders(TARGET, HEAD)"
+            )
+        starts = torch.tensor([self.taps.index(tap) for tap in taps]) * self.config.hidden_size
+        return (starts[:, None] + torch.arange(self.config.hidden_size)).flatten().to(self.device)
+
+    def forward_tree(self, tree: Tree, cache: KVCache) -> TargetOutput:
+        """One pass over all nodes of each row's tree, after the verified tokens of that row."""
+        block = Block(tree.ancestors, tree.depths)
+        positions = cache.target.starts.unsqueeze(1) + tree.depths
+        return self.forward(tree.tokens, positions, self.masks(cache.target, block), cache)
+
+    def tree_part(self, tree: Tree, cache: KVCache) -> Part:
+        """What `forward_tree` reads, as a part of a pass."""
+        return Part(cache.target, tree.tokens, Block(tree.ancestors, tree.depths), last_only=False)
+
+    def forward_parts(self, parts: list[Part]) -> list[TargetOutput]:
+        """One pass over parts that lie side by side; returns what it computed for each. See `packs`."""
+        cache, shapes = PackedCache(parts), [(part.tokens.shape[0], part.tokens.shape[1]) for part in parts]
+        kept, first = [], 0
+        for part in parts:
+            kept.append(first + part.kept)
+            first += part.tokens.numel()
+        own = [self._masks_by_kind(part.slots, part.block) for part in parts]
+        packed: dict[str, Tensor] = {
+            kind: PackedMask.of(cache, tuple(masks[kind] for masks in own)) for kind in self.windows
+        }
+        output = self.forward(
+            torch.cat([part.tokens.flatten() for part in parts]).unsqueeze(0),
+            torch.cat([part.positions.flatten() for part in parts]).unsqueeze(0),
+            one_or_all(packed),
+            cache,
+            logits_at=torch.cat(kept),
+        )
+        cache.check()
+        counts = [(rows, 1 if part.last_only else count) for part, (rows, count) in zip(parts, shapes, strict=True)]
+        logits, taps = unpacked(output.logits, counts), unpacked(output.taps, shapes)
+        last_hidden = unpacked(output.last_hidden, shapes)
+        return [TargetOutput(*found) for found in zip(logits, taps, last_hidden, strict=True)]
+
+    def in_slices(self, work: Callable[[Pause], Sliced]) -> SlicedWork[Sliced]:
+        """Work with passes that may pause between layers, where they write to `PausingSlots`. For a CPU."""
+        return SlicedWork(work, self._seen)
+
+    @cached_property
+    def packs(self) -> bool:
+        """Whether parts may lie side by side in one pass of this model: it is tried on a few tokens."""
+        if self.model.config._attn_implementation != GROUPED:
+            return False
+        cache, parts = self.new_cache(3, batch=2), []
+        for row, count in enumerate((3, 2)):
+            tokens = torch.arange(count, device=self.device).unsqueeze(0)
+            parts.append(Part(cache.target.row(row), tokens, causal_block(count, self.device), last_only=False))
+        try:
+            together = self.forward_parts(parts)
+        except (CannotLieSideBySide, RuntimeError):  # the latter if the model itself computes with the mask
+            self._seen.clear()
+            return False
+        alone = [self.forward(part.tokens).logits for part in parts]
+        pairs = [(output.logits.float(), wanted.float()) for output, wanted in zip(together, alone, strict=True)]
+        return all(bool((found - wanted).norm() < SAME * wanted.norm()) for found, wanted in pairs)
+
+    def masks(self, slots: Slots, block: Block) -> Masks:
+        """The attention mask as the model expects it: one for all layers, or one per layer type."""
+        return one_or_all(self._masks_by_kind(slots, block))
+
+    def _masks_by_kind(self, slots: Slots, block: Block) -> dict[str, Tensor]:
+        made = {kind: block_mask(slots, block, self.dtype, window) for kind, window in self.windows.items()}
+        if self.model.config._attn_implementation == GROUPED:
+            made = {kind: with_row_groups(mask, slots) for kind, mask in made.items()}
+        return made
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        prompts: list[list[int]],
+        max_new_tokens: int,
+        sampling: Sampling | None = None,
+        prompt_lookup: int | None = None,
+        assistant: "tuple[TargetModel, int] | None" = None,
+        streamer: Any = None,
+    ) -> list[list[int]]:
+        """What transformers' own `generate` writes after each prompt, without padding: the baseline.
+
+        Prompts are padded on the left. One random stream, started from the seed, serves the whole batch.
+        `prompt_lookup` is the number of tokens to draft from the prompt; `assistant` is a draft model and its number of
+        tokens. Both, and a streamer, work on one prompt at a time.
+        """
+        if self.unpacked is not self:
+            return self.unpacked.generate(prompts, max_new_tokens, sampling, prompt_lookup, assistant, streamer)
+        longest = max(map(len, prompts))
+        pad = self.end_tokens[0] if self.end_tokens else 0
+        tokens = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=self.device)
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=self.device)
+        sampling = sampling or Sampling()
+        config = GenerationConfig(
+            max_new_tokens=max_new_tokens,
+            pad_token_id=pad,
+            eos_token_id=self.end_tokens or None,
+            prompt_lookup_num_tokens=prompt_lookup,
+            **generation_fields(sampling),
+        )
+        extra: dict[str, Any] = {} if streamer is None else {"streamer": streamer}
+        if assistant is not None:
+            model, count = assistant[0].unpacked, assistant[1]
+            # Always this many tokens, however confident the assistant is.
+            model.model.generation_config = GenerationConfig(
+                num_assistant_tokens=count, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0
+            )
+            extra["assistant_model"] = model.model
+        with (
+            own_attention_of(self.model),
+            torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []),
+        ):
+            torch.manual_seed(sampling.seed)
+            written = self.model.generate(tokens, attention_mask=mask, generation_config=config, **extra)
+        self._seen.clear()
+        return [cut_at_end(row[longest:], self.end_tokens) for row in written.tolist()]
+
+    def _refuse_unknown_taps(self) -> None:
+        if self.taps and (max(self.taps) > self.config.num_layers or min(self.taps) < 0):
+            raise ValueError(
+                f"head.taps: {list(self.taps)} given, the target's hidden_states 0 to {self.config.num_layers} are "
+                f"allowed; leave head.taps out for {list(self.config.default_taps())}"
+            )
+
+
+def with_own_weights(section: TargetSection) -> TargetSection:
+    """The same target with the weights of its file, which can be trained and saved."""
+    return section.model_copy(update={"packed_weights": "never"})
+
+
+def one_or_all(masks: dict[str, Tensor]) -> Masks:
+    return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+# Hooks hold the tensors alone. A hook that held its target would keep it in memory after its last user is gone.
+
+
+def keep_input(seen: dict[int, Tensor], tap: int) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen[tap] = args[0] if args else kwargs["hidden_states"]
+
+    return hook
+
+
+def keep_output(seen: dict[int, Tensor], tap: int) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        seen[tap] = output if isinstance(output, Tensor) else output[0]
+
+    return hook
+
+
+def end_tokens(model: PreTrainedModel) -> list[int]:
+    """Every token that ends a text, by the model's generation config or config."""
+    found = model.generation_config.eos_token_id if model.generation_config is not None else None
+    found = model.config.get_text_config().eos_token_id if found is None else found
+    return [] if found is None else [found] if isinstance(found, int) else list(found)
+
+
+def pad_token(model: PreTrainedModel) -> int | None:
+    """The token that pads shorter texts, by the model's generation config or config."""
+    found = model.generation_config.pad_token_id if model.generation_config is not None else None
+    return model.config.get_text_config().to_dict().get("pad_token_id") if found is None else found
+
+
+def generation_fields(sampling: Sampling) -> dict[str, Any]:
+    """The same sampling in transformers' fields; raises ValueError for what transformers does not have."""
+    if sampling.presence_penalty or sampling.frequency_penalty or sampling.logit_bias:
+        given = {
+            "decode.presence_penalty": sampling.presence_penalty,
+            "decode.frequency_penalty": sampling.frequency_penalty,
+            "logit_bias": sampling.logit_bias,
+        }
+        named = ", ".join(f"{name}: {value} given" for name, value in given.items() if value)
+        raise ValueError(
+            f"{named}, nothing but 0 is allowed with transformers' own generate, which does not have it; leave it out, "
+            "or take generate, generate_lookup and generate_assisted out of report.baselines"
+        )
+    always = {"repetition_penalty": sampling.repetition_penalty}
+    if sampling.temperature == 0:
+        return {**always, "do_sample": False}
+    truncation = {"top_k": sampling.top_k or 0, "top_p": sampling.top_p, "min_p": sampling.min_p or None}
+    return {**always, **truncation, "do_sample": True, "temperature": sampling.temperature}

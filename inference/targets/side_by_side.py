@@ -1,0 +1,98 @@
+"""Parts of different shapes in one pass: the trees of running rows, and beside them pieces of prompts.
+
+A pass over few tokens takes as long as the target's weights take to come from memory, so the parts lie one after
+another in a single sequence, and the weights are read once. Only attention treats them apart: each part has slots and a
+mask of its own. The model sees a transformers Cache and one mask, into which only `grouped_attention` looks.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from headstart.inference.core.cache import SlotLayer, Slots
+from headstart.inference.core.tree import Block
+
+
+class Part(NamedTuple):
+    """Rows with equally many new tokens each, which come after those that their slots hold."""
+
+    slots: Slots
+    tokens: Int[Tensor, "rows count"]
+    block: Block
+    last_only: bool  # whether logits are wanted after each row's last token alone
+
+    @property
+    def positions(self) -> Int[Tensor, "rows count"]:
+        assert self.block.depths is not None
+        return self.slots.starts.unsqueeze(1) + self.block.depths
+
+    @property
+    def kept(self) -> Int[Tensor, " kept"]:
+        """The tokens after which logits are wanted, counted from the part's first one."""
+        rows, count = self.tokens.shape
+        places = torch.arange(rows * count, device=self.tokens.device)
+        return places[count - 1 :: count] if self.last_only else places
+
+
+class CannotLieSideBySide(Exception):
+    """The model's attention does not go through `grouped_attention`, or it changes the mask on its way there."""
+
+
+class PackedLayer(SlotLayer):
+    """Writes each part's keys and values to that part's slots, and holds what the part's queries attend to."""
+
+    cache: "PackedCache"
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        cache = self.cache
+        cache.check()
+        parts = zip(cache.parts, cache.split(key_states), cache.split(value_states), strict=True)
+        cache.held = [part.slots.append(self.layer, key, value) for part, key, value in parts]
+        return key_states, value_states
+
+
+class PackedCache(Cache):
+    """The slots of several parts, as the cache of a sequence in which the parts lie one after another."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = parts
+        self.target = parts[0].slots
+        self.held: list[tuple[Tensor, Tensor]] = []  # keys and values of each part in the layer that runs
+        super().__init__(layers=[PackedLayer(self, layer) for layer in range(self.target.storage.shape[0])])
+
+    def split(self, states: Float[Tensor, "1 heads tokens size"]) -> list[Float[Tensor, "rows heads count size"]]:
+        """The states of each part, with its rows as a batch."""
+        parts = zip(states[0].split([part.tokens.numel() for part in self.parts], dim=1), self.parts, strict=True)
+        return [own.unflatten(1, part.tokens.shape).transpose(0, 1) for own, part in parts]
+
+    def take_held(self) -> list[tuple[Tensor, Tensor]]:
+        held, self.held = self.held, []
+        return held
+
+    def check(self) -> None:
+        """Raise CannotLieSideBySide if the last layer that was written did not attend to what is held."""
+        if self.held:
+            raise CannotLieSideBySide
+
+
+class PackedMask(Tensor):
+    """What a model sees in place of the masks of all parts, additive and [rows, 1, count, keys] each."""
+
+    cache: PackedCache | None = None
+    masks: tuple[Tensor, ...] = ()
+
+    @classmethod
+    def of(cls, cache: PackedCache, masks: tuple[Tensor, ...]) -> "PackedMask":
+        made = torch.zeros(1, 1, 1, 1, device=masks[0].device).as_subclass(cls)
+        made.cache, made.masks = cache, masks
+        return made
+
+
+def unpacked(states: Shaped[Tensor, "1 tokens size"], shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """The states of each part, [rows, count, size]."""
+    parts = states[0].split([rows * count for rows, count in shapes])
+    return [own.view(*shape, -1) for own, shape in zip(parts, shapes, strict=True)]

@@ -1,0 +1,148 @@
+"""Training of block heads: blocks are drawn from each text and run in one pass, and every level is scored."""
+
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from headstart.data_pipelines.features.batches import Batch, tapped
+from headstart.heads.base import DraftHead
+from headstart.heads.block import BlockHead
+from headstart.heads.block_attention import Blocks
+from headstart.heads.frozen import at_least_float32
+from headstart.heads.losses import acceptance, d_pace
+from headstart.trainers.objectives.unrolled import Objective, Teacher, UnrolledHead, text_log_q, weighted
+
+
+@dataclass(frozen=True)
+class BlockSupervision:
+    """The blocks of a batch, and the tokens that their levels predict.
+
+    Level k of a block with anchor a predicts the token at a + 1 + k, whose distribution the target gives at a + k.
+    """
+
+    blocks: Blocks
+    rows: Tensor  # [levels, blocks], row in the batch
+    columns: Tensor  # [levels, blocks], a + k, or a column that exists where nothing is predicted
+    predicted: Tensor  # [levels, blocks]: the target wrote this token and those before it, and the head can draft it
+    before: Tensor  # [levels, blocks], the token at a + k
+    last_hidden: Tensor  # [levels, blocks, hidden]; the target's distributions are computed from it a chunk at a time
+    text: Tensor  # [levels, blocks], column in the draft vocabulary of the token at a + 1 + k; -1 if it is outside
+    outside: int  # predictions left out because the target's choice is not in the draft vocabulary
+
+    def counts(self, unroll: int) -> Tensor:
+        """How many blocks each level is scored in. [levels]"""
+        assert unroll == len(self.predicted)
+        return self.predicted.sum(1).float()
+
+
+class TrainedBlocks(UnrolledHead):
+    """A block head under training; the levels of a block take the place of unroll steps."""
+
+    def __init__(
+        self,
+        head: DraftHead,
+        teacher: Teacher,
+        objective: Objective,
+        anchors: int,
+        activation_checkpointing: bool = False,
+    ) -> None:
+        super().__init__(head, teacher, objective)
+        assert isinstance(head, BlockHead)
+        assert objective.unroll == head.shape.levels
+        self.block_head, self.anchors, self.checkpointing = head, anchors, activation_checkpointing
+        if head.shared_lm_head is not None:
+            # The teacher's is already in the number format of the matrix products. Autocast keeps only what it converts
+            # of trained weights, so it would convert this one again for every chunk of blocks.
+            head.shared_lm_head = teacher.within_vocab.lm_head
+
+    @torch.no_grad()
+    def supervise(self, batch: Batch, key: str) -> BlockSupervision:
+        """Draw the blocks of a batch; they depend on the key and on each text alone, not on the rest of the batch."""
+        return self.supervision_of(batch, draw_blocks(batch, self.anchors, key))
+
+    def supervision_of(self, batch: Batch, blocks: Blocks) -> BlockSupervision:
+        device, seq = batch.tokens.device, batch.tokens.shape[1]
+        levels = torch.arange(self.objective.unroll, device=device).unsqueeze(1)
+        rows, anchors = blocks.indices(device)
+        columns = anchors + levels  # [levels, blocks]
+        rows, inside = rows.expand_as(columns), columns + 1 < seq
+        columns = columns.clamp(max=seq - 2)
+        written = batch.loss_mask[rows, columns + 1] & inside
+        if batch.documents is not None:
+            places = batch.documents.places
+            written = written & (places[rows, columns + 1] == blocks.positions(device) + levels + 1)
+        reached = written.long().cumprod(0).bool()  # a level whose text begins with another one is never reached
+        last_hidden = batch.last_hidden[rows, columns]
+        drafted = self.teacher.can_draft(last_hidden[reached])
+        predicted = reached.clone()
+        predicted[reached] = drafted
+        return BlockSupervision(
+            blocks=blocks,
+            rows=rows,
+            columns=columns,
+            predicted=predicted,
+            before=batch.tokens[rows, columns],
+            last_hidden=last_hidden,
+            text=self.teacher.column[batch.tokens[rows, columns + 1]],
+            outside=int((~drafted).sum()),
+        )
+
+    def unroll(self, batch: Batch, supervision: Any, noise: Tensor | None) -> Tensor:
+        """The head's hidden state at each level of each block. [levels, blocks, hidden]"""
+        assert noise is None
+        head, places = self.block_head, torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+        features = head.project(tapped(batch.taps, batch.last_hidden, head.taps, head.target.num_layers))
+        positions = places if batch.documents is None else batch.documents.places
+        hidden = head.blocks_of(features, positions, batch.tokens, supervision.blocks, self.checkpointing)
+        return hidden.transpose(0, 1)
+
+    def depth_weights(self, supervision: Any, hidden: Tensor, counts: Tensor) -> Tensor:
+        """D-PACE needs no pass of its own here, as a chunk holds whole blocks: `score` multiplies its weights in."""
+        weights = torch.tensor(self.objective.unroll_weights, device=counts.device)
+        if self.objective.d_pace:
+            return (weights.sum() / counts[0].clamp(min=1)).expand(len(weights), 1)
+        return (weights / counts.clamp(min=1)).unsqueeze(1)
+
+    def score(self, supervision: Any, weights: Tensor, hidden: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        """The weighted loss of a chunk of blocks, and its sums [3, levels] of losses, hits and acceptances."""
+        head, text, before = self.block_head, supervision.text[:, part], supervision.before[:, part]
+        log_p = self.teacher.log_p(supervision.last_hidden[:, part])  # [levels, chunk, draft_vocab]
+        log_q = at_least_float32(head.logits(hidden, before)).log_softmax(-1)
+        losses = self.losses(log_q, log_p, text)  # [levels, chunk]
+        with torch.no_grad():
+            hits = (log_q.argmax(-1) == log_p.argmax(-1)).float()
+            accepted = acceptance(log_q, log_p)
+        if head.confidence_head is not None:
+            logits = at_least_float32(head.confidence(hidden, before))
+            doubt = functional.binary_cross_entropy_with_logits(logits, accepted, reduction="none")
+            losses = losses + self.objective.confidence_weight * doubt
+        predicted = supervision.predicted[:, part]
+        if self.objective.d_pace:
+            weights = weights * d_pace(text_log_q(log_q, text).detach().exp(), predicted)
+            part = slice(None)
+        return weighted(weights, part, losses, hits, accepted, predicted)
+
+
+def draw_blocks(batch: Batch, count: int, key: str) -> Blocks:
+    """Up to `count` blocks from each text; their anchors are tokens that the target wrote, and wrote another after.
+
+    The anchors of a text depend on the key and on its tokens, so they are the same in any batch and on any rank.
+    """
+    tokens, loss_mask = batch.tokens.cpu(), batch.loss_mask.cpu()
+    everything = slice(0, tokens.shape[1])
+    spans = [(slice(row, row + 1), everything) for row in range(len(tokens))]
+    found: list[tuple[int, int, int]] = []
+    for row, columns in spans if batch.documents is None else batch.documents.spans():
+        text, mask = tokens[row, columns][0], loss_mask[row, columns][0]
+        possible = (mask[1:-1] & mask[2:]).nonzero().flatten() + 1  # an anchor needs a position before it
+        length = int(possible[-1]) + 2 if len(possible) else 0  # without padding
+        seed = zlib.crc32(text[:length].numpy().tobytes(), zlib.crc32(key.encode()))
+        order = torch.randperm(len(possible), generator=torch.Generator().manual_seed(seed))
+        chosen = possible[order[:count]].sort().values.tolist()
+        found += [(row.start, columns.start + anchor, columns.start) for anchor in chosen]
+    rows, anchors, starts = (tuple(each) for each in zip(*found, strict=True)) if found else ((), (), ())
+    return Blocks(rows, anchors, starts)

@@ -1,0 +1,237 @@
+"""Medusa-2 (arXiv 2401.10774, section 2.2.2): train the target with its heads, and keep it close to the original."""
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from jaxtyping import Int
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from headstart.common.os_errors import naming
+from headstart.common.whole_files import removed_on_failure
+from headstart.data_pipelines.features.batches import Batch
+from headstart.heads.base import DraftHead
+from headstart.heads.frozen import at_least_float32
+from headstart.heads.safetensors_file import as_os_error, give_umask_mode
+from headstart.heads.target_config import SAFE_FILES, locate_target
+from headstart.inference.targets.architecture import decoder_layers
+from headstart.inference.targets.model import TargetModel, with_own_weights
+from headstart.inference.targets.quiet import no_bars_of_transformers
+from headstart.recipes import Recipe
+from headstart.recipes.schema import TargetSection, TrainSection
+from headstart.trainers.checkpoint import Tensors
+from headstart.trainers.objectives.chunked_loss import score_in_chunks
+from headstart.trainers.objectives.unrolled import (
+    Objective,
+    Supervision,
+    Teacher,
+    UnrolledHead,
+    UnrollScores,
+    positions_at_once,
+)
+from headstart.trainers.optimizers import set_learning_rates
+from headstart.trainers.ranks.head_on_ranks import ReplicatedHead, named_optimizer_state, set_optimizer_state
+
+
+class TrainableTarget(nn.Module):
+    """A target under training: its layers or LoRA adapters of them; embedding, final norm and lm_head stay fixed."""
+
+    def __init__(self, target: TargetModel, recipe: Recipe) -> None:
+        super().__init__()
+        assert recipe.joint.mode is not None
+        self.target, self.model, self.section = target, target.model, recipe.joint
+        layers = decoder_layers(target.model)
+        if self.section.mode == "lora":
+            add_adapters(self.model, layers, self.section.lora_rank, recipe.seed)
+        else:
+            layers.requires_grad_(True)
+        self.trained = {name: each for name, each in self.model.named_parameters() if each.requires_grad}
+        self.optimizer = torch.optim.AdamW(
+            self.trained.values(),
+            lr=self.section.learning_rate,
+            betas=recipe.train.betas,
+            weight_decay=recipe.train.weight_decay,
+        )
+
+    @classmethod
+    def load(cls, recipe: Recipe, device: torch.device) -> "TrainableTarget":
+        """Load the recipe's target.
+
+        Raises ValueError if joint.mode is lora and peft is missing, or the target has no linear layer to adapt.
+        """
+        return cls(TargetModel.load(trainable_section(recipe, device), ()), recipe)
+
+    def forward(self, tokens: Int[Tensor, "batch seq"]) -> Tensor:
+        """The last hidden state before the final norm, with a gradient. [batch, seq, hidden]"""
+        return self.target.states(tokens)[1]
+
+    def state(self) -> Tensors:
+        """The trained weights and their optimizer state, named NAME and NAME.exp_avg."""
+        return {name: each.detach() for name, each in self.trained.items()} | dict(
+            named_optimizer_state(self.model, [self.optimizer])
+        )
+
+    @torch.no_grad()
+    def restore(self, state: Tensors) -> None:
+        """Load what `state` returned; raises ValueError if it belongs to another target."""
+        for name, parameter in self.trained.items():
+            if name not in state or state[name].shape != parameter.shape:
+                raise ValueError(
+                    f"the checkpoint does not fit the target: {name} is missing or has another shape; choose another "
+                    "run_dir"
+                )
+            parameter.copy_(state[name])
+        optimizer_state = {name: each for name, each in state.items() if name not in self.trained}
+        set_optimizer_state(self.model, [self.optimizer], optimizer_state)
+
+    @torch.no_grad()
+    def weights(self) -> Tensors:
+        """The tuned target's weights that may differ from the original, with adapters merged into their layers."""
+        if self.section.mode == "full":
+            return {name: each.detach() for name, each in self.trained.items()}
+        return {f"{name}.weight": merged_weight(layer) for name, layer in adapted_layers(self.model)}
+
+    def save(self, recipe: Recipe, folder: Path) -> None:
+        """Write a plain Hugging Face folder, whole or not at all: tuned weights, and the original's other files."""
+        plain = TargetModel.load(with_own_weights(recipe.target), ()).model
+        found = plain.load_state_dict(self.weights(), strict=False)
+        assert not found.unexpected_keys, found.unexpected_keys
+        partial_folder = folder.with_name(folder.name + ".partial")
+        shutil.rmtree(partial_folder, ignore_errors=True)
+        with removed_on_failure(partial_folder), naming(partial_folder):
+            save_model(plain, partial_folder)
+            copy_other_files(locate_target(recipe.target.path, recipe.target.revision), partial_folder)
+            if folder.exists():
+                shutil.rmtree(folder)
+            partial_folder.replace(folder)
+
+
+def save_model(model: Any, folder: Path) -> None:
+    """Write a transformers model, with the permissions of other new files; raises OSError that names the folder."""
+    try:
+        with no_bars_of_transformers():
+            model.save_pretrained(folder)
+    except SafetensorError as error:
+        raise as_os_error(error, folder) from error
+    for weights in folder.glob("*.safetensors"):
+        give_umask_mode(weights)
+
+
+def copy_other_files(original: Path, folder: Path) -> None:
+    """Copy a target's files except config.json and weights: tokenizer, chat template, generation settings."""
+    for path in sorted({path for pattern in SAFE_FILES for path in original.glob(pattern)}):
+        if path.suffix != ".safetensors" and not path.name.endswith(".index.json") and path.name != "config.json":
+            shutil.copyfile(path, folder / path.name)
+
+
+def trainable_section(recipe: Recipe, device: torch.device) -> TargetSection:
+    """The target section to train with: float32 if whole layers learn, the recipe's own dtype under adapters."""
+    dtype = "float32" if recipe.joint.mode == "full" else recipe.target.dtype
+    return with_own_weights(recipe.target).model_copy(update={"dtype": dtype, "device": str(device)})
+
+
+def add_adapters(model: nn.Module, layers: nn.ModuleList, rank: int, seed: int) -> None:
+    """Add float32 LoRA adapters to every linear layer; they change no output before their first step."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise ValueError("joint.mode: lora given, which needs peft; run pip install -e '.[lora]'") from error
+    linear = {each for each in layers.modules() if isinstance(each, nn.Linear)}
+    names = [name for name, each in model.named_modules() if each in linear]
+    if not names:
+        raise ValueError("joint.mode: lora given, but no layer of the target is an nn.Linear; choose full")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # peft draws from the global generator
+        inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=rank, target_modules=names), model)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+
+
+def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Every layer with an adapter, by its name in the plain model."""
+    from peft.tuners.lora import LoraLayer
+
+    return ((name, each) for name, each in model.named_modules() if isinstance(each, LoraLayer))
+
+
+def merged_weight(layer: Any) -> Tensor:
+    """The weight of a peft layer plus its adapter, added in float32 or wider."""
+    weight: Tensor = layer.get_base_layer().weight
+    return (at_least_float32(weight) + layer.get_delta_weight("default")).to(weight.dtype)
+
+
+class JointHead(UnrolledHead):
+    """Medusa heads and the target that they read, trained together.
+
+    The heads' loss takes features and distributions from the target's current weights; its gradient reaches the target
+    through the features only. While `tunes_target` is false, only the heads learn.
+    """
+
+    def __init__(
+        self,
+        head: DraftHead,
+        teacher: Teacher,
+        objective: Objective,
+        target: TrainableTarget,
+        activation_checkpointing: bool,
+    ) -> None:
+        super().__init__(head, teacher, objective, activation_checkpointing)
+        self.target, self.tunes_target = target, True
+
+    def forward(
+        self, batch: Batch, supervision: Supervision, counts: Tensor, noise: Tensor | None = None
+    ) -> UnrollScores:
+        """`UnrolledHead.forward` on the current target's features, plus a loss that ties the target to the original.
+
+        The scores hold the divergence from the original, except in warm-up steps, where only the heads learn.
+        """
+        with torch.set_grad_enabled(self.tunes_target and torch.is_grad_enabled()):
+            last_hidden = self.target(batch.tokens).to(batch.last_hidden)  # [batch, seq, hidden]
+        tuned = last_hidden[supervision.rows, supervision.columns]  # [positions, hidden]
+        supervised = replace(supervision, last_hidden=tuned.detach())
+        scores = super().forward(replace(batch, last_hidden=last_hidden), supervised, counts, noise)
+        if torch.is_grad_enabled() and not self.tunes_target:
+            return scores
+        divergence = self.divergence(tuned, supervision)
+        loss = scores.loss + self.target.section.distill_weight * divergence / counts[0].clamp(min=1)
+        return scores._replace(loss=loss, divergence=divergence.detach())
+
+    def divergence(self, tuned: Tensor, supervision: Supervision) -> Tensor:
+        """KL(original || tuned) of the next token, in nats, summed over the positions that the first head predicts."""
+        score = partial(self.chunk_divergence, supervision)
+        chunk = positions_at_once(len(self.teacher.frozen.lm_head), tuned.device)
+        return score_in_chunks(score, tuned.unsqueeze(0), [], chunk)[0]
+
+    def chunk_divergence(self, supervision: Supervision, tuned: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        """The sum over a chunk of positions; the original's distribution comes from the harvested hidden states."""
+        frozen = self.teacher.frozen
+        log_p = frozen.logits(supervision.last_hidden[part]).log_softmax(-1)  # [chunk, vocab]
+        log_q = frozen.logits(tuned[0]).log_softmax(-1)
+        distances = (log_p.exp() * (log_p - log_q)).sum(-1)  # [chunk]
+        total = distances.where(supervision.can_predict(1)[0, part], 0.0).sum()
+        return total, total.detach()
+
+
+class JointHeadOnRanks(ReplicatedHead):
+    """Heads and target in one process; their gradients are clipped together."""
+
+    def __init__(self, accelerator: Accelerator, joint: JointHead, section: TrainSection) -> None:
+        super().__init__(accelerator, joint, section)
+        self.joint = joint
+        self.prepared.append(accelerator.prepare(joint.target.optimizer))
+
+    def set_learning_rates(self, section: TrainSection, step: int) -> float:
+        """Set the rates of a step for heads and target, which share a schedule; the target joins after its warm-up."""
+        factor = set_learning_rates(self.optimizers, section, step)
+        target = self.joint.target
+        self.joint.tunes_target = step >= target.section.warmup_steps
+        for group in target.optimizer.param_groups:
+            group["lr"] = target.section.learning_rate * factor
+        return factor
