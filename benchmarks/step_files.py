@@ -24,8 +24,8 @@ from headstart.heads.checkpoint import load_head, load_taps
 from headstart.heads.target_config import TargetConfig
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
-from headstart.inference.engine.batch import Batch
 from headstart.inference.engine.loop import generate
+from headstart.inference.engine.step import DecodeStep
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import load_recipe
 from headstart.recipes.schema import TargetSection
@@ -95,7 +95,7 @@ def decode_step() -> Functions:
     taps = load_taps(HEAD, TargetConfig.from_folder(TARGET))
     target = TargetModel.load(TargetSection(path=str(TARGET), dtype="float32", device="cpu"), taps)
     drafter = head_drafter(load_head(HEAD, target.frozen), Dynamic(depth=5, width=4, nodes=16))
-    with profiled(Batch.cycle) as found:
+    with profiled(DecodeStep.run) as found:
         generate(target, [5, 6, 7, 8], 20, drafter=drafter)
     return found
 

@@ -17,7 +17,7 @@ from headstart.inference.core.sampling import BatchSampling, History, Sampling
 from headstart.inference.core.tree import Tree
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
 from headstart.inference.drafters.head import TreeDrafter
-from headstart.inference.engine.batch import start_history
+from headstart.inference.engine.step import start_history
 from headstart.inference.targets.model import TargetModel
 
 TEXT = [5, 6, 7, 11, 3, 80, 41, 2, 9, 60, 33, 14]  # the last one is the root

@@ -18,7 +18,7 @@ from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.engine.loop import generate, generate_batch, generate_each, loop_of
-from headstart.inference.engine.prefill import read_piece, read_prompts
+from headstart.inference.engine.reading import read_chunk, read_prompts
 from headstart.inference.targets.model import TargetModel
 
 MakeHead = Callable[..., Eagle3Head]
@@ -214,7 +214,7 @@ def test_prompts_that_are_read_together_do_not_see_each_other(target: TargetMode
     cache, alone = target.new_cache(16, batch=3), target.new_cache(16, batch=3)
     together = read_prompts(target, prompts, [cache.row(row) for row in range(3)])
     for row, prompt in enumerate(prompts):
-        single = read_piece(target, prompt, alone.row(row), 0)
+        single = read_chunk(target, prompt, alone.row(row), 0)
         assert_close(together[row].logits, single.logits, rtol=1e-4, atol=1e-4)
         assert_close(together[row].taps, single.taps, rtol=1e-4, atol=1e-4)
         held = (..., slice(len(prompt)), slice(None))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headstart.inference.targets.compiled import CompiledLayers
+from headstart.inference.targets.cuda_graph import CompiledLayers
 
 
 class Doubled(nn.Module):

@@ -13,7 +13,7 @@ from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import Accepted, accept, verify
 from headstart.inference.drafters.growth import Dynamic, Fixed
 from headstart.inference.drafters.head import HeadDrafter
-from headstart.inference.engine import batch
+from headstart.inference.engine import step
 from headstart.inference.engine.loop import generate, generate_batch, loop_of
 from headstart.inference.targets.cuda_graph import SpareSteps
 from headstart.inference.targets.model import TargetModel
@@ -44,8 +44,8 @@ def verified_trees(monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]]]:
 
         return record
 
-    monkeypatch.setattr(batch, "accept", recording(accept))
-    monkeypatch.setattr(batch, "verify", recording(verify))
+    monkeypatch.setattr(step, "accept", recording(accept))
+    monkeypatch.setattr(step, "verify", recording(verify))
     return trees
 
 

@@ -3,11 +3,9 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import cycle
 from typing import Any
 
 import pytest
-import torch
 from families import FAMILIES
 from scripted import DRAFTERS, HalfRightHead, LoadCosts, Oracle, Texts
 from torch import Tensor
@@ -173,7 +171,7 @@ LONG = [7 + (5 * i + i * i) % 71 for i in range(100)]
 def make_paced(target: TargetModel, drafter: Drafter | None, piece: int, static: bool = False) -> DecodeLoop:
     """A loop that reads `piece` tokens per pass while rows run, whatever the passes take."""
     loop = DecodeLoop(target, drafter, 3, static, prefill_chunk=piece)
-    loop.pace.piece = piece
+    loop.pace.chunk = piece
     return loop
 
 
@@ -271,10 +269,7 @@ def without_subclass(kwargs: dict[str, Any]) -> Tensor | None:
 
 @pytest.mark.parametrize("static", [False, True])
 def test_running_rows_go_on_while_a_long_prompt_is_read(target: TargetModel, static: bool) -> None:
-    """At least ten pieces, beside the row's steps, or in turn with them if these have static shapes.
-
-    On a machine with other work few tokens may fit beside a step, and the rest is read in many slices.
-    """
+    """At least ten pieces, in the row's own steps, or in turn with them if these have static shapes."""
     loop = make_paced(target, None, 10, static)
     loop.submit(Request([3], 200))
     loop.step()
@@ -375,170 +370,6 @@ def test_a_step_with_a_piece_of_a_prompt_takes_less_than_two_plain_steps() -> No
         tokens = pace.tokens(has_rows=True)
         pace.stepped(2 + 0.05 * max(tokens - 10, 0), drafts=False, beside=tokens)
     assert 36 <= pace.tokens(has_rows=True) <= 40
-
-
-# Prompts that are read in slices of passes.
-
-
-@pytest.fixture
-def slicing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., DecodeLoop]:
-    """A loop that reads prompts a layer at a time between the steps of running rows, up to 32 tokens in a pass."""
-    monkeypatch.setattr(Pace, "slice_seconds", 1e-9)
-
-    def make(target: TargetModel, drafter: Drafter | None = None, **options: Any) -> DecodeLoop:
-        loop = DecodeLoop(target, drafter, 3, prefill_chunk=32, **options)
-        loop.pace.deep = 0
-        return loop
-
-    return make
-
-
-def step_until(loop: DecodeLoop, done: Callable[[], bool]) -> int:
-    """Step until something is the case; returns how many steps it took."""
-    steps = 0
-    while not done():
-        loop.step()
-        steps += 1
-    return steps
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_reads_prompts_in_slices(family: str, slicing: Callable[..., DecodeLoop]) -> None:
-    """The row that runs meanwhile gets a token with every slice, its own and no other."""
-    target = TargetModel(FAMILIES[family](), (1,))
-    requests = [Request([7], 60, end_tokens=()), Request(LONG[:45], 6, Sampling(1.0, seed=5), end_tokens=())]
-    alone = [generate_batch(target, [each])[0].tokens for each in requests]
-    loop = slicing(target)
-    loop.submit(requests[0])
-    loop.step()
-    loop.submit(requests[1])
-    slices = step_until(loop, lambda: bool(loop.generations[1].tokens))
-    assert slices >= 2 * target.config.num_layers
-    assert len(loop.generations[0].tokens) == 1 + slices
-    finish(loop)
-    assert [loop.generations[number].tokens for number in (0, 1)] == alone
-
-
-def test_drafts_do_not_depend_on_the_slices(
-    target: TargetModel, make_head: MakeHead, slicing: Callable[..., DecodeLoop]
-) -> None:
-    """Hidden states of a pass that paused are those of that pass, not of the steps in between."""
-    drafter = HeadDrafter(make_head(), Dynamic(3, 3, 8))
-    alone = generate(target, LONG, 12, drafter=drafter)
-    loop = slicing(target, drafter, prefix_memory=2**20)
-    for number in (1, 3):
-        loop.submit(Request([3], 60, end_tokens=()))
-        loop.step()
-        loop.submit(Request(LONG, 12))
-        finish(loop)
-        assert loop.generations[number].tokens == alone.tokens
-        assert loop.generations[number].stats.accepted_at_depth == alone.stats.accepted_at_depth
-    assert loop.generations[3].cached_tokens == 96
-
-
-def test_what_runs_may_end_or_grow_the_cache_between_slices(
-    target: TargetModel, monkeypatch: pytest.MonkeyPatch, slicing: Callable[..., DecodeLoop]
-) -> None:
-    """A pass whose slots were replaced is begun again; one that nobody waits for any more goes on at once."""
-    monkeypatch.setattr("headstart.inference.core.cache.PAGE", 4)
-    monkeypatch.setattr("headstart.inference.engine.batch.PAGE", 4)
-    requests = [Request([3], 3), Request([5, 6], 5), Request(LONG[:60], 6)]
-    loop = slicing(target)
-    for request in requests:
-        loop.submit(request)
-        loop.step()
-    steps = step_until(loop, lambda: bool(loop.generations[2].tokens))
-    assert steps < 10
-    loop.submit(Request([3, 4], 200))
-    finish(loop)
-    for number, request in enumerate([*requests, Request([3, 4], 200)]):
-        assert loop.generations[number].tokens == generate(target, request.prompt, request.max_new_tokens).tokens
-    growing = slicing(target)
-    growing.submit(Request([3], 20))
-    growing.step()
-    growing.submit(requests[2])
-    step_until(growing, lambda: growing.batch.slices is not None)
-    growing.submit(Request([3, 4], 200))  # the cache has to be larger before the next step
-    finish(growing)
-    assert growing.generations[1].tokens == loop.generations[2].tokens
-    assert growing.generations[2].tokens == loop.generations[3].tokens
-
-
-def test_a_prompt_may_be_cancelled_between_slices(target: TargetModel, slicing: Callable[..., DecodeLoop]) -> None:
-    loop = slicing(target)
-    loop.submit(Request([3], 20))
-    loop.step()
-    loop.submit(Request(LONG, 5))
-    step_until(loop, lambda: loop.batch.slices is not None)
-    loop.cancel(1)
-    assert loop.batch.slices is None
-    assert torch.is_inference_mode_enabled() is False
-    loop.submit(Request(LONG, 5))
-    finish(loop)
-    assert loop.generations[0].tokens == generate(target, [3], 20).tokens
-    assert loop.generations[2].tokens == generate(target, LONG, 5).tokens
-
-
-def test_an_error_within_a_slice_ends_the_pass(
-    target: TargetModel, monkeypatch: pytest.MonkeyPatch, slicing: Callable[..., DecodeLoop]
-) -> None:
-    loop = slicing(target)
-    loop.submit(Request([3], 20))
-    loop.step()
-    loop.submit(Request(LONG, 5))
-    with monkeypatch.context() as broken:
-        broken.setattr("headstart.inference.engine.batch.Batch._have_read", lambda *given: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            finish(loop)
-    assert loop.batch.slices is None
-    loop.cancel(1)
-    finish(loop)
-    assert loop.generations[0].tokens == generate(target, [3], 20).tokens
-
-
-def test_where_few_tokens_fit_beside_a_step_the_rest_is_read_in_slices() -> None:
-    """A step takes 1 s, and each token beside it 1 ms more for every token that is known already."""
-    pace = Pace(512, prompts_first=False, beside=True, slices=True)
-    pace.stepped(1.0, drafts=False)
-    known = 0
-    while not pace.in_slices(known):
-        tokens = pace.tokens(has_rows=True)
-        pace.stepped(1.0 + 0.001 * known * tokens, drafts=False, beside=tokens, known=known)
-        known += tokens
-    assert 80 < known < 130  # eight tokens take 0.7 s after 88
-    assert not pace.in_slices(70)
-    pace.stepped(1.0, drafts=False)
-    assert pace.slice_seconds == pytest.approx(0.7)
-    for _ in range(8):
-        pace.has_read_in_slices(pace.sliced, layer=0.0035 * pace.sliced, is_last=False)
-    assert pace.sliced == 100  # a layer takes half a slice
-    deep = pace.deep
-    pace.has_read_in_slices(10, layer=0.04, is_last=True)
-    assert pace.sliced == 100  # so few tokens tell little
-    assert not pace.in_slices(round(1.9 * deep))  # the next prompt tries again
-
-
-@pytest.mark.parametrize(("slow", "left"), [(1.0, 0.7), (1.5, 0.2), (2.5, -0.8)])
-def test_a_slice_after_a_slow_step_takes_only_what_is_left_of_the_wait(slow: float, left: float) -> None:
-    """A machine that falters made rows wait for the slow step and a whole slice after it."""
-    pace = Pace(512, prompts_first=False, beside=True, slices=True)
-    for seconds in (1.0, slow):
-        pace.stepped(seconds, drafts=False)
-    assert pace.slice_seconds == pytest.approx(left)
-
-
-def test_a_prompt_is_read_in_slices_although_single_steps_leave_no_time(
-    target: TargetModel, slicing: Callable[..., DecodeLoop], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    alone, loop, lefts = generate(target, LONG, 12), slicing(target), cycle([-1.0, 1e-9])
-    monkeypatch.setattr(Pace, "slice_seconds", property(lambda pace: next(lefts)))
-    loop.submit(Request([3], 60, end_tokens=()))
-    loop.step()
-    loop.submit(Request(LONG, 12))
-    step_until(loop, lambda: loop.batch.slices is not None)
-    assert next(lefts) == -1.0  # it had to wait for a step that leaves some
-    finish(loop)
-    assert loop.generations[1].tokens == alone.tokens
 
 
 def test_an_opted_out_row_gets_no_drafts_among_rows_that_do(target: TargetModel, texts: Texts) -> None:
@@ -670,7 +501,7 @@ def test_each_text_is_that_of_its_request_alone_whatever_else_happens(
         if rng.random() < 0.05:
             cancelled.add(number := rng.choice([*requests]))
             loop.cancel(number)
-        loop.pace.piece = rng.randrange(1, 40)
+        loop.pace.chunk = rng.randrange(1, 40)
         for block in loop.step():
             seen.setdefault(block.number, []).extend(block.tokens)
     ended = dict(loop.take_ended())

@@ -9,8 +9,8 @@ from bad_inputs import Says, assert_raises, assert_refused, type_command
 from tiny_run import build_run, build_tokenizer, tiny_recipe
 
 from headstart.inference.drafters.costs.cost_aware import refuse_more_children
-from headstart.inference.engine import step_memory
-from headstart.inference.engine.step_memory import StepMemory, free_memory, refuse_large_trees
+from headstart.inference.engine import budget
+from headstart.inference.engine.budget import StepMemory, free_memory, refuse_large_trees
 from headstart.recipes.schema import DecodeSection
 from headstart.trainers.run import run
 from headstart.trainers.tracking import refuse_wandb_without_key
@@ -245,7 +245,7 @@ def test_trees_are_bounded_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     step, cpu = StepMemory(cached=4096, vocab_size=1000, element=4), torch.device("cpu")
     most = step.most_nodes(rows=2, length=500, free=20 * GIGABYTE)
     assert step.needed(2, most, 500) <= 20 * GIGABYTE < step.needed(2, most + 1, 500)
-    monkeypatch.setattr(step_memory, "free_memory", lambda device: 20 * GIGABYTE)
+    monkeypatch.setattr(budget, "free_memory", lambda device: 20 * GIGABYTE)
     refuse_large_trees(step, cpu, rows=2, nodes=most, length=500)
     said = Says("decode.nodes", "100000 given", f"up to {most - 1} is allowed", "lower decode.nodes")
     assert_raises(lambda: refuse_large_trees(step, cpu, rows=2, nodes=100_001, length=500), said)
@@ -253,8 +253,8 @@ def test_trees_are_bounded_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_free_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:   8000 kB\n")
-    monkeypatch.setattr(step_memory, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(step_memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(budget, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(budget, "CGROUP", tmp_path)
     assert free_memory(torch.device("cpu")) == 8000 * 1024
     (tmp_path / "memory.max").write_text("max\n")
     assert free_memory(torch.device("cpu")) == 8000 * 1024

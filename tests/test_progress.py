@@ -15,8 +15,8 @@ from tiny_run import build_run, quiet_environment
 from transformers.utils import logging
 
 from headstart.common.progress import APART, SECONDS, Progress
+from headstart.inference.targets.loading import no_bars_of_transformers
 from headstart.inference.targets.model import TargetModel
-from headstart.inference.targets.quiet import no_bars_of_transformers
 from headstart.recipes.schema import TargetSection
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -58,14 +58,18 @@ def test_drafts_stop_when_rows_come_and_resume_when_they_go(
     """While they are off the head does nothing at all. Then it reads what it missed, in pieces, and drafts what it
     would have drafted. This head is never right, so that all lengths of the text are met.
     """
-    monkeypatch.setattr("headstart.inference.engine.batch.CATCH_UP", 10)
+    monkeypatch.setattr("headstart.inference.engine.step.CATCH_UP", 10)
     always, by_load = Watched(make_head(), GROWTH), Watched(make_head(), GROWTH)
     alone = generate(target, LONG.prompt, LONG.max_new_tokens, drafter=always)
     loop = DecodeLoop(target, by_load, 3, static, costs=LoadCosts())
     # The law is about the switch, so the acceptance is given: two tokens per step with drafts.
     monkeypatch.setattr(SpeculationByLoad, "observe", lambda self, *seen: setattr(self, "steps", 1.0))
-    assert loop.batch.speculation is not None
-    loop.batch.speculation.tokens, loop.batch.speculation.nodes, loop.batch.speculation.levels = 2.0, 6.0, 3.0
+    assert loop.decode_step.speculation is not None
+    loop.decode_step.speculation.tokens, loop.decode_step.speculation.nodes, loop.decode_step.speculation.levels = (
+        2.0,
+        6.0,
+        3.0,
+    )
     loop.submit(LONG)
     for _ in range(10):
         loop.step()
@@ -103,18 +107,22 @@ def test_sampled_rows_that_the_head_has_yet_to_catch_up_with_end_no_step(
     target: TargetModel, make_head: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their noise was looked up at the positions where the head stood: an index error under load."""
-    monkeypatch.setattr("headstart.inference.engine.batch.CATCH_UP", 4)
+    monkeypatch.setattr("headstart.inference.engine.step.CATCH_UP", 4)
     monkeypatch.setattr(SpeculationByLoad, "observe", lambda self, *seen: setattr(self, "steps", 1.0))
     loop = DecodeLoop(target, HeadDrafter(make_head(), GROWTH), 3, costs=LoadCosts())
-    assert loop.batch.speculation is not None
-    loop.batch.speculation.tokens, loop.batch.speculation.nodes, loop.batch.speculation.levels = 2.0, 6.0, 3.0
+    assert loop.decode_step.speculation is not None
+    loop.decode_step.speculation.tokens, loop.decode_step.speculation.nodes, loop.decode_step.speculation.levels = (
+        2.0,
+        6.0,
+        3.0,
+    )
     requests = [replace(LONG, max_new_tokens=120, sampling=Sampling(1.0, seed=seed)) for seed in (1, 2)] + [SHORT]
     for request in requests:
         loop.submit(request)
     behind = set()
     while not loop.idle:
         loop.step()
-        behind |= {row.is_behind for row in loop.rows} if len(loop.rows) == 2 else set()
+        behind |= {row.unread.is_behind for row in loop.rows} if len(loop.rows) == 2 else set()
     assert behind == {False, True}
     for number, request in enumerate(requests):
         alone = generate(target, request.prompt, request.max_new_tokens, request.sampling)
@@ -139,8 +147,8 @@ def test_reading_the_prompts_of_new_rows_makes_no_step_look_slow(
         loop.submit(request)
     while len(read) < 2:
         loop.step()
-        assert loop.batch.last_step is None or loop.batch.last_step[0] > (read or [0.0])[-1]
-    assert loop.batch.last_step is not None
+        assert loop.decode_step.last_step is None or loop.decode_step.last_step[0] > (read or [0.0])[-1]
+    assert loop.decode_step.last_step is not None
 
 
 @pytest.mark.parametrize(("prompt", "caught_up"), [(60, True), (4, False)], ids=["long", "short"])

@@ -1,19 +1,20 @@
 """One KV cache for a target and its head: a single allocation. Unpatched models see it as a transformers Cache."""
 
+import mmap
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from headstart.heads.layers import attention
-from headstart.inference.core.pages import Pages
 
 PAGE = 256  # tokens; a cache grows by whole pages
 GROUP_ROWS = 16  # rows whose attention is computed together on a CPU, at most
+MAP_NORESERVE = 0x4000  # Linux: only what is written counts as used, not what is mapped
 WASTE = 256  # keys that a group of rows may read in vain; more costs more than a call of its own
 Shape = tuple[int, int, int]  # layers, kv_heads, head_dim
 
@@ -45,10 +46,8 @@ class Slots:
         storage: Float[Tensor, "layers kv batch kv_heads capacity head_dim"],
         rows: int = 1,
         static: bool = False,
-        pages: Pages | None = None,
     ) -> None:
-        """`pages` is the memory in which the storage lies, if parts of it can be given back."""
-        self.storage, self.static, self.pages = storage, static, pages
+        self.storage, self.static = storage, static
         self.lengths = [0] * rows  # of the rows in use, which are the first ones of the storage
         # One buffer for the whole lifetime: a captured graph reads it at the address that it was captured with.
         self._starts = torch.zeros(storage.shape[2], dtype=torch.long, device=storage.device)
@@ -171,12 +170,6 @@ class Slots:
             lengths[goal] = lengths[source]
         self.set_lengths(lengths[:-1])
 
-    def unused(self, number: int) -> list[Tensor]:
-        """The slots of a row's place that no text needs, which lie apart for each layer, kind and key head."""
-        # A draft model's root comes after the text of a row.
-        used = self.lengths[number] + 1 if number < len(self.lengths) else 0
-        return [head[used:] for heads in self.storage[:, :, number].flatten(0, 1) for head in heads]
-
     def copied(self, number: int, first: int, end: int) -> Float[Tensor, "layers kv kv_heads count head_dim"]:
         """A copy of some slots of a row's place, in use or not."""
         return self.storage[:, :, number, :, first:end].clone()
@@ -204,9 +197,9 @@ class Slots:
             start += len(group)
         return tuple(found)
 
-    def grown(self, storage: Tensor, pages: Pages | None) -> "Slots":
+    def grown(self, storage: Tensor) -> "Slots":
         """The same content in a larger storage."""
-        slots = Slots(storage, len(self.lengths), self.static, pages)
+        slots = Slots(storage, len(self.lengths), self.static)
         slots.take_over(self)
         slots.bytes_moved = self.bytes_moved
         return slots
@@ -289,7 +282,6 @@ class KVCache(Cache):
 
     def __init__(self, target: Slots, head: Slots | None) -> None:
         self.target, self.head = target, head
-        self.leaving: dict[int, int] = {}  # places whose memory is given back, and how many parts of it already were
         super().__init__(layers=[SlotLayer(self, layer) for layer in range(target.storage.shape[0])])
 
     @classmethod
@@ -306,8 +298,7 @@ class KVCache(Cache):
         """Slots for `batch` rows of `capacity` tokens each, a pending tree included. All rows are in use."""
         shapes = [target_shape] if head_shape is None else [target_shape, head_shape]
         sizes = [(layers, 2, batch, heads, capacity, dim) for layers, heads, dim in shapes]
-        parts, pages = allocate(sizes, dtype, device, static)
-        slots = [OpaqueSlots(part, batch, static, pages) for part in parts]
+        slots = [OpaqueSlots(part, batch, static) for part in allocate(sizes, dtype, device, static)]
         return cls(slots[0], slots[1] if head_shape else None)
 
     @property
@@ -338,35 +329,12 @@ class KVCache(Cache):
         moves = moves_to_end(lengths, number, GROUP_ROWS if self.target.reads_in_groups else len(lengths))
         for slots in self.slots:
             slots.end_row(moves)
-        for place in (*(move.goal for move in moves), len(lengths) - 1):
-            self.leave(place)
         return moves
 
     def move(self, source: int, goal: int, held: int) -> None:
         """Copy what a row holds to another place; neither has to be in use."""
         for slots in self.slots:
             slots.move(source, goal, held)
-
-    def leave(self, number: int) -> None:
-        """The text in a row's place needs less memory than before, or none. `give_back` returns it to the system."""
-        if self.target.pages is not None:
-            self.leaving[number] = 0
-
-    def take(self, number: int) -> None:
-        """A row's place is used again, with all its memory."""
-        self.leaving.pop(number, None)
-
-    def give_back(self, most: int = sys.maxsize) -> None:
-        """Return at most so many parts of what no text needs to the system: large ones take it a while."""
-        while self.leaving and most > 0:
-            number, first = next(iter(self.leaving.items()))
-            parts = [(slots.pages, part) for slots in self.slots for part in slots.unused(number)]
-            for pages, part in parts[first : first + most]:
-                assert pages is not None
-                pages.release(int(part.storage_offset()) * part.itemsize, part.nbytes)
-            self.leaving[number], most = first + most, most - (len(parts) - first)
-            if most >= 0:
-                del self.leaving[number]
 
     def reset(self) -> None:
         """Forget what is pending."""
@@ -384,27 +352,25 @@ class KVCache(Cache):
         wanted = max(capacity, min(2 * self.target.capacity, limit))
         wanted = min(-(-wanted // PAGE) * PAGE, max(limit, capacity))
         shapes = [(*s.storage.shape[:4], wanted, s.storage.shape[5]) for s in self.slots]
-        parts, pages = allocate(shapes, self.target.storage.dtype, self.target.storage.device, self.target.static)
-        grown = [slots.grown(part, pages) for slots, part in zip(self.slots, parts, strict=True)]
+        parts = allocate(shapes, self.target.storage.dtype, self.target.storage.device, self.target.static)
+        grown = [slots.grown(part) for slots, part in zip(self.slots, parts, strict=True)]
         self.target, self.head = grown[0], grown[1] if self.head is not None else None
-        self.leaving.clear()  # its memory is given back as a whole
 
 
 def allocate(
     shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device | str, static: bool
-) -> tuple[list[Tensor], Pages | None]:
-    """Tensors side by side in one allocation, and the memory in which they lie if parts of it can be given back.
+) -> list[Tensor]:
+    """Tensors side by side in one allocation.
 
     A single row never reads a slot that it has not written. Otherwise masks hide unwritten slots, and a fused kernel
     may multiply a hidden slot by weight 0. As 0 x NaN is NaN, the slots must then start as zeros.
     """
-    sizes, pages, rows = [torch.Size(shape).numel() for shape in shapes], None, shapes[0][2]
+    sizes, rows = [torch.Size(shape).numel() for shape in shapes], shapes[0][2]
     if takes_memory_lazily(device, static, rows):
-        pages = Pages(sum(sizes) * dtype.itemsize)
-        storage = pages.storage.view(dtype)
+        storage = untouched_zeros(sum(sizes) * dtype.itemsize).view(dtype)
     else:
         storage = (torch.empty if rows == 1 and not static else torch.zeros)((sum(sizes),), dtype=dtype, device=device)
-    return [part.view(shape) for part, shape in zip(storage.split(sizes), shapes, strict=True)], pages
+    return [part.view(shape) for part, shape in zip(storage.split(sizes), shapes, strict=True)]
 
 
 def takes_memory_lazily(device: torch.device | str, static: bool, rows: int) -> bool:
@@ -412,4 +378,11 @@ def takes_memory_lazily(device: torch.device | str, static: bool, rows: int) -> 
 
     A cache of one row does not: it can grow as its text does, in memory that the process has used before.
     """
-    return Pages.available and torch.device(device).type == "cpu" and not static and rows > 1
+    return sys.platform == "linux" and torch.device(device).type == "cpu" and not static and rows > 1
+
+
+def untouched_zeros(num_bytes: int) -> UInt8[Tensor, " num_bytes"]:
+    """Zeros in the host's memory that take up room only where they are written."""
+    mapping = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+    mapping.madvise(mmap.MADV_NOHUGEPAGE)  # else a write to one slot takes up two megabytes
+    return torch.frombuffer(mapping, dtype=torch.uint8)[:num_bytes]

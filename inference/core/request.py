@@ -173,25 +173,63 @@ class Block:
     tree: DraftTree | None = None  # if the request asks for it, and something was drafted
 
 
+@dataclass
+class Unread:
+    """The hidden states of a row that its drafter has not read."""
+
+    taps: Float[Tensor, "count tapped"]  # of consecutive positions
+    start: int  # the first of these positions
+    later: list[Tensor] = field(default_factory=list)  # of positions after those, from steps that the drafter missed
+    newest: int = 0  # how many positions the drafter reads with its next draft; 0 until it has read the prompt
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the drafter lacks more than it reads with its next draft."""
+        return bool(self.later) or len(self.taps) > self.newest
+
+    def at_most(self, count: int) -> bool:
+        """Whether the drafter has read the prompt and lacks at most `count` positions."""
+        return self.newest > 0 and len(self.taps) + sum(len(taps) for taps in self.later) <= count
+
+    def read_with_draft(self) -> None:
+        """Let the drafter read all of it with its next draft."""
+        self.gather()
+        self.newest = len(self.taps)
+
+    def add(self, taps: Float[Tensor, "count tapped"]) -> None:
+        """Add the hidden states of the next positions."""
+        if len(self.taps):
+            self.later.append(taps)
+        else:
+            self.taps = taps
+
+    def gather(self) -> None:
+        """Put all hidden states together."""
+        if self.later:
+            self.taps, self.later = torch.cat([self.taps, *self.later]), []
+
+    def has_read(self, count: int) -> None:
+        """Drop the first `count` positions, which the drafter has read."""
+        self.start, self.taps = self.start + count, self.taps[count:]
+        self.newest = max(self.newest, 1)
+
+
 @dataclass(eq=False)
 class Row:
-    """A request that is being decoded: its text, and what the last target step made certain."""
+    """A request that is being decoded: its text, and how far target and drafter have read it."""
 
     number: int  # the request's place in the order of submission
     request: Request
     generation: Generation
     end_tokens: tuple[int, ...]
     text: list[int]  # prompt and output; the last token is the root, which the target has not read yet
-    taps: Float[Tensor, "count tapped"]  # of the positions that the drafter has not read yet
-    start: int  # the first of these positions
+    unread: Unread
     started: float  # time.perf_counter() before prefill
-    later: list[Tensor] = field(default_factory=list)  # of positions after those, from steps that the drafter missed
-    newest: int = 0  # how many of these the drafter reads with its next draft; 0 until it has read the prompt
     drafted: int = 0  # draft tokens that the last target step verified
     kept_from: int = 0  # positions whose states are known without this row
     kept: list[Tensor] = field(default_factory=list)  # the taps from there on, if prefixes are kept
     constraint: ConstraintState | None = None
-    is_remembered: bool = False  # whether the prompt was kept for others that begin alike
+    is_remembered: bool = False  # whether the prompt was kept for others that share its prefix
     choices: list[int] = field(default_factory=list)  # the target's, at the root and at each of these draft tokens
     ended: bool = False
 
@@ -199,30 +237,6 @@ class Row:
     def left(self) -> int:
         """How many new tokens the request still allows."""
         return self.request.max_new_tokens - len(self.generation.tokens)
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether the drafter lacks more than it reads with its next draft."""
-        return bool(self.later) or len(self.taps) > self.newest
-
-    def lacks_at_most(self, count: int) -> bool:
-        """Whether the drafter has read the prompt, and lacks at most so many positions."""
-        return self.newest > 0 and len(self.taps) + sum(len(taps) for taps in self.later) <= count
-
-    def read_with_draft(self) -> None:
-        """Let the drafter read all that it has not with its next draft."""
-        self.gather()
-        self.newest = len(self.taps)
-
-    def gather(self) -> None:
-        """Put all hidden states together that the drafter has not read."""
-        if self.later:
-            self.taps, self.later = torch.cat([self.taps, *self.later]), []
-
-    def has_read(self, count: int) -> None:
-        """The drafter has read so many positions."""
-        self.start, self.taps = self.start + count, self.taps[count:]
-        self.newest = max(self.newest, 1)
 
     @property
     def usable_drafts(self) -> int:
@@ -237,9 +251,9 @@ class Row:
         `is_read`: the drafter has read all positions before these, or never will.
         """
         if is_read:
-            self.start, self.taps, self.newest = len(self.text) - 1, taps, len(taps)
+            self.unread = Unread(taps, len(self.text) - 1, newest=len(taps))
         else:
-            self.later.append(taps)
+            self.unread.add(taps)
         self.drafted, self.choices = found.drafted, found.choices
         kept = self.add_tokens(found.tokens, scores)
         self.generation.stats.count_step(len(found.path) - 1, len(kept), found.drafted)

@@ -4,7 +4,6 @@ Rows of a batch advance at their own pace. When one ends, the next waiting reque
 batching), and requests may be submitted and cancelled at any time between steps.
 """
 
-import math
 import time
 from collections.abc import Generator, Iterator, Sequence
 
@@ -15,13 +14,14 @@ from headstart.inference.core.drafter import PLAIN, Drafter
 from headstart.inference.core.request import GREEDY, Block, Generation, Request, Row
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.costs.costs import CostTable
-from headstart.inference.engine.batch import Batch, Piece
+from headstart.inference.engine.batch import Batch
+from headstart.inference.engine.budget import refuse_more_than_memory
 from headstart.inference.engine.checks import check_request
 from headstart.inference.engine.pace import Pace
-from headstart.inference.engine.prefixes import known_tokens
-from headstart.inference.engine.step_memory import refuse_more_than_memory
+from headstart.inference.engine.reading import PromptChunk, PromptReader
+from headstart.inference.engine.step import DecodeStep
 from headstart.inference.engine.waiting import Queue
-from headstart.inference.targets.model import TargetModel
+from headstart.inference.targets.model import TargetModel, TargetOutput
 
 PREFILL_CHUNK = 512  # tokens of prompts in one pass; of more, every token would look at too many of the others
 
@@ -107,9 +107,9 @@ class DecodeLoop:
     ) -> None:
         """At most `max_batch` requests decode together; the others wait. `static` is that of `generate_batch`.
 
-        One pass reads at most `prefill_chunk` tokens of prompts. While rows run, prompts are read in smaller pieces
-        beside their steps, in the same pass of the target and without drafts, or in turn with them where the target or
-        static shapes do not allow that. With `prompts_first` all free rows get their prompts before the next step, in
+        One pass reads at most `prefill_chunk` tokens of prompts. While rows run, prompts are read in smaller chunks
+        in the same passes as their steps, which then have no drafts, or in turn with them where the target or static
+        shapes do not allow that. With `prompts_first` all free rows get their prompts before the next step, in
         passes whose size does not depend on any clock.
 
         `memory` is the most bytes that the cache takes up. A request waits until its longest possible text fits beside
@@ -124,11 +124,12 @@ class DecodeLoop:
         if max_batch < 1:
             raise ValueError(f"max_batch: {max_batch} given, 1 or more is allowed")
         self.target, self.max_batch = target, max_batch
-        self.batch = Batch(target, drafter or PLAIN, max_batch, static, memory, prefix_memory, costs)
+        self.batch = Batch(target, drafter or PLAIN, max_batch, static, memory, prefix_memory)
+        self.decode_step, self.reader = DecodeStep(self.batch, costs), PromptReader(self.batch)
         # Ranks must do the same work at the same time, so no clock may decide what they do.
         prompts_first = prompts_first or target.ranks.count > 1
         beside = not prompts_first and not self.batch.is_static and target.packs
-        self.pace = Pace(prefill_chunk, prompts_first, beside, slices=self.batch.may_slice)
+        self.pace = Pace(prefill_chunk, prompts_first, beside)
         self.generations: dict[int, Generation] = {}
         self.waiting = Queue()
         self.ended: list[int] = []  # requests whose text has ended since `take_ended` was last called
@@ -220,26 +221,27 @@ class DecodeLoop:
         """
         batch, blocks = self.batch, []
         can_read = self._can_read()
-        slices = can_read and bool(batch.rows) and self._reads_in_slices()
-        reads = can_read and not slices and self.pace.reads_next(bool(batch.rows))
+        reads = can_read and self.pace.reads_next(bool(batch.rows))
         if batch.rows and (self.pace.beside or not reads):
-            # First, so that a prompt finds in the cache what it shares with the others.
-            batch.prepare(may_draft=not (can_read and self.pace.beside))
-            pieces, started = self._next_pieces() if reads else [], time.perf_counter()
-            blocks = batch.cycle(pieces)
-            seconds = time.perf_counter() - started  # what the drafter reads of a piece is part of it
-            known = max((piece.before for piece in pieces), default=0)
-            self.pace.stepped(seconds, batch.drafts, sum(piece.count for piece in pieces), known)
-            if slices and (left := self.pace.slice_seconds) > 0:
-                blocks += self._read_slice(left)
-        elif batch.slices is not None:  # the rows that it made room for have ended
-            blocks = self._read_slice(math.inf)
+            # First, so that a prompt finds in the cache the prefix that it shares with the others.
+            self.decode_step.prepare(may_draft=not (can_read and self.pace.beside))
+            blocks = self._step_rows(self._next_chunks() if reads else [])
         elif reads:
-            pieces, started = self._next_pieces(), time.perf_counter()
-            blocks = batch.read_pieces(pieces)
-            self.pace.has_read(sum(piece.count for piece in pieces), time.perf_counter() - started)
+            chunks, started = self._next_chunks(), time.perf_counter()
+            blocks = self._have_read(chunks, self.reader.read(chunks))
+            self.pace.has_read(sum(chunk.count for chunk in chunks), time.perf_counter() - started)
         for row in [row for row in batch.rows if row.ended]:
             self._end(row)
+        return blocks
+
+    def _step_rows(self, chunks: list[PromptChunk]) -> list[Block]:
+        """One step of the running rows, with chunks of prompts in the same pass."""
+        started = time.perf_counter()
+        blocks, outputs = self.decode_step.run(self.reader.parts(chunks))
+        if chunks:
+            blocks += self._have_read(chunks, outputs)  # the drafter's reading counts as a share of the step
+        seconds = time.perf_counter() - started
+        self.pace.stepped(seconds, self.decode_step.drafts, sum(chunk.count for chunk in chunks))
         return blocks
 
     def _can_read(self) -> bool:
@@ -249,42 +251,18 @@ class DecodeLoop:
         has_place = bool(self.waiting) and len(self.batch.rows) < self.max_batch
         return has_place and self.batch.fits([self.waiting.first])
 
-    def _reads_in_slices(self) -> bool:
-        """Whether what is read next of a prompt is read in slices of a pass, between the steps of the running rows."""
-        batch = self.batch
-        if batch.slices is not None:
-            return True
-        known = batch.read if batch.reading is not None else batch.known_tokens(self.waiting.first.prompt)
-        return self.pace.in_slices(known)
-
-    def _read_slice(self, seconds: float) -> list[Block]:
-        """Go on with a sliced pass over the prompt that is being read, or begin one."""
-        batch = self.batch
-        if batch.reading is None:
-            ((number, request),) = self.waiting.take(1, lambda requests: True)
-            row = batch.new_row(number, request, self.generations[number])
-            batch.begin(row, batch.use_prefix(row.text))
-        if batch.slices is None:
-            batch.begin_slices(batch.next_piece(self.pace.sliced))
-        done = batch.read_slice(seconds)
-        if done is None:
-            return []
-        self.pace.has_read_in_slices(done.piece.count, done.seconds_per_layer, batch.reading is None)
-        return done.blocks
-
-    def _next_pieces(self) -> list[Piece]:
-        """The prompts that are read next, to their ends, or the next piece of a long one."""
-        batch, most = self.batch, self.pace.tokens(bool(self.batch.rows))
+    def _next_chunks(self) -> list[PromptChunk]:
+        """The waiting prompts that are read next, to their ends, or the next chunk of a long one."""
+        batch, most, rows = self.batch, self.pace.tokens(bool(self.batch.rows)), []
         if batch.reading is None:
             places = self.max_batch - len(batch.rows)
-            taken = self.waiting.take(places, lambda requests: batch.may_join(requests, most))
+            taken = self.waiting.take(places, lambda requests: self.reader.may_join(requests, most))
             rows = [batch.new_row(number, request, self.generations[number]) for number, request in taken]
-            prefixes = [batch.use_prefix(row.text) for row in rows]
-            count = sum(len(row.text) - known_tokens(prefix) for row, prefix in zip(rows, prefixes, strict=True))
-            if count <= most and (len(rows) > 1 or prefixes[0] is None):
-                return batch.seat(rows, prefixes)
-            batch.begin(rows[0], prefixes[0])
-        return [batch.next_piece(most)]
+        return self.reader.next_chunks(rows, most)
+
+    def _have_read(self, chunks: list[PromptChunk], outputs: list[TargetOutput]) -> list[Block]:
+        speculation = self.decode_step.speculation
+        return self.reader.have_read(chunks, outputs, feeds=speculation is None or speculation.is_on)
 
     def _end(self, row: Row) -> None:
         self.ended.append(row.number)

@@ -25,8 +25,8 @@ from headstart.heads.target_config import locate_target
 from headstart.heads.target_origin import TargetOrigin
 from headstart.inference.core.sampling import sampling_from_recipe
 from headstart.inference.drafters.build import load_drafting_head
+from headstart.inference.engine.budget import refuse_trees_of
 from headstart.inference.engine.checks import check_length
-from headstart.inference.engine.step_memory import refuse_trees_of
 from headstart.inference.report.compare import Outcome, summarise_methods
 from headstart.inference.report.files import draw_searched_trees, write_report
 from headstart.inference.report.journal import Journal, journal_path, made_from, remove_journals

@@ -8,7 +8,7 @@ import torch
 
 from headstart.inference.core.request import DecodeStats, Request
 from headstart.inference.core.sampling import AcceptanceRule, BatchSampling, Sampling
-from headstart.inference.engine.batch import start_history
+from headstart.inference.engine.step import start_history
 from headstart.inference.report.questions import Prompt
 from headstart.inference.report.rounds import (
     Round,

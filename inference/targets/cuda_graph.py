@@ -6,25 +6,27 @@ hold it equal to the step with changing shapes.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from headstart.inference.core.cache import PAGE, KVCache
 from headstart.inference.core.drafter import Drafter, VerifiedOnDevice, VerifiedOnHost
 from headstart.inference.core.sampling import BatchSampling
 from headstart.inference.core.tree import Tree
-from headstart.inference.targets.compiled import CompiledLayers
 from headstart.inference.targets.model import TargetModel
 
 SPARE_STEPS = 6  # kept for later runs, each with its cache and graphs
 CAPTURES = 16  # graphs of one step, by shapes and sampling settings
+SHAPES = 16  # trees, batches and capacities that a layer may be compiled for; beyond these it runs uncompiled
 WARMUP = 3  # runs before a capture, in which libraries allocate memory and choose their kernels
+Result = TypeVar("Result")
 
 
 class SpareSteps(list["StaticStep"]):
@@ -151,6 +153,41 @@ class StaticStep:
 def size_bucket(nodes: int) -> int:
     """The next power of two: few tree sizes, so few graphs."""
     return 1 << (nodes - 1).bit_length()
+
+
+class CompiledLayers:
+    """Decoder layers, possibly none, that run compiled inside functions from `within` and uncompiled elsewhere.
+
+    Only steps with fixed shapes gain: elsewhere every new shape would recompile. Layers are compiled one at a time, and
+    the layers of a model share the compiler's result, so that it takes seconds and not minutes. The cache is left out,
+    as every layer writes to a different place in it.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self.layers = list(dict.fromkeys(layers))  # an early exit shares its target's layers
+        self.forwards = [torch.compile(layer.forward, dynamic=False) for layer in self.layers]
+        # The default is 8, and a layer's number, its only difference from the others, counts as a shape.
+        config: Any = torch._dynamo.config
+        config.recompile_limit = max(config.recompile_limit, SHAPES * len(self.layers))
+        config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, SHAPES * len(self.layers))
+
+    def within(self, function: Callable[..., Result]) -> Callable[..., Result]:
+        if not self.layers:
+            return function
+
+        def with_compiled_layers(*inputs: Any) -> Result:
+            own = [vars(layer).get("forward") for layer in self.layers]  # accelerate may have replaced it
+            for layer, forward in zip(self.layers, self.forwards, strict=True):
+                layer.forward = forward
+            try:
+                return function(*inputs)
+            finally:
+                for layer, before in zip(self.layers, own, strict=True):
+                    del layer.forward
+                    if before is not None:
+                        layer.forward = before
+
+        return with_compiled_layers
 
 
 class Graphed:

@@ -1,13 +1,17 @@
 """Loads a target's configuration, weights and device; whatever is wrong with its files becomes a ValueError."""
 
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
 
 AGAIN = "copy or download the model again"
 BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")  # of x86 twice, then of ARM
@@ -123,3 +127,23 @@ def load_weights(folder: Path, **options: Any) -> PreTrainedModel:
 
 def in_one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
+
+
+@contextmanager
+def no_bars_of_transformers() -> Iterator[None]:
+    """Load or save models without the progress bars of transformers, which would appear in every command.
+
+    They are switched on again if they were on. The hub's bars of downloads, which it also switches, stay.
+    """
+    were_on, hub_bars = logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
+    if were_on:
+        logging.disable_progress_bar()
+        if hub_bars:
+            enable_progress_bars()
+    try:
+        yield
+    finally:
+        if were_on:
+            logging.enable_progress_bar()
+            if not hub_bars:
+                disable_progress_bars()

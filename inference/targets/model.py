@@ -27,16 +27,13 @@ from headstart.inference.targets.architecture import (
     rope_limit,
 )
 from headstart.inference.targets.attention import GROUPED, own_attention_of, use_grouped_attention, with_row_groups
-from headstart.inference.targets.loading import load_config, load_weights, pick_device
+from headstart.inference.targets.loading import load_config, load_weights, no_bars_of_transformers, pick_device
 from headstart.inference.targets.packed_weights import gains_by_packing, pack_weights
-from headstart.inference.targets.quiet import no_bars_of_transformers
 from headstart.inference.targets.ranks import Ranks, load_over_ranks
 from headstart.inference.targets.side_by_side import CannotLieSideBySide, PackedCache, PackedMask, Part, unpacked
-from headstart.inference.targets.slices import Pause, SlicedWork
 from headstart.recipes.schema import TargetSection
 
 Kept = TypeVar("Kept")
-Sliced = TypeVar("Sliced")
 SAME = 0.03  # difference of logits, relative to them, that rounding to bfloat16 stays below
 Masks = Tensor | dict[str, Tensor]  # additive, [rows, 1, seq, keys]; one for all layers, or one per layer type
 
@@ -254,10 +251,6 @@ class TargetModel:
         logits, taps = unpacked(output.logits, counts), unpacked(output.taps, shapes)
         last_hidden = unpacked(output.last_hidden, shapes)
         return [TargetOutput(*found) for found in zip(logits, taps, last_hidden, strict=True)]
-
-    def in_slices(self, work: Callable[[Pause], Sliced]) -> SlicedWork[Sliced]:
-        """Work with passes that may pause between layers, where they write to `PausingSlots`. For a CPU."""
-        return SlicedWork(work, self._seen)
 
     @cached_property
     def packs(self) -> bool:

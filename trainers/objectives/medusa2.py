@@ -21,8 +21,8 @@ from headstart.heads.frozen import at_least_float32
 from headstart.heads.safetensors_file import as_os_error, give_umask_mode
 from headstart.heads.target_config import SAFE_FILES, locate_target
 from headstart.inference.targets.architecture import decoder_layers
+from headstart.inference.targets.loading import no_bars_of_transformers
 from headstart.inference.targets.model import TargetModel, with_own_weights
-from headstart.inference.targets.quiet import no_bars_of_transformers
 from headstart.recipes import Recipe
 from headstart.recipes.schema import TargetSection, TrainSection
 from headstart.trainers.checkpoint import Tensors

@@ -1,0 +1,198 @@
+"""Prompts on their way into the cache: whole ones in one pass, or a long one chunk by chunk while other rows decode."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from headstart.inference.core.cache import KVCache
+from headstart.inference.core.constraint import masked_roots
+from headstart.inference.core.request import Block as NewTokens
+from headstart.inference.core.request import Request, Row
+from headstart.inference.core.sampling import BatchSampling
+from headstart.inference.core.tree import Block, causal_block
+from headstart.inference.engine.batch import CATCH_UP, Batch, Reading
+from headstart.inference.engine.prefixes import BLOCK, Prefix, known_tokens
+from headstart.inference.engine.step import constraints_of, start_history, token_scores
+from headstart.inference.targets.model import TargetModel, TargetOutput
+from headstart.inference.targets.side_by_side import Part
+
+
+@dataclass(frozen=True)
+class PromptChunk:
+    """Tokens of a prompt that are read next."""
+
+    row: Row
+    place: int  # of the row in the cache
+    before: int  # tokens of the prompt that the place holds already
+    count: int
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.row.text[self.before : self.before + self.count]
+
+
+class PromptReader:
+    """Reads prompts into the places after a batch's rows, and lets their rows join."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch, self.target = batch, batch.target
+
+    def may_join(self, requests: list[Request], most: int) -> bool:
+        """Whether the last request may be read in one pass of at most `most` tokens together with the others.
+
+        It may not if it would find more of its prefix in the cache after the others were read, if there is no memory
+        for it, or if prefixes are known and the target cannot read parts side by side.
+        """
+        batch, prompts = self.batch, [request.prompt for request in requests]
+        known = [batch.known_tokens(prompt) for prompt in prompts]
+        rests = [len(prompt) - count for prompt, count in zip(prompts, known, strict=True)]
+        if sum(rests) > most:
+            return False
+        *others, last = prompts
+        end = known[-1] + BLOCK
+        if batch.prefixes is not None and len(last) > end and any(other[:end] == last[:end] for other in others):
+            return False
+        if any(known) and not self.target.packs:
+            return False
+        return batch.fits(requests)
+
+    def next_chunks(self, rows: list[Row], most: int) -> list[PromptChunk]:
+        """What to read next, at most `most` tokens: these rows' prompts, or the next chunk of the one being read."""
+        batch = self.batch
+        if rows:
+            prefixes = [batch.use_prefix(row.text) for row in rows]
+            count = sum(len(row.text) - known_tokens(prefix) for row, prefix in zip(rows, prefixes, strict=True))
+            if count <= most and (len(rows) > 1 or prefixes[0] is None):
+                return self._seat(rows, prefixes)
+            ((row, prefix),) = zip(rows, prefixes, strict=True)
+            place = len(batch.rows)
+            batch.make_room(len(row.text) + batch.nodes)
+            batch.take_place(row, place, prefix)
+            batch.reading = Reading(row, place, known_tokens(prefix))
+        reading = batch.reading
+        assert reading is not None
+        count = min(most, len(reading.row.text) - reading.count)
+        return [PromptChunk(reading.row, reading.place, reading.count, count)]
+
+    def _seat(self, rows: list[Row], prefixes: list[Prefix | None]) -> list[PromptChunk]:
+        """Give rows the places after those of the running ones; their whole prompts are read in the next pass."""
+        batch = self.batch
+        held = max(batch.cache.target.lengths, default=0) if batch.is_open else 0
+        batch.make_room(max(held, *(len(row.text) for row in rows)) + batch.nodes)
+        chunks = []
+        for place, (row, prefix) in enumerate(zip(rows, prefixes, strict=True), len(batch.rows)):
+            batch.take_place(row, place, prefix)
+            before = known_tokens(prefix)
+            chunks.append(PromptChunk(row, place, before, len(row.text) - before))
+        return chunks
+
+    def parts(self, chunks: list[PromptChunk]) -> list[Part]:
+        """The chunks as parts of a pass."""
+        return [
+            chunk_part(self.target, chunk.tokens, self.batch.cache.row(chunk.place), chunk.before) for chunk in chunks
+        ]
+
+    def read(self, chunks: list[PromptChunk]) -> list[TargetOutput]:
+        """Read chunks in a pass of their own; returns the target's output for each, with its last logits alone."""
+        tokens, rows = [chunk.tokens for chunk in chunks], [self.batch.cache.row(chunk.place) for chunk in chunks]
+        if len(chunks) == 1:
+            return [read_chunk(self.target, tokens[0], rows[0], chunks[0].before)]
+        if any(chunk.before for chunk in chunks):
+            return self.target.forward_parts(self.parts(chunks))
+        return read_prompts(self.target, tokens, rows)
+
+    def have_read(self, chunks: list[PromptChunk], outputs: list[TargetOutput], feeds: bool) -> list[NewTokens]:
+        """Continue after a pass over chunks; returns the first new tokens of the prompts that end with them.
+
+        `feeds`: the drafter reads a chunk at once, as drafts pay at present.
+        """
+        batch = self.batch
+        for chunk, output in zip(chunks, outputs, strict=True):
+            taps = batch.drafter_taps(output.taps)[0]
+            chunk.row.unread.add(taps)
+            if batch.prefixes is not None:
+                chunk.row.kept.append(taps)
+        reading = batch.reading
+        if reading is not None:
+            (chunk,) = chunks
+            reading.count += chunk.count
+            if reading.count < len(reading.row.text):
+                if feeds:
+                    batch.feed(reading.row, reading.place, CATCH_UP + chunk.count)
+                # Chunk by chunk, as copies of a whole prompt would stall the rows.
+                batch.remember(reading.row, reading.place, reading.count)
+                return []
+            batch.reading = None
+            if reading.place != len(batch.rows):  # another row has ended meanwhile
+                batch.cache.move(reading.place, len(batch.rows), reading.count)
+        return self._start([chunk.row for chunk in chunks], torch.stack([output.logits[0] for output in outputs]))
+
+    def _start(self, rows: list[Row], logits: Float[Tensor, "rows 1 vocab"]) -> list[NewTokens]:
+        """Let rows decode whose prompts were read. The logits after these give the first new tokens.
+
+        The drafter reads the prompts with the next step, so that nobody waits for it to see the first token.
+        """
+        refuse_nan(logits, self.target)
+        device, requests = self.target.device, [row.request for row in rows]
+        sampling = BatchSampling([request.sampling for request in requests], device)
+        history = start_history(requests, [[]] * len(requests), self.target)
+        positions = torch.tensor([[len(request.prompt)] for request in requests], device=device)
+        states = constraints_of(rows)
+        choices = sampling.choose(masked_roots(states, logits) if states else logits, positions, history)
+        blocks = []
+        for number, row in enumerate(rows):
+            scores = token_scores(row.request, logits[number], choices[number])
+            added = row.add_tokens(choices[number].tolist(), scores)
+            blocks.append(NewTokens(row.number, added, [None] * len(added)))
+        self.batch.join(rows)
+        return [block for block in blocks if block.tokens]
+
+
+def read_prompts(target: TargetModel, prompts: list[list[int]], rows: list[KVCache]) -> list[TargetOutput]:
+    """Read each prompt into the cache of its own row, all in one pass; the logits are those after each prompt.
+
+    The prompts lie one after another without padding, and a mask hides them from each other.
+    """
+    device = target.device
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    owner = torch.repeat_interleave(torch.arange(len(prompts)), lengths)  # [tokens]: the prompt of each
+    positions = torch.cat([torch.arange(len(prompt)) for prompt in prompts])
+    visible = (owner[:, None] == owner) & (positions <= positions[:, None])
+    tokens = torch.tensor([[token for prompt in prompts for token in prompt]], device=device)
+    together = target.new_cache(tokens.shape[1])
+    together.set_lengths([0])
+    positions = positions.unsqueeze(0).to(device)
+    mask = target.masks(together.target, Block(visible.unsqueeze(0).to(device), positions))
+    output = target.forward(tokens, positions, mask, together, logits_at=(lengths.cumsum(0) - 1).to(device))
+    for row, read in zip(rows, together.target.storage.split(lengths.tolist(), dim=4), strict=True):
+        row.target.storage[..., : read.shape[4], :] = read
+    taps, hidden = output.taps.split(lengths.tolist(), dim=1), output.last_hidden.split(lengths.tolist(), dim=1)
+    logits = output.logits.transpose(0, 1).unsqueeze(1)  # [prompts, 1, 1, vocab]
+    return [TargetOutput(*found) for found in zip(logits, taps, hidden, strict=True)]
+
+
+def read_chunk(target: TargetModel, tokens: list[int], row: KVCache, before: int) -> TargetOutput:
+    """Read the next tokens of a prompt after those `before` that its row holds; the logits are those after the last."""
+    part = chunk_part(target, tokens, row, before)
+    if before:
+        masks = target.masks(part.slots, part.block)
+        return target.forward(part.tokens, part.positions, masks, row, last_only=True)
+    return target.forward(part.tokens, cache=row, last_only=True)
+
+
+def chunk_part(target: TargetModel, tokens: list[int], row: KVCache, before: int) -> Part:
+    """A chunk of a prompt as a part of a pass with other parts."""
+    row.set_lengths([before])
+    inputs = torch.tensor([tokens], device=target.device)
+    return Part(row.target, inputs, causal_block(len(tokens), target.device), last_only=True)
+
+
+def refuse_nan(logits: Float[Tensor, "rows 1 vocab"], target: TargetModel) -> None:
+    """Raise ValueError if the target computes NaN or infinity, from which some token would be chosen all the same."""
+    if not bool((logits < torch.inf).all()):  # NaN fails every comparison; -infinity only forbids a token
+        raise ValueError(
+            f"the target's logits are NaN or infinite in {str(target.dtype).removeprefix('torch.')}, only finite ones "
+            f"are allowed; set target.dtype to float32, and if that does not help, download its weights again"
+        )

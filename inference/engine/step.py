@@ -1,0 +1,245 @@
+"""One decode step of all rows: draft a tree for each, run the target on it, verify, compact the cache, record."""
+
+import sys
+import time
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from headstart.inference.core.constraint import ConstraintState, masked_tree
+from headstart.inference.core.drafter import VerifiedOnHost
+from headstart.inference.core.request import Block, Request, Row, TokenScores
+from headstart.inference.core.sampling import BatchSampling, GumbelTable, History
+from headstart.inference.core.tree import Tree, take
+from headstart.inference.core.verify import Accepted, accept, verify
+from headstart.inference.drafters.costs.costs import CostTable, Situation
+from headstart.inference.drafters.head import TreeDrafter
+from headstart.inference.engine.batch import CATCH_UP, Batch
+from headstart.inference.engine.speculation import SpeculationByLoad
+from headstart.inference.targets.cuda_graph import StepOutput
+from headstart.inference.targets.model import TargetModel, TargetOutput
+from headstart.inference.targets.side_by_side import Part
+
+FEW = 8  # positions that the drafter missed and reads with its next draft, for all rows at once
+
+
+class DecodeStep:
+    """The step of a batch's rows, and what one step hands to the next."""
+
+    def __init__(self, batch: Batch, costs: CostTable | None) -> None:
+        self.batch, self.target, self.drafter = batch, batch.target, batch.drafter
+        # Trees in batches with sampled rows: repeats go deeper only where all rows are greedy.
+        drafter = batch.drafter
+        self.sampled_depth = drafter.growth.depth if isinstance(drafter, TreeDrafter) else drafter.depth
+        self.speculation = None if costs is None else SpeculationByLoad(costs)
+        self.drafts = False  # whether the step that comes, or came last, drafts for any row
+        self.last_step: tuple[float, float] | None = None  # time.perf_counter() before and after it
+        self.gumbel_table: GumbelTable | None = None  # noise of the last step that the next one may use again
+        self._changes = 0  # of the batch's rows, up to which these fit them:
+        self.sampling: BatchSampling
+        self.history: History | None
+        self.is_captured = False  # whether a captured step serves these rows
+
+    def prepare(self, may_draft: bool = True) -> None:
+        """Do what comes before a step but is no part of its time: work that is done once for a new row."""
+        batch = self.batch
+        self._follow_rows()
+        batch.make_room(max(batch.cache.target.lengths) + batch.nodes)
+        self.drafts = self._prepare_drafts(may_draft)
+        for place, row in enumerate(batch.rows):
+            if not row.is_remembered:  # requests that share its prefix need not wait until this text ends
+                batch.remember(row, place, batch.cache.target.lengths[place])
+                row.is_remembered = True
+
+    def run(self, parts: list[Part]) -> tuple[list[Block], list[TargetOutput]]:
+        """One step of all rows, after `prepare`; returns the new tokens, and the target's output for each part.
+
+        In a step without drafts, the target may read `parts` of prompts in the same pass.
+        """
+        started = time.perf_counter()
+        others: list[TargetOutput] = []
+        output: StepOutput | TargetOutput
+        if self.drafts:
+            assert not parts
+            output, accepted = self._draft_and_verify()
+        else:
+            output, accepted, others = self._verify_roots(parts)
+        bytes_moved = self.batch.cache.target.keep([found.path for found in accepted])
+        blocks = self._record(accepted, output, bytes_moved)
+        self.last_step = started, time.perf_counter()
+        return blocks, others
+
+    def _follow_rows(self) -> None:
+        """Rebuild what depends on which rows are in the batch."""
+        if self._changes == self.batch.changes:
+            return
+        rows, self._changes, self.gumbel_table = self.batch.rows, self.batch.changes, None
+        requests = [row.request for row in rows]
+        self.sampling = BatchSampling([request.sampling for request in requests], self.target.device)
+        self.history = start_history(requests, [row.generation.tokens[:-1] for row in rows], self.target)
+        static = self.batch.static
+        self.is_captured = static is not None and not constraints_of(rows) and static.serves(self.sampling)
+
+    def _prepare_drafts(self, may_draft: bool) -> bool:
+        """Let the drafter read the positions that it missed; returns whether this step drafts for any row.
+
+        When drafts pay again after plain steps, the drafter catches up over the next few steps. A row gets its drafts
+        as soon as the drafter has caught up with it.
+        """
+        batch = self.batch
+        wanting = [row for row in batch.rows if row.request.speculative]
+        if not wanting:
+            return False
+        if not may_draft or (self.speculation is not None and not self.speculation.pays(self._situation())):
+            batch.catching_up = True
+            return False
+        left = CATCH_UP if batch.catching_up else sys.maxsize
+        for place, row in enumerate(batch.rows):
+            if batch.static is None and row.unread.at_most(FEW):
+                row.unread.read_with_draft()
+            elif row.unread.is_behind and left > 0:
+                left -= batch.feed(row, place, left)
+        batch.catching_up = batch.catching_up and any(row.unread.is_behind for row in batch.rows)
+        return not all(row.unread.is_behind for row in wanting)
+
+    def _situation(self) -> Situation:
+        """The facts that the cost of the next step depends on."""
+        return Situation(max(self.batch.cache.target.lengths), len(self.batch.rows), self.sampling.all_greedy)
+
+    def _draft_and_verify(self) -> tuple[StepOutput | TargetOutput, list[Accepted]]:
+        verified, batch = self._verified(), self.batch
+        output: StepOutput | TargetOutput
+        if batch.static is not None and self.is_captured:
+            output = batch.static(verified)  # drafts, runs the target and lets it choose, as one captured graph
+            tree, accepted = output.tree, accept(output.tree, output.choices)
+        else:
+            tree = self.drafter.draft(verified, batch.cache)
+            output = self.target.forward_tree(tree, batch.cache)
+            accepted = self._verify(tree, output.logits, verified.sampling)
+        if self.speculation is not None:
+            levels = tree.deepest or self.drafter.depth if tree.levels is None else tree.levels
+            self.speculation.observe(accepted, tree, levels)
+        return output, accepted
+
+    def _verify_roots(self, parts: list[Part]) -> tuple[StepOutput | TargetOutput, list[Accepted], list[TargetOutput]]:
+        """A step without draft tokens, and without any work of the drafter."""
+        tree, batch = Tree.root_only(self._roots()), self.batch
+        if batch.static is not None and self.is_captured:
+            captured = batch.static.verify(tree, self.sampling)
+            return captured, accept(captured.tree, captured.choices), []
+        if parts:
+            output, *others = self.target.forward_parts([self.target.tree_part(tree, batch.cache), *parts])
+        else:
+            output, others = self.target.forward_tree(tree, batch.cache), []
+        return output, self._verify(tree, output.logits, self._with_gumbel(1)), others
+
+    def _verify(self, tree: Tree, logits: Float[Tensor, "rows nodes vocab"], sampling: BatchSampling) -> list[Accepted]:
+        """Let the target choose at each node, among the tokens that the rows' constraints allow there."""
+        states = constraints_of(self.batch.rows)
+        logits = masked_tree(states, tree, logits) if states else logits
+        return verify(tree, logits, self.batch.cache.target.starts, sampling, self.history)
+
+    def _roots(self) -> Int[Tensor, "rows 1"]:
+        """The last token of each row, which the target has not read yet."""
+        return torch.tensor([[row.text[-1]] for row in self.batch.rows]).to(self.target.device, non_blocking=True)
+
+    def _verified(self) -> VerifiedOnHost:
+        """The tokens and hidden states that the last step made certain in each row, as a batch."""
+        rows, device = self.batch.rows, self.target.device
+        # A row that the drafter has not caught up with takes part for the shape alone, and gets no drafts.
+        new_taps = [row.unread.taps[:1] if row.unread.is_behind else row.unread.taps for row in rows]
+        counts, starts = [len(new) for new in new_taps], [row.unread.start for row in rows]
+        longest = max(counts)
+        # The token after the last newly verified position is the root.
+        spans = zip(rows, starts, counts, strict=True)
+        tokens = [row.text[start + 1 : start + 1 + count] + [0] * (longest - count) for row, start, count in spans]
+        taps = [new if len(new) == longest else pad_right(new, longest) for new in new_taps]
+        next_tokens = torch.tensor(tokens).to(device, non_blocking=True)
+        is_static = self.batch.static is not None
+        return VerifiedOnHost(
+            taps=taps[0].unsqueeze(0) if len(rows) == 1 else torch.stack(taps),
+            next_tokens=next_tokens,
+            roots=next_tokens[:, -1:] if len(rows) == 1 else self._roots(),
+            sampling=self.sampling if is_static else self._with_gumbel(self.sampled_depth + 1),
+            history=self.history,
+            starts=starts,
+            counts=counts,
+            drafted=[row.drafted for row in rows],
+            remaining=[0 if row.unread.is_behind else row.usable_drafts for row in rows],
+            texts=[row.text for row in rows],
+            choices=[row.choices for row in rows],
+            last_step=self.last_step,
+            constraints=constraints_of(rows),
+        )
+
+    def _record(self, accepted: list[Accepted], output: StepOutput | TargetOutput, bytes_moved: int) -> list[Block]:
+        """Add the accepted tokens to each row."""
+        device, batch = self.target.device, self.batch
+        longest = max(len(found.path) for found in accepted)
+        paths = torch.tensor([found.path + [0] * (longest - len(found.path)) for found in accepted])
+        paths = paths.to(device, non_blocking=True)
+        path_taps = batch.drafter_taps(take(output.taps, paths))  # [batch, longest, tapped]
+        blocks = []
+        for index, (row, found) in enumerate(zip(batch.rows, accepted, strict=True)):
+            count = len(found.path)
+            if self.history is not None:
+                self.history.count(index, [row.text[-1], *found.tokens[:-1]])
+            scores = None
+            if row.request.logprobs:
+                chosen = torch.tensor(found.tokens, device=device)
+                scores = token_scores(row.request, output.logits[index, paths[index, :count]], chosen)
+            if batch.prefixes is not None:
+                row.kept.append(path_taps[index, :count])
+            # A drafter without slots reads only the newest positions, and a row that opted out needs none.
+            skips = batch.cache.head is None or not row.request.speculative
+            # A step with drafts has let the drafter read all positions before these.
+            is_read = skips or (self.drafts and not row.unread.is_behind)
+            blocks.append(row.record_step(found, path_taps[index, :count], scores, is_read))
+            row.generation.stats.bytes_moved += bytes_moved // len(batch.rows)
+            row.generation.stats.cache_bytes = max(row.generation.stats.cache_bytes, batch.cache.num_bytes)
+        return [block for block in blocks if block.tokens]
+
+    def _with_gumbel(self, count: int) -> BatchSampling:
+        """How rows sample, with the Gumbel noise of the next `count` positions."""
+        starts, vocab_size = self.batch.cache.target.starts, self.target.config.vocab_size
+        sampling = self.sampling.with_gumbel(starts + 1, count, vocab_size, self.gumbel_table)
+        if self.target.device.type == "cpu":  # elsewhere drawing again takes less time than waiting for the positions
+            self.gumbel_table = sampling.gumbel_table
+        return sampling
+
+
+def constraints_of(rows: list[Row]) -> list[ConstraintState | None]:
+    """The state of each row's constraint; none at all if no row has one."""
+    states = [row.constraint for row in rows]
+    return states if any(state is not None for state in states) else []
+
+
+def start_history(requests: list[Request], outputs: list[list[int]], target: TargetModel) -> History | None:
+    """The tokens that penalties count: prompts and outputs so far. None if no request has a penalty."""
+    if not any(request.sampling.needs_history for request in requests):
+        return None
+    history = History.start([request.prompt for request in requests], target.config.vocab_size, target.device)
+    for row, output in enumerate(outputs):
+        history.count(row, output)
+    return history
+
+
+def token_scores(
+    request: Request, logits: Float[Tensor, "nodes vocab"], tokens: Int[Tensor, " nodes"]
+) -> TokenScores | None:
+    """The target's own log-probability of each token, and the likeliest tokens if asked for; None if not asked for."""
+    if not request.logprobs:
+        return None
+    log_p = logits.float().log_softmax(-1)
+    chosen = log_p.gather(1, tokens.unsqueeze(1)).squeeze(1).tolist()
+    if not request.alternatives:
+        return TokenScores(chosen, [])
+    likeliest = log_p.topk(min(request.alternatives, log_p.shape[-1]), dim=-1)
+    pairs = zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
+    return TokenScores(chosen, [list(zip(ids, values, strict=True)) for ids, values in pairs])
+
+
+def pad_right(taps: Float[Tensor, "count tapped"], count: int) -> Float[Tensor, "longest tapped"]:
+    """Zeros after the taps, up to `count` positions."""
+    return torch.cat([taps, taps.new_zeros(count - len(taps), taps.shape[1])])
