@@ -2,9 +2,10 @@
 
     python benchmarks/step_files.py
 
-Decodes with the demo head (EAGLE-3, greedy, on the CPU) and trains a head of recipes/tiny.yaml for two steps on a few
-prompts, in a temporary folder. Of each it prints every file of this repository in which a function ran during a step,
-with the functions; nested functions count as the one around them. Takes about a minute.
+Decodes with the demo head (EAGLE-3, greedy, on the CPU) and the server's defaults, trees by measured costs and repeats
+of earlier text, and trains a head of recipes/tiny.yaml for two steps on a few prompts, in a temporary folder. Of each it
+prints every file of this repository in which a function ran during a step, with the functions; nested functions count
+as the one around them. Takes about a minute.
 """
 
 import os
@@ -20,15 +21,14 @@ from typing import Any
 
 import torch
 
-from headstart.heads.checkpoint import load_head, load_taps
-from headstart.heads.target_config import TargetConfig
-from headstart.inference.drafters.block import head_drafter
-from headstart.inference.drafters.growth import Dynamic
-from headstart.inference.engine.loop import generate
+from headstart.inference.core.request import Request
+from headstart.inference.drafters.costs.files import cost_table
+from headstart.inference.drafters.head import TreeDrafter
+from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.engine.step import DecodeStep
-from headstart.inference.targets.model import TargetModel
+from headstart.inference.generate.model import SpeculativeModel
+from headstart.inference.generate.options import drafts_of
 from headstart.recipes import load_recipe
-from headstart.recipes.schema import TargetSection
 from headstart.trainers.run import run
 from headstart.trainers.step import train_step
 
@@ -92,11 +92,15 @@ def profiled(step: Callable[..., Any]) -> Iterator[Functions]:
 
 
 def decode_step() -> Functions:
-    taps = load_taps(HEAD, TargetConfig.from_folder(TARGET))
-    target = TargetModel.load(TargetSection(path=str(TARGET), dtype="float32", device="cpu"), taps)
-    drafter = head_drafter(load_head(HEAD, target.frozen), Dynamic(depth=5, width=4, nodes=16))
+    drafts = drafts_of(HEAD)
+    model = SpeculativeModel.from_folders(TARGET, HEAD, drafts, dtype="float32", device="cpu")
+    assert isinstance(model.drafter, TreeDrafter)
+    costs = cost_table(model.target, model.drafter.head, drafts.width, drafts.nodes, drafts.max_batch)
+    loop = DecodeLoop(model.target, model.drafter, costs=costs)
+    loop.submit(Request([5, 6, 7, 8] * 8, 40))
     with profiled(DecodeStep.run) as found:
-        generate(target, [5, 6, 7, 8], 20, drafter=drafter)
+        for _ in loop.run():
+            pass
     return found
 
 
