@@ -70,7 +70,7 @@ class Letters:
         return "".join(chr(32 + token) * self.size for token in token_ids)
 
 
-def verified_text(text: list[int], remaining: int, sampling: Sampling | None = None) -> VerifiedOnHost:
+def verified_text(text: list[int], remaining: int, sampling: Sampling | None = None, key: int = 0) -> VerifiedOnHost:
     """What the decode loop passes to a drafter that reads no features."""
     return VerifiedOnHost(
         taps=torch.zeros(1, 1, 0),
@@ -83,6 +83,7 @@ def verified_text(text: list[int], remaining: int, sampling: Sampling | None = N
         sampling=BatchSampling([sampling or Sampling()], "cpu"),
         history=None,
         texts=[text],
+        keys=[key],
         choices=[[]],
     )
 
@@ -337,10 +338,10 @@ def test_lookahead_updates_its_window_by_jacobi_iteration() -> None:
     drafter = Lookahead(columns=2, levels=2)
     first = drafter.draft(verified_text(text, 99), NO_CACHE)
     choices = [token + 1 for token in first.tokens[0].tolist()]
-    row = drafter.rows[id(text)]
+    row = drafter.rows[0]
     columns = [filled([row.window[level][column] for level in range(2)]) for column in range(2)]
     text.append(choices[0])
-    drafter.draft(replace(verified_text(text, 99), texts=[text], choices=[choices]), NO_CACHE)
+    drafter.draft(replace(verified_text(text, 99), choices=[choices]), NO_CACHE)
     # One token was accepted: level 1 has become level 0, and the target's choices after it are the new level 1.
     assert row.window == [[columns[0][1], columns[1][1]], [columns[0][1] + 1, columns[1][1] + 1]]
     for start, second in columns:
@@ -352,12 +353,12 @@ def test_the_lookahead_window_moves_with_the_text() -> None:
     text = [10, 20, 30]
     drafter = Lookahead(columns=4, levels=3)
     tree = drafter.draft(verified_text(text, 99), NO_CACHE)
-    row = drafter.rows[id(text)]
+    row = drafter.rows[0]
     window = [list(level) for level in row.window]
     choices = list(range(100, 100 + tree.tokens.shape[1]))
     last: list[int | None] = [choices[node] for node in filled(row.nodes[-1])]
     text += [1, 2, 3]
-    row.advance(choices)
+    row.advance(text, choices)
     assert row.window == [[*level[2:], None, None] for level in [*window[1:], last]]
 
 

@@ -76,14 +76,14 @@ def test_a_text_that_does_not_repeat_its_repeats_gets_fewer() -> None:
         text += [wrong, *PHRASE[:3]]  # the phrase begins again and never goes on
     assert counts[0] > counts[10] >= counts[-1] == 0
     other = [*PHRASE, 1, *PHRASE[:3]]
-    assert len(paths(repeats.beside(drawn([-1], [13]), verified_text(other, 99), growth))[0]) == counts[0]
-    assert len(repeats.rows) == 1  # of texts that have ended nothing is kept
+    assert len(paths(repeats.beside(drawn([-1], [13]), verified_text(other, 99, key=1), growth))[0]) == counts[0]
+    assert [*repeats.rows] == [1]  # of texts that have ended nothing is kept
 
 
 def test_what_was_right_is_counted_as_far_as_the_text_tells() -> None:
     repeats, text = Repeats(6), [*PHRASE, 1, *PHRASE[:3]]
     repeats.beside(drawn([-1], [13]), verified_text(text, 99), Everything(3, 3, 8))
-    row = repeats.rows[id(text)]
+    row = repeats.rows[0]
     text += [14, 15, 99]  # two of the repeat, then another token
     repeats.beside(drawn([-1], [99]), verified_text(text, 99), Everything(3, 3, 8))
     assert row.tried[3] == PRIOR + 3
