@@ -687,16 +687,10 @@ class DecodeSection(Section):
         default=None,
         description="Nodes of a fixed tree, each as the child ranks on its path from the root: [[0], [1], [0, 0]].",
     )
-    acceptance: Literal["seeded", "rejection", "typical"] = Field(
+    acceptance: Literal["seeded", "rejection"] = Field(
         default="seeded",
         description="Acceptance rule when sampling. seeded: exactly the text of plain decoding with this seed; "
-        "rejection: the same distribution, by rejection sampling; typical: Medusa's rule, which is lossy.",
-    )
-    typical_epsilon: float = Field(
-        default=0.09, gt=0, le=1, description="Typical acceptance: a draft token passes above this probability."
-    )
-    typical_delta: float = Field(
-        default=0.3, gt=0, description="Typical acceptance: a draft token also passes above this times exp(-entropy)."
+        "rejection: the same distribution, by rejection sampling.",
     )
     top_k: int | None = Field(default=None, gt=0, description="Sample from this many likeliest tokens; null is all.")
     top_p: float = Field(

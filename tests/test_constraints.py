@@ -298,6 +298,6 @@ def test_what_cannot_constrain_is_refused(grammars: Grammars, make: Any, message
 
 
 def test_other_acceptance_rules_are_refused(target: TargetModel, requests: list[Request]) -> None:
-    sampling = Sampling(1.0, rule="typical")
-    with pytest.raises(ValueError, match=r"decode\.acceptance: typical given, only seeded is allowed"):
+    sampling = Sampling(1.0, rule="rejection")
+    with pytest.raises(ValueError, match=r"decode\.acceptance: rejection given, only seeded is allowed"):
         DecodeLoop(target).submit(replace(requests[0], sampling=sampling))

@@ -473,7 +473,10 @@ def test_a_recipe_selects_its_drafter(target_folder: Path, tmp_path: Path) -> No
         ({"drafter": "suffix"}, "drafter suffix needs corpus; give decode.corpus"),
         ({"drafter": "lookahead", "growth": "adaptive"}, "growth adaptive needs a head's measured costs"),
         ({"drafter": "lookahead", "repeats": 4}, "repeats 4 needs drafter head and acceptance seeded; lookahead with"),
-        ({"acceptance": "typical", "repeats": 4}, "head with typical is given; write repeats: 0"),
+        (
+            {"acceptance": "rejection", "growth": "chain", "repeats": 4},
+            "head with rejection is given; write repeats: 0",
+        ),
         ({"drafter": "early_exit", "growth": "searched"}, "growth searched needs a tree fitted to a head"),
         (
             {"drafter": "prompt_lookup", "growth": "searched_cost_aware"},

@@ -14,7 +14,7 @@ from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.core.tree import Tree
 from headstart.inference.drafters.costs.cost_aware import CostAware
 from headstart.inference.drafters.costs.costs import Situation
-from headstart.inference.drafters.growth import Dynamic
+from headstart.inference.drafters.growth import Dynamic, Fixed
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.drafters.repeats import DEPTH, PRIOR, RATES, Repeats
 from headstart.inference.engine.loop import generate, generate_batch
@@ -121,9 +121,9 @@ def test_rows_that_repeat_and_rows_that_do_not_share_a_batch(target: TargetModel
 
 def test_other_acceptance_rules_get_the_heads_tree_alone(target: TargetModel, make_head: MakeHead) -> None:
     """Under them, what else is in the tree decides on the text."""
-    request = Request([3, 4] * 9, 20, Sampling(0.8, seed=4, rule="typical"))
+    request = Request([3, 4] * 9, 20, Sampling(0.8, seed=4, rule="rejection"))
     alone, found = (
-        generate_batch(target, [request], HeadDrafter(make_head(), Dynamic(3, 3, 8), repeats))[0]
+        generate_batch(target, [request], HeadDrafter(make_head(), Fixed.chain(3), repeats))[0]
         for repeats in (None, Repeats(8))
     )
     assert found.tokens == alone.tokens
