@@ -164,8 +164,6 @@ def test_nodes_without_a_parent_are_neither_accepted_nor_counted() -> None:
     """9 - 4, and a second 4 and a 5 without a parent, although the target chooses 4, then 5."""
     tree = Tree(torch.tensor([[9, 4, 4, 5]]), torch.tensor([[-1, 0, -1, -1]]))
     assert accept(tree, torch.tensor([[4, 5, 5, 5]])) == [Accepted([0, 1], [4, 5], drafted=1)]
-    everything = torch.ones(1, 4, dtype=torch.bool)
-    assert accept_allowed(tree, torch.tensor([[4, 5, 5, 5]]), everything) == [Accepted([0, 1], [4, 5], drafted=1)]
 
 
 def test_the_accepted_path_is_the_longest_one_of_right_tokens() -> None:
