@@ -99,8 +99,8 @@ def drafters(target: TargetModel, draft: TargetModel, corpus: Sequence[list[int]
         "draft model, fixed tree": ModelDrafter(draft, BUSHY, target),
         "early exit": EarlyExit(target, layers - 1, Dynamic.chain(3)),
         "early exit, tree": EarlyExit(target, layers - 1, Dynamic(3, 3, 9)),
-        "prompt lookup": PromptLookup(LIMITS, 3),
-        "corpus lookup": CorpusLookup(LIMITS, 3, automaton),
+        "prompt lookup": PromptLookup(LIMITS),
+        "corpus lookup": CorpusLookup(LIMITS, automaton),
         "lookahead": Lookahead(3, 3),
         "other tokenizer": OtherTokenizerDrafter(draft, Letters(1), Letters(1), 4),
     }
@@ -304,7 +304,7 @@ def ends_of(corpus: list[list[int]], wanted: list[int]) -> list[tuple[list[int],
 def test_a_lookup_ranks_siblings_by_the_targets_gumbel_noise() -> None:
     """Gumbel noise decides among tokens that followed equally often, as it will decide the target's choice."""
     automaton = SuffixAutomaton([[1, token] for token in range(10, 90)])
-    drafter, first = CorpusLookup(TreeLimits(1, 1, 1), 1, automaton), set()
+    drafter, first = CorpusLookup(TreeLimits(1, 1, 1), automaton), set()
     for seed in range(8):
         verified = verified_text([5, 1], 99, Sampling(1.0, seed=seed))
         gumbel = verified.sampling.gumbel(torch.tensor([[2]]), torch.arange(10, 90))[0, 0]
@@ -320,7 +320,7 @@ def test_a_lookup_keeps_the_most_probable_nodes() -> None:
           \\- 3 (.1) - 5 (.1)
     """
     automaton = SuffixAutomaton([[1, 2, 4]] * 9 + [[1, 3, 5]])
-    drafted = [drafted_paths(CorpusLookup(TreeLimits(2, 2, nodes), 1, automaton), [7, 1]) for nodes in (1, 2, 3, 4)]
+    drafted = [drafted_paths(CorpusLookup(TreeLimits(2, 2, nodes), automaton), [7, 1]) for nodes in (1, 2, 3, 4)]
     assert drafted == [{(2,)}, {(2,), (2, 4)}, {(2,), (2, 4), (3,)}, {(2,), (2, 4), (3,), (3, 5)}]
 
 
@@ -435,7 +435,7 @@ def test_a_recipe_selects_its_drafter(target_folder: Path, tmp_path: Path) -> No
     def build(**fields: Any) -> Any:
         return build_drafter(DecodeSection(**fields), target, source)
 
-    assert build(drafter="prompt_lookup", ngram=2).ngram == 2
+    assert build(drafter="prompt_lookup").limits == TreeLimits(5, 4, 16)
     assert build(drafter="prompt_lookup", growth="chain", depth=3).limits == TreeLimits(3, 1, 3)
     assert build(drafter="suffix", corpus=corpus).automaton.match([9, 2])[1] == 1
     assert build(drafter="lookahead", width=3, depth=4).max_nodes == 1 + 2 * 3 * 4
@@ -481,10 +481,6 @@ def test_a_recipe_selects_its_drafter(target_folder: Path, tmp_path: Path) -> No
         (
             {"drafter": "prompt_lookup", "growth": "searched_cost_aware"},
             "growth searched_cost_aware needs a tree fitted to a head; prompt_lookup allows chain or dynamic",
-        ),
-        (
-            {"drafter": "prompt_lookup", "growth": "fixed", "paths": [[0]]},
-            "growth fixed needs ranked children at every node",
         ),
     ],
 )

@@ -147,7 +147,9 @@ def test_a_fixed_tree_has_its_paths_whatever_the_scores() -> None:
 
 @pytest.mark.parametrize("paths", [((1,),), ((0,), (0, 1)), ((0, 0),), ((0,), (0, -1)), ((),)], ids=str)
 def test_paths_with_a_gap_are_refused(paths: tuple[tuple[int, ...], ...]) -> None:
-    with pytest.raises(ValueError, match=r"decode\.paths: \[.*\] given without the nodes that come before it"):
+    with pytest.raises(
+        ValueError, match=r"tree: path \[.*\] given without .* fit the tree again with headstart calibrate"
+    ):
         Fixed(paths)
 
 
