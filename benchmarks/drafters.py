@@ -136,7 +136,7 @@ def run(recipe: Recipe) -> None:
         Row("prompt lookup, first match", ours(FirstMatch(depth, TRANSFORMERS_NGRAM))),
         Row("prompt lookup", ours(PromptLookup(limits, TRANSFORMERS_NGRAM))),
         Row("draft model, tree", ours(ModelDrafter(draft, tree, target))),
-        Row("prompt lookup, tree", ours(PromptLookup(TreeLimits(depth, tree.width, tree.nodes), recipe.decode.ngram))),
+        Row("prompt lookup, tree", ours(PromptLookup(TreeLimits(depth, tree.width, tree.nodes)))),
         Row("lookahead", ours(Lookahead(recipe.decode.width, depth))),
         Row("early exit at 3/4", ours(EarlyExit(target, max(3 * layers // 4, 1), Dynamic.chain(depth)))),
     ]

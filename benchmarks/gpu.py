@@ -191,6 +191,7 @@ def decode_step_seconds(setting: Setting, growth: Dynamic) -> float:
         sampling=BatchSampling([Sampling()], device),
         history=None,
         texts=[[]],
+        keys=[0],
     )
     return seconds(lambda: step(verified), device)
 

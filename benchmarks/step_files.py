@@ -3,9 +3,9 @@
     python benchmarks/step_files.py
 
 Decodes with the demo head (EAGLE-3, greedy, on the CPU) and the server's defaults, trees by measured costs and repeats
-of earlier text, and trains a head of recipes/tiny.yaml for two steps on a few prompts, in a temporary folder. Of each it
-prints every file of this repository in which a function ran during a step, with the functions; nested functions count
-as the one around them. Takes about a minute.
+of earlier text, and trains a head of recipes/tiny.yaml for two steps on a few prompts, in a temporary folder. Of each
+it prints every file of this repository in which a function ran during a step, with the functions; nested functions
+count as the one around them. Takes about a minute.
 """
 
 import os

@@ -1,3 +1,8 @@
 """Keys that recipes once had, each with what to write instead. One line a key, so that old recipes are easy to mend."""
 
-REMOVED: dict[str, str] = {}
+REMOVED: dict[str, str] = {
+    "decode.ngram": "remove it: prompt_lookup and suffix search for up to 3 tokens",
+    "decode.paths": "remove it, and write growth: searched for a tree of one shape, which headstart calibrate fits",
+    "decode.typical_epsilon": "remove it: acceptance is seeded or rejection, and both keep the target's distribution",
+    "decode.typical_delta": "remove it: acceptance is seeded or rejection, and both keep the target's distribution",
+}

@@ -61,10 +61,8 @@ def refuse_unknown_device(name: str) -> str:
 
 
 DeviceName = Annotated[str, AfterValidator(refuse_unknown_device)]
-NodePath = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, min_length=1)]
 Batches = Annotated[tuple[Annotated[int, Field(gt=0)], ...], Field(strict=False, min_length=1)]
 Devices = Annotated[tuple[DeviceName, ...], Field(strict=False, min_length=1)]
-Paths = Annotated[tuple[NodePath, ...], Field(strict=False, min_length=1)]
 SystemPrompt = Annotated[str, Field(min_length=1)]
 SystemPrompts = Annotated[tuple[SystemPrompt | None, ...], Field(strict=False, min_length=1)]
 Folders = Annotated[dict[str, HomePath], Field(strict=False)]
@@ -653,16 +651,15 @@ class DecodeSection(Section):
     exit_layers: int | None = Field(
         default=None, gt=0, description="Target layers that early_exit runs; null is half of them."
     )
-    ngram: int = Field(default=3, gt=0, description="Longest token sequence that prompt_lookup and suffix search for.")
     corpus: Annotated[HomePath | None, Field(strict=False)] = Field(
         default=None, description="JSONL file of texts for suffix; rows hold tokens, or prompt and response."
     )
-    growth: Literal["chain", "adaptive", "fixed", "searched", "searched_cost_aware", "dynamic", "cost_aware"] = Field(
+    growth: Literal["chain", "adaptive", "searched", "searched_cost_aware", "dynamic", "cost_aware"] = Field(
         default="dynamic",
         description="Shape of the draft tree. chain: one token per level; adaptive: a chain whose length follows "
-        "recent acceptance; fixed: the tree of decode.paths; searched: the fixed shape fitted to the head; dynamic: "
-        "the likeliest nodes (EAGLE-2); cost_aware, searched_cost_aware: dynamic and searched, with depth and size "
-        "chosen from the step times measured on this machine.",
+        "recent acceptance; searched: the fixed shape fitted to the head; dynamic: the likeliest nodes (EAGLE-2); "
+        "cost_aware, searched_cost_aware: dynamic and searched, with depth and size chosen from the step times "
+        "measured on this machine.",
     )
     depth: int = Field(
         default=5, gt=0, le=64, description="Levels drafted per target step; the most, if growth chooses the depth."
@@ -683,20 +680,10 @@ class DecodeSection(Section):
         "in the text: the most per step. They cost almost nothing where a step waits for the target's weights, and no "
         "CUDA graph holds such a step.",
     )
-    paths: Paths | None = Field(
-        default=None,
-        description="Nodes of a fixed tree, each as the child ranks on its path from the root: [[0], [1], [0, 0]].",
-    )
-    acceptance: Literal["seeded", "rejection", "typical"] = Field(
+    acceptance: Literal["seeded", "rejection"] = Field(
         default="seeded",
         description="Acceptance rule when sampling. seeded: exactly the text of plain decoding with this seed; "
-        "rejection: the same distribution, by rejection sampling; typical: Medusa's rule, which is lossy.",
-    )
-    typical_epsilon: float = Field(
-        default=0.09, gt=0, le=1, description="Typical acceptance: a draft token passes above this probability."
-    )
-    typical_delta: float = Field(
-        default=0.3, gt=0, description="Typical acceptance: a draft token also passes above this times exp(-entropy)."
+        "rejection: the same distribution, by rejection sampling.",
     )
     top_k: int | None = Field(default=None, gt=0, description="Sample from this many likeliest tokens; null is all.")
     top_p: float = Field(
@@ -716,21 +703,6 @@ class DecodeSection(Section):
         default=0, ge=0, lt=2**63, description="Seed of the Gumbel noise; the same seed samples the same text."
     )
 
-    @field_validator("paths")
-    @classmethod
-    def paths_follow_their_parents(
-        cls, paths: tuple[tuple[int, ...], ...] | None
-    ) -> tuple[tuple[int, ...], ...] | None:
-        known = {(), *(paths or ())}
-        for path in paths or ():
-            needed = [path[:-1], (*path[:-1], max(path[-1] - 1, 0))]
-            if missing := [list(other) for other in needed if other not in known]:
-                raise ValueError(
-                    "the path of every node is allowed only with those of its parent and of the child before it; add "
-                    f"{missing[0]} for {list(path)}"
-                )
-        return paths
-
     @model_validator(mode="after")
     def fields_agree(self) -> "DecodeSection":
         for kind, field in (("draft_model", "draft_model"), ("suffix", "corpus")):
@@ -744,21 +716,15 @@ class DecodeSection(Section):
             raise ValueError(
                 f"growth {self.growth} needs a tree fitted to a head; {self.drafter} allows chain or dynamic"
             )
-        if self.drafter in ("prompt_lookup", "suffix", "lookahead") and self.growth == "fixed":
-            raise ValueError(
-                f"growth fixed needs ranked children at every node; {self.drafter} allows chain or dynamic"
-            )
         if self.repeats and (self.drafter != "head" or self.acceptance != "seeded"):
             raise ValueError(
                 f"repeats {self.repeats} needs drafter head and acceptance seeded; {self.drafter} with "
                 f"{self.acceptance} is given; write repeats: 0"
             )
-        if (self.growth == "fixed") != (self.paths is not None):
-            raise ValueError("growth fixed and paths go together; give both or neither")
-        if self.acceptance == "rejection" and self.growth not in ("chain", "fixed", "searched"):
+        if self.acceptance == "rejection" and self.growth not in ("chain", "searched"):
             raise ValueError(
-                f"acceptance rejection allows growth chain, fixed or searched; {self.growth} keeps or drops sampled "
-                f"tokens by their values, which would bias the output"
+                f"acceptance rejection allows growth chain or searched; {self.growth} keeps or drops sampled tokens by "
+                f"their values, which would bias the output"
             )
         return self
 

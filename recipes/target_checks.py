@@ -37,7 +37,7 @@ def layer_mistakes(layers: int, head: dict[str, Any], decode: dict[str, Any]) ->
 
 def vocabulary_mistakes(vocab_size: int, head: dict[str, Any], decode: dict[str, Any]) -> Iterator[RecipeMistake]:
     """A head cannot draft more tokens than the target has, nor more children than it drafts tokens."""
-    draft_vocab_size, width, paths = head.get("draft_vocab_size"), decode.get("width"), decode.get("paths")
+    draft_vocab_size, width = head.get("draft_vocab_size"), decode.get("width")
     if is_count(draft_vocab_size) and draft_vocab_size > vocab_size:
         yield (
             "head.draft_vocab_size",
@@ -53,13 +53,9 @@ def vocabulary_mistakes(vocab_size: int, head: dict[str, Any], decode: dict[str,
     drafted, whose = vocab_size, "the target has tokens"
     if is_count(draft_vocab_size) and decode.get("drafter", "head") == "head":
         drafted, whose = min(draft_vocab_size, vocab_size), "the head drafts tokens (head.draft_vocab_size)"
-    if decode.get("growth", DecodeSection.model_fields["growth"].default) in RANKED_GROWTHS:
-        if is_count(width) and width > drafted:
-            yield "decode.width", f"1 to {drafted} is allowed, as many as {whose}; lower it"
-    elif isinstance(paths, list):
-        ranks = [rank for path in paths if isinstance(path, list) for rank in path if is_count(rank)]
-        if max(ranks, default=0) >= drafted:
-            yield "decode.paths", f"child ranks 0 to {drafted - 1} are allowed, as many as {whose}; lower them"
+    growth = decode.get("growth", DecodeSection.model_fields["growth"].default)
+    if growth in RANKED_GROWTHS and is_count(width) and width > drafted:
+        yield "decode.width", f"1 to {drafted} is allowed, as many as {whose}; lower it"
 
 
 def length_mistakes(positions: int, data: dict[str, Any], decode: dict[str, Any]) -> Iterator[RecipeMistake]:

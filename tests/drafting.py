@@ -133,6 +133,7 @@ def verified(
         sampling=BatchSampling(samplings, "cpu"),
         history=start_history(requests, [text[2:-1] for text in prefixes], target),
         texts=prefixes,
+        keys=[*range(len(prefixes))],
     )
 
 

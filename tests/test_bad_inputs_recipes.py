@@ -58,7 +58,6 @@ WRONG_TYPES: list[Case] = [
     ("an empty list", ["data.temperatures=[]"], "data.temperatures", "[] given", "a list of one or more", LEAVE),
     ("null in a list", ["head.taps=[2, null]"], "head.taps", "[2, None] given", "a whole number >= 0", LEAVE),
     ("a list of fractions", ["head.taps=[2.5]"], "head.taps", "[2.5] given", "a whole number >= 0", LEAVE),
-    ("a flat list of paths", ["decode.paths=[0, 1]"], "decode.paths", "[0, 1] given", "a list of one or more", LEAVE),
     ("a list for a mapping", ["report.other_heads=[a]"], "report.other_heads", "['a'] given", "names, each", LEAVE),
     ("a number for a name", ["log.project=7"], "log.project", "7 given", "a string is allowed", LEAVE),
     ("an empty name", ["log.project=''"], "log.project", "'' given", "a string", LEAVE),
@@ -104,7 +103,6 @@ RANGES: list[Case] = [
     ("a depth of 65", ["decode.depth=65"], "decode.depth", "65 given", "<= 64", LEAVE),
     ("no nodes", ["decode.nodes=0"], "decode.nodes", "0 given", WHOLE, LEAVE),
     ("a negative tap", ["head.taps=[-1, 2]"], "head.taps", "[-1, 2] given", ">= 0", LEAVE),
-    ("a negative child rank", ["decode.paths=[[-1]]"], "decode.paths", "[[-1]] given", ">= 0", LEAVE),
     ("no threads", ["report.threads=0"], "report.threads", "0 given", "> 0 and <= 1024", LEAVE),
     ("a million threads", ["report.threads=1000000"], "report.threads", "1000000 given", "<= 1024", LEAVE),
     ("no batches", ["report.batches=[0]"], "report.batches", "[0] given", "> 0", LEAVE),
@@ -251,14 +249,6 @@ COMBINATIONS: list[Case] = [
         "lower it",
     ),
     (
-        "a child rank above the vocabulary",
-        ["decode.growth=fixed", "decode.paths=[[80]]"],
-        "decode.paths",
-        "[[80]] given",
-        "child ranks 0 to 79",
-        "lower them",
-    ),
-    (
         "samples longer than the target",
         ["data.response_tokens=200"],
         "data.response_tokens",
@@ -339,14 +329,12 @@ COMBINATIONS: list[Case] = [
         "allows chain or dynamic",
         "chain or dynamic",
     ),
-    ("paths without fixed growth", ["decode.paths=[[0]]"], "decode", "paths", "go together", "give both or neither"),
-    ("fixed growth without paths", ["decode.growth=fixed"], "decode", "fixed", "go together", "give both or neither"),
     (
         "rejection with a dynamic tree",
         ["decode.acceptance=rejection"],
         "decode",
         "dynamic",
-        "allows growth chain, fixed or searched",
+        "allows growth chain or searched",
         "allows",
     ),
     (
@@ -634,22 +622,6 @@ COMBINATIONS: list[Case] = [
 ]
 
 COMBINATIONS += [
-    (
-        "a child without its parent",
-        ["decode.growth=fixed", "decode.paths=[[0, 0]]"],
-        "decode.paths",
-        "[[0, 0]] given",
-        "those of its parent",
-        "add [0]",
-    ),
-    (
-        "a second child without the first",
-        ["decode.growth=fixed", "decode.paths=[[1]]"],
-        "decode.paths",
-        "[[1]] given",
-        "the child before it",
-        "add [0] for [1]",
-    ),
     (
         "a row twice",
         ["report.baselines=[plain, tree, plain]"],

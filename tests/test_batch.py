@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from scripted import DRAFTERS, LOPSIDED, HalfRightHead, Hidden, Moody, Oracle, Texts
-from torch import Tensor
 from torch.testing import assert_close
 
 from headstart.heads.eagle3 import Eagle3Head, Eagle3Shape
@@ -259,7 +258,7 @@ def test_logprobs_of_a_batch_are_each_rows_own(target: TargetModel, texts: Texts
 
 
 def test_requests_with_different_acceptance_rules_are_refused_before_any_work(target: TargetModel) -> None:
-    requests = [Request([1], 5), Request([1], 5, Sampling(1.0, rule="typical"))]
+    requests = [Request([1], 5), Request([1], 5, Sampling(1.0, rule="rejection"))]
     with pytest.raises(ValueError, match=r"the requests of a batch must agree on decode\.acceptance"):
         loop_of(target, requests)
 
@@ -289,14 +288,13 @@ def with_rule(rule: Any, requests: list[Request] = REQUESTS, **changes: Any) -> 
     return [replace(request, sampling=replace(request.sampling, rule=rule, **changes)) for request in requests]
 
 
-@pytest.mark.parametrize("rule", ["rejection", "typical"])
 @pytest.mark.parametrize("growth", REJECTION_GROWTHS)
 def test_greedy_text_is_the_same_under_any_acceptance_rule(
-    target: TargetModel, make_head: MakeHead, growth: str, rule: str
+    target: TargetModel, make_head: MakeHead, growth: str
 ) -> None:
     texts = texts_of(target, GREEDY, make_head)
     drafter = HeadDrafter(HalfRightHead(target, *texts.whole), REJECTION_GROWTHS[growth])
-    found = generate_batch(target, with_rule(rule, GREEDY), drafter, max_batch=3)
+    found = generate_batch(target, with_rule("rejection", GREEDY), drafter, max_batch=3)
     assert [generation.tokens for generation in found] == new_tokens(texts, GREEDY)
 
 
@@ -375,44 +373,3 @@ def test_many_sampled_texts_have_the_targets_distribution(
     five_token_target: TargetModel, growth: Growth, rule: Any, sampling: Sampling
 ) -> None:
     assert chi_square(five_token_target, growth, replace(sampling, rule=rule), 2_000) < CHI_SQUARE_999[24]
-
-
-# Typical acceptance: lossy, as far as its two thresholds allow.
-
-
-def test_typical_acceptance_that_allows_everything_writes_the_drafts(target: TargetModel) -> None:
-    sampling = Sampling(1.0, rule="typical", typical_epsilon=1e-30)
-    first = generate(target, [5, 6, 7], 1, sampling).tokens
-    drafter = Oracle([5, 6, 7, *first, *range(20, 60)], ahead=4)
-    request = Request([5, 6, 7], 5, sampling)
-    found = generate_batch(target, [request], drafter)[0]
-    assert found.tokens[:4] == [*first, 20, 21, 22]  # 23 is not drafted: the bonus token fills the last place
-    assert found.stats.accepted_at_depth == [1, 1, 1]
-
-
-def test_typical_acceptance_that_allows_nothing_is_plain_decoding(target: TargetModel, texts: Texts) -> None:
-    requests = with_rule("typical", typical_epsilon=1.0, typical_delta=1e9)
-    sampled = [number for number, request in enumerate(requests) if request.sampling.temperature]
-    found = generate_batch(target, requests, Hidden(*texts.whole), max_batch=3)
-    assert [generation.tokens for generation in found] == new_tokens(texts)
-    assert all(found[number].stats.steps == len(found[number].tokens) - 1 for number in sampled)
-
-
-def test_every_token_by_typical_acceptance_is_typical_or_the_seeded_choice(target: TargetModel, texts: Texts) -> None:
-    """Typical: p(x) > min(epsilon, delta * exp(-entropy)) in a full forward; p is after temperature and truncation."""
-    requests = [request for request in with_rule("typical") if not request.sampling.needs_history]
-    drafter = HeadDrafter(texts.make_head(), Dynamic(2, 12, 60))
-    num_unseeded = 0
-    for request, found in zip(requests, generate_batch(target, requests, drafter, max_batch=3), strict=True):
-        start, sampling = len(request.prompt), BatchSampling([request.sampling], "cpu")
-        logits = target.forward(torch.tensor([request.prompt + found.tokens])).logits[:, start - 1 : -1]
-        choices = sampling.choose(logits, torch.arange(start, start + len(found.tokens)).unsqueeze(0))[0]
-        p: Tensor = sampling.warp(logits)[0].softmax(-1)
-        entropy = torch.special.entr(p).sum(-1)
-        limits = torch.minimum(torch.tensor(0.09), 0.3 * torch.exp(-entropy))
-        for place, token in enumerate(found.tokens):
-            if token != choices[place]:
-                assert request.sampling.temperature
-                assert p[place, token] > limits[place] - 1e-4
-                num_unseeded += 1
-    assert num_unseeded > 3  # typical acceptance is lossy

@@ -111,8 +111,8 @@ def test_constrained_texts_are_valid_and_the_same_with_drafts(
         "head": HeadDrafter(head_of(target), GROWTH),
         "head of 40 tokens": HeadDrafter(head_of(target, vocab), GROWTH),
         "early exit": EarlyExit(target, 4, GROWTH),
-        "prompt lookup": PromptLookup(LIMITS, 3),
-        "corpus lookup": CorpusLookup(LIMITS, 3, SuffixAutomaton([build_tokenizer()(WRITTEN)["input_ids"]])),
+        "prompt lookup": PromptLookup(LIMITS),
+        "corpus lookup": CorpusLookup(LIMITS, SuffixAutomaton([build_tokenizer()(WRITTEN)["input_ids"]])),
         "lookahead": Lookahead(3, 3),
     }
     plain = generate_batch(target, requests, None, 4, static)
@@ -154,7 +154,7 @@ def test_the_only_way_on_is_drafted_and_accepted(target: TargetModel, grammars: 
         "head": HeadDrafter(head_of(target), Dynamic.chain(4)),
         "head without these tokens": HeadDrafter(head_of(target, others), Dynamic.chain(4)),
         "block head without these tokens": head_drafter(block_head.requires_grad_(False), Dynamic.chain(4)),
-        "lookup": PromptLookup(TreeLimits(depth=4, width=3, nodes=12), 3),
+        "lookup": PromptLookup(TreeLimits(depth=4, width=3, nodes=12)),
     }
     request = Request([5, 6], 40, constraint=grammars.regex("9876543210" * 3), end_tokens=(0,))
     found = generate_batch(target, [request], drafters[name])[0]
@@ -298,6 +298,6 @@ def test_what_cannot_constrain_is_refused(grammars: Grammars, make: Any, message
 
 
 def test_other_acceptance_rules_are_refused(target: TargetModel, requests: list[Request]) -> None:
-    sampling = Sampling(1.0, rule="typical")
-    with pytest.raises(ValueError, match=r"decode\.acceptance: typical given, only seeded is allowed"):
+    sampling = Sampling(1.0, rule="rejection")
+    with pytest.raises(ValueError, match=r"decode\.acceptance: rejection given, only seeded is allowed"):
         DecodeLoop(target).submit(replace(requests[0], sampling=sampling))

@@ -70,7 +70,7 @@ class Letters:
         return "".join(chr(32 + token) * self.size for token in token_ids)
 
 
-def verified_text(text: list[int], remaining: int, sampling: Sampling | None = None) -> VerifiedOnHost:
+def verified_text(text: list[int], remaining: int, sampling: Sampling | None = None, key: int = 0) -> VerifiedOnHost:
     """What the decode loop passes to a drafter that reads no features."""
     return VerifiedOnHost(
         taps=torch.zeros(1, 1, 0),
@@ -83,6 +83,7 @@ def verified_text(text: list[int], remaining: int, sampling: Sampling | None = N
         sampling=BatchSampling([sampling or Sampling()], "cpu"),
         history=None,
         texts=[text],
+        keys=[key],
         choices=[[]],
     )
 
@@ -98,8 +99,8 @@ def drafters(target: TargetModel, draft: TargetModel, corpus: Sequence[list[int]
         "draft model, fixed tree": ModelDrafter(draft, BUSHY, target),
         "early exit": EarlyExit(target, layers - 1, Dynamic.chain(3)),
         "early exit, tree": EarlyExit(target, layers - 1, Dynamic(3, 3, 9)),
-        "prompt lookup": PromptLookup(LIMITS, 3),
-        "corpus lookup": CorpusLookup(LIMITS, 3, automaton),
+        "prompt lookup": PromptLookup(LIMITS),
+        "corpus lookup": CorpusLookup(LIMITS, automaton),
         "lookahead": Lookahead(3, 3),
         "other tokenizer": OtherTokenizerDrafter(draft, Letters(1), Letters(1), 4),
     }
@@ -303,7 +304,7 @@ def ends_of(corpus: list[list[int]], wanted: list[int]) -> list[tuple[list[int],
 def test_a_lookup_ranks_siblings_by_the_targets_gumbel_noise() -> None:
     """Gumbel noise decides among tokens that followed equally often, as it will decide the target's choice."""
     automaton = SuffixAutomaton([[1, token] for token in range(10, 90)])
-    drafter, first = CorpusLookup(TreeLimits(1, 1, 1), 1, automaton), set()
+    drafter, first = CorpusLookup(TreeLimits(1, 1, 1), automaton), set()
     for seed in range(8):
         verified = verified_text([5, 1], 99, Sampling(1.0, seed=seed))
         gumbel = verified.sampling.gumbel(torch.tensor([[2]]), torch.arange(10, 90))[0, 0]
@@ -319,7 +320,7 @@ def test_a_lookup_keeps_the_most_probable_nodes() -> None:
           \\- 3 (.1) - 5 (.1)
     """
     automaton = SuffixAutomaton([[1, 2, 4]] * 9 + [[1, 3, 5]])
-    drafted = [drafted_paths(CorpusLookup(TreeLimits(2, 2, nodes), 1, automaton), [7, 1]) for nodes in (1, 2, 3, 4)]
+    drafted = [drafted_paths(CorpusLookup(TreeLimits(2, 2, nodes), automaton), [7, 1]) for nodes in (1, 2, 3, 4)]
     assert drafted == [{(2,)}, {(2,), (2, 4)}, {(2,), (2, 4), (3,)}, {(2,), (2, 4), (3,), (3, 5)}]
 
 
@@ -337,10 +338,10 @@ def test_lookahead_updates_its_window_by_jacobi_iteration() -> None:
     drafter = Lookahead(columns=2, levels=2)
     first = drafter.draft(verified_text(text, 99), NO_CACHE)
     choices = [token + 1 for token in first.tokens[0].tolist()]
-    row = drafter.rows[id(text)]
+    row = drafter.rows[0]
     columns = [filled([row.window[level][column] for level in range(2)]) for column in range(2)]
     text.append(choices[0])
-    drafter.draft(replace(verified_text(text, 99), texts=[text], choices=[choices]), NO_CACHE)
+    drafter.draft(replace(verified_text(text, 99), choices=[choices]), NO_CACHE)
     # One token was accepted: level 1 has become level 0, and the target's choices after it are the new level 1.
     assert row.window == [[columns[0][1], columns[1][1]], [columns[0][1] + 1, columns[1][1] + 1]]
     for start, second in columns:
@@ -352,12 +353,12 @@ def test_the_lookahead_window_moves_with_the_text() -> None:
     text = [10, 20, 30]
     drafter = Lookahead(columns=4, levels=3)
     tree = drafter.draft(verified_text(text, 99), NO_CACHE)
-    row = drafter.rows[id(text)]
+    row = drafter.rows[0]
     window = [list(level) for level in row.window]
     choices = list(range(100, 100 + tree.tokens.shape[1]))
     last: list[int | None] = [choices[node] for node in filled(row.nodes[-1])]
     text += [1, 2, 3]
-    row.advance(choices)
+    row.advance(text, choices)
     assert row.window == [[*level[2:], None, None] for level in [*window[1:], last]]
 
 
@@ -434,7 +435,7 @@ def test_a_recipe_selects_its_drafter(target_folder: Path, tmp_path: Path) -> No
     def build(**fields: Any) -> Any:
         return build_drafter(DecodeSection(**fields), target, source)
 
-    assert build(drafter="prompt_lookup", ngram=2).ngram == 2
+    assert build(drafter="prompt_lookup").limits == TreeLimits(5, 4, 16)
     assert build(drafter="prompt_lookup", growth="chain", depth=3).limits == TreeLimits(3, 1, 3)
     assert build(drafter="suffix", corpus=corpus).automaton.match([9, 2])[1] == 1
     assert build(drafter="lookahead", width=3, depth=4).max_nodes == 1 + 2 * 3 * 4
@@ -472,15 +473,14 @@ def test_a_recipe_selects_its_drafter(target_folder: Path, tmp_path: Path) -> No
         ({"drafter": "suffix"}, "drafter suffix needs corpus; give decode.corpus"),
         ({"drafter": "lookahead", "growth": "adaptive"}, "growth adaptive needs a head's measured costs"),
         ({"drafter": "lookahead", "repeats": 4}, "repeats 4 needs drafter head and acceptance seeded; lookahead with"),
-        ({"acceptance": "typical", "repeats": 4}, "head with typical is given; write repeats: 0"),
+        (
+            {"acceptance": "rejection", "growth": "chain", "repeats": 4},
+            "head with rejection is given; write repeats: 0",
+        ),
         ({"drafter": "early_exit", "growth": "searched"}, "growth searched needs a tree fitted to a head"),
         (
             {"drafter": "prompt_lookup", "growth": "searched_cost_aware"},
             "growth searched_cost_aware needs a tree fitted to a head; prompt_lookup allows chain or dynamic",
-        ),
-        (
-            {"drafter": "prompt_lookup", "growth": "fixed", "paths": [[0]]},
-            "growth fixed needs ranked children at every node",
         ),
     ],
 )

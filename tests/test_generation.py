@@ -281,9 +281,9 @@ def test_fields_that_transformers_lacks_are_read() -> None:
     own = {"presence_penalty": 0.5, "frequency_penalty": 0.25, "logit_bias": {3: 1.5, 4: -INF}}
     meant = Sampling(presence_penalty=0.5, frequency_penalty=0.25, logit_bias=((3, 1.5), (4, -INF)))
     assert with_settings(Sampling(), read_settings(None, own)) == meant
-    base = Sampling(seed=9, rule="typical", presence_penalty=1.0)
+    base = Sampling(seed=9, rule="rejection", presence_penalty=1.0)
     assert with_settings(base, read_settings(None, {"do_sample": True})) == Sampling(
-        1.0, 50, seed=9, rule="typical", presence_penalty=1.0
+        1.0, 50, seed=9, rule="rejection", presence_penalty=1.0
     )
 
 

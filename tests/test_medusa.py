@@ -385,13 +385,6 @@ def test_a_run_on_another_runs_harvest_trains_a_head_and_draws_its_tree(tmp_path
     assert {outcome.method for outcome in outcomes} == {"generate", "plain", "untrained", "chain", "tree"}
     assert all(o.identical == o.prompts == 2 for o in outcomes if o.method != "generate")
     assert (recipe.report_dir / "tree.png").read_bytes().startswith(b"\x89PNG")
-    if not sequential:
-        lossy = recipe.model_copy(update={"decode": recipe.decode.model_copy(update={"acceptance": "typical"})})
-        report(lossy)
-        written = (recipe.report_dir / "report.md").read_text()
-        assert written.count("| lossy |") == 3  # the methods that draft
-        assert "typical acceptance, LOSSY" in written.splitlines()[4]  # the heading of the first table
-        assert "tree (typical acceptance, LOSSY)" in (recipe.report_dir / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,8 @@ import torch
 from bad_inputs import Says, assert_raises, assert_refused, type_command
 from tiny_run import build_run, build_tokenizer, tiny_recipe
 
-from headstart.inference.drafters.costs.cost_aware import refuse_more_children
 from headstart.inference.engine import budget
 from headstart.inference.engine.budget import StepMemory, free_memory, refuse_large_trees
-from headstart.recipes.schema import DecodeSection
 from headstart.trainers.run import run
 from headstart.trainers.tracking import refuse_wandb_without_key
 
@@ -334,12 +332,3 @@ def test_a_report_that_cannot_work_is_refused_before_the_target_is_loaded(
     options = ["report.baselines=[plain]", prompts, f"run_dir={tmp_path}/run", *overrides]
     outcome = type_command(["report", str(folder / "recipe.yaml"), *options], monkeypatch, capsys)
     assert_refused(outcome, Says(what, value, allowed, remedy))
-
-
-def test_a_head_that_drafts_fewer_tokens_than_a_node_has_children_is_refused() -> None:
-    """topk raised `selected index k out of range`."""
-    says = Says("decode.width", "40 given", "1 to 30 is allowed", "lower it")
-    assert_raises(lambda: refuse_more_children(DecodeSection(width=40), 30), says)
-    children = tuple((rank,) for rank in range(31))
-    says = Says("decode.paths", "child rank 30 given", "0 to 29 is allowed", "lower it")
-    assert_raises(lambda: refuse_more_children(DecodeSection(growth="fixed", paths=children), 30), says)

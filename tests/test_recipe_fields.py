@@ -31,13 +31,11 @@ def test_every_sampling_field_of_a_recipe_is_used_in_decoding() -> None:
         "repetition_penalty": 1.2,
         "presence_penalty": 0.3,
         "frequency_penalty": 0.4,
-        "typical_epsilon": 0.05,
-        "typical_delta": 0.2,
         "seed": 11,
     }
-    sampling = sampling_from_recipe(DecodeSection(acceptance="typical", **fields), temperature=0.6)
+    sampling = sampling_from_recipe(DecodeSection(acceptance="rejection", growth="chain", **fields), temperature=0.6)
     assert {name: vars(sampling)[name] for name in fields} == fields
-    assert (sampling.temperature, sampling.rule) == (0.6, "typical")
+    assert (sampling.temperature, sampling.rule) == (0.6, "rejection")
 
 
 def test_the_target_is_loaded_with_the_recipes_attention_and_compilation(harvested: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headstart.inference.core import rejection
-from headstart.inference.core.rejection import Proposals, propose, rejection_choices, typical_allowed
+from headstart.inference.core.rejection import Proposals, propose, rejection_choices
 from headstart.inference.core.sampling import BatchSampling, History, Sampling
 from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import accept
@@ -335,31 +335,6 @@ def test_a_pruned_sampled_child_is_found() -> None:
         check_proposals(tokens, parents, torch.tensor([8, -1, 9, -1]))
 
 
-def test_typical_acceptance_is_that_of_medusa() -> None:
-    """A row with top-k, one with other thresholds and a greedy one; a binary tree: 0 -> (1 -> (3, 4), 2 -> (5, 6))"""
-    samplings = [
-        Sampling(0.7, top_k=10, rule="typical"),
-        Sampling(1.0, rule="typical", typical_epsilon=0.02, typical_delta=0.1),
-        Sampling(rule="typical"),
-    ]
-    batch, logits = BatchSampling(samplings, "cpu"), torch.randn(3, 200, 12) * 1.5
-    tokens = torch.randint(12, (3, 200))
-    parents = torch.cat([torch.tensor([-1]), torch.arange(199) // 2]).expand(3, 200)
-    log_p = batch.warp(logits)
-    allowed = typical_allowed(log_p, tokens, parents, batch)
-    for row, sampling in enumerate(samplings):
-        for node in range(1, 200):
-            parent, token = int(parents[row, node]), int(tokens[row, node])
-            if sampling.temperature:
-                p = log_p[row, parent].exp()
-                entropy = torch.distributions.Categorical(p).entropy()
-                limit = min(sampling.typical_epsilon, sampling.typical_delta * float(torch.exp(-entropy)))
-                assert allowed[row, node] == (p[token] > limit)
-            else:
-                assert allowed[row, node] == (token == logits[row, parent].argmax())
-    assert 0 < int(allowed[0].sum()) < int(allowed[1].sum()) < 200
-
-
 def test_sampling_needs_no_host_synchronisation(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the meta device no value can be read and no shape can depend on data, so a CUDA graph can hold all of it."""
     options: dict[str, Any] = {
@@ -390,4 +365,3 @@ def test_sampling_needs_no_host_synchronisation(monkeypatch: pytest.MonkeyPatch)
     proposals = Proposals(ids[columns[..., -1]], log_p)
     assert batch.choose(logits, positions, history).shape == (3, 6)
     assert rejection_choices(log_p, positions, proposals, batch).shape == (3, 6)
-    assert typical_allowed(log_p, positions, positions, batch).shape == (3, 6)

@@ -14,7 +14,7 @@ from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.core.tree import Tree
 from headstart.inference.drafters.costs.cost_aware import CostAware
 from headstart.inference.drafters.costs.costs import Situation
-from headstart.inference.drafters.growth import Dynamic
+from headstart.inference.drafters.growth import Dynamic, Fixed
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.drafters.repeats import DEPTH, PRIOR, RATES, Repeats
 from headstart.inference.engine.loop import generate, generate_batch
@@ -76,14 +76,14 @@ def test_a_text_that_does_not_repeat_its_repeats_gets_fewer() -> None:
         text += [wrong, *PHRASE[:3]]  # the phrase begins again and never goes on
     assert counts[0] > counts[10] >= counts[-1] == 0
     other = [*PHRASE, 1, *PHRASE[:3]]
-    assert len(paths(repeats.beside(drawn([-1], [13]), verified_text(other, 99), growth))[0]) == counts[0]
-    assert len(repeats.rows) == 1  # of texts that have ended nothing is kept
+    assert len(paths(repeats.beside(drawn([-1], [13]), verified_text(other, 99, key=1), growth))[0]) == counts[0]
+    assert [*repeats.rows] == [1]  # of texts that have ended nothing is kept
 
 
 def test_what_was_right_is_counted_as_far_as_the_text_tells() -> None:
     repeats, text = Repeats(6), [*PHRASE, 1, *PHRASE[:3]]
     repeats.beside(drawn([-1], [13]), verified_text(text, 99), Everything(3, 3, 8))
-    row = repeats.rows[id(text)]
+    row = repeats.rows[0]
     text += [14, 15, 99]  # two of the repeat, then another token
     repeats.beside(drawn([-1], [99]), verified_text(text, 99), Everything(3, 3, 8))
     assert row.tried[3] == PRIOR + 3
@@ -121,9 +121,9 @@ def test_rows_that_repeat_and_rows_that_do_not_share_a_batch(target: TargetModel
 
 def test_other_acceptance_rules_get_the_heads_tree_alone(target: TargetModel, make_head: MakeHead) -> None:
     """Under them, what else is in the tree decides on the text."""
-    request = Request([3, 4] * 9, 20, Sampling(0.8, seed=4, rule="typical"))
+    request = Request([3, 4] * 9, 20, Sampling(0.8, seed=4, rule="rejection"))
     alone, found = (
-        generate_batch(target, [request], HeadDrafter(make_head(), Dynamic(3, 3, 8), repeats))[0]
+        generate_batch(target, [request], HeadDrafter(make_head(), Fixed.chain(3), repeats))[0]
         for repeats in (None, Repeats(8))
     )
     assert found.tokens == alone.tokens

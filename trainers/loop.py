@@ -104,8 +104,6 @@ def measured_text(recipe: Recipe, metrics: dict[str, float]) -> str:
             f"{metrics[f'heldout/{name}']:.2f} at temperature {temperature:g}"
             for name, temperature in TEMPERATURES.items()
         )
-        if recipe.decode.acceptance == "typical":
-            text += " (typical acceptance, LOSSY)"
     if "heldout/divergence" in metrics:
         text += f", KL(original || tuned target) {metrics['heldout/divergence']:.4f} nats per token"
     return text

@@ -62,7 +62,8 @@ class VerifiedOnHost(Verified):
     counts: list[int]  # how many positions are newly verified
     drafted: list[int]  # draft tokens of the last tree; 0 after prefill
     remaining: list[int]  # draft tokens that a row can still use
-    texts: list[list[int]]  # prompt and output, the root included; a row's list is one object as long as the row lives
+    texts: list[list[int]]  # prompt and output, the root included
+    keys: list[int]  # of the rows, unique in this process: a drafter keeps a row's state by its key
     choices: list[list[int]] = field(default_factory=list)  # the target's, at each node of the last tree
     last_step: tuple[float, float] | None = None  # time.perf_counter() before and after the last step, if there was one
     constraints: States = ()  # of each row; empty if no row has a constraint

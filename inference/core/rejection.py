@@ -1,6 +1,6 @@
-"""The acceptance rules rejection (lossless, draft tokens are sampled) and typical (Medusa's, lossy).
+"""Acceptance by rejection sampling: draft tokens are sampled too, and the output keeps the target's distribution.
 
-Rejection sampling: of a node's k children, k - 1 are the likeliest tokens of the draft distribution q. The last one is
+Of a node's k children, k - 1 are the likeliest tokens of the draft distribution q. The last one is
 sampled from q', which is q without those, renormalised (arXiv 2502.18779; k = 1 gives a chain, arXiv 2211.17192). The
 target's choice is distributed as p and maximally coupled to the sampled child. `inference.core.verify` then follows the
 choices down the tree as usual, so it accepts as often as any lossless rule could with these children.
@@ -9,7 +9,7 @@ choices down the tree as usual, so it accepts as often as any lossless rule coul
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from headstart.inference.core.sampling import BatchSampling
@@ -72,22 +72,3 @@ def rejection_choices(
     gumbel = sampling.gumbel(positions, torch.arange(log_p.shape[-1], device=log_p.device))
     others = (torch.where(has_residual.unsqueeze(-1), residual.log(), log_p) + gumbel).argmax(-1)
     return torch.where(accepted, child, others)
-
-
-def typical_allowed(
-    log_p: Float[Tensor, "batch nodes vocab"],
-    tokens: Int[Tensor, "batch nodes"],
-    parents: Int[Tensor, "batch nodes"],
-    sampling: BatchSampling,
-) -> Bool[Tensor, "batch nodes"]:
-    """May each node be accepted under typical acceptance (Medusa, arXiv 2401.10774, section 2.3.1)? Lossy.
-
-    A node with token x is allowed if p(x) > min(epsilon, delta * exp(-entropy of p)), with p at its parent; in a greedy
-    row, if x is the argmax of p. The entry of a node without a parent (-1) is meaningless.
-    """
-    above = parents.long().clamp(min=0)
-    entropy = torch.special.entr(log_p.float().exp()).sum(-1)
-    limit = torch.minimum(sampling.typical_epsilon, sampling.typical_delta * torch.exp(-entropy)).gather(1, above)
-    of_parents = log_p.gather(1, above.unsqueeze(-1).expand_as(log_p))
-    typical = of_parents.gather(-1, tokens.long().unsqueeze(-1)).squeeze(-1).exp() > limit
-    return torch.where(sampling.greedy.unsqueeze(1), tokens == log_p.argmax(-1).gather(1, above), typical)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import count, zip_longest
 from typing import Literal
 
 import torch
@@ -232,6 +232,7 @@ class Row:
     is_remembered: bool = False  # whether the prompt was kept for others that share its prefix
     choices: list[int] = field(default_factory=list)  # the target's, at the root and at each of these draft tokens
     ended: bool = False
+    key: int = field(default_factory=count().__next__)  # unlike the number, unique among all loops
 
     @property
     def left(self) -> int:

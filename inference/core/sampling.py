@@ -26,7 +26,7 @@ from torch import Tensor
 from headstart.inference.core.gumbel import gumbel_noise, uniform_numbers
 from headstart.recipes.schema import DecodeSection
 
-AcceptanceRule = Literal["seeded", "rejection", "typical"]
+AcceptanceRule = Literal["seeded", "rejection"]
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,7 @@ class Sampling:
     frequency_penalty: float = 0.0  # subtracted once per occurrence of the token in the output
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, value added to its logit); -inf forbids the token
     seed: int = 0  # keys the Gumbel noise
-    rule: AcceptanceRule = "seeded"  # how draft tokens are accepted; typical is lossy
-    typical_epsilon: float = 0.09  # Medusa: accept x if p(x) > min(epsilon, delta * exp(-entropy of p))
-    typical_delta: float = 0.3
+    rule: AcceptanceRule = "seeded"  # how draft tokens are accepted
 
     def __post_init__(self) -> None:
         biases = [bias for _, bias in self.logit_bias]
@@ -70,8 +68,6 @@ class Sampling:
             ),
             "seed": (-(2**63) <= self.seed < 2**63, "-2^63 to 2^63 - 1"),
             "rule": (self.rule in get_args(AcceptanceRule), f"one of {', '.join(get_args(AcceptanceRule))}"),
-            "typical_epsilon": (0 < self.typical_epsilon <= 1, "more than 0 and at most 1"),
-            "typical_delta": (0 < self.typical_delta < math.inf, "more than 0"),
         }
         defaults = {field.name: field.default for field in fields(self)}
         for name, (in_range, range_) in allowed.items():
@@ -84,11 +80,6 @@ class Sampling:
     def needs_history(self) -> bool:
         """Do penalties make the choice depend on the earlier tokens themselves, and not on the logits alone?"""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
-
-    @property
-    def lossless(self) -> bool:
-        """Does the acceptance rule preserve the target's distribution?"""
-        return self.rule != "typical"
 
 
 def sampling_from_recipe(section: DecodeSection, temperature: float) -> Sampling:
@@ -103,8 +94,6 @@ def sampling_from_recipe(section: DecodeSection, temperature: float) -> Sampling
         frequency_penalty=section.frequency_penalty,
         seed=section.seed,
         rule=section.acceptance,
-        typical_epsilon=section.typical_epsilon,
-        typical_delta=section.typical_delta,
     )
 
 
@@ -283,8 +272,6 @@ class BatchSampling:
         greedy = [sampling.temperature == 0 for sampling in samplings]
         self.all_greedy, self.greedy = all(greedy), torch.tensor(greedy, device=device)
         self.temperatures = torch.tensor([sampling.temperature for sampling in samplings], device=device)
-        self.typical_epsilon = torch.tensor([[sampling.typical_epsilon] for sampling in samplings], device=device)
-        self.typical_delta = torch.tensor([[sampling.typical_delta] for sampling in samplings], device=device)
         # If true, warp and scores return the logits unchanged, so the fastest kind of step has no overhead.
         self.keeps_logits = self.all_greedy and not self.needs_history and not any(s.logit_bias for s in samplings)
         members: dict[Sampling, list[int]] = {}

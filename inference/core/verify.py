@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from headstart.inference.core.rejection import rejection_choices, typical_allowed
+from headstart.inference.core.rejection import rejection_choices
 from headstart.inference.core.sampling import BatchSampling, History
 from headstart.inference.core.tree import Tree
 
@@ -48,11 +48,7 @@ def verify(
     if sampling.rule == "rejection" and tree.proposals is not None:
         log_p = sampling.warp(logits, history)
         return accept(tree, rejection_choices(log_p, positions, tree.proposals, sampling))
-    choices = sampling.choose(logits, positions, history)
-    if sampling.rule == "typical":
-        allowed = typical_allowed(sampling.warp(logits, history), tree.tokens, tree.parents, sampling)
-        return accept_allowed(tree, choices, allowed)
-    return accept(tree, choices)
+    return accept(tree, sampling.choose(logits, positions, history))
 
 
 def accept(tree: Tree, choices: Int[Tensor, "batch nodes"]) -> list[Accepted]:
@@ -65,28 +61,6 @@ def accept(tree: Tree, choices: Int[Tensor, "batch nodes"]) -> list[Accepted]:
         while (node := child.get((path[-1], chosen[path[-1]]))) is not None:
             path.append(node)
         taken = [chosen[node] for node in path]
-        accepted.append(Accepted(path, taken, count_drafted(parents), chosen, tokens, parents))
-    return accepted
-
-
-def accept_allowed(
-    tree: Tree, choices: Int[Tensor, "batch nodes"], allowed: Bool[Tensor, "batch nodes"]
-) -> list[Accepted]:
-    """Accept the deepest path on which every node is allowed; of equally deep paths, the first.
-
-    The target's choice at its end is the bonus token. Lossy: Medusa's typical acceptance (section 2.3.1).
-    """
-    accepted = []
-    rows = torch.stack([tree.tokens, tree.parents, choices, allowed.long()], dim=1).tolist()
-    for tokens, parents, chosen, may in rows:
-        depths = [0] + [-1] * (len(tokens) - 1)  # -1: cut off from the root
-        for node, parent in enumerate(parents[1:], start=1):
-            if parent >= 0 and may[node] and depths[parent] >= 0:
-                depths[node] = depths[parent] + 1
-        path = [depths.index(max(depths))]
-        while path[0]:
-            path.insert(0, parents[path[0]])
-        taken = [*(tokens[node] for node in path[1:]), chosen[path[-1]]]
         accepted.append(Accepted(path, taken, count_drafted(parents), chosen, tokens, parents))
     return accepted
 

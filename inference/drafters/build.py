@@ -37,12 +37,12 @@ def build_drafter(
         repeats = Repeats(section.repeats) if section.repeats else None
         return head_drafter(head, growth_from_recipe(section, target, head, section.max_batch), repeats)
     if section.drafter == "prompt_lookup":
-        return PromptLookup(lookup_limits(section), section.ngram)
+        return PromptLookup(lookup_limits(section))
     if section.drafter == "suffix":
         if section.corpus is None:
             raise ValueError("decode.corpus: missing; give a JSONL file of texts, or choose another decode.drafter")
         texts = read_corpus(section.corpus, target.config.vocab_size)
-        return CorpusLookup(lookup_limits(section), section.ngram, SuffixAutomaton(texts))
+        return CorpusLookup(lookup_limits(section), SuffixAutomaton(texts))
     if section.drafter == "lookahead":
         return Lookahead(section.width, section.depth)
     if section.drafter == "early_exit":
@@ -90,9 +90,6 @@ def model_drafter(section: DecodeSection, target: TargetModel, source: TargetSec
 
 def model_growth(section: DecodeSection) -> Growth:
     """The recipe's growth; kinds that need measurements of a head are replaced by a chain or a dynamic tree."""
-    if section.growth == "fixed":
-        assert section.paths is not None
-        return Fixed(section.paths)
     if section.acceptance == "rejection":
         return Fixed.chain(section.depth)  # rejection sampling needs a fixed shape
     if section.growth in ("chain", "adaptive"):

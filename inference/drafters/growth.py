@@ -193,8 +193,8 @@ class Fixed(Costless):
             needed = {path[:-1], (*path[:-1], max(path[-1] - 1, 0))} if path else set()
             if not path or min(path) < 0 or not needed <= known:
                 raise ValueError(
-                    f"decode.paths: {list(path)} given without the nodes that come before it; list the path of every "
-                    f"node, in child numbers that count from 0, for example [[0], [1], [0, 0]]"
+                    f"the head's searched tree: path {list(path)} given without those of its parent and of the child "
+                    f"before it, which are needed; fit the tree again with headstart calibrate RECIPE"
                 )
 
     @cached_property

@@ -113,9 +113,13 @@ class TreeDrafter(ABC):
         Raises ValueError for a tree wider than the head's vocabulary, or deeper than it has levels.
         """
         if growth.width > len(head.vocab.ids):
-            raise ValueError(f"decode.width: {growth.width} given, 1 to the head's {len(head.vocab.ids)} is allowed")
+            raise ValueError(
+                f"decode.width: {growth.width} given, 1 to the head's {len(head.vocab.ids)} is allowed; lower it"
+            )
         if head.max_levels is not None and growth.depth > head.max_levels:
-            raise ValueError(f"decode.depth: {growth.depth} given, 1 to the head's {head.max_levels} is allowed")
+            raise ValueError(
+                f"decode.depth: {growth.depth} given, 1 to the head's {head.max_levels} is allowed; lower it"
+            )
         self.head, self.growth, self.repeats = head, growth, repeats
         self.calibration = [head.calibration.at(level) for level in range(growth.depth)]
         self.ids = head.vocab.ids.to(head.embedding.device)

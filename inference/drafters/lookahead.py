@@ -45,21 +45,18 @@ class NGramPool:
 
 
 class LookaheadRow:
-    """The lookahead window and the n-gram pool of one row.
+    """The lookahead window and the n-gram pool of one row."""
 
-    `text` is the decode loop's own list, to which the loop appends new tokens.
-    """
-
-    def __init__(self, text: list[int], columns: int, levels: int) -> None:
-        self.text, self.columns, self.levels = text, columns, levels
+    def __init__(self, columns: int, levels: int) -> None:
+        self.columns, self.levels = columns, levels
         self.pool = NGramPool(columns)
         self.seen = 0  # length of the text at the last draft; the pool holds all n-grams up to there
         self.window: list[list[int | None]] = [[None] * columns for _ in range(levels)]  # [level][column]
         self.nodes: list[list[int | None]] = []  # [level][column] -> node in the last tree, None if it was left out
 
-    def advance(self, choices: list[int]) -> None:
+    def advance(self, text: list[int], choices: list[int]) -> None:
         """Update window and pool from the target's choice at each node of the last tree and the text's new tokens."""
-        num_new = len(self.text) - self.seen
+        num_new = len(text) - self.seen
         if self.nodes:
             last_choices = [None if node is None else choices[node] for node in self.nodes[-1]]
             for column in range(self.columns):
@@ -70,30 +67,30 @@ class LookaheadRow:
             # Level k of column j guesses the token j + k + 1 places after the root, and the root has moved.
             levels = [*self.window[1:], last_choices]
             self.window = [(level[num_new - 1 :] + [None] * self.columns)[: self.columns] for level in levels]
-        for start in range(max(self.seen - self.levels, 0), len(self.text) - self.levels):
-            self.pool.add(self.text[start : start + self.levels + 1])
-        self.seen = len(self.text)
+        for start in range(max(self.seen - self.levels, 0), len(text) - self.levels):
+            self.pool.add(text[start : start + self.levels + 1])
+        self.seen = len(text)
 
-    def draft(self, max_depth: int, state: ConstraintState | None) -> Trie:
+    def draft(self, text: list[int], max_depth: int, state: ConstraintState | None) -> Trie:
         """The window and the pool's n-grams after the root token, as one tree."""
-        trie, parent = Trie(self.text[-1], max_depth, state), 0
+        trie, parent = Trie(text[-1], max_depth, state), 0
         self.nodes = [[None] * self.columns for _ in range(self.levels)]
         for column in range(self.columns):
-            path = trie.add_path(parent, [self.guess(level, column) for level in range(self.levels)])
+            path = trie.add_path(parent, [self.guess(text, level, column) for level in range(self.levels)])
             for level, node in enumerate(path):
                 self.nodes[level][column] = node
             if not path:
                 break
             parent = path[0]
-        for tokens in self.pool.following(self.text[-1]):
+        for tokens in self.pool.following(text[-1]):
             trie.add_path(0, tokens)
         return trie
 
-    def guess(self, level: int, column: int) -> int:
+    def guess(self, text: list[int], level: int, column: int) -> int:
         """The window's entry; an empty one is filled with a token of the text (in the paper, with a random token)."""
         known = self.window[level][column]
         if known is None:
-            known = self.text[-1 - (7 * column + level) % len(self.text)]
+            known = text[-1 - (7 * column + level) % len(text)]
             self.window[level][column] = known
         return known
 
@@ -111,7 +108,7 @@ class Lookahead:
 
     def __init__(self, columns: int, levels: int) -> None:
         self.columns, self.levels = columns, levels
-        self.rows: dict[int, LookaheadRow] = {}  # id(text) -> row; the row holds the text, so ids are not reused
+        self.rows: dict[int, LookaheadRow] = {}  # by the row's key
 
     @property
     def max_nodes(self) -> int:
@@ -126,15 +123,11 @@ class Lookahead:
 
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
         assert isinstance(verified, VerifiedOnHost)
-        texts, choices = verified.texts, verified.choices
-        self.rows = {
-            id(text): self.rows.get(id(text)) or LookaheadRow(text, self.columns, self.levels) for text in texts
-        }
+        self.rows = {key: self.rows.get(key) or LookaheadRow(self.columns, self.levels) for key in verified.keys}
         tries = []
-        for text, row_choices, remaining, state in zip(
-            texts, choices, verified.remaining, verified.states, strict=True
+        for row, text, choices, remaining, state in zip(
+            self.rows.values(), verified.texts, verified.choices, verified.remaining, verified.states, strict=True
         ):
-            row = self.rows[id(text)]
-            row.advance(row_choices)
-            tries.append(row.draft(min(remaining, self.depth), state))
+            row.advance(text, choices)
+            tries.append(row.draft(text, min(remaining, self.depth), state))
         return batch_tries(tries, self.max_nodes, verified.roots.device)

@@ -15,6 +15,7 @@ from headstart.inference.core.tree import Tree
 from headstart.inference.drafters.suffix_automaton import SuffixAutomaton
 from headstart.inference.drafters.trie import Child, GumbelRow, TreeLimits, Trie, batch_tries, grow_best_first
 
+NGRAM = 3  # tokens: the longest n-gram that is searched for in the text
 MAX_OCCURRENCES = 64  # of an n-gram, the latest ones
 MAX_MATCH = 64  # tokens at the end of the text that are searched for in a corpus
 
@@ -105,7 +106,7 @@ class PromptLookup(Lookup):
     It uses the longest n-gram of up to `ngram` tokens that occurred before. Different continuations share one tree.
     """
 
-    def __init__(self, limits: TreeLimits, ngram: int) -> None:
+    def __init__(self, limits: TreeLimits, ngram: int = NGRAM) -> None:
         super().__init__(limits)
         self.ngram = ngram
 
@@ -122,7 +123,7 @@ class CorpusLookup(Lookup):
     least that length, it drafts from the text, as prompt lookup does.
     """
 
-    def __init__(self, limits: TreeLimits, ngram: int, automaton: SuffixAutomaton) -> None:
+    def __init__(self, limits: TreeLimits, automaton: SuffixAutomaton, ngram: int = NGRAM) -> None:
         super().__init__(limits)
         self.ngram, self.automaton = ngram, automaton
 

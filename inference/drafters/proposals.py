@@ -25,7 +25,7 @@ class SampledChildren:
         if not isinstance(growth, Fixed):
             raise ValueError(
                 f"decode.growth: a {type(growth).__name__.lower()} tree chooses its nodes after it has drawn them, "
-                f"which rejection sampling does not allow; use chain or fixed, or decode.acceptance=seeded"
+                f"which rejection sampling does not allow; use chain or searched, or decode.acceptance=seeded"
             )
         self.growth, self.vocab = growth, vocab
         self.tokens: list[Int[Tensor, "batch frontier"]] = []

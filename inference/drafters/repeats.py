@@ -25,23 +25,22 @@ DEPTH = 12  # of a repeat; a longer one goes on in the next step
 class Repeated:
     """What one text has repeated so far."""
 
-    def __init__(self, text: list[int], temperature: float) -> None:
-        """`text` is the row's own list, which grows. Sampled texts repeat less."""
-        self.text = text
+    def __init__(self, temperature: float) -> None:
+        """Sampled texts repeat less."""
         self.right = {length: PRIOR * rate / (1 + temperature) for length, rate in RATES.items()}
         self.tried = dict.fromkeys(RATES, PRIOR)
         self.path: list[int] = []  # the last repeat
         self.start = 0  # where it would have begun in the text
         self.matched = 1  # the key of RATES that it had
 
-    def next_path(self, trie: Trie, gumbel: GumbelRow) -> list[int]:
+    def next_path(self, text: list[int], trie: Trie, gumbel: GumbelRow) -> list[int]:
         """The tokens that may come next, as deep as the trie may become."""
-        self._observe()
-        matches, length = Continuations.of_longest_match(self.text, LONGEST)
-        self.path, self.start = [], len(self.text)
+        self._observe(text)
+        matches, length = Continuations.of_longest_match(text, LONGEST)
+        self.path, self.start = [], len(text)
         if length:
             self.matched = max(least for least in RATES if least <= length)
-            alone = Trie(self.text[-1], min(trie.max_depth, DEPTH), trie.state)
+            alone = Trie(text[-1], min(trie.max_depth, DEPTH), trie.state)
             grow_best_first(alone, matches, Continuations.children, TreeLimits(DEPTH, 1, DEPTH), gumbel)
             self.path = alone.tokens[1:]
         return self.path
@@ -51,9 +50,9 @@ class Repeated:
         """How likely a token of the path is, if those before it are right."""
         return self.right[self.matched] / self.tried[self.matched]
 
-    def _observe(self) -> None:
+    def _observe(self, text: list[int]) -> None:
         """Compare the last path to what the text became, as far as that is known."""
-        for token, actual in zip(self.path, self.text[self.start :], strict=False):
+        for token, actual in zip(self.path, text[self.start :], strict=False):
             self.tried[self.matched] += 1
             self.right[self.matched] += token == actual
             if token != actual:
@@ -66,24 +65,23 @@ class Repeats:
     def __init__(self, most: int) -> None:
         """`most` draft tokens per row are added at most."""
         self.most, self.depth = most, DEPTH
-        self.rows: dict[int, Repeated] = {}  # id(text) -> row; the row holds the text, so ids are not reused
+        self.rows: dict[int, Repeated] = {}  # by the row's key
 
     def beside(self, tree: Tree, verified: VerifiedOnHost, growth: Growth) -> Tree:
         """The tree with repeats, as far as the growth policy finds them worth their verification."""
         samplings = verified.sampling.samplings
         self.rows = {
-            id(text): self.rows.get(id(text)) or Repeated(text, sampling.temperature)
-            for text, sampling in zip(verified.texts, samplings, strict=True)
+            key: self.rows.get(key) or Repeated(sampling.temperature)
+            for key, sampling in zip(verified.keys, samplings, strict=True)
         }
         # Of sampled rows, noise is drawn for the head's levels only.
         depth = max(self.depth, growth.depth) if verified.sampling.all_greedy else growth.depth
         all_tokens, all_parents = tree.tokens.tolist(), tree.parents.tolist()
         tries, paths, chances = [], [], []
-        for row, text in enumerate(verified.texts):
+        for row, (text, repeated) in enumerate(zip(verified.texts, self.rows.values(), strict=True)):
             trie = Trie(text[-1], min(verified.remaining[row], depth), verified.states[row])
             add_tree(trie, all_tokens[row], all_parents[row])
-            repeated = self.rows[id(text)]
-            path = repeated.next_path(trie, GumbelRow(verified, row))
+            path = repeated.next_path(text, trie, GumbelRow(verified, row))
             tries.append(trie)
             paths.append(path)
             known = trie.follow(path)

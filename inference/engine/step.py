@@ -168,6 +168,7 @@ class DecodeStep:
             drafted=[row.drafted for row in rows],
             remaining=[0 if row.unread.is_behind else row.usable_drafts for row in rows],
             texts=[row.text for row in rows],
+            keys=[row.key for row in rows],
             choices=[row.choices for row in rows],
             last_step=self.last_step,
             constraints=constraints_of(rows),

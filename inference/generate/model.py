@@ -85,8 +85,8 @@ class SpeculativeModel:
             raise ValueError(f"sampling: {sampling!r} given, a Sampling is allowed; write Sampling(seed=1)")
         if with_settings(self.sampling, DEFAULTS) != self.sampling:
             raise ValueError(
-                f"sampling: {self.sampling} given, only seed, rule, typical_epsilon, typical_delta, presence_penalty "
-                f"and frequency_penalty are allowed; pass all other fields with each call of generate"
+                f"sampling: {self.sampling} given, only seed, rule, presence_penalty and "
+                f"frequency_penalty are allowed; pass all other fields with each call of generate"
             )
 
     @classmethod

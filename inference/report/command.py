@@ -282,9 +282,8 @@ def trace_methods(recipe: Recipe, benchmark: Benchmark) -> list[Trace]:
     """Trace each method that drafts, on the first prompt at the first temperature."""
     sampling = sampling_from_recipe(recipe.decode, recipe.report.temperatures[0])
     prompt, new_tokens = benchmark.prompts[0].tokens, recipe.decode.max_new_tokens
-    lossy = "" if sampling.lossless else " (typical acceptance, LOSSY)"
     return [
-        trace(method.name + lossy, method.drafter, benchmark.target, prompt, new_tokens, sampling)
+        trace(method.name, method.drafter, benchmark.target, prompt, new_tokens, sampling)
         for method in benchmark.methods
         if method.drafter is not None
     ]

@@ -76,11 +76,6 @@ class Outcome:
         return self.new_tokens / self.stats.seconds
 
     @property
-    def is_lossy(self) -> bool:
-        """Typical acceptance takes likely enough draft tokens, so the text is no longer the target's own."""
-        return self.rule == "typical" and self.stats.drafted > 0
-
-    @property
     def draws_other_random_numbers(self) -> bool:
         """Is the text sampled with other random numbers than plain decoding's, and so different but equally likely?"""
         others = self.transformers or (self.rule == "rejection" and self.stats.drafted > 0)
@@ -166,7 +161,7 @@ def summarise(
         category: category_figures(category, place, plain, baselines, rounds, sampling.seed)
         for category in dict.fromkeys(prompt.category for prompt in prompts)
     }
-    if not (outcome.is_lossy or outcome.draws_other_random_numbers):
+    if not outcome.draws_other_random_numbers:
         outcome.divergences = [
             divergence(number, prompts[number].tokens, text, other, target, sampling)
             for number, (text, other) in enumerate(zip(texts, plain_texts, strict=True))

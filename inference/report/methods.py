@@ -65,5 +65,5 @@ def growth_of(baseline: Baseline, name: str, recipe: Recipe, target: TargetModel
     if name != OWN_HEAD and head.max_levels is not None:
         section = section.model_copy(update={"depth": min(section.depth, head.max_levels)})
     if baseline in ("chain", "cost_aware"):
-        section = section.model_copy(update={"growth": baseline, "paths": None})
+        section = section.model_copy(update={"growth": baseline})
     return growth_from_recipe(section, target, head)

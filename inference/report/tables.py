@@ -76,7 +76,7 @@ def further_tables(outcomes: list[Outcome]) -> list[list[list[str]]]:
 def tables_by_category(outcomes: list[Outcome]) -> list[list[list[str]]]:
     """For each figure, a table of methods by categories."""
     drafting = [o for o in outcomes if o.stats.tokens > o.stats.steps]  # without drafts the length is 1 everywhere
-    comparable = [o for o in outcomes if not (o.is_lossy or o.draws_other_random_numbers)]
+    comparable = [o for o in outcomes if not o.draws_other_random_numbers]
     figures: list[tuple[str, list[Outcome], Callable[[CategoryFigures], str]]] = [
         ("acceptance length", drafting, lambda found: f"{found.acceptance_length:.2f}"),
         ("same text", comparable, lambda found: f"{found.identical}/{found.prompts}"),
@@ -107,8 +107,6 @@ def milliseconds(seconds: float) -> str:
 
 def same_text(outcome: Outcome) -> str:
     """How many texts equal plain decoding's, or why they need not."""
-    if outcome.is_lossy:
-        return "lossy"
     if outcome.draws_other_random_numbers:
         return "different random numbers"
     return f"{outcome.identical}/{outcome.prompts}"
@@ -136,11 +134,8 @@ def heading(outcomes: list[Outcome]) -> str:
     tokens = sum(outcome.new_tokens for outcome in outcomes) // len(outcomes)
     first = outcomes[0]
     together = "" if first.batch == 1 else f" in batches of {first.batch}"
-    lossy = "; typical acceptance, LOSSY" if any(outcome.is_lossy for outcome in outcomes) else ""
     cut = f"; {first.shortened} prompts shortened to fit the target's positions" if first.shortened else ""
-    return (
-        f"temperature {first.temperature:g}, {first.prompts} prompts{together}, {tokens} tokens per method{cut}{lossy}"
-    )
+    return f"temperature {first.temperature:g}, {first.prompts} prompts{together}, {tokens} tokens per method{cut}"
 
 
 def short_table(outcomes: list[Outcome]) -> Table:
@@ -198,7 +193,7 @@ def draw(groups: dict[tuple[float, int], list[Outcome]]) -> Figure:
     figure = Figure(figsize=(13, 3.6 * len(groups)), layout="constrained")
     panels = figure.subplots(len(groups), 3, squeeze=False)
     for (speed, length, depth), ((temperature, batch), outcomes) in zip(panels, groups.items(), strict=True):
-        names = [f"{o.method}\n(lossy)" if o.is_lossy else o.method for o in outcomes]
+        names = [outcome.method for outcome in outcomes]
         colours = [f"C{i}" for i in range(len(outcomes))]
         for panel, values, title in (
             (speed, [o.tokens_per_second for o in outcomes], "tokens/s"),

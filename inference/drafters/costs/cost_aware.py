@@ -238,33 +238,13 @@ def searched_tree(head: DraftHead) -> StaticTree:
     return head.calibration.tree
 
 
-def refuse_more_children(section: DecodeSection, drafted: int) -> None:
-    """Raise ValueError if the recipe's trees rank more children than a head drafts tokens."""
-    if section.growth in ("dynamic", "cost_aware") and section.width > drafted:
-        raise ValueError(
-            f"decode.width: {section.width} given, 1 to {drafted} is allowed, because the head drafts {drafted} "
-            "tokens; lower it"
-        )
-    if section.paths is not None and (most := max(rank for path in section.paths for rank in path)) >= drafted:
-        raise ValueError(
-            f"decode.paths: child rank {most} given, 0 to {drafted - 1} is allowed, because the head drafts {drafted} "
-            "tokens; lower it"
-        )
-
-
 def growth_from_recipe(section: DecodeSection, target: TargetModel, head: DraftHead, batch: int = 1) -> Growth:
     """The recipe's policy. Cost-aware policies measure this target and head here, unless an earlier run did.
 
     `batch` is the number of rows that will be decoded together, if that is known.
-
-    Raises ValueError if a node would have more children than the head drafts tokens.
     """
-    refuse_more_children(section, len(head.vocab.ids))
     if section.growth == "chain":
         return Fixed.chain(section.depth) if section.acceptance == "rejection" else Dynamic.chain(section.depth)
-    if section.growth == "fixed":
-        assert section.paths is not None
-        return Fixed(section.paths)
     if section.growth == "searched":
         return Fixed(searched_tree(head).best(section.nodes))
     if section.growth == "searched_cost_aware":

@@ -122,6 +122,7 @@ class Bench:
             sampling=self.rows[GREEDY],
             history=None,
             texts=[[]] * self.batch,
+            keys=[*range(self.batch)],
         )
         return partial(drafter.draft, verified, self.cache)
 
