@@ -24,7 +24,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from headstart.common.os_errors import STARTS_OVER, errors_as_messages
+from headstart.common.errors import STARTS_OVER, errors_as_messages
 from headstart.heads.target_config import locate_target
 from headstart.inference.chat.session import Chat, converse
 from headstart.inference.core.sampling import sampling_from_recipe

@@ -27,7 +27,7 @@ from httpx import HTTPError
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HFValidationError
 
-from headstart.common.jsonl import read_json
+from headstart.common.files import read_json
 from headstart.heads.base import DraftHead
 from headstart.heads.checkpoint import load_head
 from headstart.heads.files import HeadFiles, check_can_write, write_folder

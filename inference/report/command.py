@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from headstart.common.files import check_folder
 from headstart.common.launcher import end_with_parent
 from headstart.common.progress import Progress
 from headstart.common.run_lock import only_run_in
-from headstart.common.whole_files import check_folder
 from headstart.heads.base import DraftHead
 from headstart.heads.target_config import locate_target
 from headstart.heads.target_origin import TargetOrigin

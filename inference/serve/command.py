@@ -15,7 +15,7 @@ from typing import Any
 
 import uvicorn
 
-from headstart.common.os_errors import NOT_BEGUN, errors_as_messages
+from headstart.common.errors import NOT_BEGUN, errors_as_messages
 from headstart.heads.base import DraftHead
 from headstart.heads.target_config import locate_target
 from headstart.inference.core.drafter import Drafter

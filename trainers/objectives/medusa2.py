@@ -13,8 +13,7 @@ from jaxtyping import Int
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from headstart.common.os_errors import naming
-from headstart.common.whole_files import removed_on_failure
+from headstart.common.files import naming, removed_on_failure
 from headstart.data_pipelines.features.batches import Batch
 from headstart.heads.base import DraftHead
 from headstart.heads.frozen import at_least_float32
