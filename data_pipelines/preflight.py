@@ -70,7 +70,7 @@ def refuse_size_mistakes(recipe: Recipe, folder: Path) -> None:
 
 def refuse_missing_devices(recipe: Recipe) -> None:
     """Raise ValueError for a device in the recipe that this machine does not have."""
-    if recipe.target.device_map is None and not recipe.target.spans_ranks:
+    if recipe.target.split is None:
         pick_device(recipe.target.device)
     for name in recipe.data.online_devices or ():
         pick_device(name, "data.online_devices")

@@ -148,9 +148,7 @@ def check_joint(head: dict[str, Any], train: dict[str, Any], target: dict[str, A
         ("head", "draft_vocab_size"),
         ("train", "pack_tokens"),
         ("train", "ema_decay"),
-        ("target", "device_map"),
-        ("target", "tp_plan"),
-        ("target", "zero_stage"),
+        ("target", "split"),
     ):
         if places[section].get(field) is not None:
             yield f"{section}.{field}", f"only null is allowed with joint.mode; remove {field}"
@@ -162,22 +160,16 @@ def check_shared_target(
     target: dict[str, Any], data: dict[str, Any], decode: dict[str, Any]
 ) -> Iterator[RecipeMistake]:
     """Reject fields that cannot be combined with a target spread over several ranks or devices."""
-    online = data.get("mode") == "online"
-    if online:  # training ranks read different samples at different times; a shared target needs them in step
-        for field in ("tp_plan", "zero_stage"):
-            if target.get(field) is not None:
-                yield f"target.{field}", f"only null is allowed with data.mode online; remove {field}"
-    if online and data.get("online_devices") is not None and target.get("device_map") is not None:
+    split, online = target.get("split"), data.get("mode") == "online"
+    if online and split == "tensor":  # training ranks read different samples; a shared target needs them in step
+        yield "target.split", "only layers or null is allowed with data.mode online; remove split"
+    if online and split == "layers" and data.get("online_devices") is not None:
         yield (
-            "target.device_map",
+            "target.split",
             "only null is allowed with data.online_devices, which place the target already; remove one of them",
         )
-    if (
-        target.get("tp_plan") is not None
-        and data.get("draft_head") is not None
-        and decode.get("growth") in TIMED_GROWTHS
-    ):
-        allowed = "a growth that measures no times is allowed with target.tp_plan and data.draft_head"
+    if split == "tensor" and data.get("draft_head") is not None and decode.get("growth") in TIMED_GROWTHS:
+        allowed = "a growth that measures no times is allowed with target.split tensor and data.draft_head"
         yield "decode.growth", f"{allowed}, because all ranks must draft the same tree; choose dynamic"
 
 
