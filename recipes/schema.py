@@ -208,7 +208,7 @@ class DataSection(Section):
     generate_batch: int = Field(default=32, gt=0, description="Responses generated in one batch.")
     harvest_batch: int = Field(default=8, gt=0, description="Samples in one target forward of the harvest.")
     heldout_samples: int = Field(default=64, gt=0, description="Held-out samples for metrics, never trained on.")
-    shard_samples: int = Field(default=512, gt=0, description="Samples per feature shard.")
+    shard_samples: int = Field(default=256, gt=0, description="Samples per feature shard.")
     shuffle_shards: int | None = Field(
         default=None,
         gt=0,
