@@ -12,7 +12,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from headstart.recipes.checks import check_against_disk
+from headstart.recipes.checks import recipe_mistakes
 from headstart.recipes.fields import in_yaml, recipe_fields, recipe_sections, section_keys
 from headstart.recipes.removed import REMOVED
 from headstart.recipes.schema import Recipe
@@ -100,7 +100,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     except ValidationError as error:
         for details in error.errors():
             add_schema_mistake(raw, details)
-    for field_path, allowed_and_advice in check_against_disk(raw.values):
+    for field_path, allowed_and_advice in recipe_mistakes(raw.values):
         raw.add_mistake(field_path, allowed_and_advice)
     if recipe is None or raw.mistakes:
         count = "1 mistake" if len(raw.mistakes) == 1 else f"{len(raw.mistakes)} mistakes"

@@ -41,8 +41,8 @@ from headstart.heads.keys import read_config
 from headstart.heads.medusa import MedusaHead
 from headstart.heads.target_config import locate_target
 from headstart.recipes import Recipe, run_command
+from headstart.recipes.checks import refuse_original_target
 from headstart.recipes.schema import Dtype
-from headstart.recipes.tuned_target import refuse_original_target
 
 
 def main() -> None:

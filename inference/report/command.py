@@ -43,7 +43,7 @@ from headstart.inference.targets.loading import processor_name, slow_format
 from headstart.inference.targets.model import TargetModel, generation_fields, pick_device
 from headstart.inference.targets.tokenizer import Tokenizer, load_tokenizer, text_of
 from headstart.recipes import Recipe
-from headstart.recipes.tuned_target import refuse_original_target
+from headstart.recipes.checks import refuse_original_target
 
 
 @dataclass(frozen=True)
