@@ -28,11 +28,7 @@ CONTEXTS = (256, 1024, 4096, 8192)
 ROWS = (1, 8)
 MOST_KEYS = 16384  # of all rows together
 REPEATS = 15
-KINDS: tuple[dict[str, str], ...] = (
-    {"attention": "sdpa", "packed_weights": "never"},
-    {"attention": "sdpa"},
-    {},
-)
+KINDS = (({"attention": "sdpa"}, False), ({"attention": "sdpa"}, True), ({}, True))  # of the target; packed weights?
 
 
 def main() -> None:
@@ -41,7 +37,7 @@ def main() -> None:
 
 def benchmark(recipe: Recipe) -> None:
     """Print one table: a row per context length and number of rows."""
-    targets = [TargetModel.load(recipe.target.model_copy(update=kind), ()) for kind in KINDS]
+    targets = [TargetModel.load(recipe.target.model_copy(update=kind), (), packed) for kind, packed in KINDS]
     table = Table("context", "rows", "transformers, ms", "its attention, ms", "headstart, ms", "ratio", "of attention")
     for context, rows in product(CONTEXTS, ROWS):
         if context > targets[0].max_positions - NODES or rows * context > MOST_KEYS:

@@ -31,7 +31,7 @@ from headstart.inference.drafters.trie import GumbelRow, TreeLimits, Trie
 from headstart.inference.engine.loop import generate
 from headstart.inference.report.runs import TokenTimes
 from headstart.inference.show.inputs import held_out_prompts
-from headstart.inference.targets.model import TargetModel, with_own_weights
+from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, run_command
 
 TRANSFORMERS_NGRAM = 2  # default of its max_matching_ngram_size
@@ -110,7 +110,7 @@ def main() -> None:
 def run(recipe: Recipe) -> None:
     torch.set_num_threads(recipe.report.threads or torch.get_num_threads())
     prompts, new_tokens, depth = held_out_prompts(recipe), recipe.decode.max_new_tokens, recipe.decode.depth
-    target = TargetModel.load(with_own_weights(recipe.target), ())
+    target = TargetModel.load(recipe.target, (), packed=False)
     layers = target.config.num_layers
     draft = first_layers_alone(target, max(layers // 4, 1))
     tree, limits = Dynamic(depth, recipe.decode.width, recipe.decode.nodes), TreeLimits(depth, 1, depth)

@@ -17,7 +17,7 @@ import torch
 from accelerate import PartialState
 from rich.console import Console
 
-from headstart.common.jsonl import read_jsonl
+from headstart.common.files import read_jsonl
 from headstart.data_pipelines.prompts.prompts import make_prompts_alone
 from headstart.data_pipelines.prompts.responses import responses_path, sampling_of, target_writer, write_responses
 from headstart.data_pipelines.stages.shard_work import ShardPrompts, prompt_shards, show_progress

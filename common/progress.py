@@ -1,4 +1,4 @@
-"""How far a stage is: a bar on a terminal; elsewhere, such as in a log file, a line now and then."""
+"""The progress of a stage: a bar on a terminal; elsewhere, such as in a log file, a line now and then."""
 
 import time
 from collections.abc import Callable
@@ -12,12 +12,12 @@ from rich.progress import TimeRemainingColumn as TimeLeftColumn
 from rich.table import Column
 from rich.text import Text
 
-# A line is printed after this share of the work or this many seconds, whichever comes first, but not more often.
+# A line is printed after SHARE of the work or SECONDS, whichever comes first, and at least APART seconds after another.
 SHARE, SECONDS, APART = 0.05, 30.0, 5.0
 
 
 class NoteColumn(ProgressColumn):
-    """The text beside the bar, the first to be cut where a terminal is narrow."""
+    """The note after the bar, which is cut first where a terminal is narrow."""
 
     def __init__(self) -> None:
         super().__init__(Column(no_wrap=False))
@@ -27,9 +27,9 @@ class NoteColumn(ProgressColumn):
 
 
 class Progress:
-    """A context manager that shows how much of `total` is done, how fast it goes and how long the rest will take.
+    """A context manager that shows how much of `total` is done, the speed, and the time left.
 
-    `unit` is the plural of what is counted, and `done` is what an earlier run has finished. Nothing is shown unless
+    `unit` is a plural, such as samples; `done` counts those that an earlier run finished. Nothing is shown unless
     `active`. A line appears when work is reported, so no thread disturbs what is measured.
     """
 
@@ -47,14 +47,9 @@ class Progress:
         self.console = Console()
         self.on_terminal = active and self.console.is_terminal and not self.console.is_dumb_terminal
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), NoteColumn()
-        self._bar = Bar(
-            *columns,
-            TimeElapsedColumn(),
-            TimeLeftColumn(),
-            console=self.console,
-            refresh_per_second=2,
-            disable=not self.on_terminal,
-        )
+        times = TimeElapsedColumn(), TimeLeftColumn()
+        off = not self.on_terminal
+        self._bar = Bar(*columns, *times, console=self.console, refresh_per_second=2, disable=off)
         self._task = self._bar.add_task(what, total=total, completed=done, text="")
 
     def __enter__(self) -> "Progress":
@@ -70,7 +65,7 @@ class Progress:
         self._bar.stop()
 
     def advance(self, count: int, text: str | None = None) -> None:
-        """Count work that is done now; `text` replaces what is shown beside it, such as a loss."""
+        """Count work that is done now; `text` replaces the note, such as a loss."""
         self._own += count
         self.skip(count, text)
 

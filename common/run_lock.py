@@ -19,9 +19,8 @@ from pathlib import Path
 
 import psutil
 
+from headstart.common.files import naming, removed_on_failure
 from headstart.common.launcher import launcher_command
-from headstart.common.os_errors import naming
-from headstart.common.whole_files import removed_on_failure
 
 LOCK = "in_use.json"
 HEARTBEAT_SECONDS = 10.0  # between two signs of life of a lock's owner

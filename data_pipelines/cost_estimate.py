@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
-from headstart.common.jsonl import read_jsonl
+from headstart.common.files import read_jsonl
 from headstart.data_pipelines.features.state_encoding import bytes_per_token
 from headstart.data_pipelines.prompts.responses import Text, responses_path
 from headstart.data_pipelines.stages.shard_work import ShardPrompts

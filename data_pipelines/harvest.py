@@ -16,9 +16,9 @@ from functools import cache, partial
 import torch
 from accelerate import PartialState
 
-from headstart.common.jsonl import read_jsonl
+from headstart.common.errors import CONTINUES
+from headstart.common.files import read_jsonl
 from headstart.common.launcher import end_with_launcher
-from headstart.common.os_errors import CONTINUES
 from headstart.data_pipelines.cost_estimate import FeatureCost, first_batch, forecast_disk, time_second_run
 from headstart.data_pipelines.features.features import TapTexts, tap, write_features
 from headstart.data_pipelines.features.shards import (

@@ -17,8 +17,8 @@ from headstart.heads.target_config import SAFE_FILES, TargetConfig, locate_targe
 from headstart.inference.targets.model import pick_device
 from headstart.inference.targets.tokenizer import Tokenizer, load_tokenizer
 from headstart.recipes import Recipe
+from headstart.recipes.checks import size_mistakes
 from headstart.recipes.schema import HUB_PREFIX, PYTHON_STDLIB, SELF
-from headstart.recipes.target_checks import size_mistakes
 
 WITHOUT_WEIGHTS = [pattern for pattern in SAFE_FILES if pattern != "*.safetensors"]
 
@@ -70,7 +70,7 @@ def refuse_size_mistakes(recipe: Recipe, folder: Path) -> None:
 
 def refuse_missing_devices(recipe: Recipe) -> None:
     """Raise ValueError for a device in the recipe that this machine does not have."""
-    if recipe.target.device_map is None and not recipe.target.spans_ranks:
+    if recipe.target.split is None:
         pick_device(recipe.target.device)
     for name in recipe.data.online_devices or ():
         pick_device(name, "data.online_devices")

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from headstart.common.whole_files import remove, removed_on_failure, write_text
+from headstart.common.files import remove, removed_on_failure, write_text
 from headstart.heads.base import DraftHead
 from headstart.heads.block import BlockHead, mask_token
 from headstart.heads.block_keys import is_block_config

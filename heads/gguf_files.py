@@ -5,8 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from headstart.common.process import user_cache
 from headstart.common.run_lock import only_run_in
-from headstart.common.user_cache import user_cache
 from headstart.heads.model_files import both_ends
 
 

@@ -9,8 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headstart.common.os_errors import naming
-from headstart.common.whole_files import remove, removed_on_failure
+from headstart.common.files import naming, remove, removed_on_failure
 
 
 def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:

@@ -1,33 +1,52 @@
-"""Checks that need more than one field's type: files that must exist, sections that must agree, the target's own sizes.
+"""Checks that need more than one field: files that must exist, sections that must agree, the target's own sizes.
 
-They read the untyped values, so they still run when other fields of the recipe are wrong.
+They read the untyped values, so they still run when other fields of the recipe are wrong. Each mistake is a pair of
+section.key and "WHAT IS ALLOWED; what to do".
 """
 
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
-from headstart.recipes.schema import (
-    HUB_PREFIX,
-    PYTHON_STDLIB,
-    SELF,
-    BlockSection,
-    DecodeSection,
-    MedusaSection,
-    TrainSection,
-)
-from headstart.recipes.target_checks import RecipeMistake, dict_or_empty, size_mistakes
+from headstart.recipes.fields import recipe_sections
+from headstart.recipes.schema import HUB_PREFIX, PYTHON_STDLIB, SELF, Recipe
 
+RecipeMistake = tuple[str, str]
+Values = dict[str, Any]
 TIMED_GROWTHS = ("adaptive", "cost_aware", "searched_cost_aware")  # these depend on measured step times
+RANKED_GROWTHS = ("dynamic", "cost_aware")  # they expand a node by its decode.width likeliest children
 RELATIVE_PATHS = "relative paths start from the current directory"
 
 
-def check_against_disk(values: dict[str, Any]) -> Iterator[RecipeMistake]:
+def recipe_mistakes(values: Values) -> Iterator[RecipeMistake]:
     """Yield every missing file, every contradiction between sections, and every size that does not fit the target."""
-    data, target, head = (dict_or_empty(values.get(section)) for section in ("data", "target", "head"))
-    prompts, heldout_prompts, path = data.get("prompts"), data.get("heldout_prompts"), target.get("path")
+    recipe = with_defaults(values)
+    yield from file_mistakes(recipe)
+    yield from kind_mistakes(recipe, dict_or_empty(values.get("train")))
+    if recipe["joint"]["mode"] is not None:
+        yield from joint_mistakes(recipe)
+    yield from split_mistakes(recipe)
+    yield from target_mistakes(recipe)
+    yield from baseline_mistakes(recipe["report"], recipe["decode"])
+    yield from folder_mistakes(recipe, values.get("run_dir"))
+    yield from magnitude_mistakes(values)
+
+
+def with_defaults(values: Values) -> dict[str, Values]:
+    """Every section, with the defaults of fields that are not given; of a head only if its kind is known."""
+    sections = {}
+    for name, kinds in recipe_sections().items():
+        given = dict_or_empty(values.get(name))
+        model = kinds.get(str(given.get("kind", "")))
+        fields = {} if model is None else model.model_fields
+        sections[name] = {key: field.default for key, field in fields.items() if not field.is_required()} | given
+    return sections
+
+
+def file_mistakes(recipe: dict[str, Values]) -> Iterator[RecipeMistake]:
+    prompts, heldout_prompts = (recipe["data"].get(key) for key in ("prompts", "heldout_prompts"))
     built_in = isinstance(prompts, str) and (prompts in (PYTHON_STDLIB, SELF) or prompts.startswith(HUB_PREFIX))
     if isinstance(prompts, str) and not built_in and not os.path.exists(os.path.expanduser(prompts)):
         names = f"{HUB_PREFIX}org/name:split, {PYTHON_STDLIB} or {SELF}"
@@ -37,54 +56,106 @@ def check_against_disk(values: dict[str, Any]) -> Iterator[RecipeMistake]:
     if named and not os.path.isfile(os.path.expanduser(str(heldout_prompts))):
         allowed = f"an existing file, or {SELF} with data.prompts {SELF}, is allowed"
         yield "data.heldout_prompts", f"{allowed}; put the prompts there ({RELATIVE_PATHS})"
-    train, kind = dict_or_empty(values.get("train")), head.get("kind")
-    if train.get("regression_weight") and kind != "eagle1":
+
+
+def kind_mistakes(recipe: dict[str, Values], given: Values) -> Iterator[RecipeMistake]:
+    """Fields of training (`given`) that the kind of head does not have, and depths that it does not reach."""
+    head, train = recipe["head"], recipe["train"]
+    kind = head.get("kind")
+    if train["regression_weight"] and kind != "eagle1":
         yield (
             "train.regression_weight",
             f"only 0 or null is allowed, as {kind} predicts no features; remove it, or choose head.kind eagle1",
         )
     if kind == "medusa":
-        yield from check_medusa_depth(head, train, dict_or_empty(values.get("decode")))
+        yield from medusa_mistakes(head, train, recipe["decode"])
     if kind == "block":
-        yield from check_block(head, train, dict_or_empty(values.get("decode")))
+        yield from block_mistakes(head, train, recipe["decode"])
     elif isinstance(kind, str):
         for field in ("anchors", "confidence_weight"):
-            if field in train:
+            if field in given:
                 yield f"train.{field}", "only block heads have it; remove it, or choose head.kind block"
-    if dict_or_empty(values.get("joint")).get("mode") is not None:
-        yield from check_joint(head, train, target)
-    yield from check_shared_target(target, data, dict_or_empty(values.get("decode")))
-    if isinstance(path, str) and path.endswith(".gguf"):
-        if not Path(os.path.expanduser(path)).is_file():
-            yield "target.path", f"an existing GGUF file is allowed; put the file there ({RELATIVE_PATHS})"
-    elif isinstance(path, str) and path and is_local(path):
-        yield from check_target(Path(os.path.expanduser(path)), values)
-    yield from check_baselines(dict_or_empty(values.get("report")), dict_or_empty(values.get("decode")))
-    yield from check_folders(values)
-    yield from check_magnitudes(values)
 
 
-def check_baselines(report: dict[str, Any], decode: dict[str, Any]) -> Iterator[RecipeMistake]:
-    """Rows of the report need what they draft with."""
-    baselines, needs = report.get("baselines"), {"draft_model": "draft_model", "suffix": "corpus"}
-    for baseline, field in (needs | {"generate_assisted": "draft_model"}).items():
-        if isinstance(baselines, list) and baseline in baselines and decode.get(field) is None:
+def medusa_mistakes(head: Values, train: Values, decode: Values) -> Iterator[RecipeMistake]:
+    """Medusa has one head per draft level: training unrolls all of them, and decoding can draft no deeper."""
+    heads, depth = head["medusa_heads"], decode["depth"]
+    if train["unroll"] != heads:
+        yield (
+            "train.unroll",
+            f"{heads} is allowed, one step per Medusa head (head.medusa_heads); write train.unroll: {heads}",
+        )
+    if is_count(heads) and is_count(depth) and depth > heads:
+        yield (
+            "decode.depth",
+            f"1 to {heads} is allowed, one level per Medusa head; lower it, or raise head.medusa_heads",
+        )
+
+
+def block_mistakes(head: Values, train: Values, decode: Values) -> Iterator[RecipeMistake]:
+    """A pass drafts as many levels as a block predicts: training scores all of them, decoding uses no more."""
+    size, depth = head["block_size"], decode["depth"]
+    if not is_count(size):
+        return
+    levels = size if head["sample_from_anchor"] else size - 1
+    why = f"the levels that a block of {size} drafts (head.block_size)"
+    if train["unroll"] != levels:
+        yield "train.unroll", f"{levels} is allowed, {why}; write train.unroll: {levels}"
+    if is_count(depth) and depth > levels and decode["drafter"] == "head":
+        yield "decode.depth", f"1 to {levels} is allowed, {why}; lower it, or raise head.block_size and train again"
+    if train["input_noise"]:
+        yield "train.input_noise", "only 0 or null is allowed with head.kind block; remove it"
+
+
+def joint_mistakes(recipe: dict[str, Values]) -> Iterator[RecipeMistake]:
+    """Fields that cannot be combined with training the target together with its heads."""
+    kind = recipe["head"].get("kind")
+    if kind != "medusa":
+        yield "joint.mode", f"only null is allowed with head.kind {kind}; remove it, or choose head.kind medusa"
+    places = ("head", "draft_vocab_size"), ("train", "pack_tokens"), ("train", "ema_decay"), ("target", "split")
+    for section, field in places:
+        if recipe[section].get(field) is not None:
+            yield f"{section}.{field}", f"only null is allowed with joint.mode; remove {field}"
+    if recipe["train"]["export"] != "newest":
+        yield "train.export", "only newest is allowed with joint.mode; choose newest"
+
+
+def split_mistakes(recipe: dict[str, Values]) -> Iterator[RecipeMistake]:
+    """Fields that cannot be combined with a target that is split over several ranks or devices."""
+    split, data, online = recipe["target"]["split"], recipe["data"], recipe["data"]["mode"] == "online"
+    if online and split == "tensor":  # training ranks read different samples; a shared target needs them in step
+        yield "target.split", "only layers or null is allowed with data.mode online; remove split"
+    if online and split == "layers" and data["online_devices"] is not None:
+        yield (
+            "target.split",
+            "only null is allowed with data.online_devices, which place the target already; remove one of them",
+        )
+    if split == "tensor" and data["draft_head"] is not None and recipe["decode"]["growth"] in TIMED_GROWTHS:
+        allowed = "a growth that measures no times is allowed with target.split tensor and data.draft_head"
+        yield "decode.growth", f"{allowed}, because all ranks must draft the same tree; choose dynamic"
+
+
+def baseline_mistakes(report: Values, decode: Values) -> Iterator[RecipeMistake]:
+    """Rows of the report whose drafter lacks what it needs."""
+    baselines = report["baselines"] if isinstance(report["baselines"], list) else []
+    needs = {"draft_model": "draft_model", "suffix": "corpus", "generate_assisted": "draft_model"}
+    for baseline, field in needs.items():
+        if baseline in baselines and decode[field] is None:
             allowed = f"a path is allowed, because report.baselines has {baseline}"
             yield f"decode.{field}", f"{allowed}; add it, or remove {baseline} there"
-    if isinstance(baselines, list) and "repeats" in baselines and decode.get("repeats") in (None, 0):
+    if "repeats" in baselines and not decode["repeats"]:
         yield (
             "decode.repeats",
             "1 to 64 is allowed, because report.baselines has repeats; add it, or remove repeats there",
         )
-    if isinstance(baselines, list) and "cost_aware" in baselines and decode.get("acceptance") == "rejection":
+    if "cost_aware" in baselines and decode["acceptance"] == "rejection":
         allowed = "only rows other than cost_aware are allowed with decode.acceptance rejection, as it prunes by score"
         yield "report.baselines", f"{allowed}; remove cost_aware"
 
 
-def check_folders(values: dict[str, Any]) -> Iterator[RecipeMistake]:
+def folder_mistakes(recipe: dict[str, Values], run_dir: object) -> Iterator[RecipeMistake]:
     """A folder to write to must not be a file, nor lie below one."""
-    places = {"run_dir": values.get("run_dir")}
-    places |= {f"{name}.folder": dict_or_empty(values.get(name)).get("folder") for name in ("data", "export")}
+    places = {"run_dir": run_dir, **{f"{name}.folder": recipe[name]["folder"] for name in ("data", "export")}}
     for field, folder in places.items():
         if not isinstance(folder, str) or not folder:
             continue
@@ -93,111 +164,134 @@ def check_folders(values: dict[str, Any]) -> Iterator[RecipeMistake]:
             yield field, f"a folder that exists or can be made is allowed, and {taken[0]} is a file; choose another"
 
 
-def check_magnitudes(values: dict[str, Any]) -> Iterator[RecipeMistake]:
+def magnitude_mistakes(values: Values) -> Iterator[RecipeMistake]:
     """No whole number may exceed 64 bits, which no library below takes."""
     for name, section in values.items():
-        fields = {f"{name}.{key}": value for key, value in section.items()} if isinstance(section, dict) else {}
-        for path, value in fields.items():
+        for key, value in dict_or_empty(section).items():
             numbers = value if isinstance(value, list) else [value]
             if any(isinstance(number, int) and abs(number) >= 2**63 for number in numbers):
-                yield path, "a number of fewer than 64 bits is allowed; lower it"
+                yield f"{name}.{key}", "a number of fewer than 64 bits is allowed; lower it"
 
 
-def check_medusa_depth(head: dict[str, Any], train: dict[str, Any], decode: dict[str, Any]) -> Iterator[RecipeMistake]:
-    """Medusa has one head per draft level: training unrolls all of them, and decoding can draft no deeper."""
-    heads = head.get("medusa_heads", MedusaSection.model_fields["medusa_heads"].default)
-    unroll = train.get("unroll", TrainSection.model_fields["unroll"].default)
-    depth = decode.get("depth", DecodeSection.model_fields["depth"].default)
-    if unroll != heads:
-        yield (
-            "train.unroll",
-            f"{heads} is allowed, one step per Medusa head (head.medusa_heads); write train.unroll: {heads}",
-        )
-    if isinstance(heads, int) and isinstance(depth, int) and depth > heads:
-        yield (
-            "decode.depth",
-            f"1 to {heads} is allowed, one level per Medusa head; lower it, or raise head.medusa_heads",
-        )
-
-
-def check_block(head: dict[str, Any], train: dict[str, Any], decode: dict[str, Any]) -> Iterator[RecipeMistake]:
-    """A pass drafts as many levels as a block predicts: training scores all of them, decoding uses no more."""
-    fields, size = BlockSection.model_fields, head.get("block_size")
-    size = fields["block_size"].default if size is None else size
-    if not isinstance(size, int):
+def target_mistakes(recipe: dict[str, Values]) -> Iterator[RecipeMistake]:
+    """A local target must be a model whose sizes the recipe fits."""
+    path = recipe["target"].get("path")
+    if not isinstance(path, str) or not path:
         return
-    from_anchor = head.get("sample_from_anchor", fields["sample_from_anchor"].default)
-    levels, why = size if from_anchor else size - 1, f"the levels that a block of {size} drafts (head.block_size)"
-    unroll = train.get("unroll", TrainSection.model_fields["unroll"].default)
-    depth = decode.get("depth", DecodeSection.model_fields["depth"].default)
-    if unroll != levels:
-        yield "train.unroll", f"{levels} is allowed, {why}; write train.unroll: {levels}"
-    if isinstance(depth, int) and depth > levels and decode.get("drafter", "head") == "head":
-        yield "decode.depth", f"1 to {levels} is allowed, {why}; lower it, or raise head.block_size and train again"
-    if train.get("input_noise"):
-        yield "train.input_noise", "only 0 or null is allowed with head.kind block; remove it"
-
-
-def check_joint(head: dict[str, Any], train: dict[str, Any], target: dict[str, Any]) -> Iterator[RecipeMistake]:
-    """Reject fields that cannot be combined with training the target together with its heads (joint.mode)."""
-    if head.get("kind") != "medusa":
-        allowed = f"only null is allowed with head.kind {head.get('kind')}"
-        yield "joint.mode", f"{allowed}; remove it, or choose head.kind medusa"
-    places = {"head": head, "train": train, "target": target}
-    for section, field in (
-        ("head", "draft_vocab_size"),
-        ("train", "pack_tokens"),
-        ("train", "ema_decay"),
-        ("target", "device_map"),
-        ("target", "tp_plan"),
-        ("target", "zero_stage"),
-    ):
-        if places[section].get(field) is not None:
-            yield f"{section}.{field}", f"only null is allowed with joint.mode; remove {field}"
-    if train.get("export", "newest") != "newest":
-        yield "train.export", "only newest is allowed with joint.mode; choose newest"
-
-
-def check_shared_target(
-    target: dict[str, Any], data: dict[str, Any], decode: dict[str, Any]
-) -> Iterator[RecipeMistake]:
-    """Reject fields that cannot be combined with a target spread over several ranks or devices."""
-    online = data.get("mode") == "online"
-    if online:  # training ranks read different samples at different times; a shared target needs them in step
-        for field in ("tp_plan", "zero_stage"):
-            if target.get(field) is not None:
-                yield f"target.{field}", f"only null is allowed with data.mode online; remove {field}"
-    if online and data.get("online_devices") is not None and target.get("device_map") is not None:
-        yield (
-            "target.device_map",
-            "only null is allowed with data.online_devices, which place the target already; remove one of them",
-        )
-    if (
-        target.get("tp_plan") is not None
-        and data.get("draft_head") is not None
-        and decode.get("growth") in TIMED_GROWTHS
-    ):
-        allowed = "a growth that measures no times is allowed with target.tp_plan and data.draft_head"
-        yield "decode.growth", f"{allowed}, because all ranks must draft the same tree; choose dynamic"
-
-
-def is_local(path: str) -> bool:
-    """Whether a target path is clearly a local folder and not a hub name."""
-    return path.startswith((".", "/", "~")) or Path(Path(path).parts[0]).is_dir()
-
-
-def check_target(folder: Path, values: dict[str, Any]) -> Iterator[RecipeMistake]:
-    """Check that the folder holds a model and that the recipe's sizes fit it."""
+    folder = Path(os.path.expanduser(path))
+    if path.endswith(".gguf"):
+        if not folder.is_file():
+            yield "target.path", f"an existing GGUF file is allowed; put the file there ({RELATIVE_PATHS})"
+        return
+    if not path.startswith((".", "/", "~")) and not Path(Path(path).parts[0]).is_dir():
+        return  # a name on the hub
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except OSError:
         allowed = "a folder with a model's config.json, or a hub name, is allowed"
         yield "target.path", f"{allowed}; put the model there ({RELATIVE_PATHS})"
-        return
     except ValueError as error:
         yield "target.path", f"a folder with a readable config.json is allowed; fix the file ({error})"
+    else:
+        if isinstance(config, dict):
+            yield from size_mistakes(config, recipe)
+        else:
+            yield "target.path", "a folder whose config.json is a JSON object is allowed; give the folder of a model"
+
+
+def size_mistakes(config: Values, recipe: dict[str, Values]) -> Iterator[RecipeMistake]:
+    """Yield every size that does not fit a target with this config.json."""
+    sizes = dict_or_empty(config.get("text_config")) or config  # multimodal models keep the decoder's sizes there
+    head, data, decode = recipe["head"], recipe["data"], recipe["decode"]
+    if is_count(layers := first(sizes, "num_hidden_layers", "n_layer")):
+        yield from layer_mistakes(layers, head, decode)
+    if is_count(vocab_size := sizes.get("vocab_size")):
+        yield from vocabulary_mistakes(vocab_size, head, decode)
+    if is_count(positions := first(sizes, "max_position_embeddings", "n_positions")):
+        yield from length_mistakes(positions, data, decode)
+    num_heads, num_kv_heads = first(sizes, "num_attention_heads", "n_head"), head.get("num_kv_heads")
+    own_heads = head.get("num_heads") is not None
+    if not own_heads and is_count(num_heads) and is_count(num_kv_heads) and num_heads % num_kv_heads:
+        yield (
+            "head.num_kv_heads",
+            f"a divisor of the target's {num_heads} attention heads is allowed; change it, or set head.num_heads",
+        )
+
+
+def layer_mistakes(layers: int, head: Values, decode: Values) -> Iterator[RecipeMistake]:
+    taps, exit_layers = head.get("taps"), decode["exit_layers"]
+    if isinstance(taps, list) and (beyond := [tap for tap in taps if is_count(tap) and tap > layers]):
+        allowed = f"hidden states 0 to {layers} of a target with {layers} layers are allowed"
+        yield "head.taps", f"{allowed}; replace {', '.join(map(str, beyond))}"
+    if is_count(exit_layers) and exit_layers >= layers:
+        yield (
+            "decode.exit_layers",
+            f"1 to {layers - 1} is allowed, fewer than the target's {layers} layers; lower it, or null for half",
+        )
+
+
+def vocabulary_mistakes(vocab_size: int, head: Values, decode: Values) -> Iterator[RecipeMistake]:
+    """A head cannot draft more tokens than the target has, nor more children than it drafts tokens."""
+    draft_vocab_size, width = head.get("draft_vocab_size"), decode["width"]
+    if is_count(draft_vocab_size) and draft_vocab_size > vocab_size:
+        yield (
+            "head.draft_vocab_size",
+            f"1 to the target's {vocab_size} tokens are allowed; lower it, or null for all of them",
+        )
+    if is_count(mask := head.get("mask_token_id")) and mask >= vocab_size:
+        yield (
+            "head.mask_token_id",
+            f"0 to {vocab_size - 1} of the target's tokens is allowed; choose one that it never writes, or null for "
+            "its last",
+        )
+    drafted, whose = vocab_size, "the target has tokens"
+    if is_count(draft_vocab_size) and decode["drafter"] == "head":
+        drafted, whose = min(draft_vocab_size, vocab_size), "the head drafts tokens (head.draft_vocab_size)"
+    if decode["growth"] in RANKED_GROWTHS and is_count(width) and width > drafted:
+        yield "decode.width", f"1 to {drafted} is allowed, as many as {whose}; lower it"
+
+
+def length_mistakes(positions: int, data: Values, decode: Values) -> Iterator[RecipeMistake]:
+    """Neither a sample nor a decoded text may be longer than the target's positions."""
+    prompt, response, new_tokens = data["prompt_tokens"], data["response_tokens"], decode["max_new_tokens"]
+    if is_count(prompt) and is_count(response) and prompt + response > positions:
+        field, other = ("prompt_tokens", response) if prompt >= positions else ("response_tokens", prompt)
+        most = f"up to {positions - other}" if other < positions else f"fewer than {positions}"
+        yield (
+            f"data.{field}",
+            f"{most} is allowed, because data.prompt_tokens {prompt} and data.response_tokens {response} make samples "
+            f"of {prompt + response} tokens and the target has {positions} positions; lower one of them",
+        )
+    if is_count(new_tokens) and new_tokens >= positions:
+        yield (
+            "decode.max_new_tokens",
+            f"1 to {positions - 1} is allowed, fewer than the target's {positions} positions; lower it",
+        )
+
+
+def refuse_original_target(recipe: Recipe, head: Path | None) -> None:
+    """Raise ValueError if the run's own head would be used with the target from before joint training.
+
+    `head` is the folder of the head in use; None means the head that this run trained.
+    """
+    if recipe.joint.mode is None or (head is not None and head.resolve() != recipe.head_dir.resolve()):
         return
-    if not isinstance(config, dict):
-        yield "target.path", "a folder whose config.json is a JSON object is allowed; give the folder of a model"
-        return
-    yield from size_mistakes(config, values)
+    if Path(recipe.target.path).resolve() != recipe.tuned_target_dir.resolve():
+        raise ValueError(
+            f"target.path: {recipe.target.path} given, but a head trained with joint.mode {recipe.joint.mode} is for "
+            f"the tuned target; give target.path={recipe.tuned_target_dir}"
+        )
+
+
+def first(sizes: Values, *names: str) -> Any:
+    """The first of these keys that is given."""
+    return next((sizes[name] for name in names if sizes.get(name) is not None), None)
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Whether a value is a whole number above 0; the schema has reported it if it is not."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def dict_or_empty(value: object) -> Values:
+    return value if isinstance(value, dict) else {}

@@ -10,8 +10,8 @@ from typing import NoReturn
 from rich.console import Console
 from rich.table import Table
 
-from headstart.common.allocator import keep_freed_memory
-from headstart.common.os_errors import STARTS_OVER, errors_as_messages
+from headstart.common.errors import STARTS_OVER, errors_as_messages
+from headstart.common.process import keep_freed_memory
 from headstart.recipes.fields import recipe_fields
 from headstart.recipes.load import RecipeError, load_recipe
 from headstart.recipes.schema import Recipe

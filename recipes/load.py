@@ -12,12 +12,12 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from headstart.recipes.checks import check_against_disk
+from headstart.recipes.checks import recipe_mistakes
 from headstart.recipes.fields import in_yaml, recipe_fields, recipe_sections, section_keys
 from headstart.recipes.removed import REMOVED
 from headstart.recipes.schema import Recipe
 
-NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)  # what PyYAML raises; numbers of 5000 digits are ValueErrors
+NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)  # errors of PyYAML; a number of 5000 digits is a ValueError
 
 
 class RecipeError(ValueError):
@@ -50,16 +50,9 @@ RecipeLoader.add_implicit_resolver(
 SHOWN = 60  # characters of a value in a message
 
 
-class ShortRepr(reprlib.Repr):
-    """`repr` that looks no deeper than a message can show: nested aliases may stand for billions of values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlevel, self.maxlist, self.maxdict = 4, 10, 10
-        self.maxstring = self.maxlong = self.maxother = 2 * SHOWN
-
-
-SHORT = ShortRepr()
+SHORT = reprlib.Repr()  # looks no deeper than a message can show: nested aliases may stand for billions of values
+SHORT.maxlevel, SHORT.maxlist, SHORT.maxdict = 4, 10, 10
+SHORT.maxstring = SHORT.maxlong = SHORT.maxother = 2 * SHOWN
 
 
 @dataclass
@@ -82,6 +75,7 @@ class RawRecipe:
         return text if len(text) <= SHOWN else f"{text[:half]}...{text[-half:]}"
 
     def add_mistake(self, path: str, allowed_and_advice: str) -> None:
+        """Report a field with its value; `allowed_and_advice` is "WHAT IS ALLOWED; what to do"."""
         place = f" ({self.places[path]})" if path in self.places else ""
         line = f"{path}: {self.given(path)} given, {allowed_and_advice}{place}"
         if line not in self.mistakes:  # two bad items in one list count as one mistake
@@ -100,7 +94,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     except ValidationError as error:
         for details in error.errors():
             add_schema_mistake(raw, details)
-    for field_path, allowed_and_advice in check_against_disk(raw.values):
+    for field_path, allowed_and_advice in recipe_mistakes(raw.values):
         raw.add_mistake(field_path, allowed_and_advice)
     if recipe is None or raw.mistakes:
         count = "1 mistake" if len(raw.mistakes) == 1 else f"{len(raw.mistakes)} mistakes"
@@ -122,24 +116,22 @@ def check_arguments(path: Any, overrides: Any) -> None:
 
 def read_recipe_file(path: Path) -> RawRecipe:
     """Read a recipe file's values and their line numbers; raises RecipeError if it is not a YAML mapping."""
+    raw = RawRecipe()
     try:
         loader = RecipeLoader(path.read_text(encoding="utf-8"))
         document = loader.get_single_node()
+        if document is None:  # an empty file: every required field is reported later
+            return raw
+        if not isinstance(document, yaml.MappingNode):
+            raise RecipeError(f"{path}: not a recipe; write sections, each with `key: value` lines below it")
+        repeated = list(record_lines(document, raw.places))
+        raw.values = with_text_keys(loader.construct_document(document))
     except OSError as error:
         raise RecipeError(f"{path}: {error.strerror}; give the path of a recipe, such as recipes/tiny.yaml") from error
+    except RecipeError:
+        raise
     except NOT_YAML as error:
         raise RecipeError(f"{path}: not YAML: {in_one_line(error)}; fix the file there") from error
-    raw = RawRecipe()
-    if document is None:  # an empty file: every required field is reported later
-        return raw
-    if not isinstance(document, yaml.MappingNode):
-        raise RecipeError(f"{path}: not a recipe; write sections, each with `key: value` lines below it")
-    repeated = list(record_lines(document, raw.places))
-    try:
-        values = loader.construct_document(document)
-    except NOT_YAML as error:
-        raise RecipeError(f"{path}: not YAML: {in_one_line(error)}; fix the file there") from error
-    raw.values = with_text_keys(values)
     for name in recipe_sections():
         if raw.values.get(name, ...) is None:  # a section whose keys are all commented out
             raw.values[name] = {}

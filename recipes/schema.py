@@ -110,49 +110,21 @@ class TargetSection(Section):
     device: DeviceName = Field(
         default="auto", description="Torch device, such as cuda:1; auto is cuda if available, else cpu."
     )
-    device_map: Literal["auto"] | None = Field(
+    split: Literal["layers", "tensor"] | None = Field(
         default=None,
-        description="auto spreads the layers over all devices of the process, for a target too large for one; null is "
-        "one.",
-    )
-    tp_plan: Literal["auto"] | None = Field(
-        default=None,
-        description="auto splits every layer over all ranks of the launch, which compute each batch together (tensor "
-        "parallelism, by transformers' plan for the model); null does not.",
-    )
-    zero_stage: Literal[3] | None = Field(
-        default=None,
-        description="3 divides the weights among all ranks of the launch and gathers a layer when it computes; each "
-        "rank has its own batches (DeepSpeed ZeRO-3). null keeps whole weights.",
+        description="How a target too large for one device is split. layers: over all devices of the process; tensor: "
+        "every layer over all ranks of the launch, which compute each batch together; null is one device.",
     )
     trust_remote_code: bool = Field(default=False, description="Run Python code shipped with the model.")
     attention: Literal["auto", "sdpa", "eager"] = Field(
         default="auto",
         description="Attention code of the target. auto: the fastest exact one; sdpa, eager: transformers' own.",
     )
-    packed_weights: Literal["auto", "never"] = Field(
-        default="auto",
-        description="auto: on a CPU, large weights are laid out for its kernels: bfloat16 ones in blocks, float32 "
-        "ones in half precision where that changes none; steps are up to twice as fast. never: as they were loaded.",
-    )
     compile: bool = Field(
         default=False,
         description="Compile target and head layers (torch.compile) for the fixed-shape decode steps that CUDA graphs "
         "replay; the first texts wait for compilation.",
     )
-
-    @model_validator(mode="after")
-    def one_kind_of_sharing(self) -> "TargetSection":
-        fields = {"device_map": self.device_map, "tp_plan": self.tp_plan, "zero_stage": self.zero_stage}
-        given = [name for name, value in fields.items() if value is not None]
-        if len(given) > 1:
-            raise ValueError(f"one of {', '.join(fields)} is allowed; remove {given[0]}")
-        return self
-
-    @property
-    def spans_ranks(self) -> bool:
-        """Whether the ranks of a launch hold one target between them."""
-        return self.tp_plan is not None or self.zero_stage is not None
 
 
 class DataSection(Section):
@@ -234,7 +206,7 @@ class DataSection(Section):
     generate_batch: int = Field(default=32, gt=0, description="Responses generated in one batch.")
     harvest_batch: int = Field(default=8, gt=0, description="Samples in one target forward of the harvest.")
     heldout_samples: int = Field(default=64, gt=0, description="Held-out samples for metrics, never trained on.")
-    shard_samples: int = Field(default=512, gt=0, description="Samples per feature shard.")
+    shard_samples: int = Field(default=256, gt=0, description="Samples per feature shard.")
     shuffle_shards: int | None = Field(
         default=None,
         gt=0,

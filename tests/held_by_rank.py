@@ -21,9 +21,7 @@ from headstart.recipes import load_recipe
 
 def held(parameter: nn.Parameter) -> int:
     """How many values of a parameter this rank keeps between forward passes."""
-    if isinstance(parameter, DTensor):
-        return parameter.to_local().numel()
-    return vars(parameter)["ds_tensor"].numel() if "ds_tensor" in vars(parameter) else parameter.numel()
+    return parameter.to_local().numel() if isinstance(parameter, DTensor) else parameter.numel()
 
 
 def main(recipe_path: str, result: str, *overrides: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from bad_inputs import Says, assert_raises, assert_refused, assert_told, type_command
 
-from headstart.common.jsonl import read_jsonl
+from headstart.common.files import read_jsonl
 from headstart.data_pipelines.features.shards import FeatureStore
 
 FIX = "fix them, or raise data.max_bad_fraction"

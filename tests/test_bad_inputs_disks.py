@@ -200,12 +200,12 @@ def recipe(path: str) -> Command:
     return lambda place: ["harvest", path.format(folder=place.folder)]
 
 
-FILE_FOR_FOLDER = "this is a file", "only a folder is allowed here", "move the file away"
+FILE_FOR_FOLDER = " is a file", "", "move the file away"
 OTHER_RUN_DIR = "or choose another run_dir"
-NO_SPACE = "no space left on device", "a disk with room for the whole file is needed", "make room there"
-READ_ONLY = "read-only file system", "a disk that can be written to is needed", "mount it writable"
-DENIED = "permission denied", "a path that this user may read and write is allowed", "change its permissions"
-TOO_LONG = "file name too long", "most file systems allow 255 bytes in a name", "choose a shorter one"
+NO_SPACE = "No space left on device", "", "make room there"
+READ_ONLY = "Read-only file system", "", "mount the disk writable"
+DENIED = "Permission denied", "", "change its permissions"
+TOO_LONG = "File name too long", "", "choose a shorter name"
 TOO_LONG_IN_RECIPE = "a path with names of up to 255 bytes is allowed", "choose another, shorter one"
 OFFLINE = "neither a local folder nor a model available on the hub", "a folder with config.json", "or a hub name"
 NO_HEAD = "holds no head", "no config.json", "give"
@@ -248,7 +248,7 @@ CASES: dict[str, tuple[Command, Damage, Says]] = {
     "inspect: run_dir is where no folder can be": (
         with_recipe("inspect", "run_dir=/proc/headstart"),
         nothing,
-        Says("/proc/headstart", "no such file or directory", "an existing path is allowed", OTHER_RUN_DIR),
+        Says("/proc/headstart", "No such file or directory", "", OTHER_RUN_DIR),
     ),
     # prompts, responses, features
     "harvest: prompts/ is a file": (
@@ -309,20 +309,20 @@ CASES: dict[str, tuple[Command, Damage, Says]] = {
     "harvest: the disk fails": (
         with_recipe("harvest"),
         together(gone("features"), unwritable_weights(errno.EIO)),
-        Says("features/train-00000.safetensors:", "input/output error", "a disk without errors is needed", "check it"),
+        Says("features/train-00000.safetensors:", "Input/output error", "", "check the disk"),
     ),
     "harvest: the quota is exceeded": (
         with_recipe("harvest"),
         together(gone("features"), unwritable_weights(errno.EDQUOT)),
-        Says("features/train-00000.safetensors:", "disk quota exceeded", *NO_SPACE[1:]),
+        Says("features/train-00000.safetensors:", "Disk quota exceeded", *NO_SPACE[1:]),
     ),
     "inspect: the list of prompts is missing": (
         with_recipe("inspect"),
         gone("prompts/train.jsonl", "responses"),
         Says(
             "prompts/train.jsonl:",
-            "no such file or directory",
-            "an existing path is allowed",
+            "No such file or directory",
+            "",
             "prompts/stage.json, and",
         ),
     ),
@@ -334,14 +334,12 @@ CASES: dict[str, tuple[Command, Damage, Says]] = {
     "harvest: a file of responses is missing": (
         with_recipe("harvest"),
         gone("responses/train-00000.jsonl", "features"),
-        Says(
-            "responses/train-00000.jsonl:", "no such file", "an existing path is allowed", "responses/stage.json, and"
-        ),
+        Says("responses/train-00000.jsonl:", "No such file", "", "responses/stage.json, and"),
     ),
     "inspect: a file of responses is a folder": (
         with_recipe("inspect"),
         a_folder("responses/train-00000.jsonl"),
-        Says("responses/train-00000.jsonl:", "is a directory", "only a file is allowed here", OTHER_RUN_DIR),
+        Says("responses/train-00000.jsonl:", "Is a directory", "a file is needed here", OTHER_RUN_DIR),
     ),
     "inspect: a file of responses may not be read": (
         with_recipe("inspect"),
@@ -362,7 +360,7 @@ CASES: dict[str, tuple[Command, Damage, Says]] = {
     "train: metrics.jsonl is a folder": (
         with_recipe("train"),
         together(WITHOUT_CHECKPOINTS, a_folder("metrics.jsonl")),
-        Says("metrics.jsonl:", "is a directory", "only a file is allowed here", OTHER_RUN_DIR),
+        Says("metrics.jsonl:", "Is a directory", "a file is needed here", OTHER_RUN_DIR),
     ),
     "train: no space for the metrics": (
         with_recipe("train"),
@@ -422,7 +420,7 @@ CASES: dict[str, tuple[Command, Damage, Says]] = {
     "report: report.json is a folder": (
         report(),
         a_folder("report/report.json"),
-        Says("report/report.json:", "is a directory", "only a file is allowed here", OTHER_RUN_DIR),
+        Says("report/report.json:", "Is a directory", "a file is needed here", OTHER_RUN_DIR),
     ),
     "report: no space for the figure": (report(), full_disk("*.png.partial"), Says("report/report.png:", *NO_SPACE)),
     "report: no space for the page": (report(), full_disk("*.html.partial"), Says("report/report.html:", *NO_SPACE)),
@@ -440,7 +438,7 @@ CASES: dict[str, tuple[Command, Damage, Says]] = {
     "export: export/ is a file": (
         with_recipe("export", "export.format=vllm"),
         a_file("export"),
-        Says("export/vllm:", "run/export is a file", "only a folder is allowed here", OTHER_RUN_DIR),
+        Says("export/vllm:", "run/export is a file", "", "move the file away"),
     ),
     "export: no space for the weights": (
         with_recipe("export", "export.folder={run}/new"),
@@ -570,7 +568,7 @@ CASES: dict[str, tuple[Command, Damage, Says]] = {
     "store merge: the new store lies below a file": (
         store("merge", "file/all", "features"),
         a_file("file"),
-        Says("run/file/all:", "run/file is a file", "only a folder is allowed here", "move the file away"),
+        Says("run/file/all:", "run/file is a file", "", "move the file away"),
     ),
     "store merge: no space": (
         store("merge", "all", "features"),

@@ -338,14 +338,6 @@ COMBINATIONS: list[Case] = [
         "allows",
     ),
     (
-        "two ways to share a target",
-        ["target.tp_plan=auto", "target.zero_stage=3"],
-        "target",
-        "tp_plan",
-        "one of device_map, tp_plan, zero_stage is allowed",
-        "remove",
-    ),
-    (
         "two writers of responses",
         ["data.server=http://x", "data.draft_head=head"],
         "data",
@@ -524,11 +516,11 @@ COMBINATIONS: list[Case] = [
     ),
     (
         "online with a shared target",
-        ["data.mode=online", "target.tp_plan=auto"],
-        "target.tp_plan",
-        "'auto' given",
-        "only null",
-        "remove tp_plan",
+        ["data.mode=online", "target.split=tensor"],
+        "target.split",
+        "'tensor' given",
+        "only layers or null",
+        "remove split",
     ),
     (
         "other heads without their rows",

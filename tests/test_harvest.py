@@ -22,7 +22,7 @@ from rich.filesize import decimal
 from tiny_run import build_run, build_tokenizer, tiny_recipe
 from torch.testing import assert_close
 
-from headstart.common.jsonl import append_jsonl, read_jsonl, resume_jsonl
+from headstart.common.files import append_jsonl, read_jsonl, resume_jsonl
 from headstart.data_pipelines.cost_estimate import duration
 from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.data_pipelines.features.state_encoding import bytes_per_token
@@ -100,9 +100,9 @@ def test_a_short_harvest_is_not_announced_as_0_minutes(seconds: float, words: st
     assert duration(seconds) == words
 
 
-def test_a_target_loaded_with_device_map_computes_the_same_states(tmp_path: Path) -> None:
+def test_a_target_split_by_layers_computes_the_same_states(tmp_path: Path) -> None:
     build_run(tmp_path)
-    plain, spread = (tiny_recipe(tmp_path, f"target.device_map={word}").target for word in ("null", "auto"))
+    plain, spread = (tiny_recipe(tmp_path, f"target.split={word}").target for word in ("null", "layers"))
     tokens = torch.arange(20)[None]
     outputs = [TargetModel.load(section, (2, 7)).forward(tokens) for section in (plain, spread)]
     for name, tensor in vars(outputs[0]).items():

@@ -53,7 +53,7 @@ ONLY_IN = {
         "data_pipelines/stages/",
         "data_pipelines/prompts/self_written/rounds.py",
     ),
-    "deepspeed": ("trainers/", "inference/targets/ranks.py"),
+    "deepspeed": ("trainers/",),
     "peft": ("trainers/objectives/medusa2.py",),
     "matplotlib": ("inference/report/",),
     "wandb": ("trainers/",),

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from headstart.common import allocator
+from headstart.common import process
 
 PAGES = 62_000  # pages of all blocks together
 COUNT = """
@@ -26,7 +26,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def fresh_pages(mode: str) -> int:
-    command = [sys.executable, "-c", COUNT, allocator.__file__, mode]
+    command = [sys.executable, "-c", COUNT, process.__file__, mode]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return int(done.stdout)
 

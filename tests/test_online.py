@@ -8,7 +8,7 @@ import torch
 from tiny_run import assert_same_sample, modified, tiny_recipe
 from torch.testing import assert_close
 
-from headstart.common.jsonl import read_jsonl
+from headstart.common.files import read_jsonl
 from headstart.data_pipelines.features.features import States, tap
 from headstart.data_pipelines.features.online import OnlineStore
 from headstart.data_pipelines.features.sample_stores import SampleStore, open_stores

@@ -15,7 +15,7 @@ from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.request import Request
 from headstart.inference.drafters.build import load_drafting_head
 from headstart.inference.engine.loop import generate_batch
-from headstart.inference.targets.model import TargetModel, with_own_weights
+from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.packed_weights import (
     BlockedLinear,
     HalfLinear,
@@ -131,7 +131,7 @@ def test_siblings_keep_nothing_once_each_has_its_output() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_text_is_the_same_and_the_layers_have_no_weights_of_their_own(folder: Path, dtype: Dtype) -> None:
     section = TargetSection(path=str(folder), dtype=dtype, device="cpu")
-    packed, loaded = (TargetModel.load(each, (0,)) for each in (section, with_own_weights(section)))
+    packed, loaded = (TargetModel.load(section, (0,), packed=packed) for packed in (True, False))
     assert packed.is_packed
     assert not loaded.is_packed
     assert not [name for name, _ in packed.model.named_parameters() if "proj" in name]

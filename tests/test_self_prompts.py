@@ -17,7 +17,7 @@ from test_chat_masks import FAMILIES, template_of
 from tiny_run import contents, tiny_recipe
 from transformers import PreTrainedTokenizerFast
 
-from headstart.common.jsonl import append_jsonl, read_jsonl
+from headstart.common.files import append_jsonl, read_jsonl
 from headstart.data_pipelines.harvest import harvest
 from headstart.data_pipelines.prompts.language import Languages
 from headstart.data_pipelines.prompts.prompts import describe_prompts, make_prompts_alone
@@ -151,7 +151,7 @@ def test_candidates_of_a_run_on_other_ranks_are_reused(folder: Path, tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("override", ["target.tp_plan=null", "target.tp_plan=auto"])
+@pytest.mark.parametrize("override", ["target.split=null", "target.split=tensor"])
 def test_two_ranks_write_the_prompts_of_one(folder: Path, tmp_path: Path, override: str) -> None:
     recipe = own_recipe(folder, tmp_path)
     command = "ddp", 2, "data_pipelines.harvest", folder / "recipe.yaml", override, f"run_dir={tmp_path / 'run'}"

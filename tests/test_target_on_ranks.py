@@ -1,11 +1,8 @@
-"""Laws of targets that ranks hold together: split by tensor parallel or ZeRO, they give what one process gives."""
+"""Laws of targets that ranks hold together: split by tensor parallelism, they give what one process gives."""
 
-import importlib.util
 import json
 import shutil
-import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,22 +10,18 @@ import torch
 from families import FAMILIES
 from launches import finish, launch, launch_module
 from tiny_run import assert_same_sample, tiny_recipe
-from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, LlamaConfig
 
 from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.data_pipelines.features.store import verify
 from headstart.data_pipelines.harvest import harvest
 from headstart.heads.checkpoint import draft_vocab, new_head, save_head
 from headstart.heads.frozen import FrozenTarget
-from headstart.inference.targets.ranks import load_zero_slices, refuse_split
+from headstart.inference.targets.ranks import refuse_split
 from headstart.recipes import Recipe, load_recipe
-from headstart.recipes.schema import TargetSection
 from headstart.trainers.ranks.launch import refuse_lone_decoding
 
-needs_deepspeed = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is an extra: pip install -e .[deepspeed]"
-)
-OVERRIDES = ["target.tp_plan=auto", pytest.param("target.zero_stage=3", marks=needs_deepspeed)]
+TENSOR = "target.split=tensor"
 
 
 def assert_same_harvest(found: Path, expected: Path) -> None:
@@ -46,22 +39,14 @@ def assert_same_harvest(found: Path, expected: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("override", OVERRIDES)
-def test_ranks_that_share_a_target_harvest_what_one_process_harvests(
-    harvested: Path, tmp_path: Path, override: str
-) -> None:
+def test_ranks_that_share_a_target_harvest_what_one_process_harvests(harvested: Path, tmp_path: Path) -> None:
     """Responses too, although the number of decode steps differs from rank to rank."""
-    finish(
-        launch_module("ddp", 2, "data_pipelines.harvest", harvested / "recipe.yaml", override, f"run_dir={tmp_path}")
-    )
+    finish(launch_module("ddp", 2, "data_pipelines.harvest", harvested / "recipe.yaml", TENSOR, f"run_dir={tmp_path}"))
     assert_same_harvest(tmp_path, harvested / "run")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("override", OVERRIDES)
-def test_ranks_that_share_a_target_resume_a_harvest_of_one_process(
-    harvested: Path, tmp_path: Path, override: str
-) -> None:
+def test_ranks_that_share_a_target_resume_a_harvest_of_one_process(harvested: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(harvested / "run", run)
     for folder, gone in (("responses", "train-00001.jsonl"), ("features", "train-00000.safetensors")):
@@ -70,15 +55,12 @@ def test_ranks_that_share_a_target_resume_a_harvest_of_one_process(
         (run / folder / gone).unlink()
     written = (harvested / "run" / "responses" / "train-00001.jsonl").read_text()
     (run / "responses" / "train-00001.jsonl.journal").write_text(written[: len(written) // 2])
-    finish(launch_module("ddp", 2, "data_pipelines.harvest", harvested / "recipe.yaml", override, f"run_dir={run}"))
+    finish(launch_module("ddp", 2, "data_pipelines.harvest", harvested / "recipe.yaml", TENSOR, f"run_dir={run}"))
     assert_same_harvest(run, harvested / "run")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("override", OVERRIDES)
-def test_drafting_with_a_head_for_a_shared_target_leaves_its_text_the_same(
-    harvested: Path, tmp_path: Path, override: str
-) -> None:
+def test_drafting_with_a_head_for_a_shared_target_leaves_its_text_the_same(harvested: Path, tmp_path: Path) -> None:
     recipe = tiny_recipe(harvested)
     frozen = FrozenTarget.from_folder(harvested / "target", torch.float32)
     vocab = draft_vocab(recipe.head, FeatureStore(recipe.features_dir, "train").token_counts(300))
@@ -86,20 +68,19 @@ def test_drafting_with_a_head_for_a_shared_target_leaves_its_text_the_same(
     draft = f"data.draft_head={tmp_path / 'head'}"
     finish(
         launch_module(
-            "ddp", 2, "data_pipelines.harvest", harvested / "recipe.yaml", override, draft, f"run_dir={tmp_path}"
+            "ddp", 2, "data_pipelines.harvest", harvested / "recipe.yaml", TENSOR, draft, f"run_dir={tmp_path}"
         )
     )
     assert_same_harvest(tmp_path, harvested / "run")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("override", OVERRIDES)
 def test_each_rank_holds_half_the_target_and_ranks_may_have_different_amounts_of_work(
-    harvested: Path, tmp_path: Path, override: str
+    harvested: Path, tmp_path: Path
 ) -> None:
     """About half of all weights, before and after the forward passes; tensor parallel keeps the small norms whole."""
     result = tmp_path / "held.json"
-    finish(launch("ddp", 2, "tests/held_by_rank.py", harvested / "recipe.yaml", result, override))
+    finish(launch("ddp", 2, "tests/held_by_rank.py", harvested / "recipe.yaml", result, TENSOR))
     everything = 2 * 300 * 32 + 7 * (32 * (32 + 16 + 16 + 32) + 3 * 32 * 64) + 15 * 32
     held = json.loads(result.read_text())
     assert held == [[held[0][0]] * 2] * 2
@@ -107,39 +88,28 @@ def test_each_rank_holds_half_the_target_and_ranks_may_have_different_amounts_of
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("override", OVERRIDES)
-def test_every_family_has_the_same_states_and_text_on_ranks_as_alone(tmp_path: Path, override: str) -> None:
-    """Families without a tensor-parallel plan in transformers are refused under tp_plan; ZeRO splits all of them."""
+def test_every_family_has_the_same_states_and_text_on_ranks_as_alone(tmp_path: Path) -> None:
+    """Families without a tensor-parallel plan in transformers are refused."""
     models = {name: make() for name, make in FAMILIES.items() if name != "int8"}
     for name, model in models.items():
         model.save_pretrained(tmp_path / "models" / name)
     result = tmp_path / "errors.json"
-    kind = override.removeprefix("target.").partition("=")[0]
-    finish(launch("ddp", 2, "tests/families_on_ranks.py", tmp_path / "models", kind, result))
+    finish(launch("ddp", 2, "tests/families_on_ranks.py", tmp_path / "models", result))
     planless = {name for name, model in models.items() if model.config.base_model_tp_plan is None}
     assert len(planless) < len(models) / 2
     errors = json.loads(result.read_text())
     assert errors.keys() == models.keys()
     for name, error in errors.items():
-        if kind == "tp_plan" and name in planless:
-            assert "refused: target.tp_plan: auto given, transformers has no plan" in error
+        if name in planless:
+            assert "refused: target.split: tensor given, transformers has no plan" in error
         else:
             assert isinstance(error, float), f"{name}: {error}"
             assert error < 1e-5, name
 
 
-@pytest.mark.slow
-@needs_deepspeed
-def test_a_sliced_target_is_harvested_and_then_a_sliced_head_trained(harvested: Path, tmp_path: Path) -> None:
-    override = "target.zero_stage=3"
-    finish(launch("zero3", 2, "trainers/eagle.py", harvested / "recipe.yaml", override, f"run_dir={tmp_path}"))
-    assert_same_harvest(tmp_path, harvested / "run")
-    assert (tmp_path / "head" / "model.safetensors").is_file()
-
-
 def test_one_process_loads_a_target_meant_for_ranks_whole(harvested: Path, tmp_path: Path) -> None:
     """The report does so with the recipe of the harvest."""
-    harvest(tiny_recipe(harvested, "target.tp_plan=auto", f"run_dir={tmp_path}"))
+    harvest(tiny_recipe(harvested, "target.split=tensor", f"run_dir={tmp_path}"))
     assert_same_harvest(tmp_path, harvested / "run")
 
 
@@ -150,40 +120,28 @@ def test_one_process_loads_a_target_meant_for_ranks_whole(harvested: Path, tmp_p
 def test_attention_heads_that_ranks_cannot_share_evenly_are_refused(heads: int, kv_heads: int, ranks: int) -> None:
     config = LlamaConfig(hidden_size=heads * 8, num_attention_heads=heads, num_key_value_heads=kv_heads)
     refuse_split(config, 1)
-    with pytest.raises(ValueError, match=rf"target\.tp_plan: auto given, {ranks} ranks cannot share {heads} attention"):
+    with pytest.raises(ValueError, match=rf"target\.split: tensor given, {ranks} ranks cannot share {heads} attention"):
         refuse_split(config, ranks)
 
 
-def test_zero_without_deepspeed_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "deepspeed", None)
-    section = TargetSection(path="anywhere", dtype="float32", zero_stage=3)
-    with pytest.raises(ValueError, match=r"target\.zero_stage: 3 given, which needs DeepSpeed; pip install"):
-        load_zero_slices(section, partial(LlamaForCausalLM, LlamaConfig()))
-
-
 def test_a_family_without_a_tensor_parallel_plan_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"no plan for a 'gpt2' model; choose target\.zero_stage 3"):
+    with pytest.raises(ValueError, match=r"no plan for a 'gpt2' model; choose layers"):
         refuse_split(GPT2Config(), 2)
 
 
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
-        (["target.tp_plan=auto", "target.zero_stage=3"], "one of device_map, tp_plan, zero_stage is allowed"),
         (
-            ["target.tp_plan=auto", "data.mode=online"],
-            r"target\.tp_plan: .* only null is allowed with data\.mode online",
+            ["target.split=tensor", "data.mode=online"],
+            r"target\.split: .* only layers or null is allowed",
         ),
         (
-            ["target.zero_stage=3", "data.mode=online"],
-            r"target\.zero_stage: .* only null is allowed with data\.mode online",
-        ),
-        (
-            ["target.tp_plan=auto", "data.draft_head=head", "decode.growth=cost_aware"],
+            ["target.split=tensor", "data.draft_head=head", "decode.growth=cost_aware"],
             r"decode\.growth: .* because all ranks must draft the same tree",
         ),
         (["data.online_devices=[cpu]"], "online_devices are for mode online"),
-        (["data.mode=online", "data.online_devices=[cpu]", "target.device_map=auto"], r"target\.device_map: .* null"),
+        (["data.mode=online", "data.online_devices=[cpu]", "target.split=layers"], r"target\.split: .* null"),
     ],
 )
 def test_recipes_that_contradict_a_shared_target_are_refused(harvested: Path, overrides: list[str], why: str) -> None:
@@ -192,9 +150,9 @@ def test_recipes_that_contradict_a_shared_target_are_refused(harvested: Path, ov
 
 
 def test_decoding_on_the_main_rank_alone_is_refused(make_recipe: Callable[..., Recipe]) -> None:
-    recipe = make_recipe("run", "target.tp_plan=auto", "train.eval_prompts=2")
+    recipe = make_recipe("run", "target.split=tensor", "train.eval_prompts=2")
     refuse_lone_decoding(recipe, 1)
-    refuse_lone_decoding(make_recipe("run", "target.tp_plan=auto"), 2)
+    refuse_lone_decoding(make_recipe("run", "target.split=tensor"), 2)
     message = r"train\.eval_prompts: 2 given, only 0 is allowed while 2 ranks hold the target"
     with pytest.raises(ValueError, match=message):
         refuse_lone_decoding(recipe, 2)

@@ -11,8 +11,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from headstart.common.os_errors import cause, reason
-from headstart.common.whole_files import remove, removed_on_failure
+from headstart.common.errors import remedy
+from headstart.common.files import remove, removed_on_failure
 from headstart.data_pipelines.stages.stage import Json, differences, write_text
 from headstart.heads.safetensors_file import write_safetensors
 
@@ -182,10 +182,9 @@ class Checkpoints:
                 flush(self.folder)
         except OSError as error:
             kept = ", ".join(f"step-{step}" for step in self.steps()) or "none before it"
-            allowed, remedy = cause(error)
             raise ValueError(
-                f"{path} cannot be written ({reason(error)}; {allowed}); whole checkpoints: {kept}; {remedy}; the same "
-                "command continues from the newest"
+                f"{path} cannot be written ({error.strerror}); whole checkpoints: {kept}; {remedy(error)}, which "
+                "continues from the newest"
             ) from error
 
     def _refuse_difference(self, path: Path, found: Any) -> None:

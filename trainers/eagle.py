@@ -15,7 +15,7 @@ if __name__ == "__main__":
 
 from functools import partial
 
-from headstart.common.os_errors import CONTINUES
+from headstart.common.errors import CONTINUES
 from headstart.recipes import run_command
 from headstart.trainers.run import run
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from headstart.common.jsonl import read_jsonl
+from headstart.common.files import read_jsonl
 from headstart.data_pipelines.features.batches import Batch
 from headstart.data_pipelines.features.sample_stores import SampleStore
 from headstart.heads.base import DraftHead

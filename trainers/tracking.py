@@ -9,7 +9,7 @@ from typing import Any
 
 import wandb
 
-from headstart.common.jsonl import append_jsonl, read_growing_jsonl, write_jsonl
+from headstart.common.files import append_jsonl, read_growing_jsonl, write_jsonl
 from headstart.common.progress import Progress
 from headstart.data_pipelines.stages.stage import write_text
 from headstart.recipes import Recipe

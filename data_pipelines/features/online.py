@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from headstart.common.jsonl import read_jsonl
+from headstart.common.files import read_jsonl
 from headstart.data_pipelines.features.batches import Sample, length_buckets
 from headstart.data_pipelines.features.features import TapTexts, on_host
 from headstart.data_pipelines.features.shards import median_tap_sizes

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from headstart.common.jsonl import read_json
+from headstart.common.files import read_json
 from headstart.data_pipelines.features.batches import Sample, tapped
 from headstart.data_pipelines.features.state_encoding import decode, encode
 from headstart.data_pipelines.features.token_counts import read_counts

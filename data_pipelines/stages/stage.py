@@ -10,7 +10,7 @@ from typing import Any
 
 import xxhash
 
-from headstart.common.whole_files import write_text
+from headstart.common.files import write_text
 
 Json = dict[str, Any]
 CHECKSUM = "xxh3_128"  # of each shard, in a store's manifest

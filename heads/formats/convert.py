@@ -17,7 +17,7 @@ if __name__ == "__main__":
 from collections.abc import Sequence
 from pathlib import Path
 
-from headstart.common.os_errors import errors_as_messages
+from headstart.common.errors import errors_as_messages
 from headstart.heads.checkpoint import save_head
 from headstart.heads.files import HeadFiles
 from headstart.heads.formats.published import import_head, widest_dtype

@@ -27,7 +27,7 @@ from httpx import HTTPError
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HFValidationError
 
-from headstart.common.jsonl import read_json
+from headstart.common.files import read_json
 from headstart.heads.base import DraftHead
 from headstart.heads.checkpoint import load_head
 from headstart.heads.files import HeadFiles, check_can_write, write_folder
@@ -41,8 +41,8 @@ from headstart.heads.keys import read_config
 from headstart.heads.medusa import MedusaHead
 from headstart.heads.target_config import locate_target
 from headstart.recipes import Recipe, run_command
+from headstart.recipes.checks import refuse_original_target
 from headstart.recipes.schema import Dtype
-from headstart.recipes.tuned_target import refuse_original_target
 
 
 def main() -> None:

@@ -33,7 +33,7 @@ from headstart.recipes import recipe_from_command_line
 if __name__ == "__main__":
     recipe_from_command_line(__doc__)  # --help and mistakes end the process here, before torch is loaded
 
-from headstart.common.os_errors import CONTINUES
+from headstart.common.errors import CONTINUES
 from headstart.inference.report.command import report  # not in this file, which spawned workers do not import
 from headstart.recipes import run_command
 

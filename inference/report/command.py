@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from headstart.common.files import check_folder
 from headstart.common.launcher import end_with_parent
 from headstart.common.progress import Progress
 from headstart.common.run_lock import only_run_in
-from headstart.common.whole_files import check_folder
 from headstart.heads.base import DraftHead
 from headstart.heads.target_config import locate_target
 from headstart.heads.target_origin import TargetOrigin
@@ -43,7 +43,7 @@ from headstart.inference.targets.loading import processor_name, slow_format
 from headstart.inference.targets.model import TargetModel, generation_fields, pick_device
 from headstart.inference.targets.tokenizer import Tokenizer, load_tokenizer, text_of
 from headstart.recipes import Recipe
-from headstart.recipes.tuned_target import refuse_original_target
+from headstart.recipes.checks import refuse_original_target
 
 
 @dataclass(frozen=True)

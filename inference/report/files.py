@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from headstart.common.whole_files import whole_file, write_text
+from headstart.common.files import whole_file, write_text
 from headstart.heads.base import DraftHead
 from headstart.inference.core.request import Detokenize
 from headstart.inference.drafters.costs.cost_aware import searched_tree

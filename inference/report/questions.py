@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeGuard
 
-from headstart.common.jsonl import read_jsonl
+from headstart.common.files import read_jsonl
 from headstart.inference.targets.tokenizer import Tokenizer, chat_tokens
 
 # Spec-Bench files the conversations of MT-Bench under eight topics of ten questions each; its tables have one group.

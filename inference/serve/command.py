@@ -15,7 +15,7 @@ from typing import Any
 
 import uvicorn
 
-from headstart.common.os_errors import NOT_BEGUN, errors_as_messages
+from headstart.common.errors import NOT_BEGUN, errors_as_messages
 from headstart.heads.base import DraftHead
 from headstart.heads.target_config import locate_target
 from headstart.inference.core.drafter import Drafter
@@ -36,8 +36,8 @@ from headstart.inference.serve.service import Served, Service
 from headstart.inference.targets.loading import fast_dtype, pick_device
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import load_tokenizer
+from headstart.recipes.checks import refuse_original_target
 from headstart.recipes.schema import DecodeSection, TargetSection
-from headstart.recipes.tuned_target import refuse_original_target
 
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 RECIPE_FIELDS = (*SAMPLING_FIELDS[1:], "presence_penalty", "frequency_penalty")

@@ -77,10 +77,11 @@ class TargetModel:
 
     @classmethod
     @no_bars_of_transformers()
-    def load(cls, section: TargetSection, taps: tuple[int, ...]) -> "TargetModel":
+    def load(cls, section: TargetSection, taps: tuple[int, ...], packed: bool = True) -> "TargetModel":
         """Load from a local folder or the hub: safetensors only, and no remote code unless the section trusts it.
 
-        With target.tp_plan or zero_stage, every rank of a launch must call this.
+        With target.split tensor, every rank of a launch must call this. Unless `packed`, the weights are those of the
+        files, which can be trained and saved.
         """
         folder: Path = locate_target(section.path, section.revision)
         config = load_config(folder, section.trust_remote_code)
@@ -91,18 +92,18 @@ class TargetModel:
             attn_implementation=attention_code(config) if section.attention == "auto" else section.attention,
             trust_remote_code=section.trust_remote_code,
         )
-        if section.spans_ranks and Ranks().count > 1:
-            model, ranks = load_over_ranks(section, config, load)
+        if section.split == "tensor" and Ranks().count > 1:
+            model, ranks = load_over_ranks(config, load)
             target = cls(model, taps, ranks, section.attention)
             # No rank has all weights.
             target.frozen = FrozenTarget.from_folder(folder, target.dtype, target.device)
-        elif section.device_map is not None:
-            target = cls(load(device_map=section.device_map), taps, None, section.attention)
+        elif section.split == "layers":
+            target = cls(load(device_map="auto"), taps, None, section.attention)
         else:
             device: Any = pick_device(section.device)  # transformers' own `to` is mistyped
             target = cls(load().to(device), taps, None, section.attention)
-            if section.packed_weights == "auto" and not section.compile:
-                target.pack_weights(partial(cls.load, with_own_weights(section), ()))
+            if packed and not section.compile:
+                target.pack_weights(partial(cls.load, section, (), packed=False))
         target.compiles = section.compile
         return target
 
@@ -198,7 +199,7 @@ class TargetModel:
 
     def _take_seen(self) -> tuple[list[Tensor], Tensor]:
         last_hidden = self._seen[self.config.num_layers]
-        taps = [self._seen[tap].to(last_hidden.device) for tap in self.taps]  # a device_map spreads the layers
+        taps = [self._seen[tap].to(last_hidden.device) for tap in self.taps]  # target.split layers: on several devices
         self._seen.clear()
         return taps, last_hidden
 
@@ -333,11 +334,6 @@ class TargetModel:
                 f"head.taps: {list(self.taps)} given, the target's hidden_states 0 to {self.config.num_layers} are "
                 f"allowed; leave head.taps out for {list(self.config.default_taps())}"
             )
-
-
-def with_own_weights(section: TargetSection) -> TargetSection:
-    """The same target with the weights of its file, which can be trained and saved."""
-    return section.model_copy(update={"packed_weights": "never"})
 
 
 def one_or_all(masks: dict[str, Tensor]) -> Masks:

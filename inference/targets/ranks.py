@@ -1,24 +1,17 @@
 """How the ranks (processes) of a launch use the target: each has a whole one, or all share one that is split up.
 
-recipe field       what a rank holds                         forward passes of the target
-(neither)          the whole model                           each rank runs its own, independently
-target.tp_plan     a part of every layer                     all ranks compute every pass; rank 0 decides which
-target.zero_stage  a slice of every weight, gathered         each rank runs its own, but all must run equally many
-                   while its layer computes
+target.split  what a rank holds        forward passes of the target
+null, layers  the whole model          each rank runs its own, independently
+tensor        a part of every layer    all ranks compute every pass; rank 0 decides which
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
-from transformers.integrations import HfDeepSpeedConfig
-
-from headstart.recipes.schema import TargetSection
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -85,43 +78,6 @@ class TensorParallel(Ranks):
                     deque(result, maxlen=0)
 
 
-class ZeroSlices(Ranks):
-    """Every forward pass gathers its weights from all ranks, so all ranks must run equally many.
-
-    A rank whose work is done runs dummy passes until no rank has work left.
-    """
-
-    may_capture = False
-
-    def __init__(self, engine: Any) -> None:
-        super().__init__()
-        self.engine = engine  # its hooks gather the weights, and are removed when it is deleted
-        self.model: nn.Module = engine.module
-        self.is_working = False
-        # It must run before DeepSpeed's own hook, which starts to gather.
-        self.model.register_forward_pre_hook(self._announce, prepend=True)
-
-    def carry_out(
-        self, run_target: Callable[Arguments, Result], work: Callable[[Callable[Arguments, Result]], None]
-    ) -> None:
-        self.is_working = True
-        work(run_target)
-        self.is_working = False
-        with torch.no_grad():
-            while self._any_rank_works():
-                self.model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.engine.device), use_cache=False)
-
-    def _announce(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if self.is_working:
-            self._any_rank_works()
-
-    def _any_rank_works(self) -> bool:
-        """Does any rank still have work? All ranks must call this before each forward pass, a dummy one included."""
-        working: Tensor = torch.tensor(float(self.is_working), device=self.engine.device)
-        dist.all_reduce(working)
-        return bool(working)
-
-
 def broadcast(message: Any) -> Any:
     """The message of rank 0, on every rank."""
     messages = [message]
@@ -129,49 +85,26 @@ def broadcast(message: Any) -> Any:
     return messages[0]
 
 
-def load_over_ranks(
-    section: TargetSection, config: PreTrainedConfig, load: Callable[..., PreTrainedModel]
-) -> tuple[PreTrainedModel, Ranks]:
+def load_over_ranks(config: PreTrainedConfig, load: Callable[..., PreTrainedModel]) -> tuple[PreTrainedModel, Ranks]:
     """Load one model split over all ranks, each part on its rank's device; raises ValueError if it cannot be split.
 
     `load` is from_pretrained with all arguments that do not concern ranks.
     """
-    if section.zero_stage is not None:
-        return load_zero_slices(section, load)
     refuse_split(config.get_text_config(), Ranks().count)
-    return load(distributed_config=DistributedConfig(tp_plan=section.tp_plan)), TensorParallel()
+    return load(distributed_config=DistributedConfig(tp_plan="auto")), TensorParallel()
 
 
 def refuse_split(config: PreTrainedConfig, count: int) -> None:
     """Raise ValueError if transformers has no plan to split the model, or `count` does not divide its heads."""
     if config.base_model_tp_plan is None:
         raise ValueError(
-            f"target.tp_plan: auto given, transformers has no plan for a {config.model_type!r} model; choose "
-            "target.zero_stage 3 or target.device_map auto"
+            f"target.split: tensor given, transformers has no plan for a {config.model_type!r} model; choose layers, "
+            "and launch a single process"
         )
     sizes = config.to_dict()
     heads = sizes["num_attention_heads"], sizes.get("num_key_value_heads") or sizes["num_attention_heads"]
     if any(number % count for number in heads):
         raise ValueError(
-            f"target.tp_plan: auto given, {count} ranks cannot share {heads[0]} attention heads and {heads[1]} key and "
-            "value heads evenly; launch a number of ranks that divides both, or choose target.zero_stage 3"
+            f"target.split: tensor given, {count} ranks cannot share {heads[0]} attention heads and {heads[1]} key and "
+            "value heads evenly; launch a number of ranks that divides both"
         )
-
-
-def load_zero_slices(section: TargetSection, load: Callable[[], PreTrainedModel]) -> tuple[PreTrainedModel, Ranks]:
-    """Load a model with DeepSpeed ZeRO-3; raises ValueError if DeepSpeed is not installed."""
-    try:
-        import deepspeed
-    except ImportError as error:
-        raise ValueError("target.zero_stage: 3 given, which needs DeepSpeed; pip install -e '.[deepspeed]'") from error
-    config = {
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        "bf16": {"enabled": section.dtype == "bfloat16"},
-        "fp16": {"enabled": section.dtype == "float16"},
-        "train_micro_batch_size_per_gpu": 1,  # required by DeepSpeed, but without effect here
-    }
-    slicing = HfDeepSpeedConfig(config)  # while this object exists, transformers slices what it loads
-    model = load()
-    del slicing
-    engine, *_ = deepspeed.initialize(model=model, config=config)
-    return model, ZeroSlices(engine)

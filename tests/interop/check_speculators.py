@@ -16,7 +16,7 @@ from check_vllm import NUM_PROMPTS, decode
 from safetensors.torch import load_file
 from served_heads import CASES, TARGET, WORK, export_recipe, heldout_prompts, reduced
 
-from headstart.common.jsonl import read_jsonl
+from headstart.common.files import read_jsonl
 from headstart.heads.formats.convert import convert
 from headstart.heads.formats.export import export
 from headstart.heads.formats.lint import lint

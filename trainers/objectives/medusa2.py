@@ -13,8 +13,7 @@ from jaxtyping import Int
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from headstart.common.os_errors import naming
-from headstart.common.whole_files import removed_on_failure
+from headstart.common.files import naming, removed_on_failure
 from headstart.data_pipelines.features.batches import Batch
 from headstart.heads.base import DraftHead
 from headstart.heads.frozen import at_least_float32
@@ -22,7 +21,7 @@ from headstart.heads.safetensors_file import as_os_error, give_umask_mode
 from headstart.heads.target_config import SAFE_FILES, locate_target
 from headstart.inference.targets.architecture import decoder_layers
 from headstart.inference.targets.loading import no_bars_of_transformers
-from headstart.inference.targets.model import TargetModel, with_own_weights
+from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.recipes.schema import TargetSection, TrainSection
 from headstart.trainers.checkpoint import Tensors
@@ -65,7 +64,7 @@ class TrainableTarget(nn.Module):
 
         Raises ValueError if joint.mode is lora and peft is missing, or the target has no linear layer to adapt.
         """
-        return cls(TargetModel.load(trainable_section(recipe, device), ()), recipe)
+        return cls(TargetModel.load(trainable_section(recipe, device), (), packed=False), recipe)
 
     def forward(self, tokens: Int[Tensor, "batch seq"]) -> Tensor:
         """The last hidden state before the final norm, with a gradient. [batch, seq, hidden]"""
@@ -99,7 +98,7 @@ class TrainableTarget(nn.Module):
 
     def save(self, recipe: Recipe, folder: Path) -> None:
         """Write a plain Hugging Face folder, whole or not at all: tuned weights, and the original's other files."""
-        plain = TargetModel.load(with_own_weights(recipe.target), ()).model
+        plain = TargetModel.load(recipe.target, (), packed=False).model
         found = plain.load_state_dict(self.weights(), strict=False)
         assert not found.unexpected_keys, found.unexpected_keys
         partial_folder = folder.with_name(folder.name + ".partial")
@@ -133,7 +132,7 @@ def copy_other_files(original: Path, folder: Path) -> None:
 def trainable_section(recipe: Recipe, device: torch.device) -> TargetSection:
     """The target section to train with: float32 if whole layers learn, the recipe's own dtype under adapters."""
     dtype = "float32" if recipe.joint.mode == "full" else recipe.target.dtype
-    return with_own_weights(recipe.target).model_copy(update={"dtype": dtype, "device": str(device)})
+    return recipe.target.model_copy(update={"dtype": dtype, "device": str(device)})
 
 
 def add_adapters(model: nn.Module, layers: nn.ModuleList, rank: int, seed: int) -> None:

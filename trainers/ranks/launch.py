@@ -125,9 +125,9 @@ def refuse_deepspeed(plugin: DeepSpeedPlugin) -> None:
 
 def refuse_lone_decoding(recipe: Recipe, num_ranks: int) -> None:
     """Raise ValueError if the main rank should decode alone with a target that all ranks hold together."""
-    if recipe.target.spans_ranks and recipe.train.eval_prompts and num_ranks > 1:
+    if recipe.target.split == "tensor" and recipe.train.eval_prompts and num_ranks > 1:
         raise ValueError(
             f"train.eval_prompts: {recipe.train.eval_prompts} given, only 0 is allowed while {num_ranks} ranks hold "
-            "the target together (target.tp_plan or zero_stage), because the main rank decodes alone; write 0, or "
-            "train with one process and target.device_map auto"
+            "the target together (target.split tensor), because the main rank decodes alone; write 0, or train with "
+            "one process and target.split layers"
         )

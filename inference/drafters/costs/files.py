@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 
-from headstart.common.user_cache import user_cache
-from headstart.common.whole_files import write_text
+from headstart.common.files import write_text
+from headstart.common.process import user_cache
 from headstart.heads.base import DraftHead
 from headstart.inference.drafters.costs.costs import CostSurface, CostTable, Observed
 from headstart.inference.drafters.costs.measurement import is_captured, measure_costs

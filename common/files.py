@@ -1,12 +1,67 @@
-"""Reading and writing JSON and JSONL files; errors name the file and the line."""
+"""Files written whole or not at all, and JSON and JSONL files, whose errors name the file and the line."""
 
 import json
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from headstart.common.os_errors import naming
-from headstart.common.whole_files import write_text
+PARTIAL = ".partial"  # ends the name of a file or folder until it is whole
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name the file in an OSError raised inside, because a failing write or flush does not."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A temporary path next to `path`, renamed to `path` at the end, or removed if anything fails."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + PARTIAL)
+    with removed_on_failure(partial), naming(path):
+        yield partial
+        partial.replace(path)
+
+
+def check_folder(folder: Path) -> None:
+    """Make a folder, and raise OSError if no file can be written there; called before long work."""
+    probe = folder / "probe"
+    with whole_file(probe) as partial:
+        partial.touch()
+    probe.unlink()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file in UTF-8, whole or not at all."""
+    with whole_file(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def removed_on_failure(path: Path) -> Iterator[None]:
+    """Remove a file or folder if the work on it fails or is interrupted."""
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):  # the first error says more
+            remove(path)
+        raise
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def read_json(path: Path, remedy: str = "make it again, or copy or download it again") -> Any:
@@ -24,10 +79,7 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_growing_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file to which a run adds lines, none if it is missing.
-
-    A last line that a full disk or a kill has cut off is left out. Raises ValueError as `read_jsonl` does.
-    """
+    """The rows of a file that a run appends to; none if it is missing, and without a last line that was cut off."""
     whole = path.read_bytes().rpartition(b"\n")[0] if path.exists() else b""
     return list(rows_of(path, whole.splitlines()))
 
@@ -56,7 +108,6 @@ def as_lines(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def rows_of(path: Path, lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """The rows of these lines of a file."""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
