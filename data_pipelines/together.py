@@ -1,6 +1,7 @@
 """The start of a command on its ranks: one run per folder, all ranks on the same run, and none left waiting."""
 
 import json
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -9,7 +10,7 @@ from pathlib import Path
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 
-from headstart.common.run_lock import LOCK, Owner, only_run_in, this_machine
+from headstart.common.run_lock import Owner, only_run_in
 from headstart.data_pipelines.features.shards import MANIFEST
 from headstart.data_pipelines.stages.lifeline import lifeline
 from headstart.data_pipelines.stages.stage import Json, file_digest
@@ -75,7 +76,7 @@ def folder_fact(folder: Path, token: str) -> str:
     """Whether this rank sees the lock that the main rank has just written into its run_dir."""
     deadline = time.monotonic() + FOLDER_SECONDS
     while time.monotonic() < deadline:
-        owner = Owner.read(folder / LOCK)
+        owner = Owner.read(folder)
         if owner is not None and owner.token == token:
             return "the same folder"
         time.sleep(0.1)
@@ -106,8 +107,7 @@ def refuse_differences(state: PartialState, facts: Facts) -> None:
     """Raise ValueError on every rank, naming each fact in which the ranks differ."""
     if state.num_processes == 1:
         return
-    machine = this_machine().partition(" ")[0]
-    everyone: list[tuple[str, Facts]] = gather_object([(machine, facts)])
+        everyone: list[tuple[str, Facts]] = gather_object([(socket.gethostname(), facts)])
     main = everyone[0][1]
     different = [
         f"{name}: {main.get(name)} on rank 0 ({everyone[0][0]}), {its.get(name)} on rank {rank} ({host})"

@@ -102,7 +102,7 @@ def test_two_machines_that_share_only_run_dir_train_what_one_trains(folder: Path
     assert alone.returncode == 0, alone.stderr
     found, expected = (load_file(folder / name / "head/model.safetensors") for name in ("shared", "alone"))
     assert_close(found, expected, rtol=1e-3, atol=1e-4)
-    assert not (folder / "shared/in_use.json").exists()
+    assert not (folder / "shared/in_use.lock").exists()
 
 
 def test_machines_without_a_shared_folder_are_refused_by_name_within_30_seconds(folder: Path) -> None:
@@ -191,7 +191,7 @@ def test_sigterm_to_accelerate_launch_saves_and_ends_with_143(folder: Path) -> N
         trainer.wait(30)
     assert "SIGTERM: saved after step" in log.read_text()
     assert list((run / "checkpoints").glob("step-*"))
-    assert not (run / "in_use.json").exists()
+    assert not (run / "in_use.lock").exists()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -209,7 +209,7 @@ def test_sigterm_to_headstart_launch_saves_and_ends_with_143(folder: Path, ranks
         assert launcher.wait(60) == 128 + signal.SIGTERM
     assert "SIGTERM: saved after step" in log.read_text()
     assert "Traceback" not in log.read_text()
-    assert not (folder / "run" / "in_use.json").exists()
+    assert not (folder / "run" / "in_use.lock").exists()
 
 
 def test_a_failed_rank_leaves_its_message_as_the_last_one(folder: Path) -> None:
