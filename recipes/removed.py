@@ -1,3 +1,3 @@
-"""Keys that recipes once had, each with what to write instead. One line a key, so that an old recipe is easy to mend."""
+"""Keys that recipes once had, each with what to write instead. One line a key: an old recipe is easy to mend."""
 
 REMOVED: dict[str, str] = {}
