@@ -16,8 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from headstart.heads.base import EXTRA_ROTARY_POSITIONS, DraftHead
 from headstart.heads.block_attention import BlockCache, Blocks, Reach
-from headstart.heads.block_keys import block_config, block_shape, block_taps
-from headstart.heads.block_shape import BlockShape
+from headstart.heads.block_config import BlockShape, block_config, block_shape, block_taps
 from headstart.heads.frozen import FrozenTarget, is_copy
 from headstart.heads.layers import MLP, AttentionCache, RMSNorm, power_of_two_scales, rotary_table, rotate
 from headstart.heads.target_config import TargetConfig

@@ -15,15 +15,13 @@ from torch import Tensor
 from headstart.common.whole_files import remove, removed_on_failure, write_text
 from headstart.heads.base import DraftHead
 from headstart.heads.block import BlockHead, mask_token
-from headstart.heads.block_keys import is_block_config
+from headstart.heads.block_config import is_block_config
 from headstart.heads.calibration import Calibration
 from headstart.heads.eagle1 import Eagle1Head
 from headstart.heads.eagle3 import Eagle3Head
-from headstart.heads.files import has_weight_dtype
+from headstart.heads.files import find_config, has_weight_dtype, read_config, write_safetensors
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.keys import find_config, read_config
 from headstart.heads.medusa import MedusaHead
-from headstart.heads.safetensors_file import write_safetensors
 from headstart.heads.target_config import Rope, TargetConfig
 from headstart.heads.target_origin import TargetOrigin
 from headstart.heads.vocab import DraftVocab

@@ -11,9 +11,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from headstart.heads.base import EXTRA_ROTARY_POSITIONS
+from headstart.heads.base import EXTRA_ROTARY_POSITIONS, LastHiddenHead, input_scales
 from headstart.heads.frozen import FrozenTarget, is_copy
-from headstart.heads.last_hidden import LastHiddenHead, input_scales
 from headstart.heads.layers import MLP, Attention, AttentionCache, LayerShape, RMSNorm, rotary_table
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema import Eagle1Section, HeadSection

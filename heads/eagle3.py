@@ -19,14 +19,9 @@ from headstart.heads.layers import (
     power_of_two_scales,
     rotary_table,
 )
-from headstart.heads.least_squares import LeastSquares
 from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema import Eagle3Section, HeadSection
-
-# Size of the queries and keys that a fitted start attends with: a token's score with itself is this squared times the
-# root of head_dim, 11.5 for 64, while those with other tokens are about 1.4.
-OWN_POSITION = 1.2
 
 
 @dataclass(frozen=True)
@@ -169,46 +164,10 @@ class Eagle3Head(LevelHead):
         self.embed_tokens.weight.copy_(frozen.embedding @ projection)
         self.lm_head.weight.copy_((lm_head * frozen.norm_weight) @ projection)
 
-    @torch.no_grad()
-    def start_with_fit(self, fit: LeastSquares, generator: torch.Generator) -> None:
-        """Start as the linear map that predicts the target's next normed state from the taps and the next token.
-
-        The inputs of `fit` are those of `linear_inputs`, its outputs the target's final norm of the state that the head
-        stands in for. `fc` takes the part from the taps. The part from the token, at the rank that the key heads allow,
-        goes through one query head per key head, whose queries and keys are the same projection of the token, so that
-        they attend to their own position. The norm's weight is uniform, so the feedback to the next level keeps the
-        direction of the prediction.
-
-        A random head under the target's own norm and lm_head is confidently wrong: its loss is far above that of the
-        uniform distribution, and training first unlearns it.
-        """
-        hidden, head_dim, attention = self.shape.hidden_size, self.shape.head_dim, self.midlayer.self_attn
-        weight, num_taps = fit.solve(), self.fc.in_features
-        rank = min(self.shape.num_kv_heads * head_dim, hidden)
-        basis = fit.principal_outputs(weight[num_taps:], num_taps, rank)  # [hidden, rank]
-        low_rank = torch.cat([weight[:num_taps], weight[num_taps:] @ basis @ basis.T])
-        size = fit.size(low_rank)
-        self.fc.weight.copy_(weight[:num_taps].T / size)
-        self.norm.weight.fill_(size)
-        values = (weight[num_taps:] @ basis).T / size  # [rank, hidden]
-        attention.v_proj.weight[:, hidden:] = 0
-        attention.v_proj.weight[:rank, :hidden] = values.to(self.fc.weight)
-        group = self.shape.num_heads // self.shape.num_kv_heads
-        for key_head in range(self.shape.num_kv_heads):
-            keys = slice(key_head * head_dim, (key_head + 1) * head_dim)
-            queries = slice(key_head * group * head_dim, (key_head * group + 1) * head_dim)
-            projection = torch.randn(head_dim, hidden, generator=generator) * OWN_POSITION * hidden**-0.5
-            for matrix, rows in ((attention.q_proj.weight, queries), (attention.k_proj.weight, keys)):
-                matrix[rows] = 0
-                matrix[rows, :hidden] = projection.to(matrix)
-            part = basis[:, keys]  # narrower, or empty, beyond the rank
-            start = queries.start
-            attention.o_proj.weight[:, start : start + part.shape[1]] = part.to(self.fc.weight)
-
     def linear_inputs(
         self, taps: Float[Tensor, "count tapped"], tokens: Int[Tensor, " count"]
     ) -> Float[Tensor, "count inputs"]:
-        """What `start_with_fit` predicts from: the input of `fc` and the normed embedding of the next token."""
+        """The inputs of a fitted first map: those of `fc`, and the normed embedding of the next token."""
         return torch.cat([self.scaled(taps), self.midlayer.input_layernorm(self.embedding[tokens])], dim=-1)
 
     def scale_taps(self, sizes: list[float]) -> None:

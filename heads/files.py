@@ -1,20 +1,24 @@
 """Reads and writes a head's folder: config.json and named tensors. Nothing in a folder is ever executed."""
 
 import json
+import os
 import pickle
+import re
+import reprlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headstart.common.os_errors import naming
 from headstart.common.whole_files import remove, removed_on_failure, write_text
-from headstart.heads.keys import find_config, read_config
-from headstart.heads.safetensors_file import write_safetensors
+from headstart.heads.keys import HeadKeys
 
 MODEL = "model.safetensors"
 SAFETENSORS = (MODEL, "medusa_lm_head.safetensors")
@@ -38,6 +42,44 @@ class HeadFiles:
         """
         path = find_config(folder, "give the folder of a saved head")
         return cls(folder, read_config(path), read_tensors(folder))
+
+
+def find_config(folder: Path, advice: str) -> Path:
+    """The config.json of a head's folder; raises ValueError, ending in the advice, if there is none."""
+    path = folder / "config.json"
+    if path.is_symlink() and not path.exists():
+        raise ValueError(f"{path} is a link to {path.readlink()}, which does not exist; a file is allowed: {advice}")
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no head (no config.json); {advice}")
+    return path
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A head's config.json.
+
+    Raises ValueError if it is not a JSON object, and one that names every key with a value of a wrong type.
+    """
+    config = read_json_object(path, "head")
+    try:
+        HeadKeys.model_validate(config)
+    except ValidationError as failed:
+        places = [(".".join(map(str, each["loc"])), each["input"], each["msg"]) for each in failed.errors()]
+        wrong = "; ".join(f"{place}: {reprlib.repr(given)} given, {allowed}" for place, given, allowed in places)
+        raise ValueError(f"{path}: {wrong}; correct the file") from failed
+    return config
+
+
+def read_json_object(path: Path, of: str) -> dict[str, Any]:
+    """The JSON object in a file of a head or target (`of`); raises ValueError, naming the file, for anything else."""
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); copy or download the {of} again") from error
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"{path} holds a {type(found).__name__}; a JSON object is allowed: copy or download the {of} again"
+        )
+    return found
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -118,6 +160,43 @@ def write_folder(files: HeadFiles, weights: str, readme: str, overwrite: bool) -
         write_text(partial / "config.json", json.dumps(files.config, indent=2) + "\n")
         write_text(partial / "README.md", readme)
         put_in_place(partial, folder)
+
+
+def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write the tensors, from any device, to a temporary folder beside `path`, then rename the file to `path`.
+
+    A folder, because safetensors writes to a temporary file of its own, which a killed process leaves behind; the next
+    write removes it. Raises OSError that names `path`.
+    """
+    partial = path.with_name(path.name + ".partial")
+    on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    with removed_on_failure(partial), naming(path):
+        remove(partial)
+        partial.mkdir(parents=True)
+        try:
+            save_file(on_cpu, partial / path.name, metadata)
+        except SafetensorError as error:
+            raise as_os_error(error, path) from error
+        give_umask_mode(partial / path.name)
+        (partial / path.name).replace(path)
+        partial.rmdir()
+
+
+def give_umask_mode(path: Path) -> None:
+    """Give a file the permissions of any new file in its folder; safetensors makes its files readable to one user.
+
+    The umask is seen in a new file, because asking for it changes it for a moment, in all threads.
+    """
+    new = path.with_name(path.name + ".new")
+    new.touch()
+    path.chmod(new.stat().st_mode)
+    new.unlink()
+
+
+def as_os_error(error: SafetensorError, path: Path) -> Exception:
+    """The system's error that safetensors reports as text; the same error if it is none of the system's."""
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return error if found is None else OSError(int(found[1]), os.strerror(int(found[1])), str(path))
 
 
 def write_pickle(tensors: dict[str, Tensor], path: Path) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.testing import assert_close
 
-from headstart.heads import masked_kernels
+from headstart.heads import attention_kernels
 from headstart.heads.block import BlockHead, spread_taps
 from headstart.heads.block_attention import BlockCache, Blocks, Reach
 from headstart.heads.checkpoint import load_head, new_head, save_head
@@ -137,7 +137,7 @@ def test_the_blocks_of_many_groups_are_those_of_one(make_head: MakeHead, monkeyp
 def test_the_gradient_is_that_of_plain_attention(reach: Reach, portable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against a softmax over a dense mask of all blocks, with two query heads for each key head."""
     if portable:
-        monkeypatch.setattr(masked_kernels, "FUSED_DEVICES", ())
+        monkeypatch.setattr(attention_kernels, "MASK_DEVICES", ())
     blocks, size = Blocks((0, 0, 1), (2, 9, 5), (0, 3, 0)), 3
 
     def draw(*shape: int) -> Tensor:

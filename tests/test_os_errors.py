@@ -22,8 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.common.os_errors import CAUSES, STARTS_OVER, errors_as_messages, explained
 from headstart.common.whole_files import check_folder, whole_file, write_text
-from headstart.heads.files import write_pickle
-from headstart.heads.safetensors_file import write_safetensors
+from headstart.heads.files import write_pickle, write_safetensors
 from headstart.recipes import load_recipe
 from headstart.trainers.objectives.medusa2 import save_model
 

@@ -29,7 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from headstart.common.os_errors import CONTINUES, errors_as_messages
 from headstart.common.whole_files import whole_file, write_text
 from headstart.data_pipelines.prompts.python_stdlib import SourceFile, source_files
-from headstart.heads.safetensors_file import give_umask_mode
+from headstart.heads.files import give_umask_mode
 from headstart.inference.targets.model import pick_device
 
 END_OF_TEXT = "<|endoftext|>"
