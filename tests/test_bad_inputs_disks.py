@@ -15,7 +15,7 @@ from bad_inputs import Says, assert_refused, type_command
 from safetensors import SafetensorError
 from tiny_run import build_run, tiny_recipe
 
-from headstart.heads import safetensors_file
+from headstart.heads import files
 from headstart.heads.formats.export import export
 from headstart.trainers.run import run
 
@@ -149,7 +149,7 @@ def unwritable_weights(number: int) -> Damage:
         def save_file(*arguments: object) -> None:
             raise SafetensorError(f"I/O error: {os.strerror(number)} (os error {number})")
 
-        patch.setattr(safetensors_file, "save_file", save_file)
+        patch.setattr(files, "save_file", save_file)
 
     return damage
 

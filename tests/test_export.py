@@ -12,7 +12,7 @@ from exported import EVERY_HEAD, LIMITED, exported, read_config, read_tensors, r
 from huggingface_hub import HfApi
 from transformers import LlamaForCausalLM
 
-from headstart.heads import safetensors_file
+from headstart.heads import files
 from headstart.heads.checkpoint import load_head, save_head
 from headstart.heads.formats.export import export
 from headstart.heads.formats.layouts import FORMATS
@@ -198,7 +198,7 @@ def test_a_killed_export_leaves_no_folder(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(safetensors_file, "save_file", killed)
+        patch.setattr(files, "save_file", killed)
         with pytest.raises(KeyboardInterrupt):
             exported(make_head(), tmp_path, target_folder, "vllm")
     assert not (tmp_path / "export/vllm").exists()

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headstart.heads import safetensors_file
+from headstart.heads import files
 from headstart.heads.checkpoint import load_head, save_head
 from headstart.heads.eagle1 import Eagle1Head
 from headstart.heads.eagle3 import Eagle3Head
@@ -327,7 +327,7 @@ def test_a_killed_save_leaves_the_previous_head(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(safetensors_file, "save_file", killed)
+        patch.setattr(files, "save_file", killed)
         with pytest.raises(KeyboardInterrupt):
             save_head(second, tmp_path / "head")
     assert torch.equal(logits(load_head(tmp_path / "head", frozen)), logits(first))
