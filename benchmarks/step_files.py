@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from headstart.heads.checkpoint import load_head, load_taps
+from headstart.heads.checkpoint import load_head_for, load_taps
 from headstart.heads.target_config import TargetConfig
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
@@ -94,7 +94,7 @@ def profiled(step: Callable[..., Any]) -> Iterator[Functions]:
 def decode_step() -> Functions:
     taps = load_taps(HEAD, TargetConfig.from_folder(TARGET))
     target = TargetModel.load(TargetSection(path=str(TARGET), dtype="float32", device="cpu"), taps)
-    drafter = head_drafter(load_head(HEAD, target.frozen), Dynamic(depth=5, width=4, nodes=16))
+    drafter = head_drafter(load_head_for(HEAD, target.frozen), Dynamic(depth=5, width=4, nodes=16))
     with profiled(Batch.cycle) as found:
         generate(target, [5, 6, 7, 8], 20, drafter=drafter)
     return found

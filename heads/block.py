@@ -24,6 +24,7 @@ from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema import BlockSection, HeadSection
 
 NUM_TAPS = 5  # by default
+CONFIDENCE = ("confidence_head.proj.weight", "confidence_head.proj.bias")  # engines read them, headstart does not
 FIRST_NORM = 0.25  # of the target's; a full one makes an untrained head confidently wrong
 
 
@@ -116,14 +117,6 @@ class MarkovHead(nn.Module):
         return self.markov_w2(known)
 
 
-class ConfidenceHead(nn.Module):
-    """How likely the target accepts a slot's token, as a logit; serving engines read it."""
-
-    def __init__(self, num_inputs: int) -> None:
-        super().__init__()
-        self.proj = nn.Linear(num_inputs, 1)
-
-
 class BlockHead(DraftHead):
     """A block head; its parameters are named as in the published checkpoints.
 
@@ -146,7 +139,6 @@ class BlockHead(DraftHead):
         self.layers = nn.ModuleList([BlockLayer(shape, eps) for _ in range(shape.num_layers)])
         self.norm = RMSNorm(shape.hidden_size, eps)
         self.markov_head = MarkovHead(shape, vocab) if shape.markov_rank else None
-        self.confidence_head = ConfidenceHead(shape.confidence_inputs) if shape.confidence_inputs else None
         self.lm_head = nn.Linear(shape.hidden_size, len(vocab.ids), bias=False) if shape.own_lm_head else None
         self.embedding: Tensor
         self.shared_lm_head: Tensor | None
@@ -182,9 +174,6 @@ class BlockHead(DraftHead):
             mask_token_id=mask_token(section, target.vocab_size),
             sample_from_anchor=section.sample_from_anchor,
             markov_rank=section.markov_rank,
-            markov_gate=section.markov_gate,
-            confidence=section.confidence,
-            confidence_reads_markov=section.markov_rank > 0,
         )
         return cls(shape, frozen, vocab)
 
@@ -198,6 +187,8 @@ class BlockHead(DraftHead):
                 "embed_tokens.weight is not the target's embedding, which a block head shares; give the target that "
                 "the head was trained for"
             )
+        for name in CONFIDENCE:
+            tensors.pop(name, None)
         lm_head = tensors.get("lm_head.weight")
         own_lm_head = lm_head is not None and not is_copy(lm_head, frozen.within(vocab).lm_head)
         if not own_lm_head:
@@ -275,7 +266,7 @@ class BlockHead(DraftHead):
 
     @property
     def logits_parameters(self) -> list[Tensor]:
-        parts = self.lm_head, self.markov_head, self.confidence_head
+        parts = self.lm_head, self.markov_head
         return [parameter for part in parts if part is not None for parameter in part.parameters()]
 
     def project(self, taps: Float[Tensor, "*axes tapped"]) -> Float[Tensor, "*axes feature"]:
@@ -333,14 +324,6 @@ class BlockHead(DraftHead):
         if self.markov_head is None:
             return slots.expand(*before.shape, -1)
         return slots + self.markov_head(hidden, before)
-
-    def confidence(self, hidden: Float[Tensor, "*axes hidden"], before: Int[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
-        """The logit of the chance that the target accepts a slot's token."""
-        assert self.confidence_head is not None
-        if self.shape.confidence_reads_markov:
-            assert self.markov_head is not None
-            hidden = torch.cat([hidden, self.markov_head.markov_w1(before)], dim=-1)
-        return self.confidence_head.proj(hidden).squeeze(-1)
 
     def text_states(
         self, features: Float[Tensor, "batch seq feature"], tokens: Int[Tensor, "batch seq"], blocks: Blocks

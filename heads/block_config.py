@@ -31,9 +31,7 @@ class BlockShape(LayerShape):
     mask_token_id: int  # the token whose embedding fills all slots but the first
     sample_from_anchor: bool = True  # slot k predicts the token after slot k; false: slot k > 0 predicts its own token
     markov_rank: int = 0  # 0: no Markov head
-    markov_gate: bool = False
-    confidence: bool = False
-    confidence_reads_markov: bool = True  # the confidence head sees the Markov head's view of the token before
+    markov_gate: bool = False  # only published heads have it
     own_lm_head: bool = False  # a trained one; only published heads have it
 
     @property
@@ -44,13 +42,6 @@ class BlockShape(LayerShape):
     def levels(self) -> int:
         """How many levels one pass drafts."""
         return self.block_size if self.sample_from_anchor else self.block_size - 1
-
-    @property
-    def confidence_inputs(self) -> int:
-        """The width of what the confidence head reads; 0 if there is none."""
-        if not self.confidence:
-            return 0
-        return self.hidden_size + (self.markov_rank if self.confidence_reads_markov else 0)
 
     @property
     def cache_shape(self) -> tuple[int, int, int]:
@@ -84,8 +75,7 @@ def block_config(shape: BlockShape, target: TargetConfig, draft_vocab_size: int)
         "sample_from_anchor": shape.sample_from_anchor,
         "markov_rank": shape.markov_rank,
         "markov_head_type": "gated" if shape.markov_gate else "vanilla",
-        "enable_confidence_head": shape.confidence,
-        "confidence_head_with_markov": shape.confidence_reads_markov,
+        "enable_confidence_head": False,
         NESTED: {
             "mask_token_id": shape.mask_token_id,
             "target_layer_ids": layer_ids,
@@ -181,8 +171,6 @@ def block_shape(config: dict[str, Any], target: TargetConfig, own_lm_head: bool)
         sample_from_anchor=block_key(config, "sample_from_anchor"),
         markov_rank=rank,
         markov_gate=kind == "gated" and rank > 0,
-        confidence=bool(block_key(config, "enable_confidence_head", False)),
-        confidence_reads_markov=bool(block_key(config, "confidence_head_with_markov", True)),
         own_lm_head=own_lm_head,
     )
 

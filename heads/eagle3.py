@@ -119,8 +119,8 @@ class Eagle3Head(LevelHead):
             target,
             hidden_size,
             taps=cls.section_taps(section, target),
-            fc_norm=section.fc_norm,
-            norm_output=section.norm_output,
+            fc_norm=section.norms,
+            norm_output=section.norms,
             own_embedding=hidden_size != target.hidden_size,
         )
         return cls(shape, target, vocab, frozen.embedding)

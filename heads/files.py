@@ -5,6 +5,7 @@ import os
 import pickle
 import re
 import reprlib
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +87,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     for name in SAFETENSORS + PICKLES:
         index = folder / f"{name}.index.json"
         if index.is_file():
-            parts = shard_names(index)
+            parts = sorted(set(read_index(index, "head").values()))
         elif (folder / name).is_file():
             parts = [name]
         else:
@@ -102,19 +103,22 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     )
 
 
-def shard_names(index: Path) -> list[str]:
-    """The files that an index of shards names; raises ValueError if it names none."""
+def read_index(index: Path, of: str) -> dict[str, str]:
+    """The file of each tensor, by an index of the shards of a head or target (`of`); ValueError if it is damaged."""
     try:
-        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} names no shards ({error!r}); copy or download the head again") from error
+        return dict(json.loads(index.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{index} names no shards ({error!r}); copy or download the {of} again") from error
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); copy or download the head again") from error
+        raise ValueError(
+            f"{path} cannot be read ({error}); a whole safetensors file is required: export it again, or copy or "
+            f"download the head again"
+        ) from error
 
 
 def read_pickle(path: Path) -> dict[str, Tensor]:
@@ -139,27 +143,30 @@ def has_weight_dtype(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and tensor.dtype.itemsize >= 2
 
 
-def write_folder(files: HeadFiles, weights: str, readme: str, overwrite: bool) -> None:
-    """Write all files to a folder next to the final one, then rename it, so readers see the whole folder or none.
+def write_files(files: HeadFiles, weights: str = MODEL) -> None:
+    """Write config.json and the tensors to a folder that exists; `weights` is one of SAFETENSORS and PICKLES."""
+    if weights in PICKLES:
+        # A pickled view would hold the whole tensor that it is taken from.
+        copies = {name: tensor.detach().cpu().clone() for name, tensor in files.tensors.items()}
+        write_pickle(copies, files.folder / weights)
+    else:
+        write_safetensors(files.tensors, files.folder / weights, {"format": "pt"})
+    write_text(files.folder / "config.json", json.dumps(files.config, indent=2) + "\n")
 
-    `weights` is the file name of the tensors, one of SAFETENSORS and PICKLES.
 
-    Raises ValueError if the folder exists already, unless it may be overwritten.
+def write_folder(files: HeadFiles, weights: str, readme: str) -> None:
+    """Write all files to a folder beside the final one, then rename it, so readers see the whole folder or none.
+
+    Raises ValueError if the folder exists already.
     """
-    folder = files.folder
-    check_can_write(folder, overwrite)
-    partial = folder.with_name(folder.name + ".partial")
+    refuse_existing(files.folder)
+    partial = files.folder.with_name(files.folder.name + ".partial")
     remove(partial)  # left by a killed run
     with removed_on_failure(partial):
         partial.mkdir(parents=True)
-        contiguous = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in files.tensors.items()}
-        if weights in PICKLES:
-            write_pickle(contiguous, partial / weights)
-        else:
-            write_safetensors(contiguous, partial / weights, {"format": "pt"})
-        write_text(partial / "config.json", json.dumps(files.config, indent=2) + "\n")
+        write_files(HeadFiles(partial, files.config, files.tensors), weights)
         write_text(partial / "README.md", readme)
-        put_in_place(partial, folder)
+        partial.rename(files.folder)
 
 
 def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
@@ -208,27 +215,10 @@ def write_pickle(tensors: dict[str, Tensor], path: Path) -> None:
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 
-def put_in_place(partial: Path, folder: Path) -> None:
-    """Rename a whole folder to its final name, replacing an earlier one there."""
-    replaced = folder.with_name(folder.name + ".replaced.partial")
-    remove(replaced)  # left by a run that was killed after its last rename
-    if folder.exists():
-        folder.rename(replaced)
-    partial.rename(folder)
-    remove(replaced)
-
-
-def check_can_write(folder: Path, overwrite: bool) -> None:
-    """Raise ValueError, before any work is done, if writing an export here would destroy what the folder holds."""
-    if not (folder.exists() or folder.is_symlink()):
-        return
-    if not (folder / "config.json").is_file():
+def refuse_existing(folder: Path) -> None:
+    """Raise ValueError, before any work is done, if the folder of an export exists already."""
+    if folder.exists() or folder.is_symlink():
         raise ValueError(
-            f"export.folder: {folder} exists and holds no head, so it is not overwritten; a new folder or one with an "
-            f"export is allowed: choose another with export.folder=FOLDER"
-        )
-    if not overwrite:
-        raise ValueError(
-            f"export.folder: {folder} exists already; a new folder is allowed: choose another with "
-            f"export.folder=FOLDER, or replace what it holds with export.overwrite=true"
+            f"{folder} exists already; an export is written to a new folder only: remove this one (rm -r "
+            f"{shlex.quote(str(folder))}), or move it"
         )

@@ -47,10 +47,8 @@ def check_against_disk(values: dict[str, Any]) -> Iterator[RecipeMistake]:
         yield from check_medusa_depth(head, train, dict_or_empty(values.get("decode")))
     if kind == "block":
         yield from check_block(head, train, dict_or_empty(values.get("decode")))
-    elif isinstance(kind, str):
-        for field in ("anchors", "confidence_weight"):
-            if field in train:
-                yield f"train.{field}", "only block heads have it; remove it, or choose head.kind block"
+    elif isinstance(kind, str) and "anchors" in train:
+        yield "train.anchors", "only block heads have it; remove it, or choose head.kind block"
     if dict_or_empty(values.get("joint")).get("mode") is not None:
         yield from check_joint(head, train, target)
     yield from check_shared_target(target, data, dict_or_empty(values.get("decode")))
@@ -83,8 +81,7 @@ def check_baselines(report: dict[str, Any], decode: dict[str, Any]) -> Iterator[
 
 def check_folders(values: dict[str, Any]) -> Iterator[RecipeMistake]:
     """A folder to write to must not be a file, nor lie below one."""
-    places = {"run_dir": values.get("run_dir")}
-    places |= {f"{name}.folder": dict_or_empty(values.get(name)).get("folder") for name in ("data", "export")}
+    places = {"run_dir": values.get("run_dir"), "data.folder": dict_or_empty(values.get("data")).get("folder")}
     for field, folder in places.items():
         if not isinstance(folder, str) or not folder:
             continue
@@ -126,8 +123,8 @@ def check_block(head: dict[str, Any], train: dict[str, Any], decode: dict[str, A
     size = fields["block_size"].default if size is None else size
     if not isinstance(size, int):
         return
-    from_anchor = head.get("sample_from_anchor", fields["sample_from_anchor"].default)
-    levels, why = size if from_anchor else size - 1, f"the levels that a block of {size} drafts (head.block_size)"
+    is_dflash = head.get("markov_rank") == 0 and not head.get("causal")
+    levels, why = size - 1 if is_dflash else size, f"the levels that a block of {size} drafts (head.block_size)"
     unroll = train.get("unroll", TrainSection.model_fields["unroll"].default)
     depth = decode.get("depth", DecodeSection.model_fields["depth"].default)
     if unroll != levels:

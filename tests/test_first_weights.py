@@ -37,7 +37,7 @@ def test_a_head_starts_as_the_fitted_map(frozen: FrozenTarget) -> None:
     """With one token in sight attention is on it alone, so the normed state is exactly what the map predicts."""
     config = frozen.config
     num_heads = -(-config.hidden_size // config.head_dim)  # so many key heads that nothing is lost to a low rank
-    section = Eagle3Section(kind="eagle3", fc_norm=True, num_heads=num_heads, num_kv_heads=num_heads)
+    section = Eagle3Section(kind="eagle3", norms=True, num_heads=num_heads, num_kv_heads=num_heads)
     head = new_head(section, frozen, DraftVocab.full(config.vocab_size), 0)
     assert isinstance(head, Eagle3Head)
     generator = torch.Generator().manual_seed(0)

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -161,8 +162,10 @@ def test_a_full_disk_leaves_no_half_export(typed: Type, tmp_path: Path) -> None:
             assert "no space left on device" in typed(1, "export", "export.format=vllm")
         assert not list((tmp_path / "run/export").iterdir())
     typed(0, "export", "export.format=vllm")
-    typed(0, "export", "export.format=vllm", f"export.folder={tmp_path}/again")
-    engine = {name: content for name, content in contents(tmp_path / "again").items() if name != "README.md"}
+    shutil.copytree(tmp_path / "run/export/vllm", tmp_path / "first")
+    shutil.rmtree(tmp_path / "run/export/vllm")
+    typed(0, "export", "export.format=vllm")
+    engine = {name: content for name, content in contents(tmp_path / "first").items() if name != "README.md"}
     assert engine.items() <= contents(tmp_path / "run/export/vllm").items()
 
 

@@ -140,7 +140,7 @@ INTERRUPTED = {  # command -> the function in which Ctrl-C arrives, and what is 
     "inspect": ("headstart.data_pipelines.inspect.make_prompts_alone", "starts over"),
     "calibrate": ("headstart.inference.calibrate.fit_calibration", "starts over"),
     "report": ("headstart.inference.report.command.make_report", "goes on where it stopped"),
-    "export": ("headstart.heads.formats.export.load_head", "starts over"),
+    "export": ("headstart.heads.formats.export.load_head_for", "starts over"),
     "lint": ("headstart.heads.formats.lint.lint", "starts over"),
     "convert": ("headstart.heads.formats.convert.convert", "starts over"),
     "doctor": ("headstart.inference.doctor.command.diagnose", "starts over"),
@@ -166,7 +166,7 @@ def test_ctrl_c_is_one_line_and_exit_code_130(
     monkeypatch.setattr(function, interrupted)
     if command == "calibrate":  # it loads a head first
         monkeypatch.setattr("headstart.inference.calibrate.taps_to_read", lambda recipe: (2, 3, 4))
-        monkeypatch.setattr("headstart.inference.calibrate.load_head", lambda folder, frozen: None)
+        monkeypatch.setattr("headstart.inference.calibrate.load_head_for", lambda folder, frozen: None)
     recipe = [str(harvested / "recipe.yaml"), f"run_dir={tmp_path}/run", f"data.folder={harvested}/run"]
     if command == "harvest":
         recipe = [str(harvested / "recipe.yaml"), f"run_dir={tmp_path}/run"]

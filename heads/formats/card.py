@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
+from shlex import quote
 from statistics import median
 from typing import Any
 
@@ -27,7 +28,7 @@ def card(
     violations: dict[str, list[Violation]],
 ) -> str:
     """The whole README.md. `violations` holds what each engine's contract finds wrong; an engine without errors gets
-    its command, the others get the reasons. `folder` is where the commands find the export: a path or a hub name."""
+    its command, the others get the reasons. The commands find the export in `folder`."""
     source = recipe.export.head or recipe.head_dir
     is_own = source == recipe.head_dir
     unknown = f"Unknown: the head comes from `{source}`, not from this run."
@@ -46,6 +47,8 @@ def card(
         "## Measured",
         measured(recipe, source),
         "## Serving",
+        f"The commands name the folder of this export. Once it is on the hub, ORG/NAME stands for it: `hf upload "
+        f"ORG/NAME {quote(str(folder))}`.",
         *serving_sections(head, target, folder, violations),
         "### headstart",
         headstart_section(target, folder, FORMATS[recipe.export.format].files in (native_files, engine_files)),

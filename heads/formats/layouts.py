@@ -149,7 +149,7 @@ def speculators_block_files(head: BlockHead, target: ServedTarget) -> Files:
 
 
 BLOCK_KEYS = ("draft_vocab_size", "block_size", "mask_token_id", "sample_from_anchor", "sliding_window_non_causal")
-DSPARK_KEYS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+DSPARK_KEYS = ("markov_rank", "markov_head_type", "enable_confidence_head")
 LAYER_KEYS = {
     "model_type",
     "hidden_act",
