@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,11 @@ def unpacked_folder(file: Path, field: str) -> Path:
     folder = user_cache("gguf") / identity(file)
     if (folder / "config.json").is_file():
         return folder
+    if find_spec("gguf") is None:
+        raise ValueError(
+            f"{field}: {file} given, which needs gguf to be unpacked; run pip install -e '.[gguf]', or give the model "
+            f"as a folder of safetensors"
+        )
     with only_run_in(folder.with_name(folder.name + ".lock"), f"unpacking {file.name}", wait=True):
         if not (folder / "config.json").is_file():
             print(f"unpacking {file} into {folder}, once", file=sys.stderr, flush=True)
