@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from headstart.heads.base import EXTRA_ROTARY_POSITIONS, DraftHead
+from headstart.heads.base import DraftHead, Features, Positions, Tokens
 from headstart.heads.block_attention import BlockCache, Blocks, Reach
 from headstart.heads.block_config import BlockShape, block_config, block_shape, block_taps
 from headstart.heads.frozen import FrozenTarget, is_copy
-from headstart.heads.layers import MLP, AttentionCache, RMSNorm, power_of_two_scales, rotary_table, rotate
+from headstart.heads.layers import MLP, AttentionCache, RMSNorm, rotate
 from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema import BlockSection, HeadSection
@@ -140,16 +140,11 @@ class BlockHead(DraftHead):
         self.norm = RMSNorm(shape.hidden_size, eps)
         self.markov_head = MarkovHead(shape, vocab) if shape.markov_rank else None
         self.lm_head = nn.Linear(shape.hidden_size, len(vocab.ids), bias=False) if shape.own_lm_head else None
-        self.embedding: Tensor
         self.shared_lm_head: Tensor | None
-        self.rotary: Tensor
-        self.tap_scale: Tensor | None
         shared = None if shape.own_lm_head else frozen.within(vocab).lm_head
         self.register_buffer("embedding", frozen.embedding, persistent=False)
         self.register_buffer("shared_lm_head", shared, persistent=False)  # [draft_vocab, hidden]
-        table = rotary_table(shape.rope_of(target), shape.head_dim, target.max_positions + EXTRA_ROTARY_POSITIONS)
-        self.register_buffer("rotary", table.to(frozen.embedding), persistent=False)
-        self.register_buffer("tap_scale", None, persistent=False)  # [tapped]
+        self.add_rotary(shape)
 
     @classmethod
     def section_taps(cls, section: HeadSection, target: TargetConfig) -> tuple[int, ...]:
@@ -220,24 +215,15 @@ class BlockHead(DraftHead):
             tokens = frozen.embedding.float() @ projection.to(frozen.embedding.device)
             table.copy_(tokens / tokens.square().mean().sqrt())
 
-    def scale_taps(self, sizes: list[float]) -> None:
-        """Scale the input of `fc` so that every tap is about 1, given the RMS of each tap's hidden states."""
-        self.tap_scale = power_of_two_scales(sizes).repeat_interleave(self.target.hidden_size).to(self.embedding)
-
     def engine_config(self) -> dict[str, Any]:
         return block_config(self.shape, self.target, len(self.vocab.ids))
 
     def engine_tensors(self) -> dict[str, Tensor]:
         """With an lm_head of its own if it drafts a part of the vocabulary, which engines cannot cut out themselves."""
-        tensors = dict(self.state_dict())
+        tensors = self.folded_state()
         if not self.vocab.is_full:
             tensors |= {"lm_head.weight": self.output_layer, "d2t": self.vocab.offsets()}
-        if self.tap_scale is not None:
-            tensors["fc.weight"] = tensors["fc.weight"] * self.tap_scale
         return tensors
-
-    def folded_scale(self, name: str) -> Tensor | None:
-        return self.tap_scale if name == "fc.weight" else None
 
     @property
     def output_layer(self) -> Float[Tensor, "draft_vocab hidden"]:
@@ -270,14 +256,9 @@ class BlockHead(DraftHead):
         return [parameter for part in parts if part is not None for parameter in part.parameters()]
 
     def project(self, taps: Float[Tensor, "*axes tapped"]) -> Float[Tensor, "*axes feature"]:
-        return self.hidden_norm(self.fc(taps if self.tap_scale is None else taps * self.tap_scale))
+        return self.hidden_norm(self.fc(taps if self.input_scale is None else taps * self.input_scale))
 
-    def read(
-        self,
-        features: Float[Tensor, "batch seq feature"],
-        positions: Int[Tensor, "*batch seq"],
-        cache: ContextCache,
-    ) -> None:
+    def read(self, features: Features, positions: Positions, cache: ContextCache) -> None:
         """Write the keys and values of verified positions to the cache, where the blocks of later steps find them."""
         rotary = self.rotary[positions]
         for number, layer in enumerate(self.layers):
@@ -325,19 +306,12 @@ class BlockHead(DraftHead):
             return slots.expand(*before.shape, -1)
         return slots + self.markov_head(hidden, before)
 
-    def text_states(
-        self, features: Float[Tensor, "batch seq feature"], tokens: Int[Tensor, "batch seq"], blocks: Blocks
-    ) -> Float[Tensor, "blocks levels hidden"]:
+    def text_states(self, features: Features, tokens: Tokens, blocks: Blocks) -> Float[Tensor, "blocks levels hidden"]:
         """`forward` for blocks within whole texts, whose features are those of the positions of `tokens`."""
         return self.blocks_of(features, torch.arange(tokens.shape[1], device=tokens.device), tokens, blocks)
 
     def blocks_of(
-        self,
-        features: Float[Tensor, "batch seq feature"],
-        positions: Int[Tensor, "*batch seq"],
-        tokens: Int[Tensor, "batch seq"],
-        blocks: Blocks,
-        checkpointing: bool = False,
+        self, features: Features, positions: Positions, tokens: Tokens, blocks: Blocks, checkpointing: bool = False
     ) -> Float[Tensor, "blocks levels hidden"]:
         """`forward` for blocks within texts that the target has read, all in one pass."""
         cache = BlockCache(blocks, self.shape.reaches)

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from headstart.heads.base import EXTRA_ROTARY_POSITIONS, LevelHead
+from headstart.heads.base import Features, Hidden, LevelHead, Mask, Positions, Tokens
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.layers import (
     MLP,
@@ -16,8 +16,6 @@ from headstart.heads.layers import (
     AttentionCache,
     LayerShape,
     RMSNorm,
-    power_of_two_scales,
-    rotary_table,
 )
 from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
@@ -53,13 +51,8 @@ class Eagle3Layer(nn.Module):
         self.norm_before_residual = shape.norm_before_residual
 
     def forward(
-        self,
-        embedding: Float[Tensor, "batch seq hidden"],
-        features: Float[Tensor, "batch seq hidden"],
-        rotary: Tensor,
-        mask: Tensor | None,
-        cache: AttentionCache | None,
-    ) -> Float[Tensor, "batch seq hidden"]:
+        self, embedding: Hidden, features: Hidden, rotary: Tensor, mask: Tensor | None, cache: AttentionCache | None
+    ) -> Hidden:
         normed = self.hidden_norm(features)
         inputs = torch.cat([self.input_layernorm(embedding), normed], dim=-1)
         residual = normed if self.norm_before_residual else features
@@ -90,13 +83,8 @@ class Eagle3Head(LevelHead):
         self.lm_head = nn.Linear(shape.hidden_size, len(vocab.ids), bias=False)
         if shape.own_embedding:
             self.embed_tokens = nn.Embedding(target.vocab_size, shape.hidden_size)
-        self.embedding: Tensor
-        self.rotary: Tensor
-        self.tap_scale: Tensor | None
         self.register_buffer("embedding", embedding, persistent=False)
-        table = rotary_table(shape.rope_of(target), shape.head_dim, target.max_positions + EXTRA_ROTARY_POSITIONS)
-        self.register_buffer("rotary", table.to(embedding), persistent=False)
-        self.register_buffer("tap_scale", None, persistent=False)  # [tapped]
+        self.add_rotary(shape)
 
     @classmethod
     def section_taps(cls, section: HeadSection, target: TargetConfig) -> tuple[int, ...]:
@@ -170,15 +158,6 @@ class Eagle3Head(LevelHead):
         """The inputs of a fitted first map: those of `fc`, and the normed embedding of the next token."""
         return torch.cat([self.scaled(taps), self.midlayer.input_layernorm(self.embedding[tokens])], dim=-1)
 
-    def scale_taps(self, sizes: list[float]) -> None:
-        """Scale the input of `fc` so that every tap is about 1, given the RMS of each tap's hidden states.
-
-        Large taps would drown out the new layer, and every optimizer step would change the features in proportion to
-        them.
-        """
-        assert not self.shape.fc_norm
-        self.tap_scale = power_of_two_scales(sizes).repeat_interleave(self.target.hidden_size).to(self.embedding)
-
     def engine_config(self) -> dict[str, Any]:
         shape, target = self.shape, self.target
         config = {
@@ -202,15 +181,10 @@ class Eagle3Head(LevelHead):
         return config
 
     def engine_tensors(self) -> dict[str, Tensor]:
-        tensors = self.state_dict()
+        tensors = self.folded_state()
         if not self.vocab.is_full:  # vLLM refuses d2t in a head that drafts the whole vocabulary
             tensors |= {"d2t": self.vocab.offsets(), "t2d": self.vocab.members()}
-        if self.tap_scale is not None:
-            tensors["fc.weight"] = tensors["fc.weight"] * self.tap_scale
         return tensors
-
-    def folded_scale(self, name: str) -> Tensor | None:
-        return self.tap_scale if name == "fc.weight" else None
 
     @property
     def decoder_layers(self) -> Sequence[nn.Module]:
@@ -234,30 +208,22 @@ class Eagle3Head(LevelHead):
         if self.shape.fc_norm:
             parts = taps.split(self.target.hidden_size, dim=-1)
             taps = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
-        return taps if self.tap_scale is None else taps * self.tap_scale
+        return taps if self.input_scale is None else taps * self.input_scale
 
     def forward(
         self,
-        features: Float[Tensor, "batch seq feature"],
-        tokens: Int[Tensor, "batch seq"],
-        positions: Int[Tensor, "*batch seq"],
-        mask: Float[Tensor, "*axes seq keys"] | None = None,
+        features: Features,
+        tokens: Tokens,
+        positions: Positions,
+        mask: Mask | None = None,
         cache: AttentionCache | None = None,
         level: int = 0,
-    ) -> Float[Tensor, "batch seq hidden"]:
+    ) -> Hidden:
         embedded = self.embed_tokens(tokens) if self.shape.own_embedding else self.embedding[tokens]
         return self.midlayer(embedded, features, self.rotary[positions], mask, cache)
 
     def logits(self, hidden: Float[Tensor, "*axes hidden"], level: int = 0) -> Float[Tensor, "*axes draft_vocab"]:
         return self.lm_head(self.norm(hidden))
 
-    def unrolled_logits(self, hidden: Float[Tensor, "levels *axes hidden"]) -> Float[Tensor, "levels *axes vocab"]:
-        return self.logits(hidden)
-
-    def feedback(
-        self,
-        hidden: Float[Tensor, "batch seq hidden"],
-        features: Float[Tensor, "batch seq feature"],
-        tokens: Int[Tensor, "batch seq"],
-    ) -> Float[Tensor, "batch seq next_feature"]:
+    def feedback(self, hidden: Hidden, features: Features, tokens: Tokens) -> Float[Tensor, "batch seq next_feature"]:
         return self.norm(hidden) if self.shape.norm_output else hidden

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from headstart.heads.base import LastHiddenHead, input_scales
+from headstart.heads.base import Features, Hidden, LastHiddenHead, Mask, Positions, Tokens, input_scales
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.layers import AttentionCache
 from headstart.heads.vocab import DraftVocab
@@ -100,8 +100,6 @@ class MedusaHead(LastHiddenHead):
         self.shared_lm_head: Tensor | None
         lm_head = None if shape.lm_head_rank is None else frozen.within(vocab).lm_head
         self.register_buffer("shared_lm_head", lm_head, persistent=False)  # [draft_vocab, hidden]
-        self.input_scale: Tensor | None
-        self.register_buffer("input_scale", None, persistent=False)  # [input_size of the last head]
 
     @classmethod
     def from_section(cls, section: HeadSection, frozen: FrozenTarget, vocab: DraftVocab) -> "MedusaHead":
@@ -177,10 +175,7 @@ class MedusaHead(LastHiddenHead):
         }
 
     def engine_tensors(self) -> dict[str, Tensor]:
-        tensors = dict(self.state_dict())
-        for name, tensor in tensors.items():
-            scale = self.folded_scale(name)
-            tensors[name] = tensor if scale is None else tensor * scale
+        tensors = self.folded_state()
         return tensors if self.vocab.is_full else {**tensors, "token_map": self.vocab.ids}
 
     def folded_scale(self, name: str) -> Tensor | None:
@@ -210,13 +205,13 @@ class MedusaHead(LastHiddenHead):
 
     def forward(
         self,
-        features: Float[Tensor, "batch seq feature"],
-        tokens: Int[Tensor, "batch seq"],
-        positions: Int[Tensor, "*batch seq"],
-        mask: Float[Tensor, "*axes seq keys"] | None = None,
+        features: Features,
+        tokens: Tokens,
+        positions: Positions,
+        mask: Mask | None = None,
         cache: AttentionCache | None = None,
         level: int = 0,
-    ) -> Float[Tensor, "batch seq hidden"]:
+    ) -> Hidden:
         return self.blocks[level](self.with_tokens(features, tokens), self.input_scale)
 
     def with_tokens(
@@ -232,12 +227,10 @@ class MedusaHead(LastHiddenHead):
         cap = self.target.final_logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
-    def feedback(
-        self,
-        hidden: Float[Tensor, "batch seq hidden"],
-        features: Float[Tensor, "batch seq feature"],
-        tokens: Int[Tensor, "batch seq"],
-    ) -> Float[Tensor, "batch seq next_feature"]:
+    def unrolled_logits(self, hidden: Float[Tensor, "levels *axes hidden"]) -> Float[Tensor, "levels *axes vocab"]:
+        return torch.stack([self.logits(states, level) for level, states in enumerate(hidden)])
+
+    def feedback(self, hidden: Hidden, features: Features, tokens: Tokens) -> Float[Tensor, "batch seq next_feature"]:
         return self.with_tokens(features, tokens)
 
 

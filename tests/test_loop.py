@@ -138,8 +138,8 @@ def test_a_plain_eagle_3_head_is_saved_with_the_scales_of_its_taps(
     recipe = make_recipe("run")
     run(recipe)
     [head], saved = trained, load_head_for(recipe.head_dir, frozen)
-    assert head.tap_scale is not None
-    assert head.tap_scale.max() < 1  # the hidden states of this target are large
+    assert head.input_scale is not None
+    assert head.input_scale.max() < 1  # the hidden states of this target are large
     taps = FeatureStore(recipe.features_dir, "train")[0].taps
     assert torch.equal(saved.project(taps), head.project(taps))
 
