@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from train_quality import OUR_RATES, ROOT, call, overrides_of, swept
 
-from headstart.common.jsonl import read_jsonl
+from headstart.common.files import read_jsonl
 from headstart.common.progress import Progress
 from headstart.heads.base import DraftHead
 from headstart.heads.block import BlockHead

@@ -15,11 +15,12 @@ from headstart.data_pipelines.prompts.self_written.template import UserTemplate
 from headstart.data_pipelines.stages.stage import Stage
 from headstart.heads.checkpoint import load_taps
 from headstart.heads.target_config import SAFE_FILES, TargetConfig, locate_target
-from headstart.inference.targets.model import pick_device
-from headstart.inference.targets.tokenizer import Tokenizer, load_tokenizer
+from headstart.inference.drafters.other_tokenizer import Tokenizer
+from headstart.inference.targets.loading import pick_device
+from headstart.inference.targets.tokenizer import load_tokenizer
 from headstart.recipes import Recipe
+from headstart.recipes.checks import size_mistakes
 from headstart.recipes.schema import HUB_PREFIX, PYTHON_STDLIB, SELF
-from headstart.recipes.target_checks import size_mistakes
 
 WITHOUT_WEIGHTS = [pattern for pattern in SAFE_FILES if pattern != "*.safetensors"]
 

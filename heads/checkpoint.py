@@ -9,24 +9,16 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from headstart.common.whole_files import remove, removed_on_failure
+from headstart.common.files import remove, removed_on_failure
 from headstart.heads.base import DraftHead
 from headstart.heads.block import BlockHead, mask_token
 from headstart.heads.block_config import is_block_config
 from headstart.heads.calibration import Calibration
 from headstart.heads.eagle1 import Eagle1Head
 from headstart.heads.eagle3 import Eagle3Head
-from headstart.heads.files import (
-    MODEL,
-    PICKLES,
-    HeadFiles,
-    find_config,
-    has_weight_dtype,
-    read_config,
-    read_safetensors,
-    write_files,
-)
+from headstart.heads.files import MODEL, PICKLES, HeadFiles, has_weight_dtype, read_safetensors, write_files
 from headstart.heads.frozen import FrozenTarget
+from headstart.heads.keys import find_config, read_config
 from headstart.heads.medusa import MedusaHead
 from headstart.heads.target_config import Rope, TargetConfig
 from headstart.heads.target_origin import TargetOrigin

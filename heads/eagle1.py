@@ -11,9 +11,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from headstart.heads.base import Features, Hidden, LastHiddenHead, Mask, Positions, Tokens, input_scales
+from headstart.heads.base import Features, Hidden, Mask, Tokens
 from headstart.heads.frozen import FrozenTarget, is_copy
+from headstart.heads.last_hidden import LastHiddenHead, input_scales
 from headstart.heads.layers import MLP, Attention, AttentionCache, LayerShape, RMSNorm
+from headstart.heads.losses import Positions
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema import Eagle1Section, HeadSection
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn import functional
 
-from headstart.heads.files import read_index
+from headstart.heads.frozen import read_index
 from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
 

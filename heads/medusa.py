@@ -12,9 +12,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from headstart.heads.base import Features, Hidden, LastHiddenHead, Mask, Positions, Tokens, input_scales
+from headstart.heads.base import Features, Hidden, Mask, Tokens
 from headstart.heads.frozen import FrozenTarget
+from headstart.heads.last_hidden import LastHiddenHead, input_scales
 from headstart.heads.layers import AttentionCache
+from headstart.heads.losses import Positions
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema import HeadSection, MedusaSection
 

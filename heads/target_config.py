@@ -11,10 +11,9 @@ from typing import Any
 
 from huggingface_hub import snapshot_download
 
+from headstart.common.process import user_cache
 from headstart.common.run_lock import only_run_in
-from headstart.common.user_cache import user_cache
-from headstart.heads.files import read_json_object
-from headstart.heads.target_origin import both_ends
+from headstart.heads.model_files import both_ends, read_json_object
 
 # A hub download fetches configuration, tokenizer and safetensors, never code or pickles.
 SAFE_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "*.txt"]

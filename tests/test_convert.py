@@ -25,7 +25,7 @@ from headstart.heads.checkpoint import load_head_for
 from headstart.heads.formats.convert import convert
 from headstart.heads.formats.layouts import FORMATS
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.medusa import to_reference_layout
+from headstart.heads.medusa_layout import to_reference_layout
 
 MakeHead = Callable[..., Any]
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from headstart import smollm2
-from headstart.heads.target_config import TargetConfig, locate_target, unpacked_folder
+from headstart.heads.gguf_files import unpacked_folder
+from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.inference.targets.gguf import unpack
 
 # Names of the tensors of a layer: transformers', then GGUF's.

@@ -18,7 +18,7 @@ from test_chat_masks import FAMILIES, template_of
 from tiny_run import contents, tiny_recipe
 from transformers import PreTrainedTokenizerFast
 
-from headstart.common.jsonl import append_jsonl, read_jsonl
+from headstart.common.files import append_jsonl, read_jsonl
 from headstart.data_pipelines.harvest import harvest
 from headstart.data_pipelines.preflight import check_harvest
 from headstart.data_pipelines.prompts.language import Languages

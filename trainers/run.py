@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from headstart.common.jsonl import read_json
+from headstart.common.files import read_json
 from headstart.common.launcher import end_with_launcher
 from headstart.data_pipelines.features.sample_stores import SampleStore, open_stores
 from headstart.data_pipelines.features.shards import stored_taps

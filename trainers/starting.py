@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from headstart.common.jsonl import read_growing_jsonl
+from headstart.common.files import read_growing_jsonl
 from headstart.heads.base import DraftHead
 from headstart.heads.checkpoint import KINDS, load_head_for, save_head
 from headstart.heads.frozen import FrozenTarget

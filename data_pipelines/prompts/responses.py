@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headstart.common.jsonl import append_jsonl, read_jsonl, resume_jsonl, write_jsonl
+from headstart.common.files import append_jsonl, read_jsonl, resume_jsonl, write_jsonl
 from headstart.data_pipelines.prompts.completion_client import CompletionClient
 from headstart.data_pipelines.stages.dependents import dependents, is_shared
 from headstart.data_pipelines.stages.shard_work import ProgressMeter, ShardPrompts, prompt_shards

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from headstart.heads.formats.subject import Subject, Violation, config_error
+from headstart.heads.formats.subject import Subject
+from headstart.heads.formats.violation import Violation, config_error
 from headstart.heads.target_config import Rope
 
 ARCHITECTURES = {

@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterable, Iterator
 
 from headstart.heads.files import HeadFiles
 from headstart.heads.formats import block_rules, config_rules, medusa_rules, tensor_rules
-from headstart.heads.formats.options import AUTHORS
-from headstart.heads.formats.subject import Subject, Violation, layout_of
+from headstart.heads.formats.engines import AUTHORS
+from headstart.heads.formats.subject import Subject, layout_of
+from headstart.heads.formats.violation import Violation
 from headstart.heads.frozen import FrozenTarget
 
 Rule = Callable[[Subject, str], Iterator[Violation]]

@@ -20,19 +20,22 @@ from shlex import quote
 
 import torch
 
-from headstart.common.jsonl import read_json
+from headstart.common.files import read_json
 from headstart.heads.base import DraftHead
-from headstart.heads.checkpoint import load_head_for, stored_dtype
+from headstart.heads.checkpoint import load_head_for
 from headstart.heads.files import HeadFiles, refuse_existing, write_folder
 from headstart.heads.formats.card import card
-from headstart.heads.formats.contracts import AUTHORS, RULES, violations
+from headstart.heads.formats.contracts import RULES, violations
+from headstart.heads.formats.engines import AUTHORS
+from headstart.heads.formats.export import stored_dtype
 from headstart.heads.formats.layouts import FORMATS, ServedTarget
-from headstart.heads.formats.subject import Violation, layout_of
+from headstart.heads.formats.subject import layout_of
+from headstart.heads.formats.violation import Violation
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.medusa import MedusaHead
 from headstart.heads.target_config import locate_target
 from headstart.recipes import Recipe, run_command
-from headstart.recipes.tuned_target import refuse_original_target
+from headstart.recipes.checks import refuse_original_target
 
 
 def main() -> None:

@@ -15,7 +15,8 @@ from headstart.heads.block import BlockHead
 from headstart.heads.checkpoint import head_config
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.files import MODEL
-from headstart.heads.medusa import MedusaHead, to_reference_layout
+from headstart.heads.medusa import MedusaHead
+from headstart.heads.medusa_layout import to_reference_layout
 
 Files = tuple[dict[str, Any], dict[str, Tensor]]
 SPECULATORS_VERSION = "0.9.0"  # the version whose layout is written; stated if the library is not installed

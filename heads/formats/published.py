@@ -15,9 +15,9 @@ from headstart.heads.block_config import HIDDEN_STATES, LAYER_OUTPUTS, block_key
 from headstart.heads.checkpoint import head_from_files
 from headstart.heads.files import HeadFiles, has_weight_dtype
 from headstart.heads.formats import block_rules, config_rules, medusa_rules, tensor_rules
-from headstart.heads.formats.config_rules import KEY, engine_default
 from headstart.heads.formats.medusa_rules import num_heads
 from headstart.heads.formats.subject import BLOCK, MEDUSA, SPECULATORS_BLOCK, Subject, layout_of
+from headstart.heads.formats.tap_rules import KEY, engine_default
 from headstart.heads.frozen import FrozenTarget, is_copy
 from headstart.heads.layers import rotary_table
 from headstart.heads.target_config import Rope

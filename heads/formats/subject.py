@@ -10,8 +10,8 @@ from torch import Tensor
 from headstart.heads.block_config import block_taps, is_block_config, names_taps
 from headstart.heads.files import HeadFiles
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.medusa import BLOCK as MEDUSA_BLOCK
-from headstart.heads.medusa import REFERENCE_BLOCK, from_any_layout
+from headstart.heads.medusa_layout import BLOCK as MEDUSA_BLOCK
+from headstart.heads.medusa_layout import REFERENCE_BLOCK, from_any_layout
 
 MEDUSA = ("medusa", "medusa_reference")
 SPECULATORS_BLOCK = "speculators_block"

@@ -3,7 +3,7 @@
 import reprlib
 from pathlib import Path
 
-from headstart.common.jsonl import read_jsonl
+from headstart.common.files import read_jsonl
 from headstart.heads.base import DraftHead
 from headstart.heads.block import BlockHead
 from headstart.heads.checkpoint import load_head_for

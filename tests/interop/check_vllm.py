@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from served_heads import CASES, DRAFT_TOKENS, TARGET, WORK, export_recipe, heldout_prompts
 
-from headstart.common.jsonl import read_jsonl
+from headstart.common.files import read_jsonl
 from headstart.heads.checkpoint import load_head_for
 from headstart.heads.formats.convert import convert
 from headstart.heads.formats.export import export
