@@ -33,7 +33,7 @@ from headstart.common.files import read_jsonl
 from headstart.common.progress import Progress
 from headstart.heads.base import DraftHead
 from headstart.heads.block import BlockHead
-from headstart.heads.checkpoint import load_head
+from headstart.heads.checkpoint import load_head_for
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import locate_target
 from headstart.inference.core.request import DecodeStats
@@ -115,7 +115,7 @@ def target_for(heads: Iterable[Path], recipe: Recipe) -> TargetModel:
     """The recipe's target with the hidden states that these heads read."""
     folder = locate_target(recipe.target.path, recipe.target.revision)
     frozen = FrozenTarget.from_folder(folder, torch.float32)
-    taps = {tap for head in heads for tap in load_head(head, frozen).taps}
+    taps = {tap for head in heads for tap in load_head_for(head, frozen).taps}
     return TargetModel.load(recipe.target, tuple(sorted(taps)))
 
 

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.data_pipelines.prompts.prompts import make_prompts
 from headstart.heads.base import DraftHead
-from headstart.heads.checkpoint import load_head, new_head
+from headstart.heads.checkpoint import load_head_for, new_head
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.drafter import PLAIN, Drafter, VerifiedOnHost
 from headstart.inference.core.request import Request
@@ -247,7 +247,7 @@ def demo(console: Console, recipe: Recipe) -> None:
     """The demo head on the demo target, whose steps are so short that the host's share shows."""
     make_prompts(recipe)
     target = TargetModel.load(recipe.target, taps_to_read(recipe))
-    head = load_head(head_folder(recipe), target.frozen)
+    head = load_head_for(head_folder(recipe), target.frozen)
     depth = recipe.decode.depth
     methods = [
         Method("generate", transformers=True),

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from headstart.common.progress import Progress
 from headstart.heads.base import DraftHead
-from headstart.heads.checkpoint import load_head
+from headstart.heads.checkpoint import load_head_for
 from headstart.inference.core.sampling import Sampling, sampling_from_recipe
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import load_drafting_head
@@ -110,7 +110,7 @@ def methods_at(recipe: Recipe, target: TargetModel, temperature: float) -> list[
 
 def drafting(recipe: Recipe, target: TargetModel) -> Iterator[Method]:
     folder = head_folder(recipe)
-    head, random_head = load_drafting_head(folder, target), load_head(folder, target.frozen)
+    head, random_head = load_drafting_head(folder, target), load_head_for(folder, target.frozen)
     generator = torch.Generator().manual_seed(recipe.seed)
     for parameter in random_head.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)

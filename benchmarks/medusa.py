@@ -19,7 +19,7 @@ from rich.table import Table
 
 from headstart.data_pipelines.harvest import harvest
 from headstart.heads.base import DraftHead
-from headstart.heads.checkpoint import load_head, new_head
+from headstart.heads.checkpoint import load_head_for, new_head
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import locate_target
 from headstart.inference.calibrate import fit_calibration, score_text
@@ -102,7 +102,7 @@ def head_folder(recipe: Recipe, name: str) -> Path:
 def calibrated(recipe: Recipe, folder: Path) -> tuple[TargetModel, DraftHead]:
     """Load a head and its target and calibrate the head on prompts that are not measured."""
     frozen = FrozenTarget.from_folder(locate_target(recipe.target.path, recipe.target.revision), torch.float32)
-    target = TargetModel.load(recipe.target, load_head(folder, frozen).taps)
+    target = TargetModel.load(recipe.target, load_head_for(folder, frozen).taps)
     head, decode = load_drafting_head(folder, target), recipe.decode
     prompts = held_out_prompts(recipe)[:CALIBRATION]
     head.calibration = fit_calibration(target, head, prompts, decode.depth, decode.max_new_tokens)

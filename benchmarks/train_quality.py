@@ -30,7 +30,7 @@ from train_step import peer_python
 from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.data_pipelines.harvest import harvest
 from headstart.heads.base import DraftHead
-from headstart.heads.checkpoint import draft_vocab, load_head
+from headstart.heads.checkpoint import draft_vocab, load_head_for
 from headstart.heads.formats.convert import convert
 from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.inference.core.request import DecodeStats
@@ -101,8 +101,8 @@ def train_theirs(python: str, recipe: Recipe, target: Path, rate: float, steps: 
         "batches": [order.of_step(step, recipe.train.batch_size) for step in range(steps)],
         "taps": section.taps or config.default_taps(),
         "draft_vocab": vocab.ids.tolist(),
-        "fc_norm": section.fc_norm,
-        "norm_output": section.norm_output,
+        "fc_norm": section.norms,
+        "norm_output": section.norms,
         "unroll": recipe.train.unroll,
         "learning_rate": rate,
         "seed": recipe.seed,
@@ -177,7 +177,7 @@ def run(recipe: Recipe, arguments: list[str], peers: dict[str, str]) -> None:
     target = TargetModel.load(recipe.target, taps or TargetConfig.from_folder(folder).default_taps())
 
     def measure(head: Path) -> float:
-        return acceptance_length(recipe, target, load_head(head, target.frozen), "tree", 0.0, apart)
+        return acceptance_length(recipe, target, load_head_for(head, target.frozen), "tree", 0.0, apart)
 
     table = Table(title=f"acceptance length on {len(prompts)} held-out prompts")
     table.add_column("head")
@@ -190,7 +190,7 @@ def run(recipe: Recipe, arguments: list[str], peers: dict[str, str]) -> None:
         rate = rates[trainer]
         with tempfile.TemporaryDirectory() as place:
             started = time.perf_counter()
-            head = load_head(trainers[trainer][0](rate, steps, Path(place)), target.frozen)
+            head = load_head_for(trainers[trainer][0](rate, steps, Path(place)), target.frozen)
             spent[name] = time.perf_counter() - started
         lengths = [
             acceptance_length(recipe, target, head, growth, temperature, prompts)

@@ -23,7 +23,8 @@ from headstart.data_pipelines.prompts.prompts import ROW_REPORT, describe_prompt
 from headstart.data_pipelines.prompts.responses import Text
 from headstart.data_pipelines.stages.stage import Json, Stage
 from headstart.heads.target_config import locate_target
-from headstart.inference.targets.tokenizer import Tokenizer, load_tokenizer
+from headstart.inference.drafters.other_tokenizer import Tokenizer
+from headstart.inference.targets.tokenizer import load_tokenizer
 from headstart.recipes import Recipe, run_command
 
 SAMPLES = 4  # samples shown in full

@@ -7,7 +7,7 @@ texts that it was made from. So it does not matter which run wrote them, nor whe
 import json
 from pathlib import Path
 
-from headstart.common.files import read_jsonl, resume_jsonl, write_jsonl
+from headstart.common.files import read_jsonl, resume_jsonl, write_jsonl, write_text
 from headstart.data_pipelines.features.features import token_tensors
 from headstart.data_pipelines.features.shards import (
     MANIFEST,
@@ -19,7 +19,7 @@ from headstart.data_pipelines.features.shards import (
 )
 from headstart.data_pipelines.prompts.responses import Text, journal_of, responses_path
 from headstart.data_pipelines.stages.shard_work import ShardPrompts, prompt_shards
-from headstart.data_pipelines.stages.stage import Json, Stage, write_text
+from headstart.data_pipelines.stages.stage import Json, Stage
 from headstart.recipes import Recipe
 
 

@@ -10,12 +10,14 @@ from headstart.data_pipelines.features.shards import read_manifest
 from headstart.data_pipelines.prompts.conversations import Conversation, parse_row
 from headstart.data_pipelines.prompts.language import Languages
 from headstart.data_pipelines.prompts.rows import BadRow, Row, read_rows
+from headstart.data_pipelines.prompts.self_written.selection import optional_rensa
 from headstart.data_pipelines.prompts.self_written.template import UserTemplate
 from headstart.data_pipelines.stages.stage import Stage
 from headstart.heads.checkpoint import load_taps
 from headstart.heads.target_config import SAFE_FILES, TargetConfig, locate_target
-from headstart.inference.targets.model import pick_device
-from headstart.inference.targets.tokenizer import Tokenizer, load_tokenizer
+from headstart.inference.drafters.other_tokenizer import Tokenizer
+from headstart.inference.targets.loading import pick_device
+from headstart.inference.targets.tokenizer import load_tokenizer
 from headstart.recipes import Recipe
 from headstart.recipes.checks import size_mistakes
 from headstart.recipes.schema import HUB_PREFIX, PYTHON_STDLIB, SELF
@@ -94,6 +96,7 @@ def check_rows(recipe: Recipe, tokenizer: Tokenizer) -> None:
     data = recipe.data
     sources = {} if data.holds_out_own_prompts else {"data.heldout_prompts": str(data.heldout_prompts)}
     if data.prompts == SELF:
+        optional_rensa()
         UserTemplate(tokenizer, data)
         if data.self_language is not None:
             Languages(data.self_language)

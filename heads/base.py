@@ -10,13 +10,18 @@ from torch import Tensor, nn
 
 from headstart.heads.calibration import Calibration
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.layers import AttentionCache
+from headstart.heads.layers import AttentionCache, LayerShape, power_of_two_scales, rotary_table
 from headstart.heads.target_config import TargetConfig
 from headstart.heads.target_origin import TargetOrigin
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema import HeadSection
 
 EXTRA_ROTARY_POSITIONS = 64  # rotary table rows beyond the target's positions: an unroll runs past a sample's end
+Features = Float[Tensor, "batch seq feature"]
+Tokens = Int[Tensor, "batch seq"]
+Positions = Int[Tensor, "*batch seq"]
+Mask = Float[Tensor, "*axes seq keys"]  # additive
+Hidden = Float[Tensor, "batch seq hidden"]
 
 
 class DraftHead(nn.Module, ABC):
@@ -32,10 +37,16 @@ class DraftHead(nn.Module, ABC):
     vocab: DraftVocab
     feature_size: int
     embedding: Tensor  # the target's, [vocab, hidden], shared
+    rotary: Tensor
+    input_scale: Tensor | None  # powers of two that multiply the inputs of new layers
     calibration: Calibration = Calibration()  # fitted after training
     origin: TargetOrigin | None = None  # the target it was trained for, where that is known
     max_levels: int | None = None  # how many levels it can draft; None is any number
     has_rope: bool = True  # whether it has rotary embeddings, which must then match the target's
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("input_scale", None, persistent=False)
 
     @classmethod
     @abstractmethod
@@ -74,7 +85,26 @@ class DraftHead(nn.Module, ABC):
 
     def folded_scale(self, name: str) -> Tensor | None:
         """The factor of a weight's inputs that `engine_tensors` folds into the weight; None for no factor."""
-        return None
+        return self.input_scale if name == "fc.weight" else None
+
+    def folded_state(self) -> dict[str, Tensor]:
+        """The state dict, with every factor folded into its weight."""
+        scales = {name: (tensor, self.folded_scale(name)) for name, tensor in self.state_dict().items()}
+        return {name: tensor if scale is None else tensor * scale for name, (tensor, scale) in scales.items()}
+
+    def scale_taps(self, sizes: list[float]) -> None:
+        """Scale the input of `fc` so that every tap is about 1, given the RMS of each tap's hidden states.
+
+        Large taps would drown out the new layer, and every optimizer step would change the features in proportion to
+        them.
+        """
+        self.input_scale = power_of_two_scales(sizes).repeat_interleave(self.target.hidden_size).to(self.embedding)
+
+    def add_rotary(self, shape: LayerShape) -> None:
+        """Register the rotary table of the head's layers. [positions, 2 * head_dim]"""
+        positions = self.target.max_positions + EXTRA_ROTARY_POSITIONS
+        table = rotary_table(shape.rope_of(self.target), shape.head_dim, positions)
+        self.register_buffer("rotary", table.to(self.embedding), persistent=False)
 
     @torch.no_grad()
     def take_weights(self, source: "DraftHead") -> None:
@@ -116,13 +146,13 @@ class LevelHead(DraftHead):
     @abstractmethod
     def forward(
         self,
-        features: Float[Tensor, "batch seq feature"],
-        tokens: Int[Tensor, "batch seq"],
-        positions: Int[Tensor, "*batch seq"],
-        mask: Float[Tensor, "*axes seq keys"] | None = None,
+        features: Features,
+        tokens: Tokens,
+        positions: Positions,
+        mask: Mask | None = None,
         cache: AttentionCache | None = None,
         level: int = 0,
-    ) -> Float[Tensor, "batch seq hidden"]:
+    ) -> Hidden:
         """The head's hidden state at each index, attending to what the cache and the additive mask allow."""
 
     @abstractmethod
@@ -131,13 +161,55 @@ class LevelHead(DraftHead):
 
     def unrolled_logits(self, hidden: Float[Tensor, "levels *axes hidden"]) -> Float[Tensor, "levels *axes vocab"]:
         """The logits of all levels of an unroll at once."""
-        return torch.stack([self.logits(states, level) for level, states in enumerate(hidden)])
+        return self.logits(hidden)
 
     @abstractmethod
-    def feedback(
-        self,
-        hidden: Float[Tensor, "batch seq hidden"],
-        features: Float[Tensor, "batch seq feature"],
-        tokens: Int[Tensor, "batch seq"],
-    ) -> Float[Tensor, "batch seq next_feature"]:
+    def feedback(self, hidden: Hidden, features: Features, tokens: Tokens) -> Float[Tensor, "batch seq next_feature"]:
         """The features of the next level, from this level's output `hidden` and its inputs."""
+
+
+class LastHiddenHead(LevelHead):
+    """A head (EAGLE-1, Medusa) whose only feature is the target's last hidden state after its final norm.
+
+    It shares the target's embedding, final norm and lm_head, and neither trains nor saves them.
+    """
+
+    norm_weight: Tensor
+    norm_bias: Tensor | None
+    lm_head: Tensor
+
+    def __init__(self, frozen: FrozenTarget, vocab: DraftVocab) -> None:
+        super().__init__()
+        self.target, self.taps, self.vocab = frozen.config, (frozen.config.num_layers,), vocab
+        self.feature_size = frozen.config.hidden_size
+        for name in ("embedding", "norm_weight", "norm_bias", "lm_head"):
+            self.register_buffer(name, getattr(frozen, name), persistent=False)
+
+    @classmethod
+    def section_taps(cls, section: HeadSection, target: TargetConfig) -> tuple[int, ...]:
+        return (target.num_layers,)
+
+    @classmethod
+    def config_taps(cls, config: dict[str, Any], target: TargetConfig) -> tuple[int, ...]:
+        return (target.num_layers,)
+
+    @property
+    def frozen(self) -> FrozenTarget:
+        """The target's shared tensors, on this head's device."""
+        return FrozenTarget(self.target, self.embedding, self.norm_weight, self.norm_bias, self.lm_head)
+
+    def project(self, taps: Float[Tensor, "*axes tapped"]) -> Float[Tensor, "*axes feature"]:
+        return self.frozen.norm(taps)
+
+
+def input_scales(frozen: FrozenTarget) -> tuple[Float[Tensor, " hidden"], Float[Tensor, " hidden"]]:
+    """Powers of two that scale an embedding and a feature to about 1.
+
+    A feature is as large as the final norm's weight. An embedding is often far smaller, and unscaled it would hardly
+    influence the result.
+    """
+    sizes = [float(ends.float().square().mean().sqrt()) for ends in (frozen.embedding, frozen.norm_weight)]
+    embedding, feature = (
+        power_of_two_scales(sizes).to(frozen.embedding).unsqueeze(1).expand(-1, frozen.config.hidden_size)
+    )
+    return embedding, feature

@@ -14,17 +14,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from headstart.heads.base import EXTRA_ROTARY_POSITIONS, DraftHead
+from headstart.heads.base import DraftHead, Features, Tokens
 from headstart.heads.block_attention import BlockCache, Blocks, Reach
-from headstart.heads.block_keys import block_config, block_shape, block_taps
-from headstart.heads.block_shape import BlockShape
+from headstart.heads.block_config import BlockShape, block_config, block_shape, block_taps
 from headstart.heads.frozen import FrozenTarget, is_copy
-from headstart.heads.layers import MLP, AttentionCache, RMSNorm, power_of_two_scales, rotary_table, rotate
+from headstart.heads.layers import MLP, AttentionCache, RMSNorm, rotate
+from headstart.heads.losses import Positions
 from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema import BlockSection, HeadSection
 
 NUM_TAPS = 5  # by default
+CONFIDENCE = ("confidence_head.proj.weight", "confidence_head.proj.bias")  # engines read them, headstart does not
 FIRST_NORM = 0.25  # of the target's; a full one makes an untrained head confidently wrong
 
 
@@ -117,14 +118,6 @@ class MarkovHead(nn.Module):
         return self.markov_w2(known)
 
 
-class ConfidenceHead(nn.Module):
-    """How likely the target accepts a slot's token, as a logit; serving engines read it."""
-
-    def __init__(self, num_inputs: int) -> None:
-        super().__init__()
-        self.proj = nn.Linear(num_inputs, 1)
-
-
 class BlockHead(DraftHead):
     """A block head; its parameters are named as in the published checkpoints.
 
@@ -147,18 +140,12 @@ class BlockHead(DraftHead):
         self.layers = nn.ModuleList([BlockLayer(shape, eps) for _ in range(shape.num_layers)])
         self.norm = RMSNorm(shape.hidden_size, eps)
         self.markov_head = MarkovHead(shape, vocab) if shape.markov_rank else None
-        self.confidence_head = ConfidenceHead(shape.confidence_inputs) if shape.confidence_inputs else None
         self.lm_head = nn.Linear(shape.hidden_size, len(vocab.ids), bias=False) if shape.own_lm_head else None
-        self.embedding: Tensor
         self.shared_lm_head: Tensor | None
-        self.rotary: Tensor
-        self.tap_scale: Tensor | None
         shared = None if shape.own_lm_head else frozen.within(vocab).lm_head
         self.register_buffer("embedding", frozen.embedding, persistent=False)
         self.register_buffer("shared_lm_head", shared, persistent=False)  # [draft_vocab, hidden]
-        table = rotary_table(shape.rope_of(target), shape.head_dim, target.max_positions + EXTRA_ROTARY_POSITIONS)
-        self.register_buffer("rotary", table.to(frozen.embedding), persistent=False)
-        self.register_buffer("tap_scale", None, persistent=False)  # [tapped]
+        self.add_rotary(shape)
 
     @classmethod
     def section_taps(cls, section: HeadSection, target: TargetConfig) -> tuple[int, ...]:
@@ -183,9 +170,6 @@ class BlockHead(DraftHead):
             mask_token_id=mask_token(section, target.vocab_size),
             sample_from_anchor=section.sample_from_anchor,
             markov_rank=section.markov_rank,
-            markov_gate=section.markov_gate,
-            confidence=section.confidence,
-            confidence_reads_markov=section.markov_rank > 0,
         )
         return cls(shape, frozen, vocab)
 
@@ -199,6 +183,8 @@ class BlockHead(DraftHead):
                 "embed_tokens.weight is not the target's embedding, which a block head shares; give the target that "
                 "the head was trained for"
             )
+        for name in CONFIDENCE:
+            tensors.pop(name, None)
         lm_head = tensors.get("lm_head.weight")
         own_lm_head = lm_head is not None and not is_copy(lm_head, frozen.within(vocab).lm_head)
         if not own_lm_head:
@@ -230,24 +216,15 @@ class BlockHead(DraftHead):
             tokens = frozen.embedding.float() @ projection.to(frozen.embedding.device)
             table.copy_(tokens / tokens.square().mean().sqrt())
 
-    def scale_taps(self, sizes: list[float]) -> None:
-        """Scale the input of `fc` so that every tap is about 1, given the RMS of each tap's hidden states."""
-        self.tap_scale = power_of_two_scales(sizes).repeat_interleave(self.target.hidden_size).to(self.embedding)
-
     def engine_config(self) -> dict[str, Any]:
         return block_config(self.shape, self.target, len(self.vocab.ids))
 
     def engine_tensors(self) -> dict[str, Tensor]:
         """With an lm_head of its own if it drafts a part of the vocabulary, which engines cannot cut out themselves."""
-        tensors = dict(self.state_dict())
+        tensors = self.folded_state()
         if not self.vocab.is_full:
             tensors |= {"lm_head.weight": self.output_layer, "d2t": self.vocab.offsets()}
-        if self.tap_scale is not None:
-            tensors["fc.weight"] = tensors["fc.weight"] * self.tap_scale
         return tensors
-
-    def folded_scale(self, name: str) -> Tensor | None:
-        return self.tap_scale if name == "fc.weight" else None
 
     @property
     def output_layer(self) -> Float[Tensor, "draft_vocab hidden"]:
@@ -276,18 +253,13 @@ class BlockHead(DraftHead):
 
     @property
     def logits_parameters(self) -> list[Tensor]:
-        parts = self.lm_head, self.markov_head, self.confidence_head
+        parts = self.lm_head, self.markov_head
         return [parameter for part in parts if part is not None for parameter in part.parameters()]
 
     def project(self, taps: Float[Tensor, "*axes tapped"]) -> Float[Tensor, "*axes feature"]:
-        return self.hidden_norm(self.fc(taps if self.tap_scale is None else taps * self.tap_scale))
+        return self.hidden_norm(self.fc(taps if self.input_scale is None else taps * self.input_scale))
 
-    def read(
-        self,
-        features: Float[Tensor, "batch seq feature"],
-        positions: Int[Tensor, "*batch seq"],
-        cache: ContextCache,
-    ) -> None:
+    def read(self, features: Features, positions: Positions, cache: ContextCache) -> None:
         """Write the keys and values of verified positions to the cache, where the blocks of later steps find them."""
         rotary = self.rotary[positions]
         for number, layer in enumerate(self.layers):
@@ -335,27 +307,12 @@ class BlockHead(DraftHead):
             return slots.expand(*before.shape, -1)
         return slots + self.markov_head(hidden, before)
 
-    def confidence(self, hidden: Float[Tensor, "*axes hidden"], before: Int[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
-        """The logit of the chance that the target accepts a slot's token."""
-        assert self.confidence_head is not None
-        if self.shape.confidence_reads_markov:
-            assert self.markov_head is not None
-            hidden = torch.cat([hidden, self.markov_head.markov_w1(before)], dim=-1)
-        return self.confidence_head.proj(hidden).squeeze(-1)
-
-    def text_states(
-        self, features: Float[Tensor, "batch seq feature"], tokens: Int[Tensor, "batch seq"], blocks: Blocks
-    ) -> Float[Tensor, "blocks levels hidden"]:
+    def text_states(self, features: Features, tokens: Tokens, blocks: Blocks) -> Float[Tensor, "blocks levels hidden"]:
         """`forward` for blocks within whole texts, whose features are those of the positions of `tokens`."""
         return self.blocks_of(features, torch.arange(tokens.shape[1], device=tokens.device), tokens, blocks)
 
     def blocks_of(
-        self,
-        features: Float[Tensor, "batch seq feature"],
-        positions: Int[Tensor, "*batch seq"],
-        tokens: Int[Tensor, "batch seq"],
-        blocks: Blocks,
-        checkpointing: bool = False,
+        self, features: Features, positions: Positions, tokens: Tokens, blocks: Blocks, checkpointing: bool = False
     ) -> Float[Tensor, "blocks levels hidden"]:
         """`forward` for blocks within texts that the target has read, all in one pass."""
         cache = BlockCache(blocks, self.shape.reaches)

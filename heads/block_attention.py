@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from headstart.heads.masked_kernels import masked_backward, masked_forward
+from headstart.heads.attention_kernels import masked_backward, masked_forward
 
 GROUP_QUERIES = 128  # queries that are computed together; they share the longest prefix among their blocks
 

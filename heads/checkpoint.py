@@ -1,33 +1,37 @@
 """Creates a head from a recipe, and saves and loads heads as folders."""
 
-import json
 import shlex
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from jaxtyping import Int
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
-from headstart.common.files import remove, removed_on_failure, write_text
+from headstart.common.files import remove, removed_on_failure
 from headstart.heads.base import DraftHead
 from headstart.heads.block import BlockHead, mask_token
-from headstart.heads.block_keys import is_block_config
+from headstart.heads.block_config import is_block_config
 from headstart.heads.calibration import Calibration
 from headstart.heads.eagle1 import Eagle1Head
 from headstart.heads.eagle3 import Eagle3Head
-from headstart.heads.files import has_weight_dtype
+from headstart.heads.files import (
+    MODEL,
+    PICKLES,
+    HeadFiles,
+    find_config,
+    has_weight_dtype,
+    read_config,
+    read_safetensors,
+    write_files,
+)
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.keys import find_config, read_config
 from headstart.heads.medusa import MedusaHead
-from headstart.heads.safetensors_file import write_safetensors
 from headstart.heads.target_config import Rope, TargetConfig
 from headstart.heads.target_origin import TargetOrigin
 from headstart.heads.vocab import DraftVocab
-from headstart.recipes.schema import BlockSection, Eagle1Section, HeadSection
+from headstart.recipes.schema import BlockSection, Dtype, Eagle1Section, HeadSection
 
 KINDS: dict[str, type[DraftHead]] = {
     "eagle1": Eagle1Head,
@@ -68,10 +72,9 @@ def save_head(head: DraftHead, folder: Path) -> None:
     with removed_on_failure(partial):
         remove(partial)  # left by a killed run
         partial.mkdir(parents=True)
-        write_safetensors(head.engine_tensors(), partial / "model.safetensors", {"format": "pt"})
-        write_text(partial / "config.json", json.dumps(head_config(head), indent=2) + "\n")
+        write_files(HeadFiles(partial, head_config(head), head.engine_tensors()))
         folder.mkdir(exist_ok=True)
-        for file in ("model.safetensors", "config.json"):
+        for file in (MODEL, "config.json"):
             (partial / file).replace(folder / file)
         partial.rmdir()
 
@@ -95,42 +98,53 @@ def head_config(head: DraftHead) -> dict[str, Any]:
     return {**config, "torch_dtype": dtype, "headstart": own}
 
 
-def load_head(folder: str | Path, frozen: FrozenTarget) -> DraftHead:
+def load_head(folder: str | Path, target_folder: str | Path) -> DraftHead:
+    """A saved head for the target in another folder, in the number format of the head's weights.
+
+    Raises ValueError as `load_head_for` does, and for a target without embedding, final norm or lm_head.
+    """
+    target_path = path_of("target_folder", target_folder)
+    dtype = getattr(torch, stored_dtype(path_of("folder", folder)))
+    return load_head_for(folder, FrozenTarget.from_folder(target_path, dtype))
+
+
+def path_of(name: str, given: object) -> Path:
+    """The path in an argument of this name; raises ValueError for another type, such as a loaded model."""
+    if not isinstance(given, str | Path):
+        raise ValueError(f"{name}: {given!r} given, the path of a folder is allowed; give it as text")
+    return Path(given).expanduser()
+
+
+def stored_dtype(folder: Path) -> str:
+    """The number format that a head was saved in; raises ValueError for one that no head of ours has."""
+    name = read_head_config(folder).get("torch_dtype", "float32")
+    if name not in get_args(Dtype):
+        raise ValueError(
+            f"{folder}/config.json: torch_dtype is {name!r}; float32, bfloat16 or float16 is allowed: correct the "
+            f"file, or set export.dtype"
+        )
+    return str(name)
+
+
+def load_head_for(folder: str | Path, frozen: FrozenTarget) -> DraftHead:
     """A saved head for this target, with the dtype and device of the target's embedding.
 
     Raises ValueError that names every mismatch: wrong types in config.json, sizes, vocabulary, taps, missing, misshapen
     or unknown tensors.
     """
-    check_arguments(folder, frozen)
-    folder = Path(folder).expanduser()
+    folder = path_of("folder", folder)
     config = read_head_config(folder)
-    path = folder / "model.safetensors"
-    pickles = [name for name in ("pytorch_model.bin", "medusa_lm_head.pt") if (folder / name).is_file()]
+    path = folder / MODEL
+    pickles = [name for name in PICKLES if (folder / name).is_file()]
     if pickles and not path.is_file():
         raise ValueError(
-            f"{folder} holds its weights as {pickles[0]}, and only model.safetensors is allowed; convert it: headstart "
-            f"convert {shlex.quote(str(folder))} NEW_FOLDER --target TARGET"
+            f"{folder} holds its weights as {pickles[0]}, and only {MODEL} is allowed; convert it: headstart convert "
+            f"{shlex.quote(str(folder))} NEW_FOLDER --target TARGET"
         )
-    try:
-        tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(
-            f"{path} cannot be read ({error}); a whole safetensors file is required: export or copy the head again"
-        ) from error
+    tensors = read_safetensors(path)
     head = head_from_files(folder, config, tensors, frozen)
     refuse_broken_numbers(path, tensors)
     return head
-
-
-def check_arguments(folder: Any, frozen: Any) -> None:
-    """Raise ValueError for arguments of `load_head` that have another type, such as a target's name."""
-    if not isinstance(folder, str | Path):
-        raise ValueError(f"folder: {folder!r} given, the path of a saved head's folder is allowed; give it as text")
-    if not isinstance(frozen, FrozenTarget):
-        raise ValueError(
-            f"frozen: {type(frozen).__name__} given, a FrozenTarget is allowed; load target and head with "
-            f"SpeculativeModel.from_folders(TARGET, HEAD), or FrozenTarget.from_folder(Path(TARGET), torch.float32)"
-        )
 
 
 def load_taps(folder: Path, target: TargetConfig) -> tuple[int, ...]:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from headstart.heads.base import EXTRA_ROTARY_POSITIONS
+from headstart.heads.base import Features, Hidden, LastHiddenHead, Mask, Tokens, input_scales
 from headstart.heads.frozen import FrozenTarget, is_copy
-from headstart.heads.last_hidden import LastHiddenHead, input_scales
-from headstart.heads.layers import MLP, Attention, AttentionCache, LayerShape, RMSNorm, rotary_table
+from headstart.heads.layers import MLP, Attention, AttentionCache, LayerShape, RMSNorm
+from headstart.heads.losses import Positions
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema import Eagle1Section, HeadSection
 
@@ -35,13 +35,7 @@ class Eagle1Layer(nn.Module):
         self.self_attn = Attention(shape.hidden_size, shape)
         self.mlp = MLP(shape.hidden_size, shape.intermediate_size)
 
-    def forward(
-        self,
-        inputs: Float[Tensor, "batch seq hidden"],
-        rotary: Tensor,
-        mask: Tensor | None,
-        cache: AttentionCache | None,
-    ) -> Float[Tensor, "batch seq hidden"]:
+    def forward(self, inputs: Hidden, rotary: Tensor, mask: Tensor | None, cache: AttentionCache | None) -> Hidden:
         hidden = inputs + self.self_attn(inputs, rotary, mask, cache)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
@@ -58,13 +52,7 @@ class Eagle1Head(LastHiddenHead):
         self.shape = shape
         self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=shape.fc_bias)
         self.layers = nn.ModuleList([Eagle1Layer(shape, shape.eps_of(frozen.config))])
-        self.rotary: Tensor
-        self.input_scale: Tensor | None
-        table = rotary_table(
-            shape.rope_of(frozen.config), shape.head_dim, frozen.config.max_positions + EXTRA_ROTARY_POSITIONS
-        )
-        self.register_buffer("rotary", table.to(frozen.embedding), persistent=False)
-        self.register_buffer("input_scale", None, persistent=False)  # [2 * hidden]
+        self.add_rotary(shape)
 
     @classmethod
     def from_section(cls, section: HeadSection, frozen: FrozenTarget, vocab: DraftVocab) -> "Eagle1Head":
@@ -102,13 +90,7 @@ class Eagle1Head(LastHiddenHead):
 
     def engine_tensors(self) -> dict[str, Tensor]:
         # SGLang's `fc` always has a bias and leaves it uninitialised if the file has none.
-        tensors = {"fc.bias": self.fc.weight.new_zeros(self.shape.hidden_size), **self.state_dict()}
-        if self.input_scale is not None:
-            tensors["fc.weight"] = tensors["fc.weight"] * self.input_scale
-        return tensors
-
-    def folded_scale(self, name: str) -> Tensor | None:
-        return self.input_scale if name == "fc.weight" else None
+        return {"fc.bias": self.fc.weight.new_zeros(self.shape.hidden_size), **self.folded_state()}
 
     @property
     def decoder_layers(self) -> Sequence[nn.Module]:
@@ -124,13 +106,13 @@ class Eagle1Head(LastHiddenHead):
 
     def forward(
         self,
-        features: Float[Tensor, "batch seq feature"],
-        tokens: Int[Tensor, "batch seq"],
-        positions: Int[Tensor, "*batch seq"],
-        mask: Float[Tensor, "*axes seq keys"] | None = None,
+        features: Features,
+        tokens: Tokens,
+        positions: Positions,
+        mask: Mask | None = None,
         cache: AttentionCache | None = None,
         level: int = 0,
-    ) -> Float[Tensor, "batch seq hidden"]:
+    ) -> Hidden:
         both = torch.cat([self.embedding[tokens], features], dim=-1)  # embedding first
         inputs = self.fc(both if self.input_scale is None else both * self.input_scale)
         return self.layers[0](inputs, self.rotary[positions], mask, cache)
@@ -138,13 +120,5 @@ class Eagle1Head(LastHiddenHead):
     def logits(self, hidden: Float[Tensor, "*axes hidden"], level: int = 0) -> Float[Tensor, "*axes draft_vocab"]:
         return self.frozen.unembed(hidden)
 
-    def unrolled_logits(self, hidden: Float[Tensor, "levels *axes hidden"]) -> Float[Tensor, "levels *axes vocab"]:
-        return self.logits(hidden)
-
-    def feedback(
-        self,
-        hidden: Float[Tensor, "batch seq hidden"],
-        features: Float[Tensor, "batch seq feature"],
-        tokens: Int[Tensor, "batch seq"],
-    ) -> Float[Tensor, "batch seq next_feature"]:
+    def feedback(self, hidden: Hidden, features: Features, tokens: Tokens) -> Float[Tensor, "batch seq next_feature"]:
         return hidden

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from headstart.heads.base import EXTRA_ROTARY_POSITIONS, LevelHead
+from headstart.heads.base import Features, Hidden, LevelHead, Mask, Tokens
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.layers import (
     MLP,
@@ -16,17 +16,11 @@ from headstart.heads.layers import (
     AttentionCache,
     LayerShape,
     RMSNorm,
-    power_of_two_scales,
-    rotary_table,
 )
-from headstart.heads.least_squares import LeastSquares
+from headstart.heads.losses import Positions
 from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema import Eagle3Section, HeadSection
-
-# Size of the queries and keys that a fitted start attends with: a token's score with itself is this squared times the
-# root of head_dim, 11.5 for 64, while those with other tokens are about 1.4.
-OWN_POSITION = 1.2
 
 
 @dataclass(frozen=True)
@@ -58,13 +52,8 @@ class Eagle3Layer(nn.Module):
         self.norm_before_residual = shape.norm_before_residual
 
     def forward(
-        self,
-        embedding: Float[Tensor, "batch seq hidden"],
-        features: Float[Tensor, "batch seq hidden"],
-        rotary: Tensor,
-        mask: Tensor | None,
-        cache: AttentionCache | None,
-    ) -> Float[Tensor, "batch seq hidden"]:
+        self, embedding: Hidden, features: Hidden, rotary: Tensor, mask: Tensor | None, cache: AttentionCache | None
+    ) -> Hidden:
         normed = self.hidden_norm(features)
         inputs = torch.cat([self.input_layernorm(embedding), normed], dim=-1)
         residual = normed if self.norm_before_residual else features
@@ -95,13 +84,8 @@ class Eagle3Head(LevelHead):
         self.lm_head = nn.Linear(shape.hidden_size, len(vocab.ids), bias=False)
         if shape.own_embedding:
             self.embed_tokens = nn.Embedding(target.vocab_size, shape.hidden_size)
-        self.embedding: Tensor
-        self.rotary: Tensor
-        self.tap_scale: Tensor | None
         self.register_buffer("embedding", embedding, persistent=False)
-        table = rotary_table(shape.rope_of(target), shape.head_dim, target.max_positions + EXTRA_ROTARY_POSITIONS)
-        self.register_buffer("rotary", table.to(embedding), persistent=False)
-        self.register_buffer("tap_scale", None, persistent=False)  # [tapped]
+        self.add_rotary(shape)
 
     @classmethod
     def section_taps(cls, section: HeadSection, target: TargetConfig) -> tuple[int, ...]:
@@ -124,8 +108,8 @@ class Eagle3Head(LevelHead):
             target,
             hidden_size,
             taps=cls.section_taps(section, target),
-            fc_norm=section.fc_norm,
-            norm_output=section.norm_output,
+            fc_norm=section.norms,
+            norm_output=section.norms,
             own_embedding=hidden_size != target.hidden_size,
         )
         return cls(shape, target, vocab, frozen.embedding)
@@ -169,56 +153,11 @@ class Eagle3Head(LevelHead):
         self.embed_tokens.weight.copy_(frozen.embedding @ projection)
         self.lm_head.weight.copy_((lm_head * frozen.norm_weight) @ projection)
 
-    @torch.no_grad()
-    def start_with_fit(self, fit: LeastSquares, generator: torch.Generator) -> None:
-        """Start as the linear map that predicts the target's next normed state from the taps and the next token.
-
-        The inputs of `fit` are those of `linear_inputs`, its outputs the target's final norm of the state that the head
-        stands in for. `fc` takes the part from the taps. The part from the token, at the rank that the key heads allow,
-        goes through one query head per key head, whose queries and keys are the same projection of the token, so that
-        they attend to their own position. The norm's weight is uniform, so the feedback to the next level keeps the
-        direction of the prediction.
-
-        A random head under the target's own norm and lm_head is confidently wrong: its loss is far above that of the
-        uniform distribution, and training first unlearns it.
-        """
-        hidden, head_dim, attention = self.shape.hidden_size, self.shape.head_dim, self.midlayer.self_attn
-        weight, num_taps = fit.solve(), self.fc.in_features
-        rank = min(self.shape.num_kv_heads * head_dim, hidden)
-        basis = fit.principal_outputs(weight[num_taps:], num_taps, rank)  # [hidden, rank]
-        low_rank = torch.cat([weight[:num_taps], weight[num_taps:] @ basis @ basis.T])
-        size = fit.size(low_rank)
-        self.fc.weight.copy_(weight[:num_taps].T / size)
-        self.norm.weight.fill_(size)
-        values = (weight[num_taps:] @ basis).T / size  # [rank, hidden]
-        attention.v_proj.weight[:, hidden:] = 0
-        attention.v_proj.weight[:rank, :hidden] = values.to(self.fc.weight)
-        group = self.shape.num_heads // self.shape.num_kv_heads
-        for key_head in range(self.shape.num_kv_heads):
-            keys = slice(key_head * head_dim, (key_head + 1) * head_dim)
-            queries = slice(key_head * group * head_dim, (key_head * group + 1) * head_dim)
-            projection = torch.randn(head_dim, hidden, generator=generator) * OWN_POSITION * hidden**-0.5
-            for matrix, rows in ((attention.q_proj.weight, queries), (attention.k_proj.weight, keys)):
-                matrix[rows] = 0
-                matrix[rows, :hidden] = projection.to(matrix)
-            part = basis[:, keys]  # narrower, or empty, beyond the rank
-            start = queries.start
-            attention.o_proj.weight[:, start : start + part.shape[1]] = part.to(self.fc.weight)
-
     def linear_inputs(
         self, taps: Float[Tensor, "count tapped"], tokens: Int[Tensor, " count"]
     ) -> Float[Tensor, "count inputs"]:
-        """What `start_with_fit` predicts from: the input of `fc` and the normed embedding of the next token."""
+        """The inputs of a fitted first map: those of `fc`, and the normed embedding of the next token."""
         return torch.cat([self.scaled(taps), self.midlayer.input_layernorm(self.embedding[tokens])], dim=-1)
-
-    def scale_taps(self, sizes: list[float]) -> None:
-        """Scale the input of `fc` so that every tap is about 1, given the RMS of each tap's hidden states.
-
-        Large taps would drown out the new layer, and every optimizer step would change the features in proportion to
-        them.
-        """
-        assert not self.shape.fc_norm
-        self.tap_scale = power_of_two_scales(sizes).repeat_interleave(self.target.hidden_size).to(self.embedding)
 
     def engine_config(self) -> dict[str, Any]:
         shape, target = self.shape, self.target
@@ -243,15 +182,10 @@ class Eagle3Head(LevelHead):
         return config
 
     def engine_tensors(self) -> dict[str, Tensor]:
-        tensors = self.state_dict()
+        tensors = self.folded_state()
         if not self.vocab.is_full:  # vLLM refuses d2t in a head that drafts the whole vocabulary
             tensors |= {"d2t": self.vocab.offsets(), "t2d": self.vocab.members()}
-        if self.tap_scale is not None:
-            tensors["fc.weight"] = tensors["fc.weight"] * self.tap_scale
         return tensors
-
-    def folded_scale(self, name: str) -> Tensor | None:
-        return self.tap_scale if name == "fc.weight" else None
 
     @property
     def decoder_layers(self) -> Sequence[nn.Module]:
@@ -275,30 +209,22 @@ class Eagle3Head(LevelHead):
         if self.shape.fc_norm:
             parts = taps.split(self.target.hidden_size, dim=-1)
             taps = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
-        return taps if self.tap_scale is None else taps * self.tap_scale
+        return taps if self.input_scale is None else taps * self.input_scale
 
     def forward(
         self,
-        features: Float[Tensor, "batch seq feature"],
-        tokens: Int[Tensor, "batch seq"],
-        positions: Int[Tensor, "*batch seq"],
-        mask: Float[Tensor, "*axes seq keys"] | None = None,
+        features: Features,
+        tokens: Tokens,
+        positions: Positions,
+        mask: Mask | None = None,
         cache: AttentionCache | None = None,
         level: int = 0,
-    ) -> Float[Tensor, "batch seq hidden"]:
+    ) -> Hidden:
         embedded = self.embed_tokens(tokens) if self.shape.own_embedding else self.embedding[tokens]
         return self.midlayer(embedded, features, self.rotary[positions], mask, cache)
 
     def logits(self, hidden: Float[Tensor, "*axes hidden"], level: int = 0) -> Float[Tensor, "*axes draft_vocab"]:
         return self.lm_head(self.norm(hidden))
 
-    def unrolled_logits(self, hidden: Float[Tensor, "levels *axes hidden"]) -> Float[Tensor, "levels *axes vocab"]:
-        return self.logits(hidden)
-
-    def feedback(
-        self,
-        hidden: Float[Tensor, "batch seq hidden"],
-        features: Float[Tensor, "batch seq feature"],
-        tokens: Int[Tensor, "batch seq"],
-    ) -> Float[Tensor, "batch seq next_feature"]:
+    def feedback(self, hidden: Hidden, features: Features, tokens: Tokens) -> Float[Tensor, "batch seq next_feature"]:
         return self.norm(hidden) if self.shape.norm_output else hidden

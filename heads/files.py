@@ -1,19 +1,24 @@
 """Reads and writes a head's folder: config.json and named tensors. Nothing in a folder is ever executed."""
 
 import json
+import os
 import pickle
+import re
+import reprlib
+import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headstart.common.files import naming, remove, removed_on_failure, write_text
-from headstart.heads.keys import find_config, read_config
-from headstart.heads.safetensors_file import write_safetensors
+from headstart.heads.keys import HeadKeys
 
 MODEL = "model.safetensors"
 SAFETENSORS = (MODEL, "medusa_lm_head.safetensors")
@@ -39,11 +44,49 @@ class HeadFiles:
         return cls(folder, read_config(path), read_tensors(folder))
 
 
+def find_config(folder: Path, advice: str) -> Path:
+    """The config.json of a head's folder; raises ValueError, ending in the advice, if there is none."""
+    path = folder / "config.json"
+    if path.is_symlink() and not path.exists():
+        raise ValueError(f"{path} is a link to {path.readlink()}, which does not exist; a file is allowed: {advice}")
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no head (no config.json); {advice}")
+    return path
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A head's config.json.
+
+    Raises ValueError if it is not a JSON object, and one that names every key with a value of a wrong type.
+    """
+    config = read_json_object(path, "head")
+    try:
+        HeadKeys.model_validate(config)
+    except ValidationError as failed:
+        places = [(".".join(map(str, each["loc"])), each["input"], each["msg"]) for each in failed.errors()]
+        wrong = "; ".join(f"{place}: {reprlib.repr(given)} given, {allowed}" for place, given, allowed in places)
+        raise ValueError(f"{path}: {wrong}; correct the file") from failed
+    return config
+
+
+def read_json_object(path: Path, of: str) -> dict[str, Any]:
+    """The JSON object in a file of a head or target (`of`); raises ValueError, naming the file, for anything else."""
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); copy or download the {of} again") from error
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"{path} holds a {type(found).__name__}; a JSON object is allowed: copy or download the {of} again"
+        )
+    return found
+
+
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     for name in SAFETENSORS + PICKLES:
         index = folder / f"{name}.index.json"
         if index.is_file():
-            parts = shard_names(index)
+            parts = sorted(set(read_index(index, "head").values()))
         elif (folder / name).is_file():
             parts = [name]
         else:
@@ -59,19 +102,22 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     )
 
 
-def shard_names(index: Path) -> list[str]:
-    """The files that an index of shards names; raises ValueError if it names none."""
+def read_index(index: Path, of: str) -> dict[str, str]:
+    """The file of each tensor, by an index of the shards of a head or target (`of`); ValueError if it is damaged."""
     try:
-        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} names no shards ({error!r}); copy or download the head again") from error
+        return dict(json.loads(index.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{index} names no shards ({error!r}); copy or download the {of} again") from error
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); copy or download the head again") from error
+        raise ValueError(
+            f"{path} cannot be read ({error}); a whole safetensors file is required: export it again, or copy or "
+            f"download the head again"
+        ) from error
 
 
 def read_pickle(path: Path) -> dict[str, Tensor]:
@@ -96,27 +142,67 @@ def has_weight_dtype(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and tensor.dtype.itemsize >= 2
 
 
-def write_folder(files: HeadFiles, weights: str, readme: str, overwrite: bool) -> None:
-    """Write all files to a folder next to the final one, then rename it, so readers see the whole folder or none.
+def write_files(files: HeadFiles, weights: str = MODEL) -> None:
+    """Write config.json and the tensors to a folder that exists; `weights` is one of SAFETENSORS and PICKLES."""
+    if weights in PICKLES:
+        # A pickled view would hold the whole tensor that it is taken from.
+        copies = {name: tensor.detach().cpu().clone() for name, tensor in files.tensors.items()}
+        write_pickle(copies, files.folder / weights)
+    else:
+        write_safetensors(files.tensors, files.folder / weights, {"format": "pt"})
+    write_text(files.folder / "config.json", json.dumps(files.config, indent=2) + "\n")
 
-    `weights` is the file name of the tensors, one of SAFETENSORS and PICKLES.
 
-    Raises ValueError if the folder exists already, unless it may be overwritten.
+def write_folder(files: HeadFiles, weights: str, readme: str) -> None:
+    """Write all files to a folder beside the final one, then rename it, so readers see the whole folder or none.
+
+    Raises ValueError if the folder exists already.
     """
-    folder = files.folder
-    check_can_write(folder, overwrite)
-    partial = folder.with_name(folder.name + ".partial")
+    refuse_existing(files.folder)
+    partial = files.folder.with_name(files.folder.name + ".partial")
     remove(partial)  # left by a killed run
     with removed_on_failure(partial):
         partial.mkdir(parents=True)
-        contiguous = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in files.tensors.items()}
-        if weights in PICKLES:
-            write_pickle(contiguous, partial / weights)
-        else:
-            write_safetensors(contiguous, partial / weights, {"format": "pt"})
-        write_text(partial / "config.json", json.dumps(files.config, indent=2) + "\n")
+        write_files(HeadFiles(partial, files.config, files.tensors), weights)
         write_text(partial / "README.md", readme)
-        put_in_place(partial, folder)
+        partial.rename(files.folder)
+
+
+def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write the tensors, from any device, to a temporary folder beside `path`, then rename the file to `path`.
+
+    A folder, because safetensors writes to a temporary file of its own, which a killed process leaves behind; the next
+    write removes it. Raises OSError that names `path`.
+    """
+    partial = path.with_name(path.name + ".partial")
+    on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    with removed_on_failure(partial), naming(path):
+        remove(partial)
+        partial.mkdir(parents=True)
+        try:
+            save_file(on_cpu, partial / path.name, metadata)
+        except SafetensorError as error:
+            raise as_os_error(error, path) from error
+        give_umask_mode(partial / path.name)
+        (partial / path.name).replace(path)
+        partial.rmdir()
+
+
+def give_umask_mode(path: Path) -> None:
+    """Give a file the permissions of any new file in its folder; safetensors makes its files readable to one user.
+
+    The umask is seen in a new file, because asking for it changes it for a moment, in all threads.
+    """
+    new = path.with_name(path.name + ".new")
+    new.touch()
+    path.chmod(new.stat().st_mode)
+    new.unlink()
+
+
+def as_os_error(error: SafetensorError, path: Path) -> Exception:
+    """The system's error that safetensors reports as text; the same error if it is none of the system's."""
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return error if found is None else OSError(int(found[1]), os.strerror(int(found[1])), str(path))
 
 
 def write_pickle(tensors: dict[str, Tensor], path: Path) -> None:
@@ -128,27 +214,10 @@ def write_pickle(tensors: dict[str, Tensor], path: Path) -> None:
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 
-def put_in_place(partial: Path, folder: Path) -> None:
-    """Rename a whole folder to its final name, replacing an earlier one there."""
-    replaced = folder.with_name(folder.name + ".replaced.partial")
-    remove(replaced)  # left by a run that was killed after its last rename
-    if folder.exists():
-        folder.rename(replaced)
-    partial.rename(folder)
-    remove(replaced)
-
-
-def check_can_write(folder: Path, overwrite: bool) -> None:
-    """Raise ValueError, before any work is done, if writing an export here would destroy what the folder holds."""
-    if not (folder.exists() or folder.is_symlink()):
-        return
-    if not (folder / "config.json").is_file():
+def refuse_existing(folder: Path) -> None:
+    """Raise ValueError, before any work is done, if the folder of an export exists already."""
+    if folder.exists() or folder.is_symlink():
         raise ValueError(
-            f"export.folder: {folder} exists and holds no head, so it is not overwritten; a new folder or one with an "
-            f"export is allowed: choose another with export.folder=FOLDER"
-        )
-    if not overwrite:
-        raise ValueError(
-            f"export.folder: {folder} exists already; a new folder is allowed: choose another with "
-            f"export.folder=FOLDER, or replace what it holds with export.overwrite=true"
+            f"{folder} exists already; an export is written to a new folder only: remove this one (rm -r "
+            f"{shlex.quote(str(folder))}), or move it"
         )

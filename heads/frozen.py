@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn import functional
 
+from headstart.heads.files import read_index
 from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
 
@@ -160,7 +161,7 @@ class SafetensorsFolder(NamedTensors):
         self.folder = folder
         index = folder / "model.safetensors.index.json"
         if index.is_file():
-            files = read_index(index)
+            files = read_index(index, "target")
         elif (folder / "model.safetensors").is_file():
             with open_safetensors(folder / "model.safetensors") as file:
                 files = dict.fromkeys(file.keys(), "model.safetensors")
@@ -175,14 +176,6 @@ class SafetensorsFolder(NamedTensors):
     def read(self, name: str) -> Tensor:
         with open_safetensors(self.folder / self.tensors[name]) as file:
             return file.get_tensor(name)
-
-
-def read_index(path: Path) -> dict[str, str]:
-    """The file of each tensor, by an index of shards; raises ValueError for a damaged index."""
-    try:
-        return dict(json.loads(path.read_text())["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} names no shards ({error!r}); copy or download the target again") from error
 
 
 @contextmanager

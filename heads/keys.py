@@ -1,12 +1,8 @@
 """The types of the keys in a head's config.json, ours or published; the rules check the values themselves."""
 
-import reprlib
-from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-
-from headstart.heads.model_files import read_json_object
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Size = Annotated[int, Field(gt=0)]
 Number = Annotated[float, Field(gt=0)]
@@ -146,28 +142,3 @@ class HeadKeys(LayerKeys, BlockKeys):
     transformer_layer_config: LayerKeys = LayerKeys()
     speculators_config: SpeculatorsKeys | None = None
     headstart: HeadstartKeys = HeadstartKeys()
-
-
-def find_config(folder: Path, advice: str) -> Path:
-    """The config.json of a head's folder; raises ValueError, ending in the advice, if there is none."""
-    path = folder / "config.json"
-    if path.is_symlink() and not path.exists():
-        raise ValueError(f"{path} is a link to {path.readlink()}, which does not exist; a file is allowed: {advice}")
-    if not path.is_file():
-        raise ValueError(f"{folder} holds no head (no config.json); {advice}")
-    return path
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """A head's config.json.
-
-    Raises ValueError if it is not a JSON object, and one that names every key with a value of a wrong type.
-    """
-    config = read_json_object(path, "head")
-    try:
-        HeadKeys.model_validate(config)
-    except ValidationError as failed:
-        places = [(".".join(map(str, each["loc"])), each["input"], each["msg"]) for each in failed.errors()]
-        wrong = "; ".join(f"{place}: {reprlib.repr(given)} given, {allowed}" for place, given, allowed in places)
-        raise ValueError(f"{path}: {wrong}; correct the file") from failed
-    return config

@@ -3,6 +3,7 @@
 With `sequential`, head i also reads the i + 1 tokens before the one that it predicts: Hydra (arXiv 2402.05109).
 """
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +12,22 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
+from headstart.heads.base import Features, Hidden, LastHiddenHead, Mask, Tokens, input_scales
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.last_hidden import LastHiddenHead, input_scales
 from headstart.heads.layers import AttentionCache
-from headstart.heads.medusa_layout import from_any_layout
+from headstart.heads.losses import Positions
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema import HeadSection, MedusaSection
 
 LOW_RANK = "lm_heads.0.down.weight"
+# The two naming schemes for tensors: vLLM's, which we use too, and the Medusa authors' (reference).
+# vLLM       blocks.H.layers.L.weight   blocks.H.layers.L.bias   lm_heads.H.weight        token_map
+# reference  H.L.linear.weight          H.L.linear.bias          H.N.weight, N layers
+BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
+LM_HEAD = re.compile(r"lm_heads\.(\d+)\.weight")
+PREFIX = re.compile(r"(?:medusa_heads?\.)?(?=\d+\.\d+\.)")
+REFERENCE_BLOCK = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.linear\.(weight|bias)")
+REFERENCE_LM_HEAD = re.compile(r"(?:medusa_heads?\.)?(\d+)\.\d+\.weight")
 
 
 @dataclass(frozen=True)
@@ -92,8 +101,6 @@ class MedusaHead(LastHiddenHead):
         self.shared_lm_head: Tensor | None
         lm_head = None if shape.lm_head_rank is None else frozen.within(vocab).lm_head
         self.register_buffer("shared_lm_head", lm_head, persistent=False)  # [draft_vocab, hidden]
-        self.input_scale: Tensor | None
-        self.register_buffer("input_scale", None, persistent=False)  # [input_size of the last head]
 
     @classmethod
     def from_section(cls, section: HeadSection, frozen: FrozenTarget, vocab: DraftVocab) -> "MedusaHead":
@@ -169,10 +176,7 @@ class MedusaHead(LastHiddenHead):
         }
 
     def engine_tensors(self) -> dict[str, Tensor]:
-        tensors = dict(self.state_dict())
-        for name, tensor in tensors.items():
-            scale = self.folded_scale(name)
-            tensors[name] = tensor if scale is None else tensor * scale
+        tensors = self.folded_state()
         return tensors if self.vocab.is_full else {**tensors, "token_map": self.vocab.ids}
 
     def folded_scale(self, name: str) -> Tensor | None:
@@ -202,13 +206,13 @@ class MedusaHead(LastHiddenHead):
 
     def forward(
         self,
-        features: Float[Tensor, "batch seq feature"],
-        tokens: Int[Tensor, "batch seq"],
-        positions: Int[Tensor, "*batch seq"],
-        mask: Float[Tensor, "*axes seq keys"] | None = None,
+        features: Features,
+        tokens: Tokens,
+        positions: Positions,
+        mask: Mask | None = None,
         cache: AttentionCache | None = None,
         level: int = 0,
-    ) -> Float[Tensor, "batch seq hidden"]:
+    ) -> Hidden:
         return self.blocks[level](self.with_tokens(features, tokens), self.input_scale)
 
     def with_tokens(
@@ -224,10 +228,42 @@ class MedusaHead(LastHiddenHead):
         cap = self.target.final_logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
-    def feedback(
-        self,
-        hidden: Float[Tensor, "batch seq hidden"],
-        features: Float[Tensor, "batch seq feature"],
-        tokens: Int[Tensor, "batch seq"],
-    ) -> Float[Tensor, "batch seq next_feature"]:
+    def unrolled_logits(self, hidden: Float[Tensor, "levels *axes hidden"]) -> Float[Tensor, "levels *axes vocab"]:
+        return torch.stack([self.logits(states, level) for level, states in enumerate(hidden)])
+
+    def feedback(self, hidden: Hidden, features: Features, tokens: Tokens) -> Float[Tensor, "batch seq next_feature"]:
         return self.with_tokens(features, tokens)
+
+
+def from_any_layout(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors under vLLM's names; a name that belongs to neither layout stays as it is."""
+    return {vllm_name(name): tensor for name, tensor in tensors.items()}
+
+
+def vllm_name(name: str) -> str:
+    if block := REFERENCE_BLOCK.fullmatch(name):
+        return f"blocks.{block[1]}.layers.{block[2]}.{block[3]}"
+    if lm_head := REFERENCE_LM_HEAD.fullmatch(name):
+        return f"lm_heads.{lm_head[1]}.weight"
+    return name
+
+
+def to_reference_layout(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors under the Medusa authors' names; raises ValueError for heads that their layout cannot hold."""
+    first = next(tensor for name, tensor in tensors.items() if name.startswith("blocks."))
+    if first.shape[0] != first.shape[-1]:
+        raise ValueError(
+            "blocks.0.layers.0.weight reads more than one hidden state; the Medusa authors' layout has no such heads"
+        )
+    num_layers = 1 + max(int(found[2]) for found in map(BLOCK.fullmatch, tensors) if found)
+    return {reference_name(name, num_layers): tensor for name, tensor in tensors.items()}
+
+
+def reference_name(name: str, num_layers: int) -> str:
+    if block := BLOCK.fullmatch(name):
+        return f"{block[1]}.{block[2]}.linear.{block[3]}"
+    if lm_head := LM_HEAD.fullmatch(name):
+        return f"{lm_head[1]}.{num_layers}.weight"
+    raise ValueError(
+        f"{name}: the Medusa authors' layout has no such tensor; it supports no draft vocabulary, as vLLM's does"
+    )

@@ -1,14 +1,20 @@
 """The sizes of a target that a head must know, read from the target's config.json without loading the model."""
 
+import hashlib
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
 
-from headstart.heads.gguf_files import unpacked_folder
-from headstart.heads.model_files import read_json_object
+from headstart.common.process import user_cache
+from headstart.common.run_lock import only_run_in
+from headstart.heads.files import read_json_object
+from headstart.heads.target_origin import both_ends
 
 # A hub download fetches configuration, tokenizer and safetensors, never code or pickles.
 SAFE_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "*.txt"]
@@ -33,6 +39,38 @@ def locate_target(
             f"{field}: {path!r} is neither a local folder nor a model available on the hub "
             f"({type(error).__name__}: {error}); give a folder with config.json and *.safetensors, or a hub name"
         ) from error
+
+
+def unpacked_folder(file: Path, field: str) -> Path:
+    """The folder with the file's model as safetensors; unpacks it first if need be, which takes a minute.
+
+    Raises ValueError, naming the `field` in which the user gave the file, if there is none or it cannot be unpacked.
+    """
+    if not file.is_file():
+        raise ValueError(f"{field}: {file} given, an existing GGUF file is allowed; check the path")
+    folder = user_cache("gguf") / identity(file)
+    if (folder / "config.json").is_file():
+        return folder
+    if find_spec("gguf") is None:
+        raise ValueError(
+            f"{field}: {file} given, which needs gguf to be unpacked; run pip install -e '.[gguf]', or give the model "
+            f"as a folder of safetensors"
+        )
+    with only_run_in(folder.with_name(folder.name + ".lock"), f"unpacking {file.name}", wait=True):
+        if not (folder / "config.json").is_file():
+            print(f"unpacking {file} into {folder}, once", file=sys.stderr, flush=True)
+            command = [sys.executable, "-m", "headstart.inference.targets.gguf", str(file.absolute()), str(folder)]
+            ended = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+            if ended.returncode:
+                said = ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"]
+                raise ValueError(f"{field}: {said[-1].removeprefix('error: ')}")
+    return folder
+
+
+def identity(file: Path) -> str:
+    """A digest of size and both ends of a file, cheap for one of hundreds of gigabytes."""
+    digest = hashlib.sha256(str(file.stat().st_size).encode() + both_ends(file))
+    return f"{file.stem}-{digest.hexdigest()[:16]}"
 
 
 @dataclass(frozen=True)

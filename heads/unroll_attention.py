@@ -7,8 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from headstart.heads.causal_kernels import kernel_for
-from headstart.heads.packing import Documents
+from headstart.heads.attention_kernels import Documents, kernel_for
 
 
 def unroll_attention(

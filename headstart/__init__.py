@@ -1,6 +1,8 @@
 """headstart's public Python API, importable from any folder.
 
-    from headstart import SpeculativeModel, load_recipe
+    from headstart import SpeculativeModel, load_recipe, train
+
+    train(load_recipe("recipes/tiny.yaml"))  # what `headstart train recipes/tiny.yaml` does
 
 The code lies in the top-level folders of the repository; this folder links to them, so that `headstart.heads` cannot be
 mistaken for a `heads.py` of yours. Importing `headstart` does not load torch; using one of its names does.
@@ -11,18 +13,38 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from headstart.heads.checkpoint import load_head
+    from headstart.inference.core.sampling import Sampling
     from headstart.inference.generate.model import SpeculativeModel
     from headstart.recipes import Recipe, RecipeError, load_recipe
+    from headstart.recipes.schema import DecodeSection
 
-__all__ = ["Recipe", "RecipeError", "SpeculativeModel", "load_head", "load_recipe"]
+__all__ = [
+    "DecodeSection",
+    "Recipe",
+    "RecipeError",
+    "Sampling",
+    "SpeculativeModel",
+    "load_head",
+    "load_recipe",
+    "train",
+]
 
 MODULES = {
+    "DecodeSection": "headstart.recipes.schema",
     "Recipe": "headstart.recipes",
     "RecipeError": "headstart.recipes",
+    "Sampling": "headstart.inference.core.sampling",
     "SpeculativeModel": "headstart.inference.generate.model",
     "load_head": "headstart.heads.checkpoint",
     "load_recipe": "headstart.recipes",
 }
+
+
+def train(recipe: "Recipe") -> None:
+    """Train the recipe's head, after the earlier stages that are missing, as `headstart train RECIPE` does."""
+    from headstart.trainers.run import run
+
+    run(recipe)
 
 
 def __getattr__(name: str) -> object:

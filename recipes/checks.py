@@ -71,10 +71,8 @@ def kind_mistakes(recipe: dict[str, Values], given: Values) -> Iterator[RecipeMi
         yield from medusa_mistakes(head, train, recipe["decode"])
     if kind == "block":
         yield from block_mistakes(head, train, recipe["decode"])
-    elif isinstance(kind, str):
-        for field in ("anchors", "confidence_weight"):
-            if field in given:
-                yield f"train.{field}", "only block heads have it; remove it, or choose head.kind block"
+    elif isinstance(kind, str) and "anchors" in given:
+        yield "train.anchors", "only block heads have it; remove it, or choose head.kind block"
 
 
 def medusa_mistakes(head: Values, train: Values, decode: Values) -> Iterator[RecipeMistake]:
@@ -97,7 +95,8 @@ def block_mistakes(head: Values, train: Values, decode: Values) -> Iterator[Reci
     size, depth = head["block_size"], decode["depth"]
     if not is_count(size):
         return
-    levels = size if head["sample_from_anchor"] else size - 1
+    is_dflash = head["markov_rank"] == 0 and not head["causal"]
+    levels = size - 1 if is_dflash else size
     why = f"the levels that a block of {size} drafts (head.block_size)"
     if train["unroll"] != levels:
         yield "train.unroll", f"{levels} is allowed, {why}; write train.unroll: {levels}"
@@ -155,7 +154,7 @@ def baseline_mistakes(report: Values, decode: Values) -> Iterator[RecipeMistake]
 
 def folder_mistakes(recipe: dict[str, Values], run_dir: object) -> Iterator[RecipeMistake]:
     """A folder to write to must not be a file, nor lie below one."""
-    places = {"run_dir": run_dir, **{f"{name}.folder": recipe[name]["folder"] for name in ("data", "export")}}
+    places = {"run_dir": run_dir, "data.folder": recipe["data"]["folder"]}
     for field, folder in places.items():
         if not isinstance(folder, str) or not folder:
             continue

@@ -340,9 +340,9 @@ class Eagle3Section(LayerSection):
         description="Target hidden states that the head reads, by index (0 is the embedding); null is 2, L//2 and L-3 "
         "of L layers, for a block head five, spread from 2 to L-2.",
     )
-    fc_norm: bool = Field(default=False, description="Normalise each tap before joining them (EAGLE-3.1).")
-    norm_output: bool = Field(
-        default=False, description="Feed the normalised feature to the next draft level (EAGLE-3.1)."
+    norms: bool = Field(
+        default=False,
+        description="Normalise each tap before joining them, and the feature fed to the next draft level (EAGLE-3.1).",
     )
 
 
@@ -380,11 +380,6 @@ class BlockSection(LayerSection):
         le=64,
         description="Slots that one pass fills, the one of the text's last token included; the head drafts no deeper.",
     )
-    sample_from_anchor: bool = Field(
-        default=True,
-        description="true: every slot predicts the token after its own position, so block_size levels are drafted "
-        "(DSpark). false: every slot but the first predicts the token at its own position, one level fewer (DFlash).",
-    )
     causal: bool = Field(
         default=False, description="A slot sees only the slots before it in its block (JetSpec); false is all of them."
     )
@@ -395,14 +390,7 @@ class BlockSection(LayerSection):
         default=256,
         ge=0,
         description="Rank of the Markov head, which adds to a slot's scores what the token before it says (DSpark); 0 "
-        "is none (DFlash).",
-    )
-    markov_gate: bool = Field(
-        default=False, description="The slot's hidden state gates what the token before it says (gated Markov head)."
-    )
-    confidence: bool = Field(
-        default=False,
-        description="Also train a confidence head, which serving engines read; headstart itself calibrates scores.",
+        "is none (JetSpec, or DFlash without causal, whose slots predict the token at their own position).",
     )
     draft_vocab_size: int | None = Field(
         default=None, gt=0, description="Most frequent tokens that the head may draft; null is the whole vocabulary."
@@ -418,15 +406,14 @@ class BlockSection(LayerSection):
         "from 2 to L-2 of L layers.",
     )
 
-    @model_validator(mode="after")
-    def the_gate_has_a_markov_head(self) -> "BlockSection":
-        if self.markov_gate and self.markov_rank == 0:
-            raise ValueError("markov_gate true needs markov_rank above 0; raise it, or remove markov_gate")
-        return self
+    @property
+    def sample_from_anchor(self) -> bool:
+        """Whether each slot predicts the token after its own position (DSpark, JetSpec), or its own token (DFlash)."""
+        return self.markov_rank > 0 or self.causal
 
     @property
     def levels(self) -> int:
-        """How many levels one pass drafts."""
+        """The number of levels that one pass drafts; in DFlash the anchor's slot drafts none."""
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
 
@@ -513,9 +500,6 @@ class TrainSection(Section):
         ge=0,
         description="Weight of the cross-entropy to the tokens of the text; null is 0.1 for block heads with a Markov "
         "head (DSpark), 1 without the objective for those without one that are not causal (DFlash), 0 for others.",
-    )
-    confidence_weight: float = Field(
-        default=1.0, ge=0, description="Weight of the loss of a block head's confidence head."
     )
     anchors: int = Field(
         default=512, gt=0, description="Blocks per sample and step that a block head is trained on, drawn at random."
@@ -781,7 +765,7 @@ class ReportSection(Section):
 
 
 class ExportSection(Section):
-    """How the head is exported for a serving engine."""
+    """How the head is exported for a serving engine, into RUN_DIR/export/FORMAT."""
 
     format: Literal["native", "vllm", "sglang", "tensorrt_llm", "eagle", "speculators", "medusa"] = Field(
         default="vllm",
@@ -791,17 +775,8 @@ class ExportSection(Section):
     head: Annotated[HomePath | None, Field(strict=False)] = Field(
         default=None, description="Folder of the head to export; null is the head of this run."
     )
-    folder: Annotated[HomePath | None, Field(strict=False)] = Field(
-        default=None, description="Folder to write; null is RUN_DIR/export/FORMAT."
-    )
     dtype: Dtype | None = Field(
         default=None, description="Number format of the exported weights; null keeps the head's."
-    )
-    overwrite: bool = Field(default=False, description="Replace an existing head in the folder or in push_to.")
-    push_to: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Hub repository (org/name) to upload the folder to; null uploads nothing.",
     )
 
 

@@ -29,7 +29,7 @@ EVERY_HEAD: dict[str, dict[str, Any]] = {  # name -> arguments of make_head
     "medusa": {"kind": "medusa"},
     "medusa layers": {"kind": "medusa", "num_layers": 2},
     "medusa limited": {"kind": "medusa", "vocab": LIMITED},
-    "dspark": {"kind": "block", "markov_rank": 6, "markov_gate": True, "confidence": True},
+    "dspark": {"kind": "block", "markov_rank": 6, "markov_gate": True},
     "dspark limited": {"kind": "block", "markov_rank": 6, "vocab": LIMITED, "mask_token_id": 95},
     "dflash": {"kind": "block", "sample_from_anchor": False, "reaches": (Reach(3, causal=True), Reach())},
     "jetspec": {"kind": "block", "reaches": (Reach(causal=True),), "vocab": LIMITED, "mask_token_id": 7},

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LlamaForCausalLM, TextStreamer
 
 import headstart
-from headstart.heads.checkpoint import save_head
+from headstart.heads.checkpoint import load_head_for, save_head
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.frozen import FrozenTarget
 from headstart.inference.core.sampling import Sampling
@@ -463,7 +463,7 @@ FROM_FOLDERS: dict[str, tuple[dict[str, Any], Says]] = {
     ),
     "a target as the head": ({"head": "target"}, Says("num_hidden_layers", "7", "a head has 1 layer", "train one")),
     "a file as the head": ({"head": "target/config.json"}, Says("config.json", "holds no head", "", "a saved head's")),
-    "a number as the head": ({"head": 3}, Says("folder", "3", "the path of a saved head's folder", "give it as text")),
+    "a number as the head": ({"head": 3}, Says("folder", "3", "the path of a folder", "give it as text")),
     "a head with another drafter": (
         {"decode": decode(drafter="prompt_lookup")},
         Says("head", "prompt_lookup", "with decode.drafter head", "no head with another drafter"),
@@ -570,17 +570,19 @@ def test_the_parts_of_a_model_are_checked(
         assert_raises(call, says)
 
 
-def test_load_head_checks_its_arguments(folders: dict[str, Path], frozen: FrozenTarget, target: TargetModel) -> None:
+def test_load_head_takes_two_folders_and_checks_them(folders: dict[str, Path], frozen: FrozenTarget) -> None:
     load: Any = headstart.load_head
-    assert type(load(str(folders["head"]), frozen)).__name__ == "Eagle3Head"
-    for folder, other, says in (
-        (3, frozen, Says("folder", "3", "the path of a saved head's folder", "give it as text")),
-        (None, frozen, Says("folder", "None", "the path of a saved head's folder", "give it as text")),
-        ("nowhere", frozen, Says("nowhere", "no config.json", "holds no head", "headstart train RECIPE")),
-        (folders["head"], str(folders["target"]), Says("frozen", "str", "a FrozenTarget", "FrozenTarget.from_folder(")),
-        (folders["head"], target.model, Says("frozen", "LlamaForCausalLM", "a FrozenTarget", "from_folders(")),
+    head = load(str(folders["head"]), str(folders["target"]))
+    assert type(head).__name__ == "Eagle3Head"
+    assert head.embedding.dtype == frozen.embedding.dtype
+    for folder, target, says in (
+        (3, folders["target"], Says("folder", "3", "the path of a folder", "give it as text")),
+        (None, folders["target"], Says("folder", "None", "the path of a folder", "give it as text")),
+        ("nowhere", folders["target"], Says("nowhere", "no config.json", "holds no head", "headstart train RECIPE")),
+        (folders["head"], frozen, Says("target_folder", "FrozenTarget", "the path of a folder", "give it as text")),
+        (folders["head"], "nowhere", Says("nowhere", "has neither model.safetensors nor", "", "save_pretrained(")),
     ):
-        assert_raises(lambda folder=folder, other=other: load(folder, other), says)
+        assert_raises(lambda folder=folder, target=target: load(folder, target), says)
 
 
 def test_a_head_for_a_target_of_other_sizes_is_refused_with_all_of_them(
@@ -589,10 +591,10 @@ def test_a_head_for_a_target_of_other_sizes_is_refused_with_all_of_them(
     shutil.copytree(folders["head"], tmp_path / "head")
     edit_config(tmp_path / "head", lambda config: config.update(vocab_size=5, target_hidden_size=64))
     says = Says("hidden_size: head 64, target 32", "vocab_size: head 5, target 97", "of these sizes", "train one for")
-    assert_raises(lambda: headstart.load_head(tmp_path / "head", frozen), says)
+    assert_raises(lambda: headstart.load_head(tmp_path / "head", folders["target"]), says)
     other = replace(frozen, config=replace(frozen.config, num_layers=9))
     says = Says("num_hidden_layers", "head 7, target 9", "of these sizes is allowed", "headstart convert")
-    assert_raises(lambda: headstart.load_head(folders["head"], other), says)
+    assert_raises(lambda: load_head_for(folders["head"], other), says)
 
 
 LOAD_RECIPE: dict[str, tuple[Any, Any, Says]] = {

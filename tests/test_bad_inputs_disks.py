@@ -15,7 +15,7 @@ from bad_inputs import Says, assert_refused, type_command
 from safetensors import SafetensorError
 from tiny_run import build_run, tiny_recipe
 
-from headstart.heads import safetensors_file
+from headstart.heads import files
 from headstart.heads.formats.export import export
 from headstart.trainers.run import run
 
@@ -149,7 +149,7 @@ def unwritable_weights(number: int) -> Damage:
         def save_file(*arguments: object) -> None:
             raise SafetensorError(f"I/O error: {os.strerror(number)} (os error {number})")
 
-        patch.setattr(safetensors_file, "save_file", save_file)
+        patch.setattr(files, "save_file", save_file)
 
     return damage
 
@@ -441,32 +441,22 @@ CASES: dict[str, tuple[Command, Damage, Says]] = {
         Says("export/vllm:", "run/export is a file", "", "move the file away"),
     ),
     "export: no space for the weights": (
-        with_recipe("export", "export.folder={run}/new"),
+        with_recipe("export", "export.format=vllm"),
         unwritable_weights(errno.ENOSPC),
-        Says("new/model.safetensors:", *NO_SPACE[:2], "or choose another export.folder"),
+        Says("vllm/model.safetensors:", *NO_SPACE[:2], OTHER_RUN_DIR),
     ),
     "export: no space for the README": (
-        with_recipe("export", "export.folder={run}/new"),
+        with_recipe("export", "export.format=vllm"),
         full_disk("*/README.md.partial"),
-        Says("new/README.md:", *NO_SPACE),
-    ),
-    "export: the folder has too long a name": (
-        with_recipe("export", f"export.folder={{run}}/{LONG}"),
-        nothing,
-        Says("export.folder", LONG, *TOO_LONG_IN_RECIPE),
+        Says("README.md:", *NO_SPACE),
     ),
     "export: the head is a file": (
-        with_recipe("export", "export.folder={run}/new", "export.head={run}/file"),
+        with_recipe("export", "export.head={run}/file"),
         a_file("file"),
         Says("run/file", *NO_HEAD),
     ),
-    "export: a push without a network": (
-        with_recipe("export", "export.folder={run}/new", "export.push_to=org/name"),
-        nothing,
-        Says("export.push_to: 'org/name' given", "the hub says", "", "upload the folder by hand"),
-    ),
     "export: the log of the training is damaged": (
-        with_recipe("export", "export.folder={run}/new"),
+        with_recipe("export", "export.format=vllm"),
         a_file("metrics.jsonl", b"not JSON\n{}\n"),
         Says("metrics.jsonl line 1 is not JSON", "", "", "fix or remove the line"),
     ),

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from tiny_run import build_target, build_tokenizer, recipe_values, write_prompts
 from torch import Tensor
 
-from headstart.heads.checkpoint import load_head, new_head, save_head
+from headstart.heads.checkpoint import load_head_for, new_head, save_head
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.targets.loading import pick_device
@@ -214,15 +214,15 @@ DAMAGED: dict[str, tuple[Edit, Says]] = {
     ),
     "weights cut short": (
         cut(5000),
-        Says("model.safetensors", "cannot be read", "a whole safetensors file", "export or copy the head again"),
+        Says("model.safetensors", "cannot be read", "a whole safetensors file", "copy or download the head again"),
     ),
     "weights of no bytes": (
         cut(0),
-        Says("model.safetensors", "cannot be read", "a whole safetensors file", "copy the head"),
+        Says("model.safetensors", "cannot be read", "a whole safetensors file", "copy or download the head"),
     ),
     "a pointer of git lfs": (
         write("model.safetensors", "version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 1\n"),
-        Says("model.safetensors", "cannot be read", "a whole safetensors file", "copy the head again"),
+        Says("model.safetensors", "cannot be read", "a whole safetensors file", "copy or download the head again"),
     ),
     "no tensors in the file": (
         tensors(lambda found: found.clear()),
@@ -230,11 +230,11 @@ DAMAGED: dict[str, tuple[Edit, Says]] = {
     ),
     "no weights": (
         lambda folder: (folder / "model.safetensors").unlink(),
-        Says("model.safetensors", "No such file", "a whole safetensors file", "export or copy the head again"),
+        Says("model.safetensors", "No such file", "a whole safetensors file", "copy or download the head again"),
     ),
     "weights are a link to nowhere": (
         linked("model.safetensors"),
-        Says("model.safetensors", "cannot be read", "a whole safetensors file", "copy the head again"),
+        Says("model.safetensors", "cannot be read", "a whole safetensors file", "copy or download the head again"),
     ),
     "a pickle in place of safetensors": (
         pickled("pytorch_model.bin", {}),
@@ -412,7 +412,7 @@ DAMAGED: dict[str, tuple[Edit, Says]] = {
 def test_a_damaged_head_is_not_loaded(symptom: str, copied: Callable[..., Path], frozen: FrozenTarget) -> None:
     edit, says = DAMAGED[symptom]
     folder = copied(edit)
-    assert_raises(lambda: load_head(folder, frozen), says)
+    assert_raises(lambda: load_head_for(folder, frozen), says)
 
 
 MEDUSA: dict[str, tuple[Edit, Says]] = {
@@ -447,7 +447,7 @@ MEDUSA: dict[str, tuple[Edit, Says]] = {
 def test_a_damaged_medusa_head_is_not_loaded(symptom: str, copied: Callable[..., Path], frozen: FrozenTarget) -> None:
     edit, says = MEDUSA[symptom]
     folder = copied(edit, "medusa")
-    assert_raises(lambda: load_head(folder, frozen), says)
+    assert_raises(lambda: load_head_for(folder, frozen), says)
 
 
 def without(*keys: str) -> Edit:
@@ -524,7 +524,7 @@ BLOCK: dict[str, tuple[Edit, Says]] = {
 def test_a_damaged_block_head_is_not_loaded(symptom: str, copied: Callable[..., Path], frozen: FrozenTarget) -> None:
     edit, says = BLOCK[symptom]
     folder = copied(edit, "block")
-    assert_raises(lambda: load_head(folder, frozen), says)
+    assert_raises(lambda: load_head_for(folder, frozen), says)
 
 
 def nothing(folder: Path) -> None:
@@ -553,7 +553,7 @@ CONVERT = "convert {tmp}/damaged {tmp}/out --target {place}/target"
 LINT = "lint {tmp}/damaged --target {place}/target"
 DOCTOR = "doctor {tmp}/damaged {place}/target --samples {place}/samples.jsonl --new-tokens 12 --depth 1"
 SERVED = "doctor {place}/head {place}/target {tmp}/damaged --samples {place}/samples.jsonl --new-tokens 12 --depth 1"
-EXPORT = "export {place}/recipe.yaml export.head={tmp}/damaged export.folder={tmp}/out export.format=vllm"
+EXPORT = "export {place}/recipe.yaml run_dir={tmp}/run export.head={tmp}/damaged export.format=vllm"
 PLAIN = "report {place}/recipe.yaml target.path={place}/whole report.prompts={tmp}/questions.jsonl"
 REPORT = "report {place}/recipe.yaml"
 
@@ -848,7 +848,7 @@ COMMANDS: dict[str, tuple[Edit, str, Says]] = {
     ),
     "export: no head": (
         nothing,
-        "export {place}/recipe.yaml export.folder={tmp}/out",
+        "export {place}/recipe.yaml",
         Says("run/head", "no config.json", "holds no head", "headstart train RECIPE"),
     ),
     "export: a weight is NaN": (
@@ -867,19 +867,14 @@ COMMANDS: dict[str, tuple[Edit, str, Says]] = {
         Says("torch_dtype", "'float3'", "float32, bfloat16 or float16", "correct the file, or set export.dtype"),
     ),
     "export: the folder exists": (
-        lambda folder: shutil.copytree(folder, folder.parent / "out"),
+        lambda folder: shutil.copytree(folder, folder.parent / "run/export/vllm"),
         EXPORT,
-        Says("export.folder", "out exists already", "a new folder is allowed", "export.overwrite=true"),
-    ),
-    "export: the folder holds something else": (
-        lambda folder: (folder.parent / "out").mkdir(),
-        f"{EXPORT} export.overwrite=true",
-        Says("export.folder", "exists and holds no head", "a new folder", "export.folder=FOLDER"),
+        Says("export/vllm", "exists already", "a new folder only", "rm -r"),
     ),
     "export: the folder is a file": (
-        lambda folder: (folder.parent / "out").write_text("mine"),
-        f"{EXPORT} export.overwrite=true",
-        Says("export.folder", "out is a file", "a folder that exists or can be made is allowed", "choose another"),
+        lambda folder: (folder.parent / "run").write_text("mine"),
+        EXPORT,
+        Says("run_dir", "run is a file", "a folder that exists or can be made is allowed", "choose another"),
     ),
     "export: a format for other heads": (
         nothing,
@@ -895,11 +890,6 @@ COMMANDS: dict[str, tuple[Edit, str, Says]] = {
         nothing,
         f"{REPORT} 'report.other_heads={{{{other: nowhere}}}}'",
         Says("report.other_heads.other", "nowhere holds no head", "a trained head's folder", "report.head=FOLDER"),
-    ),
-    "export: a repository that cannot exist": (
-        nothing,
-        "export {place}/recipe.yaml export.head={tmp}/damaged export.push_to=../mine",
-        Says("export.push_to", "'../mine' given", "must use alphanumeric chars", "leave export.push_to out"),
     ),
     "report: a whole model as the head": (
         nothing,
@@ -1034,8 +1024,9 @@ def test_a_command_succeeds_and_says_what_it_did(
 def test_the_commands_of_an_export_quote_its_folder(
     name: str, place: Path, tmp_path: Path, type_in: Callable[[str], Outcome]
 ) -> None:
-    out = tmp_path / name
-    line = ["export", "{place}/recipe.yaml", "export.head={place}/head", "export.format=vllm", f"export.folder={out}"]
+    out = tmp_path / name / "export/vllm"
+    line = ["export", "{place}/recipe.yaml", "export.head={place}/head", "export.format=vllm"]
+    line.append(f"run_dir={tmp_path / name}")
     assert type_in(shlex.join(line)).code == 0
     readme = (out / "README.md").read_text()
     commands = [block.strip() for block in readme.split("```")[1::2]]

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.testing import assert_close
 
-from headstart.heads import masked_kernels
+from headstart.heads import attention_kernels
 from headstart.heads.block import BlockHead, spread_taps
 from headstart.heads.block_attention import BlockCache, Blocks, Reach
-from headstart.heads.checkpoint import load_head, new_head, save_head
+from headstart.heads.checkpoint import load_head_for, new_head, save_head
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.cache import Slots
@@ -27,8 +27,8 @@ SHAPES: list[dict[str, Any]] = [
     {"reaches": (Reach(causal=True),) * 2},
     {"reaches": (Reach(window=3, causal=True), Reach()), "sample_from_anchor": False},
     {"reaches": (Reach(),), "block_size": 7, "markov_rank": 5},
-    {"markov_rank": 5, "markov_gate": True, "confidence": True, "num_kv_heads": 4},
-    {"reaches": (Reach(),) * 3, "confidence": True, "confidence_reads_markov": False, "taps": (0, 3, 7)},
+    {"markov_rank": 5, "markov_gate": True, "num_kv_heads": 4},
+    {"reaches": (Reach(),) * 3, "taps": (0, 3, 7)},
 ]
 all_shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
@@ -137,7 +137,7 @@ def test_the_blocks_of_many_groups_are_those_of_one(make_head: MakeHead, monkeyp
 def test_the_gradient_is_that_of_plain_attention(reach: Reach, portable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against a softmax over a dense mask of all blocks, with two query heads for each key head."""
     if portable:
-        monkeypatch.setattr(masked_kernels, "FUSED_DEVICES", ())
+        monkeypatch.setattr(attention_kernels, "MASK_DEVICES", ())
     blocks, size = Blocks((0, 0, 1), (2, 9, 5), (0, 3, 0)), 3
 
     def draw(*shape: int) -> Tensor:
@@ -253,7 +253,7 @@ def test_a_saved_head_is_the_same_head(
     for vocab in (DraftVocab.full(97), DraftVocab.from_ids("token_map", torch.arange(20) * 3, 97)):
         head = make_head("block", vocab=vocab, **shape)
         save_head(head, tmp_path / "head")
-        again = load_head(tmp_path / "head", frozen)
+        again = load_head_for(tmp_path / "head", frozen)
         assert isinstance(again, BlockHead)
         assert again.shape == head.shape
         taps, tokens = a_text(head)
@@ -261,15 +261,9 @@ def test_a_saved_head_is_the_same_head(
         states, found = (each.text_states(each.project(taps), tokens, blocks) for each in (head, again))
         assert torch.equal(found, states)
         assert torch.equal(again.logits(found, before), head.logits(states, before))
-        if head.shape.confidence:
-            assert torch.equal(again.confidence(found, before), head.confidence(states, before))
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [{}, {"sample_from_anchor": False, "markov_rank": 0}, {"causal": True, "confidence": True, "markov_gate": True}],
-    ids=str,
-)
+@pytest.mark.parametrize("fields", [{}, {"markov_rank": 0}, {"causal": True}], ids=str)
 def test_a_new_head_passes_the_block_through_and_depends_on_its_seed_alone(
     frozen: FrozenTarget, fields: dict[str, Any]
 ) -> None:
@@ -292,7 +286,7 @@ def test_the_scales_of_taps_are_folded_into_the_saved_weights_exactly(frozen: Fr
     head.scale_taps([11.0, 0.3, 27.0, 1.0])
     features = head.project(taps)
     save_head(head, tmp_path / "head")
-    assert torch.equal(load_head(tmp_path / "head", frozen).project(taps), features)
+    assert torch.equal(load_head_for(tmp_path / "head", frozen).project(taps), features)
 
 
 def test_the_usual_taps_are_those_of_dflash() -> None:
@@ -309,7 +303,7 @@ def test_logits_parameters_are_exactly_those_that_the_scores_depend_on(
 ) -> None:
     head = make_head("block", **shape).requires_grad_(True)
     hidden, before = torch.randn(3, head.feature_size, requires_grad=True), torch.randint(97, (3,))
-    scores = head.logits(hidden, before).sum() + (head.confidence(hidden, before).sum() if head.shape.confidence else 0)
+    scores = head.logits(hidden, before).sum()
     found = torch.autograd.grad(scores, [*head.parameters()], allow_unused=True)
     used = [parameter for parameter, gradient in zip(head.parameters(), found, strict=True) if gradient is not None]
     assert {*map(id, used)} == {*map(id, head.logits_parameters)}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headstart.heads.block import BlockHead
 from headstart.heads.block_attention import Blocks, Reach
-from headstart.heads.checkpoint import load_head
+from headstart.heads.checkpoint import load_head_for
 from headstart.heads.formats.convert import convert
 from headstart.heads.formats.lint import lint
 from headstart.heads.frozen import FrozenTarget
@@ -75,7 +75,7 @@ def test_published_heads_keep_the_convention_of_their_authors(
     inferred = convert(folder, tmp_path / "back", str(target_folder))
     assert any(line.startswith(said) for line in inferred)
     assert {"embed_tokens.weight: a copy of the target's, left out"} < set(inferred)
-    back = load_head(tmp_path / "back", frozen)
+    back = load_head_for(tmp_path / "back", frozen)
     assert isinstance(back, BlockHead)
     assert back.shape == head.shape
     taps, tokens = torch.randn(1, 9, 96), torch.randint(97, (1, 9))
@@ -255,7 +255,7 @@ def test_every_engine_makes_the_layers_causal_that_were_trained_so(
     assert {each.engine for each in found if CAUSAL in each.text} == engines, list(map(str, found))
     if edit is None:
         convert(folder, tmp_path / "back", str(target_folder))
-        back = load_head(tmp_path / "back", frozen)
+        back = load_head_for(tmp_path / "back", frozen)
         assert isinstance(back, BlockHead)
         assert back.shape.reaches == reaches
 

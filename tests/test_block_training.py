@@ -10,14 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn import functional
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headstart.data_pipelines.features.batches import Batch, Sample, pack
 from headstart.heads.block import BlockHead
 from headstart.heads.block_attention import Blocks, Reach
-from headstart.heads.checkpoint import load_head
+from headstart.heads.checkpoint import load_head_for
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.losses import d_pace
 from headstart.heads.vocab import DraftVocab
@@ -31,7 +30,7 @@ from headstart.trainers.run import run
 
 MakeHead = Callable[..., BlockHead]
 MakeRecipe = Callable[..., Recipe]
-DSPARK = Objective("total_variation", 1.8, 0.0, 0.0, (1.0, 0.7, 0.5, 0.3), text_weight=0.1, confidence_weight=1.0)
+DSPARK = Objective("total_variation", 1.8, 0.0, 0.0, (1.0, 0.7, 0.5, 0.3), text_weight=0.1)
 BLOCK = (
     "head.kind=block",
     "head.block_size=4",
@@ -67,7 +66,7 @@ def in_training(
     make_head: MakeHead, frozen: FrozenTarget, vocab: DraftVocab | None = None, objective: Objective = DSPARK
 ) -> TrainedBlocks:
     vocab = vocab or DraftVocab.full(97)
-    head = make_head("block", markov_rank=6, confidence=True, vocab=vocab).requires_grad_(True)
+    head = make_head("block", markov_rank=6, vocab=vocab).requires_grad_(True)
     return TrainedBlocks(head, Teacher(frozen, vocab), objective, anchors=4)
 
 
@@ -118,12 +117,9 @@ def by_hand(trained: TrainedBlocks, sample: Sample, anchor: int) -> list[dict[st
         column = (vocab.ids == sample.tokens[at + 1]).nonzero().flatten()
         text = -q[column[0]].log() if len(column) else torch.zeros(())
         kept = torch.minimum(p, q).sum()
-        doubt = head.confidence(states[level], sample.tokens[at])
         found.append(
             {
-                "loss": 0.9 * (p - q).abs().sum()
-                + 0.1 * text
-                + functional.binary_cross_entropy_with_logits(doubt, kept.detach()),
+                "loss": 0.9 * (p - q).abs().sum() + 0.1 * text,
                 "hit": (p.argmax() == q.argmax()).float(),
                 "accepted": kept,
                 "chance": q[column[0]] if len(column) else torch.zeros(()),
@@ -138,7 +134,7 @@ def by_hand(trained: TrainedBlocks, sample: Sample, anchor: int) -> list[dict[st
 def test_the_loss_is_dsparks_level_by_level(
     make_head: MakeHead, frozen: FrozenTarget, packed: int | None, vocab_size: int, pace: bool
 ) -> None:
-    """.1 CE to the text + .9 L1 to the target + BCE of the confidence, for the prefix that the target wrote."""
+    """0.1 CE to the text + 0.9 L1 to the target, for the prefix that the target wrote."""
     vocab = DraftVocab.most_frequent(torch.arange(97) % 7, vocab_size)
     trained = in_training(make_head, frozen, vocab, replace(DSPARK, d_pace=pace))
     packing = pack([len(sample.tokens) for sample in SAMPLES], packed)
@@ -210,7 +206,7 @@ def test_the_shared_lm_head_is_not_converted_for_each_chunk_of_blocks(
     vocab, batch = DraftVocab.most_frequent(torch.arange(97) % 7, vocab_size), Batch.collate(SAMPLES, torch.float32)
     head = make_head("block", vocab=vocab).requires_grad_(True)
     wide = head.output_layer
-    trained = TrainedBlocks(head, Teacher(frozen, vocab, torch.bfloat16), replace(DSPARK, confidence_weight=0.0), 4)
+    trained = TrainedBlocks(head, Teacher(frozen, vocab, torch.bfloat16), DSPARK, 4)
     assert head.output_layer is trained.teacher.within_vocab.lm_head
     losses, counts = [], []
     for lm_head in (head.output_layer, wide):
@@ -275,11 +271,10 @@ class Killed(BaseException):
 
 
 def test_a_run_trains_measures_and_writes_a_block_head(harvested: Path, make_recipe: MakeRecipe) -> None:
-    recipe = make_recipe("run", *BLOCK, "head.confidence=true", "train.eval_prompts=2")
+    recipe = make_recipe("run", *BLOCK, "train.eval_prompts=2")
     run(recipe)
-    head = load_head(recipe.head_dir, FrozenTarget.from_folder(harvested / "target", torch.float32))
+    head = load_head_for(recipe.head_dir, FrozenTarget.from_folder(harvested / "target", torch.float32))
     assert isinstance(head, BlockHead)
-    assert head.shape.confidence
     assert len(head.vocab.ids) == 80
     assert head.shape.mask_token_id not in head.vocab.ids
     assert head.calibration.tree is not None

@@ -21,11 +21,11 @@ from exported import (
 )
 from safetensors.torch import save_file
 
-from headstart.heads.checkpoint import load_head
+from headstart.heads.checkpoint import load_head_for
 from headstart.heads.formats.convert import convert
 from headstart.heads.formats.layouts import FORMATS
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.medusa_layout import to_reference_layout
+from headstart.heads.medusa import to_reference_layout
 
 MakeHead = Callable[..., Any]
 
@@ -73,7 +73,7 @@ def test_a_head_comes_back_from_every_format_bit_for_bit(
     convert(folder, tmp_path / "back", str(target_folder))
     assert same_bits(read_tensors(tmp_path / "back"), read_tensors(tmp_path / "head"))
     assert read_config(tmp_path / "back") == read_config(tmp_path / "head")
-    again = exported(load_head(tmp_path / "back", frozen), tmp_path / "again", target_folder, name)
+    again = exported(load_head_for(tmp_path / "back", frozen), tmp_path / "again", target_folder, name)
     assert same_bits(read_tensors(again), read_tensors(folder))
 
 
@@ -110,13 +110,13 @@ def test_a_head_trained_with_another_rotary_base_keeps_it(
     assert "rms_norm_eps: no key for it, so 1e-06, as every engine assumes" in inferred
     assert "head_dim: missing, so 8, hidden_size / num_attention_heads" in inferred
     assert "fc_norm, norm_output, norm_before_fc, norm_before_residual: missing, so false" in inferred
-    loaded = load_head(tmp_path / "back", FrozenTarget.from_folder(target, torch.float32))
+    loaded = load_head_for(tmp_path / "back", FrozenTarget.from_folder(target, torch.float32))
     assert torch.equal(logits(loaded), logits(head))
     folder = exported(loaded, tmp_path / "again", target, "vllm")
     assert read_config(folder)["rope_theta"] == 10000
     assert read_config(folder)["rms_norm_eps"] == 1e-6
     with pytest.raises(ValueError, match="rope: head"):
-        load_head(tmp_path / "back", frozen)  # converted for the other target
+        load_head_for(tmp_path / "back", frozen)  # converted for the other target
 
 
 def test_nvidias_ids_count_layer_outputs_and_its_files_have_no_t2d(
@@ -130,7 +130,7 @@ def test_nvidias_ids_count_layer_outputs_and_its_files_have_no_t2d(
     inferred = convert(folder, tmp_path / "back", str(target_folder))
     assert "taps: hidden_states [1, 3, 6], as eagle_config counts layer outputs [0, 2, 5]" in inferred
     assert "t2d: from d2t" in inferred
-    assert torch.equal(logits(load_head(tmp_path / "back", frozen)), logits(head))
+    assert torch.equal(logits(load_head_for(tmp_path / "back", frozen)), logits(head))
 
 
 def test_a_missing_d2t_is_derived_from_t2d(make_head: MakeHead, target_folder: Path, tmp_path: Path) -> None:
@@ -149,9 +149,9 @@ def test_a_speculators_head_with_its_norm_before_the_residual_is_converted(
     forget(folder)
     edit_tensors(folder, lambda tensors: tensors.update({"verifier_norm.weight": torch.ones(32)}))
     inferred = convert(folder, tmp_path / "back", str(target_folder))
-    assert "verifier_norm.weight: used in training only, left out" in inferred
+    assert "verifier_norm.weight: not used in drafting, left out" in inferred
     assert "embed_tokens.weight: a copy of the target's, left out" in inferred
-    back = load_head(tmp_path / "back", frozen)
+    back = load_head_for(tmp_path / "back", frozen)
     assert torch.equal(logits(back), logits(head))
     assert not torch.equal(logits(back), logits(make_head(vocab=LIMITED)))
 
@@ -283,7 +283,7 @@ def test_published_medusa_heads_are_converted_even_if_their_config_is_wrong(
     assert "layout: medusa_reference" in inferred
     assert "num_heads: 3, counted from the tensors; config.json says 2" in inferred
     assert "medusa_fc_bias: true, because the blocks have biases" in inferred
-    assert same_bits(load_head(tmp_path / "back", frozen).state_dict(), head.state_dict())
+    assert same_bits(load_head_for(tmp_path / "back", frozen).state_dict(), head.state_dict())
 
 
 def test_a_token_map_in_any_order_is_sorted(

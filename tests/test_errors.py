@@ -22,8 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.common.errors import REMEDIES, errors_as_messages, explained
 from headstart.common.files import check_folder, whole_file, write_text
-from headstart.heads.files import write_pickle
-from headstart.heads.safetensors_file import write_safetensors
+from headstart.heads.files import write_pickle, write_safetensors
 from headstart.recipes import load_recipe
 from headstart.trainers.objectives.medusa2 import save_model
 
@@ -136,7 +135,7 @@ INTERRUPTED = {  # command -> the function in which Ctrl-C arrives, and what is 
     "inspect": ("headstart.data_pipelines.inspect.make_prompts_alone", "starts over"),
     "calibrate": ("headstart.inference.calibrate.fit_calibration", "starts over"),
     "report": ("headstart.inference.report.command.make_report", "continues where it stopped"),
-    "export": ("headstart.heads.formats.export.load_head", "starts over"),
+    "export": ("headstart.heads.formats.export.load_head_for", "starts over"),
     "lint": ("headstart.heads.formats.lint.lint", "starts over"),
     "convert": ("headstart.heads.formats.convert.convert", "starts over"),
     "doctor": ("headstart.inference.doctor.command.diagnose", "starts over"),
@@ -162,7 +161,7 @@ def test_ctrl_c_is_one_line_and_exit_code_130(
     monkeypatch.setattr(function, interrupted)
     if command == "calibrate":  # it loads a head first
         monkeypatch.setattr("headstart.inference.calibrate.taps_to_read", lambda recipe: (2, 3, 4))
-        monkeypatch.setattr("headstart.inference.calibrate.load_head", lambda folder, frozen: None)
+        monkeypatch.setattr("headstart.inference.calibrate.load_head_for", lambda folder, frozen: None)
     recipe = [str(harvested / "recipe.yaml"), f"run_dir={tmp_path}/run", f"data.folder={harvested}/run"]
     if command == "harvest":
         recipe = [str(harvested / "recipe.yaml"), f"run_dir={tmp_path}/run"]

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from exported import EVERY_HEAD, LIMITED, exported, read_config, read_tensors, recipe_of, same_bits
-from huggingface_hub import HfApi
 from transformers import LlamaForCausalLM
 
-from headstart.heads import safetensors_file
-from headstart.heads.checkpoint import load_head, save_head
+from headstart.heads import files
+from headstart.heads.checkpoint import load_head_for, save_head
 from headstart.heads.formats.export import export
 from headstart.heads.formats.layouts import FORMATS
 from headstart.heads.formats.lint import lint
@@ -76,7 +75,7 @@ def test_one_export_serves_three_engines_and_loads_in_headstart(
     folder = exported(head, tmp_path, target_folder, name)
     assert lint(folder, str(target_folder), ["vllm", "sglang", "tensorrt_llm"]) == []
     assert same_bits(read_tensors(folder), read_tensors(tmp_path / "head"))
-    assert same_bits(load_head(folder, frozen).state_dict(), head.state_dict())
+    assert same_bits(load_head_for(folder, frozen).state_dict(), head.state_dict())
 
 
 def test_one_export_of_eagle_1_serves_vllm_and_sglang(make_head: MakeHead, target_folder: Path, tmp_path: Path) -> None:
@@ -177,18 +176,11 @@ def test_the_medusa_format_has_its_authors_names_and_keys(
     assert lint(folder, str(target_folder), ["vllm"]) == []
 
 
-def test_an_export_overwrites_only_heads_and_only_if_allowed(
-    make_head: MakeHead, target_folder: Path, tmp_path: Path
-) -> None:
+def test_an_export_never_replaces_a_folder(make_head: MakeHead, target_folder: Path, tmp_path: Path) -> None:
     folder = exported(make_head(seed=1), tmp_path, target_folder, "vllm")
-    with pytest.raises(ValueError, match="exists already"):
+    with pytest.raises(ValueError, match=f"exists already.* remove this one .rm -r {folder}"):
         exported(make_head(seed=2), tmp_path, target_folder, "vllm")
     assert same_bits(read_tensors(folder), make_head(seed=1).engine_tensors())
-    exported(make_head(seed=2), tmp_path, target_folder, "vllm", overwrite=True)
-    assert same_bits(read_tensors(folder), make_head(seed=2).engine_tensors())
-    (tmp_path / "precious").mkdir()
-    with pytest.raises(ValueError, match="holds no head, so it is not overwritten"):
-        exported(make_head(), tmp_path, target_folder, "vllm", overwrite=True, folder=str(tmp_path / "precious"))
 
 
 def test_a_killed_export_leaves_no_folder(
@@ -198,21 +190,11 @@ def test_a_killed_export_leaves_no_folder(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(safetensors_file, "save_file", killed)
+        patch.setattr(files, "save_file", killed)
         with pytest.raises(KeyboardInterrupt):
             exported(make_head(), tmp_path, target_folder, "vllm")
     assert not (tmp_path / "export/vllm").exists()
     assert exported(make_head(), tmp_path, target_folder, "vllm").is_dir()
-    assert [path.name for path in (tmp_path / "export").iterdir()] == ["vllm"]
-
-
-def test_an_export_removes_what_a_killed_one_left_after_its_last_rename(
-    make_head: MakeHead, target_folder: Path, tmp_path: Path
-) -> None:
-    folder = exported(make_head(seed=1), tmp_path, target_folder, "vllm")
-    shutil.copytree(folder, tmp_path / "export/vllm.replaced.partial")
-    exported(make_head(seed=2), tmp_path, target_folder, "vllm", overwrite=True)
-    assert same_bits(read_tensors(folder), make_head(seed=2).engine_tensors())
     assert [path.name for path in (tmp_path / "export").iterdir()] == ["vllm"]
 
 
@@ -221,10 +203,10 @@ def test_weights_keep_their_dtype_or_get_the_one_that_the_recipe_asks_for(
 ) -> None:
     save_head(make_head(), tmp_path / "as drawn")
     in_half = FrozenTarget.from_folder(target_folder, torch.bfloat16)
-    save_head(load_head(tmp_path / "as drawn", in_half), tmp_path / "head")
+    save_head(load_head_for(tmp_path / "as drawn", in_half), tmp_path / "head")
     kept = export(recipe_of(tmp_path, target_folder))
     assert same_bits(read_tensors(kept), read_tensors(tmp_path / "head"))
-    half = export(recipe_of(tmp_path, target_folder, dtype="float16", folder=str(tmp_path / "half")))
+    half = export(recipe_of(tmp_path, target_folder, dtype="float16", format="sglang"))
     assert read_config(half)["torch_dtype"] == "float16"
     assert {tensor.dtype for tensor in read_tensors(half).values()} == {torch.float16}
 
@@ -235,7 +217,8 @@ def test_the_card_shows_what_training_logged_for_the_exported_weights(
     """With `train.export: best` these need not be the weights of the last step."""
 
     def text() -> str:
-        return (exported(make_head(), tmp_path, target_folder, "vllm", overwrite=True) / "README.md").read_text()
+        shutil.rmtree(tmp_path / "export", ignore_errors=True)
+        return (exported(make_head(), tmp_path, target_folder, "vllm") / "README.md").read_text()
 
     assert "Not measured." in text()
     assert "held-out figures: none found" in text()
@@ -257,7 +240,7 @@ def test_the_card_shows_what_training_logged_for_the_exported_weights(
     assert "context: 256 tokens" in text()
     assert "trained on texts of at most 2,048 tokens" in text()
     assert "warm start" not in text()
-    warm = recipe_of(tmp_path, target_folder, format="vllm", overwrite=True)
+    warm = recipe_of(tmp_path, target_folder, format="sglang")
     train = warm.train.model_copy(update={"start_from": Path("earlier/head")})
     card = (export(warm.model_copy(update={"train": train})) / "README.md").read_text()
     assert "- warm start: from the head in `earlier/head`" in card
@@ -305,7 +288,8 @@ def test_the_card_gives_the_command_of_each_engine(
     text = (folder / "README.md").read_text()
     known = {command for commands in COMMANDS.values() for command in commands}
     assert {command for command in known if command in text} == set(COMMANDS[name])
-    assert text.count(str(folder)) == len(COMMANDS[name])
+    assert f"`hf upload ORG/NAME {folder}`" in text
+    assert text.count(str(folder)) == len(COMMANDS[name]) + 1
     if name == "vllm":
         options = f'{{"method": "eagle3", "model": "{folder}", "num_speculative_tokens": 3}}'
         assert f"vllm serve {target_folder} --revision v2 --speculative-config '{options}'" in text
@@ -324,64 +308,3 @@ def test_medusa_2_heads_are_not_exported_for_the_untuned_target(
         export(Recipe.model_validate(before))
     text = (export(Recipe.model_validate(tuned)) / "README.md").read_text()
     assert "the target's layers were tuned together with the head (lora)" in text
-
-
-class Hub(HfApi):
-    """A hub client that records its calls; `holds` are the files of every repository."""
-
-    def __init__(self, *holds: str) -> None:
-        self.holds, self.calls = holds, list[tuple[Any, ...]]()
-
-    def file_exists(self, repo_id: str, filename: str, **kwargs: Any) -> bool:
-        return filename in self.holds
-
-    def create_repo(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls.append(("create", args, kwargs))
-
-    def upload_folder(self, **kwargs: Any) -> Any:
-        assert (kwargs["folder_path"] / "README.md").is_file()
-        self.calls.append(("upload", kwargs["folder_path"], kwargs["repo_id"]))
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
-    hub = Hub()
-    monkeypatch.setattr("headstart.heads.formats.export.HfApi", lambda: hub)
-    return hub
-
-
-def test_the_hub_is_not_contacted_unless_the_recipe_says_push_to(
-    make_head: MakeHead, target_folder: Path, tmp_path: Path, hub: Hub
-) -> None:
-    exported(make_head(), tmp_path, target_folder, "vllm")
-    assert hub.calls == []
-    folder = exported(make_head(), tmp_path, target_folder, "vllm", push_to="org/name", overwrite=True)
-    made, uploaded = hub.calls
-    assert made == ("create", ("org/name",), {"private": True, "exist_ok": True})
-    assert uploaded == ("upload", folder, "org/name")
-    assert '"model": "org/name"' in (folder / "README.md").read_text()
-
-
-def test_a_head_on_the_hub_is_overwritten_only_if_allowed(
-    make_head: MakeHead, target_folder: Path, tmp_path: Path, hub: Hub
-) -> None:
-    hub.holds = ("config.json",)
-    with pytest.raises(ValueError, match="'org/name' given, which holds"):
-        exported(make_head(), tmp_path, target_folder, "vllm", push_to="org/name")
-    assert not (tmp_path / "export").exists()
-    exported(make_head(), tmp_path, target_folder, "vllm", push_to="org/name", overwrite=True)
-    assert [call[0] for call in hub.calls] == ["create", "upload"]
-
-
-def test_if_the_hub_refuses_the_export_stays_and_the_error_says_what_to_do(
-    make_head: MakeHead, target_folder: Path, tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise OSError("no token")
-
-    monkeypatch.setattr(hub, "create_repo", refuse)
-    with pytest.raises(
-        ValueError, match=r"(?s)the hub says OSError: no token; the export is complete in .*/export/vllm"
-    ):
-        exported(make_head(), tmp_path, target_folder, "vllm", push_to="org/name")
-    assert (tmp_path / "export/vllm/README.md").is_file()

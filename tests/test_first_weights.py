@@ -11,10 +11,10 @@ from torch.testing import assert_close
 from headstart.heads.checkpoint import new_head
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.least_squares import RIDGE, LeastSquares
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes import Recipe
 from headstart.recipes.schema import Eagle3Section
+from headstart.trainers.first_weights import RIDGE, LeastSquares, start_with_fit
 from headstart.trainers.run import run
 
 MakeRecipe = Callable[..., Recipe]
@@ -37,7 +37,7 @@ def test_a_head_starts_as_the_fitted_map(frozen: FrozenTarget) -> None:
     """With one token in sight attention is on it alone, so the normed state is exactly what the map predicts."""
     config = frozen.config
     num_heads = -(-config.hidden_size // config.head_dim)  # so many key heads that nothing is lost to a low rank
-    section = Eagle3Section(kind="eagle3", fc_norm=True, num_heads=num_heads, num_kv_heads=num_heads)
+    section = Eagle3Section(kind="eagle3", norms=True, num_heads=num_heads, num_kv_heads=num_heads)
     head = new_head(section, frozen, DraftVocab.full(config.vocab_size), 0)
     assert isinstance(head, Eagle3Head)
     generator = torch.Generator().manual_seed(0)
@@ -47,7 +47,7 @@ def test_a_head_starts_as_the_fitted_map(frozen: FrozenTarget) -> None:
         inputs = head.linear_inputs(taps, tokens)
         fit = LeastSquares(inputs.shape[1], config.hidden_size)
         fit.add(inputs, inputs @ torch.randn(inputs.shape[1], config.hidden_size, generator=generator))
-        head.start_with_fit(fit, generator)
+        start_with_fit(head, fit, generator)
         hidden = head(head.project(taps).unsqueeze(1), tokens.unsqueeze(1), torch.zeros(500, 1, dtype=torch.long))
         found = head.norm(hidden)[:, 0]
     predicted = inputs @ fit.solve().float()

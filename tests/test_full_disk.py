@@ -5,6 +5,7 @@ import io
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from bad_inputs import type_command
 from safetensors import SafetensorError
 from tiny_run import build_run, contents, quiet_environment
 
-from headstart.heads import safetensors_file
+from headstart.heads import files as head_files
 
 ROOT = Path(__file__).resolve().parents[1]
 REPORT = "report.num_prompts=1", "report.baselines=[plain, chain]", "report.temperatures=[0.0]"
@@ -30,10 +31,10 @@ class SmallDisk:
     def __init__(self, patch: pytest.MonkeyPatch, is_full: Callable[[int, str], bool]) -> None:
         self.names: list[str] = []  # of the files written, in order
         self.is_full, self.full = is_full, False
-        self.open, self.save_file = io.open, safetensors_file.save_file
+        self.open, self.save_file = io.open, head_files.save_file
         patch.setattr(io, "open", self._open)
         patch.setattr("builtins.open", self._open)
-        patch.setattr(safetensors_file, "save_file", self._save_file)
+        patch.setattr(head_files, "save_file", self._save_file)
 
     def _take(self, path: Path) -> bool:
         self.names.append("/".join(path.parts[-2:]))
@@ -161,8 +162,10 @@ def test_a_full_disk_leaves_no_half_export(typed: Type, tmp_path: Path) -> None:
             assert "no space left on device" in typed(1, "export", "export.format=vllm")
         assert not list((tmp_path / "run/export").iterdir())
     typed(0, "export", "export.format=vllm")
-    typed(0, "export", "export.format=vllm", f"export.folder={tmp_path}/again")
-    engine = {name: content for name, content in contents(tmp_path / "again").items() if name != "README.md"}
+    shutil.copytree(tmp_path / "run/export/vllm", tmp_path / "first")
+    shutil.rmtree(tmp_path / "run/export/vllm")
+    typed(0, "export", "export.format=vllm")
+    engine = {name: content for name, content in contents(tmp_path / "first").items() if name != "README.md"}
     assert engine.items() <= contents(tmp_path / "run/export/vllm").items()
 
 

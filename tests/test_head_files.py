@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headstart.heads import safetensors_file
-from headstart.heads.checkpoint import load_head, save_head
+from headstart.heads import files
+from headstart.heads.checkpoint import load_head_for, save_head
 from headstart.heads.eagle1 import Eagle1Head
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.frozen import FrozenTarget
@@ -44,7 +44,7 @@ def edit_tensors(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> N
 
 def refusal(folder: Path, frozen: FrozenTarget) -> str:
     with pytest.raises(ValueError, match=str(folder)) as error:
-        load_head(folder, frozen)
+        load_head_for(folder, frozen)
     return str(error.value)
 
 
@@ -66,7 +66,7 @@ def test_a_loaded_head_gives_bit_identical_logits(
 ) -> None:
     head = make_head(vocab=vocab, **shape)
     save_head(head, tmp_path / "head")
-    loaded = load_head(tmp_path / "head", frozen)
+    loaded = load_head_for(tmp_path / "head", frozen)
     assert isinstance(loaded, Eagle3Head)
     assert loaded.shape == head.shape
     assert torch.equal(loaded.vocab.ids, head.vocab.ids)
@@ -82,11 +82,11 @@ def test_a_loaded_head_has_the_dtype_of_the_targets_embedding(
     head = make_head(kind)
     save_head(head, tmp_path / "head")
     in_half = FrozenTarget.from_folder(target_folder, torch.bfloat16)
-    loaded = load_head(tmp_path / "head", in_half)
+    loaded = load_head_for(tmp_path / "head", in_half)
     assert {tensor.dtype for tensor in (*loaded.parameters(), *loaded.buffers())} == {torch.bfloat16}
     save_head(loaded, tmp_path / "half")
     assert read_config(tmp_path / "half")["torch_dtype"] == "bfloat16"
-    again = load_head(tmp_path / "half", in_half)
+    again = load_head_for(tmp_path / "half", in_half)
     assert torch.equal(logits(again), logits(loaded))
 
 
@@ -185,7 +185,7 @@ def test_a_published_heads_taps_are_its_top_level_ids_or_the_default(
         del config["headstart"]
         (tmp_path / "head" / "config.json").write_text(json.dumps(config))
         edit_tensors(tmp_path / "head", lambda tensors: tensors.pop("t2d"))
-        loaded = load_head(tmp_path / "head", frozen)
+        loaded = load_head_for(tmp_path / "head", frozen)
         assert loaded.taps == taps
         assert torch.equal(logits(loaded), logits(head))
 
@@ -285,7 +285,7 @@ def test_a_d2t_of_ids_instead_of_offsets_is_refused(
     save_head(make_head(vocab=DraftVocab(torch.tensor(ids), 97)), tmp_path / "head")
     edit_tensors(tmp_path / "head", lambda tensors: tensors.update(d2t=torch.tensor(ids)))
     with pytest.raises(ValueError, match="must hold offsets: target id minus draft id"):
-        load_head(tmp_path / "head", frozen)
+        load_head_for(tmp_path / "head", frozen)
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 7, 500, -1])
@@ -312,7 +312,7 @@ def test_saving_again_replaces_the_head_and_leaves_no_other_files(
         save_head(make_head(seed=seed), tmp_path / "runs" / "head")
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["head"]
     assert sorted(path.name for path in (tmp_path / "runs" / "head").iterdir()) == ["config.json", "model.safetensors"]
-    loaded = load_head(tmp_path / "runs" / "head", frozen)
+    loaded = load_head_for(tmp_path / "runs" / "head", frozen)
     assert torch.equal(logits(loaded), logits(make_head(seed=2)))
 
 
@@ -327,12 +327,12 @@ def test_a_killed_save_leaves_the_previous_head(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(safetensors_file, "save_file", killed)
+        patch.setattr(files, "save_file", killed)
         with pytest.raises(KeyboardInterrupt):
             save_head(second, tmp_path / "head")
-    assert torch.equal(logits(load_head(tmp_path / "head", frozen)), logits(first))
+    assert torch.equal(logits(load_head_for(tmp_path / "head", frozen)), logits(first))
     save_head(second, tmp_path / "head")
-    assert torch.equal(logits(load_head(tmp_path / "head", frozen)), logits(second))
+    assert torch.equal(logits(load_head_for(tmp_path / "head", frozen)), logits(second))
 
 
 # EAGLE-1
@@ -344,7 +344,7 @@ def test_a_loaded_eagle_1_head_gives_bit_identical_logits(
     for bias in (False, True):
         head = make_head("eagle1", num_kv_heads=1, fc_bias=bias)
         save_head(head, tmp_path / "head")
-        loaded = load_head(tmp_path / "head", frozen)
+        loaded = load_head_for(tmp_path / "head", frozen)
         assert isinstance(loaded, Eagle1Head)
         assert loaded.shape == head.shape
         assert torch.equal(logits(loaded), logits(head))
@@ -417,7 +417,7 @@ def test_a_published_eagle_1_head_can_be_loaded(make_head: MakeHead, frozen: Fro
     save_head(head, tmp_path / "head")
     published(tmp_path / "head", bias=True)
     edit_tensors(tmp_path / "head", lambda t: t.update({"embed_tokens.weight": frozen.embedding.half()}))
-    loaded = load_head(tmp_path / "head", frozen)
+    loaded = load_head_for(tmp_path / "head", frozen)
     assert isinstance(loaded, Eagle1Head)
     assert torch.equal(logits(loaded), logits(head))
 

@@ -316,7 +316,7 @@ def test_the_scales_of_taps_are_folded_into_the_saved_weights_exactly(frozen: Fr
     saved = new_head(Eagle3Section(kind="eagle3"), frozen, DraftVocab.full(97), seed=4)
     saved.load_state_dict({k: v for k, v in head.engine_tensors().items() if k not in ("d2t", "t2d")})
     assert torch.equal(saved.project(taps), features)
-    assert "tap_scale" not in head.engine_tensors()
+    assert "input_scale" not in head.engine_tensors()
 
 
 def test_the_input_scales_of_eagle_1_are_folded_into_the_saved_weights_exactly(frozen: FrozenTarget) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads.base import DraftHead, LevelHead
-from headstart.heads.checkpoint import load_head
+from headstart.heads.checkpoint import load_head_for
 from headstart.heads.eagle1 import Eagle1Head, Eagle1Shape
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.formats.convert import convert
@@ -49,7 +49,7 @@ Published = tuple[DraftHead, dict[str, Any], str, dict[str, Tensor]]  # head, co
 
 def eagle3(frozen: FrozenTarget) -> Published:
     """Drafts two thirds of the vocabulary."""
-    old = load_head(HEAD, frozen)
+    old = load_head_for(HEAD, frozen)
     assert isinstance(old, Eagle3Head)
     ids = torch.tensor([token for token in range(frozen.config.vocab_size) if token % 3])
     vocab = DraftVocab(ids, frozen.config.vocab_size)
@@ -134,7 +134,7 @@ def test_a_published_head_has_the_same_acceptance_length_before_and_after_conver
     torch.save(tensors, tmp_path / "published" / file)
     convert(tmp_path / "published", tmp_path / "back", str(TARGET))
     target = TargetModel.load(TargetSection(path=str(TARGET), dtype="float32"), head.taps)
-    back = load_head(tmp_path / "back", target.frozen)
+    back = load_head_for(tmp_path / "back", target.frozen)
     assert torch.equal(logits(back), logits(head))
     prompt = load_tokenizer(TARGET).encode("def read(self, path):\n")
     drafters = [head_drafter(each, Dynamic.chain(3)) for each in (head, back)]

@@ -18,7 +18,7 @@ from torch.testing import assert_close
 
 from headstart.data_pipelines.features.batches import Batch, Sample
 from headstart.data_pipelines.features.shards import FeatureStore, shard_name, write_manifest
-from headstart.heads.checkpoint import load_head, save_head
+from headstart.heads.checkpoint import load_head_for, save_head
 from headstart.heads.eagle1 import Eagle1Head
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.frozen import FrozenTarget
@@ -121,7 +121,7 @@ def test_an_eagle_1_run_resumes_and_ends_in_a_head_that_can_be_loaded(
     losses = [line["heldout/loss_0"] for line in numbers(whole) if "heldout/loss_0" in line]
     assert losses[1] < losses[0]
     assert FeatureStore(whole.features_dir, "train")[0].taps.shape[1] == 0  # the last hidden state is stored once
-    assert isinstance(load_head(whole.head_dir, frozen), Eagle1Head)
+    assert isinstance(load_head_for(whole.head_dir, frozen), Eagle1Head)
 
 
 def test_a_plain_eagle_3_head_is_saved_with_the_scales_of_its_taps(
@@ -137,9 +137,9 @@ def test_a_plain_eagle_3_head_is_saved_with_the_scales_of_its_taps(
     monkeypatch.setattr("headstart.trainers.run.save_head", watching)
     recipe = make_recipe("run")
     run(recipe)
-    [head], saved = trained, load_head(recipe.head_dir, frozen)
-    assert head.tap_scale is not None
-    assert head.tap_scale.max() < 1  # the hidden states of this target are large
+    [head], saved = trained, load_head_for(recipe.head_dir, frozen)
+    assert head.input_scale is not None
+    assert head.input_scale.max() < 1  # the hidden states of this target are large
     taps = FeatureStore(recipe.features_dir, "train")[0].taps
     assert torch.equal(saved.project(taps), head.project(taps))
 

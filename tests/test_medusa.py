@@ -15,13 +15,11 @@ from torch import Tensor
 
 from headstart.data_pipelines.harvest import harvest
 from headstart.heads.base import DraftHead, LevelHead
-from headstart.heads.calibration import Calibration
-from headstart.heads.checkpoint import head_from_files, load_head, new_head, save_head
+from headstart.heads.calibration import Calibration, StaticTree, search_tree
+from headstart.heads.checkpoint import head_from_files, load_head_for, new_head, save_head
 from headstart.heads.formats.layouts import FORMATS, ServedTarget
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.medusa import MedusaHead
-from headstart.heads.medusa_layout import from_any_layout, to_reference_layout
-from headstart.heads.static_tree import StaticTree, search_tree
+from headstart.heads.medusa import MedusaHead, from_any_layout, to_reference_layout
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.calibrate import RANKS, Tally, fit_calibration, tally_texts, write_texts
 from headstart.inference.core.cache import KVCache
@@ -38,7 +36,7 @@ from headstart.inference.report.command import report
 from headstart.inference.report.tree_picture import draw_tree, rows
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection, MedusaSection
-from headstart.trainers.medusa import run
+from headstart.trainers.run import run
 
 MakeHead = Callable[..., Any]
 SEQUENTIAL = [False, True]
@@ -260,7 +258,7 @@ def test_a_recipe_with_searched_growth_uses_the_tree_that_calibration_found(
         growth_from_recipe(section, reader, head)
     head.calibration = fit_calibration(reader, head, [PROMPT], 3, 8)
     save_head(head, tmp_path / "head")
-    loaded = load_head(tmp_path / "head", frozen)
+    loaded = load_head_for(tmp_path / "head", frozen)
     found, wanted = loaded.calibration.tree, head.calibration.tree
     assert found is not None
     assert wanted is not None
@@ -309,7 +307,7 @@ def test_loaded_heads_give_the_same_logits_as_the_saved_ones(
         head.input_scale = torch.tensor([4.0] * 32 + [0.5] * 96)
     tokens, features = torch.randint(97, (2, 5)), torch.randn(2, 5, 32)
     save_head(head, tmp_path / "head")
-    loaded = load_head(tmp_path / "head", frozen)
+    loaded = load_head_for(tmp_path / "head", frozen)
     assert loaded.shape == head.shape
     assert torch.equal(loaded.vocab.ids, head.vocab.ids)
     for mine, its in zip(read(head, tokens, features), read(loaded, tokens, features), strict=True):

@@ -16,7 +16,7 @@ from torch.testing import assert_close
 from headstart.data_pipelines.features.batches import Batch
 from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.heads.base import LevelHead
-from headstart.heads.checkpoint import draft_vocab, load_head, new_head
+from headstart.heads.checkpoint import draft_vocab, load_head_for, new_head
 from headstart.heads.formats.export import export
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_origin import TargetOrigin
@@ -83,7 +83,7 @@ def test_the_head_changes_no_token_of_the_tuned_target(make_recipe: MakeRecipe, 
     changed = {name for name, weight in tuned.model.state_dict().items() if not weight.equal(original[name])}
     assert changed
     assert all(name.startswith("model.layers.") for name in changed)
-    head = load_head(recipe.head_dir, tuned.frozen)
+    head = load_head_for(recipe.head_dir, tuned.frozen)
     assert head.origin == TargetOrigin.of(recipe.tuned_target_dir)
     for sampling in (Sampling(), Sampling(0.9, seed=4)):
         requests = [Request([5, 6, 7], 20, sampling), Request([40, 41], 20, sampling)]

@@ -57,7 +57,7 @@ def test_importing_headstart_loads_no_torch(folder: Path) -> None:
 
 
 def test_every_public_name_is_there() -> None:
-    assert set(headstart.MODULES) == set(headstart.__all__)
+    assert {*headstart.MODULES, "train"} == set(headstart.__all__)
     for name in headstart.__all__:
         assert getattr(headstart, name).__name__ == name
     with pytest.raises(AttributeError, match="SpeculativeModel"):

@@ -17,7 +17,7 @@ from headstart.data_pipelines.features.target_process import TargetProcess
 from headstart.data_pipelines.harvest import harvest
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
-from headstart.trainers.eagle import run
+from headstart.trainers.run import run
 
 TAPS = (2, 3, 4)
 WHERE = [(), pytest.param(("data.online_devices=[cpu]",), marks=pytest.mark.slow)]  # a process takes seconds to start

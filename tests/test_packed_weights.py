@@ -10,7 +10,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from headstart.heads.block import BlockHead
-from headstart.heads.checkpoint import load_head, new_head, save_head
+from headstart.heads.checkpoint import load_head_for, new_head, save_head
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.request import Request
 from headstart.inference.drafters.build import load_drafting_head
@@ -163,7 +163,7 @@ def test_drafting_few_levels_with_a_shared_lm_head_takes_longer_than_many(
     vocab = DraftVocab.most_frequent(torch.randint(9, (97,)), 24)
     head = new_head(section, target.frozen, vocab, seed=0)
     save_head(head, tmp_path / "head")
-    loaded, packed = load_head(tmp_path / "head", target.frozen), load_drafting_head(tmp_path / "head", target)
+    loaded, packed = load_head_for(tmp_path / "head", target.frozen), load_drafting_head(tmp_path / "head", target)
     assert isinstance(loaded, BlockHead)
     assert isinstance(packed, BlockHead)
     assert loaded.lm_head is None

@@ -64,7 +64,8 @@ def test_a_head_without_a_searched_tree_is_refused_before_the_work(
 
 def test_the_card_of_an_export_shows_figures_of_its_own_head_only(trained: Recipe, outcomes: list[Outcome]) -> None:
     def measured(**fields: object) -> str:
-        section = trained.export.model_copy(update={"format": "native", "overwrite": True, **fields})
+        shutil.rmtree(trained.export_dir, ignore_errors=True)
+        section = trained.export.model_copy(update={"format": "native", **fields})
         readme = export(trained.model_copy(update={"export": section})) / "README.md"
         return readme.read_text().partition("## Measured\n\n")[2].partition("\n\n## ")[0]
 

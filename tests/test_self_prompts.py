@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+import sys
 import zlib
 from collections.abc import Callable
 from itertools import combinations
@@ -19,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from headstart.common.files import append_jsonl, read_jsonl
 from headstart.data_pipelines.harvest import harvest
+from headstart.data_pipelines.preflight import check_harvest
 from headstart.data_pipelines.prompts.language import Languages
 from headstart.data_pipelines.prompts.prompts import describe_prompts, make_prompts_alone
 from headstart.data_pipelines.prompts.row_report import RowReport
@@ -418,3 +420,11 @@ def test_what_rules_out_the_targets_own_prompts_is_named(
     recipe = own_recipe(folder, tmp_path, f"target.path={tmp_path / 'target'}", *overrides)
     assert_raises(lambda: make_prompts_alone(recipe), says)
     assert not (recipe.prompts_dir / "train.jsonl").exists()
+
+
+def test_prompts_of_its_own_without_rensa_are_refused_before_any_work(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "rensa", None)
+    says = Says("data.prompts", "self given", "needs rensa", "pip install -e '.[self]'")
+    assert_raises(lambda: check_harvest(own_recipe(folder, tmp_path)), says)

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.heads.base import DraftHead
 from headstart.heads.block import BlockHead
-from headstart.heads.checkpoint import load_head, new_head, save_head
+from headstart.heads.checkpoint import load_head_for, new_head, save_head
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.vocab import DraftVocab
@@ -53,7 +53,7 @@ def test_a_head_takes_over_the_weights_of_a_saved_one_exactly(
     again = new_head(section, frozen, DraftVocab.full(size), seed=2)
     if isinstance(again, Eagle3Head | BlockHead):
         again.scale_taps([4.0, 0.25, 8.0, 2.0, 16.0][: len(again.taps)])
-    again.take_weights(load_head(tmp_path / "head", frozen))
+    again.take_weights(load_head_for(tmp_path / "head", frozen))
     for name, tensor in trained.engine_tensors().items():
         assert torch.equal(again.engine_tensors()[name], tensor), name
 
@@ -123,7 +123,7 @@ def test_a_published_head_keeps_what_no_recipe_can_say(
     save_head(published, tmp_path / "published")
     recipe = make_recipe("run", f"train.start_from={tmp_path / 'published'}", "head.draft_vocab_size=null")
     run(recipe)
-    found: DraftHead = load_head(recipe.head_dir, frozen)
+    found: DraftHead = load_head_for(recipe.head_dir, frozen)
     assert isinstance(found, Eagle3Head)
     assert found.shape.norm_before_fc
 
@@ -131,7 +131,7 @@ def test_a_published_head_keeps_what_no_recipe_can_say(
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        (("head.fc_norm=true",), "fc_norm: True in the recipe, False in the folder"),
+        (("head.norms=true",), "fc_norm: True in the recipe, False in the folder"),
         (("head.draft_vocab_size=70",), "draft_vocab_size: 70 in the recipe, 80 in the folder"),
         (("head.intermediate_size=32",), "intermediate_size: 32 in the recipe, 64 in the folder"),
         (BLOCK, "head.kind: block in the recipe, eagle3 in the folder"),

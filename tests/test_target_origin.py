@@ -11,13 +11,14 @@ from exported import edit_config
 from safetensors.torch import load_file, save_file
 
 from headstart import smollm2
-from headstart.heads.checkpoint import load_head, save_head
+from headstart.heads.checkpoint import load_head_for, save_head
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.files import HeadFiles
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_origin import SMOLLM2_SOURCES, TargetOrigin, card_source, target_identity
-from headstart.inference.doctor.command import Options, diagnose
+from headstart.inference.doctor.command import diagnose
 from headstart.inference.doctor.findings import other_target
+from headstart.inference.doctor.options import Options
 from headstart.inference.report.command import warn_of_other_targets
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
@@ -53,8 +54,8 @@ def test_a_saved_head_keeps_the_origin_of_its_target(
     for origin in (TargetOrigin.of(target_folder), TargetOrigin("0" * 64, "the hub, org/name")):
         head.origin = origin
         save_head(head, tmp_path / "head")
-        assert load_head(tmp_path / "head", frozen).origin == origin
-    assert load_head(tmp_path / "unknown", frozen).origin is None
+        assert load_head_for(tmp_path / "head", frozen).origin == origin
+    assert load_head_for(tmp_path / "unknown", frozen).origin is None
 
 
 @pytest.mark.parametrize(("trained", "given"), [("hub", "wheel"), ("wheel", "hub")])
@@ -86,14 +87,14 @@ def test_a_head_for_other_weights_can_be_examined_and_used(
     assert "target" in [finding.category for finding in found.findings]
     (advice,) = [finding.advice for finding in found.findings if finding.category == "target"]
     assert advice.startswith("name that target, or fit the head to this one")
-    warn_of_other_targets({"": load_head(head, FrozenTarget.from_folder(target, torch.float32))}, target)
+    warn_of_other_targets({"": load_head_for(head, FrozenTarget.from_folder(target, torch.float32))}, target)
     assert "was trained for the model with digest 000000000000, and target.path is" in capsys.readouterr().out
 
 
 def test_a_head_without_a_record_gives_no_finding(capsys: pytest.CaptureFixture[str]) -> None:
     target, head = ASSETS / "demo_target", ASSETS / "demo_head"
     assert not list(other_target(HeadFiles.read(head), target))
-    warn_of_other_targets({"": load_head(head, FrozenTarget.from_folder(target, torch.float32))}, target)
+    warn_of_other_targets({"": load_head_for(head, FrozenTarget.from_folder(target, torch.float32))}, target)
     assert not capsys.readouterr().out
 
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from headstart.heads.causal_kernels import CPU_FUSED, CUDA_FUSED, PORTABLE, CausalKernel, kernel_for
-from headstart.heads.packing import Documents
+from headstart.heads.attention_kernels import CPU_FUSED, CUDA_FUSED, PORTABLE, CausalKernel, Documents, kernel_for
 from headstart.heads.unroll_attention import MergedAttention, unroll_attention
 
 Blocks = tuple[Tensor, list[Tensor], list[Tensor]]
@@ -22,7 +21,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> C
     """Each kernel that runs on a CPU; the portable one in blocks that do not divide the length."""
     chosen = KERNELS[request.param]
     monkeypatch.setattr("headstart.heads.unroll_attention.kernel_for", lambda query: chosen)
-    monkeypatch.setattr("headstart.heads.causal_kernels.QUERY_BLOCK", 4)
+    monkeypatch.setattr("headstart.heads.attention_kernels.QUERY_BLOCK", 4)
     return chosen
 
 
@@ -198,7 +197,7 @@ class Largest(torch.utils._python_dispatch.TorchDispatchMode):
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 def test_memory_is_linear_in_the_length(kernel: CausalKernel, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor is length x length, forward or backward; four times the length saves four times the bytes."""
-    monkeypatch.setattr("headstart.heads.causal_kernels.QUERY_BLOCK", 32)
+    monkeypatch.setattr("headstart.heads.attention_kernels.QUERY_BLOCK", 32)
     short, long = saved_bytes(128, packed), saved_bytes(512, packed)
     assert [after / before for before, after in zip(short, long, strict=True)] == [4, 4]
 

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from headstart.common.errors import remedy
-from headstart.common.files import remove, removed_on_failure
-from headstart.data_pipelines.stages.stage import Json, differences, write_text
-from headstart.heads.safetensors_file import write_safetensors
+from headstart.common.files import remove, removed_on_failure, write_text
+from headstart.data_pipelines.stages.stage import Json, differences
+from headstart.heads.files import write_safetensors
 
 STATE = "state.json"
 Tensors = dict[str, Tensor]

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from headstart.common.files import write_text
 from headstart.data_pipelines.features.sample_stores import SampleStore
-from headstart.data_pipelines.stages.stage import Json, Stage, write_text
+from headstart.data_pipelines.stages.stage import Json, Stage
 from headstart.recipes import Recipe
 
 # Fields of the train section that may change when a run is resumed: they affect the weights only through the order of

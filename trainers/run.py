@@ -16,7 +16,7 @@ from headstart.data_pipelines.stages.stage import Stage
 from headstart.data_pipelines.together import run_together
 from headstart.heads.base import DraftHead
 from headstart.heads.block import BlockHead
-from headstart.heads.checkpoint import draft_vocab, head_taps, load_head, new_head, save_head
+from headstart.heads.checkpoint import draft_vocab, head_taps, load_head_for, new_head, save_head
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.frozen import FrozenTarget, SafetensorsFolder
 from headstart.heads.target_config import locate_target
@@ -156,9 +156,7 @@ def start_of_run(
     config = frozen.config
     vocab = draft_vocab(recipe.head, store.token_counts(config.vocab_size)) if source is None else source.vocab
     sizes = None
-    scaled = isinstance(recipe.head, BlockSection) or (
-        isinstance(recipe.head, Eagle3Section) and not recipe.head.fc_norm
-    )
+    scaled = isinstance(recipe.head, BlockSection) or (isinstance(recipe.head, Eagle3Section) and not recipe.head.norms)
     if scaled:
         sizes = store.tap_sizes(head_taps(recipe.head, config), config.num_layers)
     ids = None if vocab.is_full else vocab.ids.tolist()
@@ -172,7 +170,7 @@ def build_head(recipe: Recipe, frozen: FrozenTarget, start: RunStart) -> DraftHe
     head = new_head(recipe.head, frozen, vocab, recipe.seed).to(frozen.embedding.device)
     source = None
     if start.start_from:
-        source = load_head(recipe.checkpoints_dir / START, frozen)
+        source = load_head_for(recipe.checkpoints_dir / START, frozen)
         head = head if head.shape == source.shape else deepcopy(source).requires_grad_(True)
     if start.tap_sizes is not None:
         assert isinstance(head, Eagle3Head | BlockHead)

@@ -7,7 +7,7 @@ import torch
 
 from headstart.common.files import read_growing_jsonl
 from headstart.heads.base import DraftHead
-from headstart.heads.checkpoint import KINDS, load_head, save_head
+from headstart.heads.checkpoint import KINDS, load_head_for, save_head
 from headstart.heads.frozen import FrozenTarget
 from headstart.recipes import Recipe
 from headstart.trainers.memory_estimate import frozen_without_weights
@@ -24,7 +24,7 @@ OF_PUBLISHED_HEADS = {
     "bias",
     "norm_before_fc",
     "norm_before_residual",
-    "confidence_reads_markov",
+    "markov_gate",
     "mask_token_id",
 }
 
@@ -34,7 +34,7 @@ def load_start(recipe: Recipe, frozen: FrozenTarget) -> DraftHead:
     folder = recipe.train.start_from
     assert folder is not None
     try:
-        head = load_head(folder, frozen)
+        head = load_head_for(folder, frozen)
     except ValueError as error:
         raise ValueError(
             f"train.start_from: {folder} given, a head of the recipe's target is allowed: {error}"

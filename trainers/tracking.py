@@ -9,9 +9,8 @@ from typing import Any
 
 import wandb
 
-from headstart.common.files import append_jsonl, read_growing_jsonl, write_jsonl
+from headstart.common.files import append_jsonl, read_growing_jsonl, write_jsonl, write_text
 from headstart.common.progress import Progress
-from headstart.data_pipelines.stages.stage import write_text
 from headstart.recipes import Recipe
 
 KEY_LENGTH = 40  # characters of a key of Weights & Biases, at the least

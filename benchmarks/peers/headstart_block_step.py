@@ -20,7 +20,6 @@ def make_step(case: Case, inputs: Inputs) -> Step:
         kind="block",
         num_layers=case.head_layers,
         block_size=case.block_size,
-        sample_from_anchor=False,
         markov_rank=0,
         taps=case.taps,
     )

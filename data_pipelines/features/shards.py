@@ -10,12 +10,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from headstart.common.files import read_json
+from headstart.common.files import read_json, write_text
 from headstart.data_pipelines.features.batches import Sample, tapped
 from headstart.data_pipelines.features.state_encoding import decode, encode
 from headstart.data_pipelines.features.token_counts import read_counts
-from headstart.data_pipelines.stages.stage import CHECKSUM, Json, checksum, write_text
-from headstart.heads.safetensors_file import write_safetensors
+from headstart.data_pipelines.stages.stage import CHECKSUM, Json, checksum
+from headstart.heads.files import write_safetensors
 
 MANIFEST = "manifest.json"
 TEXT_TENSORS = ("tokens", "loss_mask")  # what a shard holds of its texts; the rest are states

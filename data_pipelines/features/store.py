@@ -21,7 +21,7 @@ from pathlib import Path
 from rich.filesize import decimal
 
 from headstart.common.errors import errors_as_messages
-from headstart.common.files import removed_on_failure
+from headstart.common.files import removed_on_failure, write_text
 from headstart.data_pipelines.features.shards import (
     MANIFEST,
     FeatureStore,
@@ -31,7 +31,7 @@ from headstart.data_pipelines.features.shards import (
     shard_damage,
     shard_name,
 )
-from headstart.data_pipelines.stages.stage import CHECKSUM, Json, Stage, differences, file_digest, write_text
+from headstart.data_pipelines.stages.stage import CHECKSUM, Json, Stage, differences, file_digest
 from headstart.heads.target_config import locate_target
 from headstart.heads.target_origin import target_identity
 from headstart.recipes import Recipe

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headstart.data_pipelines.stages.stage import CHECKSUM, Json, write_text
+from headstart.common.files import write_text
+from headstart.data_pipelines.stages.stage import CHECKSUM, Json
 
 COUNTS = "token_counts.json"
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass
 from functools import partial
 
-from headstart.common.files import read_jsonl, write_jsonl
+from headstart.common.files import read_jsonl, write_jsonl, write_text
 from headstart.common.run_lock import only_run_in
 from headstart.data_pipelines.prompts.conversations import Conversation
 from headstart.data_pipelines.prompts.python_stdlib import source_files
@@ -28,12 +28,13 @@ from headstart.data_pipelines.prompts.self_written.selection import HeldOutFile,
 from headstart.data_pipelines.prompts.self_written.template import UserTemplate
 from headstart.data_pipelines.stages.dependents import dependents, is_shared
 from headstart.data_pipelines.stages.shard_work import start_processes
-from headstart.data_pipelines.stages.stage import Json, Stage, file_digest, write_text
+from headstart.data_pipelines.stages.stage import Json, Stage, file_digest
 from headstart.data_pipelines.stages.target_files import WEIGHTS, generation_identity, prompt_identities
 from headstart.heads.target_config import locate_target
 from headstart.heads.target_origin import target_identity
+from headstart.inference.drafters.other_tokenizer import Tokenizer
 from headstart.inference.targets.model import TargetModel
-from headstart.inference.targets.tokenizer import Tokenizer, load_tokenizer
+from headstart.inference.targets.tokenizer import load_tokenizer
 from headstart.recipes import Recipe, run_command
 from headstart.recipes.schema import PYTHON_STDLIB, SELF, DataSection
 

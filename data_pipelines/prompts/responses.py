@@ -14,7 +14,7 @@ from headstart.data_pipelines.stages.dependents import dependents, is_shared
 from headstart.data_pipelines.stages.shard_work import ProgressMeter, ShardPrompts, prompt_shards
 from headstart.data_pipelines.stages.stage import Json, Stage, file_digest
 from headstart.data_pipelines.stages.target_files import WEIGHTS, digest_of, generation_identity
-from headstart.heads.checkpoint import load_head
+from headstart.heads.checkpoint import load_head_for
 from headstart.heads.target_config import locate_target
 from headstart.heads.target_origin import target_identity
 from headstart.inference.core.drafter import Drafter
@@ -220,7 +220,7 @@ def target_writer(recipe: Recipe, target: TargetModel, drafter: Drafter | None =
 def speculative_writer(recipe: Recipe, folder: Path) -> tuple[Writer, Ranks]:
     """Write responses by speculative decoding with the head in `folder`; also returns the target's ranks."""
     untapped = TargetModel.load(recipe.target, ())
-    head = load_head(folder, untapped.frozen)
+    head = load_head_for(folder, untapped.frozen)
     target = TargetModel(untapped.model, head.taps, untapped.ranks)
     growth = growth_from_recipe(recipe.decode, target, head, batch=recipe.data.generate_batch)
     return target_writer(recipe, target, head_drafter(head, growth)), target.ranks

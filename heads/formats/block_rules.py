@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from headstart.heads.block_attention import Reach
-from headstart.heads.block_keys import (
+from headstart.heads.block_config import (
     HIDDEN_STATES,
     LAYER_OUTPUTS,
     NEEDED,
@@ -12,9 +12,8 @@ from headstart.heads.block_keys import (
     layer_reaches,
     trained_block_size,
 )
-from headstart.heads.formats.subject import SPECULATORS_BLOCK, Subject
+from headstart.heads.formats.subject import MISSING, SPECULATORS_BLOCK, Subject, Violation, config_error, tensor_error
 from headstart.heads.formats.tensor_rules import wrong_shapes
-from headstart.heads.formats.violation import MISSING, Violation, config_error, tensor_error
 
 ARCHITECTURES = ("DFlashDraftModel", "Qwen3DSparkModel", "DFlashSpeculator", "DSparkSpeculator")
 OPTIONAL = {"d2t", "t2d", "lm_head.weight", "embed_tokens.weight"}

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
+from shlex import quote
 from statistics import median
 from typing import Any
 
@@ -11,7 +12,7 @@ from headstart.heads.base import DraftHead
 from headstart.heads.files import MODEL
 from headstart.heads.formats.commands import headstart_section, serving_sections
 from headstart.heads.formats.layouts import FORMATS, ServedTarget, engine_files, native_files
-from headstart.heads.formats.violation import Violation
+from headstart.heads.formats.subject import Violation
 from headstart.recipes.schema import SELF, Recipe
 
 KIND_NAMES = {"eagle1": "EAGLE-1", "eagle3": "EAGLE-3", "medusa": "Medusa", "block": "Block"}
@@ -27,7 +28,7 @@ def card(
     violations: dict[str, list[Violation]],
 ) -> str:
     """The whole README.md. `violations` holds what each engine's contract finds wrong; an engine without errors gets
-    its command, the others get the reasons. `folder` is where the commands find the export: a path or a hub name."""
+    its command, the others get the reasons. The commands find the export in `folder`."""
     source = recipe.export.head or recipe.head_dir
     is_own = source == recipe.head_dir
     unknown = f"Unknown: the head comes from `{source}`, not from this run."
@@ -46,6 +47,8 @@ def card(
         "## Measured",
         measured(recipe, source),
         "## Serving",
+        f"The commands name the folder of this export. Once it is on the hub, ORG/NAME stands for it: `hf upload "
+        f"ORG/NAME {quote(str(folder))}`.",
         *serving_sections(head, target, folder, violations),
         "### headstart",
         headstart_section(target, folder, FORMATS[recipe.export.format].files in (native_files, engine_files)),

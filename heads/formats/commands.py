@@ -8,7 +8,7 @@ from shlex import quote
 from headstart.heads.base import DraftHead
 from headstart.heads.block import BlockHead
 from headstart.heads.formats.layouts import ServedTarget
-from headstart.heads.formats.violation import Violation
+from headstart.heads.formats.subject import Violation
 
 ENGINE_NAMES = {
     "vllm": "vLLM",

@@ -3,10 +3,9 @@
 from collections.abc import Callable, Iterable, Iterator
 
 from headstart.heads.files import HeadFiles
-from headstart.heads.formats import block_rules, config_rules, medusa_rules, tap_rules, tensor_rules
-from headstart.heads.formats.engines import AUTHORS
-from headstart.heads.formats.subject import Subject, layout_of
-from headstart.heads.formats.violation import Violation
+from headstart.heads.formats import block_rules, config_rules, medusa_rules, tensor_rules
+from headstart.heads.formats.options import AUTHORS
+from headstart.heads.formats.subject import Subject, Violation, layout_of
 from headstart.heads.frozen import FrozenTarget
 
 Rule = Callable[[Subject, str], Iterator[Violation]]
@@ -27,7 +26,7 @@ EAGLE3: tuple[Rule, ...] = (
     *SHARED,
     config_rules.draft_vocabulary,
     config_rules.norms,
-    tap_rules.taps,
+    config_rules.taps,
     tensor_rules.vocabulary_map,
     tensor_rules.spelling,
 )

@@ -2,14 +2,12 @@
 
     headstart export recipes/tiny.yaml export.format=vllm
     headstart export recipes/tiny_full.yaml export.head=assets/demo_head export.format=speculators
-    headstart export recipes/tiny.yaml export.push_to=my-org/my-head
 
 The formats are native, vllm, sglang, tensorrt_llm, eagle, speculators and medusa; the last three are those of the
 EAGLE authors' code, the speculators library and the Medusa authors' code. Before anything is written, the files are
 checked against what the format's engine reads (see headstart lint), and a head that the engine would serve worse than
 it was trained is refused with every reason. vllm, sglang and tensorrt_llm write the same files and differ only in this
-check. The export goes to RUN_DIR/export/FORMAT unless export.folder names another folder; with export.push_to it is
-also uploaded to a hub repository. Nothing is overwritten without export.overwrite=true.
+check. The export goes to RUN_DIR/export/FORMAT, which must not exist yet. To share it: hf upload ORG/NAME FOLDER.
 """
 
 from headstart.recipes import recipe_from_command_line
@@ -17,32 +15,25 @@ from headstart.recipes import recipe_from_command_line
 if __name__ == "__main__":
     recipe_from_command_line(__doc__)  # --help and mistakes end the process here, before torch is loaded
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import get_args
+from shlex import quote
 
 import torch
-from httpx import HTTPError
-from huggingface_hub import HfApi
-from huggingface_hub.errors import HFValidationError
 
 from headstart.common.files import read_json
 from headstart.heads.base import DraftHead
-from headstart.heads.checkpoint import load_head
-from headstart.heads.files import HeadFiles, check_can_write, write_folder
+from headstart.heads.checkpoint import load_head_for, stored_dtype
+from headstart.heads.files import HeadFiles, refuse_existing, write_folder
 from headstart.heads.formats.card import card
-from headstart.heads.formats.contracts import AUTHORS, RULES, violations
+from headstart.heads.formats.contracts import RULES, violations
 from headstart.heads.formats.layouts import FORMATS, ServedTarget
-from headstart.heads.formats.subject import layout_of
-from headstart.heads.formats.violation import Violation
+from headstart.heads.formats.options import AUTHORS
+from headstart.heads.formats.subject import Violation, layout_of
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.keys import read_config
 from headstart.heads.medusa import MedusaHead
 from headstart.heads.target_config import locate_target
 from headstart.recipes import Recipe, run_command
 from headstart.recipes.checks import refuse_original_target
-from headstart.recipes.schema import Dtype
 
 
 def main() -> None:
@@ -50,21 +41,19 @@ def main() -> None:
 
 
 def export(recipe: Recipe) -> Path:
-    """Check and write the head, upload it if the recipe asks for that, and return its folder.
+    """Check and write the head, and return its folder, RUN_DIR/export/FORMAT.
 
     Raises ValueError with every reason if the format's engine would not serve the head as it was trained, and if the
-    folder, or a head in the repository, exists already.
+    folder exists already.
     """
     section = recipe.export
     refuse_original_target(recipe, section.head)
-    folder = section.folder or recipe.export_dir / section.format
-    check_can_write(folder, section.overwrite)
-    if section.push_to is not None:
-        check_repository(section.push_to, section.overwrite, HfApi())
+    folder = recipe.export_dir / section.format
+    refuse_existing(folder)
     target_folder = locate_target(recipe.target.path, recipe.target.revision)
     source = section.head or recipe.head_dir
     frozen = FrozenTarget.from_folder(target_folder, getattr(torch, section.dtype or stored_dtype(source)))
-    head = load_head(source, frozen)
+    head = load_head_for(source, frozen)
     target = served_target(recipe, target_folder)
     refuse_hydra(section.format, head)
     config, tensors = FORMATS[section.format].files(head, target)
@@ -73,27 +62,14 @@ def export(recipe: Recipe) -> Path:
     refuse_unservable(section.format, found)
     clean = [engine for engine, broken in found.items() if not broken]
     config["headstart"] = {**config["headstart"], "engines": clean}
-    place = Path(section.push_to) if section.push_to else folder
-    readme = card(recipe, head, target, target_folder, place, found)
-    weights = FORMATS[section.format].weights
-    write_folder(HeadFiles(folder, config, tensors), weights, readme, section.overwrite)
+    readme = card(recipe, head, target, target_folder, folder, found)
+    write_folder(HeadFiles(folder, config, tensors), FORMATS[section.format].weights, readme)
     engines = ", ".join(clean) or "headstart"
-    print(f"{head.kind} head written to {folder}; {engines} can serve it, with the commands in its README.md")
-    if section.push_to is not None:
-        push(folder, section.push_to, HfApi())
+    print(
+        f"{head.kind} head written to {folder}; {engines} can serve it, with the commands in its README.md; to share "
+        f"it: hf upload ORG/NAME {quote(str(folder))}"
+    )
     return folder
-
-
-def stored_dtype(folder: Path) -> str:
-    """The dtype that a head was saved in; a folder without config.json is left for `load_head` to refuse."""
-    config = folder / "config.json"
-    name = read_config(config).get("torch_dtype", "float32") if config.is_file() else "float32"
-    if name not in get_args(Dtype):
-        raise ValueError(
-            f"{config}: torch_dtype is {name!r}; float32, bfloat16 or float16 is allowed: correct the file, or set "
-            f"export.dtype"
-        )
-    return str(name)
 
 
 def served_target(recipe: Recipe, target_folder: Path) -> ServedTarget:
@@ -135,36 +111,6 @@ def refuse_unservable(name: str, found: dict[str, list[Violation]]) -> None:
             f"export.format: {name!r} given, but the engine would not serve the head as it was trained:\n  {reasons}\n"
             f"choose another export.format or train a head that fits; docs/interop.md lists what each format needs"
         )
-
-
-def check_repository(repository: str, overwrite: bool, hub: HfApi) -> None:
-    """Raise ValueError, before any work is done, if the hub does not answer or the repository holds a head already."""
-    with hub_errors(repository, "leave export.push_to out and upload the folder by hand"):
-        is_taken = hub.file_exists(repository, "config.json")
-    if is_taken and not overwrite:
-        raise ValueError(
-            f"export.push_to: {repository!r} given, which holds a config.json already; choose another repository or "
-            f"set export.overwrite=true"
-        )
-
-
-def push(folder: Path, repository: str, hub: HfApi) -> None:
-    """Upload the folder's files to a hub repository, which is created as a private one if it does not exist."""
-    with hub_errors(repository, f"the export is complete in {folder}: upload it by hand"):
-        hub.create_repo(repository, private=True, exist_ok=True)
-        hub.upload_folder(folder_path=folder, repo_id=repository, commit_message="Draft head exported by headstart")
-    print(f"uploaded to {repository}")
-
-
-@contextmanager
-def hub_errors(repository: str, advice: str) -> Iterator[None]:
-    """Turn the errors of the hub's client into a ValueError that says what to do."""
-    try:
-        yield
-    except (OSError, HTTPError, HFValidationError) as error:  # no token, no permission, no connection, no such name
-        raise ValueError(
-            f"export.push_to: {repository!r} given, but the hub says {type(error).__name__}: {error}; {advice}"
-        ) from error
 
 
 if __name__ == "__main__":

@@ -15,8 +15,7 @@ from headstart.heads.block import BlockHead
 from headstart.heads.checkpoint import head_config
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.files import MODEL
-from headstart.heads.medusa import MedusaHead
-from headstart.heads.medusa_layout import to_reference_layout
+from headstart.heads.medusa import MedusaHead, to_reference_layout
 
 Files = tuple[dict[str, Any], dict[str, Tensor]]
 SPECULATORS_VERSION = "0.9.0"  # the version whose layout is written; stated if the library is not installed
@@ -150,7 +149,7 @@ def speculators_block_files(head: BlockHead, target: ServedTarget) -> Files:
 
 
 BLOCK_KEYS = ("draft_vocab_size", "block_size", "mask_token_id", "sample_from_anchor", "sliding_window_non_causal")
-DSPARK_KEYS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+DSPARK_KEYS = ("markov_rank", "markov_head_type", "enable_confidence_head")
 LAYER_KEYS = {
     "model_type",
     "hidden_act",

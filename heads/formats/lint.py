@@ -25,7 +25,7 @@ import torch
 from headstart.common.errors import errors_as_messages
 from headstart.heads.files import HeadFiles
 from headstart.heads.formats.contracts import engines_of, violations
-from headstart.heads.formats.violation import Violation
+from headstart.heads.formats.subject import Violation
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import locate_target
 

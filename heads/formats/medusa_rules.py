@@ -4,10 +4,9 @@ from collections.abc import Iterator
 
 import torch
 
-from headstart.heads.formats.subject import Subject
+from headstart.heads.formats.subject import Subject, Violation, config_error, tensor_error
 from headstart.heads.formats.tensor_rules import wrong_shapes
-from headstart.heads.formats.violation import Violation, config_error, tensor_error
-from headstart.heads.medusa_layout import PREFIX
+from headstart.heads.medusa import PREFIX
 
 ARCHITECTURE = "MedusaModel"
 

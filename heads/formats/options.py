@@ -4,8 +4,11 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from headstart.heads.formats.engines import ENGINES
 from headstart.recipes.command_line import command_name
+
+# The engines that can serve a head, by the name that a recipe and a command line give them.
+ENGINES = ("vllm", "sglang", "tensorrt_llm", "eagle", "speculators", "medusa")
+AUTHORS = ("eagle", "medusa")  # the authors' own code, which reads only files exported in its own format
 
 
 def lint_options(doc: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from headstart.heads.base import DraftHead
-from headstart.heads.block_keys import HIDDEN_STATES, LAYER_OUTPUTS, block_key
+from headstart.heads.block import CONFIDENCE
+from headstart.heads.block_config import HIDDEN_STATES, LAYER_OUTPUTS, block_key
 from headstart.heads.checkpoint import head_from_files
 from headstart.heads.files import HeadFiles, has_weight_dtype
 from headstart.heads.formats import block_rules, config_rules, medusa_rules, tensor_rules
+from headstart.heads.formats.config_rules import KEY, engine_default
 from headstart.heads.formats.medusa_rules import num_heads
 from headstart.heads.formats.subject import BLOCK, MEDUSA, SPECULATORS_BLOCK, Subject, layout_of
-from headstart.heads.formats.tap_rules import KEY, engine_default
 from headstart.heads.frozen import FrozenTarget, is_copy
 from headstart.heads.layers import rotary_table
 from headstart.heads.target_config import Rope
@@ -25,7 +26,7 @@ from headstart.heads.vocab import DraftVocab
 MARKOV_TYPES = ("vanilla", "gated")
 ENGINES_EPSILON = 1e-6  # what the engines assume if a Llama's config.json names no rms_norm_eps
 UNRELATED = 0.9  # relative difference of two embeddings beyond which neither was trained from the other
-TRAINING_ONLY = ("verifier_lm_head.weight", "verifier_norm.weight")  # speculators saves them with the head
+UNREAD = ("verifier_lm_head.weight", "verifier_norm.weight", *CONFIDENCE)  # saved with heads, of no use here
 NORMS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")  # absent from the first EAGLE-3 heads
 
 
@@ -248,10 +249,10 @@ def flatten_norms(subject: Subject, translation: Translation) -> None:
         translation.config.pop("target_hidden_size", None)
 
 
-def drop_training_tensors(subject: Subject, translation: Translation) -> None:
-    for name in TRAINING_ONLY:
+def drop_unread_tensors(subject: Subject, translation: Translation) -> None:
+    for name in UNREAD:
         if translation.tensors.pop(name, None) is not None:
-            translation.inferred.append(f"{name}: used in training only, left out")
+            translation.inferred.append(f"{name}: not used in drafting, left out")
 
 
 def refuse_shared_lm_head(subject: Subject, translation: Translation) -> None:
@@ -371,13 +372,14 @@ BLOCK_STEPS = (
     infer_slots,
     share_target_tensors,
     infer_vocabulary,
+    drop_unread_tensors,
 )
 STEPS: dict[str, tuple[Callable[[Subject, Translation], None], ...]] = {
     "eagle1": (*LAYER_STEPS, share_embedding),
     "eagle3": (*LAYER_STEPS, *EAGLE3_STEPS, share_embedding),
-    "speculators": (*LAYER_STEPS, *EAGLE3_STEPS, drop_training_tensors, share_embedding),
+    "speculators": (*LAYER_STEPS, *EAGLE3_STEPS, drop_unread_tensors, share_embedding),
     "medusa": MEDUSA_STEPS,
     "block": BLOCK_STEPS,
-    "speculators_block": (*BLOCK_STEPS, drop_training_tensors),
+    "speculators_block": BLOCK_STEPS,
     "medusa_reference": MEDUSA_STEPS,
 }

@@ -7,15 +7,16 @@ from typing import Any
 
 from torch import Tensor
 
-from headstart.heads.block_keys import block_taps, is_block_config, names_taps
+from headstart.heads.block_config import block_taps, is_block_config, names_taps
 from headstart.heads.files import HeadFiles
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.medusa_layout import BLOCK as MEDUSA_BLOCK
-from headstart.heads.medusa_layout import REFERENCE_BLOCK, from_any_layout
+from headstart.heads.medusa import BLOCK as MEDUSA_BLOCK
+from headstart.heads.medusa import REFERENCE_BLOCK, from_any_layout
 
 MEDUSA = ("medusa", "medusa_reference")
 SPECULATORS_BLOCK = "speculators_block"
 BLOCK = ("block", SPECULATORS_BLOCK)
+MISSING = "missing"  # the value of a tensor that the file does not hold
 LAYER_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 
 
@@ -174,3 +175,33 @@ class Subject:
 def midlayer_name(name: str) -> str:
     """The reference's name of an EAGLE-3 tensor: midlayer, which speculators and others call layers.0."""
     return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One breach of an engine's contract."""
+
+    engine: str
+    severity: str  # error: the engine fails or drafts worse than trained; warning: correct only if trained that way
+    where: str  # a key of config.json, or a tensor of the weights file
+    value: object  # what the file holds; None for an absent key
+    allowed: str  # what is allowed, or what to do
+
+    @property
+    def text(self) -> str:
+        """The violation without engine and severity."""
+        value = repr(self.value)
+        shown = value if len(value) <= 80 else f"{value[:77]}..."
+        found = MISSING if self.value is None or self.value == MISSING else f"{shown} found"
+        return f"{self.where}: {found}; {self.allowed}"
+
+    def __str__(self) -> str:
+        return f"{self.engine}: {self.severity}: {self.text}"
+
+
+def config_error(engine: str, key: str, value: object, allowed: str) -> Violation:
+    return Violation(engine, "error", f"config.json {key}", value, allowed)
+
+
+def tensor_error(engine: str, name: str, value: object, allowed: str) -> Violation:
+    return Violation(engine, "error", f"tensor {name}", value, allowed)

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 import torch
 
 from headstart.heads.files import has_weight_dtype
-from headstart.heads.formats.subject import Subject, midlayer_name
-from headstart.heads.formats.tap_rules import num_captured_taps
-from headstart.heads.formats.violation import MISSING, Violation, tensor_error
+from headstart.heads.formats.config_rules import num_captured_taps
+from headstart.heads.formats.subject import MISSING, Subject, Violation, midlayer_name, tensor_error
 from headstart.heads.vocab import DraftVocab
 
 MAPS = ("d2t", "t2d", "token_map")  # tensors of ids, not of weights

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from headstart.inference.targets.tokenizer import Tokenizer, chat_tokens
+from headstart.inference.drafters.other_tokenizer import Tokenizer
+from headstart.inference.targets.tokenizer import chat_tokens
 
 Turn = dict[str, str]
 

@@ -35,7 +35,8 @@ from headstart.inference.doctor.variants import check_number_format, find_better
 from headstart.inference.engine.checks import check_length
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.report.tables import rich_table
-from headstart.inference.targets.model import TargetModel, pick_device
+from headstart.inference.targets.loading import pick_device
+from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import load_tokenizer
 from headstart.recipes.schema import TargetSection
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from headstart.common.files import read_jsonl
 from headstart.heads.base import DraftHead
 from headstart.heads.block import BlockHead
-from headstart.heads.checkpoint import load_head
+from headstart.heads.checkpoint import load_head_for
 from headstart.heads.target_config import locate_target
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.drafters.block import head_drafter
@@ -54,10 +54,10 @@ def build_drafter(
 def load_drafting_head(folder: Path, target: TargetModel) -> DraftHead:
     """A saved head that drafts for this target, its weights packed where the target's are.
 
-    Rounding float32 weights to half precision changes draft tokens at most, never the text. Raises what `load_head`
+    Rounding float32 weights to half precision changes draft tokens at most, never the text. Raises what `load_head_for`
     raises.
     """
-    head = load_head(folder, target.frozen)
+    head = load_head_for(folder, target.frozen)
     if target.is_packed:
         if isinstance(head, BlockHead):
             head.hold_lm_head()

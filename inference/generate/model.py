@@ -14,7 +14,7 @@ from jaxtyping import Float, Int, Shaped
 from pydantic import ValidationError
 from torch import Tensor
 
-from headstart.heads.checkpoint import load_head
+from headstart.heads.checkpoint import load_head_for
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import locate_target
 from headstart.inference.core.drafter import Drafter
@@ -122,7 +122,7 @@ class SpeculativeModel:
             # Refuse a head that does not fit before loading the target, which may take minutes.
             found = locate_target(fields.path, fields.revision, field="target")
             frozen = FrozenTarget.from_folder(found, torch.float32)
-            model = TargetModel.load(fields, load_head(head, frozen).taps)
+            model = TargetModel.load(fields, load_head_for(head, frozen).taps)
             drafter = build_drafter(decode, model, fields, load_drafting_head(Path(head), model))
         recipe_sampling = sampling_from_recipe(decode, temperature=0.0)
         # These fields come with each call.

@@ -25,6 +25,7 @@ from headstart.heads.target_config import locate_target
 from headstart.heads.target_origin import TargetOrigin
 from headstart.inference.core.sampling import sampling_from_recipe
 from headstart.inference.drafters.build import load_drafting_head
+from headstart.inference.drafters.other_tokenizer import Tokenizer
 from headstart.inference.engine.budget import refuse_trees_of
 from headstart.inference.engine.checks import check_length
 from headstart.inference.report.compare import Outcome, summarise_methods
@@ -39,9 +40,9 @@ from headstart.inference.report.tables import LEGEND, short_table
 from headstart.inference.report.trace import Trace, trace
 from headstart.inference.show.colours import LEGEND as COLOURS
 from headstart.inference.show.inputs import head_folders, held_out_prompts, taps_to_read
-from headstart.inference.targets.loading import processor_name, slow_format
-from headstart.inference.targets.model import TargetModel, generation_fields, pick_device
-from headstart.inference.targets.tokenizer import Tokenizer, load_tokenizer, text_of
+from headstart.inference.targets.loading import pick_device, processor_name, slow_format
+from headstart.inference.targets.model import TargetModel, generation_fields
+from headstart.inference.targets.tokenizer import load_tokenizer, text_of
 from headstart.recipes import Recipe
 from headstart.recipes.checks import refuse_original_target
 

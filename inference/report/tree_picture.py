@@ -3,7 +3,7 @@
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from headstart.heads.static_tree import Path, StaticTree
+from headstart.heads.calibration import Path, StaticTree
 
 
 def draw_tree(tree: StaticTree, nodes: int) -> Figure:

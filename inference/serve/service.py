@@ -8,6 +8,7 @@ from importlib.metadata import version
 from typing import TypeVar
 
 from headstart.inference.core.sampling import Sampling
+from headstart.inference.drafters.other_tokenizer import Tokenizer
 from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.serve.acceptance_watch import AcceptanceWatch
 from headstart.inference.serve.engine import End, Engine, Event, Job, Update
@@ -21,7 +22,6 @@ from headstart.inference.serve.requests.fields import FieldReader, Wanted
 from headstart.inference.serve.requests.prompts import PromptReader
 from headstart.inference.serve.settings import ServerSettings
 from headstart.inference.targets.model import TargetModel
-from headstart.inference.targets.tokenizer import Tokenizer
 
 Found = TypeVar("Found")
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headstart.common.errors import errors_as_messages
 from headstart.common.files import removed_on_failure
-from headstart.heads.safetensors_file import give_umask_mode
+from headstart.heads.files import give_umask_mode
 from headstart.inference.targets.loading import no_bars_of_transformers
 from headstart.recipes.command_line import command_name
 

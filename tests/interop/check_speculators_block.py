@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headstart.heads.block import BlockHead
 from headstart.heads.block_attention import Blocks
-from headstart.heads.checkpoint import load_head, new_head, save_head
+from headstart.heads.checkpoint import load_head_for, new_head, save_head
 from headstart.heads.formats.export import export
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.vocab import DraftVocab
@@ -28,10 +28,10 @@ from headstart.recipes.schema import BlockSection
 BAR = 1e-4
 LENGTHS = (70, 50)  # tokens of the two documents
 HEADS: dict[str, dict[str, Any]] = {
-    "DFlash": {"sample_from_anchor": False, "markov_rank": 0, "block_size": 8},
-    "DFlash, window of 16": {"sample_from_anchor": False, "markov_rank": 0, "window": 16},
+    "DFlash": {"markov_rank": 0, "block_size": 8},
+    "DFlash, window of 16": {"markov_rank": 0, "window": 16},
     "DSpark": {"markov_rank": 32},
-    "DSpark, gated, causal window": {"markov_rank": 32, "markov_gate": True, "window": 12, "causal": True},
+    "DSpark, causal window": {"markov_rank": 32, "window": 12, "causal": True},
     "DSpark, 600 draft tokens": {"markov_rank": 32, "draft_vocab_size": 600, "num_layers": 3},
 }
 
@@ -55,7 +55,7 @@ def largest_difference(fields: dict[str, Any], frozen: FrozenTarget) -> float:
     save_file(given, inputs)
     script = "tests/interop/block_logits_of_speculators.py"
     subprocess.run([sys.argv[1], script, str(folder), str(inputs), str(out)], check=True)
-    loaded = load_head(source, frozen)
+    loaded = load_head_for(source, frozen)
     assert isinstance(loaded, BlockHead)
     return float((logits(loaded, given) - load_file(out)["logits"]).abs().max())
 

@@ -25,7 +25,7 @@ import torch
 from served_heads import CASES, DRAFT_TOKENS, TARGET, WORK, export_recipe, heldout_prompts
 
 from headstart.common.files import read_jsonl
-from headstart.heads.checkpoint import load_head
+from headstart.heads.checkpoint import load_head_for
 from headstart.heads.formats.convert import convert
 from headstart.heads.formats.export import export
 from headstart.heads.frozen import FrozenTarget
@@ -115,8 +115,8 @@ def target_texts(prompts: list[list[int]]) -> list[list[int]]:
 def decode(head: Path, prompts: list[list[int]]) -> tuple[list[list[int]], Counts]:
     """Decode in headstart with chains, counted as vLLM counts: its last step drafts beyond the last requested token."""
     frozen = FrozenTarget.from_folder(TARGET, torch.float32)
-    target = TargetModel.load(TARGET_SECTION, load_head(head, frozen).taps)
-    drafter = head_drafter(load_head(head, target.frozen), Dynamic.chain(DRAFT_TOKENS))
+    target = TargetModel.load(TARGET_SECTION, load_head_for(head, frozen).taps)
+    drafter = head_drafter(load_head_for(head, target.frozen), Dynamic.chain(DRAFT_TOKENS))
     texts, counts = [], Counts()
     for prompt in prompts:
         text: list[int] = []

@@ -5,6 +5,7 @@ trained first if they are missing.
 """
 
 import dataclasses
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +15,8 @@ from typing import Any
 import torch
 
 from headstart.heads.base import DraftHead
-from headstart.heads.checkpoint import load_head, save_head
+from headstart.heads.block import BlockHead
+from headstart.heads.checkpoint import load_head_for, save_head
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.vocab import DraftVocab
@@ -92,7 +94,7 @@ def changed(
 
 
 def demo_head(frozen: FrozenTarget) -> Eagle3Head:
-    head = load_head(DEMO_HEAD, frozen)
+    head = load_head_for(DEMO_HEAD, frozen)
     assert isinstance(head, Eagle3Head)
     return head
 
@@ -123,8 +125,13 @@ def dflash_reduced(frozen: FrozenTarget) -> Path:
 
 
 def jetspec(frozen: FrozenTarget) -> Path:
-    """Causal within the block."""
-    return block(frozen, "jetspec", "head.causal=true")
+    """The DFlash head, made causal within the block."""
+    old = load_head_for(dflash(frozen), frozen)
+    assert isinstance(old, BlockHead)
+    reaches = tuple(dataclasses.replace(reach, causal=True) for reach in old.shape.reaches)
+    head = BlockHead(dataclasses.replace(old.shape, reaches=reaches), frozen, old.vocab)
+    head.load_state_dict(old.state_dict())
+    return saved(head, "jetspec")
 
 
 def block(frozen: FrozenTarget, name: str, *fields: str) -> Path:
@@ -134,13 +141,12 @@ def block(frozen: FrozenTarget, name: str, *fields: str) -> Path:
     """
     sizes = (
         f"head.block_size={DRAFT_TOKENS + 1}",
-        "head.sample_from_anchor=false",
         "head.markov_rank=0",
         f"train.unroll={DRAFT_TOKENS}",
         f"decode.depth={DRAFT_TOKENS}",
         f"data.folder={WORK / 'dflash'}",
     )
-    head = load_head(trained(name, "trainers/block.py", "recipes/tiny_block.yaml", *sizes, *fields), frozen)
+    head = load_head_for(trained(name, "trainers/block.py", "recipes/tiny_block.yaml", *sizes, *fields), frozen)
     state = head.state_dict()
     for key in state:
         if key.endswith("self_attn.k_norm.weight"):
@@ -185,7 +191,7 @@ def heldout_prompts() -> Path:
 
 
 def export_recipe(source: Path, case: Case) -> Recipe:
-    folder = WORK / "exports" / f"{source.parent.name}_{source.name}_{case.format}"
-    overrides = {"format": case.format, "head": source, "folder": folder, "overwrite": "true"}
-    given = [f"export.{key}={value}" for key, value in overrides.items()]
+    run_dir = WORK / "exports" / f"{source.parent.name}_{source.name}_{case.format}"
+    shutil.rmtree(run_dir, ignore_errors=True)
+    given = [f"run_dir={run_dir}", f"export.format={case.format}", f"export.head={source}"]
     return load_recipe(ROOT / "recipes/tiny_full.yaml", [*given, f"decode.depth={DRAFT_TOKENS}"])

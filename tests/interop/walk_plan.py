@@ -63,7 +63,7 @@ STAND_INS = {
 PREPARED = ("headstart harvest recipes/tiny.yaml run_dir=runs/more seed=1",)  # a second store, to be merged
 
 BY_HAND = {
-    r"export\.push_to=": "uploads to a hub repository",
+    r"^hf upload ": "uploads to a hub repository",
     r"VENV|--peer": "needs a peer's environment; run when a peer's version changes",
     r"demo\.(target|post_train)": "trains the bundled target, for hours",
     r"^make bench$": "hours; the scripts that it runs are walked one by one",

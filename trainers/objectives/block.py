@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from headstart.data_pipelines.features.batches import Batch, tapped
 from headstart.heads.base import DraftHead
@@ -116,10 +115,6 @@ class TrainedBlocks(UnrolledHead):
         with torch.no_grad():
             hits = (log_q.argmax(-1) == log_p.argmax(-1)).float()
             accepted = acceptance(log_q, log_p)
-        if head.confidence_head is not None:
-            logits = at_least_float32(head.confidence(hidden, before))
-            doubt = functional.binary_cross_entropy_with_logits(logits, accepted, reduction="none")
-            losses = losses + self.objective.confidence_weight * doubt
         predicted = supervision.predicted[:, part]
         if self.objective.d_pace:
             weights = weights * d_pace(text_log_q(log_q, text).detach().exp(), predicted)

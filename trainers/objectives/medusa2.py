@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from headstart.common.files import naming, removed_on_failure
 from headstart.data_pipelines.features.batches import Batch
 from headstart.heads.base import DraftHead
+from headstart.heads.files import as_os_error, give_umask_mode
 from headstart.heads.frozen import at_least_float32
-from headstart.heads.safetensors_file import as_os_error, give_umask_mode
 from headstart.heads.target_config import SAFE_FILES, locate_target
 from headstart.inference.targets.architecture import decoder_layers
 from headstart.inference.targets.loading import no_bars_of_transformers

@@ -16,7 +16,6 @@ from headstart.heads.losses import OBJECTIVES, acceptance, d_pace, feature_dista
 from headstart.heads.unroll_attention import UnrollCache
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes import Recipe
-from headstart.recipes.schema import BlockSection
 from headstart.trainers.objectives.chunked_loss import score_in_chunks
 from headstart.trainers.objectives.papers import PAPERS, decay_of, paper_of
 
@@ -38,7 +37,6 @@ class Objective:
     input_noise: float  # width of the noise on the features at NOISE_LENGTH tokens; 0 for none
     unroll_weights: tuple[float, ...]
     text_weight: float = 0.0
-    confidence_weight: float = 0.0
     d_pace: bool = False  # weigh the steps of each chain by what they add to its accepted length
 
     @classmethod
@@ -47,7 +45,6 @@ class Objective:
         train, paper = recipe.train, PAPERS[paper_of(recipe.head)]
         decay = decay_of(recipe.head) if train.unroll_decay is None else train.unroll_decay
         decayed = tuple(decay**k for k in range(train.unroll))
-        confidence = isinstance(recipe.head, BlockSection) and recipe.head.confidence
         return cls(
             name=train.objective or paper.name,
             weight=paper.objective if train.objective_weight is None else train.objective_weight,
@@ -55,7 +52,6 @@ class Objective:
             input_noise=paper.input_noise if train.input_noise is None else train.input_noise,
             unroll_weights=train.unroll_weights or decayed,
             text_weight=paper.text if train.text_weight is None else train.text_weight,
-            confidence_weight=train.confidence_weight if confidence else 0.0,
             d_pace=train.depth_weights == "d_pace",
         )
 

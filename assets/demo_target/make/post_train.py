@@ -40,7 +40,7 @@ from headstart.common.errors import CONTINUES, errors_as_messages
 from headstart.common.files import read_jsonl, write_text
 from headstart.common.process import keep_freed_memory
 from headstart.data_pipelines.prompts.python_stdlib import source_files
-from headstart.heads.safetensors_file import give_umask_mode
+from headstart.heads.files import give_umask_mode
 
 PROMPT_LENGTHS = (32, 40, 48, 56, 64)
 QUALITY_PROMPTS = 64

@@ -29,8 +29,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from headstart.common.errors import CONTINUES, errors_as_messages
 from headstart.common.files import whole_file, write_text
 from headstart.data_pipelines.prompts.python_stdlib import SourceFile, source_files
-from headstart.heads.safetensors_file import give_umask_mode
-from headstart.inference.targets.model import pick_device
+from headstart.heads.files import give_umask_mode
+from headstart.inference.targets.loading import pick_device
 
 END_OF_TEXT = "<|endoftext|>"
 QUICK_LOOK = 40_000  # held-out tokens scored during training; all are scored at the end

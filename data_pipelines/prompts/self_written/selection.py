@@ -8,14 +8,13 @@ import re
 from collections import Counter, deque
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
-
-from rensa import RMinHash, RMinHashLSH
+from typing import Any
 
 from headstart.data_pipelines.prompts.conversations import Conversation, PromptAndAnswer, TokenRow, parse_row
 from headstart.data_pipelines.prompts.row_report import CANDIDATE, RowReport
 from headstart.data_pipelines.prompts.rows import BadRow, read_rows
 from headstart.data_pipelines.stages.stage import Json
-from headstart.inference.targets.tokenizer import Tokenizer
+from headstart.inference.drafters.other_tokenizer import Tokenizer
 from headstart.recipes.schema import SELF, DataSection
 
 SHINGLE = 5  # characters of the sequences that two texts may share
@@ -32,19 +31,37 @@ class SeenTexts:
     """Texts that a new one must not repeat."""
 
     def __init__(self) -> None:
-        self.lsh = RMinHashLSH(threshold=SIMILARITY, num_perm=PERMUTATIONS, num_bands=BANDS)
+        self.rensa = optional_rensa()
+        self.lsh = self.rensa.RMinHashLSH(threshold=SIMILARITY, num_perm=PERMUTATIONS, num_bands=BANDS)
         self.texts: list[str] = []  # normalised
 
     def like(self, text: str) -> float:
         """The similarity of the text to the most similar one, if that is a near-duplicate, else 0."""
         wanted = normalised(text)
         pieces = shingles(wanted)
-        found = [self.texts[number] for number in self.lsh.query(minhash(pieces))]
+        found = [self.texts[number] for number in self.lsh.query(self.minhash(pieces))]
         return max((share for each in found if (share := jaccard(pieces, shingles(each))) >= SIMILARITY), default=0.0)
 
     def add(self, text: str) -> None:
-        self.lsh.insert(len(self.texts), minhash(shingles(normalised(text))))
+        self.lsh.insert(len(self.texts), self.minhash(shingles(normalised(text))))
         self.texts.append(normalised(text))
+
+    def minhash(self, pieces: Set[str]) -> Any:
+        found = self.rensa.RMinHash(num_perm=PERMUTATIONS, seed=MINHASH_SEED)
+        found.update(sorted(pieces))
+        return found
+
+
+def optional_rensa() -> Any:
+    """The library rensa, which is an extra; raises ValueError that names the field if it is missing."""
+    try:
+        import rensa
+    except ImportError as error:
+        raise ValueError(
+            f"data.prompts: {SELF} given, which needs rensa to find near-duplicates; run pip install -e '.[self]', or "
+            f"choose other prompts"
+        ) from error
+    return rensa
 
 
 def normalised(text: str) -> str:
@@ -54,12 +71,6 @@ def normalised(text: str) -> str:
 
 def shingles(text: str) -> set[str]:
     return {text[start : start + SHINGLE] for start in range(max(len(text) - SHINGLE, 0) + 1)}
-
-
-def minhash(pieces: Set[str]) -> RMinHash:
-    found = RMinHash(num_perm=PERMUTATIONS, seed=MINHASH_SEED)
-    found.update(sorted(pieces))
-    return found
 
 
 def jaccard(one: Set[str], other: Set[str]) -> float:

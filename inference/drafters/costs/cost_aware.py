@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.heads.base import DraftHead
-from headstart.heads.static_tree import StaticTree
+from headstart.heads.calibration import StaticTree
 from headstart.inference.core.drafter import Verified, VerifiedOnHost
 from headstart.inference.core.tree import Tree
 from headstart.inference.drafters.costs.costs import CostTable, StepCosts, StepWatch

@@ -1,13 +1,14 @@
-"""The keys of a block head's config.json, ours and published, in DFlash's spelling, DSpark's and speculators'.
+"""The shape of a block head, and its config.json in DFlash's spelling, DSpark's and speculators'.
 
 `target_layer_ids` count the outputs of layers, one less than the hidden_states that ours and speculators' ids count.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from headstart.heads.block_attention import Reach
-from headstart.heads.block_shape import BlockShape
+from headstart.heads.layers import LayerShape
 from headstart.heads.target_config import TargetConfig
 
 NESTED = "dflash_config"
@@ -18,6 +19,33 @@ NEEDED = {  # key -> what engines take without it
     "sample_from_anchor": "vLLM takes false in speculators' layout, true for DSpark in its own",
     "num_hidden_layers": "transformers takes 32",
 }
+
+
+@dataclass(frozen=True)
+class BlockShape(LayerShape):
+    """Everything about a block head that is not a weight."""
+
+    taps: tuple[int, ...]
+    reaches: tuple[Reach, ...]  # one for each layer
+    block_size: int  # slots of a block
+    mask_token_id: int  # the token whose embedding fills all slots but the first
+    sample_from_anchor: bool = True  # slot k predicts the token after slot k; false: slot k > 0 predicts its own token
+    markov_rank: int = 0  # 0: no Markov head
+    markov_gate: bool = False  # only published heads have it
+    own_lm_head: bool = False  # a trained one; only published heads have it
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.reaches)
+
+    @property
+    def levels(self) -> int:
+        """How many levels one pass drafts."""
+        return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+    @property
+    def cache_shape(self) -> tuple[int, int, int]:
+        return self.num_layers, self.num_kv_heads, self.head_dim
 
 
 def block_config(shape: BlockShape, target: TargetConfig, draft_vocab_size: int) -> dict[str, Any]:
@@ -47,8 +75,7 @@ def block_config(shape: BlockShape, target: TargetConfig, draft_vocab_size: int)
         "sample_from_anchor": shape.sample_from_anchor,
         "markov_rank": shape.markov_rank,
         "markov_head_type": "gated" if shape.markov_gate else "vanilla",
-        "enable_confidence_head": shape.confidence,
-        "confidence_head_with_markov": shape.confidence_reads_markov,
+        "enable_confidence_head": False,
         NESTED: {
             "mask_token_id": shape.mask_token_id,
             "target_layer_ids": layer_ids,
@@ -144,8 +171,6 @@ def block_shape(config: dict[str, Any], target: TargetConfig, own_lm_head: bool)
         sample_from_anchor=block_key(config, "sample_from_anchor"),
         markov_rank=rank,
         markov_gate=kind == "gated" and rank > 0,
-        confidence=bool(block_key(config, "enable_confidence_head", False)),
-        confidence_reads_markov=bool(block_key(config, "confidence_head_with_markov", True)),
         own_lm_head=own_lm_head,
     )
 
