@@ -9,7 +9,7 @@ PEERS ?=
 THREADS ?= $(shell nproc 2>/dev/null || sysctl -n hw.physicalcpu)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo chat chat-cli smollm2 drafters test test-all lint bench check-vllm check-speculators check-page walk clean
+.PHONY: help demo chat chat-cli smollm2 drafters test test-all lint bench check-vllm check-speculators check-page walk docs clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / { printf "  %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -109,6 +109,15 @@ check-page: $(INSTALLED) .venv-page/.installed ## check the report's page and th
 walk: $(INSTALLED) ## run every documented command in a fresh clone, in tiny form (before a release)
 	$(BIN)/python tests/interop/walk_documents.py
 
+# It imports no headstart: docstrings are read from the sources.
+.venv-docs/.installed: docs/requirements.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install -r docs/requirements.txt
+	touch $@
+
+docs: .venv-docs/.installed ## build the site of the documents into site/; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build
+
 clean: ## remove environments and caches, but never runs/
-	rm -rf $(VENV) .venv-vllm .venv-speculators .venv-page *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-vllm .venv-speculators .venv-page .venv-docs site *.egg-info .mypy_cache .ruff_cache .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""How each documented command is walked: as it stands in a clone whose recipes are tiny, or not, with the reason."""
+"""How each documented command is walked in a clone whose recipes are tiny, or the reason why it is not."""
 
 import re
 import shutil
@@ -47,7 +47,7 @@ TINY_TARGET: dict[str, Any] = {
     "head.lm_head_rank": 8,
     "head.mask_token_id": 1023,
 }
-# What stands in a document for a path or number of the user's own.
+# Placeholders of the documents for a path or number of the user's own.
 STAND_INS = {
     r"\bRECIPE\b": "recipes/tiny.yaml",
     r" \[EXPORT\]": " runs/tiny/export/vllm",
@@ -59,22 +59,20 @@ STAND_INS = {
     r"runs/medusa/head": "runs/tiny_medusa/head",
     r"--num_processes 8": "--num_processes 2",
 }
-# Made before the walk, beside data/prompts.jsonl and data/heldout_prompts.jsonl.
+# Made before the walk, in addition to data/prompts.jsonl and data/heldout_prompts.jsonl.
 PREPARED = ("headstart harvest recipes/tiny.yaml run_dir=runs/more seed=1",)  # a second store, to be merged
 
 BY_HAND = {
     r"^hf upload ": "uploads to a hub repository",
     r"VENV|--peer": "needs a peer's environment; run when a peer's version changes",
-    r"demo\.(target|post_train)": "trains the bundled target, for hours",
     r"^make bench$": "hours; the scripts that it runs are walked one by one",
-    r"^make check-vllm$": "downloads vLLM; run beside the walk before a release",
+    r"^make check-vllm$": "downloads vLLM; run in addition to the walk before a release",
     **({} if shutil.which("chromium") else {r"^make check-page$": "needs a Chromium"}),
     r"tests/interop/\w+\.py": "run by a make target: check-vllm, check-speculators, check-page",
     r"^make walk$": "is this walk",
     r"benchmarks/serve\.py": "needs a running server",
     r"^make chat$|^headstart serve\b": "serve until they are stopped; see tests/test_server_command.py",
     r"--machine_rank|--num_machines [2-9]|^srun |^sbatch ": "needs several machines; see tests/test_machines.py",
-    r"^(accelerate launch|python3?|headstart|pip)$": "no command, only its first word",
 }
 # The order of the walk: the environment first, then data-flow order. A command belongs to the first pattern it matches.
 ORDER = (
@@ -84,28 +82,28 @@ ORDER = (
     r"^from ",
     r"train\.dry_run=true",
     r"^make (\.venv|help)$",
-    r"^(headstart|python -m headstart\.data_pipelines\.)\s?prompts ",
+    r"^headstart prompts ",
     r"^headstart harvest |-m headstart\.data_pipelines\.harvest ",
-    r"^(headstart|python -m headstart\.data_pipelines\.)\s?inspect ",
+    r"^headstart inspect ",
     r"^(make|headstart) smollm2",
     r"^make demo$",
     r"trainers/eagle\.py recipes/tiny\w*\.yaml$",  # their harvests serve Medusa heads too, but not the reverse
     r"^accelerate launch trainers/\w+\.py |^headstart train |launch/one\.yaml ",
     r"launch/(ddp|fsdp2)\.yaml |^headstart launch ",
-    r"^(headstart |python -m inference\.)calibrate ",
-    r"^(headstart |python -m inference\.)report ",
+    r"^headstart calibrate ",
+    r"^headstart report ",
     r"^make chat-cli$|^headstart chat\b",
-    r"^(headstart |python -m heads\.)export ",
-    r"^(headstart |python -m heads\.)lint ",
-    r"^(headstart |python -m heads\.)convert ",
-    r"^(headstart |python -m inference\.)doctor ",
-    r"^(headstart |python -m data_pipelines\.)store (verify|stats|merge) ",
+    r"^headstart export ",
+    r"^headstart lint ",
+    r"^headstart convert ",
+    r"^headstart doctor ",
+    r"^headstart store (verify|stats|merge) ",
     r"^make drafters$",
     r"^python benchmarks/\w+\.py",
-    r"^pip install -e '\.\[(deepspeed|language)\]'$",
+    r"^pip install -e '\.\[\w+\]'$",
     r"^make test-all$",
     r"launch/zero[23]\.yaml ",
-    r"^make (lint|test)$",
+    r"^make (lint|test|docs)$",
     r"^make check-page$",
     r"^make check-speculators$",
     r"^make clean$",
@@ -163,7 +161,7 @@ def tiny(command: str) -> str:
 
 
 def outputs(command: str, clone: Path) -> list[Path]:
-    """What a command refuses to overwrite, or would reuse: removed before it runs, so that each one does its work."""
+    """The outputs that a command refuses to overwrite or would reuse; they are removed before it runs."""
     for pattern, folders in OUTPUTS.items():
         if re.search(pattern, command):
             return [path for folder in folders for path in clone.glob(folder)]
