@@ -48,7 +48,7 @@ class Slots:
         static: bool = False,
     ) -> None:
         self.storage, self.static = storage, static
-        self.lengths = [0] * rows  # of the rows in use, which are the first ones of the storage
+        self.lengths = [0] * rows  # tokens held by each row in use; these are the first rows of the storage
         # One buffer for the whole lifetime: a captured graph reads it at the address that it was captured with.
         self._starts = torch.zeros(storage.shape[2], dtype=torch.long, device=storage.device)
         self.starts = self._starts[:rows]  # the lengths, on the device

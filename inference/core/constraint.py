@@ -24,18 +24,18 @@ class ConstraintState(Protocol):
         """
 
     def advance(self, tokens: list[int]) -> int:
-        """The text goes on with these tokens; returns how many of them are allowed. The rest is not taken in."""
+        """Continue the text with these tokens; returns how many of them are allowed. The others are not taken in."""
 
 
 @runtime_checkable
 class Constraint(Protocol):
-    """What a request's output must look like. Several requests may share one."""
+    """The form that a request's output must have. Several requests may share one."""
 
     def start(self) -> ConstraintState:
         """The state of a text without output."""
 
 
-States = Sequence[ConstraintState | None]  # of each row; None: a row without a constraint
+States = Sequence[ConstraintState | None]  # one per row; None: a row without a constraint
 
 
 def masked_roots(states: States, logits: Float[Tensor, "rows 1 vocab"]) -> Float[Tensor, "rows 1 vocab"]:
@@ -62,7 +62,7 @@ class LevelConstraint:
     """The constraints of all rows at some nodes of their trees, such as those of one level."""
 
     states: States
-    paths: list[list[Path | None]]  # of each node, without the root; None: the node is not allowed
+    paths: list[list[Path | None]]  # to each node, without the root; None: the node is not allowed
 
     @classmethod
     def at_root(cls, states: States) -> "LevelConstraint":
@@ -106,7 +106,7 @@ class LevelConstraint:
 
 
 def follow(state: ConstraintState | None, path: Path | None, token: int) -> Path | None:
-    """The path that goes on with a token; None if that is not allowed."""
+    """The path continued with a token; None if that is not allowed."""
     if path is None or (state is not None and not bool(state.allowed(path)[token])):
         return None
     return (*path, token)

@@ -17,17 +17,17 @@ from headstart.inference.core.tree import Tree, take
 
 @dataclass(frozen=True)
 class Verified(ABC):
-    """What the last target step made certain in each row. A drafter builds on it.
+    """The tokens and hidden states that the last target step made certain in each row. A drafter builds on them.
 
     Rows differ in how many positions are newly verified, so their tensors are padded on the right. One subclass holds
     its counts on the host; the other serves a captured step, which cannot wait to read counts from the device.
     """
 
-    taps: Float[Tensor, "batch count tapped"]  # of the newly verified positions
+    taps: Float[Tensor, "batch count tapped"]  # at the newly verified positions
     next_tokens: Int[Tensor, "batch count"]  # the token after each of them
     roots: Int[Tensor, "batch 1"]  # the last of these in each row: the root of its next tree
     sampling: BatchSampling
-    history: History | None  # of the tokens before the root, where penalties need it
+    history: History | None  # counts the tokens before the root, where penalties need it
 
     @abstractmethod
     def levels(self, most: int) -> int:
@@ -46,7 +46,7 @@ class Verified(ABC):
         """The states at each row's last newly verified position."""
 
     def constraint(self) -> LevelConstraint | None:
-        """What may follow each row's root; None if no row has a constraint."""
+        """The tokens that may follow each row's root; None if no row has a constraint."""
         return None
 
     @abstractmethod
@@ -63,10 +63,10 @@ class VerifiedOnHost(Verified):
     drafted: list[int]  # draft tokens of the last tree; 0 after prefill
     remaining: list[int]  # draft tokens that a row can still use
     texts: list[list[int]]  # prompt and output, the root included
-    keys: list[int]  # of the rows, unique in this process: a drafter keeps a row's state by its key
+    keys: list[int]  # one per row, unique in this process: a drafter keeps a row's state by its key
     choices: list[list[int]] = field(default_factory=list)  # the target's, at each node of the last tree
     last_step: tuple[float, float] | None = None  # time.perf_counter() before and after the last step, if there was one
-    constraints: States = ()  # of each row; empty if no row has a constraint
+    constraints: States = ()  # one per row; empty if no row has a constraint
 
     @property
     def states(self) -> States:
@@ -130,7 +130,7 @@ class Drafter(Protocol):
 
     @property
     def cache_shape(self) -> tuple[int, int, int] | None:
-        """(layers, kv_heads, head_dim) of the slots that it needs beside the target's; None for none."""
+        """(layers, kv_heads, head_dim) of the slots that it needs in addition to the target's; None for none."""
 
     @property
     def max_nodes(self) -> int:

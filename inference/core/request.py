@@ -123,7 +123,7 @@ class Request:
     logprobs: bool = False
     end_tokens: tuple[int, ...] | None = None  # None: the target's own
     priority: int = 0  # requests of a higher one are decoded first
-    alternatives: int = 0  # how many of the likeliest tokens to tell beside each logprob
+    alternatives: int = 0  # how many of the likeliest tokens to report with each logprob
     show_trees: bool = False  # hand out each step's draft tree with its block
     speculative: bool = True  # False: this text is written without draft tokens, whatever the others of the batch do
     constraint: Constraint | None = None  # what the output must look like
@@ -136,7 +136,7 @@ class Request:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """What the target alone, at temperature 1, thinks of new tokens; all in nats."""
+    """Log-probabilities of new tokens under the target alone at temperature 1, in nats."""
 
     chosen: list[float]
     alternatives: list[Alternatives]  # empty if the request asks for none
@@ -148,17 +148,17 @@ class Generation:
 
     tokens: list[int] = field(default_factory=list)  # the new ones, an end token included
     stats: DecodeStats = field(default_factory=DecodeStats)
-    logprobs: list[float] | None = None  # of each new token under the target alone, temperature 1, in nats
+    logprobs: list[float] | None = None  # one per new token, under the target alone at temperature 1, in nats
     alternatives: list[Alternatives] = field(default_factory=list)  # in place of each new token, the likeliest first
     finish: Literal["length", "end", "stop", "cancelled"] = "length"
-    cached_tokens: int = 0  # of the prompt, which were not read again because another text had begun with them
+    cached_tokens: int = 0  # tokens of the prompt that an earlier text left in the cache
 
 
 @dataclass(frozen=True)
 class DraftTree:
     """A draft tree and what the target accepted of it. Nodes without a parent are padding, except for the root."""
 
-    tokens: list[int]  # of each node, the root first
+    tokens: list[int]  # one per node, the root first
     parents: list[int]  # -1: none
     path: list[int]  # accepted nodes, the root first
 
@@ -167,7 +167,7 @@ class DraftTree:
 class Block:
     """New tokens of a request that one piece of work made certain."""
 
-    number: int  # of the request
+    number: int  # the request's
     tokens: list[int]
     depths: list[int | None]  # the draft depth of each; BONUS for a bonus token, None if nothing was drafted
     tree: DraftTree | None = None  # if the request asks for it, and something was drafted
@@ -177,9 +177,9 @@ class Block:
 class Unread:
     """The hidden states of a row that its drafter has not read."""
 
-    taps: Float[Tensor, "count tapped"]  # of consecutive positions
+    taps: Float[Tensor, "count tapped"]  # at consecutive positions
     start: int  # the first of these positions
-    later: list[Tensor] = field(default_factory=list)  # of positions after those, from steps that the drafter missed
+    later: list[Tensor] = field(default_factory=list)  # at later positions, from steps that the drafter missed
     newest: int = 0  # how many positions the drafter reads with its next draft; 0 until it has read the prompt
 
     @property

@@ -99,7 +99,7 @@ def sampling_from_recipe(section: DecodeSection, temperature: float) -> Sampling
 
 @dataclass(frozen=True)
 class History:
-    """What the penalties need: which tokens are in each row's prompt, and how often its output so far holds each token.
+    """The counts that penalties need: each row's tokens in the prompt, and their occurrences in the output so far.
 
     "So far" differs between the nodes of a tree: it includes the path from the root to the node.
     """

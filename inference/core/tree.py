@@ -89,7 +89,7 @@ def take(states: Shaped[Tensor, "batch nodes size"], index: Int[Tensor, "batch c
 class Block:
     """Tokens that are about to be written to the slots, after what each row holds and after its pending tokens."""
 
-    visible: Bool[Tensor, "rows block pending"]  # of the pending tokens and the block itself; one row stands for all
+    visible: Bool[Tensor, "rows block pending"]  # the pending tokens that each sees; one row may stand for all
     depths: Int[Tensor, "rows pending"] | None = None  # positions relative to the first of these, for sliding windows
 
 

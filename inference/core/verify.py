@@ -15,14 +15,14 @@ BONUS = 0  # in place of a draft depth: the token that the target adds after the
 
 @dataclass(frozen=True)
 class Accepted:
-    """What the target accepts of one row's tree."""
+    """The path of one row's tree that the target accepts."""
 
     path: list[int]  # the accepted nodes, root first
     tokens: list[int]  # the path's tokens without the root, then the bonus token
     drafted: int  # draft tokens that were verified
     choices: list[int] = field(default_factory=list, compare=False)  # the target's, at every node
     nodes: list[int] = field(default_factory=list, compare=False)  # the token of every node, padding included
-    parents: list[int] = field(default_factory=list, compare=False)  # of every node; -1 for the root and for padding
+    parents: list[int] = field(default_factory=list, compare=False)  # one per node; -1 for the root and for padding
 
     @property
     def depths(self) -> list[int | None]:
@@ -42,7 +42,7 @@ def verify(
     `logits` are the target's at each node, `roots` the positions of the roots, and `history` covers the tokens before
     them.
     """
-    positions = roots.unsqueeze(1) + tree.depths + 1  # of the choices
+    positions = roots.unsqueeze(1) + tree.depths + 1  # where the choices go
     if history is not None:
         history = history.followed_by(tree.tokens, tree.ancestors)
     if sampling.rule == "rejection" and tree.proposals is not None:

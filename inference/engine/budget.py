@@ -18,7 +18,7 @@ from headstart.recipes import Recipe
 from headstart.recipes.schema import DecodeSection
 
 SMALL = 2**30  # bytes; a smaller step is not compared with the free memory
-MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")  # of Linux
+MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")  # Linux only
 
 
 class CacheBudget:
@@ -40,7 +40,7 @@ class CacheBudget:
             refuse_absent_memory(memory, device)
 
     def needed(self, slots: int) -> int:
-        """Bytes that one text takes up at most, with so many slots for its tokens and a tree."""
+        """Bytes that one text takes up at most, with `slots` slots for its tokens and a tree."""
         if not self.lazy:
             return self.rows * slots * self.slot
         return (math.ceil(slots / self.grain) + 1) * self.grain * self.slot  # it may begin and end within a page
@@ -57,7 +57,7 @@ class CacheBudget:
             )
 
     def fits(self, slots: list[int]) -> bool:
-        """Whether texts with so many slots fit together. A cache that is one block has room for all of its rows."""
+        """Whether texts with these numbers of slots fit together. A cache in one block has room for all of its rows."""
         return self.memory is None or not self.lazy or sum(map(self.needed, slots)) <= self.memory
 
     def used(self, slots: list[int], longest: int) -> float:
@@ -143,12 +143,12 @@ def tree_nodes(section: DecodeSection) -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated on a device, as far as the system tells."""
+    """Bytes that can still be allocated on a device, as far as the system reports them."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + unused
     free = figures(MEMINFO)["MemAvailable:"] * 1024 if MEMINFO.is_file() else 2**63
-    limit = CGROUP / "memory.max"  # of a container
+    limit = CGROUP / "memory.max"  # set for a container
     if limit.is_file() and (most := limit.read_text().strip()) != "max":
         held = int((CGROUP / "memory.current").read_text()) - figures(CGROUP / "memory.stat")["inactive_file"]
         free = min(free, int(most) - held)

@@ -1,4 +1,4 @@
-"""What a request must keep to, checked before any work is done."""
+"""Limits of a request, checked before any work is done."""
 
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import check_bias

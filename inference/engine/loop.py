@@ -112,11 +112,12 @@ class DecodeLoop:
         shapes do not allow that. With `prompts_first` all free rows get their prompts before the next step, in
         passes whose size does not depend on any clock.
 
-        `memory` is the most bytes that the cache takes up. A request waits until its longest possible text fits beside
-        the others. On a GPU, and with static shapes, each row has the room of the longest text.
+        `memory` is the most bytes that the cache takes up. A request waits until its longest possible text fits
+        together with the others. On a GPU, and with static shapes, each row has the room of the longest text.
 
-        `prefix_memory` is how many bytes of the prefixes of earlier texts are kept, in host or device memory besides
-        the cache; None keeps none. A prompt that begins like one of these texts is read from where they part.
+        `prefix_memory` is how many bytes of the prefixes of earlier texts are kept, in host or device memory and in
+        addition to the cache; None keeps none. A prompt that shares a prefix with one of these texts is read from the
+        end of that prefix on.
 
         `costs` are those of the target with the head that drafts, measured before (`cost_table`). With them, steps
         draft only at loads where that pays; without them they always do.

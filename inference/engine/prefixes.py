@@ -1,7 +1,7 @@
-"""What finished and running texts have cached of their prefixes, kept so that a later prompt need not be read again.
+"""The cached prefixes of finished and running texts, kept so that later prompts need not read them again.
 
 Texts are cut into blocks of tokens, and a block is known by its tokens and the block before it. Each keeps the target's
-keys and values, those of the drafter, and the tapped hidden states from which the drafter goes on. The drafter's slot
+keys and values, those of the drafter, and the tapped hidden states from which the drafter continues. The drafter's slot
 of a position depends on the token after it, so a block holds those of its positions but the last, and the one before.
 """
 
@@ -23,7 +23,7 @@ class Cached:
 
     target: Float[Tensor, "layers kv kv_heads block head_dim"]
     head: Float[Tensor, "layers2 kv kv_heads2 positions head_dim2"] | None  # None: the drafter has not read the block
-    taps: Float[Tensor, "count tapped"]  # of the last position; of all positions if the drafter has yet to read them
+    taps: Float[Tensor, "count tapped"]  # at the last position, or at all positions if the drafter has yet to read them
 
     @property
     def num_bytes(self) -> int:
@@ -62,7 +62,7 @@ class PrefixIndex:
         self.num_bytes = 0
 
     def find(self, prompt: list[int]) -> Prefix | None:
-        """What is known of the beginning of a prompt; None if nothing is. The last token is always read again."""
+        """The longest known prefix of a prompt; None if there is none. The last token is always read again."""
         found, keys = [], self._known(prompt[:-1])
         for key in keys:
             found.append(self.blocks[key][1])

@@ -24,7 +24,7 @@ class PromptChunk:
     """Tokens of a prompt that are read next."""
 
     row: Row
-    place: int  # of the row in the cache
+    place: int  # the row's, in the cache
     before: int  # tokens of the prompt that the place holds already
     count: int
 
@@ -59,7 +59,7 @@ class PromptReader:
         return batch.fits(requests)
 
     def next_chunks(self, rows: list[Row], most: int) -> list[PromptChunk]:
-        """What to read next, at most `most` tokens: these rows' prompts, or the next chunk of the one being read."""
+        """The chunks to read next, `most` tokens or fewer: these rows' prompts, or more of the one being read."""
         batch = self.batch
         if rows:
             prefixes = [batch.use_prefix(row.text) for row in rows]

@@ -8,7 +8,7 @@ from headstart.inference.drafters.costs.costs import CostTable, Situation
 
 MEMORY = 0.98  # weight of each observed step relative to the one after it: a hard passage does not end drafts
 RECENT = 8.0  # observed steps that the earlier ones weigh as much as, once drafts are tried again
-PATIENCE = 8  # steps that drafts go on without paying
+PATIENCE = 8  # steps for which drafts continue without paying
 STOP, RESUME = 0.98, 1.05  # speed relative to plain decoding: drafts stop below the one, and resume above the other
 REST = 32, 256  # plain steps until drafts are tried again, as the texts may have become easier: at first, at most
 

@@ -36,7 +36,7 @@ class DecodeStep:
         self.drafts = False  # whether the step that comes, or came last, drafts for any row
         self.last_step: tuple[float, float] | None = None  # time.perf_counter() before and after it
         self.gumbel_table: GumbelTable | None = None  # noise of the last step that the next one may use again
-        self._changes = 0  # of the batch's rows, up to which these fit them:
+        self._changes = 0  # the batch's count of changes when these were made for its rows:
         self.sampling: BatchSampling
         self.history: History | None
         self.is_captured = False  # whether a captured step serves these rows

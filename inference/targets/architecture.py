@@ -1,4 +1,4 @@
-"""What decoding must know about a model's architecture, read from its configuration and from one forward pass."""
+"""The facts about a model's architecture that decoding needs, read from its configuration and from one forward pass."""
 
 import copy
 from typing import Any

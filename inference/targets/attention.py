@@ -27,8 +27,8 @@ class RaggedMask(Tensor):
     groups: tuple[RowGroup, ...] = ()
 
 
-LEAST_KEYS = 512  # of each part: what merging costs is then little beside what the threads save
-MOST_QUERIES = 48  # of a key head; with more, the kernel shares the queries among the threads, too
+LEAST_KEYS = 512  # in each part: merging then costs little compared with the time that the threads save
+MOST_QUERIES = 48  # per key head; with more, the kernel shares the queries among the threads, too
 SDPA = "sdpa"  # transformers' own
 GROUPED = "headstart_grouped"
 

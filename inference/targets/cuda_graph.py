@@ -35,7 +35,7 @@ class SpareSteps(list["StaticStep"]):
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a captured step leaves for the host to read."""
+    """The tensors that a captured step leaves for the host to read."""
 
     tree: Tree
     choices: Int[Tensor, "batch nodes"]
@@ -201,7 +201,7 @@ class Graphed:
         self.capturable = True
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """What the function returns. On CUDA the next call overwrites it."""
+        """Run the function. On CUDA the next call overwrites the tensors that it returns."""
         if inputs[0].device.type != "cuda" or not self.capturable:
             return self.function(*inputs)
         if self.graph is None and not self.capture(inputs):

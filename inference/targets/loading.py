@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils import logging
 
 AGAIN = "copy or download the model again"
-BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")  # of x86 twice, then of ARM
+BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")  # x86 twice, then ARM
 SHOWN = 4  # wrong tensors that a message names
 
 
@@ -45,7 +45,7 @@ def pick_device(name: str, field: str = "target.device") -> torch.device:
 
 
 def processor_name(device: torch.device) -> str:
-    """What the maker calls the GPU, or the CPU where the system says so."""
+    """The maker's name for the GPU, or for the CPU where the system knows it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpus = Path("/proc/cpuinfo")

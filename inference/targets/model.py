@@ -226,7 +226,7 @@ class TargetModel:
         return self.forward(tree.tokens, positions, self.masks(cache.target, block), cache)
 
     def tree_part(self, tree: Tree, cache: KVCache) -> Part:
-        """What `forward_tree` reads, as a part of a pass."""
+        """The input of `forward_tree`, as a part of a pass."""
         return Part(cache.target, tree.tokens, Block(tree.ancestors, tree.depths), last_only=False)
 
     def forward_parts(self, parts: list[Part]) -> list[TargetOutput]:
@@ -291,7 +291,7 @@ class TargetModel:
         assistant: "tuple[TargetModel, int] | None" = None,
         streamer: Any = None,
     ) -> list[list[int]]:
-        """What transformers' own `generate` writes after each prompt, without padding: the baseline.
+        """Continue each prompt with transformers' own `generate`: the baseline. Returns the new tokens without padding.
 
         Prompts are padded on the left. One random stream, started from the seed, serves the whole batch.
         `prompt_lookup` is the number of tokens to draft from the prompt; `assistant` is a draft model and its number of

@@ -56,7 +56,7 @@ class JointProduct:
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self.packed, self.sizes = packed_linear(joined(layers)), [layer.out_features for layer in layers]
         self.inputs: Tensor | None = None
-        self.outputs: dict[int, Tensor] = {}  # of the layers that have not asked for theirs yet, by place
+        self.outputs: dict[int, Tensor] = {}  # by place, for layers that have not asked for theirs yet
 
     @torch.compiler.disable  # what one layer leaves for the next is no part of a graph
     def of(self, place: int, inputs: Tensor) -> Tensor:

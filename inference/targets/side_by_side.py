@@ -1,4 +1,4 @@
-"""Parts of different shapes in one pass: the trees of running rows, and beside them pieces of prompts.
+"""Parts of different shapes in one pass: the trees of running rows, and chunks of prompts.
 
 A pass over few tokens takes as long as the target's weights take to come from memory, so the parts lie one after
 another in a single sequence, and the weights are read once. Only attention treats them apart: each part has slots and a
@@ -80,7 +80,7 @@ class PackedCache(Cache):
 
 
 class PackedMask(Tensor):
-    """What a model sees in place of the masks of all parts, additive and [rows, 1, count, keys] each."""
+    """Stands for the masks of all parts, which are additive and [rows, 1, count, keys] each."""
 
     cache: PackedCache | None = None
     masks: tuple[Tensor, ...] = ()

@@ -33,7 +33,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Tokenizer:
 
 
 def chat_tokens(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> list[int]:
-    """What the target reads before it answers these messages, in the tokenizer's chat template."""
+    """The text that the target reads before it answers these messages, in the tokenizer's chat template."""
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     return list(tokenizer(str(text), add_special_tokens=False, verbose=False)["input_ids"])  # the template writes them
 
