@@ -141,7 +141,7 @@ def compare(recipe: Recipe, methods: list[Method], target: TargetModel, console:
     """Print a table for each temperature."""
     prompts, new_tokens = prompts_of(recipe, target), recipe.decode.max_new_tokens
     for temperature in recipe.report.temperatures:
-        sampling = sampling_from_recipe(recipe.decode, temperature)
+        sampling = sampling_from_recipe(recipe, temperature)
         with Progress(f"temperature {temperature:g}", len(prompts) * len(methods), "texts") as progress:
             rounds = run_rounds(
                 methods,

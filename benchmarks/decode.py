@@ -192,7 +192,7 @@ def run(recipe: Recipe) -> None:
     target = TargetModel.load(recipe.target, taps_to_read(recipe))
     head = load_drafting_head(folder, target)
     new_tokens, console = recipe.decode.max_new_tokens, Console()
-    greedy, warm = Sampling(), Sampling(1.0, seed=recipe.decode.seed)
+    greedy, warm = Sampling(), Sampling(1.0, seed=recipe.seed)
 
     def with_head(growth: Growth, sampling: Sampling = greedy) -> Any:
         return ours(target, head_drafter(head, growth), new_tokens, sampling)

@@ -88,7 +88,7 @@ def run(path: str, overrides: list[str], recipe: Recipe, seeds: Sequence[int], s
     methods = [*methods_of(recipe, heads, target)]
     prompts, new_tokens = prompts_of(recipe, target), recipe.decode.max_new_tokens
     for temperature in recipe.report.temperatures:
-        sampling = sampling_from_recipe(recipe.decode, temperature)
+        sampling = sampling_from_recipe(recipe, temperature)
         with Progress(f"temperature {temperature:g}", len(prompts) * len(methods), "texts") as progress:
             after = partial(count_texts, progress)
             batches = numbered_batches(prompts, 1)

@@ -183,7 +183,7 @@ def length_meter(recipe: Recipe, target: TargetModel, temperature: float) -> Acc
 
 def requests(recipe: Recipe, temperature: float) -> list[Request]:
     """The report's prompts that were not calibrated on."""
-    sampling = sampling_from_recipe(recipe.decode, temperature)
+    sampling = sampling_from_recipe(recipe, temperature)
     prompts = held_out_prompts(recipe)[CALIBRATION:]
     return [Request(prompt, recipe.decode.max_new_tokens, sampling) for prompt in prompts]
 

@@ -140,7 +140,7 @@ def run(path: str, overrides: list[str], recipe: Recipe, given: argparse.Namespa
     table = Table("prompts", "temperature", "before", "after", "after over before", "95 % interval")
     for name, prompts in sets.items():
         for temperature in recipe.report.temperatures:
-            sampling = sampling_from_recipe(recipe.decode, temperature)
+            sampling = sampling_from_recipe(recipe, temperature)
             with Progress(f"{name}, temperature {temperature:g}", len(prompts) * 2, "texts") as progress:
                 after = partial(count_texts, progress)
                 batches, most = numbered_batches(prompts, 1), recipe.decode.max_new_tokens

@@ -131,7 +131,7 @@ def acceptance_length(
     """Mean tokens per target step over all prompts, drafting a chain or the recipe's tree."""
     decode = recipe.decode.model_copy(update={"growth": "chain"}) if growth == "chain" else recipe.decode
     drafter = head_drafter(head, growth_from_recipe(decode, target, head))
-    sampling = Sampling(temperature, seed=decode.seed)
+    sampling = Sampling(temperature, seed=recipe.seed)
     texts = (generate(target, prompt, decode.max_new_tokens, sampling, drafter) for prompt in prompts)
     return DecodeStats.sum_of(text.stats for text in texts).acceptance_length
 

@@ -46,7 +46,7 @@ class HeldOutDecoding:
 
     def decode(self, temperature: float) -> DecodeStats:
         """Decode the prompts as the recipe says; returns the statistics of all of them."""
-        sampling = sampling_from_recipe(self.recipe.decode, temperature)
+        sampling = sampling_from_recipe(self.recipe, temperature)
         requests = [Request(prompt, self.new_tokens, sampling) for prompt in self.prompts()]
         most = self.recipe.decode.max_batch
         growth = growth_from_recipe(self.recipe.decode, self.target, self.head, batch=min(most, len(requests)))

@@ -12,8 +12,9 @@ from torch import Tensor
 from headstart.inference.core.cache import PAGE, KVCache, takes_memory_lazily
 from headstart.inference.core.constraint import ConstraintState, masked_roots, masked_tree
 from headstart.inference.core.drafter import Drafter, VerifiedOnHost
+from headstart.inference.core.gumbel import GumbelTable
 from headstart.inference.core.request import Block, Generation, Request, Row, TokenScores
-from headstart.inference.core.sampling import BatchSampling, GumbelTable, History
+from headstart.inference.core.sampling import BatchSampling, History
 from headstart.inference.core.tree import Tree, take
 from headstart.inference.core.verify import Accepted, accept, verify
 from headstart.inference.drafters.costs.costs import CostTable, Situation
