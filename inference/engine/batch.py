@@ -17,7 +17,7 @@ from headstart.inference.core.request import Block, Generation, Request, Row, To
 from headstart.inference.core.sampling import BatchSampling, History
 from headstart.inference.core.tree import Tree, take
 from headstart.inference.core.verify import Accepted, accept, verify
-from headstart.inference.drafters.costs.costs import CostTable, Situation
+from headstart.inference.drafters.costs import CostTable, Situation
 from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.engine.budget import CacheBudget
 from headstart.inference.engine.prefill import Read, piece_part, read_piece, read_prompts, refuse_nan

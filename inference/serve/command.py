@@ -19,8 +19,8 @@ from headstart.heads.base import DraftHead
 from headstart.heads.target_config import locate_target
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.sampling import AcceptanceRule, Sampling
-from headstart.inference.drafters.costs.costs import CostTable
-from headstart.inference.drafters.costs.files import cost_table
+from headstart.inference.drafters.cost_measurement import cost_table
+from headstart.inference.drafters.costs import CostTable
 from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.generate.model import SpeculativeModel
