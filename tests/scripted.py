@@ -15,10 +15,11 @@ from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import History
 from headstart.inference.core.tree import Tree
 from headstart.inference.drafters.cost_aware import AdaptiveChain, CostAware
-from headstart.inference.drafters.costs import NODES, CostSurface, CostTable, Situation, StepCosts
+from headstart.inference.drafters.costs import NODES
+from headstart.inference.drafters.costs.costs import CostSurface, CostTable, Situation, StepCosts
 from headstart.inference.drafters.growth import Dynamic, Fixed
 from headstart.inference.drafters.head import HeadDrafter
-from headstart.inference.drafters.lookup import Repeats
+from headstart.inference.drafters.repeats import Repeats
 from headstart.inference.engine.loop import loop_of
 from headstart.inference.targets.model import TargetModel
 

@@ -22,8 +22,10 @@ from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.drafters.build import build_drafter
 from headstart.inference.drafters.growth import Dynamic, Fixed
 from headstart.inference.drafters.lookahead import Lookahead, NGramPool
-from headstart.inference.drafters.lookup import Continuations, Lookup, SuffixAutomaton
-from headstart.inference.drafters.model import EarlyExit, ModelDrafter, OtherTokenizerDrafter
+from headstart.inference.drafters.lookup import Continuations, Lookup
+from headstart.inference.drafters.model import EarlyExit, ModelDrafter
+from headstart.inference.drafters.other_tokenizer import OtherTokenizerDrafter
+from headstart.inference.drafters.suffix_automaton import SuffixAutomaton
 from headstart.inference.drafters.trie import TreeLimits, Trie
 from headstart.inference.engine.loop import generate, generate_batch
 from headstart.inference.targets.model import TargetModel

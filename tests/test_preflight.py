@@ -9,7 +9,7 @@ from bad_inputs import Says, assert_raises, assert_refused, type_command
 from tiny_run import build_run, build_tokenizer, tiny_recipe
 
 from headstart.inference.engine import step_memory
-from headstart.inference.engine.step_memory import StepMemory, free_memory, refuse_large_trees
+from headstart.inference.engine.budget import StepMemory, free_memory, refuse_large_trees
 from headstart.trainers.run import run
 from headstart.trainers.tracking import refuse_wandb_without_key
 

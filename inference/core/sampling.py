@@ -24,7 +24,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from headstart.inference.core.gumbel import GumbelTable, gumbel_noise, uniform_numbers
+from headstart.inference.core.gumbel import gumbel_noise, uniform_numbers
+from headstart.inference.core.sampling import GumbelTable
 from headstart.recipes.schema import Recipe
 
 AcceptanceRule = Literal["seeded", "rejection"]

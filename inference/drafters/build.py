@@ -3,11 +3,11 @@
 import reprlib
 from pathlib import Path
 
-from headstart.common.jsonl import read_jsonl
+from headstart.common.files import read_jsonl
 from headstart.heads.base import DraftHead
 from headstart.heads.block import BlockHead
+from headstart.heads.calibration import StaticTree
 from headstart.heads.checkpoint import load_head
-from headstart.heads.static_tree import StaticTree
 from headstart.heads.target_config import locate_target
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.drafters.block import head_drafter
@@ -15,8 +15,11 @@ from headstart.inference.drafters.cost_aware import AdaptiveChain, CostAware, Co
 from headstart.inference.drafters.cost_measurement import cost_table
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
 from headstart.inference.drafters.lookahead import Lookahead
-from headstart.inference.drafters.lookup import Lookup, Repeats, SuffixAutomaton
-from headstart.inference.drafters.model import EarlyExit, ModelDrafter, OtherTokenizerDrafter
+from headstart.inference.drafters.lookup import Lookup
+from headstart.inference.drafters.model import EarlyExit, ModelDrafter
+from headstart.inference.drafters.other_tokenizer import OtherTokenizerDrafter
+from headstart.inference.drafters.repeats import Repeats
+from headstart.inference.drafters.suffix_automaton import SuffixAutomaton
 from headstart.inference.drafters.trie import TreeLimits
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.packed_weights import pack_weights

@@ -9,10 +9,10 @@ import numpy
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headstart.heads.static_tree import StaticTree
+from headstart.heads.calibration import StaticTree
 from headstart.inference.core.drafter import Verified, VerifiedOnHost
 from headstart.inference.core.tree import Tree
-from headstart.inference.drafters.costs import CostTable, StepCosts, StepWatch
+from headstart.inference.drafters.costs.costs import CostTable, StepCosts, StepWatch
 from headstart.inference.drafters.growth import Fixed, Pool, likeliest
 
 TINY = 1e-300  # replaces a chance of 0, as in a row that is finished while others still draft

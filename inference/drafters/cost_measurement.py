@@ -19,15 +19,16 @@ import numpy
 import torch
 from pydantic import TypeAdapter
 
-from headstart.common.user_cache import user_cache
-from headstart.common.whole_files import write_text
+from headstart.common.files import write_text
+from headstart.common.process import user_cache
 from headstart.heads.base import DraftHead
 from headstart.inference.core.drafter import PLAIN, VerifiedOnHost
 from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import accept
 from headstart.inference.drafters.block import head_drafter
-from headstart.inference.drafters.costs import NODES, CostSurface, CostTable, Observed
+from headstart.inference.drafters.costs import NODES
+from headstart.inference.drafters.costs.costs import CostSurface, CostTable, Observed
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.targets.cuda_graph import StaticStep, size_bucket
 from headstart.inference.targets.loading import processor_name

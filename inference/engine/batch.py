@@ -12,16 +12,16 @@ from torch import Tensor
 from headstart.inference.core.cache import PAGE, KVCache, takes_memory_lazily
 from headstart.inference.core.constraint import ConstraintState, masked_roots, masked_tree
 from headstart.inference.core.drafter import Drafter, VerifiedOnHost
-from headstart.inference.core.gumbel import GumbelTable
 from headstart.inference.core.request import Block, Generation, Request, Row, TokenScores
-from headstart.inference.core.sampling import BatchSampling, History
+from headstart.inference.core.sampling import BatchSampling, GumbelTable, History
 from headstart.inference.core.tree import Tree, take
 from headstart.inference.core.verify import Accepted, accept, verify
-from headstart.inference.drafters.costs import CostTable, Situation
+from headstart.inference.drafters.costs.costs import CostTable, Situation
 from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.engine.budget import CacheBudget
-from headstart.inference.engine.prefill import Read, piece_part, read_piece, read_prompts, refuse_nan
+from headstart.inference.engine.prefill import Read, piece_part, read_piece
 from headstart.inference.engine.prefixes import BLOCK, Cached, Prefix, PrefixIndex, known_tokens
+from headstart.inference.engine.reading import read_prompts, refuse_nan
 from headstart.inference.engine.speculation import SpeculationByLoad
 from headstart.inference.targets.cuda_graph import StaticStep, StepOutput, size_bucket
 from headstart.inference.targets.model import TargetModel, TargetOutput

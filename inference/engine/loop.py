@@ -14,12 +14,12 @@ from headstart.inference.core.cache import KVCache
 from headstart.inference.core.drafter import PLAIN, Drafter
 from headstart.inference.core.request import GREEDY, Block, Generation, Request, Row
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.drafters.costs import CostTable
+from headstart.inference.drafters.costs.costs import CostTable
 from headstart.inference.engine.batch import Batch, Piece
+from headstart.inference.engine.budget import refuse_more_than_memory
 from headstart.inference.engine.checks import check_request
 from headstart.inference.engine.pace import Pace
 from headstart.inference.engine.prefixes import known_tokens
-from headstart.inference.engine.step_memory import refuse_more_than_memory
 from headstart.inference.engine.waiting import Queue
 from headstart.inference.targets.model import TargetModel
 

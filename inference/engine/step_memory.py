@@ -8,7 +8,8 @@ import torch
 from rich.filesize import decimal
 
 from headstart.heads.target_config import TargetConfig, locate_target
-from headstart.inference.targets.model import TargetModel, pick_device
+from headstart.inference.targets.loading import pick_device
+from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.recipes.schema import DecodeSection
 

@@ -22,19 +22,20 @@ from headstart.inference.core.request import DecodeStats, Generation, Request
 from headstart.inference.core.sampling import AcceptanceRule, Sampling
 from headstart.inference.drafters.build import build_drafter, load_drafting_head
 from headstart.inference.engine.loop import loop_of
-from headstart.inference.generate.prompts import check_lengths, check_tokenizer, read_prompts, read_stop_strings
+from headstart.inference.generate.prompts import check_lengths, read_prompts
 from headstart.inference.generate.settings import (
     Config,
     Settings,
     has_fixed_length,
     read_end_tokens,
-    read_integer,
     read_max_new_tokens,
     read_pad_token,
     read_sampling,
     read_seeds,
     read_settings,
 )
+from headstart.inference.generate.stops import check_tokenizer, read_stop_strings
+from headstart.inference.generate.values import read_integer
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection, TargetSection
 

@@ -10,7 +10,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from headstart.inference.core.sampling import SAMPLING_FIELDS, AcceptanceRule, Sampling
+from headstart.inference.core.sampling import AcceptanceRule, Sampling
+from headstart.inference.serve.command import SAMPLING_FIELDS
 
 Settings = Mapping[str, Any]
 Bias = tuple[tuple[int, float], ...]  # (token id, value added to its logit)

@@ -16,17 +16,18 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from headstart.common.files import check_folder
 from headstart.common.launcher import end_with_parent
 from headstart.common.progress import Progress
 from headstart.common.run_lock import only_run_in
-from headstart.common.whole_files import check_folder
 from headstart.heads.base import DraftHead
 from headstart.heads.target_config import locate_target
 from headstart.heads.target_origin import TargetOrigin
 from headstart.inference.core.sampling import sampling_from_recipe
 from headstart.inference.drafters.build import load_drafting_head
+from headstart.inference.drafters.other_tokenizer import Tokenizer
+from headstart.inference.engine.budget import refuse_trees_of
 from headstart.inference.engine.checks import check_length
-from headstart.inference.engine.step_memory import refuse_trees_of
 from headstart.inference.report.compare import Outcome, summarise_methods
 from headstart.inference.report.files import draw_searched_trees, write_report
 from headstart.inference.report.journal import Journal, journal_path, made_from, remove_journals
@@ -39,11 +40,11 @@ from headstart.inference.report.tables import LEGEND, short_table
 from headstart.inference.report.trace import Trace, trace
 from headstart.inference.show.colours import LEGEND as COLOURS
 from headstart.inference.show.inputs import head_folders, held_out_prompts, taps_to_read
-from headstart.inference.targets.loading import processor_name, slow_format
-from headstart.inference.targets.model import TargetModel, pick_device
-from headstart.inference.targets.tokenizer import Tokenizer, load_tokenizer, text_of
+from headstart.inference.targets.loading import pick_device, processor_name, slow_format
+from headstart.inference.targets.model import TargetModel
+from headstart.inference.targets.tokenizer import load_tokenizer, text_of
 from headstart.recipes import Recipe
-from headstart.recipes.tuned_target import refuse_original_target
+from headstart.recipes.checks import refuse_original_target
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,8 @@ from headstart.inference.targets.architecture import (
     rope_limit,
 )
 from headstart.inference.targets.attention import GROUPED, own_attention_of, use_grouped_attention, with_row_groups
-from headstart.inference.targets.loading import load_config, load_weights, pick_device
+from headstart.inference.targets.loading import load_config, load_weights, no_bars_of_transformers, pick_device
 from headstart.inference.targets.packed_weights import gains_by_packing, pack_weights
-from headstart.inference.targets.quiet import no_bars_of_transformers
 from headstart.inference.targets.ranks import Ranks, load_over_ranks
 from headstart.inference.targets.side_by_side import CannotLieSideBySide, PackedCache, PackedMask, Part, unpacked
 from headstart.inference.targets.slices import Pause, SlicedWork
