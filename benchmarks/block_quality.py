@@ -39,9 +39,8 @@ from headstart.heads.target_config import locate_target
 from headstart.inference.core.request import DecodeStats
 from headstart.inference.core.sampling import sampling_from_recipe
 from headstart.inference.drafters.block import BlockDrafter, head_drafter
-from headstart.inference.drafters.build import load_drafting_head
-from headstart.inference.drafters.costs.cost_aware import growth_from_recipe
-from headstart.inference.drafters.costs.measurement import Bench
+from headstart.inference.drafters.build import growth_from_recipe, load_drafting_head
+from headstart.inference.drafters.cost_measurement import Bench
 from headstart.inference.report.command import machine, recipe_tokenizer, report_prompts
 from headstart.inference.report.questions import Chat, Prompt
 from headstart.inference.report.rounds import Round, numbered_batches, plain_place, run_rounds, seconds_and_tokens
@@ -141,7 +140,7 @@ def compare(recipe: Recipe, methods: list[Method], target: TargetModel, console:
     """Print a table for each temperature."""
     prompts, new_tokens = prompts_of(recipe, target), recipe.decode.max_new_tokens
     for temperature in recipe.report.temperatures:
-        sampling = sampling_from_recipe(recipe.decode, temperature)
+        sampling = sampling_from_recipe(recipe, temperature)
         with Progress(f"temperature {temperature:g}", len(prompts) * len(methods), "texts") as progress:
             rounds = run_rounds(
                 methods,

@@ -23,9 +23,9 @@ from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import DecodeStats
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.block import head_drafter
-from headstart.inference.drafters.build import load_drafting_head
-from headstart.inference.drafters.costs.cost_aware import CostAware, CostAwareShape, growth_from_recipe
-from headstart.inference.drafters.costs.files import cost_table
+from headstart.inference.drafters.build import growth_from_recipe, load_drafting_head
+from headstart.inference.drafters.cost_aware import AdaptiveChain, CostAware
+from headstart.inference.drafters.cost_measurement import cost_table
 from headstart.inference.drafters.growth import Dynamic, Growth
 from headstart.inference.engine.loop import generate
 from headstart.inference.show.inputs import head_folder, held_out_prompts, taps_to_read
@@ -192,7 +192,7 @@ def run(recipe: Recipe) -> None:
     target = TargetModel.load(recipe.target, taps_to_read(recipe))
     head = load_drafting_head(folder, target)
     new_tokens, console = recipe.decode.max_new_tokens, Console()
-    greedy, warm = Sampling(), Sampling(1.0, seed=recipe.decode.seed)
+    greedy, warm = Sampling(), Sampling(1.0, seed=recipe.seed)
 
     def with_head(growth: Growth, sampling: Sampling = greedy) -> Any:
         return ours(target, head_drafter(head, growth), new_tokens, sampling)
@@ -210,7 +210,7 @@ def run(recipe: Recipe) -> None:
     for sampling in (greedy, warm):
         title = f"growth policies, temperature {sampling.temperature:g}"
         sweep = [Row(name_of(growth), with_head(growth, sampling)) for growth in SWEEP]
-        adaptive = Row("adaptive chain", with_head(CostAwareShape.chain(8, cost_table(target, head, 1, 8)), sampling))
+        adaptive = Row("adaptive chain", with_head(AdaptiveChain(8, cost_table(target, head, 1, 8)), sampling))
         cost_aware = Row("cost-aware", with_head(CostAware(8, 4, 32, cost_table(target, head, 4, 32)), sampling))
         rows = [*sweep, adaptive, cost_aware]
         measure(rows, prompts, target, head, title)

@@ -26,8 +26,7 @@ from headstart.common.progress import Progress
 from headstart.inference.core.request import DecodeStats
 from headstart.inference.core.sampling import sampling_from_recipe
 from headstart.inference.drafters.block import head_drafter
-from headstart.inference.drafters.build import load_drafting_head
-from headstart.inference.drafters.costs.cost_aware import growth_from_recipe
+from headstart.inference.drafters.build import growth_from_recipe, load_drafting_head
 from headstart.inference.report.command import machine
 from headstart.inference.report.rounds import Round, numbered_batches, run_rounds
 from headstart.inference.report.runs import Method
@@ -88,7 +87,7 @@ def run(path: str, overrides: list[str], recipe: Recipe, seeds: Sequence[int], s
     methods = [*methods_of(recipe, heads, target)]
     prompts, new_tokens = prompts_of(recipe, target), recipe.decode.max_new_tokens
     for temperature in recipe.report.temperatures:
-        sampling = sampling_from_recipe(recipe.decode, temperature)
+        sampling = sampling_from_recipe(recipe, temperature)
         with Progress(f"temperature {temperature:g}", len(prompts) * len(methods), "texts") as progress:
             after = partial(count_texts, progress)
             batches = numbered_batches(prompts, 1)

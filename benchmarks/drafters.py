@@ -22,12 +22,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from headstart.inference.core.drafter import Drafter
+from headstart.inference.core.drafter import Drafter, VerifiedOnHost
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.lookahead import Lookahead
-from headstart.inference.drafters.lookup import Lookup, PromptLookup
+from headstart.inference.drafters.lookup import Lookup
 from headstart.inference.drafters.model import EarlyExit, ModelDrafter
-from headstart.inference.drafters.trie import GumbelRow, TreeLimits, Trie
+from headstart.inference.drafters.trie import TreeLimits, Trie, TrieDrafter
 from headstart.inference.engine.loop import generate
 from headstart.inference.report.runs import TokenTimes
 from headstart.inference.show.inputs import held_out_prompts
@@ -56,14 +56,15 @@ class Row:
         return (self.tokens - self.first) / (self.calls - self.prompts)
 
 
-class FirstMatch(Lookup):
+class FirstMatch(TrieDrafter):
     """Drafts the tokens after the first occurrence of the longest n-gram, as transformers does."""
 
     def __init__(self, depth: int, ngram: int) -> None:
-        super().__init__(TreeLimits(depth, 1, depth))
+        super().__init__(depth, depth + 1)
         self.ngram = ngram
 
-    def look_up(self, text: list[int], trie: Trie, gumbel: GumbelRow) -> None:
+    def grow(self, trie: Trie, verified: VerifiedOnHost, row: int) -> None:
+        text = verified.texts[row]
         for length in range(min(self.ngram, len(text) - 1), 0, -1):
             for end in range(length, len(text)):
                 if text[end - length : end] == text[-length:]:
@@ -134,9 +135,9 @@ def run(recipe: Recipe) -> None:
         Row("draft model", ours(ModelDrafter(draft, Dynamic.chain(depth), target))),
         Row("transformers, prompt lookup", lookup),
         Row("prompt lookup, first match", ours(FirstMatch(depth, TRANSFORMERS_NGRAM))),
-        Row("prompt lookup", ours(PromptLookup(limits, TRANSFORMERS_NGRAM))),
+        Row("prompt lookup", ours(Lookup(limits, ngram=TRANSFORMERS_NGRAM))),
         Row("draft model, tree", ours(ModelDrafter(draft, tree, target))),
-        Row("prompt lookup, tree", ours(PromptLookup(TreeLimits(depth, tree.width, tree.nodes)))),
+        Row("prompt lookup, tree", ours(Lookup(TreeLimits(depth, tree.width, tree.nodes)))),
         Row("lookahead", ours(Lookahead(recipe.decode.width, depth))),
         Row("early exit at 3/4", ours(EarlyExit(target, max(3 * layers // 4, 1), Dynamic.chain(depth)))),
     ]

@@ -256,7 +256,7 @@ def demo(console: Console, recipe: Recipe) -> None:
         Method("tree", head_drafter(head, Dynamic(depth, recipe.decode.width, recipe.decode.nodes))),
     ]
     for temperature in recipe.report.temperatures:
-        sampling = Sampling(temperature, seed=recipe.decode.seed)
+        sampling = Sampling(temperature, seed=recipe.seed)
         prompts = report_prompts(recipe, recipe_tokenizer(recipe))
         found = compare(methods, target, prompts, recipe.decode.max_new_tokens, sampling, 1)
         console.print(short_table(found))

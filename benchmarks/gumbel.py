@@ -74,6 +74,7 @@ class Writer:
     head: DraftHead
     prompts: list[list[int]]
     decode: DecodeSection
+    seed: int
     progress: Progress
 
     def texts(
@@ -82,7 +83,7 @@ class Writer:
         """The texts of all prompts with their first seed, then with their second, and so on."""
         found: list[Generation] = []
         for turn in range(seeds):
-            first = self.decode.seed + SPACING * turn
+            first = self.seed + SPACING * turn
             requests = [
                 Request(prompt, self.decode.max_new_tokens, Sampling(temperature, seed=first + number))
                 for number, prompt in enumerate(self.prompts)
@@ -137,7 +138,7 @@ def run(recipe: Recipe, seeds: int) -> None:
     for column in COLUMNS:
         table.add_column(column, justify="left" if column == "tree" else "right")
     with Progress("texts", num_sets * len(tokens), "texts") as progress:
-        writer = Writer(target, head, tokens, decode, progress)
+        writer = Writer(target, head, tokens, decode, recipe.seed, progress)
         greedy = {name_of(tree): writer.texts(tree, 0.0) for tree in (own, *others)}
         for tree, temperature in cases:
             table.add_row(name_of(tree), *figures(writer, tree, temperature, seeds, greedy[name_of(tree)]))

@@ -72,7 +72,7 @@ def check(recipe: Recipe) -> None:
     console, found = Console(), list[Checked]()
     num_texts = sum(1 + len(prompt.later) for prompt in prompts)
     for temperature in recipe.report.temperatures:
-        sampling = replace(sampling_from_recipe(recipe.decode, temperature), rule="seeded")
+        sampling = replace(sampling_from_recipe(recipe, temperature), rule="seeded")
         methods = methods_at(recipe, target, temperature)
         with Progress(f"temperature {temperature:g}", num_texts * len(methods), "texts") as progress:
             rounds = run_rounds(

@@ -26,8 +26,7 @@ from headstart.inference.calibrate import fit_calibration, score_text
 from headstart.inference.core.request import DecodeStats, Request
 from headstart.inference.core.sampling import sampling_from_recipe
 from headstart.inference.drafters.block import head_drafter
-from headstart.inference.drafters.build import load_drafting_head
-from headstart.inference.drafters.costs.cost_aware import searched_tree
+from headstart.inference.drafters.build import load_drafting_head, searched_tree
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.show.inputs import held_out_prompts
@@ -183,7 +182,7 @@ def length_meter(recipe: Recipe, target: TargetModel, temperature: float) -> Acc
 
 def requests(recipe: Recipe, temperature: float) -> list[Request]:
     """The report's prompts that were not calibrated on."""
-    sampling = sampling_from_recipe(recipe.decode, temperature)
+    sampling = sampling_from_recipe(recipe, temperature)
     prompts = held_out_prompts(recipe)[CALIBRATION:]
     return [Request(prompt, recipe.decode.max_new_tokens, sampling) for prompt in prompts]
 

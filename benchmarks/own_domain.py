@@ -32,8 +32,7 @@ from headstart.common.progress import Progress
 from headstart.inference.core.request import DecodeStats
 from headstart.inference.core.sampling import sampling_from_recipe
 from headstart.inference.drafters.block import head_drafter
-from headstart.inference.drafters.build import load_drafting_head
-from headstart.inference.drafters.costs.cost_aware import growth_from_recipe
+from headstart.inference.drafters.build import growth_from_recipe, load_drafting_head
 from headstart.inference.report.command import machine
 from headstart.inference.report.questions import Prompt
 from headstart.inference.report.rounds import Round, numbered_batches, run_rounds
@@ -140,7 +139,7 @@ def run(path: str, overrides: list[str], recipe: Recipe, given: argparse.Namespa
     table = Table("prompts", "temperature", "before", "after", "after over before", "95 % interval")
     for name, prompts in sets.items():
         for temperature in recipe.report.temperatures:
-            sampling = sampling_from_recipe(recipe.decode, temperature)
+            sampling = sampling_from_recipe(recipe, temperature)
             with Progress(f"{name}, temperature {temperature:g}", len(prompts) * 2, "texts") as progress:
                 after = partial(count_texts, progress)
                 batches, most = numbered_batches(prompts, 1), recipe.decode.max_new_tokens

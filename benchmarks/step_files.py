@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from headstart.inference.core.request import Request
-from headstart.inference.drafters.costs.files import cost_table
+from headstart.inference.drafters.cost_measurement import cost_table
 from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.engine.step import DecodeStep

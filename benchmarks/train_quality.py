@@ -36,7 +36,7 @@ from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.inference.core.request import DecodeStats
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.block import head_drafter
-from headstart.inference.drafters.costs.cost_aware import growth_from_recipe
+from headstart.inference.drafters.build import growth_from_recipe
 from headstart.inference.engine.loop import generate
 from headstart.inference.report.command import machine
 from headstart.inference.show.inputs import held_out_prompts
@@ -131,7 +131,7 @@ def acceptance_length(
     """Mean tokens per target step over all prompts, drafting a chain or the recipe's tree."""
     decode = recipe.decode.model_copy(update={"growth": "chain"}) if growth == "chain" else recipe.decode
     drafter = head_drafter(head, growth_from_recipe(decode, target, head))
-    sampling = Sampling(temperature, seed=decode.seed)
+    sampling = Sampling(temperature, seed=recipe.seed)
     texts = (generate(target, prompt, decode.max_new_tokens, sampling, drafter) for prompt in prompts)
     return DecodeStats.sum_of(text.stats for text in texts).acceptance_length
 

@@ -23,7 +23,7 @@ from headstart.data_pipelines.prompts.prompts import ROW_REPORT, describe_prompt
 from headstart.data_pipelines.prompts.responses import Text
 from headstart.data_pipelines.stages.stage import Json, Stage
 from headstart.heads.target_config import locate_target
-from headstart.inference.drafters.other_tokenizer import Tokenizer
+from headstart.inference.drafters.model import Tokenizer
 from headstart.inference.targets.tokenizer import load_tokenizer
 from headstart.recipes import Recipe, run_command
 

@@ -15,7 +15,7 @@ from headstart.data_pipelines.prompts.self_written.template import UserTemplate
 from headstart.data_pipelines.stages.stage import Stage
 from headstart.heads.checkpoint import load_taps
 from headstart.heads.target_config import SAFE_FILES, TargetConfig, locate_target
-from headstart.inference.drafters.other_tokenizer import Tokenizer
+from headstart.inference.drafters.model import Tokenizer
 from headstart.inference.targets.loading import pick_device
 from headstart.inference.targets.tokenizer import load_tokenizer
 from headstart.recipes import Recipe

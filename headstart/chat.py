@@ -27,7 +27,7 @@ from rich.console import Console
 from headstart.common.errors import STARTS_OVER, errors_as_messages
 from headstart.heads.target_config import locate_target
 from headstart.inference.chat.session import Chat, converse
-from headstart.inference.core.sampling import sampling_from_recipe
+from headstart.inference.core.sampling import Sampling
 from headstart.inference.generate.model import SpeculativeModel
 from headstart.inference.generate.options import require_head
 from headstart.inference.targets.loading import fast_dtype, pick_device
@@ -54,7 +54,7 @@ def talk(options: ChatOptions) -> None:
     console = Console(highlight=False, color_system=None if piped else "auto")
     require_head(options.head, options.recipe)
     section = target_section(options)
-    sampling = sampling_from_recipe(options.decode, options.temperature)
+    sampling = Sampling(options.temperature, seed=options.seed, rule=options.decode.acceptance)
     fields = section.model_dump(exclude={"path"})
     model = SpeculativeModel.from_folders(section.path, options.head, options.decode, **fields)
     tokenizer = load_tokenizer(locate_target(section.path, section.revision), section.trust_remote_code)

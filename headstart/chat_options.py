@@ -23,6 +23,7 @@ class ChatOptions:
     recipe: Recipe | None  # its target section has all fields of the target
     dtype: str
     temperature: float
+    seed: int
     max_new_tokens: int
     prompt: str | None  # the only question; None: questions are read from standard input
 
@@ -48,19 +49,17 @@ def chat_options(doc: str | None, argv: Sequence[str] | None = None) -> ChatOpti
         help="number format of the target; auto, the default, is bfloat16 where this machine computes in it",
     )
     parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
-    parser.add_argument("--seed", type=int, help="seed of the random numbers (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random numbers (default: 0)")
     parser.add_argument("--max-new-tokens", type=int, help="longest answer (default: 512)")
     parser.add_argument("--prompt", help="answer this question and exit")
     given = parser.parse_args(argv)
     recipe = None if given.recipe is None else read_recipe(parser, given)
     decode, head = (recipe.decode, head_of(recipe)) if recipe is not None else own_drafts(given)
-    if given.seed is not None:
-        decode = decode.model_copy(update={"seed": given.seed})
     longest = decode.max_new_tokens if given.max_new_tokens is None else given.max_new_tokens
     if longest < 1:
         parser.error(f"--max-new-tokens: {longest} given, 1 or more is allowed; raise it")
     return ChatOptions(
-        given.target, head, decode, recipe, given.dtype or "auto", given.temperature, longest, given.prompt
+        given.target, head, decode, recipe, given.dtype or "auto", given.temperature, given.seed, longest, given.prompt
     )
 
 

@@ -3,6 +3,7 @@
 REMOVED: dict[str, str] = {
     "decode.ngram": "remove it: prompt_lookup and suffix search for up to 3 tokens",
     "decode.paths": "remove it, and write growth: searched for a tree of one shape, which headstart calibrate fits",
+    "decode.seed": "remove it: the report samples with the recipe's seed, and requests carry their own",
     "decode.typical_delta": "remove it: acceptance is seeded or rejection, and both keep the target's distribution",
     "decode.typical_epsilon": "remove it: acceptance is seeded or rejection, and both keep the target's distribution",
     "export.folder": "remove it: an export goes to RUN_DIR/export/FORMAT, which may then be moved",

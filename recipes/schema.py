@@ -641,23 +641,8 @@ class DecodeSection(Section):
         description="Acceptance rule when sampling. seeded: exactly the text of plain decoding with this seed; "
         "rejection: the same distribution, by rejection sampling.",
     )
-    top_k: int | None = Field(default=None, gt=0, description="Sample from this many likeliest tokens; null is all.")
-    top_p: float = Field(
-        default=1.0, gt=0, le=1, description="Sample from the likeliest tokens with this total probability."
-    )
-    min_p: float = Field(default=0.0, ge=0, le=1, description="Drop tokens below this share of the top probability.")
-    repetition_penalty: float = Field(
-        default=1.0, gt=0, description="Above 1, makes tokens of the prompt and output less likely; 1 is no penalty."
-    )
-    presence_penalty: float = Field(default=0.0, description="Subtracted once from the logit of a token in the output.")
-    frequency_penalty: float = Field(
-        default=0.0, description="Subtracted from a token's logit for each time it is in the output."
-    )
     max_new_tokens: int = Field(default=512, gt=0, description="Longest output, in tokens.")
     max_batch: int = Field(default=16, gt=0, description="Sequences decoded together in one batch.")
-    seed: int = Field(
-        default=0, ge=0, lt=2**63, description="Seed of the Gumbel noise; the same seed samples the same text."
-    )
 
     @model_validator(mode="after")
     def fields_agree(self) -> "DecodeSection":
@@ -796,7 +781,10 @@ class Recipe(Section):
 
     run_dir: HomePath = Field(description="Folder for everything that the run writes.")
     seed: int = Field(
-        default=0, ge=0, lt=2**31, description="Seed of the prompts, responses, initial weights and batch order."
+        default=0,
+        ge=0,
+        lt=2**31,
+        description="Seed of the prompts, responses, initial weights, batch order and sampled texts.",
     )
     target: TargetSection
     data: DataSection

@@ -14,11 +14,11 @@ from headstart.inference.core.drafter import Drafter, Verified, VerifiedOnHost
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import History
 from headstart.inference.core.tree import Tree
-from headstart.inference.drafters.costs.cost_aware import CostAware, CostAwareShape
-from headstart.inference.drafters.costs.costs import NODES, CostSurface, CostTable, Situation, StepCosts
+from headstart.inference.drafters.cost_aware import AdaptiveChain, CostAware
+from headstart.inference.drafters.costs import NODES, CostSurface, CostTable, Situation, StepCosts
 from headstart.inference.drafters.growth import Dynamic, Fixed
 from headstart.inference.drafters.head import HeadDrafter
-from headstart.inference.drafters.repeats import Repeats
+from headstart.inference.drafters.lookup import Repeats
 from headstart.inference.engine.loop import loop_of
 from headstart.inference.targets.model import TargetModel
 
@@ -287,7 +287,7 @@ DRAFTERS: dict[str, Callable[[Texts], Drafter]] = {
         HalfRightHead(texts.target, *texts.whole), CostAware(5, 4, 20, SetCosts()), Repeats(6)
     ),
     "half right head, adaptive": lambda texts: HeadDrafter(
-        HalfRightHead(texts.target, *texts.whole), CostAwareShape.chain(6, SetCosts())
+        HalfRightHead(texts.target, *texts.whole), AdaptiveChain(6, SetCosts())
     ),
     "oracle": lambda texts: Oracle(*texts.whole),
     "moody oracle": lambda texts: Moody(*texts.whole),

@@ -23,7 +23,6 @@ import headstart
 from headstart.heads.checkpoint import load_head_for, save_head
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.frozen import FrozenTarget
-from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.engine.loop import DecodeLoop
@@ -550,12 +549,8 @@ def test_the_parts_of_a_model_are_checked(
         (lambda: DecodeLoop(target, memory=0), Says("memory", "0 bytes", "are allowed", "lower it")),
         (lambda: DecodeLoop(target, prefix_memory=-1), Says("prefix_memory", "-1 bytes", "1 or more", "leave it out")),
         (
-            lambda: SpeculativeModel(target, sampling={"seed": 1}),  # type: ignore[arg-type]
-            Says("sampling", "{'seed': 1}", "a Sampling", "Sampling(seed=1)"),
-        ),
-        (
-            lambda: SpeculativeModel(target, sampling=Sampling(0.7)),
-            Says("sampling", "0.7", "only seed", "with each call of generate"),
+            lambda: SpeculativeModel(target, rule="typical"),  # type: ignore[arg-type]
+            Says("rule", "typical", "one of seeded, rejection", "leave it out"),
         ),
         (
             lambda: SpeculativeModel(untapped, model.drafter).generate(IDS, max_new_tokens=2),

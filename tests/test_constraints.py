@@ -28,9 +28,8 @@ from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.drafters.lookahead import Lookahead
-from headstart.inference.drafters.lookup import CorpusLookup, PromptLookup
+from headstart.inference.drafters.lookup import Lookup, SuffixAutomaton
 from headstart.inference.drafters.model import EarlyExit
-from headstart.inference.drafters.suffix_automaton import SuffixAutomaton
 from headstart.inference.drafters.trie import TreeLimits
 from headstart.inference.engine.loop import DecodeLoop, generate_batch
 from headstart.inference.serve.constraints.grammar import Grammar, Grammars
@@ -111,8 +110,8 @@ def test_constrained_texts_are_valid_and_the_same_with_drafts(
         "head": HeadDrafter(head_of(target), GROWTH),
         "head of 40 tokens": HeadDrafter(head_of(target, vocab), GROWTH),
         "early exit": EarlyExit(target, 4, GROWTH),
-        "prompt lookup": PromptLookup(LIMITS),
-        "corpus lookup": CorpusLookup(LIMITS, SuffixAutomaton([build_tokenizer()(WRITTEN)["input_ids"]])),
+        "prompt lookup": Lookup(LIMITS),
+        "corpus lookup": Lookup(LIMITS, SuffixAutomaton([build_tokenizer()(WRITTEN)["input_ids"]])),
         "lookahead": Lookahead(3, 3),
     }
     plain = generate_batch(target, requests, None, 4, static)
@@ -154,7 +153,7 @@ def test_the_only_way_on_is_drafted_and_accepted(target: TargetModel, grammars: 
         "head": HeadDrafter(head_of(target), Dynamic.chain(4)),
         "head without these tokens": HeadDrafter(head_of(target, others), Dynamic.chain(4)),
         "block head without these tokens": head_drafter(block_head.requires_grad_(False), Dynamic.chain(4)),
-        "lookup": PromptLookup(TreeLimits(depth=4, width=3, nodes=12)),
+        "lookup": Lookup(TreeLimits(depth=4, width=3, nodes=12)),
     }
     request = Request([5, 6], 40, constraint=grammars.regex("9876543210" * 3), end_tokens=(0,))
     found = generate_batch(target, [request], drafters[name])[0]
@@ -188,7 +187,7 @@ def test_lookup_proposes_nothing_that_the_grammar_refuses(target: TargetModel, g
     before = [x, nine, a, a, x, nine, eight, seven, x]
     free = verified(target, Sampling(), (0, len(before) - 1), texts=[before])
     constrained = replace(free, constraints=[grammars.regex("[0-9]{2}-[a-z]+").start()])
-    lookup, cache = PromptLookup(LIMITS, 2), KVCache.allocate((1, 1, 1), None, 1)
+    lookup, cache = Lookup(LIMITS, ngram=2), KVCache.allocate((1, 1, 1), None, 1)
     assert paths(lookup.draft(free, cache))[0] >= {(nine, a), (nine, eight, seven)}
     assert paths(lookup.draft(constrained, cache))[0] == {(nine,), (nine, eight), (nine, eight, dash)}
 

@@ -16,12 +16,11 @@ import torch
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.drafters.costs import files as cost_files
-from headstart.inference.drafters.costs import measurement as cost_measurement
-from headstart.inference.drafters.costs.cost_aware import CostAware, CostAwareShape, growth_from_recipe
-from headstart.inference.drafters.costs.costs import NODES, WINDOW, CostSurface, CostTable, Situation
-from headstart.inference.drafters.costs.files import cost_table
-from headstart.inference.drafters.costs.measurement import NEEDED, surface_from, time_works
+from headstart.inference.drafters import cost_measurement
+from headstart.inference.drafters.build import growth_from_recipe
+from headstart.inference.drafters.cost_aware import CostAware, CostAwareShape
+from headstart.inference.drafters.cost_measurement import NEEDED, cost_table, surface_from, time_works
+from headstart.inference.drafters.costs import NODES, WINDOW, CostSurface, CostTable, Situation
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.engine.loop import generate, loop_of
 from headstart.inference.targets.model import TargetModel
@@ -62,7 +61,7 @@ def test_no_request_measures_and_every_request_is_observed(
 ) -> None:
     target, head = fresh(), make_head()
     built = list(growths(target, head))
-    monkeypatch.setattr(cost_files, "measure_costs", refuse)
+    monkeypatch.setattr(cost_measurement, "measure_costs", refuse)
     for growth in built:
         for sampling in (Sampling(), Sampling(1.0, seed=3)):
             plain = generate(target, PROMPT, NEW_TOKENS, sampling)
@@ -77,7 +76,7 @@ def test_costs_on_disk_are_read_and_not_measured_again(
 ) -> None:
     measured = cost_table(fresh(), make_head(), width=2, nodes=6)
     assert len(list(folder.iterdir())) == 1
-    monkeypatch.setattr(cost_files, "measure_costs", refuse)
+    monkeypatch.setattr(cost_measurement, "measure_costs", refuse)
     assert cost_table(fresh(), make_head(seed=2), width=2, nodes=6).surface == measured.surface
     for other in ({"width": 3, "nodes": 6}, {"width": 2, "nodes": 7}, {"width": 2, "nodes": 6, "batch": 4}):
         with pytest.raises(AssertionError, match="measured"):
@@ -110,7 +109,7 @@ def test_observed_steps_are_kept_on_disk(
         table.observe_target(AT, 4, 100 * before[2])
     del table
     gc.collect()
-    monkeypatch.setattr(cost_files, "measure_costs", refuse)
+    monkeypatch.setattr(cost_measurement, "measure_costs", refuse)
     assert cost_table(fresh(), make_head(), width=2, nodes=6).now(AT).target[2] > 5 * before[2]
 
 
@@ -280,8 +279,7 @@ def test_captured_steps_are_measured_and_observed_too(
     folder: Path, fresh: Callable[[], TargetModel], make_head: MakeHead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a CPU the functions that CUDA would capture run as they are."""
-    for module in (cost_files, cost_measurement):
-        monkeypatch.setattr(module, "is_captured", lambda target: True)
+    monkeypatch.setattr(cost_measurement, "is_captured", lambda target: True)
     target, head = fresh(), make_head()
     for growth in growths(target, head):
         assert growth.watch.costs.captured

@@ -16,7 +16,7 @@ from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.drafter import Drafter, NoDrafter
 from headstart.inference.core.request import DecodeStats, Generation, Request
 from headstart.inference.core.sampling import BatchSampling, History, Sampling
-from headstart.inference.drafters.costs.cost_aware import growth_from_recipe
+from headstart.inference.drafters.build import growth_from_recipe
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.engine.loop import DecodeLoop, generate, generate_batch, loop_of

@@ -22,10 +22,8 @@ from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.drafters.build import build_drafter
 from headstart.inference.drafters.growth import Dynamic, Fixed
 from headstart.inference.drafters.lookahead import Lookahead, NGramPool
-from headstart.inference.drafters.lookup import Continuations, CorpusLookup, PromptLookup
-from headstart.inference.drafters.model import EarlyExit, ModelDrafter
-from headstart.inference.drafters.other_tokenizer import OtherTokenizerDrafter
-from headstart.inference.drafters.suffix_automaton import SuffixAutomaton
+from headstart.inference.drafters.lookup import Continuations, Lookup, SuffixAutomaton
+from headstart.inference.drafters.model import EarlyExit, ModelDrafter, OtherTokenizerDrafter
 from headstart.inference.drafters.trie import TreeLimits, Trie
 from headstart.inference.engine.loop import generate, generate_batch
 from headstart.inference.targets.model import TargetModel
@@ -99,8 +97,8 @@ def drafters(target: TargetModel, draft: TargetModel, corpus: Sequence[list[int]
         "draft model, fixed tree": ModelDrafter(draft, BUSHY, target),
         "early exit": EarlyExit(target, layers - 1, Dynamic.chain(3)),
         "early exit, tree": EarlyExit(target, layers - 1, Dynamic(3, 3, 9)),
-        "prompt lookup": PromptLookup(LIMITS),
-        "corpus lookup": CorpusLookup(LIMITS, automaton),
+        "prompt lookup": Lookup(LIMITS),
+        "corpus lookup": Lookup(LIMITS, automaton),
         "lookahead": Lookahead(3, 3),
         "other tokenizer": OtherTokenizerDrafter(draft, Letters(1), Letters(1), 4),
     }
@@ -244,25 +242,25 @@ def test_a_draft_model_reads_its_root_where_the_cache_has_moved_it(
             assert (stats.steps, stats.accepted_at_depth[:4]) == (12, always), (page, static)
 
 
-def drafted_paths(drafter: PromptLookup | CorpusLookup, text: list[int], remaining: int = 99) -> set[tuple[int, ...]]:
+def drafted_paths(drafter: Lookup, text: list[int], remaining: int = 99) -> set[tuple[int, ...]]:
     """The paths that a lookup drafts after a greedy text."""
     return paths(drafter.draft(verified_text(text, remaining), NO_CACHE))[0]
 
 
 def test_prompt_lookup_follows_the_longest_ngram_and_prefers_the_latest() -> None:
     text = [1, 2, 3, 9, 9, 7, 2, 3, 5, 8, 2, 3, 4, 1, 2, 3]
-    chain = PromptLookup(TreeLimits(3, 1, 3), 3)
+    chain = Lookup(TreeLimits(3, 1, ngram=3), 3)
     assert drafted_paths(chain, text) == {(9,), (9, 9), (9, 9, 7)}  # 1 2 3 occurred once before
-    bigrams = PromptLookup(TreeLimits(3, 1, 3), 2)
+    bigrams = Lookup(TreeLimits(3, 1, ngram=3), 2)
     assert drafted_paths(bigrams, text) == {(4,), (4, 1), (4, 1, 2)}  # 2 3 occurred three times before
-    wide = drafted_paths(PromptLookup(TreeLimits(2, 3, 6), 2), text)
+    wide = drafted_paths(Lookup(TreeLimits(2, 3, ngram=6), 2), text)
     assert wide == {(4,), (5,), (9,), (4, 1), (5, 8), (9, 9)}
     assert drafted_paths(chain, text, remaining=1) == {(9,)}
     assert drafted_paths(chain, [1, 2, 3]) == set()
 
 
 def test_prompt_lookup_continues_a_repetition_beyond_the_end_of_the_text() -> None:
-    assert drafted_paths(PromptLookup(TreeLimits(5, 1, 5), 2), [3, 1, 2, 1, 2]) == {
+    assert drafted_paths(Lookup(TreeLimits(5, 1, ngram=5), 2), [3, 1, 2, 1, 2]) == {
         (1, 2, 1, 2, 1)[:n] for n in range(1, 6)
     }
 
@@ -304,7 +302,7 @@ def ends_of(corpus: list[list[int]], wanted: list[int]) -> list[tuple[list[int],
 def test_a_lookup_ranks_siblings_by_the_targets_gumbel_noise() -> None:
     """Gumbel noise decides among tokens that followed equally often, as it will decide the target's choice."""
     automaton = SuffixAutomaton([[1, token] for token in range(10, 90)])
-    drafter, first = CorpusLookup(TreeLimits(1, 1, 1), automaton), set()
+    drafter, first = Lookup(TreeLimits(1, 1, 1), automaton), set()
     for seed in range(8):
         verified = verified_text([5, 1], 99, Sampling(1.0, seed=seed))
         gumbel = verified.sampling.gumbel(torch.tensor([[2]]), torch.arange(10, 90))[0, 0]
@@ -320,7 +318,7 @@ def test_a_lookup_keeps_the_most_probable_nodes() -> None:
           \\- 3 (.1) - 5 (.1)
     """
     automaton = SuffixAutomaton([[1, 2, 4]] * 9 + [[1, 3, 5]])
-    drafted = [drafted_paths(CorpusLookup(TreeLimits(2, 2, nodes), automaton), [7, 1]) for nodes in (1, 2, 3, 4)]
+    drafted = [drafted_paths(Lookup(TreeLimits(2, 2, nodes), automaton), [7, 1]) for nodes in (1, 2, 3, 4)]
     assert drafted == [{(2,)}, {(2,), (2, 4)}, {(2,), (2, 4), (3,)}, {(2,), (2, 4), (3,), (3, 5)}]
 
 

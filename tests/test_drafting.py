@@ -14,7 +14,7 @@ from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.cache import Move
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.drafters.costs.cost_aware import growth_from_recipe
+from headstart.inference.drafters.build import growth_from_recipe
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.targets.model import TargetModel

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable
 from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -30,7 +31,7 @@ from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.engine.loop import generate
 from headstart.inference.generate.model import SpeculativeModel, SpeculativeOutput
-from headstart.inference.generate.settings import DEFAULTS, IGNORED, SUPPORTED, read_settings, with_settings
+from headstart.inference.generate.settings import DEFAULTS, IGNORED, SUPPORTED, read_sampling, read_settings
 from headstart.inference.targets.model import TargetModel
 
 INF, PAD, NEW = float("inf"), 96, 10
@@ -228,14 +229,6 @@ def test_end_tokens_outside_the_vocabulary_are_ignored(target: TargetModel) -> N
     assert torch.equal(found, written_by(SpeculativeModel(target), **fields, eos_token_id=5))
 
 
-def test_none_switches_off_a_penalty_of_the_model(target: TargetModel) -> None:
-    model = SpeculativeModel(target, sampling=Sampling(presence_penalty=2.0, frequency_penalty=2.0))
-    fields: dict[str, Any] = {**BATCH, "max_new_tokens": NEW}
-    plain, off = written_by(SpeculativeModel(target), **fields), {"presence_penalty": None, "frequency_penalty": None}
-    assert not torch.equal(written_by(model, **fields), plain)
-    assert torch.equal(written_by(model, **fields, **off), plain)
-
-
 # The defaults are those of transformers: with do_sample, top_k is 50.
 MEANINGS: list[tuple[dict[str, Any], Sampling]] = [
     ({}, Sampling()),
@@ -254,8 +247,8 @@ MEANINGS: list[tuple[dict[str, Any], Sampling]] = [
 
 @pytest.mark.parametrize(("fields", "meant"), MEANINGS, ids=[", ".join(fields) for fields, _ in MEANINGS])
 def test_fields_mean_what_they_mean_in_transformers(fields: dict[str, Any], meant: Sampling, theirs: Any) -> None:
-    assert with_settings(Sampling(), read_settings(None, fields)) == meant
-    assert with_settings(Sampling(), read_settings(GenerationConfig(**fields), {})) == meant
+    assert read_sampling(read_settings(None, fields)) == meant
+    assert read_sampling(read_settings(GenerationConfig(**fields), {})) == meant
     if meant.temperature == 0:
         return
     found = theirs.generate(
@@ -271,7 +264,7 @@ def test_none_switches_off_in_the_call_and_keeps_the_default_in_a_configuration(
         (GenerationConfig(do_sample=True, top_k=7), {"top_k": None}, None),
         (GenerationConfig(do_sample=True), {"top_k": None, "temperature": None, "top_p": None}, None),
     ):
-        assert with_settings(Sampling(), read_settings(config, overrides)) == Sampling(1.0, top_k=top_k)
+        assert read_sampling(read_settings(config, overrides)) == Sampling(1.0, top_k=top_k)
         details = {"max_new_tokens": 1, "return_dict_in_generate": True, "output_scores": True}
         found = theirs.generate(**ALONE, generation_config=config, **details, **overrides)
         assert int(found.scores[0].isfinite().sum()) == (top_k or 97)
@@ -280,11 +273,9 @@ def test_none_switches_off_in_the_call_and_keeps_the_default_in_a_configuration(
 def test_fields_that_transformers_lacks_are_read() -> None:
     own = {"presence_penalty": 0.5, "frequency_penalty": 0.25, "logit_bias": {3: 1.5, 4: -INF}}
     meant = Sampling(presence_penalty=0.5, frequency_penalty=0.25, logit_bias=((3, 1.5), (4, -INF)))
-    assert with_settings(Sampling(), read_settings(None, own)) == meant
-    base = Sampling(seed=9, rule="rejection", presence_penalty=1.0)
-    assert with_settings(base, read_settings(None, {"do_sample": True})) == Sampling(
-        1.0, 50, seed=9, rule="rejection", presence_penalty=1.0
-    )
+    assert read_sampling(read_settings(None, own)) == meant
+    found = read_sampling(read_settings(None, {"do_sample": True}), "rejection")
+    assert found == Sampling(1.0, 50, rule="rejection")
 
 
 def test_sampled_text_depends_only_on_prompt_and_seed(target: TargetModel, model: SpeculativeModel) -> None:
@@ -296,9 +287,9 @@ def test_sampled_text_depends_only_on_prompt_and_seed(target: TargetModel, model
         return written_by(own, **BATCH, **fields, **more)[:, width:].tolist()
 
     def alone(prompt: list[int], seed: int) -> list[int]:
-        return generate(target, prompt, NEW, with_settings(Sampling(seed=seed), read_settings(None, fields))).tokens
+        return generate(target, prompt, NEW, replace(read_sampling(read_settings(None, fields)), seed=seed)).tokens
 
-    assert with_settings(Sampling(), read_settings(None, fields)) == sampling
+    assert read_sampling(read_settings(None, fields)) == sampling
     wanted = {(row, seed): alone(prompt, seed) for row, prompt in enumerate(PROMPTS) for seed in range(4)}
     for own in (model, SpeculativeModel(target, max_batch=2)):
         assert written(own) == [wanted[row, 0] for row in range(3)]
@@ -464,15 +455,6 @@ def test_sampling_fields_of_a_configuration_are_ignored_when_the_call_is_greedy(
     config = GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9, top_k=20, max_new_tokens=NEW)
     found = written_by(model, **BATCH, generation_config=config, do_sample=False)
     assert torch.equal(found, theirs.generate(**BATCH, max_new_tokens=NEW))
-
-
-def test_the_model_sets_only_sampling_fields_that_configurations_lack(target: TargetModel) -> None:
-    message = r"sampling: .* given, only seed, rule, .* are allowed; pass all other fields with each call"
-    with pytest.raises(ValueError, match=message):
-        SpeculativeModel(target, sampling=Sampling(0.7))
-    fields: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": True}
-    seeded = written_by(SpeculativeModel(target, sampling=Sampling(seed=4)), **BATCH, **fields)
-    assert torch.equal(seeded, written_by(SpeculativeModel(target), **BATCH, **fields, seed=4))
 
 
 def test_from_folders_is_ready_to_use(target_folder: Path, head: Eagle3Head, theirs: Any, tmp_path: Path) -> None:

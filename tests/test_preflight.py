@@ -294,14 +294,6 @@ REPORT: list[Case] = [
     ("a device that is not there", ["target.device=cuda:3"], "target.device", "'cuda:3' given", "auto, cpu", "choose"),
     ("a tree above the memory", ["decode.nodes=1000000"], "decode.nodes", "1000000 given", "is allowed here", "lower"),
     (
-        "a penalty that transformers lacks",
-        ["report.baselines=[plain, generate]", "decode.presence_penalty=0.5"],
-        "decode.presence_penalty",
-        "0.5 given",
-        "nothing but 0",
-        "leave it out",
-    ),
-    (
         "no questions",
         ["report.prompts=/gone.jsonl"],
         "report.prompts",

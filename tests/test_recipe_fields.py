@@ -12,30 +12,19 @@ import wandb
 from tiny_run import tiny_recipe
 
 from headstart.data_pipelines.features.shards import FeatureStore
-from headstart.inference.core.sampling import sampling_from_recipe
+from headstart.inference.core.sampling import Sampling, sampling_from_recipe
 from headstart.inference.report.command import report
 from headstart.inference.targets.attention import GROUPED
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
-from headstart.recipes.schema import DecodeSection
 from headstart.trainers.run import run
 from headstart.trainers.sample_order import SampleOrder
 from headstart.trainers.tracking import Tracker
 
 
-def test_every_sampling_field_of_a_recipe_is_used_in_decoding() -> None:
-    fields: dict[str, Any] = {
-        "top_k": 7,
-        "top_p": 0.9,
-        "min_p": 0.02,
-        "repetition_penalty": 1.2,
-        "presence_penalty": 0.3,
-        "frequency_penalty": 0.4,
-        "seed": 11,
-    }
-    sampling = sampling_from_recipe(DecodeSection(acceptance="rejection", growth="chain", **fields), temperature=0.6)
-    assert {name: vars(sampling)[name] for name in fields} == fields
-    assert (sampling.temperature, sampling.rule) == (0.6, "rejection")
+def test_evaluations_sample_with_the_recipes_seed_and_acceptance_rule(harvested: Path) -> None:
+    recipe = tiny_recipe(harvested, "seed=11", "decode.growth=chain", "decode.acceptance=rejection")
+    assert sampling_from_recipe(recipe, 0.6) == Sampling(0.6, seed=11, rule="rejection")
 
 
 def test_the_target_is_loaded_with_the_recipes_attention_and_compilation(harvested: Path) -> None:

@@ -12,11 +12,11 @@ from headstart.heads.eagle3 import Eagle3Head
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.core.tree import Tree
-from headstart.inference.drafters.costs.cost_aware import CostAware
-from headstart.inference.drafters.costs.costs import Situation
+from headstart.inference.drafters.cost_aware import CostAware
+from headstart.inference.drafters.costs import Situation
 from headstart.inference.drafters.growth import Dynamic, Fixed
 from headstart.inference.drafters.head import HeadDrafter
-from headstart.inference.drafters.repeats import DEPTH, PRIOR, RATES, Repeats
+from headstart.inference.drafters.lookup import DEPTH, PRIOR, RATES, Repeats
 from headstart.inference.engine.loop import generate, generate_batch
 from headstart.inference.targets.model import TargetModel
 

@@ -21,7 +21,7 @@ from transformers import (
 
 from headstart.inference.core import sampling as module
 from headstart.inference.core.gumbel import gumbel_noise
-from headstart.inference.core.sampling import BatchSampling, History, Sampling
+from headstart.inference.core.sampling import BatchSampling, History, Sampling, check_bias
 from headstart.inference.core.tree import ancestor_mask
 
 # The 99.9 % quantile of the chi-square distribution, by degrees of freedom.
@@ -166,7 +166,7 @@ def test_an_unknown_acceptance_rule_is_refused() -> None:
 
 def test_a_bias_outside_the_vocabulary_is_refused() -> None:
     with pytest.raises(ValueError, match="logit_bias: token 97 given, 0 to 96 is allowed"):
-        alone(Sampling(logit_bias=((97, 1.0),))).warp(torch.zeros(1, 1, 97))
+        check_bias(((97, 1.0),), 97)
 
 
 def test_a_batch_has_one_acceptance_rule() -> None:

@@ -15,7 +15,7 @@ from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import Accepted
-from headstart.inference.drafters.costs.costs import Situation
+from headstart.inference.drafters.costs import Situation
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.engine.loop import DecodeLoop, generate

@@ -14,7 +14,7 @@ from headstart.inference.calibrate import fit_calibration
 from headstart.inference.core.request import DecodeStats, Request
 from headstart.inference.core.sampling import sampling_from_recipe
 from headstart.inference.drafters.block import head_drafter
-from headstart.inference.drafters.costs.cost_aware import growth_from_recipe
+from headstart.inference.drafters.build import growth_from_recipe
 from headstart.inference.engine.checks import check_length
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.targets.cuda_graph import SpareSteps
@@ -46,7 +46,7 @@ class HeldOutDecoding:
 
     def decode(self, temperature: float) -> DecodeStats:
         """Decode the prompts as the recipe says; returns the statistics of all of them."""
-        sampling = sampling_from_recipe(self.recipe.decode, temperature)
+        sampling = sampling_from_recipe(self.recipe, temperature)
         requests = [Request(prompt, self.new_tokens, sampling) for prompt in self.prompts()]
         most = self.recipe.decode.max_batch
         growth = growth_from_recipe(self.recipe.decode, self.target, self.head, batch=min(most, len(requests)))

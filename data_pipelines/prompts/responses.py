@@ -21,7 +21,7 @@ from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.block import head_drafter
-from headstart.inference.drafters.costs.cost_aware import growth_from_recipe
+from headstart.inference.drafters.build import growth_from_recipe
 from headstart.inference.engine.loop import generate_each
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.ranks import Ranks

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from headstart.inference.drafters.other_tokenizer import Tokenizer
+from headstart.inference.drafters.model import Tokenizer
 from headstart.inference.targets.tokenizer import chat_tokens
 
 Turn = dict[str, str]

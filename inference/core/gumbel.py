@@ -1,5 +1,7 @@
 """Counter-based random numbers keyed by (seed, position, token, stream), the same in every batch, on every device."""
 
+from dataclasses import dataclass
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -48,3 +50,44 @@ def gumbel_noise(
         part = slice(start, start + rows)
         found[part] = gumbel_noise(keys[0][part], keys[1][part].unsqueeze(1), tokens, stream).squeeze(1)
     return found.view(*positions.shape, len(tokens))
+
+
+@dataclass(frozen=True)
+class GumbelTable:
+    """The Gumbel noise of a few consecutive positions of each row, drawn once per step.
+
+    All nodes at one depth stand at the same position, so they share an entry.
+    """
+
+    first: Int[Tensor, " batch"]  # the absolute position of values[:, 0]
+    values: Float[Tensor, "batch count vocab"]
+
+    def moved(self, first: Int[Tensor, " batch"], count: int, seeds: Int[Tensor, " batch"]) -> "GumbelTable":
+        """The table of `count` positions from `first` on, with the same rows and seeds; only new positions are drawn.
+
+        A step draws as far as its drafts go and accepts fewer, so most of the next step's noise is known.
+        """
+        values = self.values.new_empty(len(first), count, self.values.shape[-1])
+        new = []
+        for row, shift in enumerate((first - self.first).tolist()):
+            kept = self.values[row, shift : shift + count] if shift >= 0 else self.values[row, :0]
+            values[row, : len(kept)] = kept
+            new += [(row, place) for place in range(len(kept), count)]
+        if new:
+            rows, places = torch.tensor(new, device=first.device).unbind(1)
+            positions = (first[rows] + places).unsqueeze(1)
+            tokens = torch.arange(values.shape[-1], device=first.device)
+            values[rows, places] = gumbel_noise(seeds[rows], positions, tokens).squeeze(1)
+        return GumbelTable(first, values)
+
+    def at(
+        self,
+        positions: Int[Tensor, "rows nodes"],
+        rows: Int[Tensor, " rows"] | None,
+        tokens: Int[Tensor, " columns"] | None,
+    ) -> Float[Tensor, "rows nodes columns"]:
+        """The Gumbel noise of some rows (None: all) and tokens (None: all) at absolute positions."""
+        first, values = (self.first, self.values) if rows is None else (self.first[rows], self.values[rows])
+        places = torch.arange(len(first), device=first.device).unsqueeze(1)
+        found = values[places, positions - first.unsqueeze(1)]  # copies whole rows, which gather would do by the number
+        return found if tokens is None else found[..., tokens]

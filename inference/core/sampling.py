@@ -14,19 +14,52 @@ Three methods of BatchSampling build on each other; rows are sequences of a batc
 """
 
 import math
+import sys
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from headstart.inference.core.gumbel import gumbel_noise, uniform_numbers
-from headstart.recipes.schema import DecodeSection
+from headstart.inference.core.gumbel import GumbelTable, gumbel_noise, uniform_numbers
+from headstart.recipes.schema import Recipe
 
 AcceptanceRule = Literal["seeded", "rejection"]
+LARGEST = sys.float_info.max
+
+
+@dataclass(frozen=True)
+class SamplingField:
+    """The values that a sampling field of a request may have."""
+
+    kind: type[int] | type[float]
+    off: int | float | None  # the default, which is always allowed
+    least: int | float
+    most: int | float
+    allowed: str  # in words
+    above_least: bool = False  # `least` itself is not allowed
+
+    def allows(self, value: int | float | None) -> bool:
+        if value is None or value == self.off:
+            return value == self.off
+        return self.least <= value <= self.most and not (self.above_least and value == self.least)
+
+
+# The bounds of every numeric sampling field, for all that read requests.
+SAMPLING_FIELDS = {
+    # Below 1e-8, logits / temperature would overflow.
+    "temperature": SamplingField(float, 0.0, 1e-8, LARGEST, "0 (greedy) or at least 1e-8"),
+    "top_k": SamplingField(int, None, 1, LARGEST, "None or at least 1"),
+    "top_p": SamplingField(float, 1.0, 0, 1, "more than 0 and at most 1", above_least=True),
+    "min_p": SamplingField(float, 0.0, 0, 1, "0 to 1"),
+    "repetition_penalty": SamplingField(float, 1.0, 0, LARGEST, "more than 0", above_least=True),
+    "presence_penalty": SamplingField(float, 0.0, -2, 2, "-2 to 2"),
+    "frequency_penalty": SamplingField(float, 0.0, -2, 2, "-2 to 2"),
+    "seed": SamplingField(int, 0, -(2**63), 2**63 - 1, "-2^63 to 2^63 - 1"),
+}
 
 
 @dataclass(frozen=True)
@@ -49,32 +82,17 @@ class Sampling:
     rule: AcceptanceRule = "seeded"  # how draft tokens are accepted
 
     def __post_init__(self) -> None:
-        biases = [bias for _, bias in self.logit_bias]
-        allowed = {  # NaN fails every comparison
-            # Below 1e-8, logits / temperature would overflow.
-            "temperature": (
-                self.temperature == 0 or 1e-8 <= self.temperature < math.inf,
-                "0 (greedy) or at least 1e-8",
-            ),
-            "top_k": (self.top_k is None or self.top_k >= 1, "None or at least 1"),
-            "top_p": (0 < self.top_p <= 1, "more than 0 and at most 1"),
-            "min_p": (0 <= self.min_p <= 1, "0 to 1"),
-            "repetition_penalty": (0 < self.repetition_penalty < math.inf, "more than 0"),
-            "presence_penalty": (-2 <= self.presence_penalty <= 2, "-2 to 2"),
-            "frequency_penalty": (-2 <= self.frequency_penalty <= 2, "-2 to 2"),
-            "logit_bias": (
-                all(token >= 0 for token, _ in self.logit_bias) and all(bias < math.inf for bias in biases),
-                "a token id of at least 0 with a bias below infinity",
-            ),
-            "seed": (-(2**63) <= self.seed < 2**63, "-2^63 to 2^63 - 1"),
-            "rule": (self.rule in get_args(AcceptanceRule), f"one of {', '.join(get_args(AcceptanceRule))}"),
-        }
-        defaults = {field.name: field.default for field in fields(self)}
-        for name, (in_range, range_) in allowed.items():
-            if not in_range:
-                raise ValueError(
-                    f"{name}: {getattr(self, name)} given, {range_} is allowed; leave it out for {defaults[name]!r}"
-                )
+        for name, field in SAMPLING_FIELDS.items():
+            if not field.allows(value := getattr(self, name)):
+                raise ValueError(f"{name}: {value} given, {field.allowed} is allowed; leave it out for {field.off!r}")
+        if any(token < 0 or not bias < math.inf for token, bias in self.logit_bias):  # NaN fails every comparison
+            raise ValueError(
+                f"logit_bias: {self.logit_bias} given, a token id of at least 0 with a bias below infinity is allowed; "
+                f"leave it out for ()"
+            )
+        if self.rule not in get_args(AcceptanceRule):
+            allowed = ", ".join(get_args(AcceptanceRule))
+            raise ValueError(f"rule: {self.rule} given, one of {allowed} is allowed; leave it out for 'seeded'")
 
     @property
     def needs_history(self) -> bool:
@@ -82,19 +100,9 @@ class Sampling:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
-def sampling_from_recipe(section: DecodeSection, temperature: float) -> Sampling:
-    """The recipe's sampling parameters, with one of the report's temperatures."""
-    return Sampling(
-        temperature=temperature,
-        top_k=section.top_k,
-        top_p=section.top_p,
-        min_p=section.min_p,
-        repetition_penalty=section.repetition_penalty,
-        presence_penalty=section.presence_penalty,
-        frequency_penalty=section.frequency_penalty,
-        seed=section.seed,
-        rule=section.acceptance,
-    )
+def sampling_from_recipe(recipe: Recipe, temperature: float) -> Sampling:
+    """How evaluations of a recipe sample, at one of their temperatures."""
+    return Sampling(temperature, seed=recipe.seed, rule=recipe.decode.acceptance)
 
 
 @dataclass(frozen=True)
@@ -188,7 +196,7 @@ class SamplingGroup:
         history: History | None,
         tokens: Tensor | None,
         positions: Tensor | None,
-        table: "GumbelTable | None",
+        table: GumbelTable | None,
         gumbel_weight: float,
     ) -> Tensor:
         """BatchSampling.scores for the group's rows; `table` is the whole batch's.
@@ -208,47 +216,6 @@ class SamplingGroup:
         if gumbel_weight != 1:
             noise = noise.mul_(gumbel_weight)
         return noise.add_(shaped) if noise.shape == shaped.shape else noise + shaped  # one position may serve all nodes
-
-
-@dataclass(frozen=True)
-class GumbelTable:
-    """The Gumbel noise of a few consecutive positions of each row, drawn once per step.
-
-    All nodes at one depth stand at the same position, so they share an entry.
-    """
-
-    first: Int[Tensor, " batch"]  # the absolute position of values[:, 0]
-    values: Float[Tensor, "batch count vocab"]
-
-    def moved(self, first: Int[Tensor, " batch"], count: int, seeds: Int[Tensor, " batch"]) -> "GumbelTable":
-        """The table of `count` positions from `first` on, with the same rows and seeds; only new positions are drawn.
-
-        A step draws as far as its drafts go and accepts fewer, so most of the next step's noise is known.
-        """
-        values = self.values.new_empty(len(first), count, self.values.shape[-1])
-        new = []
-        for row, shift in enumerate((first - self.first).tolist()):
-            kept = self.values[row, shift : shift + count] if shift >= 0 else self.values[row, :0]
-            values[row, : len(kept)] = kept
-            new += [(row, place) for place in range(len(kept), count)]
-        if new:
-            rows, places = torch.tensor(new, device=first.device).unbind(1)
-            positions = (first[rows] + places).unsqueeze(1)
-            tokens = torch.arange(values.shape[-1], device=first.device)
-            values[rows, places] = gumbel_noise(seeds[rows], positions, tokens).squeeze(1)
-        return GumbelTable(first, values)
-
-    def at(
-        self,
-        positions: Int[Tensor, "rows nodes"],
-        rows: Int[Tensor, " rows"] | None,
-        tokens: Int[Tensor, " columns"] | None,
-    ) -> Float[Tensor, "rows nodes columns"]:
-        """The Gumbel noise of some rows (None: all) and tokens (None: all) at absolute positions."""
-        first, values = (self.first, self.values) if rows is None else (self.first[rows], self.values[rows])
-        places = torch.arange(len(first), device=first.device).unsqueeze(1)
-        found = values[places, positions - first.unsqueeze(1)]  # copies whole rows, which gather would do by the number
-        return found if tokens is None else found[..., tokens]
 
 
 class BatchSampling:
@@ -285,7 +252,7 @@ class BatchSampling:
             self.groups.append(SamplingGroup(sampling, rows, seeds, bias_by_token(sampling, device)))
 
     def with_gumbel(
-        self, first: Int[Tensor, " batch"], count: int, vocab_size: int, last: "GumbelTable | None" = None
+        self, first: Int[Tensor, " batch"], count: int, vocab_size: int, last: GumbelTable | None = None
     ) -> "BatchSampling":
         """A copy with the Gumbel noise of `count` positions from `first` on drawn once; it scores only these.
 
@@ -378,19 +345,25 @@ class BatchSampling:
         return scores
 
 
-def check_bias(highest: int, vocab_size: int) -> None:
-    """Raise ValueError when the highest biased token id is not in the target's vocabulary."""
-    if highest >= vocab_size:
+def check_bias(bias: Sequence[tuple[int, float]], vocab_size: int) -> None:
+    """Raise ValueError for a token outside the target's vocabulary, and if no token may be chosen."""
+    if (highest := max((token for token, _ in bias), default=0)) >= vocab_size:
         raise ValueError(f"logit_bias: token {highest} given, 0 to {vocab_size - 1} is allowed; leave it out")
+    forbidden = {token for token, value in bias if value == -math.inf}
+    if len(forbidden) == vocab_size:
+        raise ValueError(
+            f"logit_bias: -infinity given for {vocab_size} tokens, at least 1 of the target's {vocab_size} must stay "
+            f"allowed; forbid fewer tokens"
+        )
 
 
 def add_bias(logits: Float[Tensor, "batch nodes vocab"], bias: Tensor, tokens: Tensor | None) -> Tensor:
-    """Logits plus the bias of each column's token; raises ValueError for a bias outside the vocabulary."""
+    """Logits plus the bias of each column's token."""
     if tokens is not None:
         padded = torch.nn.functional.pad(bias, (0, 1))  # ids past the last biased token all read this final 0
         return logits + padded[tokens.clamp(max=len(bias))]
     vocab = logits.shape[-1]
-    check_bias(len(bias) - 1, vocab)
+    assert len(bias) <= vocab, "a bias of a token outside the vocabulary, which check_bias refuses"
     return logits + torch.nn.functional.pad(bias, (0, vocab - len(bias)))
 
 

@@ -16,7 +16,7 @@ from headstart.inference.core.drafter import Verified
 from headstart.inference.core.tree import Block, block_mask
 from headstart.inference.drafters.growth import Growth
 from headstart.inference.drafters.head import Frontier, HeadDrafter, LevelMasks, TreeDrafter, for_all_nodes
-from headstart.inference.drafters.repeats import Repeats
+from headstart.inference.drafters.lookup import Repeats
 
 
 class BlockDrafter(TreeDrafter):

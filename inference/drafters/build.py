@@ -6,18 +6,17 @@ from pathlib import Path
 from headstart.common.files import read_jsonl
 from headstart.heads.base import DraftHead
 from headstart.heads.block import BlockHead
+from headstart.heads.calibration import StaticTree
 from headstart.heads.checkpoint import load_head_for
 from headstart.heads.target_config import locate_target
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.drafters.block import head_drafter
-from headstart.inference.drafters.costs.cost_aware import growth_from_recipe
+from headstart.inference.drafters.cost_aware import AdaptiveChain, CostAware, CostAwareShape
+from headstart.inference.drafters.cost_measurement import cost_table
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
 from headstart.inference.drafters.lookahead import Lookahead
-from headstart.inference.drafters.lookup import CorpusLookup, PromptLookup
-from headstart.inference.drafters.model import EarlyExit, ModelDrafter
-from headstart.inference.drafters.other_tokenizer import OtherTokenizerDrafter
-from headstart.inference.drafters.repeats import Repeats
-from headstart.inference.drafters.suffix_automaton import SuffixAutomaton
+from headstart.inference.drafters.lookup import Lookup, Repeats, SuffixAutomaton
+from headstart.inference.drafters.model import EarlyExit, ModelDrafter, OtherTokenizerDrafter
 from headstart.inference.drafters.trie import TreeLimits
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.packed_weights import pack_weights
@@ -37,12 +36,12 @@ def build_drafter(
         repeats = Repeats(section.repeats) if section.repeats else None
         return head_drafter(head, growth_from_recipe(section, target, head, section.max_batch), repeats)
     if section.drafter == "prompt_lookup":
-        return PromptLookup(lookup_limits(section))
+        return Lookup(lookup_limits(section))
     if section.drafter == "suffix":
         if section.corpus is None:
             raise ValueError("decode.corpus: missing; give a JSONL file of texts, or choose another decode.drafter")
         texts = read_corpus(section.corpus, target.config.vocab_size)
-        return CorpusLookup(lookup_limits(section), SuffixAutomaton(texts))
+        return Lookup(lookup_limits(section), SuffixAutomaton(texts))
     if section.drafter == "lookahead":
         return Lookahead(section.width, section.depth)
     if section.drafter == "early_exit":
@@ -89,12 +88,39 @@ def model_drafter(section: DecodeSection, target: TargetModel, source: TargetSec
 
 
 def model_growth(section: DecodeSection) -> Growth:
-    """The recipe's growth; kinds that need measurements of a head are replaced by a chain or a dynamic tree."""
+    """The recipe's growth for a drafter without measured costs: a chain or a dynamic tree."""
     if section.acceptance == "rejection":
         return Fixed.chain(section.depth)  # rejection sampling needs a fixed shape
     if section.growth in ("chain", "adaptive"):
         return Dynamic.chain(section.depth)
     return Dynamic(section.depth, section.width, section.nodes)
+
+
+def growth_from_recipe(section: DecodeSection, target: TargetModel, head: DraftHead, batch: int = 1) -> Growth:
+    """The recipe's growth for a head. Cost-aware policies measure this target and head, unless an earlier run did.
+
+    `batch` is the number of rows that will be decoded together, if that is known.
+    """
+    if section.growth == "searched":
+        return Fixed(searched_tree(head).best(section.nodes))
+    if section.growth == "searched_cost_aware":
+        tree, costs = searched_tree(head), cost_table(target, head, section.width, section.nodes, batch)
+        return CostAwareShape.searched(tree, section.nodes, costs)
+    if section.growth == "adaptive":
+        return AdaptiveChain(section.depth, cost_table(target, head, 1, section.depth, batch))
+    if section.growth == "cost_aware":
+        costs = cost_table(target, head, section.width, section.nodes, batch)
+        return CostAware(section.depth, section.width, section.nodes, costs)
+    return model_growth(section)
+
+
+def searched_tree(head: DraftHead) -> StaticTree:
+    if head.calibration.tree is None:
+        raise ValueError(
+            "decode.growth: searched given, which is allowed for a head with a fitted tree, and this head has none; "
+            "fit one with headstart calibrate RECIPE, or choose another growth, such as dynamic"
+        )
+    return head.calibration.tree
 
 
 def lookup_limits(section: DecodeSection) -> TreeLimits:

@@ -17,9 +17,8 @@ from headstart.inference.core.constraint import LevelConstraint
 from headstart.inference.core.drafter import Verified, VerifiedOnHost
 from headstart.inference.core.sampling import BatchSampling, History
 from headstart.inference.core.tree import Block, Tree, additive, block_mask, take
-from headstart.inference.drafters.growth import Growth, Pool
-from headstart.inference.drafters.proposals import SampledChildren
-from headstart.inference.drafters.repeats import Repeats
+from headstart.inference.drafters.growth import Growth, Pool, SampledChildren
+from headstart.inference.drafters.lookup import Repeats
 
 
 @dataclass

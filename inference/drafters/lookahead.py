@@ -13,16 +13,12 @@ into a pool. The n-grams of the pool that begin with the root token are verified
 of that tree, so its tokens may be accepted too.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor, nn
-
 from headstart.inference.core.cache import KVCache
-from headstart.inference.core.constraint import ConstraintState
 from headstart.inference.core.drafter import Verified, VerifiedOnHost
 from headstart.inference.core.tree import Tree
-from headstart.inference.drafters.trie import Trie, batch_tries
+from headstart.inference.drafters.trie import Trie, TrieDrafter
 
 
 @dataclass
@@ -71,9 +67,9 @@ class LookaheadRow:
             self.pool.add(text[start : start + self.levels + 1])
         self.seen = len(text)
 
-    def draft(self, text: list[int], max_depth: int, state: ConstraintState | None) -> Trie:
-        """The window and the pool's n-grams after the root token, as one tree."""
-        trie, parent = Trie(text[-1], max_depth, state), 0
+    def draft(self, text: list[int], trie: Trie) -> None:
+        """Add the window, and the pool's n-grams after the root token."""
+        parent = 0
         self.nodes = [[None] * self.columns for _ in range(self.levels)]
         for column in range(self.columns):
             path = trie.add_path(parent, [self.guess(text, level, column) for level in range(self.levels)])
@@ -84,7 +80,6 @@ class LookaheadRow:
             parent = path[0]
         for tokens in self.pool.following(text[-1]):
             trie.add_path(0, tokens)
-        return trie
 
     def guess(self, text: list[int], level: int, column: int) -> int:
         """The window's entry; an empty one is filled with a token of the text (in the paper, with a random token)."""
@@ -95,39 +90,23 @@ class LookaheadRow:
         return known
 
 
-class Lookahead:
+class Lookahead(TrieDrafter):
     """Lookahead decoding; it needs no model but the target.
 
     The target guesses `columns` tokens in parallel (the paper's W); n-grams have `levels` + 1 tokens (its N).
     """
 
-    taps: tuple[int, ...] = ()
-    cache_shape: tuple[int, int, int] | None = None
-    static_shapes = False
-    compilable_layers: Sequence[nn.Module] = ()
-
     def __init__(self, columns: int, levels: int) -> None:
+        super().__init__(depth=columns + levels - 1, max_nodes=1 + 2 * columns * levels)
         self.columns, self.levels = columns, levels
         self.rows: dict[int, LookaheadRow] = {}  # by the row's key
-
-    @property
-    def max_nodes(self) -> int:
-        return 1 + 2 * self.columns * self.levels
-
-    @property
-    def depth(self) -> int:
-        return self.columns + self.levels - 1
-
-    def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
-        """Do nothing: `draft` is given the whole text."""
 
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
         assert isinstance(verified, VerifiedOnHost)
         self.rows = {key: self.rows.get(key) or LookaheadRow(self.columns, self.levels) for key in verified.keys}
-        tries = []
-        for row, text, choices, remaining, state in zip(
-            self.rows.values(), verified.texts, verified.choices, verified.remaining, verified.states, strict=True
-        ):
-            row.advance(text, choices)
-            tries.append(row.draft(text, min(remaining, self.depth), state))
-        return batch_tries(tries, self.max_nodes, verified.roots.device)
+        return super().draft(verified, cache)
+
+    def grow(self, trie: Trie, verified: VerifiedOnHost, row: int) -> None:
+        known, text = self.rows[verified.keys[row]], verified.texts[row]
+        known.advance(text, verified.choices[row])
+        known.draft(text, trie)

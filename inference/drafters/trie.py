@@ -8,9 +8,11 @@ from itertools import count
 from typing import Generic, TypeVar
 
 import torch
+from torch import Tensor, nn
 
+from headstart.inference.core.cache import KVCache
 from headstart.inference.core.constraint import ConstraintState, Path, follow, only_token
-from headstart.inference.core.drafter import VerifiedOnHost
+from headstart.inference.core.drafter import Verified, VerifiedOnHost
 from headstart.inference.core.tree import Tree
 
 State = TypeVar("State")
@@ -44,21 +46,20 @@ class Trie:
         return node
 
     def follow(self, tokens: Sequence[int]) -> int:
-        """How many of these tokens, one after the other from the root on, are nodes already."""
+        """The length of the longest path from the root that begins these tokens."""
         node, count = 0, 0
         while count < len(tokens) and (node, tokens[count]) in self.children:
             node, count = self.children[node, tokens[count]], count + 1
         return count
 
     def allows(self, parent: int, token: int) -> bool:
-        """Whether a node may have a child with this token."""
         return self.depths[parent] < self.max_depth and follow(self.state, self.paths[parent], token) is not None
 
     def add_only_tokens(self, max_nodes: int) -> None:
-        """Follow each node by the tokens that its constraint leaves no alternative to, up to so many nodes in all."""
+        """Add the tokens to which the constraint leaves no alternative, up to `max_nodes` nodes in all."""
         if self.state is None:
             return
-        for node, path in enumerate(self.paths):  # which grow meanwhile, so that chains come about
+        for node, path in enumerate(self.paths):  # grows in the loop, so that chains of forced tokens are followed
             if len(self) < max_nodes and self.depths[node] < self.max_depth:
                 token = only_token(self.state, path)
                 if token is not None:
@@ -87,6 +88,33 @@ def batch_tries(tries: Sequence[Trie], max_nodes: int, device: torch.device) -> 
     parents = [trie.parents + [-1] * (longest - len(trie)) for trie in tries]
     both = torch.tensor([tokens, parents]).to(device, non_blocking=True)
     return Tree(both[0], both[1])
+
+
+class TrieDrafter:
+    """A drafter that builds the tree of each row on the host; it reads no features and keeps nothing in the cache."""
+
+    taps: tuple[int, ...] = ()
+    cache_shape: tuple[int, int, int] | None = None
+    static_shapes = False
+    compilable_layers: Sequence[nn.Module] = ()
+
+    def __init__(self, depth: int, max_nodes: int) -> None:
+        self.depth, self.max_nodes = depth, max_nodes
+
+    def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
+        """Do nothing: `draft` is given the whole text."""
+
+    def draft(self, verified: Verified, cache: KVCache) -> Tree:
+        assert isinstance(verified, VerifiedOnHost)
+        rows = zip(verified.texts, verified.remaining, verified.states, strict=True)
+        tries = [Trie(text[-1], min(remaining, self.depth), state) for text, remaining, state in rows]
+        for row, trie in enumerate(tries):
+            self.grow(trie, verified, row)
+        return batch_tries(tries, self.max_nodes, verified.roots.device)
+
+    def grow(self, trie: Trie, verified: VerifiedOnHost, row: int) -> None:
+        """Add the draft tokens of one row to its trie."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)

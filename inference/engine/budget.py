@@ -137,8 +137,6 @@ def tree_nodes(section: DecodeSection) -> int:
     """The nodes of the largest tree that the recipe's drafter proposes, the root included."""
     if section.growth in ("chain", "adaptive"):
         return section.depth + 1
-    if section.paths is not None:
-        return len(section.paths) + 1
     return max(section.nodes, section.width * section.depth) + 1
 
 

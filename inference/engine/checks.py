@@ -14,7 +14,7 @@ def check_request(target: TargetModel, request: Request) -> None:
             f"decode.acceptance: {request.sampling.rule} given, only seeded is allowed for a request with a "
             f"constraint; leave one of the two out"
         )
-    check_bias(max((token for token, _ in request.sampling.logit_bias), default=0), target.config.vocab_size)
+    check_bias(request.sampling.logit_bias, target.config.vocab_size)
 
 
 def check_length(

@@ -13,7 +13,7 @@ from headstart.inference.core.cache import KVCache
 from headstart.inference.core.drafter import PLAIN, Drafter
 from headstart.inference.core.request import GREEDY, Block, Generation, Request, Row
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.drafters.costs.costs import CostTable
+from headstart.inference.drafters.costs import CostTable
 from headstart.inference.engine.batch import Batch
 from headstart.inference.engine.budget import refuse_more_than_memory
 from headstart.inference.engine.checks import check_request

@@ -4,7 +4,7 @@ import numpy
 
 from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import Accepted
-from headstart.inference.drafters.costs.costs import CostTable, Situation
+from headstart.inference.drafters.costs import CostTable, Situation
 
 MEMORY = 0.98  # weight of each observed step relative to the one after it: a hard passage does not end drafts
 RECENT = 8.0  # observed steps that the earlier ones weigh as much as, once drafts are tried again

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from headstart.inference.core.constraint import ConstraintState, masked_tree
 from headstart.inference.core.drafter import VerifiedOnHost
+from headstart.inference.core.gumbel import GumbelTable
 from headstart.inference.core.request import Block, Request, Row, TokenScores
-from headstart.inference.core.sampling import BatchSampling, GumbelTable, History
+from headstart.inference.core.sampling import BatchSampling, History
 from headstart.inference.core.tree import Tree, take
 from headstart.inference.core.verify import Accepted, accept, verify
-from headstart.inference.drafters.costs.costs import CostTable, Situation
+from headstart.inference.drafters.costs import CostTable, Situation
 from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.engine.batch import CATCH_UP, Batch
 from headstart.inference.engine.speculation import SpeculationByLoad

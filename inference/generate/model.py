@@ -19,24 +19,22 @@ from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import locate_target
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import DecodeStats, Generation, Request
-from headstart.inference.core.sampling import Sampling, sampling_from_recipe
+from headstart.inference.core.sampling import AcceptanceRule, Sampling
 from headstart.inference.drafters.build import build_drafter, load_drafting_head
 from headstart.inference.engine.loop import loop_of
-from headstart.inference.generate.prompts import check_lengths, read_prompts
+from headstart.inference.generate.prompts import check_lengths, check_tokenizer, read_prompts, read_stop_strings
 from headstart.inference.generate.settings import (
-    DEFAULTS,
     Config,
     Settings,
     has_fixed_length,
     read_end_tokens,
+    read_integer,
     read_max_new_tokens,
     read_pad_token,
+    read_sampling,
     read_seeds,
     read_settings,
-    with_settings,
 )
-from headstart.inference.generate.stops import check_tokenizer, read_stop_strings
-from headstart.inference.generate.values import read_integer, refuse_empty_choice
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection, TargetSection
 
@@ -68,26 +66,18 @@ class SpeculativeModel:
         target: TargetModel,
         drafter: Drafter | None = None,
         tokenizer: Any = None,
-        sampling: Sampling | None = None,
+        rule: AcceptanceRule = "seeded",
         max_batch: int = 16,
     ) -> None:
         """Without a drafter, decoding is plain. `tokenizer` is used only for stop strings and needs only `decode`.
 
-        `sampling` sets what a GenerationConfig has no field for: the default seed, the acceptance rule, and the
-        presence and frequency penalties. Raises ValueError if it sets anything else, and for objects of other types.
+        Raises ValueError for objects of other types.
         """
         check_parts(target, drafter, max_batch)
         if tokenizer is not None:
             check_tokenizer(tokenizer)
         self.target, self.drafter, self.tokenizer, self.max_batch = target, drafter, tokenizer, max_batch
-        self.sampling = sampling or Sampling()
-        if not isinstance(self.sampling, Sampling):
-            raise ValueError(f"sampling: {sampling!r} given, a Sampling is allowed; write Sampling(seed=1)")
-        if with_settings(self.sampling, DEFAULTS) != self.sampling:
-            raise ValueError(
-                f"sampling: {self.sampling} given, only seed, rule, presence_penalty and "
-                f"frequency_penalty are allowed; pass all other fields with each call of generate"
-            )
+        self.rule = Sampling(rule=rule).rule  # checked
 
     @classmethod
     def from_folders(
@@ -100,10 +90,9 @@ class SpeculativeModel:
     ) -> "SpeculativeModel":
         """Load a target (folder or hub name) and a head that was trained for it (folder).
 
-        Without a head, `decode.drafter` names another drafter, such as draft_model, prompt_lookup or lookahead. From
-        `decode`, calls also take the shape of drafts, the acceptance rule, the seed, the presence and frequency
-        penalties and max_batch; other sampling fields come with each call. `section` holds fields of the recipe's
-        target section, such as dtype (default float32), device or attention.
+        Without a head, `decode.drafter` names another drafter, such as draft_model, prompt_lookup or lookahead.
+        `decode` also gives the shape of drafts, the acceptance rule and max_batch. `section` holds fields of the
+        recipe's target section, such as dtype (default float32), device or attention.
 
         Raises ValueError if the head does not fit the target.
         """
@@ -124,10 +113,7 @@ class SpeculativeModel:
             frozen = FrozenTarget.from_folder(found, torch.float32)
             model = TargetModel.load(fields, load_head_for(head, frozen).taps)
             drafter = build_drafter(decode, model, fields, load_drafting_head(Path(head), model))
-        recipe_sampling = sampling_from_recipe(decode, temperature=0.0)
-        # These fields come with each call.
-        sampling = replace(recipe_sampling, top_k=None, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
-        return cls(model, drafter, tokenizer, sampling, decode.max_batch)
+        return cls(model, drafter, tokenizer, decode.acceptance, decode.max_batch)
 
     def generate(
         self,
@@ -202,8 +188,8 @@ class SpeculativeModel:
         prompts = read_prompts(input_ids, attention_mask, settings["pad_token_id"], ends, vocab_size)
         assert input_ids is not None
         width = input_ids.shape[1]
-        seeds = read_seeds(settings.get("seed"), self.sampling.seed, len(prompts))
-        sampling, copies = with_settings(self.sampling, settings), settings["num_return_sequences"]
+        seeds = read_seeds(settings.get("seed"), len(prompts))
+        sampling, copies = read_sampling(settings, self.rule), settings["num_return_sequences"]
         copies = 1 if copies is None else copies
         if copies < 1:
             raise ValueError(f"num_return_sequences: {copies} given, 1 or more is allowed; leave it out for 1")
@@ -216,7 +202,6 @@ class SpeculativeModel:
         check_lengths(prompts, limit, self.target.max_positions)
         if has_fixed_length(settings, width, limit):
             sampling = replace(sampling, logit_bias=(*sampling.logit_bias, *((token, -torch.inf) for token in ends)))
-        refuse_empty_choice(sampling.logit_bias, vocab_size)
         stop = read_stop_strings(settings, settings.get("tokenizer") or self.tokenizer, vocab_size)
         if stop is not None and len(prompts) * copies > 1 and settings["pad_token_id"] is None:
             raise ValueError(

@@ -1,23 +1,106 @@
 """Reads the fields of transformers' GenerationConfig and our own; refuses fields that are not implemented."""
 
 import difflib
+import math
+import operator
 import reprlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, Protocol, runtime_checkable
 
-from headstart.inference.core.sampling import Sampling
-from headstart.inference.generate.values import (
-    read_bias,
-    read_count,
-    read_flag,
-    read_integer,
-    read_integers,
-    read_number,
-)
+import torch
+
+from headstart.inference.core.sampling import SAMPLING_FIELDS, AcceptanceRule, Sampling
 
 Settings = Mapping[str, Any]
+Bias = tuple[tuple[int, float], ...]  # (token id, value added to its logit)
+
+
+def read_integer(name: str, given: Any) -> int:
+    """A Python, numpy or torch integer as an int; raises ValueError for anything else, True and False included."""
+    found: Any = given.item() if isinstance(given, torch.Tensor) and given.numel() == 1 else given
+    if isinstance(found, bool):
+        raise ValueError(f"{name}: {given!r} given, a whole number is allowed; write it as a number")
+    try:
+        return operator.index(found)
+    except TypeError:
+        shown = reprlib.repr(given)
+        raise ValueError(f"{name}: {shown} given, a whole number is allowed; write it without a point or quotes") from (
+            None
+        )
+
+
+def read_count(name: str, given: Any) -> int:
+    """An integer that counts something: 0 or more."""
+    found = read_integer(name, given)
+    if found < 0:
+        raise ValueError(f"{name}: {found} given, 0 or more is allowed; leave it out for no minimum")
+    return found
+
+
+def read_integers(name: str, given: Any) -> int | list[int]:
+    """One integer as an int, or an iterable of integers (list, array, tensor) as a list."""
+    plain = given.tolist() if hasattr(given, "tolist") else given
+    if isinstance(plain, Iterable) and not isinstance(plain, str | bytes | Mapping):
+        return [read_integer(name, each) for each in plain]
+    return read_integer(name, plain)
+
+
+def read_number(name: str, given: Any) -> float:
+    """A number of any numeric type as a float; `Sampling` checks its range."""
+    if not isinstance(given, bool | str | bytes):
+        try:
+            return float(given)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            pass  # refused below, with the field's name
+    raise ValueError(f"{name}: {reprlib.repr(given)} given, one number is allowed; write it without quotes or brackets")
+
+
+def read_flag(name: str, given: Any) -> bool:
+    if not isinstance(given, bool | int) or given not in (0, 1):
+        raise ValueError(f"{name}: {reprlib.repr(given)} given, True or False is allowed; write one of them")
+    return bool(given)
+
+
+def read_bias(settings: Mapping[str, Any]) -> Bias:
+    """logit_bias and sequence_bias together; raises ValueError for a biased sequence of more than one token."""
+    by_token = settings.get("logit_bias") or {}
+    if not isinstance(by_token, Mapping):
+        raise ValueError(
+            f"logit_bias: {reprlib.repr(by_token)} given, a mapping of token ids to biases is allowed; write "
+            f"logit_bias={{5: -1.0}}"
+        )
+    pairs = sequence_pairs(settings["sequence_bias"] or {})
+    too_long = [list(sequence) for sequence, _ in pairs if len(sequence) != 1]
+    if too_long:
+        raise ValueError(f"sequence_bias: {too_long} given, sequences of 1 token are allowed; leave out longer ones")
+    single = [read_pair("sequence_bias", sequence[0], bias) for sequence, bias in pairs]
+    return (*single, *(read_pair("logit_bias", token, bias) for token, bias in by_token.items()))
+
+
+def sequence_pairs(given: Any) -> list[tuple[Sequence[Any], Any]]:
+    """The (sequence, bias) pairs of a sequence_bias, in either of transformers' two forms."""
+    pairs = list(given.items()) if isinstance(given, Mapping) else given
+    if isinstance(pairs, list | tuple) and all(map(is_pair, pairs)):
+        return [(sequence, bias) for sequence, bias in pairs]
+    raise ValueError(
+        f"sequence_bias: {reprlib.repr(given)} given, a mapping of tuples of token ids to biases is allowed; write "
+        f"sequence_bias={{(5,): -1.0}}"
+    )
+
+
+def is_pair(given: Any) -> bool:
+    return isinstance(given, list | tuple) and len(given) == 2 and isinstance(given[0], list | tuple)
+
+
+def read_pair(name: str, token: Any, bias: Any) -> tuple[int, float]:
+    value = read_number(f"{name} of token {token!r}", bias)
+    if not value < math.inf:  # NaN fails every comparison
+        raise ValueError(
+            f"{name}: {value} given for token {token!r}, a number below infinity is allowed; -infinity forbids a token"
+        )
+    return read_integer(name, token), value
+
 
 # transformers' own defaults; None means off.
 DEFAULTS: dict[str, Any] = {
@@ -47,10 +130,13 @@ DEFAULT_NEW_TOKENS = 20
 # How each field is read, unless it is None; the other fields are read where they are used.
 READERS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("do_sample", "return_dict_in_generate", "output_scores", "output_logits"), read_flag),
-    **dict.fromkeys(("max_new_tokens", "max_length", "top_k", "num_return_sequences", "pad_token_id"), read_integer),
+    **dict.fromkeys(("max_new_tokens", "max_length", "num_return_sequences", "pad_token_id"), read_integer),
     **dict.fromkeys(("min_new_tokens", "min_length"), read_count),
-    **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), read_number),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty"), read_number),
+    **{
+        name: read_integer if field.kind is int else read_number
+        for name, field in SAMPLING_FIELDS.items()
+        if name != "seed"  # which may be a list
+    },
 }
 # Unimplemented fields are accepted with these values, which switch them off; None and False are accepted for any field.
 NO_EFFECT: dict[str, tuple[Any, ...]] = {
@@ -166,30 +252,21 @@ def has_no_effect(name: str, value: Any) -> bool:
     return value is None or value is False or (plain and value in NO_EFFECT.get(name, ()))
 
 
-def with_settings(base: Sampling, settings: Settings) -> Sampling:
-    """`base` with the sampling fields of a call's settings; raises ValueError for a value that is out of range."""
-
-    def number(name: str, off: float, absent: float | None = None) -> float:
-        found = settings.get(name, absent)
-        return off if found is None else found
-
-    greedy, top_k = not settings["do_sample"], settings["top_k"]
-    return replace(
-        base,
-        temperature=0.0 if greedy else number("temperature", 1.0),
-        top_k=None if greedy else top_k or None,  # 0 also means off
-        top_p=1.0 if greedy else number("top_p", 1.0),
-        min_p=0.0 if greedy else number("min_p", 0.0),
-        repetition_penalty=number("repetition_penalty", 1.0),
-        presence_penalty=number("presence_penalty", 0.0, base.presence_penalty),
-        frequency_penalty=number("frequency_penalty", 0.0, base.frequency_penalty),
-        logit_bias=read_bias(settings),
-    )
+def read_sampling(settings: Settings, rule: AcceptanceRule = "seeded") -> Sampling:
+    """The sampling fields of a call's settings, without its seed; raises ValueError for a value out of range."""
+    given: dict[str, Any] = {name: settings.get(name) for name in SAMPLING_FIELDS.keys() - {"seed"}}
+    if not settings["do_sample"]:
+        given |= dict.fromkeys(ALLOWED_WHEN_GREEDY)
+    elif given["temperature"] is None:
+        given["temperature"] = 1.0
+    given["top_k"] = given["top_k"] or None  # 0 also means off
+    values = {name: SAMPLING_FIELDS[name].off if value is None else value for name, value in given.items()}
+    return Sampling(**values, logit_bias=read_bias(settings), rule=rule)
 
 
-def read_seeds(given: Any, default: int, count: int) -> list[int]:
+def read_seeds(given: Any, count: int) -> list[int]:
     """One seed per prompt."""
-    seeds = read_integers("seed", default if given is None else given)
+    seeds = read_integers("seed", 0 if given is None else given)
     if isinstance(seeds, int):
         return [seeds] * count
     if len(seeds) != count:

@@ -25,7 +25,7 @@ from headstart.heads.target_config import locate_target
 from headstart.heads.target_origin import TargetOrigin
 from headstart.inference.core.sampling import sampling_from_recipe
 from headstart.inference.drafters.build import load_drafting_head
-from headstart.inference.drafters.other_tokenizer import Tokenizer
+from headstart.inference.drafters.model import Tokenizer
 from headstart.inference.engine.budget import refuse_trees_of
 from headstart.inference.engine.checks import check_length
 from headstart.inference.report.compare import Outcome, summarise_methods
@@ -41,7 +41,7 @@ from headstart.inference.report.trace import Trace, trace
 from headstart.inference.show.colours import LEGEND as COLOURS
 from headstart.inference.show.inputs import head_folders, held_out_prompts, taps_to_read
 from headstart.inference.targets.loading import pick_device, processor_name, slow_format
-from headstart.inference.targets.model import TargetModel, generation_fields
+from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import load_tokenizer, text_of
 from headstart.recipes import Recipe
 from headstart.recipes.checks import refuse_original_target
@@ -77,8 +77,6 @@ class Benchmark:
                 "target; lower it"
             )
         refuse_trees_of(recipe, max(section.batches))
-        if any(baseline.startswith("generate") for baseline in section.baselines):
-            generation_fields(sampling_from_recipe(recipe.decode, temperature=0.0))
         if hint := slow_format("target.dtype", recipe.target.dtype, pick_device(recipe.target.device)):
             print(hint)
         target = TargetModel.load(recipe.target, taps)
@@ -147,7 +145,7 @@ def measure(recipe: Recipe, benchmark: Benchmark, journal: Journal, progress: Pr
         if left_out := [method.name for method in benchmark.methods if method not in methods]:
             names = ", ".join(left_out)
             console.print(f"left out in batches of {setting.batch}, where transformers does not draft: {names}")
-        sampling = sampling_from_recipe(recipe.decode, setting.temperature)
+        sampling = sampling_from_recipe(recipe, setting.temperature)
         found = summarise_methods(methods, rounds, benchmark.target, sampling, setting.batch)
         console.print(short_table(found))
         outcomes += found
@@ -197,7 +195,7 @@ def rounds_of_share(
 ) -> list[Round]:
     """Run each method on one worker's share of the prompts."""
     methods = able_to_batch(benchmark.methods, setting.batch)
-    sampling = sampling_from_recipe(recipe.decode, setting.temperature)
+    sampling = sampling_from_recipe(recipe, setting.temperature)
     what = f"temperature {setting.temperature:g}, batches of {setting.batch}"
     measured_at = setting.temperature, setting.batch
     return run_rounds(
@@ -281,7 +279,7 @@ def machine() -> dict[str, Any]:
 
 def trace_methods(recipe: Recipe, benchmark: Benchmark) -> list[Trace]:
     """Trace each method that drafts, on the first prompt at the first temperature."""
-    sampling = sampling_from_recipe(recipe.decode, recipe.report.temperatures[0])
+    sampling = sampling_from_recipe(recipe, recipe.report.temperatures[0])
     prompt, new_tokens = benchmark.prompts[0].tokens, recipe.decode.max_new_tokens
     return [
         trace(method.name, method.drafter, benchmark.target, prompt, new_tokens, sampling)

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from headstart.common.files import whole_file, write_text
 from headstart.heads.base import DraftHead
 from headstart.inference.core.request import Detokenize
-from headstart.inference.drafters.costs.cost_aware import searched_tree
+from headstart.inference.drafters.build import searched_tree
 from headstart.inference.report.compare import Outcome
 from headstart.inference.report.page import page
 from headstart.inference.report.tables import COLUMNS, NOTE, as_markdown, draw

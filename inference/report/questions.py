@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeGuard
 
 from headstart.common.files import read_jsonl
-from headstart.inference.drafters.other_tokenizer import Tokenizer
+from headstart.inference.drafters.model import Tokenizer
 from headstart.inference.targets.tokenizer import chat_tokens
 
 # Spec-Bench files the conversations of MT-Bench under eight topics of ten questions each; its tables have one group.

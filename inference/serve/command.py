@@ -8,7 +8,6 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,9 @@ from headstart.common.errors import NOT_BEGUN, errors_as_messages
 from headstart.heads.base import DraftHead
 from headstart.heads.target_config import locate_target
 from headstart.inference.core.drafter import Drafter
-from headstart.inference.core.sampling import Sampling
-from headstart.inference.drafters.costs.costs import CostTable
-from headstart.inference.drafters.costs.files import cost_table
+from headstart.inference.core.sampling import AcceptanceRule, Sampling
+from headstart.inference.drafters.cost_measurement import cost_table
+from headstart.inference.drafters.costs import CostTable
 from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.generate.model import SpeculativeModel
@@ -37,10 +36,9 @@ from headstart.inference.targets.loading import fast_dtype, pick_device
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import load_tokenizer
 from headstart.recipes.checks import refuse_original_target
-from headstart.recipes.schema import DecodeSection, TargetSection
+from headstart.recipes.schema import TargetSection
 
-SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-RECIPE_FIELDS = (*SAMPLING_FIELDS[1:], "presence_penalty", "frequency_penalty")
+SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # of a generation config
 LAST_BYTES = 5  # seconds that clients get to read the end of their answers
 
 
@@ -76,7 +74,7 @@ def load(options: ServeOptions, thread: ModelThread) -> Served:
             prefix_memory=options.prefix_memory,
             costs=load_costs(options, model.target, model.drafter),
         ),
-        defaults=default_sampling(model.target.model.generation_config, options.decode, model.sampling),
+        defaults=default_sampling(model.target.model.generation_config, model.rule),
         most_depth=model.drafter.depth,
         about={
             "target": Path(section.path).name,
@@ -110,17 +108,16 @@ def target_section(options: ServeOptions) -> TargetSection:
     return TargetSection.model_validate({"path": options.target, "dtype": dtype})
 
 
-def default_sampling(generation_config: Any, decode: DecodeSection, own: Sampling) -> Sampling:
-    """How requests sample that do not say: temperature 1, else as the model's files say, else as the recipe does."""
+def default_sampling(generation_config: Any, rule: AcceptanceRule) -> Sampling:
+    """How requests sample that do not say: as the model's files say, else at temperature 1."""
     given, defaults = config_fields(generation_config)
     files = {
         name: given[name]
         for name in SAMPLING_FIELDS
         if given.get(name) is not None and given[name] != defaults.get(name)
     }
-    recipe = {name: getattr(decode, name) for name in RECIPE_FIELDS if name in decode.model_fields_set}
-    found = {"temperature": 1.0, **files, **recipe}
-    return replace(own, **{**found, "top_k": found.get("top_k") or None})
+    found = {"temperature": 1.0, **files}
+    return Sampling(**{**found, "top_k": found.get("top_k") or None}, rule=rule)
 
 
 def listen(host: str, port: int) -> socket.socket:

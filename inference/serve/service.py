@@ -8,7 +8,7 @@ from importlib.metadata import version
 from typing import TypeVar
 
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.drafters.other_tokenizer import Tokenizer
+from headstart.inference.drafters.model import Tokenizer
 from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.serve.acceptance_watch import AcceptanceWatch
 from headstart.inference.serve.engine import End, Engine, Event, Job, Update

@@ -7,7 +7,7 @@ from headstart.data_pipelines.prompts.chat_masks import ChatTemplate
 from headstart.data_pipelines.prompts.conversations import Conversation
 from headstart.data_pipelines.prompts.rows import BadRow
 from headstart.data_pipelines.stages.stage import Json
-from headstart.inference.drafters.other_tokenizer import Tokenizer
+from headstart.inference.drafters.model import Tokenizer
 from headstart.recipes.schema import SELF, DataSection
 
 # Rendered in place of the user's words, to find what surrounds them; common words, tokenized as a user's would be.

@@ -8,9 +8,8 @@ from typing import Any
 
 from headstart.inference.core.constraint import Constraint
 from headstart.inference.core.request import Detokenize, Request, StopStrings
-from headstart.inference.core.sampling import Sampling
+from headstart.inference.core.sampling import Sampling, check_bias
 from headstart.inference.engine.checks import check_length
-from headstart.inference.generate.values import refuse_empty_choice
 from headstart.inference.serve.constraints.grammar import Grammars
 from headstart.inference.serve.constraints.least_tokens import LeastTokens
 from headstart.inference.serve.errors import ApiError, wrong
@@ -144,7 +143,7 @@ class FieldReader:
         all_ends = (*ends, *sorted(stop_tokens))
         constraint = LeastTokens(least, all_ends, self.target.config.vocab_size) if least and all_ends else grammar
         try:
-            refuse_empty_choice(sampling.logit_bias, self.target.config.vocab_size)
+            check_bias(sampling.logit_bias, self.target.config.vocab_size)
         except ValueError as error:
             raise ApiError(400, str(error), "logit_bias") from None
         requests = []

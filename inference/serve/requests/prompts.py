@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from headstart.inference.drafters.other_tokenizer import Tokenizer
+from headstart.inference.drafters.model import Tokenizer
 from headstart.inference.serve.errors import ApiError, wrong
 from headstart.inference.serve.requests.body import Body, well_formed
 

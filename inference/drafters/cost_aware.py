@@ -1,31 +1,26 @@
 """Growth policies that weigh expected tokens against measured costs: the tree with the most tokens per second."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain
 from statistics import fmean
-from typing import Protocol, runtime_checkable
 
 import numpy
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headstart.heads.base import DraftHead
 from headstart.heads.calibration import StaticTree
 from headstart.inference.core.drafter import Verified, VerifiedOnHost
 from headstart.inference.core.tree import Tree
-from headstart.inference.drafters.costs.costs import CostTable, StepCosts, StepWatch
-from headstart.inference.drafters.costs.files import cost_table
-from headstart.inference.drafters.growth import Dynamic, Fixed, Growth, Pool, likeliest
-from headstart.inference.targets.model import TargetModel
-from headstart.recipes.schema import DecodeSection
+from headstart.inference.drafters.costs import CostTable, StepCosts, StepWatch
+from headstart.inference.drafters.growth import Fixed, Pool, likeliest
 
 TINY = 1e-300  # replaces a chance of 0, as in a row that is finished while others still draft
+MEMORY = 0.95  # weight of each draft relative to the one after it
 
 
 class Costly:
-    """Part of the policies that weigh costs; `now` and `rate` are those of the step that is being drafted."""
+    """The policies that weigh costs; `now` and `rate` are those of the step that is being drafted."""
 
     watch: StepWatch
     now: StepCosts
@@ -131,86 +126,34 @@ def largest(chances: Iterable[float], count: int) -> list[float]:
     return sorted(chances, reverse=True)[:count]
 
 
-@runtime_checkable  # the shape checks in tests use isinstance
-class NodeChances(Protocol):
-    """How likely the target is to accept each further node of a shape that grows node by node."""
-
-    def observe(self, verified: VerifiedOnHost) -> None:
-        """Learn from what the last step accepted."""
-
-    def by_node(self) -> NDArray[numpy.float64]:
-        """The chance of the first node, the second, ... Draft tokens only: the root is certain."""
-
-
-@dataclass(frozen=True)
-class SearchedChances:
-    """Chances that were fitted together with a head's searched tree."""
-
-    values: NDArray[numpy.float64]
-
-    def observe(self, verified: VerifiedOnHost) -> None:
-        """Do nothing: the chances stay as they were fitted."""
-
-    def by_node(self) -> NDArray[numpy.float64]:
-        return self.values
-
-
-@dataclass
-class ObservedChances:
-    """Chances of a chain's nodes: powers of the recent acceptance rate."""
-
-    depth: int
-    memory: float = 0.95  # weight of each draft relative to the one after it
-    accepted: float = 1.0  # weighted number of accepted draft tokens; the rate starts at 1 of 2
-    verified: float = 2.0  # weighted number of draft tokens that were accepted or rejected
-
-    def observe(self, verified: VerifiedOnHost) -> None:
-        for count, drafted in zip(verified.counts, verified.drafted, strict=True):
-            if drafted:
-                taken = count - 1
-                self.accepted = self.memory * self.accepted + taken
-                # Tokens after a rejected one were not tested.
-                self.verified = self.memory * self.verified + min(taken + 1, drafted)
-
-    def by_node(self) -> NDArray[numpy.float64]:
-        return numpy.power(self.accepted / self.verified, numpy.arange(1, self.depth + 1))
-
-
 class CostAwareShape(Costly):
     """Before drafting, picks the fixed shape with the most expected tokens per second, from shapes of every size."""
 
     static_shapes = False
 
-    def __init__(self, sizes: Sequence[Fixed], chances: NodeChances, costs: CostTable) -> None:
-        """`sizes[i]` has i + 1 nodes, and each holds the one before it."""
+    def __init__(self, sizes: Sequence[Fixed], chances: NDArray[numpy.float64], costs: CostTable) -> None:
+        """`sizes[i]` has i + 1 nodes, and each holds the one before it; `chances[i]` is that of the node it adds."""
         self.sizes, self.chances, self.watch = sizes, chances, StepWatch(costs)
         self.depths = numpy.array([size.depth for size in sizes])
         self.chosen = sizes[-1]
         self.depth, self.width, self.nodes = self.chosen.depth, self.chosen.width, len(sizes)
 
     @classmethod
-    def chain(cls, depth: int, costs: CostTable) -> "CostAwareShape":
-        """A chain whose length follows the observed acceptance."""
-        return cls([Fixed.chain(length) for length in range(1, depth + 1)], ObservedChances(depth), costs)
-
-    @classmethod
     def searched(cls, tree: StaticTree, nodes: int, costs: CostTable) -> "CostAwareShape":
         """A head's searched tree, cut to its best 1, 2, ... up to `nodes` nodes."""
-        chances = SearchedChances(numpy.asarray(tree.chances[:nodes]))
-        return cls([Fixed(tree.best(count)) for count in range(1, nodes + 1)], chances, costs)
+        sizes = [Fixed(tree.best(count)) for count in range(1, nodes + 1)]
+        return cls(sizes, numpy.asarray(tree.chances[:nodes]), costs)
 
     def levels(self, verified: Verified) -> int:
         assert isinstance(verified, VerifiedOnHost)
-        self.chances.observe(verified)
         self.now = self.watch.begin(verified)
         self.chosen = self.fastest(self.now)
         return self.chosen.levels(verified)
 
     def fastest(self, now: StepCosts) -> Fixed:
         """The shape with the most expected tokens per second."""
-        expected = 1 + numpy.cumsum(self.chances.by_node())
         cost = now.verify(self.nodes) + now.first_level + (self.depths - 1) * now.level
-        rates = expected / cost
+        rates = (1 + numpy.cumsum(self.chances)) / cost
         self.rate = float(rates.max())
         return self.sizes[int(rates.argmax())]
 
@@ -229,30 +172,20 @@ class CostAwareShape(Costly):
         return tree
 
 
-def searched_tree(head: DraftHead) -> StaticTree:
-    if head.calibration.tree is None:
-        raise ValueError(
-            "decode.growth: searched given, which is allowed for a head with a fitted tree, and this head has none; "
-            "fit one with headstart calibrate RECIPE, or choose another growth, such as dynamic"
-        )
-    return head.calibration.tree
+class AdaptiveChain(CostAwareShape):
+    """A chain whose length follows the recent acceptance rate; a node's chance is a power of it."""
 
+    def __init__(self, depth: int, costs: CostTable) -> None:
+        self.accepted, self.verified = 1.0, 2.0  # weighted numbers of draft tokens; the rate starts at 1 of 2
+        super().__init__([Fixed.chain(length) for length in range(1, depth + 1)], numpy.ones(depth), costs)
 
-def growth_from_recipe(section: DecodeSection, target: TargetModel, head: DraftHead, batch: int = 1) -> Growth:
-    """The recipe's policy. Cost-aware policies measure this target and head here, unless an earlier run did.
-
-    `batch` is the number of rows that will be decoded together, if that is known.
-    """
-    if section.growth == "chain":
-        return Fixed.chain(section.depth) if section.acceptance == "rejection" else Dynamic.chain(section.depth)
-    if section.growth == "searched":
-        return Fixed(searched_tree(head).best(section.nodes))
-    if section.growth == "searched_cost_aware":
-        tree, costs = searched_tree(head), cost_table(target, head, section.width, section.nodes, batch)
-        return CostAwareShape.searched(tree, section.nodes, costs)
-    if section.growth == "adaptive":
-        return CostAwareShape.chain(section.depth, cost_table(target, head, 1, section.depth, batch))
-    if section.growth == "cost_aware":
-        costs = cost_table(target, head, section.width, section.nodes, batch)
-        return CostAware(section.depth, section.width, section.nodes, costs)
-    return Dynamic(section.depth, section.width, section.nodes)
+    def levels(self, verified: Verified) -> int:
+        assert isinstance(verified, VerifiedOnHost)
+        for count, drafted in zip(verified.counts, verified.drafted, strict=True):
+            if drafted:
+                taken = count - 1
+                self.accepted = MEMORY * self.accepted + taken
+                # Tokens after a rejected one were not tested.
+                self.verified = MEMORY * self.verified + min(taken + 1, drafted)
+        self.chances = numpy.power(self.accepted / self.verified, numpy.arange(1, self.depth + 1))
+        return super().levels(verified)
