@@ -14,19 +14,27 @@ import pytest
 from headstart import cli
 
 
-def table(text: str) -> dict[str, tuple[list[str], str]]:
-    """Cases by name: a line `name | input | input ...`, then its facts on indented lines."""
+def table(text: str, **names: str) -> dict[str, tuple[list[str], str]]:
+    """Cases by name: a line `name | input | input ...`, then its facts on indented lines; `names` stand for facts."""
     cases: dict[str, tuple[list[str], str]] = {}
     name = ""
     for line in text.strip().splitlines():
         if line.startswith(" "):
             inputs, facts = cases[name]
-            cases[name] = inputs, f"{facts} | {line.strip()}".removeprefix(" | ")
+            written = " | ".join(names.get(fact, fact) for fact in line.strip().split(" | "))
+            cases[name] = inputs, f"{facts} | {written}".removeprefix(" | ")
         else:
             name, *inputs = line.split(" | ")
             assert name not in cases, name
             cases[name] = inputs, ""
     return cases
+
+
+def filled(text: str, **places: object) -> str:
+    """The text with values in place of names in braces; other braces stay."""
+    for name, value in places.items():
+        text = text.replace(f"{{{name}}}", str(value))
+    return text
 
 
 def missing_facts(facts: str, message: str) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bad_inputs import assert_refused, table, type_command
+from bad_inputs import assert_refused, filled, table, type_command
 from safetensors import SafetensorError
 from tiny_run import build_run, tiny_recipe
 
@@ -196,12 +196,6 @@ PLACES = {  # what a word in braces stands for; {run} and {folder} are the finis
 }
 
 
-def filled(text: str, run: Path, folder: Path) -> str:
-    for name, value in {**PLACES, "run": str(run), "folder": str(folder)}.items():
-        text = text.replace(f"{{{name}}}", value)
-    return text
-
-
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a finished run and an export."""
@@ -302,9 +296,10 @@ def test_a_failing_disk_or_network_is_one_message(
     for each in damages:
         damage(copy, *each.split(" "), patch=monkeypatch)
     before = names(copy)
-    outcome = type_command(shlex.split(filled(command, copy, finished)), monkeypatch, capsys)
+    places = {**PLACES, "run": copy, "folder": finished}
+    outcome = type_command(shlex.split(filled(command, **places)), monkeypatch, capsys)
     monkeypatch.undo()
-    assert_refused(outcome, filled(facts, copy, finished))
+    assert_refused(outcome, filled(facts, **places))
     assert outcome.err.count("error: ") <= 1
     assert not [name for name in names(copy) - before if ".partial" in name or "/.tmp" in name]
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from bad_inputs import assert_refused, table, type_command
+from bad_inputs import assert_refused, filled, table, type_command
 from tiny_run import build_run
 
 # Overrides of a sound recipe. {folder} holds it and what it names; {long} stands for 5000 characters, {empty} for none.
@@ -471,20 +471,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def filled(text: str, folder: Path) -> str:
-    for name, value in (("folder", str(folder)), ("long", "a" * 5000), ("empty", "")):
-        text = text.replace(f"{{{name}}}", value)
-    return text
-
-
 @pytest.mark.parametrize("case", [*OVERRIDES, *COMMANDS])
 def test_a_bad_value_is_refused_before_any_work(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], case: str
 ) -> None:
     given, facts = (OVERRIDES | COMMANDS)[case]
     recipe = ["{folder}/recipe.yaml"] if case in OVERRIDES else []
-    outcome = type_command(["train", *(filled(word, folder) for word in recipe + given)], monkeypatch, capsys)
-    assert_refused(outcome, filled(facts, folder))
+    words = [filled(word, folder=folder, long="a" * 5000, empty="") for word in recipe + given]
+    outcome = type_command(["train", *words], monkeypatch, capsys)
+    assert_refused(outcome, filled(facts, folder=folder))
     assert outcome.code == 2
     assert not (folder / "run").exists()
 
