@@ -1,4 +1,8 @@
-"""Run a command in this process as a user would type it, and check that its message can be acted on."""
+"""Run a command in this process as a user would type it, and check that its message can be acted on.
+
+The facts of a message are fragments of it, joined by " | ": the field or file, what was given or found, what is
+allowed, and what to do.
+"""
 
 import sys
 import traceback
@@ -10,19 +14,39 @@ import pytest
 from headstart import cli
 
 
-@dataclass(frozen=True)
-class Says:
-    """What a message must tell: four fragments of it. An empty one is allowed where there is nothing to name."""
+def table(text: str, **names: str) -> dict[str, tuple[list[str], str]]:
+    """Cases by name: a line `name | input | input ...`, then its facts on indented lines; `names` stand for facts."""
+    cases: dict[str, tuple[list[str], str]] = {}
+    name = ""
+    for line in text.strip().splitlines():
+        if line.startswith(" "):
+            inputs, facts = cases[name]
+            written = " | ".join(names.get(fact, fact) for fact in line.strip().split(" | "))
+            cases[name] = inputs, f"{facts} | {written}".removeprefix(" | ")
+        else:
+            name, *inputs = line.split(" | ")
+            assert name not in cases, name
+            cases[name] = inputs, ""
+    return cases
 
-    what: str  # the field or the file
-    value: str  # what was given or found
-    allowed: str  # what would be right
-    remedy: str  # what to do
 
-    def missing_from(self, message: str) -> list[str]:
-        flat = " ".join(message.split())
-        parts = {"what": self.what, "value": self.value, "allowed": self.allowed, "remedy": self.remedy}
-        return [f"{name} {part!r}" for name, part in parts.items() if " ".join(part.split()) not in flat]
+def filled(text: str, **places: object) -> str:
+    """The text with values in place of names in braces; other braces stay."""
+    for name, value in places.items():
+        text = text.replace(f"{{{name}}}", str(value))
+    return text
+
+
+def missing_facts(facts: str, message: str) -> list[str]:
+    flat = " ".join(message.split())
+    return [fact for fact in facts.split(" | ") if " ".join(fact.split()) not in flat]
+
+
+class Says(str):
+    """The facts of a message, given one by one; an empty one is left out."""
+
+    def __new__(cls, what: str, value: str, allowed: str, remedy: str) -> "Says":
+        return super().__new__(cls, " | ".join(filter(None, (what, value, allowed, remedy))))
 
 
 @dataclass(frozen=True)
@@ -54,23 +78,25 @@ def type_command(
     return Outcome(code, printed.out, printed.err + message)
 
 
-def assert_refused(outcome: Outcome, says: Says) -> None:
-    """The command failed, without a traceback, and its message tells all four things."""
-    assert "Traceback" not in outcome.text, outcome.text
+def assert_refused(outcome: Outcome, facts: str) -> None:
+    """The command failed, without a traceback, and its message has all facts."""
     assert outcome.code != 0, f"accepted in silence: {outcome.text}"
-    assert not says.missing_from(outcome.text), f"no {', '.join(says.missing_from(outcome.text))} in:\n{outcome.text}"
+    assert_message(outcome.text, facts)
 
 
-def assert_told(outcome: Outcome, says: Says) -> None:
-    """The command succeeded, and says what it did about the input."""
-    assert "Traceback" not in outcome.text, outcome.text
+def assert_told(outcome: Outcome, facts: str) -> None:
+    """The command succeeded, and reports what it did about the input."""
     assert outcome.code == 0, outcome.text
-    assert not says.missing_from(outcome.text), f"no {', '.join(says.missing_from(outcome.text))} in:\n{outcome.text}"
+    assert_message(outcome.text, facts)
 
 
-def assert_raises(call: Callable[[], object], says: Says) -> None:
-    """A call of the Python API raises ValueError, whose message tells all four things."""
-    with pytest.raises(ValueError) as error:  # noqa: PT011 (the message is checked part by part)
+def assert_raises(call: Callable[[], object], facts: str) -> None:
+    """A call of the Python API raises ValueError, whose message has all facts."""
+    with pytest.raises(ValueError) as error:  # noqa: PT011 (the message is checked fact by fact)
         call()
-    message = str(error.value)
-    assert not says.missing_from(message), f"no {', '.join(says.missing_from(message))} in:\n{message}"
+    assert_message(str(error.value), facts)
+
+
+def assert_message(message: str, facts: str) -> None:
+    assert "Traceback" not in message, message
+    assert not missing_facts(facts, message), f"no {missing_facts(facts, message)} in:\n{message}"

@@ -1,5 +1,6 @@
 """Data, stores and stages as clumsy users give them: no traceback, nothing wrong in silence, a message to act on."""
 
+import ast
 import json
 import shutil
 from collections.abc import Callable
@@ -7,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bad_inputs import Says, assert_raises, assert_refused, assert_told, type_command
+from bad_inputs import Says, assert_raises, assert_refused, assert_told, filled, table, type_command
 
 from headstart.common.files import read_jsonl
 from headstart.data_pipelines.features.shards import FeatureStore
@@ -17,173 +18,145 @@ NEEDS = "a row needs prompt or text (a string), prompt with response or completi
 ROLES = "allowed roles are system, developer, user, human, assistant"
 ORDER = "change the order of the turns"
 GIVEN = ("data.responses=given", "data.turns=all")
-TARGET: tuple[str, ...] = ()
 LINE = "rows.jsonl line 1"
 USER = {"role": "user", "content": "hello"}
 REPLY = {"role": "assistant", "content": "hi there"}
 BROKEN_TEMPLATE = "the target's chat template refuses these messages"
 
-# A row that gives no sample: the row, as the line that a user wrote or as an object; overrides; what is said.
-ROWS: dict[str, tuple[object, tuple[str, ...], Says]] = {
-    "a torn line": (
-        '{"prompt": "cut',
-        TARGET,
-        Says(LINE, "not JSON (", "one JSON object on each", FIX),
-    ),
-    "a bare word": ("hello", TARGET, Says(LINE, "not JSON", "one JSON object on each line", FIX)),
-    "single quotes": ("{'prompt': 'x'}", TARGET, Says(LINE, "not JSON", "one JSON object on each line", FIX)),
-    "a comma at the end": ('{"prompt": "x",}', TARGET, Says(LINE, "not JSON", "one JSON object on each line", FIX)),
-    "a comment line": ("// prompts", TARGET, Says(LINE, "not JSON", "one JSON object on each line", FIX)),
-    "two objects on a line": ('{"prompt": "x"} {}', TARGET, Says(LINE, "Extra data", "one JSON object on", FIX)),
-    "a list as a row": ("[1, 2]", TARGET, Says("row", "a number (1)", "a JSON object is needed", FIX)),
-    "a number as a row": ("7", TARGET, Says(LINE, "a number (7)", "a JSON object is needed", FIX)),
-    "text as a row": ('"hello"', TARGET, Says(LINE, "the row is text", "a JSON object is needed", FIX)),
-    "null as a row": ("null", TARGET, Says(LINE, "the row is null", "a JSON object is needed", FIX)),
-    "true as a row": ("true", TARGET, Says(LINE, "the row is true", "a JSON object is needed", FIX)),
-    "half a surrogate pair": ('{"prompt": "\\ud800"}', TARGET, Says(LINE, "not text", "surrogates not allowed", FIX)),
-    "brackets without end": ("{" * 3 + "[" * 99999, TARGET, Says(LINE, "not JSON", "one JSON object on each", FIX)),
-    "an empty object": ({}, TARGET, Says(LINE, "fields [] given", NEEDS, FIX)),
-    "only nulls": ({"prompt": None, "text": None}, TARGET, Says(LINE, "that are not null", NEEDS, FIX)),
-    "unknown fields": ({"question": "why?", "answer": "so"}, TARGET, Says(LINE, "['answer', 'question']", NEEDS, FIX)),
-    "a misspelt field": ({"promt": "x"}, TARGET, Says(LINE, "['promt']", NEEDS, FIX)),
-    "alpaca's fields": ({"instruction": "x", "output": "y"}, TARGET, Says(LINE, "'instruction'", NEEDS, FIX)),
-    "text that is a number": ({"text": 5}, TARGET, Says(LINE, "text is a number (5)", "text is needed", FIX)),
-    "text that is a fraction": ({"text": 0.5}, TARGET, Says(LINE, "text is a number (0.5)", "text is needed", FIX)),
-    "text that is true": ({"text": True}, TARGET, Says(LINE, "text is true", "text is needed", FIX)),
-    "a prompt that is an object": ({"prompt": {"a": 1}}, TARGET, Says(LINE, "an object", "text is needed", FIX)),
-    "a prompt of token ids": ({"prompt": [1, 2]}, TARGET, Says(LINE, "prompt is a list", "text is needed", FIX)),
-    "an empty prompt": ({"prompt": ""}, TARGET, Says(LINE, "prompt is empty", NEEDS, FIX)),
-    "a prompt of blanks": ({"prompt": " \n\t"}, TARGET, Says(LINE, "prompt is empty", NEEDS, FIX)),
-    "a system turn that is a number": (
-        {"prompt": "x", "system": 3},
-        TARGET,
-        Says(LINE, "system is a number (3)", "text is needed", FIX),
-    ),
-    "messages that are text": ({"messages": "hi"}, TARGET, Says(LINE, "messages is text", "a list of objects", FIX)),
-    "messages of texts": ({"messages": ["hi"]}, TARGET, Says(LINE, "text at place 1", "a list of objects", FIX)),
-    "messages that are an object": ({"messages": USER}, TARGET, Says(LINE, "an object", "a list of objects", FIX)),
-    "no messages": ({"messages": []}, TARGET, Says(LINE, "no user turn to answer", "give at least one", FIX)),
-    "only a system turn": (
-        {"messages": [{"role": "system", "content": "be brief"}]},
-        TARGET,
-        Says(LINE, "no user turn to answer", "give at least one", FIX),
-    ),
-    "a turn by nobody": ({"messages": [{"content": "x"}]}, TARGET, Says(LINE, "turn 1 is by None", ROLES, FIX)),
-    "a turn by a bot": (
-        {"messages": [USER, {"role": "bot", "content": "x"}]},
-        TARGET,
-        Says(LINE, "turn 2 is by 'bot'", ROLES, FIX),
-    ),
-    "a role in capitals": ({"messages": [{"role": "User", "content": "x"}]}, TARGET, Says(LINE, "'User'", ROLES, FIX)),
-    "a turn without words": (
-        {"messages": [{"role": "user"}]},
-        TARGET,
-        Says(LINE, "turn 1 by user is empty", "give it text", FIX),
-    ),
-    "a turn of a number": (
-        {"messages": [{"role": "user", "content": 3}]},
-        TARGET,
-        Says(LINE, "turn 1 is a number (3)", "text is needed", FIX),
-    ),
-    "a turn with an image": (
-        {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
-        TARGET,
-        Says(LINE, "contains parts that are not text", "only text is supported", FIX),
-    ),
-    "two answers in a row": ({"messages": [USER, REPLY, REPLY]}, TARGET, Says(LINE, "turn 3 is by", ORDER, FIX)),
-    "an answer first": ({"messages": [REPLY, USER]}, TARGET, Says(LINE, "right after the start", ORDER, FIX)),
-    "a late system turn": (
-        {"messages": [USER, {"role": "system", "content": "x"}]},
-        TARGET,
-        Says(LINE, "turn 2 is by system", ORDER, FIX),
-    ),
-    "tools that are not JSON": (
-        {"messages": [USER], "tools": "{"},
-        TARGET,
-        Says(LINE, "tools: not JSON", "Expecting", FIX),
-    ),
-    "a tool call without a name": (
-        {"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {}}]}]},
-        TARGET,
-        Says(LINE, "turn 2 has a tool call", "without a function name", FIX),
-    ),
-    "tokens that are text": ({"tokens": "1 2"}, TARGET, Says(LINE, "tokens is text", "a list of whole numbers", FIX)),
-    "tokens with a fraction": ({"tokens": [1, 2.0]}, TARGET, Says(LINE, "a number (2.0)", "whole numbers", FIX)),
-    "tokens of true and false": ({"tokens": [True]}, TARGET, Says(LINE, "true or false", "token ids are needed", FIX)),
-    "no tokens": ({"tokens": []}, TARGET, Says(LINE, "tokens is an empty list", NEEDS, FIX)),
-    "a token above the vocabulary": ({"tokens": [300]}, TARGET, Says(LINE, "token 300 given", "0 to 299", FIX)),
-    "a token below 0": ({"tokens": [-1]}, TARGET, Says(LINE, "token -1 given", "0 to 299", FIX)),
-    "a mask of another length": (
-        {"tokens": [1, 2], "loss_mask": [1]},
-        TARGET,
-        Says(LINE, "2 tokens and 1 loss_mask values", "they must have the same length", FIX),
-    ),
-    "a mask of texts": (
-        {"tokens": [1], "loss_mask": ["1"]},
-        TARGET,
-        Says(LINE, "loss_mask holds text", "a list of whole numbers is needed", FIX),
-    ),
-    "given: a prompt alone": (
-        {"prompt": "x"},
-        GIVEN,
-        Says(LINE, "fields ['prompt']", "needs response or completion", "choose data.responses=target"),
-    ),
-    "given: a prompt and a null response": (
-        {"prompt": "x", "response": None},
-        GIVEN,
-        Says(LINE, "fields ['prompt', 'response']", "needs response or completion", "choose data.responses=target"),
-    ),
-    "given: preferences": (
-        {"prompt": "x", "chosen": "y", "rejected": "z"},
-        GIVEN,
-        Says(LINE, "['chosen', 'prompt', 'rejected']", "needs response or completion", "choose data.responses=target"),
-    ),
-    "given: an empty response": (
-        {"prompt": "x", "response": ""},
-        GIVEN,
-        Says(LINE, "response is empty", NEEDS, FIX),
-    ),
-    "given: a response that is a number": (
-        {"prompt": "x", "response": 5},
-        GIVEN,
-        Says(LINE, "response is a number (5)", "text is needed", FIX),
-    ),
-    "given: a completion that is a list of texts": (
-        {"prompt": "x", "completion": ["a", "b"]},
-        GIVEN,
-        Says(LINE, "completion is a list", "text is needed", FIX),
-    ),
-    "given: response and completion": (
-        {"prompt": "x", "response": "a", "completion": "b"},
-        GIVEN,
-        Says(LINE, "response and completion are given", "one is allowed", "remove the other"),
-    ),
-    "given: a plain completion with a system turn": (
-        {"system": "be brief", "prompt": "x", "completion": "a"},
-        GIVEN,
-        Says(LINE, "system is given", "messages are needed", "give the turns as messages"),
-    ),
-    "given: a question without its answer": (
-        {"messages": [USER]},
-        GIVEN,
-        Says(LINE, "the last turn is not by the assistant", "add the answer", "choose data.responses=target"),
-    ),
-    "given: tokens without a mask": (
-        {"tokens": [1, 2, 3]},
-        GIVEN,
-        Says(LINE, "no token to train on", "set loss_mask values to 1", FIX),
-    ),
-    "given: a text of one token": (
-        {"text": "x"},
-        GIVEN,
-        Says(LINE, "no token to train on", "give a longer text", FIX),
-    ),
-    "given: a text that is too long": (
-        {"text": "word " * 99},
-        GIVEN,
-        Says(LINE, "tokens; data.prompt_tokens and data.response_tokens", "allow 36", "data.long_prompts=drop"),
-    ),
-}
+# A row that gives no sample: the row as a user wrote it. With "given: ", data.responses is given.
+ROWS = table(
+    r"""
+a torn line | {"prompt": "cut
+    LINE | not JSON ( | one JSON object on each | FIX
+a bare word | hello
+    LINE | not JSON | one JSON object on each line | FIX
+single quotes | {'prompt': 'x'}
+    LINE | not JSON | one JSON object on each line | FIX
+a comma at the end | {"prompt": "x",}
+    LINE | not JSON | one JSON object on each line | FIX
+a comment line | // prompts
+    LINE | not JSON | one JSON object on each line | FIX
+two objects on a line | {"prompt": "x"} {}
+    LINE | Extra data | one JSON object on | FIX
+a list as a row | [1, 2]
+    row | a number (1) | a JSON object is needed | FIX
+a number as a row | 7
+    LINE | a number (7) | a JSON object is needed | FIX
+text as a row | "hello"
+    LINE | the row is text | a JSON object is needed | FIX
+null as a row | null
+    LINE | the row is null | a JSON object is needed | FIX
+true as a row | true
+    LINE | the row is true | a JSON object is needed | FIX
+half a surrogate pair | {"prompt": "\ud800"}
+    LINE | not text | surrogates not allowed | FIX
+brackets without end | {brackets}
+    LINE | not JSON | one JSON object on each | FIX
+an empty object | {}
+    LINE | fields [] given | NEEDS | FIX
+only nulls | {"prompt": null, "text": null}
+    LINE | that are not null | NEEDS | FIX
+unknown fields | {"question": "why?", "answer": "so"}
+    LINE | ['answer', 'question'] | NEEDS | FIX
+a misspelt field | {"promt": "x"}
+    LINE | ['promt'] | NEEDS | FIX
+alpaca's fields | {"instruction": "x", "output": "y"}
+    LINE | 'instruction' | NEEDS | FIX
+text that is a number | {"text": 5}
+    LINE | text is a number (5) | text is needed | FIX
+text that is a fraction | {"text": 0.5}
+    LINE | text is a number (0.5) | text is needed | FIX
+text that is true | {"text": true}
+    LINE | text is true | text is needed | FIX
+a prompt that is an object | {"prompt": {"a": 1}}
+    LINE | an object | text is needed | FIX
+a prompt of token ids | {"prompt": [1, 2]}
+    LINE | prompt is a list | text is needed | FIX
+an empty prompt | {"prompt": ""}
+    LINE | prompt is empty | NEEDS | FIX
+a prompt of blanks | {"prompt": " \n\t"}
+    LINE | prompt is empty | NEEDS | FIX
+a system turn that is a number | {"prompt": "x", "system": 3}
+    LINE | system is a number (3) | text is needed | FIX
+messages that are text | {"messages": "hi"}
+    LINE | messages is text | a list of objects | FIX
+messages of texts | {"messages": ["hi"]}
+    LINE | text at place 1 | a list of objects | FIX
+messages that are an object | {"messages": {user}}
+    LINE | an object | a list of objects | FIX
+no messages | {"messages": []}
+    LINE | no user turn to answer | give at least one | FIX
+only a system turn | {"messages": [{"role": "system", "content": "be brief"}]}
+    LINE | no user turn to answer | give at least one | FIX
+a turn by nobody | {"messages": [{"content": "x"}]}
+    LINE | turn 1 is by None | ROLES | FIX
+a turn by a bot | {"messages": [{user}, {"role": "bot", "content": "x"}]}
+    LINE | turn 2 is by 'bot' | ROLES | FIX
+a role in capitals | {"messages": [{"role": "User", "content": "x"}]}
+    LINE | 'User' | ROLES | FIX
+a turn without words | {"messages": [{"role": "user"}]}
+    LINE | turn 1 by user is empty | give it text | FIX
+a turn of a number | {"messages": [{"role": "user", "content": 3}]}
+    LINE | turn 1 is a number (3) | text is needed | FIX
+a turn with an image | {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}
+    LINE | contains parts that are not text | only text is supported | FIX
+two answers in a row | {"messages": [{user}, {reply}, {reply}]}
+    LINE | turn 3 is by | ORDER | FIX
+an answer first | {"messages": [{reply}, {user}]}
+    LINE | right after the start | ORDER | FIX
+a late system turn | {"messages": [{user}, {"role": "system", "content": "x"}]}
+    LINE | turn 2 is by system | ORDER | FIX
+tools that are not JSON | {"messages": [{user}], "tools": "{"}
+    LINE | tools: not JSON | Expecting | FIX
+a tool call without a name | {"messages": [{user}, {"role": "assistant", "tool_calls": [{"function": {}}]}]}
+    LINE | turn 2 has a tool call | without a function name | FIX
+tokens that are text | {"tokens": "1 2"}
+    LINE | tokens is text | a list of whole numbers | FIX
+tokens with a fraction | {"tokens": [1, 2.0]}
+    LINE | a number (2.0) | whole numbers | FIX
+tokens of true and false | {"tokens": [true]}
+    LINE | true or false | token ids are needed | FIX
+no tokens | {"tokens": []}
+    LINE | tokens is an empty list | NEEDS | FIX
+a token above the vocabulary | {"tokens": [300]}
+    LINE | token 300 given | 0 to 299 | FIX
+a token below 0 | {"tokens": [-1]}
+    LINE | token -1 given | 0 to 299 | FIX
+a mask of another length | {"tokens": [1, 2], "loss_mask": [1]}
+    LINE | 2 tokens and 1 loss_mask values | they must have the same length | FIX
+a mask of texts | {"tokens": [1], "loss_mask": ["1"]}
+    LINE | loss_mask holds text | a list of whole numbers is needed | FIX
+given: a prompt alone | {"prompt": "x"}
+    LINE | fields ['prompt'] | needs response or completion | choose data.responses=target
+given: a prompt and a null response | {"prompt": "x", "response": null}
+    LINE | fields ['prompt', 'response'] | needs response or completion | choose data.responses=target
+given: preferences | {"prompt": "x", "chosen": "y", "rejected": "z"}
+    LINE | ['chosen', 'prompt', 'rejected'] | needs response or completion | choose data.responses=target
+given: an empty response | {"prompt": "x", "response": ""}
+    LINE | response is empty | NEEDS | FIX
+given: a response that is a number | {"prompt": "x", "response": 5}
+    LINE | response is a number (5) | text is needed | FIX
+given: a completion that is a list of texts | {"prompt": "x", "completion": ["a", "b"]}
+    LINE | completion is a list | text is needed | FIX
+given: response and completion | {"prompt": "x", "response": "a", "completion": "b"}
+    LINE | response and completion are given | one is allowed | remove the other
+given: a plain completion with a system turn | {"system": "be brief", "prompt": "x", "completion": "a"}
+    LINE | system is given | messages are needed | give the turns as messages
+given: a question without its answer | {"messages": [{user}]}
+    LINE | the last turn is not by the assistant | add the answer | choose data.responses=target
+given: tokens without a mask | {"tokens": [1, 2, 3]}
+    LINE | no token to train on | set loss_mask values to 1 | FIX
+given: a text of one token | {"text": "x"}
+    LINE | no token to train on | give a longer text | FIX
+given: a text that is too long | {"text": "{long}"}
+    LINE | tokens; data.prompt_tokens and data.response_tokens | allow 36 | data.long_prompts=drop
+""",
+    LINE=LINE,
+    FIX=FIX,
+    NEEDS=NEEDS,
+    ROLES=ROLES,
+    ORDER=ORDER,
+)
 
 
 @pytest.fixture
@@ -206,127 +179,94 @@ def headstart(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("symptom", ROWS)
 def test_a_row_that_gives_no_sample_is_named_with_the_reason(place: Path, headstart: Command, symptom: str) -> None:
-    row, overrides, says = ROWS[symptom]
-    line = row if isinstance(row, str) else json.dumps(row)
-    (place / "rows.jsonl").write_text(f"{line}\n", encoding="utf-8")
+    [row], facts = ROWS[symptom]
+    parts = {
+        "user": json.dumps(USER),
+        "reply": json.dumps(REPLY),
+        "brackets": "{{{" + "[" * 99999,
+        "long": "word " * 99,
+    }
+    (place / "rows.jsonl").write_text(f"{filled(row, **parts)}\n", encoding="utf-8")
+    overrides = GIVEN if symptom.startswith("given: ") else ()
     if overrides:  # held-out rows are read in the same way
         (place / "heldout.jsonl").write_text(json.dumps({"prompt": "other", "completion": "words"}) + "\n")
     outcome = headstart("inspect", place / "recipe.yaml", f"data.prompts={place / 'rows.jsonl'}", *overrides)
-    assert_refused(outcome, says)
+    assert_refused(outcome, facts)
     assert not (place / "run" / "prompts" / "train.jsonl").exists()
 
 
 # Files
 
 
-def utf_16(place: Path) -> str:
-    (place / "rows.jsonl").write_text('{"prompt": "x"}\n', encoding="utf-16")
-    return "rows.jsonl"
-
-
-def torn_array(place: Path) -> str:
-    (place / "rows.json").write_text('[\n  {"prompt": "x"},\n  {"prompt": \n')
-    return "rows.json"
-
-
-def array_of_texts(place: Path) -> str:
-    (place / "rows.json").write_text('[\n  "one",\n  "two"\n]\n')
-    return "rows.json"
-
-
-def object_around_the_rows(place: Path) -> str:
-    (place / "rows.json").write_text('{"data": [{"prompt": "x"}]}')
-    return "rows.json"
-
-
-def indented_object(place: Path) -> str:
-    (place / "rows.json").write_text('{\n  "prompt": "x"\n}\n')
-    return "rows.json"
-
-
-def file_of(name: str, content: bytes) -> Callable[[Path], str]:
-    def write(place: Path) -> str:
-        (place / name).write_bytes(content)
-        return name
-
-    return write
-
-
-def folder_of_files(place: Path) -> str:
-    (place / "rows").mkdir()
-    (place / "rows" / "a.jsonl").write_text('{"prompt": "x"}\n')
-    return "rows"
-
-
 SUFFIXES = "a file that ends in .jsonl, .json, .parquet, .txt, a dataset folder or"
-FILES: dict[str, tuple[Callable[[Path], str], Says]] = {
-    "an empty file": (
-        file_of("rows.jsonl", b""),
-        Says("rows.jsonl", "has no prompts", "0 rows read", "give at"),
-    ),
-    "a file of blank lines": (
-        file_of("rows.jsonl", b"\n \n"),
-        Says("rows.jsonl", "no prompts", "0 rows", "give at"),
-    ),
-    "an empty text file": (
-        file_of("rows.txt", b"\n\n"),
-        Says("rows.txt", "has no prompts", "0 rows read", "give at"),
-    ),
-    "an empty array": (
-        file_of("rows.json", b"[]\n"),
-        Says("rows.json", "has no prompts", "0 rows read", "give at"),
-    ),
-    "UTF-16, as PowerShell writes": (
-        utf_16,
-        Says("rows.jsonl", "is UTF-16 text", "UTF-8 is allowed", "save it"),
-    ),
-    "Latin-1": (file_of("rows.jsonl", b'{"prompt": "\xe9t\xe9"}\n'), Says(LINE, "not JSON", "'utf-8' codec", FIX)),
-    "Latin-1 text": (file_of("rows.txt", b"\xe9t\xe9\n"), Says("rows.txt line 1", "not UTF-8", "can't decode", FIX)),
-    "zeros": (file_of("rows.jsonl", b"\0" * 64 + b"\n"), Says(LINE, "not JSON", "one JSON object on each line", FIX)),
-    "an array without its end": (
-        torn_array,
-        Says("rows.json", "starts as a JSON array but cannot be read as one", "a whole array or one", "fix the file"),
-    ),
-    "an array of texts": (array_of_texts, Says("rows.json row 1", "the row is text", "a JSON object is needed", FIX)),
-    "rows inside an object": (object_around_the_rows, Says("rows.json line 1", "fields ['data']", NEEDS, FIX)),
-    "an indented object": (indented_object, Says("rows.json line 1", "not JSON", "one JSON object on each line", FIX)),
-    "a pickle": (file_of("rows.pkl", b"\x80\x04."), Says("data: ", "rows.pkl given", SUFFIXES, "convert it")),
-    "a spreadsheet": (file_of("rows.csv", b"prompt\nx\n"), Says("data: ", "rows.csv given", SUFFIXES, "convert it")),
-    "a compressed file": (
-        file_of("rows.jsonl.gz", b"\x1f\x8b"),
-        Says("data: ", ".jsonl.gz given", SUFFIXES, "convert"),
-    ),
-    "a file without a suffix": (file_of("rows", b"{}\n"), Says("data: ", "rows given", SUFFIXES, "convert it")),
-    "parquet in name only": (
-        file_of("rows.parquet", b"PAR1 and nothing else"),
-        Says("rows.parquet", "cannot be read as parquet", "a whole parquet file is needed", "write it again"),
-    ),
-    "an empty parquet file": (
-        file_of("rows.parquet", b""),
-        Says("rows.parquet", "cannot be read as parquet", "a whole parquet file is needed", "write it again"),
-    ),
-    "a folder of files": (
-        folder_of_files,
-        Says("data: ", "is not a dataset", "a folder written by save_to_disk", "or a file"),
-    ),
-    "a hub dataset that is not there": (
-        lambda place: "hf:/no/such/dataset",
-        Says("data.prompts", "hf:/no/such/dataset' given", "hf:org/name:split is allowed", "correct the name"),
-    ),
-}
+# A file by its name and content, as a Python literal.
+FILES = table(
+    r"""
+an empty file | rows.jsonl | b''
+    rows.jsonl | has no prompts | 0 rows read | give at
+a file of blank lines | rows.jsonl | b'\n \n'
+    rows.jsonl | no prompts | 0 rows | give at
+an empty text file | rows.txt | b'\n\n'
+    rows.txt | has no prompts | 0 rows read | give at
+an empty array | rows.json | b'[]\n'
+    rows.json | has no prompts | 0 rows read | give at
+UTF-16, as PowerShell writes | rows.jsonl | b'\xff\xfe{\0}\0\n\0'
+    rows.jsonl | is UTF-16 text | UTF-8 is allowed | save it
+Latin-1 | rows.jsonl | b'{"prompt": "\xe9t\xe9"}\n'
+    LINE | not JSON | 'utf-8' codec | FIX
+Latin-1 text | rows.txt | b'\xe9t\xe9\n'
+    rows.txt line 1 | not UTF-8 | can't decode | FIX
+zeros | rows.jsonl | b'\0\0\0\0\n'
+    LINE | not JSON | one JSON object on each line | FIX
+an array without its end | rows.json | b'[\n  {"prompt": "x"},\n  {"prompt": \n'
+    rows.json | starts as a JSON array but cannot be read as one | a whole array or one | fix the file
+an array of texts | rows.json | b'[\n  "one",\n  "two"\n]\n'
+    rows.json row 1 | the row is text | a JSON object is needed | FIX
+rows inside an object | rows.json | b'{"data": [{"prompt": "x"}]}'
+    rows.json line 1 | fields ['data'] | NEEDS | FIX
+an indented object | rows.json | b'{\n  "prompt": "x"\n}\n'
+    rows.json line 1 | not JSON | one JSON object on each line | FIX
+a pickle | rows.pkl | b'\x80\x04.'
+    data: | rows.pkl given | SUFFIXES | convert it
+a spreadsheet | rows.csv | b'prompt\nx\n'
+    data: | rows.csv given | SUFFIXES | convert it
+a compressed file | rows.jsonl.gz | b'\x1f\x8b'
+    data: | .jsonl.gz given | SUFFIXES | convert
+a file without a suffix | rows | b'{}\n'
+    data: | rows given | SUFFIXES | convert it
+parquet in name only | rows.parquet | b'PAR1 and nothing else'
+    rows.parquet | cannot be read as parquet | a whole parquet file is needed | write it again
+an empty parquet file | rows.parquet | b''
+    rows.parquet | cannot be read as parquet | a whole parquet file is needed | write it again
+""",
+    LINE=LINE,
+    FIX=FIX,
+    NEEDS=NEEDS,
+    SUFFIXES=SUFFIXES,
+)
 
 
 @pytest.mark.parametrize("symptom", FILES)
 def test_a_file_that_cannot_be_used_is_named(
     place: Path, headstart: Command, monkeypatch: pytest.MonkeyPatch, symptom: str
 ) -> None:
-    write, says = FILES[symptom]
-    if symptom.startswith(("parquet", "an empty parquet")):
+    (name, content), facts = FILES[symptom]
+    if name.endswith(".parquet"):
         pytest.importorskip("pyarrow")
-    if "folder" in symptom or "hub" in symptom:
-        pytest.importorskip("datasets")
+    (place / name).write_bytes(ast.literal_eval(content))
     monkeypatch.chdir(place)
-    assert_refused(headstart("inspect", "recipe.yaml", f"data.prompts={write(place)}"), says)
+    assert_refused(headstart("inspect", "recipe.yaml", f"data.prompts={name}"), facts)
+
+
+def test_prompts_that_are_no_dataset_are_named(place: Path, headstart: Command) -> None:
+    pytest.importorskip("datasets")
+    (place / "rows").mkdir()
+    (place / "rows" / "a.jsonl").write_text('{"prompt": "x"}\n')
+    for prompts, facts in (
+        (place / "rows", "data: | is not a dataset | a folder written by save_to_disk | or a file"),
+        ("hf:/no/such/dataset", "data.prompts: 'hf:/no/such/dataset' given | hf:org/name:split | correct the name"),
+    ):
+        assert_refused(headstart("inspect", place / "recipe.yaml", f"data.prompts={prompts}"), facts)
 
 
 @pytest.mark.parametrize(
@@ -568,17 +508,6 @@ def other_store(place: Path, **about: object) -> Path:
     return copy
 
 
-def write_manifest(place: Path, content: object) -> list[str]:
-    (store(place) / "manifest.json").write_text(content if isinstance(content, str) else json.dumps(content))
-    return ["verify", str(store(place))]
-
-
-def entry_without_size(place: Path) -> list[str]:
-    about = json.loads((store(place) / "manifest.json").read_text())
-    del about["shards"][0]["bytes"]
-    return write_manifest(place, about)
-
-
 def flipped_bit(place: Path) -> Path:
     path = store(place) / "train-00001.safetensors"
     content = bytearray(path.read_bytes())
@@ -592,125 +521,97 @@ def without(place: Path, name: str) -> Path:
     return store(place)
 
 
-def with_foreign_shard(place: Path) -> Path:
-    shutil.copy(store(place) / "train-00000.safetensors", store(place) / "train-00009.safetensors")
-    return store(place)
+def damage(place: Path, kind: str, content: str) -> None:
+    """Change the store before a command is typed."""
+    manifest = store(place) / "manifest.json"
+    if kind == "flip":
+        flipped_bit(place)
+    elif kind == "remove":
+        without(place, content)
+    elif kind == "foreign":
+        shutil.copy(store(place) / "train-00000.safetensors", store(place) / "train-00009.safetensors")
+    elif kind == "other":
+        other_store(place, **json.loads(filled(content, zeros="0" * 64)))
+    elif kind == "manifest":
+        manifest.write_text(content)
+    else:
+        about = json.loads(manifest.read_text())
+        del about["shards"][0]["bytes"]
+        manifest.write_text(json.dumps(about))
 
 
-NEW_FOLDER = "a new folder is needed for the merged store"
-AGAIN = "harvest again, which reuses undamaged shards"
-STORES: dict[str, tuple[Callable[[Path], list[Any]], Says]] = {
-    "merge without stores": (
-        lambda place: ["merge", place / "new"],
-        Says("store merge", "only", "one or more stores must follow it", "as in headstart store merge"),
-    ),
-    "merge of one store twice": (
-        lambda place: ["merge", place / "new", store(place), store(place)],
-        Says("store merge", "is given twice", "once is allowed", "name another store"),
-    ),
-    "merge of one store in two spellings": (
-        lambda place: ["merge", place / "new", store(place), f"{place}/run/../run/features"],
-        Says("store merge", "is given twice", "once is allowed", "name another store"),
-    ),
-    "merge of a store with itself, into itself": (
-        lambda place: ["merge", store(place), store(place)],
-        Says("features", "exists already", NEW_FOLDER, "give another one first"),
-    ),
-    "merge into a folder that is there": (
-        lambda place: ["merge", place, store(place)],
-        Says("merged store", "exists already", NEW_FOLDER, "give another one first"),
-    ),
-    "merge of a folder that is not there": (
-        lambda place: ["merge", place / "new", store(place), place / "nowhere"],
-        Says("nowhere holds no features", "no manifest.json", "give a folder of features", "headstart harvest RECIPE"),
-    ),
-    "merge of a run instead of its features": (
-        lambda place: ["merge", place / "new", place / "run"],
-        Says("run holds no features", "no manifest.json", "such as runs/tiny/features", "headstart harvest RECIPE"),
-    ),
-    "merge of different formats": (
-        lambda place: ["merge", place / "new", store(place), other_store(place, dtype="int8")],
-        Says("dtype: 'float32' in", "'int8' in", "equal taps, dtype and target", "harvest one of them again"),
-    ),
-    "merge of different taps": (
-        lambda place: ["merge", place / "new", store(place), other_store(place, taps=[1])],
-        Says("taps: [2, 3, 4] in", "[1] in", "equal taps, dtype and target", "harvest one of them again"),
-    ),
-    "merge of different targets": (
-        lambda place: ["merge", place / "new", store(place), other_store(place, target={"sha256": "0" * 64})],
-        Says("target: the content", "cannot be merged", "equal taps, dtype and target", "harvest one of them again"),
-    ),
-    "merge of a damaged store": (
-        lambda place: ["merge", place / "new", flipped_bit(place)],
-        Says("train-00001.safetensors", "its checksum differs", "stores to merge are damaged", "harvest"),
-    ),
-    "verify of a flipped bit": (
-        lambda place: ["verify", flipped_bit(place)],
-        Says("train-00001.safetensors", "its checksum differs from the manifest's", "1 shard", "harvest"),
-    ),
-    "verify of a lost shard": (
-        lambda place: ["verify", without(place, "train-00002.safetensors")],
-        Says("train-00002.safetensors", "in the manifest but missing on disk", "1 shard", "and harvest"),
-    ),
-    "verify of a foreign shard": (
-        lambda place: ["verify", with_foreign_shard(place)],
-        Says("train-00009.safetensors", "is not in the manifest", "1 shard", "remove"),
-    ),
-    "verify of two stores": (
-        lambda place: ["verify", store(place), store(place)],
-        Says("store verify", "2 folders are given", "one is allowed", "once for each"),
-    ),
-    "stats of two stores": (
-        lambda place: ["stats", store(place), place],
-        Says("store stats", "2 folders are given", "one is allowed", "once for each"),
-    ),
-    "stats of a lost shard": (
-        lambda place: ["stats", without(place, "train-00000.safetensors")],
-        Says("train-00000.safetensors", "missing on disk", "which reuses undamaged shards", "harvest again"),
-    ),
-    "stats of a store without a manifest": (
-        lambda place: ["stats", without(place, "manifest.json")],
-        Says("holds no features", "no manifest.json", "give a folder of features", "headstart harvest RECIPE"),
-    ),
-    "an empty manifest": (
-        lambda place: write_manifest(place, ""),
-        Says("manifest.json cannot be read", "Expecting value", "a harvest's manifest is needed", AGAIN),
-    ),
-    "a torn manifest": (
-        lambda place: write_manifest(place, '{"shards": ['),
-        Says("manifest.json cannot be read", "Expecting value", "a harvest's manifest is needed", AGAIN),
-    ),
-    "a manifest that is a list": (
-        lambda place: write_manifest(place, []),
-        Says("manifest.json cannot be read", "no list of shards", "a harvest's manifest is needed", AGAIN),
-    ),
-    "a manifest without shards": (
-        lambda place: write_manifest(place, {"taps": [1]}),
-        Says("manifest.json cannot be read", "no list of shards", "a harvest's manifest is needed", AGAIN),
-    ),
-    "a manifest of names": (
-        lambda place: write_manifest(place, {"taps": [1], "shards": ["train-00000.safetensors"]}),
-        Says("manifest.json cannot be read", "no list of shards", "a harvest's manifest is needed", AGAIN),
-    ),
-    "a manifest entry without its size": (
-        entry_without_size,
-        Says("manifest.json cannot be read", "no list of shards", "a harvest's manifest is needed", AGAIN),
-    ),
-    "an unknown command": (
-        lambda place: ["mend", store(place)],
-        Says("command", "'mend'", "choose from", "verify"),
-    ),
-    "no folder": (lambda place: ["stats"], Says("arguments are required", "folder", "usage", "store")),
-}
+# What is typed after `headstart store`, and the damage before it.
+STORES = table(
+    """
+merge without stores | merge {new}
+    store merge | only | one or more stores must follow it | as in headstart store merge
+merge of one store twice | merge {new} {store} {store}
+    store merge | is given twice | once is allowed | name another store
+merge of one store in two spellings | merge {new} {store} {place}/run/../run/features
+    store merge | is given twice | once is allowed | name another store
+merge of a store with itself, into itself | merge {store} {store}
+    features | exists already | NEW_FOLDER | give another one first
+merge into a folder that is there | merge {place} {store}
+    merged store | exists already | NEW_FOLDER | give another one first
+merge of a folder that is not there | merge {new} {store} {place}/nowhere
+    nowhere holds no features | no manifest.json | give a folder of features | headstart harvest RECIPE
+merge of a run instead of its features | merge {new} {place}/run
+    run holds no features | no manifest.json | such as runs/tiny/features | headstart harvest RECIPE
+merge of different formats | merge {new} {store} {other} | other {"dtype": "int8"}
+    dtype: 'float32' in | 'int8' in | equal taps, dtype and target | harvest one of them again
+merge of different taps | merge {new} {store} {other} | other {"taps": [1]}
+    taps: [2, 3, 4] in | [1] in | equal taps, dtype and target | harvest one of them again
+merge of different targets | merge {new} {store} {other} | other {"target": {"sha256": "{zeros}"}}
+    target: the content | cannot be merged | equal taps, dtype and target | harvest one of them again
+merge of a damaged store | merge {new} {store} | flip
+    train-00001.safetensors | its checksum differs | stores to merge are damaged | harvest
+verify of a flipped bit | verify {store} | flip
+    train-00001.safetensors | its checksum differs from the manifest's | 1 shard | harvest
+verify of a lost shard | verify {store} | remove train-00002.safetensors
+    train-00002.safetensors | in the manifest but missing on disk | 1 shard | and harvest
+verify of a foreign shard | verify {store} | foreign
+    train-00009.safetensors | is not in the manifest | 1 shard | remove
+verify of two stores | verify {store} {store}
+    store verify | 2 folders are given | one is allowed | once for each
+stats of two stores | stats {store} {place}
+    store stats | 2 folders are given | one is allowed | once for each
+stats of a lost shard | stats {store} | remove train-00000.safetensors
+    train-00000.safetensors | missing on disk | which reuses undamaged shards | harvest again
+stats of a store without a manifest | stats {store} | remove manifest.json
+    holds no features | no manifest.json | give a folder of features | headstart harvest RECIPE
+an empty manifest | verify {store} | manifest
+    manifest.json cannot be read | Expecting value | a harvest's manifest is needed | AGAIN
+a torn manifest | verify {store} | manifest {"shards": [
+    manifest.json cannot be read | Expecting value | a harvest's manifest is needed | AGAIN
+a manifest that is a list | verify {store} | manifest []
+    manifest.json cannot be read | no list of shards | a harvest's manifest is needed | AGAIN
+a manifest without shards | verify {store} | manifest {"taps": [1]}
+    manifest.json cannot be read | no list of shards | a harvest's manifest is needed | AGAIN
+a manifest of names | verify {store} | manifest {"taps": [1], "shards": ["train-00000.safetensors"]}
+    manifest.json cannot be read | no list of shards | a harvest's manifest is needed | AGAIN
+a manifest entry without its size | verify {store} | unsized
+    manifest.json cannot be read | no list of shards | a harvest's manifest is needed | AGAIN
+an unknown command | mend {store}
+    command | 'mend' | choose from | verify
+no folder | stats
+    arguments are required | folder | usage | store
+""",
+    NEW_FOLDER="a new folder is needed for the merged store",
+    AGAIN="harvest again, which reuses undamaged shards",
+)
 
 
 @pytest.mark.parametrize("symptom", STORES)
 def test_a_store_command_that_cannot_work_says_why(
     harvested: Path, place: Path, headstart: Command, symptom: str
 ) -> None:
-    shutil.copytree(harvested / "run" / "features", place / "run" / "features")
-    arguments, says = STORES[symptom]
-    assert_refused(headstart("store", *arguments(place)), says)
+    shutil.copytree(harvested / "run" / "features", store(place))
+    (command, *damages), facts = STORES[symptom]
+    for each in damages:
+        kind, _, content = each.partition(" ")
+        damage(place, kind, content)
+    places = {"place": place, "store": store(place), "new": place / "new", "other": place / "other"}
+    assert_refused(headstart("store", *filled(command, **places).split()), facts)
     assert not list(place.glob("new*"))
 
 

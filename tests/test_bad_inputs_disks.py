@@ -1,46 +1,199 @@
 """Bad inputs on disks and networks: each ends in one message that names the file, what is wrong, and what to do."""
 
+import ast
 import errno
 import fnmatch
 import io
 import os
+import shlex
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from bad_inputs import Says, assert_refused, type_command
+from bad_inputs import assert_refused, filled, table, type_command
 from safetensors import SafetensorError
 from tiny_run import build_run, tiny_recipe
 
-from headstart.heads import files
+from headstart.heads import safetensors_file
 from headstart.heads.formats.export import export
 from headstart.trainers.run import run
 
-QUICK_REPORT = "report.num_prompts=1", "report.baselines=[plain, chain]", "decode.max_new_tokens=2"
-LONG = "n" * 300
-
-
-@dataclass(frozen=True)
-class Place:
-    """A finished run of its own for one case: features, head, export; the folders that commands name."""
-
-    folder: Path  # target, prompts, recipe
-    run: Path
-
-    @property
-    def recipe(self) -> list[str]:
-        return [str(self.folder / "recipe.yaml"), f"run_dir={self.run}"]
-
-    @property
-    def target(self) -> list[str]:
-        return ["--target", str(self.folder / "target")]
-
-    @property
-    def exported(self) -> Path:
-        return self.run / "export/vllm"
+# Each case types a command on a copy of a finished run, after damage to the run: `remove` files, put a `file` (with
+# some content) or a `folder` in place of one, keep `half` of a file, find the disk `full` when files of a pattern are
+# written, `refuse` to write or read them with an error, or let safetensors fail to write `weights`.
+CASES = table(r"""
+harvest: run_dir is a file | harvest {recipe} run_dir={run}/file | file file
+    run_dir | run/file is a file | a folder that exists or can be made is allowed | choose another
+train: run_dir lies below a file | train {recipe} run_dir={run}/file/run | file file
+    run_dir | run/file is a file | a folder that exists or can be made is allowed | choose another
+harvest: run_dir has too long a name | harvest {recipe} run_dir={run}/{long}
+    run_dir | {long} | a path with names of up to 255 bytes is allowed | choose another, shorter one
+inspect: run_dir has too long a name | inspect {recipe} run_dir={run}/{long}
+    run_dir | {long} | a path with names of up to 255 bytes is allowed | choose another, shorter one
+harvest: run_dir may not be made | harvest {recipe} run_dir={run}/new | refuse write */new EACCES
+    run/new | Permission denied | change its permissions
+train: run_dir is on a read-only disk | train {recipe} run_dir={run}/new | refuse write */new EROFS
+    run/new | Read-only file system | mount the disk writable
+inspect: run_dir is where no folder can be | inspect {recipe} run_dir=/proc/headstart
+    /proc/headstart | No such file or directory | or choose another run_dir
+harvest: prompts/ is a file | harvest {recipe} | remove prompts responses features | file prompts
+    run/prompts | is a file | move the file away
+harvest: responses/ is a file | harvest {recipe} | remove responses features | file responses
+    run/responses | is a file | move the file away
+harvest: features/ is a file | harvest {recipe} | remove features | file features
+    run/features | is a file | move the file away
+inspect: no space for the prompts | inspect {recipe} | remove prompts responses features | full */train.jsonl.partial
+    prompts/train.jsonl: | No space left on device | make room there
+harvest: no space for the journal of the responses | harvest {recipe} | remove responses features | full *.journal
+    responses/train-00000.jsonl.journal: | No space left on device | make room there
+harvest: no space for the responses | harvest {recipe} | remove responses features | full */train-00000.jsonl.partial
+    responses/train-00000.jsonl: | No space left on device | make room there
+harvest: responses may not be written | harvest {recipe} | remove responses features | refuse write */responses/* EACCES
+    responses/stage.json: | Permission denied | change its permissions
+harvest: no space for a shard | harvest {recipe} | remove features | weights ENOSPC
+    features/train-00000.safetensors: | No space left on device | make room there
+harvest: a shard on a read-only disk | harvest {recipe} | remove features | weights EROFS
+    features/train-00000.safetensors: | Read-only file system | mount the disk writable
+harvest: no space for a shard's manifest entry | harvest {recipe} | remove features | full *.note.partial
+    features/train-00000.safetensors.note: | No space left on device | make room there
+harvest: no space for the manifest | harvest {recipe} | remove features | full */manifest.json.partial
+    features/manifest.json: | No space left on device | make room there
+harvest: the disk fails | harvest {recipe} | remove features | weights EIO
+    features/train-00000.safetensors: | Input/output error | check the disk
+harvest: the quota is exceeded | harvest {recipe} | remove features | weights EDQUOT
+    features/train-00000.safetensors: | Disk quota exceeded | make room there
+inspect: the list of prompts is missing | inspect {recipe} | remove prompts/train.jsonl responses
+    prompts/train.jsonl: | No such file or directory | prompts/stage.json, and
+inspect: the report on rows is cut | inspect {recipe} | half prompts/rows.json
+    prompts/rows.json cannot be read | it must say what became of the rows | rm /
+harvest: a file of responses is missing | harvest {recipe} | remove responses/train-00000.jsonl features
+    responses/train-00000.jsonl: | No such file | responses/stage.json, and
+inspect: a file of responses is a folder | inspect {recipe} | folder responses/train-00000.jsonl
+    responses/train-00000.jsonl: | Is a directory | a file is needed here | or choose another run_dir
+inspect: a file of responses may not be read | inspect {recipe} | refuse read */train-00000.jsonl EACCES
+    responses/train-00000.jsonl: | Permission denied | change its permissions
+train: checkpoints/ is a file | train {recipe} | remove checkpoints head metrics.jsonl | file checkpoints
+    run/checkpoints: | is a file | move the file away
+train: no space for a checkpoint | train {recipe} | remove checkpoints head metrics.jsonl | weights ENOSPC
+    checkpoints/step-4 cannot be written | No space left on device | make room there
+train: metrics.jsonl is a folder | train {recipe} | remove checkpoints head metrics.jsonl | folder metrics.jsonl
+    metrics.jsonl: | Is a directory | a file is needed here | or choose another run_dir
+train: no space for the metrics | train {recipe} | remove checkpoints head metrics.jsonl | full */metrics.jsonl
+    metrics.jsonl: | No space left on device | make room there
+train: head/ is a file | train {recipe} | file head
+    run/head: | is a file | move the file away
+train: no space for the head | train {recipe} | remove head | weights ENOSPC
+    head/model.safetensors: | No space left on device | make room there
+train: the note of the export is cut | train {recipe} | half checkpoints/exported.json
+    checkpoints/exported.json | is not JSON | remove it
+train: a checkpoint's weights are cut | train {recipe} | half checkpoints/step-8/head.safetensors
+    checkpoints/step-8 cannot be read | incomplete | remove it to resume from the one before it
+calibrate: the head is a file | calibrate {recipe} | file head
+    run/head | holds no head | a trained head's folder is required | name another with report.head=FOLDER
+calibrate: the head's weights are a folder | calibrate {recipe} | folder head/model.safetensors
+    head/model.safetensors | cannot be read | a whole safetensors file is required | export or copy the head
+calibrate: no space for the calibrated head | calibrate {recipe} {quick} | weights ENOSPC
+    head/model.safetensors: | No space left on device | make room there
+report: report/ is a file | report {recipe} {quick} | file report
+    run/report | is a file | move the file away
+report: report/ is on a read-only disk | report {recipe} {quick} | refuse write */report EROFS
+    run/report: | Read-only file system | mount the disk writable
+report: report.json is a folder | report {recipe} {quick} | folder report/report.json
+    report/report.json: | Is a directory | a file is needed here | or choose another run_dir
+report: no space for the figure | report {recipe} {quick} | full *.png.partial
+    report/report.png: | No space left on device | make room there
+report: no space for the page | report {recipe} {quick} | full *.html.partial
+    report/report.html: | No space left on device | make room there
+report: the questions are a folder | report {recipe} {quick} report.prompts={folder}
+    report.prompts | finished | an existing JSONL file is allowed | put the prompts there
+report: the other head is missing | report {recipe} {quick} 'report.other_heads={other: {run}/none}'
+    report.other_heads.other | holds no head | a trained head's folder is required | name another
+export: export/ is a file | export {recipe} export.format=vllm | file export
+    export/vllm: | run/export is a file | move the file away
+export: no space for the weights | export {recipe} export.folder={run}/new | weights ENOSPC
+    new/model.safetensors: | No space left on device | or choose another export.folder
+export: no space for the README | export {recipe} export.folder={run}/new | full */README.md.partial
+    new/README.md: | No space left on device | make room there
+export: the folder has too long a name | export {recipe} export.folder={run}/{long}
+    export.folder | {long} | a path with names of up to 255 bytes is allowed | choose another, shorter one
+export: the head is a file | export {recipe} export.folder={run}/new export.head={run}/file | file file
+    run/file | holds no head | no config.json | give
+export: a push without a network | export {recipe} export.folder={run}/new export.push_to=org/name
+    export.push_to: 'org/name' given | the hub says | upload the folder by hand
+export: the training log is damaged | export {recipe} export.folder={run}/new | file metrics.jsonl b'not JSON\n{}\n'
+    metrics.jsonl line 1 is not JSON | fix or remove the line
+lint: the head is a file | lint {run}/file {target} | file file
+    run/file | holds no head | no config.json | give
+lint: config.json is a folder | lint {run}/export/vllm {target} | folder export/vllm/config.json
+    export/vllm | holds no head | no config.json | give
+lint: config.json is no text | lint {run}/export/vllm {target} | file export/vllm/config.json b'\xff\xfe\x00'
+    export/vllm/config.json | is not JSON | copy or download the head again
+lint: the weights are cut | lint {run}/export/vllm {target} | half export/vllm/model.safetensors
+    export/vllm/model.safetensors cannot be read | incomplete | copy or download the head again
+lint: the weights are empty | lint {run}/export/vllm {target} | file export/vllm/model.safetensors b''
+    export/vllm/model.safetensors cannot be read | header | copy or download the head again
+lint: the head has too long a name | lint {run}/{long} {target}
+    {long} | File name too long | choose a shorter name
+lint: the target is on the hub, without a network | lint {run}/export/vllm --target org/none
+    'org/none' | neither a local folder nor a model available on the hub | a folder with config.json | or a hub name
+lint: the target is an empty folder | lint {run}/export/vllm --target {run}/empty | folder empty
+    run/empty | neither model.safetensors nor | convert the model
+convert: the head is missing | convert {run}/none {run}/converted {target}
+    run/none | holds no head | no config.json | give
+convert: the output lies below a file | convert {run}/export/vllm {run}/file/head {target} | file file
+    run/file: | is a file | move the file away
+convert: the output has too long a name | convert {run}/export/vllm {run}/{long} {target}
+    {long}
+    File name too long | choose a shorter name
+convert: no space for the output | convert {run}/export/vllm {run}/converted {target} | weights ENOSPC
+    run/converted/model.safetensors: | No space left on device | make room there
+convert: the output is on a read-only disk | convert {run}/export/vllm {run}/new {target} | refuse write */new* EROFS
+    run/new: | Read-only file system | mount the disk writable
+convert: the target is on the hub | convert {run}/export/vllm {run}/new --target org/none
+    'org/none' | neither a local folder nor a model available on the hub | a folder with config.json | or a hub name
+doctor: the head is missing | doctor {run}/none {folder}/target
+    run/none | holds no head | no config.json | give
+doctor: the samples are a folder | doctor {run}/head {folder}/target --samples /
+    --samples: / | not found | a JSONL file | name a JSONL file
+doctor: the samples may not be read | doctor {run}/head {folder}/target | refuse read */heldout.jsonl EACCES
+    prompts/heldout.jsonl: | Permission denied | change its permissions
+doctor: the head's weights are cut | doctor {run}/head {folder}/target | half head/model.safetensors
+    head/model.safetensors cannot be read | incomplete | copy or download the head again
+store verify: the folder is missing | store verify {run}/none
+    run/none holds no features | no manifest.json | harvest
+store verify: the manifest is a folder | store verify {run}/features | folder features/manifest.json
+    features holds no features | no manifest.json | harvest
+store stats: the manifest is a list | store stats {run}/features | file features/manifest.json b'[]'
+    features/manifest.json cannot be read | no list of shards | a harvest's manifest is needed | harvest
+store verify: a shard is cut | store verify {run}/features | half features/train-00001.safetensors
+    features/train-00001.safetensors | not what the harvest wrote
+store verify: a shard may not be read | store verify {run}/features | refuse read */train-00001.safetensors EACCES
+    features/train-00001.safetensors: | Permission denied | change its permissions
+store merge: the new store lies below a file | store merge {run}/file/all {run}/features | file file
+    run/file/all: | run/file is a file | move the file away
+store merge: no space | store merge {run}/all {run}/features | full copies
+    run/all/train-00000.safetensors: | No space left on device | make room there
+harvest: the recipe is a folder | harvest {folder}
+    Is a directory | give the path of a recipe
+harvest: the recipe has too long a name | harvest {long}
+    {long} | File name too long | give the path of a recipe
+harvest: the prompts have too long a name | harvest {recipe} data.prompts={long}.jsonl
+    data.prompts | {long} | a path with names of up to 255 bytes is allowed | choose another, shorter one
+harvest: the target is on the hub, without a network | harvest {recipe} {new} target.path=org/none
+    target.path: 'org/none' | neither a local folder nor a model available on the hub | a folder with config.json
+    or a hub name
+harvest: the server does not answer | harvest {recipe} {new} data.server=http://127.0.0.1:9 data.server_retries=0
+    data.server: http://127.0.0.1:9 | gave no answer | check the server and run the command again
+""")
+PLACES = {  # what a word in braces stands for; {run} and {folder} are the finished run and what its recipe names
+    "recipe": "{folder}/recipe.yaml run_dir={run}",
+    "quick": "report.num_prompts=1 'report.baselines=[plain, chain]' decode.max_new_tokens=2",
+    "target": "--target {folder}/target",
+    "new": "run_dir={run}/new",
+    "long": "n" * 260,
+}
 
 
 @pytest.fixture(scope="session")
@@ -53,19 +206,29 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def place(finished: Path, tmp_path: Path) -> Place:
-    shutil.copytree(finished / "run", tmp_path / "run")
-    return Place(finished, tmp_path / "run")
-
-
-# What happens to a file before the command is typed. Paths are relative to the run.
-
-Damage = Callable[[Place, pytest.MonkeyPatch], None]
-
-
-def nothing(place: Place, patch: pytest.MonkeyPatch) -> None:
-    """Leave the run as it is."""
+def damage(run: Path, kind: str, *words: str, patch: pytest.MonkeyPatch) -> None:
+    if kind == "refuse":
+        refuse(*words, patch)
+    elif kind == "weights":
+        refuse_weights(getattr(errno, words[0]), patch)
+    elif words == ("copies",):
+        patch.setattr(shutil, "copy", copy_to_a_full_disk)
+    elif kind == "full":
+        fill_disk(words[0], patch)
+    elif kind == "half":
+        content = (run / words[0]).read_bytes()
+        (run / words[0]).write_bytes(content[: len(content) // 2])
+    elif kind == "remove":
+        for name in words:
+            remove(run / name)
+    else:
+        path = run / words[0]
+        remove(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if kind == "folder":
+            path.mkdir()
+        else:
+            path.write_bytes(ast.literal_eval(" ".join(words[1:]) or "b'not what should be here'"))
 
 
 def remove(path: Path) -> None:
@@ -75,556 +238,70 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def gone(*names: str) -> Damage:
-    def damage(place: Place, patch: pytest.MonkeyPatch) -> None:
-        for name in names:
-            remove(place.run / name)
-
-    return damage
-
-
-def a_file(name: str, content: bytes = b"not what should be here") -> Damage:
-    def damage(place: Place, patch: pytest.MonkeyPatch) -> None:
-        remove(place.run / name)
-        (place.run / name).parent.mkdir(parents=True, exist_ok=True)
-        (place.run / name).write_bytes(content)
-
-    return damage
-
-
-def a_folder(name: str) -> Damage:
-    def damage(place: Place, patch: pytest.MonkeyPatch) -> None:
-        remove(place.run / name)
-        (place.run / name).mkdir(parents=True)
-
-    return damage
-
-
-def half(name: str) -> Damage:
-    def damage(place: Place, patch: pytest.MonkeyPatch) -> None:
-        content = (place.run / name).read_bytes()
-        (place.run / name).write_bytes(content[: len(content) // 2])
-
-    return damage
-
-
-def full_disk(pattern: str) -> Damage:
+def fill_disk(pattern: str, patch: pytest.MonkeyPatch) -> None:
     """Let files of this name be written to /dev/full, where the kernel finds no space."""
+    real: Any = io.open
 
-    def damage(place: Place, patch: pytest.MonkeyPatch) -> None:
-        real: Any = io.open
+    def opened(file: Any, mode: str = "r", *others: Any, **options: Any) -> Any:
+        writes = isinstance(file, str | Path) and set(mode) & set("wax") and fnmatch.fnmatch(str(file), pattern)
+        return real("/dev/full" if writes else file, mode, *others, **options)
 
-        def opened(file: Any, mode: str = "r", *others: Any, **options: Any) -> Any:
-            writes = isinstance(file, str | Path) and set(mode) & set("wax") and fnmatch.fnmatch(str(file), pattern)
-            return real("/dev/full" if writes else file, mode, *others, **options)
-
-        patch.setattr(io, "open", opened)
-        patch.setattr("builtins.open", opened)
-
-    return damage
+    patch.setattr(io, "open", opened)
+    patch.setattr("builtins.open", opened)
 
 
-def refused(call: str, pattern: str, number: int) -> Damage:
-    """Let a function of the module os, or io.open for writing, fail for paths of this name."""
+def refuse(access: str, pattern: str, name: str, patch: pytest.MonkeyPatch) -> None:
+    """Let folders and files of this name not be made and written, or files not be read."""
+    number = getattr(errno, name)
 
-    def damage(place: Place, patch: pytest.MonkeyPatch) -> None:
-        module = io if call == "open" else os
-        real: Any = getattr(module, call)
-
+    def refusing(real: Callable[..., Any], always: bool) -> Callable[..., Any]:
         def function(path: Any, *others: Any, **options: Any) -> Any:
-            writes = call != "open" or (others and set(others[0]) & set("wax"))
-            if writes and isinstance(path, str | Path) and fnmatch.fnmatch(str(path), pattern):
+            matches = isinstance(path, str | Path) and fnmatch.fnmatch(str(path), pattern)
+            if matches and (always or (others and set(others[0]) & set("wax"))):
                 raise OSError(number, os.strerror(number), str(path))
             return real(path, *others, **options)
 
-        patch.setattr(module, call, function)
+        return function
 
-    return damage
+    if access == "read":
+        patch.setattr(Path, "open", refusing(Path.open, True))
+    else:
+        patch.setattr(os, "mkdir", refusing(os.mkdir, True))
+        patch.setattr(io, "open", refusing(io.open, False))
 
 
-def unwritable_weights(number: int) -> Damage:
+def refuse_weights(number: int, patch: pytest.MonkeyPatch) -> None:
     """Let safetensors fail as it does on a full or read-only disk, in its own words."""
 
-    def damage(place: Place, patch: pytest.MonkeyPatch) -> None:
-        def save_file(*arguments: object) -> None:
-            raise SafetensorError(f"I/O error: {os.strerror(number)} (os error {number})")
+    def save_file(*arguments: object) -> None:
+        raise SafetensorError(f"I/O error: {os.strerror(number)} (os error {number})")
 
-        patch.setattr(files, "save_file", save_file)
-
-    return damage
+    patch.setattr(safetensors_file, "save_file", save_file)
 
 
-def together(*damages: Damage) -> Damage:
-    def damage(place: Place, patch: pytest.MonkeyPatch) -> None:
-        for each in damages:
-            each(place, patch)
-
-    return damage
-
-
-# The commands.
-
-Command = Callable[[Place], Sequence[str | Path]]
-
-
-def with_recipe(name: str, *overrides: str) -> Command:
-    """A command on the recipe; {run} and {folder} in an override stand for the place's."""
-    return lambda place: [
-        name,
-        *place.recipe,
-        *(each.format(run=place.run, folder=place.folder) for each in overrides),
-    ]
-
-
-def report(*overrides: str) -> Command:
-    return with_recipe("report", *QUICK_REPORT, *overrides)
-
-
-def lint(name: str = "export/vllm") -> Command:
-    return lambda place: ["lint", place.run / name, *place.target]
-
-
-def convert(source: str = "export/vllm", into: str = "converted") -> Command:
-    return lambda place: ["convert", place.run / source, place.run / into, *place.target]
-
-
-def doctor(name: str = "head", *options: str) -> Command:
-    return lambda place: ["doctor", place.run / name, place.folder / "target", *options]
-
-
-def store(*arguments: str) -> Command:
-    return lambda place: ["store", arguments[0], *(place.run / each for each in arguments[1:])]
-
-
-def recipe(path: str) -> Command:
-    return lambda place: ["harvest", path.format(folder=place.folder)]
-
-
-FILE_FOR_FOLDER = " is a file", "", "move the file away"
-OTHER_RUN_DIR = "or choose another run_dir"
-NO_SPACE = "No space left on device", "", "make room there"
-READ_ONLY = "Read-only file system", "", "mount the disk writable"
-DENIED = "Permission denied", "", "change its permissions"
-TOO_LONG = "File name too long", "", "choose a shorter name"
-TOO_LONG_IN_RECIPE = "a path with names of up to 255 bytes is allowed", "choose another, shorter one"
-OFFLINE = "neither a local folder nor a model available on the hub", "a folder with config.json", "or a hub name"
-NO_HEAD = "holds no head", "no config.json", "give"
-WITHOUT_CHECKPOINTS = gone("checkpoints", "head", "metrics.jsonl")
-FROM_SCRATCH = gone("prompts", "responses", "features")
-FROM_RESPONSES = gone("responses", "features")
-
-CASES: dict[str, tuple[Command, Damage, Says]] = {
-    # run_dir
-    "harvest: run_dir is a file": (
-        with_recipe("harvest", "run_dir={run}/file"),
-        a_file("file"),
-        Says("run_dir", "run/file is a file", "a folder that exists or can be made is allowed", "choose another"),
-    ),
-    "train: run_dir lies below a file": (
-        with_recipe("train", "run_dir={run}/file/run"),
-        a_file("file"),
-        Says("run_dir", "run/file is a file", "a folder that exists or can be made is allowed", "choose another"),
-    ),
-    "harvest: run_dir has too long a name": (
-        with_recipe("harvest", f"run_dir={{run}}/{LONG}"),
-        nothing,
-        Says("run_dir", LONG, *TOO_LONG_IN_RECIPE),
-    ),
-    "inspect: run_dir has too long a name": (
-        with_recipe("inspect", f"run_dir={{run}}/{LONG}"),
-        nothing,
-        Says("run_dir", LONG, *TOO_LONG_IN_RECIPE),
-    ),
-    "harvest: run_dir may not be made": (
-        with_recipe("harvest", "run_dir={run}/new"),
-        refused("mkdir", "*/new", errno.EACCES),
-        Says("run/new", *DENIED),
-    ),
-    "train: run_dir is on a read-only disk": (
-        with_recipe("train", "run_dir={run}/new"),
-        refused("mkdir", "*/new", errno.EROFS),
-        Says("run/new", *READ_ONLY),
-    ),
-    "inspect: run_dir is where no folder can be": (
-        with_recipe("inspect", "run_dir=/proc/headstart"),
-        nothing,
-        Says("/proc/headstart", "No such file or directory", "", OTHER_RUN_DIR),
-    ),
-    # prompts, responses, features
-    "harvest: prompts/ is a file": (
-        with_recipe("harvest"),
-        together(FROM_SCRATCH, a_file("prompts")),
-        Says("run/prompts", *FILE_FOR_FOLDER),
-    ),
-    "harvest: responses/ is a file": (
-        with_recipe("harvest"),
-        together(FROM_RESPONSES, a_file("responses")),
-        Says("run/responses", *FILE_FOR_FOLDER),
-    ),
-    "harvest: features/ is a file": (
-        with_recipe("harvest"),
-        together(gone("features"), a_file("features")),
-        Says("run/features", *FILE_FOR_FOLDER),
-    ),
-    "inspect: no space for the prompts": (
-        with_recipe("inspect"),
-        together(FROM_SCRATCH, full_disk("*/train.jsonl.partial")),
-        Says("prompts/train.jsonl:", *NO_SPACE),
-    ),
-    "harvest: no space for the journal of the responses": (
-        with_recipe("harvest"),
-        together(FROM_RESPONSES, full_disk("*.journal")),
-        Says("responses/train-00000.jsonl.journal:", *NO_SPACE),
-    ),
-    "harvest: no space for the responses": (
-        with_recipe("harvest"),
-        together(FROM_RESPONSES, full_disk("*/train-00000.jsonl.partial")),
-        Says("responses/train-00000.jsonl:", *NO_SPACE),
-    ),
-    "harvest: the responses may not be written": (
-        with_recipe("harvest"),
-        together(FROM_RESPONSES, refused("open", "*/responses/*", errno.EACCES)),
-        Says("responses/stage.json:", *DENIED),
-    ),
-    "harvest: no space for a shard": (
-        with_recipe("harvest"),
-        together(gone("features"), unwritable_weights(errno.ENOSPC)),
-        Says("features/train-00000.safetensors:", *NO_SPACE),
-    ),
-    "harvest: a shard on a read-only disk": (
-        with_recipe("harvest"),
-        together(gone("features"), unwritable_weights(errno.EROFS)),
-        Says("features/train-00000.safetensors:", *READ_ONLY),
-    ),
-    "harvest: no space for a shard's manifest entry": (
-        with_recipe("harvest"),
-        together(gone("features"), full_disk("*.note.partial")),
-        Says("features/train-00000.safetensors.note:", *NO_SPACE),
-    ),
-    "harvest: no space for the manifest": (
-        with_recipe("harvest"),
-        together(gone("features"), full_disk("*/manifest.json.partial")),
-        Says("features/manifest.json:", *NO_SPACE),
-    ),
-    "harvest: the disk fails": (
-        with_recipe("harvest"),
-        together(gone("features"), unwritable_weights(errno.EIO)),
-        Says("features/train-00000.safetensors:", "Input/output error", "", "check the disk"),
-    ),
-    "harvest: the quota is exceeded": (
-        with_recipe("harvest"),
-        together(gone("features"), unwritable_weights(errno.EDQUOT)),
-        Says("features/train-00000.safetensors:", "Disk quota exceeded", *NO_SPACE[1:]),
-    ),
-    "inspect: the list of prompts is missing": (
-        with_recipe("inspect"),
-        gone("prompts/train.jsonl", "responses"),
-        Says(
-            "prompts/train.jsonl:",
-            "No such file or directory",
-            "",
-            "prompts/stage.json, and",
-        ),
-    ),
-    "inspect: the report on rows is cut": (
-        with_recipe("inspect"),
-        half("prompts/rows.json"),
-        Says("prompts/rows.json cannot be read", "", "it must say what became of the rows", "rm /"),
-    ),
-    "harvest: a file of responses is missing": (
-        with_recipe("harvest"),
-        gone("responses/train-00000.jsonl", "features"),
-        Says("responses/train-00000.jsonl:", "No such file", "", "responses/stage.json, and"),
-    ),
-    "inspect: a file of responses is a folder": (
-        with_recipe("inspect"),
-        a_folder("responses/train-00000.jsonl"),
-        Says("responses/train-00000.jsonl:", "Is a directory", "a file is needed here", OTHER_RUN_DIR),
-    ),
-    "inspect: a file of responses may not be read": (
-        with_recipe("inspect"),
-        lambda place, patch: patch.setattr(Path, "open", denied(Path.open, "*/responses/train-00000.jsonl")),
-        Says("responses/train-00000.jsonl:", *DENIED),
-    ),
-    # training
-    "train: checkpoints/ is a file": (
-        with_recipe("train"),
-        together(WITHOUT_CHECKPOINTS, a_file("checkpoints")),
-        Says("run/checkpoints:", *FILE_FOR_FOLDER),
-    ),
-    "train: no space for a checkpoint": (
-        with_recipe("train"),
-        together(WITHOUT_CHECKPOINTS, unwritable_weights(errno.ENOSPC)),
-        Says("checkpoints/step-4 cannot be written", *NO_SPACE),
-    ),
-    "train: metrics.jsonl is a folder": (
-        with_recipe("train"),
-        together(WITHOUT_CHECKPOINTS, a_folder("metrics.jsonl")),
-        Says("metrics.jsonl:", "Is a directory", "a file is needed here", OTHER_RUN_DIR),
-    ),
-    "train: no space for the metrics": (
-        with_recipe("train"),
-        together(WITHOUT_CHECKPOINTS, full_disk("*/metrics.jsonl")),
-        Says("metrics.jsonl:", *NO_SPACE),
-    ),
-    "train: head/ is a file": (
-        with_recipe("train"),
-        a_file("head"),
-        Says("run/head:", *FILE_FOR_FOLDER),
-    ),
-    "train: no space for the head": (
-        with_recipe("train"),
-        together(gone("head"), unwritable_weights(errno.ENOSPC)),
-        Says("head/model.safetensors:", *NO_SPACE),
-    ),
-    "train: the note of the export is cut": (
-        with_recipe("train"),
-        half("checkpoints/exported.json"),
-        Says("checkpoints/exported.json", "is not JSON", "", "remove it"),
-    ),
-    "train: a checkpoint's weights are cut": (
-        with_recipe("train"),
-        half("checkpoints/step-8/head.safetensors"),
-        Says("checkpoints/step-8 cannot be read", "incomplete", "", "remove it to resume from the one before it"),
-    ),
-    # calibrate
-    "calibrate: the head is a file": (
-        with_recipe("calibrate"),
-        a_file("head"),
-        Says(
-            "run/head", "holds no head", "a trained head's folder is required", "name another with report.head=FOLDER"
-        ),
-    ),
-    "calibrate: the head's weights are a folder": (
-        with_recipe("calibrate"),
-        a_folder("head/model.safetensors"),
-        Says(
-            "head/model.safetensors",
-            "cannot be read",
-            "a whole safetensors file is required",
-            "export or copy the head",
-        ),
-    ),
-    "calibrate: no space for the calibrated head": (
-        with_recipe("calibrate", *QUICK_REPORT),
-        unwritable_weights(errno.ENOSPC),
-        Says("head/model.safetensors:", *NO_SPACE),
-    ),
-    # report
-    "report: report/ is a file": (report(), a_file("report"), Says("run/report", *FILE_FOR_FOLDER)),
-    "report: report/ is on a read-only disk": (
-        report(),
-        refused("mkdir", "*/report", errno.EROFS),
-        Says("run/report:", *READ_ONLY),
-    ),
-    "report: report.json is a folder": (
-        report(),
-        a_folder("report/report.json"),
-        Says("report/report.json:", "Is a directory", "a file is needed here", OTHER_RUN_DIR),
-    ),
-    "report: no space for the figure": (report(), full_disk("*.png.partial"), Says("report/report.png:", *NO_SPACE)),
-    "report: no space for the page": (report(), full_disk("*.html.partial"), Says("report/report.html:", *NO_SPACE)),
-    "report: the questions are a folder": (
-        report("report.prompts={folder}"),
-        nothing,
-        Says("report.prompts", "finished", "an existing JSONL file is allowed", "put the prompts there"),
-    ),
-    "report: the other head is missing": (
-        report("report.other_heads={{other: {run}/none}}"),
-        nothing,
-        Says("report.other_heads.other", "holds no head", "a trained head's folder is required", "name another"),
-    ),
-    # export
-    "export: export/ is a file": (
-        with_recipe("export", "export.format=vllm"),
-        a_file("export"),
-        Says("export/vllm:", "run/export is a file", "", "move the file away"),
-    ),
-    "export: no space for the weights": (
-        with_recipe("export", "export.format=vllm"),
-        unwritable_weights(errno.ENOSPC),
-        Says("vllm/model.safetensors:", *NO_SPACE[:2], OTHER_RUN_DIR),
-    ),
-    "export: no space for the README": (
-        with_recipe("export", "export.format=vllm"),
-        full_disk("*/README.md.partial"),
-        Says("README.md:", *NO_SPACE),
-    ),
-    "export: the head is a file": (
-        with_recipe("export", "export.head={run}/file"),
-        a_file("file"),
-        Says("run/file", *NO_HEAD),
-    ),
-    "export: the log of the training is damaged": (
-        with_recipe("export", "export.format=vllm"),
-        a_file("metrics.jsonl", b"not JSON\n{}\n"),
-        Says("metrics.jsonl line 1 is not JSON", "", "", "fix or remove the line"),
-    ),
-    # lint
-    "lint: the head is a file": (lint("file"), a_file("file"), Says("run/file", *NO_HEAD)),
-    "lint: config.json is a folder": (lint(), a_folder("export/vllm/config.json"), Says("export/vllm", *NO_HEAD)),
-    "lint: config.json is no text": (
-        lint(),
-        a_file("export/vllm/config.json", b"\xff\xfe\x00"),
-        Says("export/vllm/config.json", "is not JSON", "", "copy or download the head again"),
-    ),
-    "lint: the weights are cut": (
-        lint(),
-        half("export/vllm/model.safetensors"),
-        Says("export/vllm/model.safetensors cannot be read", "incomplete", "", "copy or download the head again"),
-    ),
-    "lint: the weights are empty": (
-        lint(),
-        a_file("export/vllm/model.safetensors", b""),
-        Says("export/vllm/model.safetensors cannot be read", "header", "", "copy or download the head again"),
-    ),
-    "lint: the head has too long a name": (lint(LONG), nothing, Says(LONG, *TOO_LONG)),
-    "lint: the target is on the hub, without a network": (
-        lambda place: ["lint", place.exported, "--target", "org/none"],
-        nothing,
-        Says("'org/none'", *OFFLINE),
-    ),
-    "lint: the target is an empty folder": (
-        lambda place: ["lint", place.exported, "--target", place.run / "empty"],
-        a_folder("empty"),
-        Says("run/empty", "neither model.safetensors nor", "", "convert the model"),
-    ),
-    # convert
-    "convert: the head is missing": (convert("none"), nothing, Says("run/none", *NO_HEAD)),
-    "convert: the output lies below a file": (
-        convert(into="file/head"),
-        a_file("file"),
-        Says("run/file:", *FILE_FOR_FOLDER),
-    ),
-    "convert: the output has too long a name": (convert(into="n" * 250), nothing, Says("n" * 250, *TOO_LONG)),
-    "convert: no space for the output": (
-        convert(),
-        unwritable_weights(errno.ENOSPC),
-        Says("run/converted/model.safetensors:", *NO_SPACE),
-    ),
-    "convert: the output is on a read-only disk": (
-        convert(),
-        refused("mkdir", "*/converted.partial", errno.EROFS),
-        Says("run/converted:", *READ_ONLY),
-    ),
-    "convert: the target is on the hub, without a network": (
-        lambda place: ["convert", place.exported, place.run / "converted", "--target", "org/none"],
-        nothing,
-        Says("'org/none'", *OFFLINE),
-    ),
-    # doctor
-    "doctor: the head is missing": (doctor("none"), nothing, Says("run/none", *NO_HEAD)),
-    "doctor: the samples are a folder": (
-        doctor("head", "--samples", "/"),
-        nothing,
-        Says("--samples: /", "not found", "a JSONL file", "name a JSONL file"),
-    ),
-    "doctor: the samples may not be read": (
-        doctor(),
-        lambda place, patch: patch.setattr(Path, "open", denied(Path.open, "*/prompts/heldout.jsonl")),
-        Says("prompts/heldout.jsonl:", *DENIED),
-    ),
-    "doctor: the head's weights are cut": (
-        doctor(),
-        half("head/model.safetensors"),
-        Says("head/model.safetensors cannot be read", "incomplete", "", "copy or download the head again"),
-    ),
-    # store
-    "store verify: the folder is missing": (
-        store("verify", "none"),
-        nothing,
-        Says("run/none holds no features", "no manifest.json", "", "harvest"),
-    ),
-    "store verify: the manifest is a folder": (
-        store("verify", "features"),
-        a_folder("features/manifest.json"),
-        Says("features holds no features", "no manifest.json", "", "harvest"),
-    ),
-    "store stats: the manifest is a list": (
-        store("stats", "features"),
-        a_file("features/manifest.json", b"[]"),
-        Says("features/manifest.json cannot be read", "no list of shards", "a harvest's manifest is needed", "harvest"),
-    ),
-    "store verify: a shard is cut": (
-        store("verify", "features"),
-        half("features/train-00001.safetensors"),
-        Says("features/train-00001.safetensors", "not what the harvest wrote", "", ""),
-    ),
-    "store verify: a shard may not be read": (
-        store("verify", "features"),
-        lambda place, patch: patch.setattr(Path, "open", denied(Path.open, "*/train-00001.safetensors")),
-        Says("features/train-00001.safetensors:", *DENIED),
-    ),
-    "store merge: the new store lies below a file": (
-        store("merge", "file/all", "features"),
-        a_file("file"),
-        Says("run/file/all:", "run/file is a file", "", "move the file away"),
-    ),
-    "store merge: no space": (
-        store("merge", "all", "features"),
-        lambda place, patch: patch.setattr(shutil, "copy", out_of_space),
-        Says("run/all/train-00000.safetensors:", *NO_SPACE),
-    ),
-    # recipes and what they name
-    "harvest: the recipe is a folder": (
-        recipe("{folder}"),
-        nothing,
-        Says("", "Is a directory", "", "give the path of a recipe"),
-    ),
-    "harvest: the recipe has too long a name": (
-        recipe(LONG),
-        nothing,
-        Says(LONG, "File name too long", "", "give the path of a recipe"),
-    ),
-    "harvest: the prompts have too long a name": (
-        with_recipe("harvest", f"data.prompts={LONG}.jsonl"),
-        nothing,
-        Says("data.prompts", LONG, *TOO_LONG_IN_RECIPE),
-    ),
-    "harvest: the target is on the hub, without a network": (
-        with_recipe("harvest", "run_dir={run}/new", "target.path=org/none"),
-        nothing,
-        Says("target.path: 'org/none'", *OFFLINE),
-    ),
-    "harvest: the server does not answer": (
-        with_recipe("harvest", "run_dir={run}/new", "data.server=http://127.0.0.1:9", "data.server_retries=0"),
-        nothing,
-        Says("data.server: http://127.0.0.1:9", "gave no answer", "", "check the server and run the command again"),
-    ),
-}
-
-
-def denied(real: Callable[..., Any], pattern: str) -> Callable[..., Any]:
-    """Path.open, which the system refuses for paths of this name."""
-
-    def opened(path: Path, *others: Any, **options: Any) -> Any:
-        if fnmatch.fnmatch(str(path), pattern):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return real(path, *others, **options)
-
-    return opened
-
-
-def out_of_space(source: Path, into: Path) -> None:
-    """What shutil.copy does on a full disk."""
+def copy_to_a_full_disk(source: Path, into: Path) -> None:
     into.write_bytes(source.read_bytes()[:100])
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(source), None, str(into))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_failing_disk_or_network_is_one_message(
-    case: str, place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    case: str, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command, damage, says = CASES[case]
+    (command, *damages), facts = CASES[case]
+    copy = tmp_path / "run"
+    shutil.copytree(finished / "run", copy)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    damage(place, monkeypatch)
-    before = names(place.run)
-    outcome = type_command(list(map(str, command(place))), monkeypatch, capsys)
+    for each in damages:
+        damage(copy, *each.split(" "), patch=monkeypatch)
+    before = names(copy)
+    places = {**PLACES, "run": copy, "folder": finished}
+    outcome = type_command(shlex.split(filled(command, **places)), monkeypatch, capsys)
     monkeypatch.undo()
-    assert_refused(outcome, says)
+    assert_refused(outcome, filled(facts, **places))
     assert outcome.err.count("error: ") <= 1
-    assert not [name for name in names(place.run) - before if ".partial" in name or "/.tmp" in name]
+    assert not [name for name in names(copy) - before if ".partial" in name or "/.tmp" in name]
 
 
 def names(folder: Path) -> set[str]:
