@@ -3,7 +3,7 @@
 import hashlib
 import json
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headstart.common.jsonl import read_json
-from headstart.data_pipelines.features.batches import Sample, tapped
+from headstart.data_pipelines.features.batches import Sample, SampleStore
 from headstart.data_pipelines.features.shard_files import decode, note_path, open_shard, shard_entry
 from headstart.data_pipelines.stages.stage import CHECKSUM, Json, checksum, write_text
 
@@ -39,7 +39,7 @@ def write_manifest(folder: Path, names: Iterable[str], about: Json) -> None:
         note_path(path).unlink()
 
 
-class FeatureStore:
+class FeatureStore(SampleStore):
     """The samples of one split by number, read from disk; a shard's checksum is verified when it is first opened.
 
     With `taps`, samples hold only these taps, so one store serves many heads. Raises ValueError naming a tap that is
@@ -60,15 +60,11 @@ class FeatureStore:
                 f"({shlex.join(['rm', *map(str, foreign)])})"
             )
         self.shards = [shard for shard in self.about["shards"] if shard["file"].startswith(f"{split}-")]
-        self.places = [
-            (shard, row) for shard in range(len(self.shards)) for row in range(self.shards[shard]["samples"])
-        ]
+        self.shard_sizes = [shard["samples"] for shard in self.shards]
+        self.places = [(shard, row) for shard, size in enumerate(self.shard_sizes) for row in range(size)]
         self.num_tokens = sum(shard["tokens"] for shard in self.shards)
         self._opened: dict[int, Any] = {}
         self._offsets: dict[int, Tensor] = {}
-
-    def __len__(self) -> int:
-        return len(self.places)
 
     def __getitem__(self, index: int) -> Sample:
         shard, row = self.places[index]
@@ -83,20 +79,11 @@ class FeatureStore:
             last_hidden=last_hidden,
         )
 
-    @property
-    def shard_sizes(self) -> list[int]:
-        return [shard["samples"] for shard in self.shards]
-
-    def expect(self, numbers: Sequence[int]) -> None:
-        """Do nothing: samples are read when requested."""
-
     def place_of(self, index: int) -> str:
-        """Where a sample is stored, for messages."""
         shard, row = self.places[index]
         return f"row {row} of {self.shards[shard]['file']}"
 
     def token_counts(self, vocab_size: int) -> Tensor:
-        """How often each token is trained on. [vocab]"""
         kept = read_counts(self.folder, self.shards, vocab_size)
         return count_trained_on(map(self._shard, range(len(self.shards))), vocab_size) if kept is None else kept
 
@@ -111,13 +98,7 @@ class FeatureStore:
         """The number of tokens to train on."""
         return sum(int(self._shard(shard).get_tensor("loss_mask").sum()) for shard in range(len(self.shards)))
 
-    def tap_sizes(self, taps: tuple[int, ...], num_layers: int) -> list[float]:
-        """The median size of each tap over the samples of the first shard."""
-        samples = (self[number] for number, (shard, _) in enumerate(self.places) if shard == 0)
-        return median_tap_sizes(samples, taps, num_layers)
-
     def close(self) -> None:
-        """Close the files."""
         self._opened.clear()
 
     def _shard(self, shard: int) -> Any:
@@ -169,18 +150,6 @@ def read_counts(folder: Path, shards: list[Json], vocab_size: int) -> Tensor | N
     counts = torch.zeros(vocab_size, dtype=torch.long)
     counts[torch.tensor([int(token) for token in kept], dtype=torch.long)] = torch.tensor(list(kept.values()))
     return counts
-
-
-def median_tap_sizes(samples: Iterable[Sample], taps: tuple[int, ...], num_layers: int) -> list[float]:
-    """The median over all tokens of each tap's root mean square.
-
-    The median, because the first token of a text is often hundreds of times larger than the others.
-    """
-    sizes = []
-    for sample in samples:
-        states = tapped(sample.taps, sample.last_hidden, taps, num_layers).float()
-        sizes.append(states.unflatten(-1, (len(taps), -1)).square().mean(-1).sqrt())  # [seq, taps]
-    return torch.cat(sizes).median(dim=0).values.tolist()
 
 
 def shard_damage(folder: Path, shard: Json) -> str | None:

@@ -22,8 +22,7 @@ from headstart.data_pipelines.prompts.python_stdlib import stdlib_prompts
 from headstart.data_pipelines.prompts.row_report import CANDIDATE, RowReport
 from headstart.data_pipelines.prompts.row_samples import parse_known, samples_of
 from headstart.data_pipelines.prompts.rows import BadRow, read_rows, source_digest
-from headstart.data_pipelines.prompts.self_written.candidates import UserTemplate
-from headstart.data_pipelines.prompts.self_written.rounds import read_candidates, write_candidates
+from headstart.data_pipelines.prompts.self_written.candidates import UserTemplate, read_candidates, write_candidates
 from headstart.data_pipelines.prompts.self_written.selection import HeldOutFile, Selection, opening_texts
 from headstart.data_pipelines.stages.shard_work import start_processes
 from headstart.data_pipelines.stages.stage import Json, Stage, dependents, file_digest, is_shared, write_text
