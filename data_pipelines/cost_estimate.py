@@ -8,15 +8,14 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
-from headstart.common.jsonl import read_jsonl
 from headstart.data_pipelines.features.shard_files import bytes_per_token
-from headstart.data_pipelines.prompts.responses import Text, responses_path
+from headstart.data_pipelines.prompts.responses import read_texts, responses_path
 from headstart.data_pipelines.stages.shard_work import ShardPrompts
 from headstart.data_pipelines.stages.stage import Stage
 from headstart.heads.target_config import TargetConfig
 from headstart.recipes import Recipe
 
-UNITS = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))  # and their length in seconds
+UNITS = {"days": 86400.0, "hours": 3600.0, "minutes": 60.0, "seconds": 1.0}  # length in seconds
 DISK_MARGIN = 1.01  # factor for headers, offsets and the manifest
 
 
@@ -46,7 +45,6 @@ class FeatureCost:
             raise ValueError(disk_full_message(needed, folder, free))
 
     def describe(self, seconds_per_token: float) -> str:
-        """The size on disk and the time to compute the features, in words for the user."""
         return (
             f"features of {self.tokens:,} tokens take {decimal(self.bytes)} on disk ({self.token_bytes:,} bytes per "
             f"token) and {duration(self.tokens * seconds_per_token)}"
@@ -79,8 +77,7 @@ def disk_full_message(needed: float, folder: Path, free: int) -> str:
 
 def first_batch(recipe: Recipe, shard: ShardPrompts) -> list[list[int]]:
     """The first texts of a shard, as many as one forward reads, to time it."""
-    rows = read_jsonl(responses_path(recipe, shard))
-    return [Text.from_row(row).tokens for row, _ in zip(rows, range(recipe.data.harvest_batch), strict=False)]
+    return [text.tokens for text in read_texts(responses_path(recipe, shard))[: recipe.data.harvest_batch]]
 
 
 def time_second_run(run: Callable[[], object]) -> float:
@@ -95,5 +92,5 @@ def duration(seconds: float) -> str:
     """A time in the unit that suits it."""
     if seconds < 1:
         return "less than a second"
-    unit, length = next((unit, length) for unit, length in UNITS if seconds >= length)
+    unit, length = next((unit, length) for unit, length in UNITS.items() if seconds >= length)
     return f"about {seconds / length:.1f} {unit}"

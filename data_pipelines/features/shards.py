@@ -1,6 +1,5 @@
 """Features on disk: samples of variable length in safetensors shards, and a manifest with a checksum per shard."""
 
-import hashlib
 import json
 import shlex
 from collections.abc import Iterable, Iterator
@@ -16,7 +15,6 @@ from headstart.data_pipelines.features.shard_files import decode, note_path, ope
 from headstart.data_pipelines.stages.stage import CHECKSUM, Json, checksum, write_text
 
 MANIFEST = "manifest.json"
-COUNTS = "token_counts.json"  # so that choosing a draft vocabulary needs no pass over the shards
 TEXT_TENSORS = ("tokens", "loss_mask")  # what a shard holds of its texts; the rest are states
 
 
@@ -84,8 +82,12 @@ class FeatureStore(SampleStore):
         return f"row {row} of {self.shards[shard]['file']}"
 
     def token_counts(self, vocab_size: int) -> Tensor:
-        kept = read_counts(self.folder, self.shards, vocab_size)
-        return count_trained_on(map(self._shard, range(len(self.shards))), vocab_size) if kept is None else kept
+        counts = torch.zeros(vocab_size, dtype=torch.long)
+        for shard in self.shards:  # reads no states, so no checksum either
+            opened = open_shard(self.folder / shard["file"])
+            written = opened.get_tensor("loss_mask").bool()
+            counts += torch.bincount(opened.get_tensor("tokens")[written], minlength=vocab_size)
+        return counts
 
     def texts(self, shard: int) -> Iterator[tuple[list[int], list[int]]]:
         """The tokens and the loss mask of each sample of a shard."""
@@ -112,46 +114,6 @@ class FeatureStore(SampleStore):
         return self._opened[shard]
 
 
-def count_trained_on(opened_shards: Iterable[Any], vocab_size: int) -> Tensor:
-    """How often each token is trained on in these shards. [vocab]"""
-    counts = torch.zeros(vocab_size, dtype=torch.long)
-    for opened in opened_shards:
-        written = opened.get_tensor("loss_mask").bool()
-        counts += torch.bincount(opened.get_tensor("tokens")[written], minlength=vocab_size)
-    return counts
-
-
-def shards_identity(shards: list[Json]) -> str:
-    """A digest of the content of the listed shards."""
-    return hashlib.sha256("".join(shard[CHECKSUM] for shard in shards).encode()).hexdigest()
-
-
-def write_counts(folder: Path, counted: dict[str, Tensor]) -> None:
-    """Save token counts [vocab], keyed by the identity of the shards that they cover."""
-    kept = {
-        identity: {str(token): int(counts[token]) for token in counts.nonzero().flatten().tolist()}
-        for identity, counts in counted.items()
-    }
-    write_text(folder / COUNTS, json.dumps(kept))
-
-
-def read_counts(folder: Path, shards: list[Json], vocab_size: int) -> Tensor | None:
-    """The saved counts of exactly these shards, or None if there are none. [vocab]"""
-    path = folder / COUNTS
-    try:
-        kept = json.loads(path.read_text()).get(shards_identity(shards)) if path.is_file() else None
-    except (ValueError, AttributeError) as error:
-        raise ValueError(
-            f"{path} cannot be read ({error}); the token counts of a harvest are needed. Remove it "
-            f"({shlex.join(['rm', str(path)])}), and the tokens are counted in the shards"
-        ) from error
-    if kept is None:
-        return None
-    counts = torch.zeros(vocab_size, dtype=torch.long)
-    counts[torch.tensor([int(token) for token in kept], dtype=torch.long)] = torch.tensor(list(kept.values()))
-    return counts
-
-
 def shard_damage(folder: Path, shard: Json) -> str | None:
     """What is wrong with a shard that the manifest lists, down to a single flipped bit; None if it is sound."""
     path = folder / shard["file"]
@@ -168,9 +130,9 @@ def foreign_shards(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.glob("*.safetensors")) if path.name not in listed]
 
 
-def repair(folder: Path, damaged: Iterable[Path], foreign: Iterable[Path] = ()) -> str:
+def repair(folder: Path, wrong: Iterable[Path]) -> str:
     """What to do about shards that are damaged or lost, or that the manifest does not list."""
-    there = [*(path for path in damaged if path.is_file()), *foreign, folder / "stage.json", folder / MANIFEST]
+    there = [*(path for path in wrong if path.is_file()), folder / "stage.json", folder / MANIFEST]
     return (
         f"remove what is wrong ({shlex.join(['rm', *map(str, there)])}) and harvest again, which reuses undamaged "
         "shards; of a merged store, merge again"

@@ -25,7 +25,7 @@ from headstart.data_pipelines.prompts.rows import BadRow, read_rows, source_dige
 from headstart.data_pipelines.prompts.self_written.candidates import UserTemplate, read_candidates, write_candidates
 from headstart.data_pipelines.prompts.self_written.selection import HeldOutFile, Selection, opening_texts
 from headstart.data_pipelines.stages.shard_work import start_processes
-from headstart.data_pipelines.stages.stage import Json, Stage, dependents, file_digest, is_shared, write_text
+from headstart.data_pipelines.stages.stage import Json, Stage, file_digest, write_text
 from headstart.data_pipelines.stages.target_files import WEIGHTS, generation_identity, prompt_identities
 from headstart.heads.target_config import locate_target
 from headstart.heads.target_origin import target_identity
@@ -60,11 +60,8 @@ def prompts_stage(recipe: Recipe) -> Stage:
         if data.holds_out_own_prompts:
             inputs["data.heldout_samples"] = data.heldout_samples
     if data.responses == "given":  # this stage then holds the responses too
-        inputs |= {
-            "data.turns": data.turns,
-            "data.response_tokens": data.response_tokens,
-        }
-    return Stage("prompts", recipe.prompts_dir, inputs, dependents(recipe, recipe.prompts_dir), is_shared(recipe))
+        inputs |= {"data.turns": data.turns, "data.response_tokens": data.response_tokens}
+    return Stage.of(recipe, "prompts", inputs)
 
 
 @dataclass(frozen=True)
@@ -83,8 +80,8 @@ def make_prompts(recipe: Recipe) -> Stage:
     A row is {id, tokens, cut}: the prompt's tokens, and whether its beginning was cut off. With data.responses given it
     also has `text`, all tokens of the sample, and `spans`, the token ranges to train on. If the source or
     data.num_prompts grew and the prompts that are there stay the first ones, the new ones are added. With data.prompts
-    self, `write_own_candidates` must have been called. Raises ValueError
-    if too many source rows are unusable, or the prompts that are there were made from other inputs.
+    self, `write_own_candidates` must have been called. Raises ValueError if too many source rows are unusable, or the
+    prompts that are there were made from other inputs.
     """
     stage = prompts_stage(recipe)
     grows = stage.was_complete() and 0 < len(stage.changed_inputs()) == len(stage.changed_inputs() & MAY_GROW)
@@ -254,7 +251,9 @@ def read_prompts(
             continue
         rows += [{"id": len(rows) + place, **sample} for place, sample in enumerate(samples)]
         if any(sample["cut"] for sample in samples):
-            report.add_cut(row.line, isinstance(parsed, Conversation) and parsed.has_system)
+            report.cut.append(row.line)
+            if isinstance(parsed, Conversation) and parsed.has_system:
+                report.lost_system.append(row.line)
     report.samples = len(rows[:count])
     return rows[:count]
 
