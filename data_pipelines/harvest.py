@@ -18,7 +18,7 @@ from accelerate import PartialState
 
 from headstart.common.launcher import end_with_launcher
 from headstart.common.os_errors import CONTINUES
-from headstart.data_pipelines.cost_estimate import FeatureCost, first_batch, forecast_disk, time_second_run
+from headstart.data_pipelines.disk_space import check_disk, forecast_disk
 from headstart.data_pipelines.features.features import TapTexts, tap, write_features
 from headstart.data_pipelines.features.shards import (
     MANIFEST,
@@ -210,16 +210,12 @@ def make_features(
 ) -> None:
     """Write this rank's share of the features; raises ValueError if the disk cannot hold those of all ranks."""
     check_teacher_logits(recipe, target, shards[0].rows[0]["tokens"])
-    cost = FeatureCost.of(recipe, target.config, target.taps, responses)
-    cost.check_disk(recipe.features_dir)
+    needs = check_disk(recipe, target.config, target.taps, responses)
+    if state.is_main_process:
+        print(needs)
     share = target.ranks.share(shards)
 
     def work(tap_texts: TapTexts) -> None:
-        if state.is_main_process:
-            batch = first_batch(recipe, shards[0])
-            # `item` waits for the device.
-            seconds = time_second_run(lambda: tap_texts(batch).last_hidden.sum().item()) / sum(map(len, batch))
-            print(cost.describe(seconds / target.ranks.num_workers))
         with show_progress(share, state, "features") as meter:
             write_features(recipe, target.taps, tap_texts, target.device, share, made_from, meter)
 
