@@ -172,11 +172,11 @@ def test_a_family_without_a_tensor_parallel_plan_is_refused() -> None:
         (["target.tp_plan=auto", "target.zero_stage=3"], "one of device_map, tp_plan, zero_stage is allowed"),
         (
             ["target.tp_plan=auto", "data.online=[auto]"],
-            r"target\.tp_plan: .* only null is allowed with data\.mode online",
+            r"target\.tp_plan: .* only null is allowed with data\.online",
         ),
         (
             ["target.zero_stage=3", "data.online=[auto]"],
-            r"target\.zero_stage: .* only null is allowed with data\.mode online",
+            r"target\.zero_stage: .* only null is allowed with data\.online",
         ),
         (
             ["target.tp_plan=auto", "data.draft_head=head", "decode.growth=cost_aware"],
