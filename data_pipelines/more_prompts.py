@@ -53,8 +53,8 @@ def belong_to(rows: list[Json], shard: ShardPrompts) -> bool:
 def take_over_features(recipe: Recipe, stage: Stage, prompts: list[ShardPrompts], identities: dict[str, str]) -> None:
     """Keep the shards of features whose texts are still there, if nothing else of the stage changed.
 
-    `identities` says what each shard must be made from now. A shard whose texts are only the first of what it must
-    hold is removed, to be made anew. Raises ValueError if a shard was made from other texts.
+    A shard that holds only the first of its texts (`identities` differ) is removed, to be made anew. Raises ValueError
+    if a shard was made from other texts.
     """
     if stage.changed_inputs() != {"responses"}:
         return

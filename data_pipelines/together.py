@@ -35,9 +35,9 @@ def run_together(
 ) -> Iterator[None]:
     """Hold the run's folder for this launch, in which all ranks agree on the run.
 
-    Every rank must enter. `check` raises ValueError for what one rank alone may see, such as a file that its machine
-    lacks. Raises ValueError on every rank if another command writes into the folder, or if the ranks differ in run_dir
-    (by content, not by path), recipe, stored data or `more_facts`, naming each difference.
+    Every rank must enter. Raises ValueError on every rank if `check` fails on one (a machine may lack a file), if
+    another command writes into the folder, or if the ranks differ in run_dir (by content, not by path), recipe, stored
+    data or `more_facts`, naming each difference.
     """
     state = PartialState()
     with naming_lost_ranks(state):

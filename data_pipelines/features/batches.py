@@ -115,8 +115,7 @@ def length_buckets(lengths: list[int], size: int) -> list[list[int]]:
 def pack(lengths: list[int], limit: int | None) -> list[list[int]] | None:
     """The sample numbers of each row, first-fit by decreasing length, with at most `limit` tokens per row.
 
-    No sample is split; one longer than the limit gets its own row. The result depends on the lengths alone. Returns
-    None, no packing, without a limit.
+    No sample is split; one longer than the limit gets its own row. Without a limit, samples are not packed: None.
     """
     if limit is None:
         return None

@@ -153,8 +153,7 @@ def serve(section: TargetSection, taps: tuple[int, ...], pipe: Connection) -> No
 class ReadAhead(SampleStore):
     """Wraps a store: one background thread reads the samples announced by `expect`, in that order.
 
-    A read error is raised when its sample is requested. Announced samples that nobody requests stay in memory until
-    `close`; after that, requests fail.
+    A read error is raised when its sample is requested.
     """
 
     def __init__(self, store: SampleStore) -> None:

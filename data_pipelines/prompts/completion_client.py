@@ -20,8 +20,7 @@ class CompletionClient:
     """Sends prompts as token ids and returns the server's responses as token ids, several at a time.
 
     The ids come from the server if it gives them (vLLM's return_token_ids), else its text is tokenized. A failed
-    request is retried after waits of 1, 2, 4, ... seconds, if its error may pass with time; `pause` waits. Raises
-    ValueError if a request finally fails.
+    request is retried after 1, 2, 4, ... seconds if its error may pass with time; in the end it raises ValueError.
     """
 
     def __init__(self, url: str, tokenizer: Tokenizer, pause: Callable[[float], None] = time.sleep) -> None:

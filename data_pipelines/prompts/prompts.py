@@ -79,9 +79,8 @@ def make_prompts(recipe: Recipe) -> Stage:
 
     A row is {id, tokens, cut}: the prompt's tokens, and whether its beginning was cut off. With data.responses given it
     also has `text`, all tokens of the sample, and `spans`, the token ranges to train on. If the source or
-    data.num_prompts grew and the prompts that are there stay the first ones, the new ones are added. With data.prompts
-    self, `write_own_candidates` must have been called. Raises ValueError if too many source rows are unusable, or the
-    prompts that are there were made from other inputs.
+    data.num_prompts grew and the prompts that are there stay the first ones, the new ones are added. Raises ValueError
+    if too many source rows are unusable, or the prompts that are there were made from other inputs.
     """
     stage = prompts_stage(recipe)
     grows = stage.was_complete() and 0 < len(stage.changed_inputs()) == len(stage.changed_inputs() & MAY_GROW)
@@ -203,8 +202,7 @@ def start_selection(recipe: Recipe, tokenizer: Tokenizer) -> Selection:
 def write_own_candidates(recipe: Recipe, load: Callable[[], TargetModel]) -> None:
     """Let the target write the prompts, if data.prompts is self and they are missing. All ranks must call this.
 
-    Raises ValueError if the target's chat template has no user turn, if hardly any candidate is usable, or if the
-    candidates that are there were made from other inputs.
+    Raises ValueError if that cannot work, or if the candidates that are there were made from other inputs.
     """
     if recipe.data.prompts != SELF:
         return
@@ -239,10 +237,8 @@ def read_prompts(
             break
         report.rows, report.counts = report.rows + 1, row.counts
         try:
-            if isinstance(row.fields, BadRow):
-                raise row.fields
-            parsed = parse_known(tokenizer, row.fields)
-            samples = list(samples_of(tokenizer, parsed, row.fields, data))
+            parsed = parse_known(tokenizer, row.read())
+            samples = list(samples_of(tokenizer, parsed, row.read(), data))
         except BadRow as error:
             report.reject(row.line, error)
             continue
