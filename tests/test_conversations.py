@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from tiny_run import END_OF_TEXT, build_run, build_target, build_tokenizer, tiny_recipe
 
-from headstart.common.jsonl import read_jsonl
+from headstart.common.files import read_jsonl
 from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.data_pipelines.harvest import harvest
 from headstart.data_pipelines.inspect import inspect

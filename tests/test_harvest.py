@@ -22,7 +22,7 @@ from rich.filesize import decimal
 from tiny_run import build_run, build_tokenizer, tiny_recipe
 from torch.testing import assert_close
 
-from headstart.common.jsonl import append_jsonl, read_jsonl, resume_jsonl
+from headstart.common.files import append_jsonl, read_jsonl, resume_jsonl
 from headstart.data_pipelines.features.shard_files import bytes_per_token
 from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.data_pipelines.harvest import harvest

@@ -8,7 +8,7 @@ from headstart.data_pipelines.features.batches import Sample, SampleStore, tappe
 from headstart.heads.base import DraftHead
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.least_squares import LeastSquares
+from headstart.trainers.first_weights import LeastSquares
 
 FIT_TOKENS = 2**16  # enough to fit three taps of a small target
 

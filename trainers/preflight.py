@@ -10,7 +10,7 @@ from headstart.data_pipelines.prompts.rows import most_samples
 from headstart.heads.checkpoint import KINDS, draft_vocab
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig, locate_target
-from headstart.inference.engine.step_memory import free_memory, refuse_trees_of
+from headstart.inference.engine.budget import free_memory, refuse_trees_of
 from headstart.recipes import Recipe
 from headstart.trainers.dry_run import refuse_sizes
 from headstart.trainers.memory_estimate import frozen_without_weights

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headstart.common.jsonl import append_jsonl, read_jsonl, resume_jsonl, write_jsonl
+from headstart.common.files import append_jsonl, read_jsonl, resume_jsonl, write_jsonl
 from headstart.data_pipelines.prompts.completion_client import CompletionClient
 from headstart.data_pipelines.prompts.prompts import load_target_tokenizer
 from headstart.data_pipelines.stages.shard_work import ProgressMeter, ShardPrompts
@@ -21,7 +21,7 @@ from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.block import head_drafter
-from headstart.inference.drafters.costs.cost_aware import growth_from_recipe
+from headstart.inference.drafters.build import growth_from_recipe
 from headstart.inference.engine.loop import generate_each
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.ranks import Ranks

@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 from accelerate import PartialState
 
-from headstart.common.jsonl import read_jsonl
+from headstart.common.files import read_jsonl
 from headstart.common.launcher import refuse_separate_processes
 from headstart.common.progress import Progress
 from headstart.data_pipelines.stages.stage import Json, Stage

@@ -19,7 +19,7 @@ from pathlib import Path
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
-from headstart.common.jsonl import append_jsonl, read_growing_jsonl, resume_jsonl, write_jsonl
+from headstart.common.files import append_jsonl, read_growing_jsonl, resume_jsonl, write_jsonl
 from headstart.common.progress import Progress
 from headstart.data_pipelines.prompts.chat_masks import ChatTemplate
 from headstart.data_pipelines.prompts.conversations import Conversation
