@@ -1,4 +1,4 @@
-"""What a harvest needs, checked before any work: target, device, tokenizer, rows, draft head and folders."""
+"""Checks of a harvest's needs before any work: target, device, tokenizer, rows, draft head and folders."""
 
 import json
 from collections.abc import Iterator
@@ -8,10 +8,9 @@ from tempfile import TemporaryFile
 
 from headstart.data_pipelines.features.shards import read_manifest
 from headstart.data_pipelines.prompts.conversations import Conversation, parse_row
-from headstart.data_pipelines.prompts.language import Languages
 from headstart.data_pipelines.prompts.rows import BadRow, Row, read_rows
+from headstart.data_pipelines.prompts.self_written.candidates import UserTemplate
 from headstart.data_pipelines.prompts.self_written.selection import optional_rensa
-from headstart.data_pipelines.prompts.self_written.template import UserTemplate
 from headstart.data_pipelines.stages.stage import Stage
 from headstart.heads.checkpoint import load_taps
 from headstart.heads.target_config import SAFE_FILES, TargetConfig, locate_target
@@ -74,8 +73,8 @@ def refuse_missing_devices(recipe: Recipe) -> None:
     """Raise ValueError for a device in the recipe that this machine does not have."""
     if recipe.target.split is None:
         pick_device(recipe.target.device)
-    for name in recipe.data.online_devices or ():
-        pick_device(name, "data.online_devices")
+    for name in recipe.data.online or ():
+        pick_device(name, "data.online")
 
 
 def refuse_unwritable(field: str, folder: Path) -> None:
@@ -98,8 +97,6 @@ def check_rows(recipe: Recipe, tokenizer: Tokenizer) -> None:
     if data.prompts == SELF:
         optional_rensa()
         UserTemplate(tokenizer, data)
-        if data.self_language is not None:
-            Languages(data.self_language)
     if data.prompts not in (PYTHON_STDLIB, SELF) and not data.prompts.startswith(HUB_PREFIX):
         sources["data.prompts"] = data.prompts
     for field, source in sources.items():
@@ -117,7 +114,6 @@ def check_rows(recipe: Recipe, tokenizer: Tokenizer) -> None:
 def is_conversation(row: Row) -> bool:
     """Whether a row holds turns; a row that cannot be parsed is left for the harvest, which counts and names it."""
     try:
-        parsed = row.fields if isinstance(row.fields, BadRow) else parse_row(row.fields, has_template=False)
-        return isinstance(parsed, Conversation)
+        return isinstance(parse_row(row.read(), has_template=False), Conversation)
     except BadRow:
         return False

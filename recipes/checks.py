@@ -121,13 +121,13 @@ def joint_mistakes(recipe: dict[str, Values]) -> Iterator[RecipeMistake]:
 
 def split_mistakes(recipe: dict[str, Values]) -> Iterator[RecipeMistake]:
     """Fields that cannot be combined with a target that is split over several ranks or devices."""
-    split, data, online = recipe["target"]["split"], recipe["data"], recipe["data"]["mode"] == "online"
-    if online and split == "tensor":  # training ranks read different samples; a shared target needs them in step
-        yield "target.split", "only layers or null is allowed with data.mode online; remove split"
-    if online and split == "layers" and data["online_devices"] is not None:
+    split, data, online = recipe["target"]["split"], recipe["data"], recipe["data"]["online"]
+    if online is not None and split == "tensor":  # training ranks read different samples; a shared target needs one
+        yield "target.split", "only layers or null is allowed with data.online; remove split"
+    if online not in (None, ["auto"]) and split == "layers":
         yield (
             "target.split",
-            "only null is allowed with data.online_devices, which place the target already; remove one of them",
+            "only null is allowed with devices in data.online, which place the target already; remove one of them",
         )
     if split == "tensor" and data["draft_head"] is not None and recipe["decode"]["growth"] in TIMED_GROWTHS:
         allowed = "a growth that measures no times is allowed with target.split tensor and data.draft_head"

@@ -1,6 +1,16 @@
 """Keys that recipes once had, each with what to write instead; load.py refuses old recipes with these texts."""
 
 REMOVED: dict[str, str] = {
+    "data.cache_gigabytes": "remove it: online features are computed for every step",
+    "data.long_prompts": "remove it: a prompt that is too long loses its beginning, a given conversation is left out",
+    "data.max_bad_fraction": "remove it: up to 1% of the rows may be unusable",
+    "data.mode": "remove it for offline; for online, write data.online: [auto]",
+    "data.online_devices": "write these devices in data.online",
+    "data.self_language": "remove it, and steer the language with data.self_system_prompts",
+    "data.self_top_p": "remove it, and lower data.self_temperature for likelier words",
+    "data.self_turns": "remove it: the target writes prompts of one turn",
+    "data.server_retries": "remove it: a failed request is sent again five times",
+    "data.shuffle_shards": "remove it: all shards are shuffled together",
     "decode.ngram": "remove it: prompt_lookup and suffix search for up to 3 tokens",
     "decode.paths": "remove it, and write growth: searched for a tree of one shape, which headstart calibrate fits",
     "decode.seed": "remove it: the report samples with the recipe's seed, and requests carry their own",

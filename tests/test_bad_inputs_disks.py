@@ -16,7 +16,7 @@ from bad_inputs import assert_refused, filled, table, type_command
 from safetensors import SafetensorError
 from tiny_run import build_run, tiny_recipe
 
-from headstart.heads import safetensors_file
+from headstart.heads import files
 from headstart.heads.formats.export import export
 from headstart.trainers.run import run
 
@@ -276,7 +276,7 @@ def refuse_weights(number: int, patch: pytest.MonkeyPatch) -> None:
     def save_file(*arguments: object) -> None:
         raise SafetensorError(f"I/O error: {os.strerror(number)} (os error {number})")
 
-    patch.setattr(safetensors_file, "save_file", save_file)
+    patch.setattr(files, "save_file", save_file)
 
 
 def copy_to_a_full_disk(source: Path, into: Path) -> None:

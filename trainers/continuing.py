@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from headstart.common.files import write_text
-from headstart.data_pipelines.features.sample_stores import SampleStore
+from headstart.data_pipelines.features.batches import SampleStore
 from headstart.data_pipelines.stages.stage import Json, Stage
 from headstart.recipes import Recipe
 

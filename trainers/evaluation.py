@@ -6,8 +6,7 @@ from typing import Any
 import torch
 
 from headstart.common.files import read_jsonl
-from headstart.data_pipelines.features.batches import Batch
-from headstart.data_pipelines.features.sample_stores import SampleStore
+from headstart.data_pipelines.features.batches import Batch, SampleStore
 from headstart.heads.base import DraftHead
 from headstart.heads.calibration import Calibration
 from headstart.inference.calibrate import fit_calibration

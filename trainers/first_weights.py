@@ -6,8 +6,7 @@ from accelerate.utils import broadcast
 from jaxtyping import Float
 from torch import Tensor
 
-from headstart.data_pipelines.features.batches import Sample, tapped
-from headstart.data_pipelines.features.sample_stores import SampleStore
+from headstart.data_pipelines.features.batches import Sample, SampleStore, tapped
 from headstart.heads.base import DraftHead
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.frozen import FrozenTarget

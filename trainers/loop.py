@@ -31,7 +31,7 @@ def train(
     if done >= section.steps and measured:
         return
     training = Training.start(recipe, head, inputs, accelerator, found)
-    order = SampleOrder(inputs.train.shard_sizes, recipe.seed, recipe.data.shuffle_shards)
+    order = SampleOrder(inputs.train.shard_sizes, recipe.seed)
     with Tracker(recipe, done, accelerator.is_main_process) as tracker, Interrupts() as interrupts:
         if done:
             tracker.say(f"resuming after step {done}")

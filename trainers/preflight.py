@@ -6,7 +6,7 @@ import torch
 from rich.filesize import decimal
 
 from headstart.data_pipelines.preflight import check_harvest
-from headstart.data_pipelines.prompts.count_rows import most_samples
+from headstart.data_pipelines.prompts.rows import most_samples
 from headstart.heads.checkpoint import KINDS, draft_vocab
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig, locate_target

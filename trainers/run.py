@@ -9,7 +9,8 @@ from accelerate import Accelerator
 
 from headstart.common.files import read_json
 from headstart.common.launcher import end_with_launcher
-from headstart.data_pipelines.features.sample_stores import SampleStore, open_stores
+from headstart.data_pipelines.features.batches import SampleStore
+from headstart.data_pipelines.features.sample_stores import open_stores
 from headstart.data_pipelines.features.shards import stored_taps
 from headstart.data_pipelines.harvest import harvest
 from headstart.data_pipelines.stages.stage import Stage

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from accelerate import Accelerator
 from torch import nn
 
-from headstart.data_pipelines.features.sample_stores import SampleStore
+from headstart.data_pipelines.features.batches import SampleStore
 from headstart.heads.base import DraftHead
 from headstart.heads.block import BlockHead
 from headstart.heads.frozen import FrozenTarget

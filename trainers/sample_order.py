@@ -6,16 +6,12 @@ import torch
 
 
 class SampleOrder:
-    """An endless sequence of sample numbers; each epoch is a new permutation of all samples.
+    """An endless sequence of sample numbers; each epoch is a new permutation of all samples."""
 
-    Each epoch shuffles the shards, then the samples within each group of `window` shards (None: all), so at most
-    `window` shards are read at a time.
-    """
-
-    def __init__(self, shard_sizes: list[int], seed: int, window: int | None = None) -> None:
+    def __init__(self, shard_sizes: list[int], seed: int) -> None:
         if not sum(shard_sizes):
             raise ValueError("the features hold no samples to train on; check data.num_prompts and harvest again")
-        self.shard_sizes, self.seed, self.window = shard_sizes, seed, window or len(shard_sizes)
+        self.shard_sizes, self.seed = shard_sizes, seed
         self.num_samples = sum(shard_sizes)
         self._epoch = lru_cache(maxsize=2)(self._permutation)
 
@@ -31,10 +27,5 @@ class SampleOrder:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
         starts = torch.tensor([0, *self.shard_sizes]).cumsum(0).tolist()
         shards = torch.randperm(len(self.shard_sizes), generator=generator).tolist()
-        order: list[int] = []
-        for first in range(0, len(shards), self.window):
-            group = [
-                n for shard in shards[first : first + self.window] for n in range(starts[shard], starts[shard + 1])
-            ]
-            order += [group[place] for place in torch.randperm(len(group), generator=generator).tolist()]
-        return order
+        numbers = [number for shard in shards for number in range(starts[shard], starts[shard + 1])]
+        return [numbers[place] for place in torch.randperm(len(numbers), generator=generator).tolist()]

@@ -7,8 +7,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from headstart.data_pipelines.features.batches import Batch, Sample, pack
-from headstart.data_pipelines.features.sample_stores import SampleStore
+from headstart.data_pipelines.features.batches import Batch, Sample, SampleStore, pack
 from headstart.trainers.objectives.block import BlockSupervision
 from headstart.trainers.objectives.unrolled import Supervision, input_noise
 from headstart.trainers.precision import autocast

@@ -2,7 +2,7 @@
 
 import torch
 
-from headstart.data_pipelines.features.sample_stores import SampleStore
+from headstart.data_pipelines.features.batches import SampleStore
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.vocab import DraftVocab
 

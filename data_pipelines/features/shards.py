@@ -2,20 +2,17 @@
 
 import json
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headstart.common.files import read_json, write_text
-from headstart.data_pipelines.features.batches import Sample, tapped
-from headstart.data_pipelines.features.state_encoding import decode, encode
-from headstart.data_pipelines.features.token_counts import read_counts
+from headstart.data_pipelines.features.batches import Sample, SampleStore
+from headstart.data_pipelines.features.shard_files import decode, note_path, open_shard, shard_entry
 from headstart.data_pipelines.stages.stage import CHECKSUM, Json, checksum
-from headstart.heads.files import write_safetensors
 
 MANIFEST = "manifest.json"
 TEXT_TENSORS = ("tokens", "loss_mask")  # what a shard holds of its texts; the rest are states
@@ -30,88 +27,6 @@ def shard_name(split: str, index: int) -> str:
     return f"{split}-{index:05d}.safetensors"
 
 
-class ShardBuffer:
-    """Collects the samples of one shard in any order, then writes them at once.
-
-    Each tap is a separate tensor, so a head can read its own taps only.
-    """
-
-    def __init__(self, lengths: Sequence[int]) -> None:
-        """`lengths` is the number of tokens of each sample."""
-        self.offsets = torch.tensor([0, *lengths]).cumsum(0)
-        self.tensors: dict[str, Tensor] = {}
-
-    def put(self, numbers: Sequence[int], tensors: dict[str, Tensor]) -> None:
-        """Add per-token tensors of these samples, concatenated in the order of `numbers`: [tokens, ...] each."""
-        for name, tensor in tensors.items():
-            if name not in self.tensors:
-                self.tensors[name] = torch.empty(int(self.offsets[-1]), *tensor.shape[1:], dtype=tensor.dtype)
-            at = 0
-            for number in numbers:
-                start, end = self.offsets[number : number + 2].tolist()
-                self.tensors[name][start:end] = tensor[at : at + end - start]
-                at += end - start
-
-    def write(self, path: Path, made_from: str) -> None:
-        """Write the shard whole or not at all, so a killed harvest can simply resume.
-
-        `made_from` identifies the run's inputs; later runs refuse a shard made from other inputs. The shard's manifest
-        entry is saved next to it, so no rank has to read all shards at the end.
-        """
-        write_safetensors({**self.tensors, "offsets": self.offsets}, path, {"made_from": made_from})
-        write_text(note_path(path), json.dumps(shard_entry(path, path.name)))
-
-
-def stored_tokens(tokens: Tensor, loss_mask: Tensor) -> dict[str, Tensor]:
-    """The stored form of tokens and loss mask, both [tokens]."""
-    return {"tokens": tokens.to(torch.int32), "loss_mask": loss_mask.to(torch.uint8)}
-
-
-def stored_states(taps: tuple[int, ...], tapped: Tensor, last_hidden: Tensor, storage: str) -> dict[str, Tensor]:
-    """The stored form of hidden states on any device, given as [tokens, taps * hidden] and [tokens, hidden]."""
-    stored = encode("last_hidden", last_hidden, storage)
-    states = tapped.unflatten(-1, (len(taps), last_hidden.shape[-1]))
-    for number, tap in enumerate(taps):
-        stored |= encode(f"tap.{tap}", states[:, number], storage)
-    return stored
-
-
-def shard_is_whole(path: Path, wanted: str) -> bool:
-    """Whether an earlier run wrote this shard; raises ValueError if it is unreadable or not made from `wanted`."""
-    if not path.exists():
-        return False
-    if made_from(path) != wanted:
-        raise ValueError(
-            f"{path} is a shard of another run (made from {made_from(path) or 'unknown inputs'!r}, this run "
-            f"needs {wanted!r}); its folder may hold its own only: remove it ({shlex.join(['rm', str(path)])}) or "
-            "choose another run_dir"
-        )
-    return True
-
-
-def made_from(path: Path) -> str | None:
-    """What a shard was made from, as its writer said; raises ValueError if the shard is unreadable."""
-    metadata: dict[str, str] = open_shard(path).metadata() or {}
-    return metadata.get("made_from")
-
-
-def note_path(shard: Path) -> Path:
-    """The file next to a shard that holds its manifest entry until the manifest is written."""
-    return shard.with_name(shard.name + ".note")
-
-
-def shard_entry(path: Path, name: str) -> Json:
-    """The manifest entry of a shard with this file name."""
-    offsets = open_shard(path).get_tensor("offsets")
-    return {
-        "file": name,
-        "samples": len(offsets) - 1,
-        "tokens": int(offsets[-1]),
-        "bytes": path.stat().st_size,
-        CHECKSUM: checksum(path),
-    }
-
-
 def write_manifest(folder: Path, names: Iterable[str], about: Json) -> None:
     """Write the manifest of the named shards, with sizes and checksums; other shards in the folder are not listed."""
     paths = [folder / name for name in sorted(names)]
@@ -122,7 +37,7 @@ def write_manifest(folder: Path, names: Iterable[str], about: Json) -> None:
         note_path(path).unlink()
 
 
-class FeatureStore:
+class FeatureStore(SampleStore):
     """The samples of one split by number, read from disk; a shard's checksum is verified when it is first opened.
 
     With `taps`, samples hold only these taps, so one store serves many heads. Raises ValueError naming a tap that is
@@ -143,15 +58,11 @@ class FeatureStore:
                 f"({shlex.join(['rm', *map(str, foreign)])})"
             )
         self.shards = [shard for shard in self.about["shards"] if shard["file"].startswith(f"{split}-")]
-        self.places = [
-            (shard, row) for shard in range(len(self.shards)) for row in range(self.shards[shard]["samples"])
-        ]
+        self.shard_sizes = [shard["samples"] for shard in self.shards]
+        self.places = [(shard, row) for shard, size in enumerate(self.shard_sizes) for row in range(size)]
         self.num_tokens = sum(shard["tokens"] for shard in self.shards)
         self._opened: dict[int, Any] = {}
         self._offsets: dict[int, Tensor] = {}
-
-    def __len__(self) -> int:
-        return len(self.places)
 
     def __getitem__(self, index: int) -> Sample:
         shard, row = self.places[index]
@@ -166,28 +77,14 @@ class FeatureStore:
             last_hidden=last_hidden,
         )
 
-    @property
-    def shard_sizes(self) -> list[int]:
-        return [shard["samples"] for shard in self.shards]
-
-    def expect(self, numbers: Sequence[int]) -> None:
-        """Do nothing: samples are read when requested."""
-
     def place_of(self, index: int) -> str:
-        """Where a sample is stored, for messages."""
         shard, row = self.places[index]
         return f"row {row} of {self.shards[shard]['file']}"
 
     def token_counts(self, vocab_size: int) -> Tensor:
-        """How often each token is trained on. [vocab]"""
-        kept = read_counts(self.folder, self.shards, vocab_size)
-        return self.count_tokens(vocab_size) if kept is None else kept
-
-    def count_tokens(self, vocab_size: int) -> Tensor:
-        """Token counts computed by reading all shards. [vocab]"""
         counts = torch.zeros(vocab_size, dtype=torch.long)
-        for shard in range(len(self.shards)):
-            opened = self._shard(shard)
+        for shard in self.shards:  # reads no states, so no checksum either
+            opened = open_shard(self.folder / shard["file"])
             written = opened.get_tensor("loss_mask").bool()
             counts += torch.bincount(opened.get_tensor("tokens")[written], minlength=vocab_size)
         return counts
@@ -203,13 +100,7 @@ class FeatureStore:
         """The number of tokens to train on."""
         return sum(int(self._shard(shard).get_tensor("loss_mask").sum()) for shard in range(len(self.shards)))
 
-    def tap_sizes(self, taps: tuple[int, ...], num_layers: int) -> list[float]:
-        """The median size of each tap over the samples of the first shard."""
-        samples = (self[number] for number, (shard, _) in enumerate(self.places) if shard == 0)
-        return median_tap_sizes(samples, taps, num_layers)
-
     def close(self) -> None:
-        """Close the files."""
         self._opened.clear()
 
     def _shard(self, shard: int) -> Any:
@@ -223,20 +114,8 @@ class FeatureStore:
         return self._opened[shard]
 
 
-def median_tap_sizes(samples: Iterable[Sample], taps: tuple[int, ...], num_layers: int) -> list[float]:
-    """The median over all tokens of each tap's root mean square.
-
-    The median, because the first token of a text is often hundreds of times larger than the others.
-    """
-    sizes = []
-    for sample in samples:
-        states = tapped(sample.taps, sample.last_hidden, taps, num_layers).float()
-        sizes.append(states.unflatten(-1, (len(taps), -1)).square().mean(-1).sqrt())  # [seq, taps]
-    return torch.cat(sizes).median(dim=0).values.tolist()
-
-
 def shard_damage(folder: Path, shard: Json) -> str | None:
-    """What is wrong with a shard that the manifest lists, down to a single flipped bit; None if it is sound."""
+    """The damage of a shard that the manifest lists, down to a single flipped bit; None if it is sound."""
     path = folder / shard["file"]
     if not path.is_file():
         return f"{path} is in the manifest but missing on disk"
@@ -251,9 +130,9 @@ def foreign_shards(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.glob("*.safetensors")) if path.name not in listed]
 
 
-def repair(folder: Path, damaged: Iterable[Path], foreign: Iterable[Path] = ()) -> str:
-    """What to do about shards that are damaged or lost, or that the manifest does not list."""
-    there = [*(path for path in damaged if path.is_file()), *foreign, folder / "stage.json", folder / MANIFEST]
+def repair(folder: Path, wrong: Iterable[Path]) -> str:
+    """The remedy for shards that are damaged or lost, or that the manifest does not list."""
+    there = [*(path for path in wrong if path.is_file()), folder / "stage.json", folder / MANIFEST]
     return (
         f"remove what is wrong ({shlex.join(['rm', *map(str, there)])}) and harvest again, which reuses undamaged "
         "shards; of a merged store, merge again"
@@ -291,14 +170,3 @@ def is_manifest(about: object) -> bool:
         return False
     wanted = {"file", "samples", "tokens", "bytes"}
     return all(isinstance(shard, dict) and wanted <= shard.keys() for shard in about["shards"])
-
-
-def open_shard(path: Path) -> Any:
-    """An open shard of tensors; raises ValueError if it is unreadable."""
-    try:
-        return safe_open(path, "pt").__enter__()  # stays open and mapped while its store uses it
-    except (SafetensorError, OSError) as error:
-        raise ValueError(
-            f"{path} cannot be read as a shard ({error}); a whole safetensors file is needed: remove it "
-            f"({shlex.join(['rm', str(path)])}) and run the same command again"
-        ) from error

@@ -19,7 +19,7 @@ from headstart.recipes.schema import SELF, DataSection
 
 SHINGLE = 5  # characters of the sequences that two texts may share
 SIMILARITY = 0.7  # two texts are near-duplicates from this share of common sequences (Jaccard similarity)
-PERMUTATIONS, BANDS = 128, 32  # of MinHash: a pair with a similarity of 0.7 is missed once in 5,000 times
+PERMUTATIONS, BANDS = 128, 32  # MinHash: a pair with a similarity of 0.7 is missed once in 5,000 times
 MINHASH_SEED = 42
 REPEATS = "repeats another"
 NEARLY_REPEATS = "nearly repeats another"
@@ -134,17 +134,14 @@ class Selection:
         elif why == HELD_OUT:
             report.held_out.append(candidate["candidate"])
         else:
-            last = candidate["turns"][-1] if candidate["turns"] else ""
-            report.bad.append({"line": candidate["candidate"], "kind": why, "why": shortened(last)})
+            words = shortened(candidate["turns"][0])
+            report.bad.append({"line": candidate["candidate"], "kind": why, "why": words})
         self.recent.append(why is None)
         if len(self.recent) == WINDOW and sum(self.recent) < FEWEST:
             raise ValueError(self._gives_up())
 
     def _repetition(self, candidate: Json) -> str | None:
-        """Why a candidate that is usable by itself is left out, if it is.
-
-        Conversations are compared by their first user turn: what follows depends on it.
-        """
+        """Why a candidate that is usable by itself is left out, if it is."""
         opening = candidate["turns"][0]
         if tuple(candidate["tokens"]) in self.held_out_keys or self.held_out_texts.like(opening):
             return HELD_OUT
@@ -177,10 +174,10 @@ def shortened(text: str) -> str:
 
 
 def opening_texts(source: str, tokenizer: Tokenizer) -> Iterator[str]:
-    """What the user says first in each usable row of a file."""
+    """The user's first words in each usable row of a file."""
     for row in read_rows(source):
         try:
-            parsed = row.fields if isinstance(row.fields, BadRow) else parse_row(row.fields)
+            parsed = parse_row(row.read())
         except BadRow:
             continue
         if isinstance(parsed, Conversation):
