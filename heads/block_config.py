@@ -44,6 +44,11 @@ class BlockShape(LayerShape):
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
     @property
+    def is_dspark(self) -> bool:
+        """Whether engines serve it as DSpark, not as DFlash."""
+        return self.sample_from_anchor or self.markov_rank > 0
+
+    @property
     def cache_shape(self) -> tuple[int, int, int]:
         return self.num_layers, self.num_kv_heads, self.head_dim
 
@@ -56,10 +61,9 @@ def block_config(shape: BlockShape, target: TargetConfig, draft_vocab_size: int)
     window = next(iter(windows), None)
     layer_ids = [tap - 1 for tap in shape.taps]
     causal = causality(shape.reaches)
-    is_dspark = shape.sample_from_anchor or shape.markov_rank > 0
     return {
         **shape.to_config(target),
-        "architectures": ["Qwen3DSparkModel" if is_dspark else "DFlashDraftModel"],
+        "architectures": ["Qwen3DSparkModel" if shape.is_dspark else "DFlashDraftModel"],
         "model_type": "qwen3",
         "num_hidden_layers": shape.num_layers,
         "num_target_layers": target.num_layers,

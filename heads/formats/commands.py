@@ -79,7 +79,7 @@ def vllm_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
 
 def block_method(head: BlockHead) -> str:
     """The engines' name for a block head's way of drafting."""
-    return "dspark" if head.shape.sample_from_anchor or head.shape.markov_rank else "dflash"
+    return "dspark" if head.shape.is_dspark else "dflash"
 
 
 def speculators_vllm_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:

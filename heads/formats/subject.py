@@ -129,47 +129,8 @@ class Subject:
     @property
     def missing_sizes(self) -> list[str]:
         """The size keys that config.json does not give; no tensor shape can be checked without them."""
-        return [key for key in LAYER_SIZES if not isinstance(self.config.get(key), int)]
-
-    def expected_shapes(self, num_taps: int) -> dict[str, tuple[int, ...]]:
-        """The shape of every tensor that the layout requires, under the reference's names; `missing_sizes` must be
-        empty."""
-        config = self.config
-        hidden, heads = config["hidden_size"], config["num_attention_heads"]
-        head_dim = config.get("head_dim") or hidden // heads
-        kv_heads, wide = config.get("num_key_value_heads") or heads, 2 * hidden
-        eagle3 = self.layout != "eagle1"
-        layer, inputs = ("midlayer", wide) if eagle3 else ("layers.0", hidden)
-        shapes: dict[str, tuple[int, ...]] = {
-            "fc.weight": (hidden, num_taps * self.target_hidden_size if eagle3 else wide),
-            f"{layer}.self_attn.q_proj.weight": (heads * head_dim, inputs),
-            f"{layer}.self_attn.k_proj.weight": (kv_heads * head_dim, inputs),
-            f"{layer}.self_attn.v_proj.weight": (kv_heads * head_dim, inputs),
-            f"{layer}.self_attn.o_proj.weight": (hidden, heads * head_dim),
-            f"{layer}.mlp.gate_proj.weight": (config["intermediate_size"], hidden),
-            f"{layer}.mlp.up_proj.weight": (config["intermediate_size"], hidden),
-            f"{layer}.mlp.down_proj.weight": (hidden, config["intermediate_size"]),
-            f"{layer}.post_attention_layernorm.weight": (hidden,),
-        }
-        if eagle3:
-            norms = {"midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight", "norm.weight"}
-            shapes |= dict.fromkeys(norms, (hidden,)) | {"lm_head.weight": (self.draft_vocab_size, hidden)}
-            shapes |= self.optional_shapes(num_taps)
-        return shapes
-
-    def optional_shapes(self, num_taps: int) -> dict[str, tuple[int, ...]]:
-        """The shapes of tensors that an EAGLE-3 head requires only because its config.json says so."""
-        config, tapped = self.config, self.target_hidden_size
-        shapes: dict[str, tuple[int, ...]] = {}
-        if config.get("fc_norm"):
-            shapes |= {f"fc_norm.{tap}.weight": (tapped,) for tap in range(num_taps)}
-        if config.get("norm_before_fc") or self.eagle_config.get("norm_before_fc"):
-            shapes["input_norm.weight"] = (num_taps * tapped,)
-        if self.draft_vocab_size != config["vocab_size"]:
-            shapes["d2t"] = (self.draft_vocab_size,)
-        if tapped != config["hidden_size"]:
-            shapes["embed_tokens.weight"] = (config["vocab_size"], config["hidden_size"])
-        return shapes
+        needed = LAYER_SIZES + (("num_hidden_layers",) if self.layout in BLOCK else ())
+        return [key for key in needed if not isinstance(self.config.get(key), int)]
 
 
 def midlayer_name(name: str) -> str:
