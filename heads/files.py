@@ -57,10 +57,7 @@ def find_config(folder: Path, advice: str) -> Path:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A head's config.json.
-
-    Raises ValueError if it is not a JSON object, and one that names every key with a value of a wrong type.
-    """
+    """A head's config.json; raises one ValueError that names every key with a value of a wrong type."""
     config = read_json_object(path, "head")
     try:
         HeadKeys.model_validate(config)

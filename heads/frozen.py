@@ -73,12 +73,7 @@ class FrozenTarget:
 
     @classmethod
     def _from_names(
-        cls,
-        names: Container[str],
-        source: Path | str,
-        config: TargetConfig,
-        tied: bool,
-        read: Callable[[str], Tensor],
+        cls, names: Container[str], source: Path | str, config: TargetConfig, tied: bool, read: Callable[[str], Tensor]
     ) -> "FrozenTarget":
         embedding_name = first_of(EMBEDDING_NAMES, names, source, "embedding")
         norms = tuple(f"{name}.weight" for name in NORM_NAMES)

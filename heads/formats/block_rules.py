@@ -1,4 +1,4 @@
-"""Rules for block heads in vLLM, SGLang and speculators, whose loaders fill in most missing keys without a word."""
+"""Rules for block heads in vLLM, SGLang and speculators, whose loaders silently fill in most missing keys."""
 
 from collections.abc import Iterator
 
@@ -51,7 +51,7 @@ def causality(subject: Subject, engine: str) -> Iterator[Violation]:
         key = "sliding_window_non_causal" if subject.layout == SPECULATORS_BLOCK else "is_causal"
         one_kind = len({reach.causal for reach in reaches}) == 1
         right = (
-            f"is_causal {str(reaches[0].causal).lower()} beside the layers' sizes" if one_kind else "one kind of layers"
+            f"is_causal {str(reaches[0].causal).lower()} with the layers' sizes" if one_kind else "one kind of layers"
         )
         how = "not causal" if reaches[wrong[0]].causal else "causal"
         allowed = f"{right} is allowed: {engine} makes layers {wrong} {how} within the block, unlike in training"
@@ -116,8 +116,7 @@ def taps(subject: Subject, engine: str) -> Iterator[Violation]:
         right = trained if key == HIDDEN_STATES else [tap - 1 for tap in trained]
         allowed = f"it captures hidden_states {counted} but the head reads {trained}: {right} is allowed"
         yield config_error(engine, key, named, allowed)
-    nested = subject.config.get(NESTED)
-    again = nested.get(key) if isinstance(nested, dict) else None
+    again = (subject.config.get(NESTED) or {}).get(key)
     if again and list(again) != list(named):
         yield config_error(engine, f"{NESTED}.{key}", again, f"{named} is allowed, as at the top level")
     if min(counted) < 0 or max(counted) > num_layers:
@@ -130,7 +129,7 @@ def taps(subject: Subject, engine: str) -> Iterator[Violation]:
 
 
 def target_layers(subject: Subject, engine: str) -> Iterator[Violation]:
-    """What the files say about the target that the head was trained for."""
+    """The sizes of the target that the head was trained for, as the files name them."""
     config, target = subject.config, subject.frozen.config
     for key, allowed in (
         ("num_target_layers", target.num_layers),

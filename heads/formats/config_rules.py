@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import asdict
 
+from headstart.heads.eagle3 import TAPS
 from headstart.heads.formats.subject import BLOCK, Subject, Violation, config_error
 from headstart.heads.target_config import Rope
 
@@ -15,7 +16,6 @@ ARCHITECTURES = {
     ("eagle1", "sglang"): {"LlamaForCausalLMEagle"},
     **{(layout, engine): BLOCK_ARCHITECTURES for layout in BLOCK for engine in ("vllm", "sglang", "speculators")},
 }
-KEY = "eagle_aux_hidden_state_layer_ids"
 REFERENCE_ROPES = {"default", "linear"}
 
 
@@ -63,7 +63,7 @@ def fits_the_target(subject: Subject, engine: str) -> Iterator[Violation]:
 
 
 def trained_for_this_target(subject: Subject, engine: str) -> Iterator[Violation]:
-    """What our own note says about the target that the head was trained for."""
+    """Our own note about the target that the head was trained for must fit the given one."""
     target, own = subject.frozen.config, subject.own
     layers, ropes = own.get("target_num_layers", target.num_layers), own.get("target_rope") or asdict(target.rope)
     if layers != target.num_layers:
@@ -162,7 +162,7 @@ def engine_default(num_layers: int) -> list[int]:
 def captured_taps(subject: Subject, engine: str) -> list[int]:
     """The hidden_states indices that this engine captures for this head."""
     default = engine_default(subject.frozen.config.num_layers)
-    top, nested = subject.config.get(KEY), subject.eagle_config.get(KEY)
+    top, nested = subject.config.get(TAPS), subject.eagle_config.get(TAPS)
     if engine in ("vllm", "speculators"):
         return list(top or nested or default)  # vLLM reads the ids in eagle_config by its own counting, unshifted
     if engine == "sglang":
@@ -175,16 +175,16 @@ def num_captured_taps(subject: Subject, engine: str) -> int:
     if engine == "eagle":
         return 3
     if engine in ("vllm", "sglang"):
-        return int(subject.config.get("num_aux_hidden_states") or len(subject.eagle_config.get(KEY) or [0, 0, 0]))
+        return int(subject.config.get("num_aux_hidden_states") or len(subject.eagle_config.get(TAPS) or [0, 0, 0]))
     return len(subject.taps)
 
 
 def taps(subject: Subject, engine: str) -> Iterator[Violation]:
     wanted, target = list(subject.taps), subject.frozen.config
     found = captured_taps(subject, engine)
-    where = f"eagle_config.{KEY}" if engine == "sglang" else KEY
+    where = f"eagle_config.{TAPS}" if engine == "sglang" else TAPS
     if found != wanted:
-        named = subject.eagle_config.get(KEY) if engine == "sglang" else subject.config.get(KEY)
+        named = subject.eagle_config.get(TAPS) if engine == "sglang" else subject.config.get(TAPS)
         allowed = f"it captures hidden_states {found} but the head reads {wanted}: {advice(engine, wanted)}"
         yield config_error(engine, where, named, allowed)
     if wanted != sorted(set(wanted)):

@@ -1,6 +1,7 @@
 """The export formats: for each, a function that turns a head into the config.json and tensors that an engine reads.
 
-To add a format, write such a function, add it to FORMATS, and add its rules to contracts.py.
+Each raises ValueError for a head that its layout cannot hold. To add a format, write such a function, add it to
+FORMATS, and add its rules to contracts.py.
 """
 
 from collections.abc import Callable
@@ -28,7 +29,7 @@ class ServedTarget:
     name: str  # folder or hub name, as the recipe gives it
     architectures: list[str]
     draft_tokens: int  # per step
-    revision: str | None = None  # of the hub repository; None is its default branch
+    revision: str | None = None  # hub branch, tag or commit; None is the default branch
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,7 @@ def engine_files(head: DraftHead, target: ServedTarget) -> Files:
 
 
 def reference_files(head: DraftHead, target: ServedTarget) -> Files:
-    """The files that the EAGLE authors' code loads (cnets.py for EAGLE-3, cnets1.py for EAGLE-1).
-
-    Raises ValueError for other kinds of heads.
-    """
+    """The files that the EAGLE authors' code loads (cnets.py for EAGLE-3, cnets1.py for EAGLE-1)."""
     if head.kind not in ("eagle1", "eagle3"):
         other = "medusa" if isinstance(head, MedusaHead) else "vllm"
         raise ValueError(
@@ -73,10 +71,7 @@ def reference_files(head: DraftHead, target: ServedTarget) -> Files:
 
 
 def speculators_files(head: DraftHead, target: ServedTarget) -> Files:
-    """The files that speculators and vLLM load as one model, which names its target (their "verifier").
-
-    Raises ValueError for a head that this layout cannot hold.
-    """
+    """The files that speculators and vLLM load as one model, which names its target (their "verifier")."""
     if isinstance(head, BlockHead):
         return speculators_block_files(head, target)
     if not isinstance(head, Eagle3Head) or head.shape.hidden_size != head.target.hidden_size:
@@ -100,17 +95,14 @@ def speculators_files(head: DraftHead, target: ServedTarget) -> Files:
 
 
 def speculators_block_files(head: BlockHead, target: ServedTarget) -> Files:
-    """The same for block heads: speculators' dflash, or dspark with a Markov head or slots that predict the next token.
-
-    Raises ValueError for a head that is causal in layers without a window.
-    """
+    """The same for block heads, as speculators' dspark or dflash."""
     if any(reach.causal for reach in head.shape.reaches if reach.window is None):
         raise ValueError(
             "export.format: 'speculators' given for a head that is causal within the block (head.causal); vllm "
             "and native are allowed for it: choose one of them"
         )
     target = replace(target, draft_tokens=head.shape.levels)
-    if head.shape.is_dspark:
+    if head.shape.method == "dspark":
         config = speculators_config(head, target, "dspark", "DSparkSpeculator", (*BLOCK_KEYS, *DSPARK_KEYS))
     else:
         config = speculators_config(head, target, "dflash", "DFlashSpeculator", BLOCK_KEYS)
@@ -178,10 +170,7 @@ LAYER_KEYS = {
 
 
 def medusa_files(head: DraftHead, target: ServedTarget) -> Files:
-    """The files that the Medusa authors' code loads (medusa_model.py), and vLLM too.
-
-    Raises ValueError for a head that this layout cannot hold.
-    """
+    """The files that the Medusa authors' code loads (medusa_model.py), and vLLM too."""
     if not isinstance(head, MedusaHead):
         raise ValueError(
             f"export.format: 'medusa' given for a head of kind {head.kind}; this format holds only Medusa heads; "

@@ -20,7 +20,7 @@ def command_parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def lint_options(doc: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """What to check, and for which engines; `doc` opens --help."""
+    """The head to check, and for which engines; `doc` opens --help."""
     parser = command_parser(doc)
     parser.add_argument("export", type=Path, help="folder with the head's config.json and weights")
     parser.add_argument(
@@ -30,7 +30,7 @@ def lint_options(doc: str | None, argv: Sequence[str] | None = None) -> argparse
 
 
 def convert_options(doc: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """What to convert, and where to; `doc` opens --help."""
+    """The head to convert, and where to; `doc` opens --help."""
     parser = command_parser(doc)
     parser.add_argument("path", type=Path, help="folder with the published head's config.json and weights")
     parser.add_argument("out", type=Path, help="folder to write the converted head to; it must not exist yet")

@@ -11,9 +11,10 @@ from headstart.heads.base import DraftHead
 from headstart.heads.block import CONFIDENCE
 from headstart.heads.block_config import HIDDEN_STATES, LAYER_OUTPUTS, block_key
 from headstart.heads.checkpoint import head_from_files
+from headstart.heads.eagle3 import TAPS
 from headstart.heads.files import HeadFiles
 from headstart.heads.formats import block_rules, config_rules, medusa_rules, tensor_rules
-from headstart.heads.formats.config_rules import KEY, engine_default
+from headstart.heads.formats.config_rules import engine_default
 from headstart.heads.formats.medusa_rules import num_heads
 from headstart.heads.formats.subject import MEDUSA, SPECULATORS_BLOCK, Subject, layout_of
 from headstart.heads.frozen import FrozenTarget, is_copy
@@ -142,27 +143,27 @@ def infer_attention(subject: Subject, translation: Translation) -> None:
 
 def infer_taps(subject: Subject, translation: Translation) -> None:
     """Which hidden states the head reads, from ids in either counting; their number must match the width of `fc`."""
-    top, nested = subject.config.get(KEY), subject.eagle_config.get(KEY)
+    top, nested = subject.config.get(TAPS), subject.eagle_config.get(TAPS)
     taps = list(subject.taps)
     if top and nested and [layer + 1 for layer in nested] != list(top):
         translation.refused.append(
-            f"{KEY} {top} and eagle_config's {nested} name different hidden states; eagle_config counts layer outputs, "
-            f"which are one less: remove the wrong list"
+            f"{TAPS} {top} and eagle_config's {nested} name different hidden states; eagle_config counts layer "
+            f"outputs, which are one less: remove the wrong list"
         )
     if nested and not top and not subject.own:
         translation.inferred.append(f"taps: hidden_states {taps}, as eagle_config counts layer outputs {nested}")
     elif not top and not subject.own:
         translation.inferred.append(f"taps: hidden_states {taps}, the default of every engine")
         if taps != engine_default(subject.frozen.config.num_layers):
-            translation.refused.append(f"{KEY}: missing, and the default taps collide in such a small target; add it")
+            translation.refused.append(f"{TAPS}: missing, and the default taps collide in such a small target; add it")
     projection = translation.tensors.get("fc.weight")
     width = len(taps) * subject.frozen.config.hidden_size
     if projection is not None and projection.ndim == 2 and projection.shape[1] != width:
         translation.refused.append(
             f"fc.weight reads {projection.shape[1]} features but {len(taps)} hidden states of the target have {width}; "
-            f"set {KEY} in config.json"
+            f"set {TAPS} in config.json"
         )
-    translation.config[KEY] = taps
+    translation.config[TAPS] = taps
 
 
 def infer_vocabulary(subject: Subject, translation: Translation) -> None:

@@ -101,7 +101,7 @@ def wrong_shapes(subject: Subject, engine: str, expected: dict[str, tuple[int, .
 
 
 def spelling(subject: Subject, engine: str) -> Iterator[Violation]:
-    """The EAGLE authors' code says midlayer, speculators layers.0; the serving engines read both."""
+    """The EAGLE authors' code names the layer midlayer, speculators layers.0; the serving engines read both."""
     wrong = {"eagle": "layers.0.", "speculators": "midlayer."}.get(engine)
     for name in sorted(subject.files.tensors) if subject.layout != "eagle1" and wrong else []:
         if name.startswith(str(wrong)):
