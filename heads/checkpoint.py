@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from headstart.common.whole_files import remove, removed_on_failure
+from headstart.common.files import remove, removed_on_failure
 from headstart.heads.base import DraftHead
 from headstart.heads.block import BlockHead, mask_token
 from headstart.heads.block_config import is_block_config

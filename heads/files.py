@@ -17,9 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headstart.common.jsonl import read_json
-from headstart.common.os_errors import naming
-from headstart.common.whole_files import remove, removed_on_failure, write_text
+from headstart.common.files import naming, read_json, remove, removed_on_failure, write_text
 from headstart.heads.keys import HeadKeys
 
 MODEL = "model.safetensors"

@@ -7,7 +7,7 @@ from shlex import quote
 from statistics import median
 from typing import Any
 
-from headstart.common.jsonl import read_growing_jsonl, read_json
+from headstart.common.files import read_growing_jsonl, read_json
 from headstart.heads.base import DraftHead
 from headstart.heads.files import MODEL
 from headstart.heads.formats.commands import headstart_section, serving_sections

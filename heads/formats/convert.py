@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from headstart.common.os_errors import errors_as_messages
+from headstart.common.errors import errors_as_messages
 from headstart.heads.checkpoint import save_head
 from headstart.heads.files import HeadFiles, has_weight_dtype
 from headstart.heads.formats.published import import_head

@@ -20,7 +20,7 @@ from shlex import quote
 
 import torch
 
-from headstart.common.jsonl import read_json
+from headstart.common.files import read_json
 from headstart.heads.base import DraftHead
 from headstart.heads.checkpoint import load_head_for, stored_dtype
 from headstart.heads.files import HeadFiles, refuse_existing, write_folder
@@ -32,7 +32,7 @@ from headstart.heads.frozen import FrozenTarget
 from headstart.heads.medusa import MedusaHead
 from headstart.heads.target_config import locate_target
 from headstart.recipes import Recipe, run_command
-from headstart.recipes.tuned_target import refuse_original_target
+from headstart.recipes.checks import refuse_original_target
 
 
 def main() -> None:

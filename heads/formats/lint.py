@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from headstart.common.os_errors import errors_as_messages
+from headstart.common.errors import errors_as_messages
 from headstart.heads.files import HeadFiles
 from headstart.heads.formats.contracts import engines_of, violations
 from headstart.heads.formats.subject import Violation
