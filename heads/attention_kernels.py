@@ -18,7 +18,7 @@ from headstart.heads.frozen import at_least_float32
 
 QUERY_BLOCK = 128  # number of queries that the portable causal kernel scores at once
 MASK_DEVICES = ("cpu",)  # devices on which torch's fused kernel takes a mask and returns log-sum-exps
-Gradients = tuple[Tensor, Tensor, Tensor]  # of query, key and value
+Gradients = tuple[Tensor, Tensor, Tensor]  # the gradients of query, key and value
 Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Gradients]
 

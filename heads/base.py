@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Float, Int
@@ -24,6 +24,14 @@ Mask = Float[Tensor, "*axes seq keys"]  # additive
 Hidden = Float[Tensor, "batch seq hidden"]
 
 
+class HeadShape(Hashable, Protocol):
+    """Everything about a head that is not a weight."""
+
+    @property
+    def cache_shape(self) -> tuple[int, int, int] | None:
+        """(layers, kv_heads, head_dim) of the head's KV cache; None if it needs none."""
+
+
 class DraftHead(nn.Module, ABC):
     """Predicts a target's next tokens from its hidden states: what all kinds of heads have in common.
 
@@ -31,7 +39,7 @@ class DraftHead(nn.Module, ABC):
     """
 
     kind: str
-    shape: Hashable  # everything about the head that is not a weight
+    shape: HeadShape
     target: TargetConfig
     taps: tuple[int, ...]  # indices of the target's hidden_states that `project` takes, ascending
     vocab: DraftVocab
@@ -121,9 +129,8 @@ class DraftHead(nn.Module, ABC):
         return ()
 
     @property
-    @abstractmethod
     def cache_shape(self) -> tuple[int, int, int] | None:
-        """(layers, kv_heads, head_dim) of the head's KV cache; None if it needs none."""
+        return self.shape.cache_shape
 
     @property
     @abstractmethod

@@ -1,8 +1,8 @@
 """Block heads: one pass over a block of slots drafts all levels of a tree.
 
 DFlash (arXiv 2602.06036): every layer attends to keys and values that it computes from the target's hidden states.
-DSpark (2607.05147): a Markov head adds what the token before a slot says about the slot's token. JetSpec (2606.18394):
-causal within the block.
+DSpark (2607.05147): a Markov head adds scores for a slot's token given the token before it.
+JetSpec (2606.18394): a slot sees only the slots before it in its block.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from headstart.recipes.schema import BlockSection, HeadSection
 
 NUM_TAPS = 5  # by default
 CONFIDENCE = ("confidence_head.proj.weight", "confidence_head.proj.bias")  # engines read them, headstart does not
-FIRST_NORM = 0.25  # of the target's; a full one makes an untrained head confidently wrong
+FIRST_NORM = 0.25  # share of the target's norm; a full one makes an untrained head confidently wrong
 
 
 @runtime_checkable  # the shape checks in tests use isinstance
@@ -39,7 +39,7 @@ class ContextCache(AttentionCache, Protocol):
 class ContextAttention(nn.Module):
     """Grouped-query attention of the slots to the context and to each other, with one norm per attention head."""
 
-    same_input = (("k_proj", "v_proj"),)  # of the context, too, which has no queries
+    same_input = (("k_proj", "v_proj"),)  # they read the context, too, which has no queries
 
     def __init__(self, shape: BlockShape, eps: float) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class BlockLayer(nn.Module):
 
 
 class MarkovHead(nn.Module):
-    """What the token before a slot says about the slot's token: a low-rank table, or one gated by the slot's state."""
+    """Scores for a slot's token given the token before: a low-rank table, or one gated by the slot's state."""
 
     def __init__(self, shape: BlockShape, vocab: DraftVocab) -> None:
         super().__init__()
@@ -199,9 +199,9 @@ class BlockHead(DraftHead):
 
     @torch.no_grad()
     def initialise(self, frozen: FrozenTarget, generator: torch.Generator) -> None:
-        """Start with layers that pass their input through, and with a Markov head that says nothing.
+        """Start with layers that pass their input through, and with a Markov head whose scores are zero.
 
-        Its table of tokens starts as a projection of the target's embedding, so that like tokens begin alike.
+        Its table of tokens starts as a projection of the target's embedding, so that similar tokens start similar.
         """
         std = 0.5 * self.shape.hidden_size**-0.5
         for name, parameter in self.named_parameters():
@@ -220,7 +220,7 @@ class BlockHead(DraftHead):
         return block_config(self.shape, self.target, len(self.vocab.ids))
 
     def engine_tensors(self) -> dict[str, Tensor]:
-        """With an lm_head of its own if it drafts a part of the vocabulary, which engines cannot cut out themselves."""
+        """With an lm_head of its own for a reduced draft vocabulary, which engines cannot cut out themselves."""
         tensors = self.folded_state()
         if not self.vocab.is_full:
             tensors |= {"lm_head.weight": self.output_layer, "d2t": self.vocab.offsets()}
@@ -246,10 +246,6 @@ class BlockHead(DraftHead):
     @property
     def decoder_layers(self) -> Sequence[nn.Module]:
         return [*self.layers]
-
-    @property
-    def cache_shape(self) -> tuple[int, int, int]:
-        return self.shape.cache_shape
 
     @property
     def logits_parameters(self) -> list[Tensor]:
@@ -292,7 +288,7 @@ class BlockHead(DraftHead):
         return self.norm(hidden[:, size - self.shape.levels :])
 
     def slot_logits(self, hidden: Float[Tensor, "*axes hidden"]) -> Float[Tensor, "*axes draft_vocab"]:
-        """What the slots alone say about their tokens."""
+        """Scores from the slots alone, without the Markov head."""
         own = self.lm_head  # decoding may have no `weight` of the own one, so it is called
         logits = own(hidden) if own is not None else functional.linear(hidden, self.output_layer)
         cap = self.target.final_logit_softcap

@@ -15,7 +15,7 @@ GROUP_QUERIES = 128  # queries that are computed together; they share the longes
 
 @dataclass(frozen=True)
 class Reach:
-    """What the slots of a block see in one layer."""
+    """The positions and slots that a block's slots see in one layer."""
 
     window: int | None = None  # positions before the anchor; None is all of them
     causal: bool = False  # only the slots before them in their block, and themselves
@@ -80,7 +80,7 @@ class Group(NamedTuple):
 
     blocks: slice
     row: int
-    columns: slice  # of the context
+    columns: slice  # the context's columns that at least one of the blocks sees
     seen: list[tuple[int, int]]  # the columns that each block sees: the first, and the first that it does not
 
     def mask(self, within: Bool[Tensor, "size size"], like: Tensor) -> Float[Tensor, "queries keys"]:
@@ -135,8 +135,8 @@ class BlockAttention(torch.autograd.Function):
         within = reach.within(query.shape[2])
         for group in blocks.groups(query.shape[2], reach.window):
             keys, values = (joined(group, *pair) for pair in ((context_key, key), (context_value, value)))
-            part = together(query[group.blocks])
-            found, sums = masked_forward(part, keys, values, group.mask(within, query))
+            queries = together(query[group.blocks])
+            found, sums = masked_forward(queries, keys, values, group.mask(within, query))
             out[group.blocks] = apart(found, query.shape[2])
             logsumexp[group.blocks] = sums[0].unflatten(1, (-1, query.shape[2])).transpose(0, 1)
         ctx.blocks, ctx.reach = blocks, reach

@@ -40,8 +40,13 @@ class BlockShape(LayerShape):
 
     @property
     def levels(self) -> int:
-        """How many levels one pass drafts."""
+        """The number of levels that one pass drafts."""
         return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+    @property
+    def method(self) -> str:
+        """The engines' name for this way of drafting."""
+        return "dspark" if self.sample_from_anchor or self.markov_rank > 0 else "dflash"
 
     @property
     def cache_shape(self) -> tuple[int, int, int]:
@@ -56,10 +61,9 @@ def block_config(shape: BlockShape, target: TargetConfig, draft_vocab_size: int)
     window = next(iter(windows), None)
     layer_ids = [tap - 1 for tap in shape.taps]
     causal = causality(shape.reaches)
-    is_dspark = shape.sample_from_anchor or shape.markov_rank > 0
     return {
         **shape.to_config(target),
-        "architectures": ["Qwen3DSparkModel" if is_dspark else "DFlashDraftModel"],
+        "architectures": ["Qwen3DSparkModel" if shape.method == "dspark" else "DFlashDraftModel"],
         "model_type": "qwen3",
         "num_hidden_layers": shape.num_layers,
         "num_target_layers": target.num_layers,
@@ -107,32 +111,30 @@ def is_block_config(config: dict[str, Any]) -> bool:
 
 def block_key(config: dict[str, Any], key: str, default: Any = None) -> Any:
     """The value of a key at the top level or, as DFlash's files have it, in a section of its own."""
-    nested = config.get(NESTED)
     found = config.get(key)
-    if found is None and isinstance(nested, dict):
-        found = nested.get(key)
+    if found is None:
+        found = (config.get(NESTED) or {}).get(key)
     return default if found is None else found
 
 
-def names_taps(config: dict[str, Any]) -> bool:
-    """Whether config.json says which hidden_states the head reads."""
-    named = config.get("headstart", {}).get(OWN_TAPS) or block_key(config, LAYER_OUTPUTS)
-    return bool(named or config.get(HIDDEN_STATES))
+def named_taps(config: dict[str, Any]) -> tuple[int, ...]:
+    """The hidden_states that config.json says the head reads; empty if it names none."""
+    if own := config.get("headstart", {}).get(OWN_TAPS):
+        return tuple(own)
+    if outputs := block_key(config, LAYER_OUTPUTS):
+        return tuple(layer + 1 for layer in outputs)
+    return tuple(config.get(HIDDEN_STATES) or ())
 
 
 def block_taps(config: dict[str, Any]) -> tuple[int, ...]:
     """The hidden_states that the head reads; raises ValueError if config.json does not name them."""
-    own = config.get("headstart", {}).get(OWN_TAPS)
-    if own:
-        return tuple(own)
-    if (outputs := block_key(config, LAYER_OUTPUTS)) is not None:
-        return tuple(layer + 1 for layer in outputs)
-    if (states := config.get(HIDDEN_STATES)) is not None:
-        return tuple(states)
-    raise ValueError(
-        f"config.json lacks {LAYER_OUTPUTS}, the layers whose outputs the head reads; vLLM would take hidden_states 2, "
-        f"L/2 and L-3 of L layers, SGLang as many as the head has layers: add the ids that the head was trained with"
-    )
+    if not (taps := named_taps(config)):
+        raise ValueError(
+            f"config.json lacks {LAYER_OUTPUTS}, the layers whose outputs the head reads; vLLM would take "
+            f"hidden_states 2, L/2 and L-3 of L layers, SGLang as many as the head has layers: add the ids that the "
+            f"head was trained with"
+        )
+    return taps
 
 
 def trained_block_size(config: dict[str, Any]) -> int:
@@ -144,7 +146,7 @@ def block_shape(config: dict[str, Any], target: TargetConfig, own_lm_head: bool)
     """The shape that a config.json describes; raises ValueError that names what is missing or cannot be represented."""
     if missing := [f"{key} ({default})" for key, default in NEEDED.items() if block_key(config, key) is None]:
         raise ValueError(
-            f"config.json lacks {', '.join(missing)}; a wrong one costs acceptance without a word: add what the head "
+            f"config.json lacks {', '.join(missing)}; a wrong one silently costs acceptance: add what the head "
             f"was trained with"
         )
     size, trained = block_key(config, "block_size"), trained_block_size(config)
@@ -176,7 +178,7 @@ def block_shape(config: dict[str, Any], target: TargetConfig, own_lm_head: bool)
 
 
 def layer_reaches(config: dict[str, Any]) -> Iterator[Reach]:
-    """What each layer sees. Sliding layers are causal within the block unless a key says otherwise, as in engines."""
+    """The reach of each layer. As in engines, sliding layers are causal within the block unless a key forbids it."""
     types = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
     if block_key(config, "use_swa"):
         types = ["sliding_attention"] * config["num_hidden_layers"]

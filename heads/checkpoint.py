@@ -49,7 +49,7 @@ def head_taps(section: HeadSection, target: TargetConfig) -> tuple[int, ...]:
 def draft_vocab(section: HeadSection, counts: Int[Tensor, " vocab"]) -> DraftVocab:
     """The tokens that the recipe's head may draft, given how often the target wrote each token.
 
-    A block head's mask token is never one of a part of the vocabulary.
+    A reduced vocabulary never has a block head's mask token.
     """
     if isinstance(section, Eagle1Section) or section.draft_vocab_size is None:
         return DraftVocab.full(len(counts))
@@ -163,10 +163,7 @@ def read_head_config(folder: Path) -> dict[str, Any]:
 def head_from_files(
     folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], frozen: FrozenTarget
 ) -> DraftHead:
-    """The head that a config.json and tensors describe; errors name `folder` as their source.
-
-    Raises ValueError as `load_head` does.
-    """
+    """The head that a config.json and tensors describe; raises ValueError as `load_head_for` does, naming `folder`."""
     kind = kind_of(folder, config)
     check_fit(folder, kind, config, frozen.config)
     check_sizes(folder, config, tensors)

@@ -97,10 +97,6 @@ class Eagle1Head(LastHiddenHead):
         return [*self.layers]
 
     @property
-    def cache_shape(self) -> tuple[int, int, int]:
-        return self.shape.cache_shape
-
-    @property
     def logits_parameters(self) -> list[Tensor]:
         return []
 

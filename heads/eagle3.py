@@ -22,6 +22,8 @@ from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema import Eagle3Section, HeadSection
 
+TAPS = "eagle_aux_hidden_state_layer_ids"
+
 
 @dataclass(frozen=True)
 class Eagle3Shape(LayerShape):
@@ -94,9 +96,10 @@ class Eagle3Head(LevelHead):
 
     @classmethod
     def config_taps(cls, config: dict[str, Any], target: TargetConfig) -> tuple[int, ...]:
-        """The taps that config.json names, or the default of every engine."""
-        named = config.get("headstart", {}).get("taps") or config.get("eagle_aux_hidden_state_layer_ids")
-        return tuple(named or target.default_taps())
+        """The taps by the best evidence: our own section, vLLM's ids, SGLang's ids, the default of every engine."""
+        outputs = (config.get("eagle_config") or {}).get(TAPS) or []  # counted as outputs of layers, one less
+        named = config.get("headstart", {}).get("taps") or config.get(TAPS)
+        return tuple(named or [layer + 1 for layer in outputs] or target.default_taps())
 
     @classmethod
     def from_section(cls, section: HeadSection, frozen: FrozenTarget, vocab: DraftVocab) -> "Eagle3Head":
@@ -173,8 +176,8 @@ class Eagle3Head(LevelHead):
         }
         if self.taps != target.default_taps() or target.num_layers < 7:
             # vLLM uses the Hugging Face index; SGLang names the layer that outputs it, one less.
-            config["eagle_aux_hidden_state_layer_ids"] = list(self.taps)
-            config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in self.taps]}
+            config[TAPS] = list(self.taps)
+            config["eagle_config"] = {TAPS: [tap - 1 for tap in self.taps]}
         if shape.norm_before_fc:  # TensorRT-LLM looks for it here only
             config["eagle_config"] = {**config.get("eagle_config", {}), "norm_before_fc": True}
         if len(self.taps) != 3:
@@ -190,10 +193,6 @@ class Eagle3Head(LevelHead):
     @property
     def decoder_layers(self) -> Sequence[nn.Module]:
         return [self.midlayer]
-
-    @property
-    def cache_shape(self) -> tuple[int, int, int]:
-        return self.shape.cache_shape
 
     @property
     def logits_parameters(self) -> list[Tensor]:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headstart.common.files import naming, remove, removed_on_failure, write_text
+from headstart.common.files import naming, read_json, remove, removed_on_failure, write_text
 from headstart.heads.keys import HeadKeys
 
 MODEL = "model.safetensors"
@@ -55,10 +55,7 @@ def find_config(folder: Path, advice: str) -> Path:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A head's config.json.
-
-    Raises ValueError if it is not a JSON object, and one that names every key with a value of a wrong type.
-    """
+    """A head's config.json; raises one ValueError that names every key with a value of a wrong type."""
     config = read_json_object(path, "head")
     try:
         HeadKeys.model_validate(config)
@@ -71,14 +68,10 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def read_json_object(path: Path, of: str) -> dict[str, Any]:
     """The JSON object in a file of a head or target (`of`); raises ValueError, naming the file, for anything else."""
-    try:
-        found = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}); copy or download the {of} again") from error
+    remedy = f"copy or download the {of} again"
+    found = read_json(path, remedy)
     if not isinstance(found, dict):
-        raise ValueError(
-            f"{path} holds a {type(found).__name__}; a JSON object is allowed: copy or download the {of} again"
-        )
+        raise ValueError(f"{path} holds a {type(found).__name__}; a JSON object is allowed: {remedy}")
     return found
 
 
@@ -105,7 +98,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 def read_index(index: Path, of: str) -> dict[str, str]:
     """The file of each tensor, by an index of the shards of a head or target (`of`); ValueError if it is damaged."""
     try:
-        return dict(json.loads(index.read_text())["weight_map"])
+        return dict(read_json(index)["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{index} names no shards ({error!r}); copy or download the {of} again") from error
 

@@ -1,7 +1,7 @@
 """The target's embedding, final norm and lm_head, read from its safetensors without loading the rest of the model."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,9 +54,9 @@ class FrozenTarget:
 
         Raises ValueError that names a missing tensor.
         """
-        reader, config = SafetensorsFolder(folder), TargetConfig.from_folder(folder)
+        found, config = SafetensorsFolder(folder), TargetConfig.from_folder(folder)
         tied = json.loads((folder / "config.json").read_text()).get("tie_word_embeddings", True)
-        return cls._from_reader(reader, config, tied, lambda name: reader.read(name).to(device, dtype))
+        return cls._from_names(found.files, folder, config, tied, lambda name: found.read(name).to(device, dtype))
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], config: TargetConfig, tied: bool) -> "FrozenTarget":
@@ -64,7 +64,7 @@ class FrozenTarget:
 
         Raises ValueError that names a missing or quantised tensor.
         """
-        frozen = cls._from_reader(NamedTensors(config.model_type, tensors), config, tied, tensors.__getitem__)
+        frozen = cls._from_names(tensors, config.model_type, config, tied, tensors.__getitem__)
         if not frozen.lm_head.is_floating_point():
             raise ValueError(
                 f"{config.model_type}: its lm_head is stored as {frozen.lm_head.dtype}, but a head needs floating point"
@@ -72,22 +72,23 @@ class FrozenTarget:
         return frozen
 
     @classmethod
-    def _from_reader(
-        cls, reader: "NamedTensors", config: TargetConfig, tied: bool, read: Callable[[str], Tensor]
+    def _from_names(
+        cls, names: Container[str], source: Path | str, config: TargetConfig, tied: bool, read: Callable[[str], Tensor]
     ) -> "FrozenTarget":
-        embedding_name = reader.find(EMBEDDING_NAMES, "embedding")
-        norm = reader.find(tuple(f"{name}.weight" for name in NORM_NAMES), "final norm").removesuffix(".weight")
-        if tied and not any(name in reader for name in LM_HEAD_NAMES):
+        embedding_name = first_of(EMBEDDING_NAMES, names, source, "embedding")
+        norms = tuple(f"{name}.weight" for name in NORM_NAMES)
+        norm = first_of(norms, names, source, "final norm").removesuffix(".weight")
+        if tied and not any(name in names for name in LM_HEAD_NAMES):
             lm_head_name = embedding_name
         else:
-            lm_head_name = reader.find(LM_HEAD_NAMES, "lm_head")
+            lm_head_name = first_of(LM_HEAD_NAMES, names, source, "lm_head")
         norm_weight = read(f"{norm}.weight")
         embedding = read(embedding_name)
         return cls(
             config=config,
             embedding=embedding,
             norm_weight=norm_weight + 1 if config.model_type in GEMMA_TYPES else norm_weight,
-            norm_bias=read(f"{norm}.bias") if f"{norm}.bias" in reader else None,
+            norm_bias=read(f"{norm}.bias") if f"{norm}.bias" in names else None,
             lm_head=embedding if lm_head_name == embedding_name else read(lm_head_name),
         )
 
@@ -135,46 +136,36 @@ def is_copy(own: Tensor, target: Tensor) -> bool:
     return bool((own.to(theirs) - theirs).abs().max() <= COPY_TOLERANCE * theirs.abs().max())
 
 
-class NamedTensors:
-    """A model's tensors by name, or the files that hold them; errors name the `source`."""
-
-    def __init__(self, source: Path | str, tensors: Mapping[str, Any]) -> None:
-        self.source, self.tensors = source, tensors
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.tensors
-
-    def find(self, names: tuple[str, ...], what: str) -> str:
-        for name in names:
-            if name in self.tensors:
-                return name
-        raise ValueError(
-            f"{self.source}: no {what} among its tensors (looked for {', '.join(names)}); give the whole target, not a "
-            f"head or a part of it"
-        )
+def first_of(wanted: tuple[str, ...], names: Container[str], source: Path | str, what: str) -> str:
+    """The first wanted tensor that the source has; raises ValueError if it has none of them."""
+    for name in wanted:
+        if name in names:
+            return name
+    raise ValueError(
+        f"{source}: no {what} among its tensors (looked for {', '.join(wanted)}); give the whole target, not a head or "
+        f"a part of it"
+    )
 
 
-class SafetensorsFolder(NamedTensors):
+class SafetensorsFolder:
     """The tensors of a model's folder by name, single-file or sharded; each is read only when needed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         index = folder / "model.safetensors.index.json"
         if index.is_file():
-            files = read_index(index, "target")
+            self.files = read_index(index, "target")
         elif (folder / "model.safetensors").is_file():
             with open_safetensors(folder / "model.safetensors") as file:
-                files = dict.fromkeys(file.keys(), "model.safetensors")
+                self.files = dict.fromkeys(file.keys(), "model.safetensors")
         else:
             raise ValueError(
                 f"{folder} has neither model.safetensors nor model.safetensors.index.json; pickled weights are not "
                 f"read: convert the model with save_pretrained(safe_serialization=True)"
             )
 
-        super().__init__(folder, files)
-
     def read(self, name: str) -> Tensor:
-        with open_safetensors(self.folder / self.tensors[name]) as file:
+        with open_safetensors(self.folder / self.files[name]) as file:
             return file.get_tensor(name)
 
 

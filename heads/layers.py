@@ -74,7 +74,7 @@ class LayerShape:
         return target.norm_eps if self.norm_eps is None else self.norm_eps
 
     def to_config(self, target: TargetConfig) -> dict[str, Any]:
-        """The keys of config.json that all engines read, for EAGLE-1 and EAGLE-3 alike."""
+        """The keys of config.json that all engines read, for EAGLE-1 and for EAGLE-3."""
         return {
             "model_type": "llama",
             "hidden_act": "silu",

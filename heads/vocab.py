@@ -53,24 +53,24 @@ class DraftVocab:
         Raises ValueError for a tensor that is no such list of offsets.
         """
         check_list("d2t", d2t)
-        ids = torch.arange(len(d2t)) + d2t
-        if not bool((ids.diff() > 0).all()) or int(ids[0]) < 0 or int(ids[-1]) >= target_size:
-            raise ValueError(
-                f"d2t does not give ascending target ids below {target_size} (it gives {int(ids.min())} to "
-                f"{int(ids.max())}); it must hold offsets: target id minus draft id"
-            )
-        return cls(ids, target_size)
+        advice = "it must hold offsets: target id minus draft id"
+        return cls._ascending("d2t", torch.arange(len(d2t)) + d2t, target_size, advice)
 
     @classmethod
     def from_ids(cls, name: str, ids: Tensor, target_size: int) -> "DraftVocab":
         """From the ids in the tensor `name` of a head's file; raises ValueError for ids that are not ascending."""
         check_list(name, ids)
+        advice = f"correct {name}, or convert the head with headstart convert"
+        return cls._ascending(name, ids.long(), target_size, advice)
+
+    @classmethod
+    def _ascending(cls, name: str, ids: Tensor, target_size: int, advice: str) -> "DraftVocab":
         if not bool((ids.diff() > 0).all()) or int(ids[0]) < 0 or int(ids[-1]) >= target_size:
             raise ValueError(
-                f"{name} holds ids {int(ids.min())} to {int(ids.max())}; ascending target ids below {target_size} are "
-                f"required: correct {name}, or convert the head with headstart convert"
+                f"{name} gives ids {int(ids.min())} to {int(ids.max())}; ascending target ids below {target_size} are "
+                f"required: {advice}"
             )
-        return cls(ids.long(), target_size)
+        return cls(ids, target_size)
 
     @property
     def is_full(self) -> bool:

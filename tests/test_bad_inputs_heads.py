@@ -381,9 +381,9 @@ DAMAGED: dict[str, tuple[Edit, Says]] = {
     ),
     "a map of ids": (
         put("d2t", lambda d2t: d2t + torch.arange(len(d2t))),
-        Says("d2t", "it gives 0 to 101", "offsets: target id minus draft id", ""),
+        Says("d2t", "gives ids 0 to 101", "offsets: target id minus draft id", ""),
     ),
-    "a map below zero": (put("d2t", lambda d2t: d2t - 5), Says("d2t", "it gives -5 to 91", "below 97", "offsets")),
+    "a map below zero": (put("d2t", lambda d2t: d2t - 5), Says("d2t", "gives ids -5 to 91", "below 97", "offsets")),
     "a map of floats": (
         put("d2t", lambda d2t: d2t.float()),
         Says("d2t", "float32 of shape [6]", "int64", "write the head's files again"),
@@ -475,7 +475,7 @@ def everywhere(key: str, value: Any) -> Edit:
 BLOCK: dict[str, tuple[Edit, Says]] = {
     "no slot convention": (
         without("sample_from_anchor"),
-        Says("config.json", "lacks sample_from_anchor (vLLM takes false", "a wrong one costs", "add what the head was"),
+        Says("config.json", "lacks sample_from_anchor (vLLM takes false", "a wrong one silently", "add what"),
     ),
     "no block size and no mask token": (
         without("block_size", "mask_token_id"),

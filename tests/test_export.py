@@ -38,8 +38,7 @@ REFUSED = {  # head -> format -> what the refusal names
     "norm before fc": {"eagle": "norm_before_fc"},
     "medusa": NO_MEDUSA,
     "medusa layers": NO_MEDUSA | {"medusa": "uses the last layer's weights for all"},
-    "medusa limited": NO_MEDUSA
-    | {"vllm": "vLLM refuses heads that score only a part", "medusa": "no draft vocabulary"},
+    "medusa limited": NO_MEDUSA | {"vllm": "vLLM refuses heads that score only some", "medusa": "no draft vocabulary"},
     "dspark": NO_BLOCK,
     "dspark limited": NO_BLOCK,
     "dflash": NO_BLOCK,

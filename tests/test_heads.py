@@ -446,5 +446,5 @@ def test_an_impossible_draft_vocabulary_size_is_refused(size: int) -> None:
     ],
 )
 def test_offsets_that_give_no_vocabulary_are_refused(d2t: list[int]) -> None:
-    with pytest.raises(ValueError, match="d2t does not give ascending target ids below 97"):
+    with pytest.raises(ValueError, match=r"d2t gives ids .* ascending target ids below 97"):
         DraftVocab.from_offsets(torch.tensor(d2t), 97)

@@ -1,4 +1,4 @@
-"""Rules for block heads in vLLM, SGLang and speculators, whose loaders fill in most missing keys without a word."""
+"""Rules for block heads in vLLM, SGLang and speculators, whose loaders silently fill in most missing keys."""
 
 from collections.abc import Iterator
 
@@ -13,19 +13,6 @@ from headstart.heads.block_config import (
     trained_block_size,
 )
 from headstart.heads.formats.subject import MISSING, SPECULATORS_BLOCK, Subject, Violation, config_error, tensor_error
-from headstart.heads.formats.tensor_rules import wrong_shapes
-
-ARCHITECTURES = ("DFlashDraftModel", "Qwen3DSparkModel", "DFlashSpeculator", "DSparkSpeculator")
-OPTIONAL = {"d2t", "t2d", "lm_head.weight", "embed_tokens.weight"}
-
-
-def architecture(subject: Subject, engine: str) -> Iterator[Violation]:
-    named = subject.files.config.get("architectures") or []
-    if not set(ARCHITECTURES) & set(named):
-        yield config_error(engine, "architectures", named, f"{' or '.join(ARCHITECTURES)} is allowed")
-    for key, allowed in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
-        if subject.config.get(key, allowed) != allowed:
-            yield config_error(engine, key, subject.config[key], f"only {allowed!r} is allowed")
 
 
 def block_size(subject: Subject, engine: str) -> Iterator[Violation]:
@@ -64,7 +51,7 @@ def causality(subject: Subject, engine: str) -> Iterator[Violation]:
         key = "sliding_window_non_causal" if subject.layout == SPECULATORS_BLOCK else "is_causal"
         one_kind = len({reach.causal for reach in reaches}) == 1
         right = (
-            f"is_causal {str(reaches[0].causal).lower()} beside the layers' sizes" if one_kind else "one kind of layers"
+            f"is_causal {str(reaches[0].causal).lower()} with the layers' sizes" if one_kind else "one kind of layers"
         )
         how = "not causal" if reaches[wrong[0]].causal else "causal"
         allowed = f"{right} is allowed: {engine} makes layers {wrong} {how} within the block, unlike in training"
@@ -129,8 +116,7 @@ def taps(subject: Subject, engine: str) -> Iterator[Violation]:
         right = trained if key == HIDDEN_STATES else [tap - 1 for tap in trained]
         allowed = f"it captures hidden_states {counted} but the head reads {trained}: {right} is allowed"
         yield config_error(engine, key, named, allowed)
-    nested = subject.config.get(NESTED)
-    again = nested.get(key) if isinstance(nested, dict) else None
+    again = (subject.config.get(NESTED) or {}).get(key)
     if again and list(again) != list(named):
         yield config_error(engine, f"{NESTED}.{key}", again, f"{named} is allowed, as at the top level")
     if min(counted) < 0 or max(counted) > num_layers:
@@ -143,7 +129,7 @@ def taps(subject: Subject, engine: str) -> Iterator[Violation]:
 
 
 def target_layers(subject: Subject, engine: str) -> Iterator[Violation]:
-    """What the files say about the target that the head was trained for."""
+    """The sizes of the target that the head was trained for, as the files name them."""
     config, target = subject.config, subject.frozen.config
     for key, allowed in (
         ("num_target_layers", target.num_layers),
@@ -156,13 +142,7 @@ def target_layers(subject: Subject, engine: str) -> Iterator[Violation]:
             )
 
 
-def draft_vocabulary(subject: Subject, engine: str) -> Iterator[Violation]:
-    size, vocab_size = subject.config.get("draft_vocab_size"), subject.frozen.config.vocab_size
-    if size is not None and not 1 <= size <= vocab_size:
-        yield config_error(engine, "draft_vocab_size", size, f"1 to {vocab_size} is allowed, the rows of its lm_head")
-
-
-def speculators_sections(subject: Subject, engine: str) -> Iterator[Violation]:
+def draft_length(subject: Subject, engine: str) -> Iterator[Violation]:
     """The draft length must be what a block of this size and convention fills."""
     serving = subject.files.config.get("speculators_config") or {}
     methods = serving.get("proposal_methods") or [{}]
@@ -171,69 +151,10 @@ def speculators_sections(subject: Subject, engine: str) -> Iterator[Violation]:
     if tokens != levels:
         where = "speculators_config.proposal_methods[0].speculative_tokens"
         yield config_error(engine, where, tokens, f"{levels} is allowed: another number collapses acceptance")
-    if not (serving.get("verifier") or {}).get("name_or_path"):
-        where = "speculators_config.verifier.name_or_path"
-        yield config_error(engine, where, None, "give the target's name: vLLM serves that model")
 
 
-def names_and_shapes(subject: Subject, engine: str) -> Iterator[Violation]:
-    """Every missing, misshapen or unknown tensor; SGLang ignores unknown ones, vLLM stops at some."""
-    if subject.missing_sizes or not isinstance(subject.config.get("num_hidden_layers"), int):
-        return
-    expected = expected_shapes(subject)
-    yield from wrong_shapes(subject, engine, expected)
-    for name in sorted(subject.tensors.keys() - expected.keys() - OPTIONAL):
-        allowed = "no such tensor is allowed"
-        if name in ("mask_hidden", "mask_embedding"):
-            allowed = "no such tensor is allowed: the slots are filled with the embedding of mask_token_id"
-        yield tensor_error(engine, name, list(subject.tensors[name].shape), allowed)
+def own_lm_head(subject: Subject, engine: str) -> Iterator[Violation]:
     has_own = "lm_head.weight" in subject.tensors
-    if ("d2t" in subject.tensors) != has_own and subject.draft_vocab_size != subject.config["vocab_size"]:
+    if ("d2t" in subject.tensors) != has_own and subject.draft_vocab_size != subject.config.get("vocab_size"):
         name = "d2t" if has_own else "lm_head.weight"
         yield tensor_error(engine, name, MISSING, "a reduced draft vocabulary needs both d2t and lm_head.weight")
-
-
-def expected_shapes(subject: Subject) -> dict[str, tuple[int, ...]]:
-    config, num_taps = subject.config, len(subject.taps)
-    hidden, wide, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
-    dim = config.get("head_dim") or hidden // heads
-    kv = (config.get("num_key_value_heads") or heads) * dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (hidden, num_taps * subject.frozen.config.hidden_size),
-        "hidden_norm.weight": (hidden,),
-        "norm.weight": (hidden,),
-    }
-    for number in range(config["num_hidden_layers"]):
-        layer = f"layers.{number}"
-        shapes |= {
-            f"{layer}.input_layernorm.weight": (hidden,),
-            f"{layer}.post_attention_layernorm.weight": (hidden,),
-            f"{layer}.self_attn.q_proj.weight": (heads * dim, hidden),
-            f"{layer}.self_attn.k_proj.weight": (kv, hidden),
-            f"{layer}.self_attn.v_proj.weight": (kv, hidden),
-            f"{layer}.self_attn.o_proj.weight": (hidden, heads * dim),
-            f"{layer}.self_attn.q_norm.weight": (dim,),
-            f"{layer}.self_attn.k_norm.weight": (dim,),
-            f"{layer}.mlp.gate_proj.weight": (wide, hidden),
-            f"{layer}.mlp.up_proj.weight": (wide, hidden),
-            f"{layer}.mlp.down_proj.weight": (hidden, wide),
-        }
-    return shapes | markov_shapes(subject)
-
-
-def markov_shapes(subject: Subject) -> dict[str, tuple[int, ...]]:
-    """The shapes of the Markov head and of the confidence head, which is wider with it."""
-    config, rank, hidden = subject.config, rank_of(subject), subject.config["hidden_size"]
-    shapes: dict[str, tuple[int, ...]] = {}
-    if rank:
-        shapes["markov_head.markov_w1.weight"] = (config["vocab_size"], rank)
-        shapes["markov_head.markov_w2.weight"] = (subject.draft_vocab_size, rank)
-    if rank and block_key(config, "markov_head_type") == "gated":
-        shapes |= {
-            "markov_head.gate_proj.weight": (rank, hidden + rank),
-            "markov_head.gate_proj.bias": (rank,),
-        }
-    if block_key(config, "enable_confidence_head"):
-        more = rank if block_key(config, "confidence_head_with_markov", True) else 0
-        shapes |= {"confidence_head.proj.weight": (1, hidden + more), "confidence_head.proj.bias": (1,)}
-    return shapes

@@ -141,21 +141,21 @@ def training(recipe: Recipe) -> Iterator[str]:
 
 
 def heldout_row(recipe: Recipe) -> dict[str, Any] | None:
-    """What training logged on held-out data for the exported weights, which need not be those of the last step."""
+    """The logged held-out metrics of the exported weights, which need not be those of the last step."""
     step = exported(recipe).get("step", recipe.train.steps)
     rows = read_growing_jsonl(recipe.metrics_path)
     return next((row for row in reversed(rows) if "heldout/loss_0" in row and row["step"] == step), None)
 
 
 def exported(recipe: Recipe) -> dict[str, Any]:
-    """What training recorded about the exported weights; empty if it has not recorded anything."""
+    """Training's record about the exported weights; empty if there is none."""
     record = recipe.checkpoints_dir / "exported.json"
     found: dict[str, Any] = read_json(record) if record.is_file() else {}
     return found
 
 
 def learning_curve(recipe: Recipe) -> Iterator[str]:
-    """How much was read on what, and a table of the acceptance length by tokens read."""
+    """The number of tokens read, the hours and machine, and a table of the acceptance length by tokens read."""
     rows = [row for row in read_growing_jsonl(recipe.metrics_path) if row["step"] <= recipe.train.steps]
     measured = {row["step"]: row for row in rows if "train/tokens" in row}
     if not measured:

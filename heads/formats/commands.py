@@ -67,7 +67,7 @@ def in_yaml(path: Path) -> str:
 
 def vllm_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
     if isinstance(head, BlockHead):  # any other number than the block was trained with collapses acceptance
-        method, tokens = block_method(head), head.shape.levels
+        method, tokens = head.shape.method, head.shape.levels
     else:
         method = {"eagle1": "eagle", "eagle3": "eagle3", "medusa": "medusa"}[head.kind]
         tokens = min(target.draft_tokens, head.max_levels or target.draft_tokens)
@@ -75,11 +75,6 @@ def vllm_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
     note = "\n\nRequires vLLM 0.32 or older; later versions cannot serve Medusa heads." if head.kind == "medusa" else ""
     name = quote(target.name)
     return f"```\nvllm serve {name}{revision_option(target)} --speculative-config {quote(options)}\n```{note}"
-
-
-def block_method(head: BlockHead) -> str:
-    """The engines' name for a block head's way of drafting."""
-    return "dspark" if head.shape.sample_from_anchor or head.shape.markov_rank else "dflash"
 
 
 def speculators_vllm_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
@@ -90,7 +85,7 @@ def speculators_vllm_command(head: DraftHead, target: ServedTarget, folder: Path
 def sglang_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
     launch = f"python -m sglang.launch_server --model-path {quote(target.name)}{revision_option(target)}"
     if isinstance(head, BlockHead):
-        name, size = block_method(head).upper(), head.shape.block_size
+        name, size = head.shape.method.upper(), head.shape.block_size
         count = f"dspark-block-size {size}" if name == "DSPARK" else f"num-draft-tokens {size}"
         folder_option = f"--speculative-draft-model-path {quote(str(folder))}"
         return f"```\n{launch} \\\n    --speculative-algorithm {name} {folder_option} --speculative-{count}\n```"
@@ -133,7 +128,7 @@ def medusa_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
 def speculators_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
     module, name = "eagle3", "Eagle3DraftModel"
     if isinstance(head, BlockHead):
-        module = block_method(head)
+        module = head.shape.method
         name = "DSparkDraftModel" if module == "dspark" else "DFlashDraftModel"
     return (
         f"```python\nfrom speculators.models.{module} import {name}\n\n"

@@ -3,25 +3,33 @@
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from headstart.heads.formats.subject import Subject, Violation, config_error
+from headstart.heads.eagle3 import TAPS
+from headstart.heads.formats.subject import BLOCK, Subject, Violation, config_error
 from headstart.heads.target_config import Rope
 
+BLOCK_ARCHITECTURES = {"DFlashDraftModel", "Qwen3DSparkModel", "DFlashSpeculator", "DSparkSpeculator"}
 ARCHITECTURES = {
     ("eagle3", "vllm"): {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM"},
     ("eagle3", "sglang"): {"LlamaForCausalLMEagle3"},
     ("eagle3", "tensorrt_llm"): {"LlamaForCausalLMEagle3", "EAGLE3LlamaForCausalLM", "LlamaForCausalLM"},
     ("eagle1", "vllm"): {"EagleLlamaForCausalLM", "LlamaForCausalLM"},
     ("eagle1", "sglang"): {"LlamaForCausalLMEagle"},
+    **{(layout, engine): BLOCK_ARCHITECTURES for layout in BLOCK for engine in ("vllm", "sglang", "speculators")},
 }
-KEY = "eagle_aux_hidden_state_layer_ids"
 REFERENCE_ROPES = {"default", "linear"}
 
 
 def architectures(subject: Subject, engine: str) -> Iterator[Violation]:
     allowed = ARCHITECTURES.get((subject.layout, engine))
-    named = subject.config.get("architectures") or []
+    named = subject.files.config.get("architectures") or []
     if allowed is not None and not allowed & set(named):
         yield config_error(engine, "architectures", named, f"{' or '.join(sorted(allowed))} is allowed")
+
+
+def layer_options(subject: Subject, engine: str) -> Iterator[Violation]:
+    for key, allowed in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
+        if subject.config.get(key, allowed) != allowed:
+            yield config_error(engine, key, subject.config[key], f"only {allowed!r} is allowed")
 
 
 def one_llama_layer(subject: Subject, engine: str) -> Iterator[Violation]:
@@ -29,10 +37,7 @@ def one_llama_layer(subject: Subject, engine: str) -> Iterator[Violation]:
     for key, allowed, when_absent in (
         ("model_type", "llama", None),
         ("num_hidden_layers", 1, None),
-        ("hidden_act", "silu", "silu"),
         ("tie_word_embeddings", False, False),
-        ("attention_bias", False, False),
-        ("mlp_bias", False, False),
     ):
         if config.get(key, when_absent) != allowed:
             yield config_error(engine, key, config.get(key), f"only {allowed!r} is allowed")
@@ -58,7 +63,7 @@ def fits_the_target(subject: Subject, engine: str) -> Iterator[Violation]:
 
 
 def trained_for_this_target(subject: Subject, engine: str) -> Iterator[Violation]:
-    """What our own note says about the target that the head was trained for."""
+    """Our own note about the target that the head was trained for must fit the given one."""
     target, own = subject.frozen.config, subject.own
     layers, ropes = own.get("target_num_layers", target.num_layers), own.get("target_rope") or asdict(target.rope)
     if layers != target.num_layers:
@@ -92,6 +97,8 @@ def rope(subject: Subject, engine: str) -> Iterator[Violation]:
 
 def draft_vocabulary(subject: Subject, engine: str) -> Iterator[Violation]:
     size, vocab_size = subject.config.get("draft_vocab_size"), subject.frozen.config.vocab_size
+    if size is None and subject.layout in BLOCK:
+        return
     if not isinstance(size, int) or not 1 <= size <= vocab_size:
         allowed = f"1 to {vocab_size} is allowed: the number of tokens that the head drafts, even if it drafts all"
         yield config_error(engine, "draft_vocab_size", size, allowed)
@@ -133,17 +140,18 @@ def speculators_sections(subject: Subject, engine: str) -> Iterator[Violation]:
         yield config_error(
             engine, "transformer_layer_config", found, "a JSON object with the layer's sizes is required"
         )
-    serving = config.get("speculators_config")
-    serving = serving if isinstance(serving, dict) else {}
-    methods = serving.get("proposal_methods") or [{}]
-    tokens, verifier = methods[0].get("speculative_tokens"), serving.get("verifier") or {}
+    methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    tokens = methods[0].get("speculative_tokens")
     if not isinstance(tokens, int) or tokens < 1:
         where = "speculators_config.proposal_methods[0].speculative_tokens"
         yield config_error(engine, where, tokens, "a number of draft tokens, 1 or more, is allowed")
-    if not verifier.get("name_or_path"):
+
+
+def speculators_verifier(subject: Subject, engine: str) -> Iterator[Violation]:
+    serving = subject.files.config.get("speculators_config") or {}
+    if not (serving.get("verifier") or {}).get("name_or_path"):
         where = "speculators_config.verifier.name_or_path"
-        allowed = "give the target's name: vLLM serves that model"
-        yield config_error(engine, where, verifier.get("name_or_path"), allowed)
+        yield config_error(engine, where, None, "give the target's name: vLLM serves that model")
 
 
 def engine_default(num_layers: int) -> list[int]:
@@ -154,7 +162,7 @@ def engine_default(num_layers: int) -> list[int]:
 def captured_taps(subject: Subject, engine: str) -> list[int]:
     """The hidden_states indices that this engine captures for this head."""
     default = engine_default(subject.frozen.config.num_layers)
-    top, nested = subject.config.get(KEY), subject.eagle_config.get(KEY)
+    top, nested = subject.config.get(TAPS), subject.eagle_config.get(TAPS)
     if engine in ("vllm", "speculators"):
         return list(top or nested or default)  # vLLM reads the ids in eagle_config by its own counting, unshifted
     if engine == "sglang":
@@ -167,16 +175,16 @@ def num_captured_taps(subject: Subject, engine: str) -> int:
     if engine == "eagle":
         return 3
     if engine in ("vllm", "sglang"):
-        return int(subject.config.get("num_aux_hidden_states") or len(subject.eagle_config.get(KEY) or [0, 0, 0]))
+        return int(subject.config.get("num_aux_hidden_states") or len(subject.eagle_config.get(TAPS) or [0, 0, 0]))
     return len(subject.taps)
 
 
 def taps(subject: Subject, engine: str) -> Iterator[Violation]:
     wanted, target = list(subject.taps), subject.frozen.config
     found = captured_taps(subject, engine)
-    where = f"eagle_config.{KEY}" if engine == "sglang" else KEY
+    where = f"eagle_config.{TAPS}" if engine == "sglang" else TAPS
     if found != wanted:
-        named = subject.eagle_config.get(KEY) if engine == "sglang" else subject.config.get(KEY)
+        named = subject.eagle_config.get(TAPS) if engine == "sglang" else subject.config.get(TAPS)
         allowed = f"it captures hidden_states {found} but the head reads {wanted}: {advice(engine, wanted)}"
         yield config_error(engine, where, named, allowed)
     if wanted != sorted(set(wanted)):

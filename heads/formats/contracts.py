@@ -12,14 +12,13 @@ Rule = Callable[[Subject, str], Iterator[Violation]]
 
 SHARED: tuple[Rule, ...] = (
     config_rules.architectures,
+    config_rules.layer_options,
     config_rules.one_llama_layer,
     config_rules.fits_the_target,
     config_rules.trained_for_this_target,
     config_rules.rope,
     tensor_rules.names_and_shapes,
-    tensor_rules.number_formats,
-    tensor_rules.finite,
-    tensor_rules.not_empty,
+    *tensor_rules.WEIGHTS,
     tensor_rules.embedding,
 )
 EAGLE3: tuple[Rule, ...] = (
@@ -40,25 +39,23 @@ MEDUSA: tuple[Rule, ...] = (
     medusa_rules.spelling,
     medusa_rules.equal_layers,
     config_rules.trained_for_this_target,
-    tensor_rules.number_formats,
-    tensor_rules.finite,
-    tensor_rules.not_empty,
+    *tensor_rules.WEIGHTS,
 )
 BLOCK: tuple[Rule, ...] = (
-    block_rules.architecture,
+    config_rules.architectures,
+    config_rules.layer_options,
     block_rules.block_size,
     block_rules.slot_convention,
     block_rules.causality,
     block_rules.mask_token,
     block_rules.taps,
     block_rules.target_layers,
-    block_rules.names_and_shapes,
+    block_rules.own_lm_head,
+    tensor_rules.names_and_shapes,
     config_rules.trained_for_this_target,
     config_rules.rope,
-    block_rules.draft_vocabulary,
-    tensor_rules.number_formats,
-    tensor_rules.finite,
-    tensor_rules.not_empty,
+    config_rules.draft_vocabulary,
+    *tensor_rules.WEIGHTS,
 )
 RULES: dict[str, dict[str, tuple[Rule, ...]]] = {  # layout -> engine that can serve it -> its rules
     "eagle3": {
@@ -68,10 +65,14 @@ RULES: dict[str, dict[str, tuple[Rule, ...]]] = {  # layout -> engine that can s
         "eagle": (*EAGLE3, config_rules.reference_embedding),
     },
     "eagle1": dict.fromkeys(("vllm", "sglang", "eagle"), (*SHARED, tensor_rules.eagle1_bias)),
-    "speculators": dict.fromkeys(("vllm", "speculators"), (*EAGLE3, config_rules.speculators_sections)),
+    "speculators": dict.fromkeys(
+        ("vllm", "speculators"), (*EAGLE3, config_rules.speculators_sections, config_rules.speculators_verifier)
+    ),
     "medusa": {"vllm": MEDUSA},
     "block": dict.fromkeys(("vllm", "sglang"), BLOCK),
-    "speculators_block": dict.fromkeys(("vllm", "speculators"), (*BLOCK, block_rules.speculators_sections)),
+    "speculators_block": dict.fromkeys(
+        ("vllm", "speculators"), (*BLOCK, block_rules.draft_length, config_rules.speculators_verifier)
+    ),
     "medusa_reference": dict.fromkeys(("vllm", "medusa"), MEDUSA),
 }
 

@@ -15,12 +15,15 @@ if __name__ == "__main__":
     convert_options(__doc__)  # --help and mistakes end the process here, before torch is loaded
 
 from collections.abc import Sequence
+from functools import reduce
 from pathlib import Path
+
+import torch
 
 from headstart.common.errors import errors_as_messages
 from headstart.heads.checkpoint import save_head
-from headstart.heads.files import HeadFiles
-from headstart.heads.formats.published import import_head, widest_dtype
+from headstart.heads.files import HeadFiles, has_weight_dtype
+from headstart.heads.formats.published import import_head
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import locate_target
 
@@ -46,6 +49,12 @@ def convert(path: Path, out: Path, target: str) -> list[str]:
     out.parent.mkdir(parents=True, exist_ok=True)
     save_head(head, out)
     return inferred
+
+
+def widest_dtype(files: HeadFiles) -> torch.dtype:
+    """The dtype that can hold every number of the file without losing a bit."""
+    floats = {tensor.dtype for tensor in files.tensors.values() if has_weight_dtype(tensor)}
+    return reduce(torch.promote_types, sorted(floats, key=str)) if floats else torch.float32
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def served_target(recipe: Recipe, target_folder: Path) -> ServedTarget:
 
 
 def violations_by_engine(name: str, files: HeadFiles, frozen: FrozenTarget) -> dict[str, list[Violation]]:
-    """What each engine that reads files of this format finds wrong with them.
+    """The violations that each engine finds in files of this format, for all engines that read it.
 
     The authors' own code reads only its own format; of the two authors' formats vLLM reads only Medusa's.
     """

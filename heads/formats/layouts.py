@@ -1,6 +1,7 @@
 """The export formats: for each, a function that turns a head into the config.json and tensors that an engine reads.
 
-To add a format, write such a function, add it to FORMATS, and add its rules to contracts.py.
+Each raises ValueError for a head that its layout cannot hold. To add a format, write such a function, add it to
+FORMATS, and add its rules to contracts.py.
 """
 
 from collections.abc import Callable
@@ -28,7 +29,7 @@ class ServedTarget:
     name: str  # folder or hub name, as the recipe gives it
     architectures: list[str]
     draft_tokens: int  # per step
-    revision: str | None = None  # of the hub repository; None is its default branch
+    revision: str | None = None  # hub branch, tag or commit; None is the default branch
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,7 @@ def engine_files(head: DraftHead, target: ServedTarget) -> Files:
 
 
 def reference_files(head: DraftHead, target: ServedTarget) -> Files:
-    """The files that the EAGLE authors' code loads (cnets.py for EAGLE-3, cnets1.py for EAGLE-1).
-
-    Raises ValueError for other kinds of heads.
-    """
+    """The files that the EAGLE authors' code loads (cnets.py for EAGLE-3, cnets1.py for EAGLE-1)."""
     if head.kind not in ("eagle1", "eagle3"):
         other = "medusa" if isinstance(head, MedusaHead) else "vllm"
         raise ValueError(
@@ -73,10 +71,7 @@ def reference_files(head: DraftHead, target: ServedTarget) -> Files:
 
 
 def speculators_files(head: DraftHead, target: ServedTarget) -> Files:
-    """The files that speculators and vLLM load as one model, which names its target (their "verifier").
-
-    Raises ValueError for a head that this layout cannot hold.
-    """
+    """The files that speculators and vLLM load as one model, which names its target (their "verifier")."""
     if isinstance(head, BlockHead):
         return speculators_block_files(head, target)
     if not isinstance(head, Eagle3Head) or head.shape.hidden_size != head.target.hidden_size:
@@ -85,26 +80,13 @@ def speculators_files(head: DraftHead, target: ServedTarget) -> Files:
             f"block heads and EAGLE-3 of the target's width, {head.target.hidden_size}, are allowed; use "
             f"export.format=vllm instead"
         )
-    flat = head_config(head)
-    names = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-    layer = {key: flat[key] for key in flat if key in LAYER_KEYS}
+    config = speculators_config(head, target, "eagle3", "Eagle3DraftModel", EAGLE3_KEYS)
     if len(head.taps) != 3:
-        layer["num_aux_hidden_states"] = len(head.taps)  # vLLM reads it in this section only
-    config = {
-        "architectures": ["Eagle3DraftModel"],
+        config["transformer_layer_config"]["num_aux_hidden_states"] = len(head.taps)  # vLLM reads it in this section
+    config |= {
         "auto_map": {"": "config.Eagle3SpeculatorConfig"},
-        "speculators_model_type": "eagle3",
-        "speculators_version": installed_version("speculators", SPECULATORS_VERSION),
-        "transformers_version": version("transformers"),
-        "dtype": flat["torch_dtype"],
-        "tie_word_embeddings": False,
-        **{name: flat[name] for name in names},
-        "target_hidden_size": None,
         "embed_requires_grad": False,
         "eagle_aux_hidden_state_layer_ids": list(head.taps),
-        "transformer_layer_config": layer,
-        "speculators_config": speculators_section(target),
-        "headstart": flat["headstart"],
     }
     tensors = {speculators_name(name): tensor for name, tensor in head.engine_tensors().items()}
     if not head.shape.own_embedding:
@@ -113,23 +95,40 @@ def speculators_files(head: DraftHead, target: ServedTarget) -> Files:
 
 
 def speculators_block_files(head: BlockHead, target: ServedTarget) -> Files:
-    """The same for block heads: speculators' dflash, or dspark with a Markov head or slots that predict the next token.
-
-    Raises ValueError for a head that is causal in layers without a window.
-    """
+    """The same for block heads, as speculators' dspark or dflash."""
     if any(reach.causal for reach in head.shape.reaches if reach.window is None):
         raise ValueError(
             "export.format: 'speculators' given for a head that is causal within the block (head.causal); vllm "
             "and native are allowed for it: choose one of them"
         )
-    flat = head_config(head)
-    is_dspark = head.shape.sample_from_anchor or head.shape.markov_rank > 0
-    algorithm = "dspark" if is_dspark else "dflash"
-    keys = [*BLOCK_KEYS, *(DSPARK_KEYS if is_dspark else ())]
-    layer = {key: flat[key] for key in flat if key in LAYER_KEYS | {"layer_types", "sliding_window", "is_causal"}}
+    target = replace(target, draft_tokens=head.shape.levels)
+    if head.shape.method == "dspark":
+        config = speculators_config(head, target, "dspark", "DSparkSpeculator", (*BLOCK_KEYS, *DSPARK_KEYS))
+    else:
+        config = speculators_config(head, target, "dflash", "DFlashSpeculator", BLOCK_KEYS)
+    config["aux_hidden_state_layer_ids"] = list(head.taps)
+    layer, flat = config["transformer_layer_config"], head_config(head)
+    layer |= {key: flat[key] for key in ("layer_types", "sliding_window", "is_causal") if key in flat}
     layer["use_sliding_window"] = flat["sliding_window"] is not None  # Qwen3's config drops the window without it
-    config = {
-        "architectures": ["DSparkSpeculator" if is_dspark else "DFlashSpeculator"],
+    tensors = head.engine_tensors()
+    if not head.vocab.is_full:
+        tensors["t2d"] = head.vocab.members()
+    return config, tensors
+
+
+def speculators_config(
+    head: DraftHead, target: ServedTarget, algorithm: str, architecture: str, keys: tuple[str, ...]
+) -> dict[str, Any]:
+    """The keys that speculators' heads of all kinds have, and those of `keys`."""
+    flat = head_config(head)
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": target.draft_tokens,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        "architectures": [architecture],
         "speculators_model_type": algorithm,
         "speculators_version": installed_version("speculators", SPECULATORS_VERSION),
         "transformers_version": version("transformers"),
@@ -137,17 +136,18 @@ def speculators_block_files(head: BlockHead, target: ServedTarget) -> Files:
         "tie_word_embeddings": False,
         **{key: flat[key] for key in keys},
         "target_hidden_size": None,
-        "aux_hidden_state_layer_ids": list(head.taps),
-        "transformer_layer_config": layer,
-        "speculators_config": speculators_section(replace(target, draft_tokens=head.shape.levels), algorithm),
+        "transformer_layer_config": {key: flat[key] for key in flat if key in LAYER_KEYS},
+        "speculators_config": {
+            "algorithm": algorithm,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": target.name, "architectures": target.architectures},
+        },
         "headstart": flat["headstart"],
     }
-    tensors = head.engine_tensors()
-    if not head.vocab.is_full:
-        tensors["t2d"] = head.vocab.members()
-    return config, tensors
 
 
+EAGLE3_KEYS = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 BLOCK_KEYS = ("draft_vocab_size", "block_size", "mask_token_id", "sample_from_anchor", "sliding_window_non_causal")
 DSPARK_KEYS = ("markov_rank", "markov_head_type", "enable_confidence_head")
 LAYER_KEYS = {
@@ -170,10 +170,7 @@ LAYER_KEYS = {
 
 
 def medusa_files(head: DraftHead, target: ServedTarget) -> Files:
-    """The files that the Medusa authors' code loads (medusa_model.py), and vLLM too.
-
-    Raises ValueError for a head that this layout cannot hold.
-    """
+    """The files that the Medusa authors' code loads (medusa_model.py), and vLLM too."""
     if not isinstance(head, MedusaHead):
         raise ValueError(
             f"export.format: 'medusa' given for a head of kind {head.kind}; this format holds only Medusa heads; "
@@ -187,21 +184,6 @@ def medusa_files(head: DraftHead, target: ServedTarget) -> Files:
     kept = ("medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_size", "medusa_fc_bias", "torch_dtype")
     config = {key: ours[key] for key in kept}  # the authors' code reads the first two, vLLM the others
     return {"base_model_name_or_path": target.name, **config, "headstart": ours["headstart"]}, tensors
-
-
-def speculators_section(target: ServedTarget, algorithm: str = "eagle3") -> dict[str, Any]:
-    greedy = {
-        "proposal_type": "greedy",
-        "speculative_tokens": target.draft_tokens,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }
-    return {
-        "algorithm": algorithm,
-        "default_proposal_method": "greedy",
-        "proposal_methods": [greedy],
-        "verifier": {"name_or_path": target.name, "architectures": target.architectures},
-    }
 
 
 def speculators_name(name: str) -> str:

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def all_is_well(export: Path, engines: Sequence[str] | None) -> str:
-    """What to print if nothing was found: the engines that the head was checked for."""
+    """The line to print if nothing was found: it names the engines that the head was checked for."""
     checked = engines or engines_of(HeadFiles.read(export))
     if not checked:
         return f"{export}: not checked, as its config.json says that no engine serves it; give one, as in --engine vllm"
@@ -50,7 +50,7 @@ def all_is_well(export: Path, engines: Sequence[str] | None) -> str:
 
 
 def lint(export: Path, target: str, engines: Sequence[str] | None = None) -> list[Violation]:
-    """What keeps these engines from serving the head as it was trained; by default, the engines it is meant for."""
+    """The violations that keep these engines from serving the head as trained; by default those it is meant for."""
     files = HeadFiles.read(export)
     frozen = FrozenTarget.from_folder(locate_target(target, field="--target"), torch.float32)
     return violations(files, frozen, engines or engines_of(files))

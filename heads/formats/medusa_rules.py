@@ -60,7 +60,7 @@ def whole_vocabulary(subject: Subject, engine: str) -> Iterator[Violation]:
     config, vocab_size = subject.config, subject.frozen.config.vocab_size
     size = config.get("truncated_vocab_size")
     if engine == "vllm" and size not in (None, vocab_size):
-        allowed = f"{vocab_size} is allowed: vLLM refuses heads that score only a part of the vocabulary"
+        allowed = f"{vocab_size} is allowed: vLLM refuses heads that score only some of the vocabulary"
         yield config_error(engine, "truncated_vocab_size", size, allowed)
     if engine == "vllm" and config.get("original_lm_head"):
         allowed = "false is allowed: with true vLLM uses one lm_head for all heads and ignores the others"

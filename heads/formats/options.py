@@ -11,13 +11,18 @@ ENGINES = ("vllm", "sglang", "tensorrt_llm", "eagle", "speculators", "medusa")
 AUTHORS = ("eagle", "medusa")  # the authors' own code, which reads only files exported in its own format
 
 
-def lint_options(doc: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """What to check, and for which engines; `doc` opens --help."""
-    parser = argparse.ArgumentParser(
-        prog=command_name(), description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("export", type=Path, help="folder with the head's config.json and weights")
+def command_parser(doc: str | None) -> argparse.ArgumentParser:
+    """A parser with the option that both commands have; `doc` opens --help."""
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=command_name(), description=doc, formatter_class=style)
     parser.add_argument("--target", required=True, help="folder or hub name of the model that the head drafts for")
+    return parser
+
+
+def lint_options(doc: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The head to check, and for which engines; `doc` opens --help."""
+    parser = command_parser(doc)
+    parser.add_argument("export", type=Path, help="folder with the head's config.json and weights")
     parser.add_argument(
         "--engine", action="append", choices=ENGINES, help="check for this engine only; repeat it to check for several"
     )
@@ -25,11 +30,8 @@ def lint_options(doc: str | None, argv: Sequence[str] | None = None) -> argparse
 
 
 def convert_options(doc: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """What to convert, and where to; `doc` opens --help."""
-    parser = argparse.ArgumentParser(
-        prog=command_name(), description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """The head to convert, and where to; `doc` opens --help."""
+    parser = command_parser(doc)
     parser.add_argument("path", type=Path, help="folder with the published head's config.json and weights")
     parser.add_argument("out", type=Path, help="folder to write the converted head to; it must not exist yet")
-    parser.add_argument("--target", required=True, help="folder or hub name of the model that the head drafts for")
     return parser.parse_args(argv)

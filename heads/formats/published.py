@@ -2,8 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from functools import reduce
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,11 +11,12 @@ from headstart.heads.base import DraftHead
 from headstart.heads.block import CONFIDENCE
 from headstart.heads.block_config import HIDDEN_STATES, LAYER_OUTPUTS, block_key
 from headstart.heads.checkpoint import head_from_files
-from headstart.heads.files import HeadFiles, has_weight_dtype
+from headstart.heads.eagle3 import TAPS
+from headstart.heads.files import HeadFiles
 from headstart.heads.formats import block_rules, config_rules, medusa_rules, tensor_rules
-from headstart.heads.formats.config_rules import KEY, engine_default
+from headstart.heads.formats.config_rules import engine_default
 from headstart.heads.formats.medusa_rules import num_heads
-from headstart.heads.formats.subject import BLOCK, MEDUSA, SPECULATORS_BLOCK, Subject, layout_of
+from headstart.heads.formats.subject import MEDUSA, SPECULATORS_BLOCK, Subject, layout_of
 from headstart.heads.frozen import FrozenTarget, is_copy
 from headstart.heads.layers import rotary_table
 from headstart.heads.target_config import Rope
@@ -47,12 +46,20 @@ def import_head(files: HeadFiles, frozen: FrozenTarget) -> tuple[DraftHead, list
     tensor.
     """
     subject, translation = translate(files, frozen)
-    refuse_broken_weights(subject, translation)
+    rules = (*tensor_rules.WEIGHTS, config_rules.trained_for_this_target)
+    translation.refused += [each.text for rule in rules for each in rule(subject, "headstart")]
     if translation.refused:
         wrong = [*translation.refused, *misfits(subject, translation)]
         advice = "correct the files, or get a head that headstart can represent"
         raise ValueError(f"{files.folder} cannot be converted: {'; '.join(wrong)}; {advice}")
-    return build(files.folder, subject, translation), translation.inferred
+    translation.config["headstart"] = {
+        "taps": list(subject.taps),
+        "target_num_layers": frozen.config.num_layers,
+        "target_rope": asdict(frozen.config.rope),
+        **{key: value for key, value in subject.own.items() if key != "engines"},
+        "kind": subject.kind,
+    }
+    return head_from_files(files.folder, translation.config, translation.tensors, frozen), translation.inferred
 
 
 def translate(files: HeadFiles, frozen: FrozenTarget) -> tuple[Subject, Translation]:
@@ -67,42 +74,12 @@ def translate(files: HeadFiles, frozen: FrozenTarget) -> tuple[Subject, Translat
     return subject, translation
 
 
-def refuse_broken_weights(subject: Subject, translation: Translation) -> None:
-    """Refuse weights that no trained head has, and heads that our own note says were trained for another target."""
-    rules = (
-        tensor_rules.number_formats,
-        tensor_rules.finite,
-        tensor_rules.not_empty,
-        config_rules.trained_for_this_target,
-    )
-    translation.refused += [each.text for rule in rules for each in rule(subject, "headstart")]
-
-
-def widest_dtype(files: HeadFiles) -> torch.dtype:
-    """The dtype that can hold every number of the file without losing a bit."""
-    floats = {tensor.dtype for tensor in files.tensors.values() if has_weight_dtype(tensor)}
-    return reduce(torch.promote_types, sorted(floats, key=str)) if floats else torch.float32
-
-
 def misfits(subject: Subject, translation: Translation) -> list[str]:
     """The missing, misshapen and unknown tensors of a refused head; others are checked when the head is built."""
     files = HeadFiles(subject.files.folder, subject.files.config, translation.tensors)
-    rules = medusa_rules if subject.layout in MEDUSA else block_rules if subject.layout in BLOCK else tensor_rules
+    rules = medusa_rules if subject.layout in MEDUSA else tensor_rules
     wrong = rules.names_and_shapes(Subject(files, subject.layout, subject.frozen), "tensorrt_llm")
     return [each.text for each in wrong]
-
-
-def build(folder: Path, subject: Subject, translation: Translation) -> DraftHead:
-    """The head itself; every tensor is checked."""
-    target = subject.frozen.config
-    translation.config["headstart"] = {
-        "taps": list(subject.taps),
-        "target_num_layers": target.num_layers,
-        "target_rope": asdict(target.rope),
-        **{key: value for key, value in subject.own.items() if key != "engines"},
-        "kind": subject.kind,
-    }
-    return head_from_files(folder, translation.config, translation.tensors, subject.frozen)
 
 
 def refuse_other_layers(subject: Subject, translation: Translation) -> None:
@@ -123,24 +100,17 @@ def refuse_other_layers(subject: Subject, translation: Translation) -> None:
     for key, allowed in (("use_aux_hidden_state", True), ("parallel_draft_step", 1)):
         if subject.eagle_config.get(key, allowed) != allowed:
             translation.refused.append(f"eagle_config.{key} {subject.eagle_config[key]!r}: only {allowed!r} is allowed")
-    translation.refused += other_target(subject)
+    target = subject.frozen.config
+    for name, found, its in (
+        ("vocab_size", config.get("vocab_size"), target.vocab_size),
+        ("the target's hidden_size", subject.target_hidden_size, target.hidden_size),
+    ):
+        if found not in (None, its):
+            allowed = f"only the target's {its} is allowed; name the target that the head was trained for"
+            translation.refused.append(f"{name} {found}: {allowed}")
     if "sliding_attention" in (config.get("layer_types") or []):
         translation.refused.append("layer_types with sliding_attention: only full_attention is allowed")
     translation.refused += [f"{key}: missing; add the head's size to config.json" for key in subject.missing_sizes]
-
-
-def other_target(subject: Subject) -> list[str]:
-    """A line for each size by which the head was made for another target."""
-    target = subject.frozen.config
-    sizes = (
-        ("vocab_size", subject.config.get("vocab_size"), target.vocab_size),
-        ("the target's hidden_size", subject.target_hidden_size, target.hidden_size),
-    )
-    return [
-        f"{name} {mine}: only the target's {its} is allowed; name the target that the head was trained for"
-        for name, mine, its in sizes
-        if mine not in (None, its)
-    ]
 
 
 def infer_rope(subject: Subject, translation: Translation) -> None:
@@ -173,27 +143,27 @@ def infer_attention(subject: Subject, translation: Translation) -> None:
 
 def infer_taps(subject: Subject, translation: Translation) -> None:
     """Which hidden states the head reads, from ids in either counting; their number must match the width of `fc`."""
-    top, nested = subject.config.get(KEY), subject.eagle_config.get(KEY)
+    top, nested = subject.config.get(TAPS), subject.eagle_config.get(TAPS)
     taps = list(subject.taps)
     if top and nested and [layer + 1 for layer in nested] != list(top):
         translation.refused.append(
-            f"{KEY} {top} and eagle_config's {nested} name different hidden states; eagle_config counts layer outputs, "
-            f"which are one less: remove the wrong list"
+            f"{TAPS} {top} and eagle_config's {nested} name different hidden states; eagle_config counts layer "
+            f"outputs, which are one less: remove the wrong list"
         )
     if nested and not top and not subject.own:
         translation.inferred.append(f"taps: hidden_states {taps}, as eagle_config counts layer outputs {nested}")
     elif not top and not subject.own:
         translation.inferred.append(f"taps: hidden_states {taps}, the default of every engine")
         if taps != engine_default(subject.frozen.config.num_layers):
-            translation.refused.append(f"{KEY}: missing, and the default taps collide in such a small target; add it")
+            translation.refused.append(f"{TAPS}: missing, and the default taps collide in such a small target; add it")
     projection = translation.tensors.get("fc.weight")
     width = len(taps) * subject.frozen.config.hidden_size
     if projection is not None and projection.ndim == 2 and projection.shape[1] != width:
         translation.refused.append(
             f"fc.weight reads {projection.shape[1]} features but {len(taps)} hidden states of the target have {width}; "
-            f"set {KEY} in config.json"
+            f"set {TAPS} in config.json"
         )
-    translation.config[KEY] = taps
+    translation.config[TAPS] = taps
 
 
 def infer_vocabulary(subject: Subject, translation: Translation) -> None:
@@ -217,22 +187,21 @@ def infer_vocabulary(subject: Subject, translation: Translation) -> None:
 
 def share_embedding(subject: Subject, translation: Translation) -> None:
     """Drop the embedding if it is a copy of the target's; keep another one, unless it is unrelated to the target's."""
-    own, target = translation.tensors.get("embed_tokens.weight"), subject.frozen.embedding
-    if own is not None and own.shape == target.shape and torch.equal(own, target.to(own.dtype)):
+    own, target = translation.tensors.get("embed_tokens.weight"), subject.frozen.embedding.float()
+    if own is None:
+        return
+    # The size of the difference relative to the target's is about 1.4 for unrelated tensors of equal size.
+    away = float((own.float() - target).norm() / target.norm()) if own.shape == target.shape else None
+    if own.shape == target.shape and torch.equal(own, subject.frozen.embedding.to(own.dtype)):
         del translation.tensors["embed_tokens.weight"]
         translation.inferred.append("embed_tokens.weight: a copy of the target's, left out")
-    elif own is not None and own.shape == target.shape and (away := relative_difference(own, target)) > UNRELATED:
+    elif away is not None and away > UNRELATED:
         translation.refused.append(
             f"embed_tokens.weight: differs from the target's by {away:.0%}, as that of another target does; one near "
             f"the target's is allowed: name the target that the head was trained for"
         )
-    elif own is not None:
+    else:
         translation.inferred.append("embed_tokens.weight: differs from the target's, kept")
-
-
-def relative_difference(own: Tensor, target: Tensor) -> float:
-    """The size of the difference relative to the target's; about 1.4 for unrelated tensors of equal size."""
-    return float((own.float() - target.float()).norm() / target.float().norm())
 
 
 def flatten_norms(subject: Subject, translation: Translation) -> None:
@@ -255,15 +224,12 @@ def drop_unread_tensors(subject: Subject, translation: Translation) -> None:
             translation.inferred.append(f"{name}: not used in drafting, left out")
 
 
-def refuse_shared_lm_head(subject: Subject, translation: Translation) -> None:
-    if subject.config.get("original_lm_head"):
-        translation.refused.append("original_lm_head true: only false, an lm_head for each head, is allowed")
-
-
 def infer_medusa_sizes(subject: Subject, translation: Translation) -> None:
     """Sizes that the Medusa authors' config.json omits; the number of heads comes from the tensors, which are right
     even where config.json is not."""
     hidden, vocab_size = subject.frozen.config.hidden_size, subject.frozen.config.vocab_size
+    if subject.config.get("original_lm_head"):
+        translation.refused.append("original_lm_head true: only false, an lm_head for each head, is allowed")
     scored = translation.tensors.get("lm_heads.0.weight")
     if scored is None or scored.ndim != 2:
         translation.refused.append("lm_heads.0.weight (0.N.weight of the authors): a matrix is required for each head")
@@ -364,7 +330,7 @@ def share_target_tensors(subject: Subject, translation: Translation) -> None:
 
 LAYER_STEPS = (refuse_other_layers, infer_rope, infer_attention)
 EAGLE3_STEPS = (infer_taps, infer_vocabulary, flatten_norms)
-MEDUSA_STEPS = (refuse_shared_lm_head, infer_medusa_sizes, sort_token_map)
+MEDUSA_STEPS = (infer_medusa_sizes, sort_token_map)
 BLOCK_STEPS = (
     refuse_other_blocks,
     infer_rope,

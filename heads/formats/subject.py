@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from headstart.heads.block_config import block_taps, is_block_config, names_taps
+from headstart.heads.block_config import is_block_config, named_taps
+from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.files import HeadFiles
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.medusa import BLOCK as MEDUSA_BLOCK
@@ -21,11 +22,7 @@ LAYER_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab
 
 
 def layout_of(files: HeadFiles) -> str:
-    """`speculators`, `eagle3`, `eagle1`, `medusa`, `medusa_reference`, `block` or `speculators_block`, recognised by
-    the files' content.
-
-    Raises ValueError for any other head.
-    """
+    """The layout, a key of `contracts.RULES`, recognised by the files' content; ValueError for an unknown one."""
     names = {name.removeprefix("model.") for name in files.tensors}
     if any(map(MEDUSA_BLOCK.fullmatch, names)):
         return "medusa"
@@ -73,9 +70,8 @@ class Subject:
         found = self.files.config
         if self.layout not in ("speculators", SPECULATORS_BLOCK):
             return found
-        layer = found.get("transformer_layer_config")
         kept = {key: value for key, value in found.items() if key not in ("architectures", "model_type")}
-        return {**(layer if isinstance(layer, dict) else {}), **kept}
+        return {**found.get("transformer_layer_config", {}), **kept}
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
@@ -89,13 +85,12 @@ class Subject:
     @property
     def own(self) -> dict[str, Any]:
         """The `headstart` section that our own heads carry; empty for published heads."""
-        found = self.files.config.get("headstart", {})
-        return found if isinstance(found, dict) else {}
+        own: dict[str, Any] = self.files.config.get("headstart", {})
+        return own
 
-    @cached_property
+    @property
     def eagle_config(self) -> dict[str, Any]:
-        found = self.config.get("eagle_config")
-        return found if isinstance(found, dict) else {}
+        return self.config.get("eagle_config") or {}
 
     @property
     def kind(self) -> str:
@@ -108,15 +103,12 @@ class Subject:
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """The hidden_states that the head reads, from the best evidence: our own section, then vLLM's ids, then
-        SGLang's ids, then the engines' default."""
+        """The hidden_states that the head reads; empty for a block head that names none."""
         if self.layout in MEDUSA:
             return (self.frozen.config.num_layers,)
         if self.layout in BLOCK:
-            return block_taps(self.config) if names_taps(self.config) else ()
-        nested = self.eagle_config.get("eagle_aux_hidden_state_layer_ids")
-        named = self.own.get("taps") or self.config.get("eagle_aux_hidden_state_layer_ids")
-        return tuple(named or [layer + 1 for layer in nested or []] or self.frozen.config.default_taps())
+            return named_taps(self.config)
+        return Eagle3Head.config_taps(self.config, self.frozen.config)
 
     @property
     def target_hidden_size(self) -> Any:
@@ -129,47 +121,8 @@ class Subject:
     @property
     def missing_sizes(self) -> list[str]:
         """The size keys that config.json does not give; no tensor shape can be checked without them."""
-        return [key for key in LAYER_SIZES if not isinstance(self.config.get(key), int)]
-
-    def expected_shapes(self, num_taps: int) -> dict[str, tuple[int, ...]]:
-        """The shape of every tensor that the layout requires, under the reference's names; `missing_sizes` must be
-        empty."""
-        config = self.config
-        hidden, heads = config["hidden_size"], config["num_attention_heads"]
-        head_dim = config.get("head_dim") or hidden // heads
-        kv_heads, wide = config.get("num_key_value_heads") or heads, 2 * hidden
-        eagle3 = self.layout != "eagle1"
-        layer, inputs = ("midlayer", wide) if eagle3 else ("layers.0", hidden)
-        shapes: dict[str, tuple[int, ...]] = {
-            "fc.weight": (hidden, num_taps * self.target_hidden_size if eagle3 else wide),
-            f"{layer}.self_attn.q_proj.weight": (heads * head_dim, inputs),
-            f"{layer}.self_attn.k_proj.weight": (kv_heads * head_dim, inputs),
-            f"{layer}.self_attn.v_proj.weight": (kv_heads * head_dim, inputs),
-            f"{layer}.self_attn.o_proj.weight": (hidden, heads * head_dim),
-            f"{layer}.mlp.gate_proj.weight": (config["intermediate_size"], hidden),
-            f"{layer}.mlp.up_proj.weight": (config["intermediate_size"], hidden),
-            f"{layer}.mlp.down_proj.weight": (hidden, config["intermediate_size"]),
-            f"{layer}.post_attention_layernorm.weight": (hidden,),
-        }
-        if eagle3:
-            norms = {"midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight", "norm.weight"}
-            shapes |= dict.fromkeys(norms, (hidden,)) | {"lm_head.weight": (self.draft_vocab_size, hidden)}
-            shapes |= self.optional_shapes(num_taps)
-        return shapes
-
-    def optional_shapes(self, num_taps: int) -> dict[str, tuple[int, ...]]:
-        """The shapes of tensors that an EAGLE-3 head requires only because its config.json says so."""
-        config, tapped = self.config, self.target_hidden_size
-        shapes: dict[str, tuple[int, ...]] = {}
-        if config.get("fc_norm"):
-            shapes |= {f"fc_norm.{tap}.weight": (tapped,) for tap in range(num_taps)}
-        if config.get("norm_before_fc") or self.eagle_config.get("norm_before_fc"):
-            shapes["input_norm.weight"] = (num_taps * tapped,)
-        if self.draft_vocab_size != config["vocab_size"]:
-            shapes["d2t"] = (self.draft_vocab_size,)
-        if tapped != config["hidden_size"]:
-            shapes["embed_tokens.weight"] = (config["vocab_size"], config["hidden_size"])
-        return shapes
+        needed = LAYER_SIZES + (("num_hidden_layers",) if self.layout in BLOCK else ())
+        return [key for key in needed if not isinstance(self.config.get(key), int)]
 
 
 def midlayer_name(name: str) -> str:

@@ -2,12 +2,20 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
+from headstart.heads.base import DraftHead
+from headstart.heads.block import CONFIDENCE, BlockHead
+from headstart.heads.block_attention import Reach
+from headstart.heads.block_config import BlockShape, block_key
+from headstart.heads.eagle1 import Eagle1Head, Eagle1Shape
+from headstart.heads.eagle3 import Eagle3Head, Eagle3Shape
 from headstart.heads.files import has_weight_dtype
 from headstart.heads.formats.config_rules import num_captured_taps
-from headstart.heads.formats.subject import MISSING, Subject, Violation, midlayer_name, tensor_error
+from headstart.heads.formats.subject import BLOCK, LAYER_SIZES, MISSING, Subject, Violation, midlayer_name, tensor_error
+from headstart.heads.frozen import FrozenTarget
 from headstart.heads.vocab import DraftVocab
 
 MAPS = ("d2t", "t2d", "token_map")  # tensors of ids, not of weights
@@ -16,6 +24,7 @@ OPTIONAL = {
     "eagle3": {"d2t", "t2d", "embed_tokens.weight"},
     "speculators": {"d2t", "t2d", "embed_tokens.weight"},
     "eagle1": {"fc.bias", "embed_tokens.weight"},
+    **{layout: {"d2t", "t2d", "lm_head.weight", "embed_tokens.weight"} for layout in BLOCK},
 }
 
 
@@ -23,13 +32,62 @@ def names_and_shapes(subject: Subject, engine: str) -> Iterator[Violation]:
     """Every missing, misshapen or unknown tensor; engines silently ignore most of them."""
     if subject.missing_sizes:
         return
-    num_taps = num_captured_taps(subject, engine) if subject.layout != "eagle1" else 1
-    expected, optional = subject.expected_shapes(num_taps), OPTIONAL[subject.layout]
+    expected, optional = expected_shapes(subject, engine), OPTIONAL[subject.layout]
     yield from wrong_shapes(subject, engine, expected)
     for name in sorted(subject.tensors.keys() - expected.keys() - optional):
         meant = midlayer_name(name.removeprefix("model."))
         allowed = f"{meant} is allowed" if meant in expected | dict.fromkeys(optional) else "no such tensor is allowed"
+        if name in ("mask_hidden", "mask_embedding"):
+            allowed = "no such tensor is allowed: the slots are filled with the embedding of mask_token_id"
         yield tensor_error(engine, name, list(subject.tensors[name].shape), allowed)
+
+
+def expected_shapes(subject: Subject, engine: str) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor that config.json asks for: those of an empty head of these sizes."""
+    config, size, kind = subject.config, subject.draft_vocab_size, subject.kind
+    hidden = subject.target_hidden_size if kind == "eagle3" else config["hidden_size"]
+    target = replace(subject.frozen.config, hidden_size=hidden, vocab_size=config["vocab_size"])
+    vocab = DraftVocab(torch.arange(size), max(size, target.vocab_size))
+    with torch.device("meta"):
+        lm_head = torch.empty(vocab.target_size, hidden)
+        head = empty_head(subject, FrozenTarget(target, lm_head, lm_head[0], None, lm_head), vocab, engine)
+    shapes = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
+    if kind == "eagle3" and size != target.vocab_size:
+        shapes["d2t"] = (size,)
+    if kind == "block" and block_key(config, "enable_confidence_head"):
+        rank = block_key(config, "markov_rank", 0) if block_key(config, "confidence_head_with_markov", True) else 0
+        shapes |= dict(zip(CONFIDENCE, ((1, hidden + rank), (1,)), strict=True))
+    return shapes
+
+
+def empty_head(subject: Subject, frozen: FrozenTarget, vocab: DraftVocab, engine: str) -> DraftHead:
+    """A head of the sizes in config.json, without its rotary embedding, which has no weights."""
+    config, target = subject.config, frozen.config
+    sizes = {key: config.get(key) for key in (*LAYER_SIZES, "num_key_value_heads", "head_dim")}
+    if subject.kind == "eagle1":
+        return Eagle1Head(Eagle1Shape.from_config(sizes, target), frozen)
+    if subject.kind == "block":
+        rank = block_key(config, "markov_rank", 0)
+        block = BlockShape.from_config(
+            sizes,
+            target,
+            taps=subject.taps,
+            reaches=(Reach(),) * config["num_hidden_layers"],
+            block_size=2,
+            mask_token_id=0,
+            markov_rank=rank,
+            markov_gate=rank > 0 and block_key(config, "markov_head_type") == "gated",
+        )
+        return BlockHead(block, frozen, vocab)
+    eagle3 = Eagle3Shape.from_config(
+        sizes,
+        target,
+        taps=tuple(range(num_captured_taps(subject, engine))),
+        fc_norm=bool(config.get("fc_norm")),
+        norm_before_fc=bool(config.get("norm_before_fc") or subject.eagle_config.get("norm_before_fc")),
+        own_embedding=config["hidden_size"] != target.hidden_size,
+    )
+    return Eagle3Head(eagle3, target, vocab, frozen.embedding)
 
 
 def wrong_shapes(subject: Subject, engine: str, expected: dict[str, tuple[int, ...]]) -> Iterator[Violation]:
@@ -43,7 +101,7 @@ def wrong_shapes(subject: Subject, engine: str, expected: dict[str, tuple[int, .
 
 
 def spelling(subject: Subject, engine: str) -> Iterator[Violation]:
-    """The EAGLE authors' code says midlayer, speculators layers.0; the serving engines read both."""
+    """The EAGLE authors' code names the layer midlayer, speculators layers.0; the serving engines read both."""
     wrong = {"eagle": "layers.0.", "speculators": "midlayer."}.get(engine)
     for name in sorted(subject.files.tensors) if subject.layout != "eagle1" and wrong else []:
         if name.startswith(str(wrong)):
@@ -69,6 +127,9 @@ def not_empty(subject: Subject, engine: str) -> Iterator[Violation]:
     for name, tensor in sorted(subject.tensors.items()):
         if READ_BY_ALL.fullmatch(name) and tensor.numel() and not bool(tensor.any()):
             yield tensor_error(engine, name, "zeros only", "trained weights are required; train or copy it again")
+
+
+WEIGHTS = (number_formats, finite, not_empty)  # what every layout's weights must satisfy
 
 
 def vocabulary_map(subject: Subject, engine: str) -> Iterator[Violation]:
