@@ -1,6 +1,6 @@
 """Fit a head's calibration: scale its scores, weight the Gumbel noise, and search the best draft tree of fixed shape.
 
-    headstart calibrate recipes/tiny_full.yaml report.head=assets/demo_head
+    headstart calibrate recipes/tiny_full.yaml decode.head=assets/demo_head
 
 The target writes texts from held-out prompts, greedily and sampled, and the head scores every token of them, at each
 depth given the true tokens before it. Three things are then chosen so that the target's tokens become likeliest:
@@ -38,7 +38,7 @@ from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import generate_batch
-from headstart.inference.show.inputs import head_folder, held_out_prompts, taps_to_read
+from headstart.inference.generate.inputs import held_out_prompts, taps_to_read
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, run_command
 
@@ -238,7 +238,7 @@ def calibrate_alone(recipe: Recipe) -> None:
 
 def calibrate(recipe: Recipe) -> None:
     """Fit the calibration of the report's head on the report's prompts and save it with the head."""
-    folder = head_folder(recipe)
+    folder = recipe.head_in_use
     taps, prompts = taps_to_read(recipe), held_out_prompts(recipe)
     target = TargetModel.load(recipe.target, taps)
     head = load_head(folder, target.frozen)

@@ -394,7 +394,7 @@ CASES: dict[str, tuple[Command, Damage, Says]] = {
         with_recipe("calibrate"),
         a_file("head"),
         Says(
-            "run/head", "holds no head", "a trained head's folder is required", "name another with report.head=FOLDER"
+            "run/head", "holds no head", "a trained head's folder is required", "name another with decode.head=FOLDER"
         ),
     ),
     "calibrate: the head's weights are a folder": (
@@ -458,7 +458,7 @@ CASES: dict[str, tuple[Command, Damage, Says]] = {
         Says("export.folder", LONG, *TOO_LONG_IN_RECIPE),
     ),
     "export: the head is a file": (
-        with_recipe("export", "export.folder={run}/new", "export.head={run}/file"),
+        with_recipe("export", "export.folder={run}/new", "decode.head={run}/file"),
         a_file("file"),
         Says("run/file", *NO_HEAD),
     ),

@@ -709,17 +709,6 @@ COMBINATIONS += [
     ),
 ]
 
-COMBINATIONS += [
-    (
-        "more workers than prompts",
-        ["report.workers=1000"],
-        "report.workers",
-        "1000 given",
-        "1 to report.num_prompts, 80",
-        "write as many",
-    ),
-]
-
 PATHS: list[Case] = [
     (
         "prompts that are not there",

@@ -38,7 +38,7 @@ from headstart.data_pipelines.stages.stage import Json
 from headstart.inference.core.request import Generation, Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.engine.loop import generate
-from headstart.inference.show.inputs import held_out_prompts
+from headstart.inference.generate.inputs import held_out_prompts
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.recipes.schema import DataSection

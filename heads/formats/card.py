@@ -28,7 +28,7 @@ def card(
 ) -> str:
     """The whole README.md. `violations` holds what each engine's contract finds wrong; an engine without errors gets
     its command, the others get the reasons. `folder` is where the commands find the export: a path or a hub name."""
-    source = recipe.export.head or recipe.head_dir
+    source = recipe.head_in_use
     is_own = source == recipe.head_dir
     unknown = f"Unknown: the head comes from `{source}`, not from this run."
     parts = [

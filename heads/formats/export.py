@@ -1,7 +1,7 @@
 """Export a trained head for a serving engine: config.json, weights and a README.md with the serving commands.
 
     headstart export recipes/tiny.yaml export.format=vllm
-    headstart export recipes/tiny_full.yaml export.head=assets/demo_head export.format=speculators
+    headstart export recipes/tiny_full.yaml decode.head=assets/demo_head export.format=speculators
     headstart export recipes/tiny.yaml export.push_to=my-org/my-head
 
 The formats are native, vllm, sglang, tensorrt_llm, eagle, speculators and medusa; the last three are those of the
@@ -56,13 +56,13 @@ def export(recipe: Recipe) -> Path:
     folder, or a head in the repository, exists already.
     """
     section = recipe.export
-    refuse_original_target(recipe, section.head)
+    refuse_original_target(recipe)
     folder = section.folder or recipe.export_dir / section.format
     check_can_write(folder, section.overwrite)
     if section.push_to is not None:
         check_repository(section.push_to, section.overwrite, HfApi())
     target_folder = locate_target(recipe.target.path, recipe.target.revision)
-    source = section.head or recipe.head_dir
+    source = recipe.head_in_use
     frozen = FrozenTarget.from_folder(target_folder, getattr(torch, section.dtype or stored_dtype(source)))
     head = load_head(source, frozen)
     target = served_target(recipe, target_folder)
