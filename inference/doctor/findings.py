@@ -13,7 +13,6 @@ from headstart.heads.formats.subject import BLOCK, MEDUSA, Subject, layout_of
 from headstart.heads.formats.violation import Violation
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_origin import SMOLLM2_SOURCES, TargetOrigin
-from headstart.inference.doctor.interpretation import Interpretation
 from headstart.inference.targets.tokenizer import load_tokenizer
 
 MIN_ACCURACY = 0.02  # a head below it is untrained, damaged or made for another target
@@ -131,8 +130,16 @@ def advice_on(trained: TargetOrigin) -> str:
     return f"name that target, or {fit}"
 
 
-def other_template(manifest: Path, target: Path) -> Iterator[Finding]:
-    """Yield a finding if the head was trained with another chat template than the target's tokenizer has now."""
+def other_template(named: Path | None, own: Path, target: Path) -> Iterator[Finding]:
+    """Yield a finding if the head was trained with another chat template than the target's tokenizer has now.
+
+    The manifest of the training features says with which: the one that is named, else the run's own if it is there.
+    """
+    manifest = named or own
+    if not manifest.is_file():
+        if named is not None:
+            raise ValueError(f"--manifest: {named} not found; name the manifest.json in a folder of features")
+        return
     try:
         trained = dict(json.loads(manifest.read_text())).get("chat_template_sha256")
     except (ValueError, TypeError) as error:
@@ -147,12 +154,3 @@ def other_template(manifest: Path, target: Path) -> Iterator[Finding]:
         cost = "not measured; every conversation starts differently from those the head was trained on"
         advice = "restore TARGET's chat template, or harvest and train again"
         yield Finding("template", found, right, cost, advice)
-
-
-def share_past_limit(head: Interpretation, lengths: Sequence[int]) -> str | None:
-    """The share of replayed tokens after the last position that config.json allows; None if there are none."""
-    limit = head.config.get("max_position_embeddings")
-    if not isinstance(limit, int) or max(lengths) <= limit:
-        return None
-    share = sum(max(length - limit, 0) for length in lengths) / sum(lengths)
-    return f"{share:.0%} of the replayed tokens are after position {limit}"
