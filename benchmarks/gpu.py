@@ -32,8 +32,9 @@ from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import loop_of
 from headstart.inference.generate.inputs import taps_to_read
 from headstart.inference.report.command import machine, recipe_tokenizer, report_prompts
-from headstart.inference.report.compare import compare
+from headstart.inference.report.compare import Comparison
 from headstart.inference.report.methods import Method
+from headstart.inference.report.rounds import run_rounds
 from headstart.inference.report.tables import short_table
 from headstart.inference.targets.cuda_graph import SpareSteps, StaticStep
 from headstart.inference.targets.model import TargetModel
@@ -257,8 +258,8 @@ def demo(console: Console, recipe: Recipe) -> None:
     for temperature in recipe.report.temperatures:
         sampling = Sampling(temperature, seed=recipe.decode.seed)
         prompts = report_prompts(recipe, recipe_tokenizer(recipe))
-        found = compare(methods, target, prompts, recipe.decode.max_new_tokens, sampling, 1)
-        console.print(short_table(found))
+        rounds = run_rounds(methods, target, prompts, recipe.decode.max_new_tokens, sampling, warmup=1)
+        console.print(short_table(Comparison(methods, rounds, target, sampling, batch=1).outcomes()))
 
 
 def main() -> None:

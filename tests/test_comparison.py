@@ -14,12 +14,12 @@ from tiny_run import build_tokenizer
 from headstart.inference.core.request import DecodeStats, DraftTree
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.engine.loop import generate
-from headstart.inference.report.compare import Comparison, Divergence, compare, divergence, speedup
+from headstart.inference.report.compare import Comparison, Divergence, divergence, speedup
 from headstart.inference.report.figures import as_svg, draw
 from headstart.inference.report.methods import Method
 from headstart.inference.report.page import page
 from headstart.inference.report.questions import CONVERSATION, Chat, Prompt, read_questions
-from headstart.inference.report.rounds import Round, Run, run_batch, run_rounds, seconds_and_tokens
+from headstart.inference.report.rounds import Round, Run, able_to_batch, run_batch, run_rounds, seconds_and_tokens
 from headstart.inference.report.tables import low_to_high, margins_in_words
 from headstart.inference.report.trace import Trace, TracedStep, coloured, on_terminal, pieces, trace, tree_as_text
 from headstart.inference.targets.model import TargetModel
@@ -65,7 +65,9 @@ def test_every_method_has_the_same_text_latencies_and_figures_by_category(target
     whole = [prompt.tokens + generate(target, prompt.tokens, 9).tokens for prompt in PROMPTS]
     methods = [Method("plain"), Method("generate", transformers=True), Method("oracle", Oracle(*whole, ahead=3))]
     methods.append(Method("generate_lookup", transformers=True, lookup=3))
-    found = {o.method: o for o in compare(methods, target, PROMPTS, 9, Sampling(), 1, batch)}
+    methods = able_to_batch(methods, batch)
+    rounds = run_rounds(methods, target, PROMPTS, 9, Sampling(), 1, batch)
+    found = {o.method: o for o in Comparison(methods, rounds, target, Sampling(), batch).outcomes()}
     assert set(found) == {"plain", "generate", "oracle", *(["generate_lookup"] if batch == 1 else [])}
     assert all(o.identical == o.prompts == 3 and o.divergences == [] and o.batch == batch for o in found.values())
     for method, length in (("oracle", 4), ("plain", 1)):
@@ -220,9 +222,9 @@ def test_a_page_is_valid_html_and_shows_every_token(target: TargetModel) -> None
     tokens = generate(target, prompt, 14).tokens
     hidden = Hidden(prompt + tokens, ahead=3)
     found = trace("<hidden>", hidden, target, prompt, 14, Sampling())
-    outcomes = compare(
-        [Method("plain"), Method("<hidden>", hidden)], target, [Prompt(prompt, "a & b")], 14, Sampling(), 0
-    )
+    methods = [Method("plain"), Method("<hidden>", hidden)]
+    rounds = run_rounds(methods, target, [Prompt(prompt, "a & b")], 14, Sampling(), 0)
+    outcomes = Comparison(methods, rounds, target, Sampling(), 1).outcomes()
     figures = outcomes[0].by_category["a & b"]
     outcomes[1].by_category = outcomes[0].by_category = {"a & b": figures, "<c>": figures}
     parsed = Balanced()

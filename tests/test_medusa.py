@@ -237,7 +237,7 @@ def test_the_tally_counts_the_rank_of_the_targets_choice_given_a_correct_prefix(
 ) -> None:
     head = make_head("medusa", vocab=LIMITED, sequential=sequential)
     tally = Tally.empty(torch.ones(3, 1), RANKS)
-    tally_texts(tally, reader, head, write_texts(reader, head, [PROMPT], 3, 20, [Sampling()]))
+    tally_texts(tally, reader, head, write_texts(reader, head, [Request(PROMPT, 20)], 3))
     hits, tried = torch.zeros(3, RANKS), torch.zeros(3)
     text = PROMPT + generate(reader, PROMPT, 20).tokens
     features = head.project(reader.forward(torch.tensor([text])).taps)[0]

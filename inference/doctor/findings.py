@@ -56,25 +56,19 @@ def largest_loss(right: list[float], wrong: list[float]) -> str:
     return f"accuracy at depth {level + 1} is {wrong[level]:.2f} instead of {right[level]:.2f}"
 
 
-def category_of(violation: Violation) -> str:
-    text = f"{violation.where} {violation.allowed}" if violation.where.startswith("tensor") else violation.where
-    return next((category for word, category in CATEGORIES if word in text), "files")
-
-
 def as_finding(violation: Violation, folder: Path) -> Finding:
+    text = f"{violation.where} {violation.allowed}" if violation.where.startswith("tensor") else violation.where
+    category = next((category for word, category in CATEGORIES if word in text), "files")
     found = f"{folder.name}: {violation.where} is {str(violation.value)[:60]}"
     cost = "not measured, found by inspecting the files"
-    return Finding(category_of(violation), found, violation.allowed, cost, f"correct the files in {folder}")
+    return Finding(category, found, violation.allowed, cost, f"correct the files in {folder}")
 
 
 def head_violations(files: HeadFiles, frozen: FrozenTarget) -> list[Finding]:
     """Faults in a head's files that matter in every engine."""
     subject = Subject(files, layout_of(files), frozen)
-    rules: list[Callable[[Subject, str], Iterator[Violation]]] = [
-        tensor_rules.finite,
-        tensor_rules.number_formats,
-        config_rules.trained_for_this_target,
-    ]
+    rules: list[Callable[[Subject, str], Iterator[Violation]]] = [tensor_rules.finite, tensor_rules.number_formats]
+    rules.append(config_rules.trained_for_this_target)
     if subject.layout in BLOCK:
         rules += [block_rules.target_layers, block_rules.slot_convention, block_rules.mask_token]
         rules += [block_rules.taps, block_rules.names_and_shapes]

@@ -192,11 +192,9 @@ def variants_of(head: Interpretation, frozen: FrozenTarget) -> Iterator[Variant]
 
 def shift_variants(head: Interpretation) -> Iterator[Variant]:
     for shift in {-1, 0, 1} - {head.shift}:
-        beside = f"token t{1 + shift:+d}".replace("+0", "")
-        found, right = (
-            "drafting pairs feature t with token t+1",
-            f"the head guesses best with {beside} beside feature t",
-        )
+        token = f"token t{1 + shift:+d}".replace("+0", "")
+        found = "drafting pairs feature t with token t+1"
+        right = f"the head guesses best with {token} beside feature t"
         advice = "train again with the tokens one place ahead of the features"
         if shift == 1:
             advice += " (in training the head saw the token it had to guess)"

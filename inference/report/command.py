@@ -17,12 +17,8 @@ each after plain decoding's answer to the one before, so that all methods contin
 
 An interrupted report continues where it stopped if recipe, prompts, heads and machine are the same.
 
-The table on the terminal shows, for each method:
-  acceptance length   mean number of tokens per target step, the bonus token included (tau)
-  tokens/s            new tokens per second of wall time, prefill included
-  speed-up            tokens/s over plain decoding
-  same text           prompts whose text equals plain decoding's, token by token
-The first prompt's text is printed with its draft tokens coloured.
+The table on the terminal shows acceptance length, tokens/s, speed-up over plain decoding, and how many texts are the
+same as plain decoding's. The first prompt's text is printed with its draft tokens coloured.
 
 Writes report.json, report.md, report.html and, if matplotlib is installed, report.png to RUN_DIR/report, and a searched
 tree as tree.png. They also have the speed-up's 95 % interval, the acceptance rate by depth, latencies and distinct

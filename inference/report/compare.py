@@ -12,15 +12,7 @@ from headstart.inference.core.request import DecodeStats, Request
 from headstart.inference.core.sampling import AcceptanceRule, BatchSampling, Sampling
 from headstart.inference.engine.batch import start_history
 from headstart.inference.report.methods import Method
-from headstart.inference.report.questions import Prompt
-from headstart.inference.report.rounds import (
-    Round,
-    able_to_batch,
-    plain_place,
-    run_rounds,
-    seconds_and_tokens,
-    texts_of,
-)
+from headstart.inference.report.rounds import Round, plain_place, seconds_and_tokens, texts_of
 from headstart.inference.targets.model import TargetModel
 
 # The keys of report.json are a file format: they keep their names when fields are renamed.
@@ -179,24 +171,6 @@ class Comparison:
         """How many texts equal plain decoding's, token by token."""
         plain = texts_of(rounds, plain_place(self.methods))
         return sum(text == other for text, other in zip(texts_of(rounds, place), plain, strict=True))
-
-
-def compare(
-    methods: list[Method],
-    target: TargetModel,
-    prompts: list[Prompt],
-    max_new_tokens: int,
-    sampling: Sampling,
-    warmup: int,
-    batch: int = 1,
-) -> list[Outcome]:
-    """Run every method on the same prompts, `batch` of them at a time; plain decoding must be one of the methods.
-
-    Methods that cannot decode batches are left out when `batch` is above 1.
-    """
-    methods = able_to_batch(methods, batch)
-    rounds = run_rounds(methods, target, prompts, max_new_tokens, sampling, warmup, batch)
-    return Comparison(methods, rounds, target, sampling, batch).outcomes()
 
 
 @torch.inference_mode()

@@ -186,6 +186,8 @@ def heldout_prompts() -> Path:
 
 def export_recipe(source: Path, case: Case) -> Recipe:
     folder = WORK / "exports" / f"{source.parent.name}_{source.name}_{case.format}"
-    overrides = {"format": case.format, "head": source, "folder": folder, "overwrite": "true"}
+    overrides = {"format": case.format, "folder": folder, "overwrite": "true"}
     given = [f"export.{key}={value}" for key, value in overrides.items()]
-    return load_recipe(ROOT / "recipes/tiny_full.yaml", [*given, f"decode.depth={DRAFT_TOKENS}"])
+    return load_recipe(
+        ROOT / "recipes/tiny_full.yaml", [*given, f"decode.head={source}", f"decode.depth={DRAFT_TOKENS}"]
+    )
