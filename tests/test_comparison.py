@@ -121,7 +121,7 @@ def test_questions_come_from_each_category_in_turn(tmp_path: Path) -> None:
 
 
 def test_the_topics_of_conversations_are_one_category_taken_in_turn(tmp_path: Path) -> None:
-    """As in Spec-Bench's file: ten questions of each of MT-Bench's topics, in order, beside 80 of each other group."""
+    """As in Spec-Bench's file: ten questions of each of MT-Bench's topics, in order, and 80 of each other group."""
     rows = [{"category": topic, "turns": [f"{topic} {i}", "b"]} for topic in ("writing", "stem") for i in range(3)]
     rows += [{"category": "qa", "turns": [f"qa {i}"]} for i in range(6)]
     path = tmp_path / "question.jsonl"

@@ -131,7 +131,7 @@ def test_several_heads_are_compared_in_one_report(trained: Recipe, tmp_path: Pat
 
 
 def test_a_killed_report_continues_where_it_stopped(trained: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was measured is taken over; a torn line, another recipe's figures and a finished report's are not."""
+    """Finished rounds are reused; a torn line, another recipe's figures and a finished report's are not."""
     settings = "report.num_prompts=3", "report.temperatures=[0.7]"
     recipe = tiny_recipe(trained.run_dir.parent, "report.baselines=[plain, chain, cost_aware]", *settings)
     measured: list[str] = []

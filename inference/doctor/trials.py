@@ -120,7 +120,7 @@ def compare_parts(head: Interpretation, export: Interpretation, measure: Measure
 
 
 def cost_of(changed: Interpretation, right: list[float], measure: Measure) -> tuple[str, list[float] | None]:
-    """What the change costs in words, and the accuracies with it: None if the head cannot be computed."""
+    """The cost of the change in words, and the accuracies with it: None if the head cannot be computed."""
     try:
         wrong = measure(changed)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What a recipe gives the measuring commands to read: heads, their taps, and held-out prompts."""
+"""The inputs of commands that measure heads: the heads' folders and taps, and held-out prompts."""
 
 from itertools import islice
 from pathlib import Path

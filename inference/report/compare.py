@@ -17,7 +17,7 @@ from headstart.inference.targets.model import TargetModel
 
 # The keys of report.json are a file format: they keep their names when fields are renamed.
 JSON_KEYS = {"method": "way"}
-RESAMPLES = 2000  # of the bootstrap
+RESAMPLES = 2000  # draws of the bootstrap
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a report has measured so far, so that the same command continues where it was killed."""
+"""The rounds that a report has measured so far, so that the same command continues where it was killed."""
 
 import hashlib
 import json
@@ -31,7 +31,7 @@ class Journal:
     """A file to which every finished round is added as one line; the first line says what was measured, and where."""
 
     def __init__(self, path: Path, made_from: Mapping[str, Any]) -> None:
-        """Take over the rounds of an earlier run of the same report; those of any other are dropped."""
+        """Reuse the rounds of an earlier run of the same report; those of any other are dropped."""
         rows = read_growing_jsonl(path)
         is_same = rows[:1] == [json.loads(json.dumps(made_from))]
         rows = rows[1:] if is_same else []
@@ -57,7 +57,7 @@ def made_from(
     prompts: Sequence[Prompt],
     methods: Sequence[Method],
 ) -> dict[str, Any]:
-    """What must agree before figures of an earlier run are taken over; `folders` holds the heads' folders by name."""
+    """The facts that must agree before an earlier run's figures are reused; `folders` holds the heads' by name."""
     target = locate_target(recipe.target.path, recipe.target.revision)
     weights = {path.name: path.stat() for path in sorted(target.glob("*.safetensors"))}
     return {

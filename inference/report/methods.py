@@ -16,7 +16,7 @@ from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.recipes.schema import Baseline
 
-NEED_A_HEAD: tuple[Baseline, ...] = ("chain", "tree", "cost_aware", "repeats", "untrained")  # of report.baselines
+NEED_A_HEAD: tuple[Baseline, ...] = ("chain", "tree", "cost_aware", "repeats", "untrained")  # report.baselines
 
 
 @dataclass(frozen=True)

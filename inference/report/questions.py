@@ -45,7 +45,7 @@ class Chat:
         return replace(prompt, tokens=prompt.tokens[:start] + prompt.tokens[end:], left_out=excess)
 
     def next_turn(self, prompt: Prompt, answer: list[int]) -> Prompt | None:
-        """What the user says after this answer, with the chat before it; None if that is nothing."""
+        """The user's next message with the chat and this answer before it; None if there is no further message."""
         if not prompt.later:
             return None
         said = (*prompt.said, str(self.tokenizer.decode(answer, skip_special_tokens=True)), prompt.later[0])

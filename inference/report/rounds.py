@@ -16,12 +16,12 @@ from headstart.inference.report.questions import Prompt
 from headstart.inference.targets.model import TargetModel
 
 Place = tuple[int, int]  # number of a batch of questions, turn of the chat; both from 0
-NextTurn = Callable[[Prompt, list[int]], Prompt | None]  # what follows a prompt and its answer; None if nothing does
+NextTurn = Callable[[Prompt, list[int]], Prompt | None]  # the prompt after a prompt and its answer; None at the end
 
 
 @dataclass
 class Run:
-    """What one method wrote for a few prompts decoded together, and how long it took."""
+    """The texts that one method wrote for a few prompts decoded together, and the time it took."""
 
     texts: list[list[int]]  # new tokens of each prompt
     stats: list[DecodeStats]
@@ -126,7 +126,7 @@ def able_to_batch(methods: list[Method], batch: int) -> list[Method]:
 
 
 def texts_of(rounds: Sequence[Round], place: int) -> list[list[int]]:
-    """What one method wrote."""
+    """The texts that one method wrote."""
     return [text for each in rounds for text in each.runs[place].texts]
 
 
