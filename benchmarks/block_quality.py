@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from train_quality import OUR_RATES, ROOT, call, overrides_of, swept
 
-from headstart.common.jsonl import read_jsonl
+from headstart.common.files import read_jsonl
 from headstart.common.progress import Progress
 from headstart.heads.base import DraftHead
 from headstart.heads.block import BlockHead
@@ -39,9 +39,8 @@ from headstart.heads.target_config import locate_target
 from headstart.inference.core.request import DecodeStats
 from headstart.inference.core.sampling import sampling_from_recipe
 from headstart.inference.drafters.block import BlockDrafter, head_drafter
-from headstart.inference.drafters.build import load_drafting_head
-from headstart.inference.drafters.costs.cost_aware import growth_from_recipe
-from headstart.inference.drafters.costs.measurement import Bench
+from headstart.inference.drafters.build import growth_from_recipe, load_drafting_head
+from headstart.inference.drafters.cost_measurement import Bench
 from headstart.inference.report.command import machine, recipe_tokenizer, report_prompts
 from headstart.inference.report.compare import speedup
 from headstart.inference.report.methods import Method

@@ -26,8 +26,7 @@ from headstart.common.progress import Progress
 from headstart.inference.core.request import DecodeStats
 from headstart.inference.core.sampling import sampling_from_recipe
 from headstart.inference.drafters.block import head_drafter
-from headstart.inference.drafters.build import load_drafting_head
-from headstart.inference.drafters.costs.cost_aware import growth_from_recipe
+from headstart.inference.drafters.build import growth_from_recipe, load_drafting_head
 from headstart.inference.report.command import machine
 from headstart.inference.report.compare import speedup
 from headstart.inference.report.methods import Method

@@ -35,8 +35,8 @@ from rich.table import Table
 from torch import Tensor
 from torch.distributions import Categorical
 
-from headstart.common.allocator import keep_freed_memory
-from headstart.common.os_errors import errors_as_messages
+from headstart.common.errors import errors_as_messages
+from headstart.common.process import keep_freed_memory
 from headstart.common.progress import Progress
 from headstart.heads.base import DraftHead, LevelHead
 from headstart.inference.core.request import DecodeStats, Generation, Request

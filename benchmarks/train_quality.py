@@ -36,7 +36,7 @@ from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.inference.core.request import DecodeStats
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.block import head_drafter
-from headstart.inference.drafters.costs.cost_aware import growth_from_recipe
+from headstart.inference.drafters.build import growth_from_recipe
 from headstart.inference.engine.loop import generate
 from headstart.inference.generate.inputs import held_out_prompts
 from headstart.inference.report.command import machine

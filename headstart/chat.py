@@ -24,7 +24,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from headstart.common.os_errors import STARTS_OVER, errors_as_messages
+from headstart.common.errors import STARTS_OVER, errors_as_messages
 from headstart.heads.target_config import locate_target
 from headstart.inference.chat.session import Chat, converse
 from headstart.inference.core.sampling import sampling_from_recipe
@@ -32,8 +32,8 @@ from headstart.inference.generate.model import SpeculativeModel
 from headstart.inference.generate.options import require_head
 from headstart.inference.targets.loading import fast_dtype, pick_device
 from headstart.inference.targets.tokenizer import load_tokenizer
+from headstart.recipes.checks import refuse_original_target
 from headstart.recipes.schema import TargetSection
-from headstart.recipes.tuned_target import refuse_original_target
 from headstart.smollm2 import fetch
 from headstart.smollm2_options import FOLDER
 

@@ -29,9 +29,8 @@ from headstart.common.run_lock import only_run_in
 from headstart.heads.base import DraftHead, LevelHead
 from headstart.heads.block import BlockHead
 from headstart.heads.block_attention import Blocks
-from headstart.heads.calibration import Calibration
+from headstart.heads.calibration import Calibration, search_tree
 from headstart.heads.checkpoint import load_head, save_head
-from headstart.heads.static_tree import search_tree
 from headstart.heads.unroll_attention import UnrollCache
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import BatchSampling, Sampling

@@ -17,13 +17,13 @@ from test_chat_masks import FAMILIES, template_of
 from tiny_run import contents, tiny_recipe
 from transformers import PreTrainedTokenizerFast
 
-from headstart.common.jsonl import append_jsonl, read_jsonl
+from headstart.common.files import append_jsonl, read_jsonl
 from headstart.data_pipelines.harvest import harvest
 from headstart.data_pipelines.prompts.language import Languages
 from headstart.data_pipelines.prompts.prompts import describe_prompts, make_prompts_alone
 from headstart.data_pipelines.prompts.row_report import RowReport
 from headstart.data_pipelines.prompts.self_written import rounds as self_prompts
-from headstart.data_pipelines.prompts.self_written.candidates import CandidateWriter
+from headstart.data_pipelines.prompts.self_written.candidates import CandidateWriter, UserTemplate
 from headstart.data_pipelines.prompts.self_written.selection import (
     SIMILARITY,
     HeldOutFile,
@@ -33,7 +33,6 @@ from headstart.data_pipelines.prompts.self_written.selection import (
     normalised,
     shingles,
 )
-from headstart.data_pipelines.prompts.self_written.template import UserTemplate
 from headstart.data_pipelines.stages.stage import Json
 from headstart.inference.core.request import Generation, Request
 from headstart.inference.core.sampling import Sampling

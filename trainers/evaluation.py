@@ -5,16 +5,15 @@ from typing import Any
 
 import torch
 
-from headstart.common.jsonl import read_jsonl
-from headstart.data_pipelines.features.batches import Batch
-from headstart.data_pipelines.features.sample_stores import SampleStore
+from headstart.common.files import read_jsonl
+from headstart.data_pipelines.features.batches import Batch, SampleStore
 from headstart.heads.base import DraftHead
 from headstart.heads.calibration import Calibration
 from headstart.inference.calibrate import fit_calibration
 from headstart.inference.core.request import DecodeStats, Request
 from headstart.inference.core.sampling import sampling_from_recipe
 from headstart.inference.drafters.block import head_drafter
-from headstart.inference.drafters.costs.cost_aware import growth_from_recipe
+from headstart.inference.drafters.build import growth_from_recipe
 from headstart.inference.engine.checks import check_length
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.targets.cuda_graph import SpareSteps

@@ -17,10 +17,11 @@ if __name__ == "__main__":
 from collections.abc import Sequence
 from pathlib import Path
 
-from headstart.common.os_errors import errors_as_messages
+from headstart.common.errors import errors_as_messages
 from headstart.heads.checkpoint import save_head
 from headstart.heads.files import HeadFiles
-from headstart.heads.formats.published import import_head, widest_dtype
+from headstart.heads.formats.convert import widest_dtype
+from headstart.heads.formats.published import import_head
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import locate_target
 

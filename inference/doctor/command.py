@@ -30,8 +30,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from headstart.common.jsonl import read_jsonl
-from headstart.common.os_errors import errors_as_messages
+from headstart.common.errors import errors_as_messages
+from headstart.common.files import read_jsonl
 from headstart.heads.files import HeadFiles
 from headstart.heads.formats.contracts import engines_of
 from headstart.heads.frozen import FrozenTarget

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from headstart.heads.formats.engines import ENGINES
+from headstart.heads.formats.options import ENGINES
 from headstart.recipes.command_line import command_name
 
 

@@ -3,7 +3,7 @@
 from itertools import islice
 from pathlib import Path
 
-from headstart.common.jsonl import read_jsonl
+from headstart.common.files import read_jsonl
 from headstart.heads.checkpoint import load_taps
 from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.recipes import Recipe

@@ -46,19 +46,18 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from headstart.common.os_errors import CONTINUES
+from headstart.common.errors import CONTINUES
+from headstart.common.files import check_folder, write_text
 from headstart.common.progress import Progress
 from headstart.common.run_lock import only_run_in
-from headstart.common.whole_files import check_folder, write_text
 from headstart.heads.base import DraftHead
 from headstart.heads.target_config import locate_target
 from headstart.heads.target_origin import TargetOrigin
 from headstart.inference.core.request import Detokenize
 from headstart.inference.core.sampling import sampling_from_recipe
-from headstart.inference.drafters.build import load_drafting_head
-from headstart.inference.drafters.costs.cost_aware import searched_tree
+from headstart.inference.drafters.build import load_drafting_head, searched_tree
+from headstart.inference.engine.budget import refuse_trees_of
 from headstart.inference.engine.checks import check_length
-from headstart.inference.engine.step_memory import refuse_trees_of
 from headstart.inference.generate.inputs import OWN_HEAD, head_folders, held_out_prompts, taps_to_read
 from headstart.inference.report import journal
 from headstart.inference.report.compare import Comparison, Outcome
@@ -74,7 +73,7 @@ from headstart.inference.targets.loading import processor_name, slow_format
 from headstart.inference.targets.model import TargetModel, generation_fields, pick_device
 from headstart.inference.targets.tokenizer import Tokenizer, load_tokenizer, text_of
 from headstart.recipes import Recipe, run_command
-from headstart.recipes.tuned_target import refuse_original_target
+from headstart.recipes.checks import refuse_original_target
 
 WARMUP_PROMPTS = 3  # decoded before timing starts
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from headstart.inference.core.request import DecodeStats, Request
 from headstart.inference.core.sampling import AcceptanceRule, BatchSampling, Sampling
-from headstart.inference.engine.batch import start_history
+from headstart.inference.engine.step import start_history
 from headstart.inference.report.methods import Method
 from headstart.inference.report.rounds import Round, plain_place, seconds_and_tokens, texts_of
 from headstart.inference.targets.model import TargetModel

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headstart.common.jsonl import append_jsonl, read_growing_jsonl, write_jsonl
+from headstart.common.files import append_jsonl, read_growing_jsonl, write_jsonl
 from headstart.heads.files import MODEL
 from headstart.heads.target_config import locate_target
 from headstart.inference.core.request import DecodeStats

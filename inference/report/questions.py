@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
-from headstart.common.jsonl import read_jsonl
+from headstart.common.files import read_jsonl
 from headstart.inference.targets.tokenizer import Tokenizer, chat_tokens
 
 # Spec-Bench files the conversations of MT-Bench under eight topics of ten questions each; its tables have one group.

@@ -15,13 +15,13 @@ from typing import Any
 
 import uvicorn
 
-from headstart.common.os_errors import NOT_BEGUN, errors_as_messages
+from headstart.common.errors import NOT_BEGUN, errors_as_messages
 from headstart.heads.base import DraftHead
 from headstart.heads.target_config import locate_target
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.drafters.costs.costs import CostTable
-from headstart.inference.drafters.costs.files import cost_table
+from headstart.inference.drafters.cost_measurement import cost_table
+from headstart.inference.drafters.costs import CostTable
 from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.generate.model import SpeculativeModel
@@ -36,8 +36,8 @@ from headstart.inference.serve.service import Served, Service
 from headstart.inference.targets.loading import fast_dtype, pick_device
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import load_tokenizer
+from headstart.recipes.checks import refuse_original_target
 from headstart.recipes.schema import DecodeSection, TargetSection
-from headstart.recipes.tuned_target import refuse_original_target
 
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 RECIPE_FIELDS = (*SAMPLING_FIELDS[1:], "presence_penalty", "frequency_penalty")
