@@ -47,11 +47,11 @@ smollm2: $(INSTALLED) ## fetch SmolLM2-135M-Instruct, a chat model for a laptop,
 # The suffix automaton looks drafts up in the prompts that the bundled head was trained on.
 drafters: $(INSTALLED) ## compare six drafters on the bundled target: 50 prompts x 128 tokens, greedy (minutes)
 	$(BIN)/headstart prompts recipes/tiny_full.yaml
-	$(BIN)/headstart report recipes/tiny_full.yaml run_dir=runs/drafters report.head=assets/demo_head \
+	$(BIN)/headstart report recipes/tiny_full.yaml run_dir=runs/drafters decode.head=assets/demo_head \
 		'report.baselines=[plain, tree, draft_model, early_exit, prompt_lookup, suffix, lookahead]' \
 		decode.draft_model=assets/demo_draft decode.exit_layers=1 decode.corpus=runs/tiny_full/prompts/train.jsonl \
 		report.prompts=assets/demo_target/heldout_prompts.jsonl report.num_prompts=50 'report.temperatures=[0.0]' \
-		report.workers=2 report.threads=1
+		report.threads=1
 
 test: $(INSTALLED) ## run the fast tests on all cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
@@ -68,7 +68,7 @@ lint: $(INSTALLED) ## check style, format and types
 bench: $(INSTALLED) ## run every benchmark (PEERS="--peer specforge=VENV --peer speculators=VENV" adds the peers)
 	$(BIN)/headstart prompts recipes/tiny_full.yaml
 	@set -e; for script in decode drafters gpu gumbel lossless; do echo "== benchmarks/$$script.py"; \
-		$(BIN)/python benchmarks/$$script.py recipes/tiny_full.yaml report.head=assets/demo_head; done
+		$(BIN)/python benchmarks/$$script.py recipes/tiny_full.yaml decode.head=assets/demo_head; done
 	$(BIN)/python benchmarks/train_step.py $(PEERS)
 	$(BIN)/python benchmarks/train_quality.py recipes/tiny.yaml report.threads=1 $(PEERS)
 

@@ -42,10 +42,10 @@ from headstart.inference.drafters.block import BlockDrafter, head_drafter
 from headstart.inference.drafters.build import growth_from_recipe, load_drafting_head
 from headstart.inference.drafters.cost_measurement import Bench
 from headstart.inference.report.command import machine, recipe_tokenizer, report_prompts
+from headstart.inference.report.compare import speedup
+from headstart.inference.report.methods import Method
 from headstart.inference.report.questions import Chat, Prompt
-from headstart.inference.report.rounds import Round, numbered_batches, plain_place, run_rounds, seconds_and_tokens
-from headstart.inference.report.runs import Method
-from headstart.inference.report.statistics import speedup
+from headstart.inference.report.rounds import Round, plain_place, run_rounds, seconds_and_tokens
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, load_recipe
 from headstart.recipes.load import RecipeError
@@ -145,7 +145,7 @@ def compare(recipe: Recipe, methods: list[Method], target: TargetModel, console:
             rounds = run_rounds(
                 methods,
                 target,
-                numbered_batches(prompts, 1),
+                prompts,
                 new_tokens,
                 sampling,
                 warmup=1,

@@ -1,6 +1,6 @@
 """Where a decode step spends its time, and which draft tree is fastest, for one target and head.
 
-    python benchmarks/decode.py recipes/tiny_full.yaml report.head=assets/demo_head report.threads=1
+    python benchmarks/decode.py recipes/tiny_full.yaml decode.head=assets/demo_head report.threads=1
 
 Prints two kinds of tables: the overhead of a step (its wall time minus the forwards of target and head), and growth
 policies compared with a sweep of trees. Rows of a table alternate prompt by prompt, so compare within a table only.
@@ -28,7 +28,7 @@ from headstart.inference.drafters.cost_aware import AdaptiveChain, CostAware
 from headstart.inference.drafters.cost_measurement import cost_table
 from headstart.inference.drafters.growth import Dynamic, Growth
 from headstart.inference.engine.loop import generate
-from headstart.inference.show.inputs import head_folder, held_out_prompts, taps_to_read
+from headstart.inference.generate.inputs import held_out_prompts, taps_to_read
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, run_command
 
@@ -188,7 +188,7 @@ def main() -> None:
 
 def run(recipe: Recipe) -> None:
     torch.set_num_threads(recipe.report.threads or torch.get_num_threads())
-    prompts, folder = held_out_prompts(recipe), head_folder(recipe)
+    prompts, folder = held_out_prompts(recipe), recipe.head_in_use
     target = TargetModel.load(recipe.target, taps_to_read(recipe))
     head = load_drafting_head(folder, target)
     new_tokens, console = recipe.decode.max_new_tokens, Console()

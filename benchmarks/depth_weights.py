@@ -28,9 +28,9 @@ from headstart.inference.core.sampling import sampling_from_recipe
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import growth_from_recipe, load_drafting_head
 from headstart.inference.report.command import machine
-from headstart.inference.report.rounds import Round, numbered_batches, run_rounds
-from headstart.inference.report.runs import Method
-from headstart.inference.report.statistics import speedup
+from headstart.inference.report.compare import speedup
+from headstart.inference.report.methods import Method
+from headstart.inference.report.rounds import Round, run_rounds
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, load_recipe
 from headstart.recipes.load import RecipeError
@@ -90,8 +90,7 @@ def run(path: str, overrides: list[str], recipe: Recipe, seeds: Sequence[int], s
         sampling = sampling_from_recipe(recipe, temperature)
         with Progress(f"temperature {temperature:g}", len(prompts) * len(methods), "texts") as progress:
             after = partial(count_texts, progress)
-            batches = numbered_batches(prompts, 1)
-            rounds = run_rounds(methods, target, batches, new_tokens, sampling, warmup=0, after_run=after)
+            rounds = run_rounds(methods, target, prompts, new_tokens, sampling, warmup=0, after_run=after)
         show(console, rounds, methods, f"temperature {temperature:g}, {len(prompts)} prompts", recipe.seed)
 
 

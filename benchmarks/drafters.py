@@ -29,8 +29,8 @@ from headstart.inference.drafters.lookup import Lookup
 from headstart.inference.drafters.model import EarlyExit, ModelDrafter
 from headstart.inference.drafters.trie import TreeLimits, Trie, TrieDrafter
 from headstart.inference.engine.loop import generate
-from headstart.inference.report.runs import TokenTimes
-from headstart.inference.show.inputs import held_out_prompts
+from headstart.inference.generate.inputs import held_out_prompts
+from headstart.inference.report.rounds import TokenTimes
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, run_command
 

@@ -1,6 +1,6 @@
 """Does the first request wait for anything but its own steps? The longest step of it, as a multiple of the median step.
 
-    python benchmarks/first_request.py recipes/smollm2_135m.yaml report.head=assets/smollm2_head
+    python benchmarks/first_request.py recipes/smollm2_135m.yaml decode.head=assets/smollm2_head
 
 Target, head and drafter are loaded as the report loads them. The time in which the drafter is built, with what it
 measures then, is printed on its own: with no measured costs on disk, and with those of the first time. Then one request
@@ -26,7 +26,7 @@ from headstart.inference.drafters.cost_measurement import cost_table
 from headstart.inference.drafters.growth import Growth
 from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.engine.loop import DecodeLoop
-from headstart.inference.show.inputs import head_folder, held_out_prompts, taps_to_read
+from headstart.inference.generate.inputs import held_out_prompts, taps_to_read
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, run_command
 
@@ -55,7 +55,7 @@ def main() -> None:
 
 def run(recipe: Recipe) -> None:
     torch.set_num_threads(recipe.report.threads or torch.get_num_threads())
-    [prompt], folder = held_out_prompts(recipe)[:1], head_folder(recipe)
+    [prompt], folder = held_out_prompts(recipe)[:1], recipe.head_in_use
 
     def cost_aware(target: TargetModel, head: DraftHead) -> Growth:
         return CostAware(8, 4, 32, cost_table(target, head, 4, 32))

@@ -1,6 +1,6 @@
 """How close decoding comes to the memory bandwidth limit of a CUDA device, for an 8B shape and the demo target.
 
-    python benchmarks/gpu.py recipes/tiny_full.yaml report.head=assets/demo_head
+    python benchmarks/gpu.py recipes/tiny_full.yaml decode.head=assets/demo_head
 
 For a target of Llama-3-8B's shape with random weights in bfloat16: plain decoding compared with transformers'
 `generate` and with the bandwidth limit (measured copy bandwidth over the bytes of the weights), a target step by number
@@ -30,11 +30,12 @@ from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import loop_of
+from headstart.inference.generate.inputs import taps_to_read
 from headstart.inference.report.command import machine, recipe_tokenizer, report_prompts
-from headstart.inference.report.compare import compare
-from headstart.inference.report.runs import Method
+from headstart.inference.report.compare import Comparison
+from headstart.inference.report.methods import Method
+from headstart.inference.report.rounds import run_rounds
 from headstart.inference.report.tables import short_table
-from headstart.inference.show.inputs import head_folder, taps_to_read
 from headstart.inference.targets.cuda_graph import SpareSteps, StaticStep
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, run_command
@@ -247,7 +248,7 @@ def demo(console: Console, recipe: Recipe) -> None:
     """The demo head on the demo target, whose steps are so short that the host's share shows."""
     make_prompts(recipe)
     target = TargetModel.load(recipe.target, taps_to_read(recipe))
-    head = load_head_for(head_folder(recipe), target.frozen)
+    head = load_head_for(recipe.head_in_use, target.frozen)
     depth = recipe.decode.depth
     methods = [
         Method("generate", transformers=True),
@@ -258,8 +259,8 @@ def demo(console: Console, recipe: Recipe) -> None:
     for temperature in recipe.report.temperatures:
         sampling = Sampling(temperature, seed=recipe.seed)
         prompts = report_prompts(recipe, recipe_tokenizer(recipe))
-        found = compare(methods, target, prompts, recipe.decode.max_new_tokens, sampling, 1)
-        console.print(short_table(found))
+        rounds = run_rounds(methods, target, prompts, recipe.decode.max_new_tokens, sampling, warmup=1)
+        console.print(short_table(Comparison(methods, rounds, target, sampling, batch=1).outcomes()))
 
 
 def main() -> None:

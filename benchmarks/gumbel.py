@@ -1,7 +1,7 @@
 """How much acceptance length drafting with the target's Gumbel noise gains, by temperature and size of the tree.
 
-    python benchmarks/gumbel.py recipes/tiny_full.yaml report.head=assets/demo_head report.num_prompts=169
-    python benchmarks/gumbel.py recipes/tiny_full.yaml report.head=assets/demo_head 'report.temperatures=[1]' --seeds 5
+    python benchmarks/gumbel.py recipes/tiny_full.yaml decode.head=assets/demo_head report.num_prompts=169
+    python benchmarks/gumbel.py recipes/tiny_full.yaml decode.head=assets/demo_head 'report.temperatures=[1]' --seeds 5
 
 For any recipe whose head can be drafted with as a tree; prompts are those of its report, of chats the first turn. The
 trees are the recipe's and two in use elsewhere, as deep as the head allows. The recipe's tree is measured at each of
@@ -45,10 +45,10 @@ from headstart.inference.drafters.build import load_drafting_head
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import Frontier, HeadDrafter
 from headstart.inference.engine.loop import generate_batch
+from headstart.inference.generate.inputs import taps_to_read
 from headstart.inference.report.command import recipe_tokenizer, report_prompts
+from headstart.inference.report.compare import Interval, speedup
 from headstart.inference.report.questions import Chat
-from headstart.inference.report.statistics import Interval, speedup
-from headstart.inference.show.inputs import head_folder, taps_to_read
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.recipes.command_line import recipe_from_command_line
@@ -123,7 +123,7 @@ def run(recipe: Recipe, seeds: int) -> None:
             "and one seed or more are allowed; add a temperature or raise --seeds"
         )
     torch.set_num_threads(recipe.report.threads or torch.get_num_threads())
-    folder, taps, decode, tokenizer = head_folder(recipe), taps_to_read(recipe), recipe.decode, recipe_tokenizer(recipe)
+    folder, taps, decode, tokenizer = recipe.head_in_use, taps_to_read(recipe), recipe.decode, recipe_tokenizer(recipe)
     prompts = report_prompts(recipe, tokenizer)
     target = TargetModel.load(recipe.target, taps)
     chat = Chat(tokenizer, target.max_positions - decode.max_new_tokens)

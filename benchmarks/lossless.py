@@ -1,7 +1,7 @@
 """Is the output exactly the target's own? Checked on the prompts of a report, greedy and sampled.
 
-    python benchmarks/lossless.py recipes/tiny_full.yaml report.head=assets/demo_head
-    python benchmarks/lossless.py recipes/tiny_full.yaml report.head=assets/demo_head target.dtype=bfloat16
+    python benchmarks/lossless.py recipes/tiny_full.yaml decode.head=assets/demo_head
+    python benchmarks/lossless.py recipes/tiny_full.yaml decode.head=assets/demo_head target.dtype=bfloat16
 
 Prints how many texts equal the reference for plain decoding, a chain, the recipe's tree, a cost-aware tree, a wide tree
 and a head with random weights. The reference is transformers' `generate` when greedy and plain decoding when sampling.
@@ -27,14 +27,13 @@ from headstart.inference.core.sampling import Sampling, sampling_from_recipe
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import load_drafting_head
 from headstart.inference.drafters.growth import Dynamic
+from headstart.inference.generate.inputs import OWN_HEAD, taps_to_read
 from headstart.inference.report.command import recipe_tokenizer, report_prompts
 from headstart.inference.report.compare import Divergence, divergence
-from headstart.inference.report.methods import growth_of
+from headstart.inference.report.methods import Method, growth_of
 from headstart.inference.report.questions import Chat
-from headstart.inference.report.rounds import Round, numbered_batches, run_rounds, texts_of
-from headstart.inference.report.runs import Method, Run
+from headstart.inference.report.rounds import Round, Run, run_rounds, texts_of
 from headstart.inference.report.tables import margins_in_words
-from headstart.inference.show.inputs import OWN_HEAD, head_folder, taps_to_read
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, run_command
 from headstart.recipes.schema import Baseline
@@ -78,7 +77,7 @@ def check(recipe: Recipe) -> None:
             rounds = run_rounds(
                 methods,
                 target,
-                numbered_batches(prompts, 1),
+                prompts,
                 recipe.decode.max_new_tokens,
                 sampling,
                 warmup=0,
@@ -109,7 +108,7 @@ def methods_at(recipe: Recipe, target: TargetModel, temperature: float) -> list[
 
 
 def drafting(recipe: Recipe, target: TargetModel) -> Iterator[Method]:
-    folder = head_folder(recipe)
+    folder = recipe.head_in_use
     head, random_head = load_drafting_head(folder, target), load_head_for(folder, target.frozen)
     generator = torch.Generator().manual_seed(recipe.seed)
     for parameter in random_head.parameters():

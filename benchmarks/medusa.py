@@ -1,11 +1,11 @@
 """Acceptance length of four kinds of heads trained on one harvest with the same steps, with several draft trees.
 
     python benchmarks/medusa.py recipes/tiny.yaml decode.depth=4
-    python benchmarks/medusa.py recipes/tiny_full.yaml decode.depth=4 report.head=assets/demo_head
+    python benchmarks/medusa.py recipes/tiny_full.yaml decode.depth=4 decode.head=assets/demo_head
 
 Each kind takes its head and optimizer from its own tiny recipe. Data, steps, batch size and trees come from the recipe
 given here, and every kind is unrolled to that recipe's draft depth. Heads are trained in RUN_DIR/compare and reused if
-they are there; report.head may name an EAGLE-3 head that is trained already. All heads are calibrated on the report's
+they are there; decode.head may name an EAGLE-3 head that is trained already. All heads are calibrated on the report's
 first prompts and decode the others.
 """
 
@@ -29,7 +29,7 @@ from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import load_drafting_head, searched_tree
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
 from headstart.inference.engine.loop import generate_batch
-from headstart.inference.show.inputs import held_out_prompts
+from headstart.inference.generate.inputs import held_out_prompts
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, load_recipe, run_command
 from headstart.trainers.run import run
@@ -94,7 +94,7 @@ def variant(recipe: Recipe, name: str) -> Recipe:
 
 
 def head_folder(recipe: Recipe, name: str) -> Path:
-    given = recipe.report.head if name == "EAGLE-3" else None
+    given = recipe.decode.head if name == "EAGLE-3" else None
     return given or variant(recipe, name).head_dir
 
 

@@ -33,12 +33,12 @@ from headstart.inference.core.request import DecodeStats
 from headstart.inference.core.sampling import sampling_from_recipe
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import growth_from_recipe, load_drafting_head
+from headstart.inference.generate.inputs import held_out_prompts
 from headstart.inference.report.command import machine
+from headstart.inference.report.compare import speedup
+from headstart.inference.report.methods import Method
 from headstart.inference.report.questions import Prompt
-from headstart.inference.report.rounds import Round, numbered_batches, run_rounds
-from headstart.inference.report.runs import Method
-from headstart.inference.report.statistics import speedup
-from headstart.inference.show.inputs import held_out_prompts
+from headstart.inference.report.rounds import Round, run_rounds
 from headstart.recipes import Recipe, load_recipe
 from headstart.recipes.load import RecipeError
 
@@ -142,8 +142,8 @@ def run(path: str, overrides: list[str], recipe: Recipe, given: argparse.Namespa
             sampling = sampling_from_recipe(recipe, temperature)
             with Progress(f"{name}, temperature {temperature:g}", len(prompts) * 2, "texts") as progress:
                 after = partial(count_texts, progress)
-                batches, most = numbered_batches(prompts, 1), recipe.decode.max_new_tokens
-                rounds = run_rounds(methods, target, batches, most, sampling, warmup=0, after_run=after)
+                most = recipe.decode.max_new_tokens
+                rounds = run_rounds(methods, target, prompts, most, sampling, warmup=0, after_run=after)
             table.add_row(name, f"{temperature:g}", *figures(rounds, recipe.seed))
     console.print(table)
 

@@ -7,7 +7,7 @@ between two blocks of a running row are taken until the long prompt has its firs
 99th percentile and the longest. *Longest before* is the same rows' longest step before the prompt came, which tells how
 much the machine itself varies. Rows become longer while they wait, and their plain steps slower: *of its time* is the
 longest wait in plain steps as they were then, the fastest of the last five. The last two columns tell what the
-interruptions cost that prompt: its time to the first token, with running rows and alone. With a head (report.head), a
+interruptions cost that prompt: its time to the first token, with running rows and alone. With a head (decode.head), a
 second line per number of rows has the rows draft.
 """
 
@@ -24,7 +24,7 @@ from headstart.inference.core.request import Request
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import growth_from_recipe, load_drafting_head
 from headstart.inference.engine.loop import DecodeLoop
-from headstart.inference.show.inputs import head_folder, held_out_prompts, taps_to_read
+from headstart.inference.generate.inputs import held_out_prompts, taps_to_read
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, run_command
 
@@ -39,7 +39,7 @@ def main() -> None:
 
 def run(recipe: Recipe) -> None:
     torch.set_num_threads(recipe.report.threads or torch.get_num_threads())
-    has_head = recipe.report.head is not None
+    has_head = recipe.decode.head is not None
     target = TargetModel.load(recipe.target, taps_to_read(recipe) if has_head else ())
     prompts = [prompt[:64] for prompt in held_out_prompts(recipe)]
     count = min(TOKENS, target.max_positions - 1)
@@ -47,7 +47,7 @@ def run(recipe: Recipe) -> None:
     long = Request((flat * (count // len(flat) + 1))[:count], 1, end_tokens=())
     drafters: list[tuple[str, Drafter | None]] = [("plain", None)]
     if has_head:
-        head = load_drafting_head(head_folder(recipe), target)
+        head = load_drafting_head(recipe.head_in_use, target)
         drafters.append(("drafting", head_drafter(head, growth_from_recipe(recipe.decode, target, head))))
     table = Table(title=f"a prompt of {count:,} tokens; a row may wait {BAR:g} plain steps")
     for column in (

@@ -28,7 +28,7 @@ from headstart.data_pipelines.prompts.prompts import (
 )
 from headstart.data_pipelines.prompts.responses import Text
 from headstart.data_pipelines.stages.stage import Json, Stage
-from headstart.inference.drafters.model import Tokenizer
+from headstart.inference.targets.tokenizer import Tokenizer
 from headstart.recipes import Recipe, run_command
 
 SAMPLES = 4  # samples shown in full

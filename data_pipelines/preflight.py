@@ -14,9 +14,8 @@ from headstart.data_pipelines.prompts.self_written.selection import optional_ren
 from headstart.data_pipelines.stages.stage import Stage
 from headstart.heads.checkpoint import load_taps
 from headstart.heads.target_config import SAFE_FILES, TargetConfig, locate_target
-from headstart.inference.drafters.model import Tokenizer
 from headstart.inference.targets.loading import pick_device
-from headstart.inference.targets.tokenizer import load_tokenizer
+from headstart.inference.targets.tokenizer import Tokenizer, load_tokenizer
 from headstart.recipes import Recipe
 from headstart.recipes.checks import size_mistakes
 from headstart.recipes.schema import HUB_PREFIX, PYTHON_STDLIB, SELF

@@ -74,7 +74,7 @@ def talk(options: ChatOptions) -> None:
 def target_section(options: ChatOptions) -> TargetSection:
     """The target's section; fetches the default target if it is missing."""
     if options.recipe is not None:
-        refuse_original_target(options.recipe, options.recipe.report.head)
+        refuse_original_target(options.recipe)
         return options.recipe.target
     path = options.target
     if path is None:

@@ -105,14 +105,14 @@ COMMANDS = {  # in data-flow order
     "calibrate": Command(
         "headstart.inference.calibrate",
         "Fit how much the head's scores can be trusted at each depth. Training ends with this too.",
-        "RUN_DIR/head or report.head, held-out prompts",
+        "RUN_DIR/head or decode.head, held-out prompts",
         "the head's config.json",
         "recipes/tiny.yaml",
     ),
     "report": Command(
-        "headstart.inference.report",
+        "headstart.inference.report.command",
         "Decode the same prompts with several methods: acceptance length, speed, and whether the texts are equal.",
-        "RUN_DIR/head or report.head, target, prompts",
+        "RUN_DIR/head or decode.head, target, prompts",
         "RUN_DIR/report",
         "recipes/tiny.yaml",
     ),
@@ -127,7 +127,7 @@ COMMANDS = {  # in data-flow order
     "serve": Command(
         "headstart.inference.serve",
         "Serve a target and its head over HTTP, as OpenAI's API does, with a chat page that shows the drafts.",
-        "target, RUN_DIR/head or report.head",
+        "target, RUN_DIR/head or decode.head",
         "nothing",
         "--target assets/demo_target --head assets/demo_head",
         serve_options,
@@ -135,7 +135,7 @@ COMMANDS = {  # in data-flow order
     "export": Command(
         "headstart.heads.formats.export",
         "Write the head for a serving engine, after checking it against what that engine's loader reads.",
-        "RUN_DIR/head or export.head",
+        "RUN_DIR/head or decode.head",
         "RUN_DIR/export/FORMAT",
         "recipes/tiny.yaml export.format=vllm",
     ),
@@ -148,7 +148,7 @@ COMMANDS = {  # in data-flow order
         lint_options,
     ),
     "doctor": Command(
-        "headstart.inference.doctor",
+        "headstart.inference.doctor.command",
         "Find where a head, or an export of it, loses acceptance.",
         "one or two heads' folders, target, held-out prompts",
         "nothing",

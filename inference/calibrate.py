@@ -1,6 +1,6 @@
 """Fit a head's calibration: scale its scores, weight the Gumbel noise, and search the best draft tree of fixed shape.
 
-    headstart calibrate recipes/tiny_full.yaml report.head=assets/demo_head
+    headstart calibrate recipes/tiny_full.yaml decode.head=assets/demo_head
 
 The target writes texts from held-out prompts, greedily and sampled, and the head scores every token of them, at each
 depth given the true tokens before it. Three things are then chosen so that the target's tokens become likeliest:
@@ -19,7 +19,7 @@ if __name__ == "__main__":
     recipe_from_command_line(__doc__)  # --help and mistakes end the process here, before torch is loaded
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -37,24 +37,24 @@ from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import generate_batch
-from headstart.inference.show.inputs import head_folder, held_out_prompts, taps_to_read
+from headstart.inference.generate.inputs import held_out_prompts, taps_to_read
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, run_command
 
 CANDIDATES = torch.logspace(-0.6, 0.7, 53)  # multipliers to try: 0.25 to 5
-WEIGHTS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0)  # of Gumbel noise, tried with every fourth multiplier
-TEMPERATURES = (0.7, 1.0)  # of the sampled texts
+WEIGHTS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0)  # Gumbel weights, tried with every fourth multiplier
+TEMPERATURES = (0.7, 1.0)  # temperatures of the sampled texts
 CHILDREN = 4  # usual children of a node: scores are fitted only where drafting gets to, which is easier text
 RANKS = 16  # guesses per depth that the searched tree may hold
-NODES = 64  # of the searched tree; a smaller tree is made of its first nodes
+NODES = 64  # nodes of the searched tree; a smaller tree is made of its first nodes
 
 
 @dataclass
 class Tally:
     """Sums over texts of the target: how well each multiplier and weight fits, and how often each guess was right."""
 
-    weights: Float[Tensor, "depth weights"]  # of Gumbel noise, to try; guesses are ranked with the last one
-    multipliers: Float[Tensor, " multipliers"]  # to try
+    weights: Float[Tensor, "depth weights"]  # Gumbel weights to try; guesses are ranked with the last one
+    multipliers: Float[Tensor, " multipliers"]  # multipliers to try
     losses: Float[Tensor, "depth weights multipliers"]  # sums of -log of the probability given to the target's token
     hits: Float[Tensor, "depth ranks"]  # how often the guess of each rank was the target's token
     tried: Float[Tensor, " depth"]  # how often all tokens before were among the guesses, so that a tree could hold them
@@ -84,45 +84,36 @@ class Tally:
         """How often the guess of each rank is correct given a correct prefix; every outcome counts half a case more."""
         return (self.hits + 0.5) / (self.tried.unsqueeze(1) + 0.5 * (self.hits.shape[1] + 1))
 
-    def with_ranks_of(self, other: "Tally") -> "Tally":
-        """This tally with the other's hits added."""
-        return replace(self, hits=self.hits + other.hits, tried=self.tried + other.tried)
-
 
 @torch.inference_mode()
 def fit_calibration(
     target: TargetModel, head: DraftHead, prompts: Sequence[list[int]], depth: int, new_tokens: int
 ) -> Calibration:
     """Fit multipliers and weights of Gumbel noise down to `depth`, and the tree, on what the target writes."""
-    ranks, ones = min(RANKS, len(head.vocab.ids)), torch.ones(depth, 1)
-    greedy = Tally.empty(ones, ranks)
-    tally_texts(greedy, target, head, write_texts(target, head, prompts, depth, new_tokens, [Sampling()]))
-    samplings = [Sampling(temperature, seed=1) for temperature in TEMPERATURES]
-    texts = write_texts(target, head, prompts, depth, new_tokens, samplings)
+
+    def texts_at(sampling: Sampling) -> list[tuple[Request, list[int]]]:
+        return write_texts(target, head, [Request(prompt, new_tokens, sampling) for prompt in prompts], depth)
+
+    ranks = min(RANKS, len(head.vocab.ids))
+    greedy = Tally.empty(torch.ones(depth, 1), ranks)
+    tally_texts(greedy, target, head, texts_at(Sampling()))
+    texts = [text for temperature in TEMPERATURES for text in texts_at(Sampling(temperature, seed=1))]
     coarse = Tally.empty(torch.tensor(WEIGHTS).repeat(depth, 1), ranks, every=4)
     tally_texts(coarse, target, head, texts)
     sampled = Tally.empty(torch.tensor(coarse.best()[1]).unsqueeze(1), ranks)
     tally_texts(sampled, target, head, texts)
-    tree = search_tree(sampled.with_ranks_of(greedy).accuracies(), NODES)
-    return Calibration(greedy.best()[0], *sampled.best(), tree)
+    sampled.hits += greedy.hits
+    sampled.tried += greedy.tried
+    return Calibration(greedy.best()[0], *sampled.best(), search_tree(sampled.accuracies(), NODES))
 
 
 def write_texts(
-    target: TargetModel,
-    head: DraftHead,
-    prompts: Sequence[list[int]],
-    depth: int,
-    new_tokens: int,
-    samplings: Sequence[Sampling],
+    target: TargetModel, head: DraftHead, requests: Sequence[Request], depth: int
 ) -> list[tuple[Request, list[int]]]:
-    """The target's response to each prompt under each sampling."""
+    """Each request with the target's response."""
     drafter = head_drafter(head, Dynamic.chain(depth))  # it only saves time: the text is the target's
-    found = []
-    for sampling in samplings:
-        requests = [Request(prompt, new_tokens, sampling) for prompt in prompts]
-        generations = generate_batch(target, requests, drafter)
-        found += [(request, each.tokens) for request, each in zip(requests, generations, strict=True)]
-    return found
+    generations = generate_batch(target, requests, drafter)
+    return [(request, each.tokens) for request, each in zip(requests, generations, strict=True)]
 
 
 def tally_texts(tally: Tally, target: TargetModel, head: DraftHead, texts: Sequence[tuple[Request, list[int]]]) -> None:
@@ -142,7 +133,7 @@ class LevelScores:
 
     without_noise: Float[Tensor, "choices draft_vocab"]  # warped logits
     gumbel: Float[Tensor, "choices draft_vocab"]  # the target's Gumbel noise at that position
-    columns: Int[Tensor, " choices"]  # of the target's choice; -1 if the draft vocabulary lacks it
+    columns: Int[Tensor, " choices"]  # the column of the target's choice; -1 if the draft vocabulary lacks it
     written: Bool[Tensor, " choices"]  # did the target write the token? False within the prompt
 
     def scores(self, weight: float) -> Float[Tensor, "choices draft_vocab"]:
@@ -169,7 +160,7 @@ def score_taps(
     depth: int,
     shift: int = 0,
 ) -> Iterator[LevelScores]:
-    """`score_text` from taps that are known already; `shift` moves the tokens that the head reads beside them."""
+    """`score_text` from taps that are known already; `shift` moves the tokens that the head reads with them."""
     batch = BatchSampling([sampling], text.device)
     ids = head.vocab.ids.to(text.device)
     column = torch.full((head.vocab.target_size,), -1, device=text.device)
@@ -226,24 +217,18 @@ def tally_text(tally: Tally, levels: Iterator[LevelScores], unit: float = 1.0) -
 
 
 def main() -> None:
-    run_command(__doc__, calibrate_alone)
-
-
-def calibrate_alone(recipe: Recipe) -> None:
-    """`calibrate`, while no other command writes into the run's folder."""
-    with only_run_in(recipe.run_dir, "a calibration"):
-        calibrate(recipe)
+    run_command(__doc__, calibrate)
 
 
 def calibrate(recipe: Recipe) -> None:
-    """Fit the calibration of the report's head on the report's prompts and save it with the head."""
-    folder = head_folder(recipe)
-    taps, prompts = taps_to_read(recipe), held_out_prompts(recipe)
-    target = TargetModel.load(recipe.target, taps)
-    head = load_head_for(folder, target.frozen)
-    head.calibration = fit_calibration(target, head, prompts, recipe.decode.depth, recipe.decode.max_new_tokens)
-    save_head(head, folder)
-    print(f"calibration written to {folder}/config.json; by depth:")
+    """Fit the calibration of decode.head on the report's prompts and save it with the head."""
+    with only_run_in(recipe.run_dir, "a calibration"):
+        taps, prompts = taps_to_read(recipe), held_out_prompts(recipe)
+        target = TargetModel.load(recipe.target, taps)
+        head = load_head_for(recipe.head_in_use, target.frozen)
+        head.calibration = fit_calibration(target, head, prompts, recipe.decode.depth, recipe.decode.max_new_tokens)
+        save_head(head, recipe.head_in_use)
+    print(f"calibration written to {recipe.head_in_use}/config.json; by depth:")
     for name, values in head.calibration.to_config().items():
         if name != "tree":
             print(f"  {name:8}", *(f"{value:.2f}" for value in values))

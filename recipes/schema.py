@@ -557,6 +557,10 @@ class DecodeSection(Section):
         "target's first layers; prompt_lookup: repeats of earlier text; suffix: repeats of a corpus; lookahead: the "
         "target's own parallel guesses.",
     )
+    head: Annotated[HomePath | None, Field(strict=False)] = Field(
+        default=None,
+        description="Folder of the head that report, calibrate, export, chat and serve use; null is RUN_DIR/head.",
+    )
     draft_model: HomeText | None = Field(
         default=None,
         description="Folder or hub name of the draft model; with a different tokenizer it drafts a chain of text.",
@@ -645,26 +649,16 @@ class ReportSection(Section):
     temperatures: Temperatures = Field(
         default=(0.0, 0.7), description="Sampling temperatures; every row is measured at each."
     )
-    head: Annotated[HomePath | None, Field(strict=False)] = Field(
-        default=None, description="Folder of the head to measure; null is the head of this run."
-    )
     other_heads: Folders = Field(
         default={},
         description="More heads of this target to measure, {name: folder}; their rows carry the name. They draft as "
         "the recipe says, up to their own depth.",
     )
-    warmup_prompts: int = Field(default=3, ge=0, description="Prompts decoded before timing starts.")
     threads: int | None = Field(
         default=None,
         gt=0,
         le=1024,
-        description="CPU threads per worker; null shares torch's default among them.",
-    )
-    workers: int = Field(
-        default=1,
-        gt=0,
-        description="Processes that share the prompts on a CPU, for targets too small to use all cores. One process "
-        "decodes a prompt with every method.",
+        description="CPU threads; null is torch's default.",
     )
     baselines: Baselines = Field(
         default=("generate", "plain", "untrained", "chain", "tree"),
@@ -678,16 +672,6 @@ class ReportSection(Section):
     @classmethod
     def each_has_its_own_row(cls, values: tuple[object, ...]) -> tuple[object, ...]:
         return refuse_repeats(values)
-
-    @field_validator("workers")
-    @classmethod
-    def each_worker_has_a_prompt(cls, workers: int, section: ValidationInfo) -> int:
-        most = section.data.get("num_prompts")
-        if most is not None and workers > most:
-            raise ValueError(
-                f"1 to report.num_prompts, {most}, is allowed; write as many as the CPU has cores, or fewer"
-            )
-        return workers
 
     @field_validator("other_heads")
     @classmethod
@@ -713,9 +697,6 @@ class ExportSection(Section):
         default="vllm",
         description="Format of the export. vllm, sglang and tensorrt_llm read the same files; eagle and medusa are the "
         "layouts of the authors' code, speculators that of the library; native loads in headstart only.",
-    )
-    head: Annotated[HomePath | None, Field(strict=False)] = Field(
-        default=None, description="Folder of the head to export; null is the head of this run."
     )
     dtype: Dtype | None = Field(
         default=None, description="Number format of the exported weights; null keeps the head's."
@@ -776,6 +757,11 @@ class Recipe(Section):
     @property
     def head_dir(self) -> Path:
         return self.run_dir / "head"
+
+    @property
+    def head_in_use(self) -> Path:
+        """The folder of the head that decodes and is exported."""
+        return self.decode.head or self.head_dir
 
     @property
     def tuned_target_dir(self) -> Path:

@@ -553,7 +553,7 @@ CONVERT = "convert {tmp}/damaged {tmp}/out --target {place}/target"
 LINT = "lint {tmp}/damaged --target {place}/target"
 DOCTOR = "doctor {tmp}/damaged {place}/target --samples {place}/samples.jsonl --new-tokens 12 --depth 1"
 SERVED = "doctor {place}/head {place}/target {tmp}/damaged --samples {place}/samples.jsonl --new-tokens 12 --depth 1"
-EXPORT = "export {place}/recipe.yaml run_dir={tmp}/run export.head={tmp}/damaged export.format=vllm"
+EXPORT = "export {place}/recipe.yaml run_dir={tmp}/run decode.head={tmp}/damaged export.format=vllm"
 PLAIN = "report {place}/recipe.yaml target.path={place}/whole report.prompts={tmp}/questions.jsonl"
 REPORT = "report {place}/recipe.yaml"
 
@@ -884,16 +884,16 @@ COMMANDS: dict[str, tuple[Edit, str, Says]] = {
     "report: no head, before it asks for prompts": (
         nothing,
         REPORT,
-        Says("report.head", "run/head holds no head", "a trained head's folder is required", "headstart train RECIPE"),
+        Says("decode.head", "run/head holds no head", "a trained head's folder is required", "headstart train RECIPE"),
     ),
     "report: two heads are missing": (
         nothing,
         f"{REPORT} 'report.other_heads={{{{other: nowhere}}}}'",
-        Says("report.other_heads.other", "nowhere holds no head", "a trained head's folder", "report.head=FOLDER"),
+        Says("report.other_heads.other", "nowhere holds no head", "a trained head's folder", "decode.head=FOLDER"),
     ),
     "report: a whole model as the head": (
         nothing,
-        f"{REPORT} report.head={{place}}/target",
+        f"{REPORT} decode.head={{place}}/target",
         Says("num_hidden_layers", "7 in config.json", "a head has 1 layer", "train one for this target"),
     ),
     "report: the tokenizer of another model": (
@@ -939,7 +939,7 @@ COMMANDS: dict[str, tuple[Edit, str, Says]] = {
     "chat: no head in the recipe's run": (
         nothing,
         "chat {place}/recipe.yaml",
-        Says("report.head", "run/head holds no head", "a trained head's folder", "decode.drafter=prompt_lookup"),
+        Says("decode.head", "run/head holds no head", "a trained head's folder", "decode.drafter=prompt_lookup"),
     ),
     "chat: the head of another target": (
         nothing,
@@ -979,7 +979,7 @@ COMMANDS: dict[str, tuple[Edit, str, Says]] = {
     "calibrate: no head": (
         nothing,
         "calibrate {place}/recipe.yaml",
-        Says("report.head", "run/head holds no head", "a trained head's folder is required", "headstart train RECIPE"),
+        Says("decode.head", "run/head holds no head", "a trained head's folder is required", "headstart train RECIPE"),
     ),
 }
 
@@ -1025,7 +1025,7 @@ def test_the_commands_of_an_export_quote_its_folder(
     name: str, place: Path, tmp_path: Path, type_in: Callable[[str], Outcome]
 ) -> None:
     out = tmp_path / name / "export/vllm"
-    line = ["export", "{place}/recipe.yaml", "export.head={place}/head", "export.format=vllm"]
+    line = ["export", "{place}/recipe.yaml", "decode.head={place}/head", "export.format=vllm"]
     line.append(f"run_dir={tmp_path / name}")
     assert type_in(shlex.join(line)).code == 0
     readme = (out / "README.md").read_text()

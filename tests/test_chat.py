@@ -145,11 +145,13 @@ def test_a_token_is_drafted_up_to_the_accepted_depth_and_else_a_bonus() -> None:
 
 
 def test_depths_agree_with_the_trees_that_were_verified(talker: TargetModel) -> None:
-    """As the report traces them: tokens on the tree's path at their depth, and the first one off it as the bonus."""
+    """Tokens on the tree's path have their depth, and the first one off it is the bonus."""
     prompt, count = [5, 6, 7, 11], 23
     found = trace("method", KnowsTheText(talker), talker, prompt, count, Sampling())
+    paths = [[] if step.tree is None else step.tree.path for step in found.steps]
     wanted = [
-        [depth if depth < len(step.path) else BONUS for depth in range(1, len(step.added) + 1)] for step in found.steps
+        [None if not path else depth if depth < len(path) else BONUS for depth in range(1, len(step.tokens) + 1)]
+        for step, path in zip(found.steps, paths, strict=True)
     ]
     answer = Answer(talker, KnowsTheText(talker), Request(prompt, count), str)
     assert [block.depths for block in answer.blocks()] == [[None], *wanted]
@@ -350,7 +352,7 @@ def test_a_recipe_says_who_talks_and_how_it_drafts(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    own = [f"target.path={folders / 'target'}", f"report.head={folders / 'head'}", "decode.growth=chain"]
+    own = [f"target.path={folders / 'target'}", f"decode.head={folders / 'head'}", "decode.growth=chain"]
     talk(monkeypatch, b"the target\n", str(harvested / "recipe.yaml"), *own, "--seed", "3")
     told = capsys.readouterr().out
     assert f"drafts by head {folders / 'head'}, float32 on cpu" in told

@@ -15,9 +15,6 @@ from headstart.recipes.command_line import command_name, recipe_from_command_lin
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = {name: command.module for name, command in cli.COMMANDS.items() if command.module is not None}
 
-# What pip writes into the environment's bin/ for the entry point.
-CONSOLE_SCRIPT = "import sys\nfrom headstart.cli import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
-
 
 def headstart(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     monkeypatch.setattr(sys, "argv", ["bin/headstart", *arguments])
@@ -49,7 +46,7 @@ def test_a_subcommand_runs_the_main_of_its_module_with_the_arguments(
 
 def test_the_entry_module_is_what_python_m_runs() -> None:
     assert cli.entry_module("headstart.heads.formats.lint") == "headstart.heads.formats.lint"
-    assert cli.entry_module("headstart.inference.report") == "headstart.inference.report.__main__"
+    assert cli.entry_module("headstart.inference.serve") == "headstart.inference.serve.__main__"
     for module in MODULES.values():
         source = import_module(cli.entry_module(module)).__file__
         assert source is not None
@@ -191,27 +188,7 @@ def test_an_unknown_subcommand_is_refused_with_the_nearest_name(
 
 
 def test_usage_names_the_package_rather_than_its_main_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`python -m headstart.inference.report --help` called itself `python -m headstart.inference.report.__main__`."""
-    monkeypatch.setattr(sys, "argv", ["inference/report/__main__.py", "--help"])
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", find_spec("headstart.inference.report.__main__"))
-    assert command_name() == "python -m headstart.inference.report"
-
-
-@pytest.mark.slow
-def test_workers_that_the_report_spawns_do_not_run_the_command_again(tmp_path: Path) -> None:
-    script = tmp_path / "headstart"
-    script.write_text(CONSOLE_SCRIPT)
-    settings = ["report.workers=2", "report.num_prompts=2", "report.warmup_prompts=0", "decode.max_new_tokens=4"]
-    settings += ["report.baselines=[plain, prompt_lookup]", "report.temperatures=[0.0]", f"run_dir={tmp_path}/run"]
-    settings += ["report.prompts=assets/demo_target/heldout_prompts.jsonl"]
-    ended = subprocess.run(
-        [sys.executable, str(script), "report", "recipes/tiny.yaml", *settings],
-        cwd=ROOT,
-        env={"PATH": "", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("written to") == 1
-    assert (tmp_path / "run/report/report.json").is_file()
+    """`python -m headstart.inference.serve --help` called itself `python -m headstart.inference.serve.__main__`."""
+    monkeypatch.setattr(sys, "argv", ["inference/serve/__main__.py", "--help"])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", find_spec("headstart.inference.serve.__main__"))
+    assert command_name() == "python -m headstart.inference.serve"

@@ -11,18 +11,17 @@ from conftest import ModelFactory
 from scripted import Hidden, Oracle
 from tiny_run import build_tokenizer
 
-from headstart.inference.core.request import DecodeStats
+from headstart.inference.core.request import DecodeStats, DraftTree
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.engine.loop import generate
-from headstart.inference.report.compare import Divergence, compare, divergence, summarise_methods
-from headstart.inference.report.page import coloured, on_terminal, page, pieces
+from headstart.inference.report.compare import Comparison, Divergence, divergence, speedup
+from headstart.inference.report.figures import as_svg, draw
+from headstart.inference.report.methods import Method
+from headstart.inference.report.page import page
 from headstart.inference.report.questions import CONVERSATION, Chat, Prompt, read_questions
-from headstart.inference.report.rounds import Round, numbered_batches, run_rounds, seconds_and_tokens
-from headstart.inference.report.runs import Method, Run, run_batch
-from headstart.inference.report.statistics import speedup
-from headstart.inference.report.svg import Scale, tree_drawing
+from headstart.inference.report.rounds import Round, Run, able_to_batch, run_batch, run_rounds, seconds_and_tokens
 from headstart.inference.report.tables import low_to_high, margins_in_words
-from headstart.inference.report.trace import Trace, TracedStep, trace
+from headstart.inference.report.trace import Trace, TracedStep, coloured, on_terminal, pieces, trace, tree_as_text
 from headstart.inference.targets.model import TargetModel
 
 PROMPTS = [Prompt([5, 6, 7, 11], "one"), Prompt([3], "two"), Prompt([*range(20)], "one")]
@@ -66,7 +65,9 @@ def test_every_method_has_the_same_text_latencies_and_figures_by_category(target
     whole = [prompt.tokens + generate(target, prompt.tokens, 9).tokens for prompt in PROMPTS]
     methods = [Method("plain"), Method("generate", transformers=True), Method("oracle", Oracle(*whole, ahead=3))]
     methods.append(Method("generate_lookup", transformers=True, lookup=3))
-    found = {o.method: o for o in compare(methods, target, PROMPTS, 9, Sampling(), 1, batch)}
+    methods = able_to_batch(methods, batch)
+    rounds = run_rounds(methods, target, PROMPTS, 9, Sampling(), 1, batch)
+    found = {o.method: o for o in Comparison(methods, rounds, target, Sampling(), batch).outcomes()}
     assert set(found) == {"plain", "generate", "oracle", *(["generate_lookup"] if batch == 1 else [])}
     assert all(o.identical == o.prompts == 3 and o.divergences == [] and o.batch == batch for o in found.values())
     for method, length in (("oracle", 4), ("plain", 1)):
@@ -120,7 +121,7 @@ def test_questions_come_from_each_category_in_turn(tmp_path: Path) -> None:
 
 
 def test_the_topics_of_conversations_are_one_category_taken_in_turn(tmp_path: Path) -> None:
-    """As in Spec-Bench's file: ten questions of each of MT-Bench's topics, in order, beside 80 of each other group."""
+    """As in Spec-Bench's file: ten questions of each of MT-Bench's topics, in order, and 80 of each other group."""
     rows = [{"category": topic, "turns": [f"{topic} {i}", "b"]} for topic in ("writing", "stem") for i in range(3)]
     rows += [{"category": "qa", "turns": [f"qa {i}"]} for i in range(6)]
     path = tmp_path / "question.jsonl"
@@ -139,12 +140,12 @@ def test_a_later_turn_follows_plain_decodings_answer_for_every_method(make_model
     target = TargetModel(make_model(vocab_size=len(tokenizer)), ())
     prompts, chat = read_questions(path, tokenizer, 1000, 2), Chat(tokenizer, 100)
     methods = [Method("generate", transformers=True), Method("plain")]
-    rounds = run_rounds(methods, target, numbered_batches(prompts, 2), 6, Sampling(1.0), 0, chat.next_turn)
+    rounds = run_rounds(methods, target, prompts, 6, Sampling(1.0), 0, 2, chat.next_turn)
     assert [(each.place, len(each.prompts)) for each in rounds] == [((0, 0), 2), ((0, 1), 1)]
     answer = tokenizer.decode(generate(target, prompts[0].tokens, 6, Sampling(1.0)).tokens, skip_special_tokens=True)
     assert rounds[1].prompts[0].said == ("a draft", answer, "and then")
     assert tokenizer.decode(rounds[1].prompts[0].tokens).endswith("[user]and then[assistant]")
-    outcomes = summarise_methods(methods, rounds, target, Sampling(1.0), 2)
+    outcomes = Comparison(methods, rounds, target, Sampling(1.0), 2).outcomes()
     assert [(o.prompts, o.new_tokens) for o in outcomes] == [(3, 18), (3, 18)]
 
 
@@ -173,11 +174,15 @@ def test_a_trace_holds_the_whole_text_and_the_accepted_path_of_each_tree(target:
     prompt = [5, 6, 7, 11]
     tokens = generate(target, prompt, 14).tokens
     found = trace("hidden", Hidden(prompt + tokens, ahead=3), target, prompt, 14, Sampling())
-    assert [found.first, *(token for step in found.steps for token in step.added)] == tokens
+    assert [found.first, *(token for step in found.steps for token in step.tokens)] == tokens
     for step in found.steps:
-        assert [step.tokens[node] for node in step.path[1:]] == step.added[: len(step.path) - 1]
-        assert [step.parents[node] for node in step.path] == [-1, *step.path[:-1]]
-        assert len(step.added) - len(step.path) in (0, -1)  # 0: the bonus token; -1: the text ended before it
+        if step.tree is None:  # the last token needs no draft
+            assert len(step.tokens) == 1
+            continue
+        path = step.tree.path
+        assert [step.tree.tokens[node] for node in path[1:]] == step.tokens[: len(path) - 1]
+        assert [step.tree.parents[node] for node in path] == [-1, *path[:-1]]
+        assert len(step.tokens) - len(path) in (0, -1)  # 0: the bonus token; -1: the text ended before it
 
 
 class Balanced(HTMLParser):
@@ -203,7 +208,7 @@ class Balanced(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if "svg" not in self.open:
+        if "samp" not in self.open:  # a draft tree
             self.text += data
 
 
@@ -217,15 +222,16 @@ def test_a_page_is_valid_html_and_shows_every_token(target: TargetModel) -> None
     tokens = generate(target, prompt, 14).tokens
     hidden = Hidden(prompt + tokens, ahead=3)
     found = trace("<hidden>", hidden, target, prompt, 14, Sampling())
-    outcomes = compare(
-        [Method("plain"), Method("<hidden>", hidden)], target, [Prompt(prompt, "a & b")], 14, Sampling(), 0
-    )
+    methods = [Method("plain"), Method("<hidden>", hidden)]
+    rounds = run_rounds(methods, target, [Prompt(prompt, "a & b")], 14, Sampling(), 0)
+    outcomes = Comparison(methods, rounds, target, Sampling(), 1).outcomes()
     figures = outcomes[0].by_category["a & b"]
     outcomes[1].by_category = outcomes[0].by_category = {"a & b": figures, "<c>": figures}
     parsed = Balanced()
-    parsed.feed(page("a <title>", [outcomes], [found], letters))
+    parsed.feed(page("a <title>", [outcomes], [as_svg(draw([outcomes]))], [found], letters))
     assert parsed.open == []
-    assert parsed.counts["svg"] == 3 + len(found.steps)
+    assert parsed.counts["svg"] == 1
+    assert parsed.counts["samp"] == sum(step.tree is not None for step in found.steps) > 0
     assert parsed.counts["table"] == 1 + 4
     alone = Balanced()
     alone.feed(coloured(found, letters))
@@ -252,25 +258,17 @@ def test_a_character_of_several_tokens_belongs_to_the_last(
 ) -> None:
     first, *rest = [list(words.encode()) for words in steps]
     added = [first[1:], *rest] if first[1:] else rest
-    found = Trace("method", list(prompt.encode()), first[0], [TracedStep([0], [-1], [0], tokens) for tokens in added])
+    found = Trace(
+        "method", list(prompt.encode()), first[0], [TracedStep(tokens, [None] * len(tokens), None) for tokens in added]
+    )
     assert pieces(found, bytes_of) == wanted
 
 
-def test_grid_lines_are_round_numbers_and_no_value_is_beyond_them() -> None:
-    for largest in (0.37, 1.0, 5.0, 8.0, 64.0, 117.3):
-        scale = Scale.over([largest / 3, largest], 100.0, 0.0)
-        assert scale.place(0.0) == 100
-        assert 0 <= scale.place(largest) < 100
-        assert scale.lines[-1] == pytest.approx(scale.end)
-        assert 3 <= len(scale.lines) <= 6
-        assert f"{scale.step:e}"[0] in "125"
-
-
-def test_a_drawn_tree_has_every_node_and_the_accepted_path() -> None:
-    """0 - 1 - 3    the accepted path is 0 1 3
+def test_a_draft_tree_has_every_node_and_the_accepted_path_but_no_padding() -> None:
+    """0 - 1 - 3    the accepted path is 0 1 3, and node 4 is padding
     \\- 2
     """
-    drawn = tree_drawing(["a", "b", "c", "d"], [-1, 0, 0, 1], [0, 1, 3])
-    assert drawn.count("<text") == 4
-    assert drawn.count("<line") == 3
-    assert drawn.count('class="taken"') == 3 + 2
+    tree = DraftTree([0, 1, 2, 3, 1], [-1, 0, 0, 1, -1], [0, 1, 3])
+    drawn = tree_as_text(tree, lambda tokens: "ab d"[tokens[0]])
+    lines = drawn.partition(">")[2].removesuffix("</samp>").splitlines()
+    assert lines == ["<b>a</b><b>─b</b><b>─d</b>", "<span></span><span>└·</span>"]

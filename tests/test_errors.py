@@ -51,11 +51,11 @@ def test_every_error_names_the_path_the_reason_and_what_to_do(number: int, tmp_p
 
 
 def test_the_field_nearest_to_the_path_is_named(tmp_path: Path) -> None:
-    recipe = load_recipe(build_run(tmp_path), [f"report.head={tmp_path}/run/other"])
+    recipe = load_recipe(build_run(tmp_path), [f"decode.head={tmp_path}/run/other"])
     places = {
         tmp_path / "run": "run_dir",
         tmp_path / "run/features/train-00000.safetensors": "run_dir",
-        tmp_path / "run/other/config.json": "report.head",
+        tmp_path / "run/other/config.json": "decode.head",
         tmp_path / "target/config.json": "target.path",
         tmp_path / "prompts.jsonl": "data.prompts",
     }

@@ -243,9 +243,11 @@ def test_the_card_shows_what_training_logged_for_the_exported_weights(
     train = warm.train.model_copy(update={"start_from": Path("earlier/head")})
     card = (export(warm.model_copy(update={"train": train})) / "README.md").read_text()
     assert "- warm start: from the head in `earlier/head`" in card
-    other = exported(make_head(), tmp_path / "other", target_folder, "vllm", head=str(tmp_path / "head"))
-    assert "the head comes from" in (other / "README.md").read_text()
-    assert "held-out" not in (other / "README.md").read_text()
+    other = recipe_of(tmp_path / "other", target_folder, format="vllm")
+    decode = other.decode.model_copy(update={"head": tmp_path / "head"})
+    card = (export(other.model_copy(update={"decode": decode})) / "README.md").read_text()
+    assert "the head comes from" in card
+    assert "held-out" not in card
 
 
 @pytest.mark.parametrize(

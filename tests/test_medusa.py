@@ -34,7 +34,7 @@ from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.engine.loop import generate, generate_batch
 from headstart.inference.report.command import report
-from headstart.inference.report.tree_picture import draw_tree, rows
+from headstart.inference.report.figures import draw_tree, rows_of
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection, MedusaSection
 from headstart.trainers.run import run
@@ -236,7 +236,7 @@ def test_the_tally_counts_the_rank_of_the_targets_choice_given_a_correct_prefix(
 ) -> None:
     head = make_head("medusa", vocab=LIMITED, sequential=sequential)
     tally = Tally.empty(torch.ones(3, 1), RANKS)
-    tally_texts(tally, reader, head, write_texts(reader, head, [PROMPT], 3, 20, [Sampling()]))
+    tally_texts(tally, reader, head, write_texts(reader, head, [Request(PROMPT, 20)], 3))
     hits, tried = torch.zeros(3, RANKS), torch.zeros(3)
     text = PROMPT + generate(reader, PROMPT, 20).tokens
     features = head.project(reader.forward(torch.tensor([text])).taps)[0]
@@ -266,7 +266,7 @@ def test_a_recipe_with_searched_growth_uses_the_tree_that_calibration_found(
     assert found.paths == wanted.paths
     assert found.chances == pytest.approx(wanted.chances, abs=1e-5)
     growth = growth_from_recipe(section, reader, loaded)
-    assert growth.nodes == len(rows(wanted.paths[:10])) - 1 == 10
+    assert growth.nodes == len(rows_of(wanted.paths[:10])) - 1 == 10
     searched = growth_from_recipe(section.model_copy(update={"growth": "searched_cost_aware"}), reader, loaded)
     text = generate(reader, PROMPT, 10, drafter=head_drafter(loaded, searched)).tokens
     assert text == generate(reader, PROMPT, 10).tokens
@@ -364,7 +364,6 @@ MEDUSA_RUN = (
     "train.eval_every=8",
     "report.num_prompts=2",
     "report.temperatures=[0.7]",
-    "report.warmup_prompts=0",
 )
 
 

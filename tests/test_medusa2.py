@@ -248,7 +248,7 @@ def test_the_same_command_writes_a_tuned_target_that_is_missing(make_recipe: Mak
 
 
 def test_the_head_is_reported_and_exported_only_with_the_tuned_target(make_recipe: MakeRecipe, tmp_path: Path) -> None:
-    options = (*MEDUSA, joint("lora"), "report.num_prompts=1", "report.warmup_prompts=0", "report.temperatures=[0.9]")
+    options = (*MEDUSA, joint("lora"), "report.num_prompts=1", "report.temperatures=[0.9]")
     recipe = make_recipe("run", *options)
     run(recipe)
     for command in (report, export):

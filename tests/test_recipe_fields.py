@@ -40,7 +40,7 @@ def test_the_report_uses_as_many_cpu_threads_as_the_recipe_says(
 ) -> None:
     counts: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", counts.append)
-    small = "report.num_prompts=1", "report.warmup_prompts=0", "report.temperatures=[0]", "report.baselines=[plain]"
+    small = "report.num_prompts=1", "report.temperatures=[0]", "report.baselines=[plain]"
     folders = f"run_dir={tmp_path}", f"data.folder={harvested / 'run'}"
     report(tiny_recipe(harvested, *folders, *small, "report.threads=3"))
     assert counts == [3]

@@ -22,7 +22,6 @@ Type = Callable[..., Outcome]  # headstart ARGUMENTS
 
 REPORT = (
     "report.num_prompts=1",
-    "report.warmup_prompts=0",
     "report.temperatures=[0]",
     "report.baselines=[plain, tree]",
 )
@@ -248,7 +247,7 @@ def test_a_head_of_pickled_weights_is_converted_by_the_command_that_is_named(tra
     command = command_it_names(refused(headstart(*report)), "convert", trained / "recipe.yaml")
     words = {"NEW_FOLDER": str(trained / "new"), "TARGET": str(trained / "target")}
     succeeded(headstart(*(words.get(word, word) for word in command)))
-    succeeded(headstart(*report, f"report.head={trained / 'new'}"))
+    succeeded(headstart(*report, f"decode.head={trained / 'new'}"))
 
 
 def test_a_head_of_the_other_script_is_trained_by_the_script_that_is_named(

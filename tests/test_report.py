@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import product
@@ -17,10 +18,11 @@ from headstart.heads.formats.card import measured
 from headstart.heads.formats.export import export
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.vocab import DraftVocab
+from headstart.inference.report import command, journal
 from headstart.inference.report.command import report
 from headstart.inference.report.compare import Outcome
-from headstart.inference.report.journal import journal_path
-from headstart.inference.report.runs import Method, Run, run_batch
+from headstart.inference.report.methods import Method
+from headstart.inference.report.rounds import Run, run_batch
 from headstart.inference.report.tables import COLUMNS, LEGEND, short_table
 from headstart.recipes import Recipe
 from headstart.recipes.schema import Eagle3Section, HeadSection, MedusaSection
@@ -31,7 +33,7 @@ from headstart.trainers.run import run
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     folder = tmp_path_factory.mktemp("report")
     build_run(folder)
-    recipe = tiny_recipe(folder, "train.steps=2", "report.num_prompts=2", "report.warmup_prompts=0")
+    recipe = tiny_recipe(folder, "train.steps=2", "report.num_prompts=2")
     run(recipe)
     return recipe
 
@@ -51,6 +53,18 @@ def test_every_method_writes_the_same_text_and_the_files_say_so(trained: Recipe,
     assert (trained.report_dir / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_without_matplotlib_the_report_writes_all_but_pictures_and_says_how_to_get_them(
+    trained: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    folders = f"run_dir={tmp_path}", f"data.folder={trained.run_dir}", f"decode.head={trained.head_dir}"
+    recipe = tiny_recipe(trained.run_dir.parent, *folders, "report.num_prompts=1", "report.baselines=[plain, tree]")
+    report(recipe)
+    files = {path.name for path in recipe.report_dir.iterdir() if not path.name.startswith(".")}
+    assert files == {"report.json", "report.md", "report.html"}
+    assert capsys.readouterr().out.endswith("pip install -e '.[report]'\n")
+
+
 def test_a_head_without_a_searched_tree_is_refused_before_the_work(
     trained: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,10 +77,11 @@ def test_a_head_without_a_searched_tree_is_refused_before_the_work(
 
 
 def test_the_card_of_an_export_shows_figures_of_its_own_head_only(trained: Recipe, outcomes: list[Outcome]) -> None:
-    def measured(**fields: object) -> str:
+    def measured(head: Path | None = None) -> str:
         shutil.rmtree(trained.export_dir, ignore_errors=True)
-        section = trained.export.model_copy(update={"format": "native", **fields})
-        readme = export(trained.model_copy(update={"export": section})) / "README.md"
+        decode = trained.decode.model_copy(update={"head": head})
+        section = trained.export.model_copy(update={"format": "native"})
+        readme = export(trained.model_copy(update={"decode": decode, "export": section})) / "README.md"
         return readme.read_text().partition("## Measured\n\n")[2].partition("\n\n## ")[0]
 
     rates = {(o.temperature, o.batch): o.tokens_per_second for o in outcomes if o.method == "plain"}
@@ -116,39 +131,12 @@ def test_several_heads_are_compared_in_one_report(trained: Recipe, tmp_path: Pat
         tiny_recipe(trained.run_dir.parent, "report.baselines=[plain]", f"report.other_heads={{{folders}}}")
 
 
-@pytest.mark.slow  # it starts a process
-def test_workers_write_the_same_texts_as_one_process(trained: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes share three prompts, singly and in batches of two: same texts and steps, in the same order."""
-    settings = ("report.num_prompts=3", "report.temperatures=[0.7]", "report.batches=[1, 2]")
-    outcomes = [
-        report(tiny_recipe(trained.run_dir.parent, *settings, f"report.workers={workers}")) for workers in (1, 2)
-    ]
-    for alone, shared in zip(*outcomes, strict=True):
-        assert (alone.method, alone.batch, alone.new_tokens) == (shared.method, shared.batch, shared.new_tokens)
-        if not alone.method.startswith("generate"):
-            assert alone.identical == shared.identical == 3
-        assert (alone.stats.steps, alone.stats.accepted_at_depth) == (
-            shared.stats.steps,
-            shared.stats.accepted_at_depth,
-        )
-    monkeypatch.setattr("headstart.inference.report.command.pick_device", lambda name: torch.device("meta"))
-    message = r"report\.workers: 2 given, only 1 is allowed on meta because .*; leave it out"
-    with pytest.raises(ValueError, match=message):
-        report(tiny_recipe(trained.run_dir.parent, "report.workers=2"))
-
-
-def test_more_workers_than_cores_are_refused(trained: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hundreds of workers, each loading the target, made the machine stand still."""
-    monkeypatch.setattr("headstart.inference.report.command.os.cpu_count", lambda: 4)
-    with pytest.raises(ValueError, match=r"report\.workers: 5 given, 1 to 4 is allowed, one per core.*; lower it"):
-        report(tiny_recipe(trained.run_dir.parent, "report.workers=5"))
-
-
-def test_a_killed_report_goes_on_where_it_stopped(trained: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was measured is taken over; a torn line, another recipe's figures and a finished report's are not."""
-    settings = "report.num_prompts=3", "report.temperatures=[0.7]", "report.warmup_prompts=0"
+def test_a_killed_report_continues_where_it_stopped(trained: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finished rounds are reused; a torn line, another recipe's figures and a finished report's are not."""
+    settings = "report.num_prompts=3", "report.temperatures=[0.7]"
     recipe = tiny_recipe(trained.run_dir.parent, "report.baselines=[plain, chain, cost_aware]", *settings)
     measured: list[str] = []
+    monkeypatch.setattr(command, "WARMUP_PROMPTS", 0)
 
     def killed_in_prompt(number: int) -> Callable[..., Run]:
         def run(method: Method, *rest: Any) -> Run:
@@ -167,15 +155,15 @@ def test_a_killed_report_goes_on_where_it_stopped(trained: Recipe, monkeypatch: 
         return len(measured)
 
     finished: list[list[Outcome]] = []
-    journal = journal_path(recipe, 0)
+    path = recipe.report_dir / journal.NAME
     assert measures(recipe, killed_in=1) == 3
-    with journal.open("a") as file:
+    with path.open("a") as file:
         file.write('{"torn')
     assert measures(recipe, killed_in=1) == 3  # the second prompt
-    lines = journal.read_text().splitlines()
+    lines = path.read_text().splitlines()
     assert measures(recipe, killed_in=9) == 3  # the third, and the report is written
     assert len(lines) == 3
-    assert not journal.exists()
+    assert not path.exists()
     assert measures(recipe, killed_in=2) == 6
     other = recipe.model_copy(update={"decode": recipe.decode.model_copy(update={"max_new_tokens": 4})})
     assert measures(other, killed_in=9) == 9
@@ -186,7 +174,7 @@ def test_a_killed_report_goes_on_where_it_stopped(trained: Recipe, monkeypatch: 
 def test_the_terminal_shows_few_columns_and_explains_each(outcomes: list[Outcome]) -> None:
     table = short_table([outcome for outcome in outcomes if outcome.temperature == 0])
     columns = [" ".join(str(column.header).split()) for column in table.columns]
-    assert columns == ["method", "tokens per target step", "tokens/s", "speed-up", "same text"]
+    assert columns == ["method", "acceptance length", "tokens/s", "speed-up", "same text"]
     assert [line.partition(":")[0] for line in LEGEND.splitlines()] == columns[1:]
     methods = ["transformers' generate", "plain decoding", "untrained head, tree", "head, chain", "head, tree"]
     assert [*table.columns[0].cells] == methods
@@ -200,7 +188,7 @@ def test_the_file_has_every_column_and_explains_each(trained: Recipe, outcomes: 
 def test_a_report_without_a_head_says_so_before_it_asks_for_prompts(tmp_path: Path) -> None:
     build_run(tmp_path)
     recipe = tiny_recipe(tmp_path, "report.other_heads={other: nowhere}")
-    wanted = r"report\.head: .* report\.other_heads\.other: nowhere holds no head .* headstart train"
+    wanted = r"decode\.head: .* report\.other_heads\.other: nowhere holds no head .* headstart train"
     with pytest.raises(ValueError, match=wanted):
         report(recipe)
     with pytest.raises(ValueError, match=r"heldout\.jsonl is missing; .* headstart prompts RECIPE"):

@@ -72,7 +72,10 @@ class HeldOutDecoding:
 
     def conditions(self) -> dict[str, Any]:
         """The settings that two acceptance lengths must share to be comparable."""
-        return {"eval_prompts": self.recipe.train.eval_prompts, **self.recipe.decode.model_dump(mode="json")}
+        return {
+            "eval_prompts": self.recipe.train.eval_prompts,
+            **self.recipe.decode.model_dump(mode="json", exclude={"head"}),
+        }
 
 
 @torch.no_grad()

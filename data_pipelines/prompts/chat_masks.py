@@ -17,7 +17,7 @@ from jinja2 import TemplateError
 from headstart.data_pipelines.prompts.conversations import Conversation
 from headstart.data_pipelines.prompts.rows import BadRow
 from headstart.data_pipelines.stages.stage import Json
-from headstart.inference.drafters.model import Tokenizer
+from headstart.inference.targets.tokenizer import Tokenizer
 
 Turns = Literal["all", "last"]
 Span = tuple[int, int]

@@ -9,7 +9,7 @@ import httpx
 
 from headstart.data_pipelines.stages.stage import Json
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.drafters.model import Tokenizer
+from headstart.inference.targets.tokenizer import Tokenizer
 
 TIMEOUT = httpx.Timeout(10.0, read=600.0)  # seconds; a whole response is one read
 RETRIES = 5

@@ -29,9 +29,8 @@ from headstart.data_pipelines.stages.stage import Json, Stage, file_digest
 from headstart.data_pipelines.stages.target_files import WEIGHTS, generation_identity, prompt_identities
 from headstart.heads.target_config import locate_target
 from headstart.heads.target_origin import target_identity
-from headstart.inference.drafters.model import Tokenizer
 from headstart.inference.targets.model import TargetModel
-from headstart.inference.targets.tokenizer import load_tokenizer
+from headstart.inference.targets.tokenizer import Tokenizer, load_tokenizer
 from headstart.recipes import Recipe, run_command
 from headstart.recipes.schema import PYTHON_STDLIB, SELF, DataSection
 

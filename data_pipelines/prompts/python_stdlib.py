@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headstart.data_pipelines.stages.stage import Json
-from headstart.inference.drafters.model import Tokenizer
+from headstart.inference.targets.tokenizer import Tokenizer
 from headstart.recipes.schema import PYTHON_STDLIB
 
 # Skip tests, vendored copies and generated tables (code pages, help topics): people do not write such code by hand.

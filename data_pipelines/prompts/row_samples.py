@@ -7,7 +7,7 @@ from headstart.data_pipelines.prompts.conversations import Conversation, Parsed,
 from headstart.data_pipelines.prompts.row_report import TOO_LONG
 from headstart.data_pipelines.prompts.rows import BadRow
 from headstart.data_pipelines.stages.stage import Json
-from headstart.inference.drafters.model import Tokenizer
+from headstart.inference.targets.tokenizer import Tokenizer
 from headstart.recipes.schema import DataSection
 
 

@@ -29,7 +29,7 @@ def card(
 ) -> str:
     """The whole README.md. `violations` holds what each engine's contract finds wrong; an engine without errors gets
     its command, the others get the reasons. The commands find the export in `folder`."""
-    source = recipe.export.head or recipe.head_dir
+    source = recipe.head_in_use
     is_own = source == recipe.head_dir
     unknown = f"Unknown: the head comes from `{source}`, not from this run."
     parts = [

@@ -1,7 +1,7 @@
 """Export a trained head for a serving engine: config.json, weights and a README.md with the serving commands.
 
     headstart export recipes/tiny.yaml export.format=vllm
-    headstart export recipes/tiny_full.yaml export.head=assets/demo_head export.format=speculators
+    headstart export recipes/tiny_full.yaml decode.head=assets/demo_head export.format=speculators
 
 The formats are native, vllm, sglang, tensorrt_llm, eagle, speculators and medusa; the last three are those of the
 EAGLE authors' code, the speculators library and the Medusa authors' code. Before anything is written, the files are
@@ -47,11 +47,11 @@ def export(recipe: Recipe) -> Path:
     folder exists already.
     """
     section = recipe.export
-    refuse_original_target(recipe, section.head)
+    refuse_original_target(recipe)
     folder = recipe.export_dir / section.format
     refuse_existing(folder)
     target_folder = locate_target(recipe.target.path, recipe.target.revision)
-    source = section.head or recipe.head_dir
+    source = recipe.head_in_use
     frozen = FrozenTarget.from_folder(target_folder, getattr(torch, section.dtype or stored_dtype(source)))
     head = load_head_for(source, frozen)
     target = served_target(recipe, target_folder)

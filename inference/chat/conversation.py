@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from headstart.inference.drafters.model import Tokenizer
-from headstart.inference.targets.tokenizer import chat_tokens
+from headstart.inference.targets.tokenizer import Tokenizer, chat_tokens
 
 Turn = dict[str, str]
 

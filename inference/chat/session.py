@@ -18,10 +18,9 @@ from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.verify import BONUS
-from headstart.inference.drafters.model import Tokenizer
 from headstart.inference.show.colours import SHADES, token_style
 from headstart.inference.targets.model import TargetModel
-from headstart.inference.targets.tokenizer import visible_text_of
+from headstart.inference.targets.tokenizer import Tokenizer, visible_text_of
 
 LEAST_STEPS = 8  # of a plain answer whose speed replaces the one that was measured at the start
 

@@ -1,4 +1,23 @@
-"""The doctor: measures a head and an export of it as they are, then with one thing changed at a time."""
+"""Find out why a head guesses worse than it should: a fault in its files, or in an export of it.
+
+    headstart doctor assets/demo_head assets/demo_target
+    headstart doctor runs/tiny/head assets/demo_target runs/tiny/export/vllm
+
+The target continues held-out prompts greedily, and the head guesses each of the target's tokens from the true tokens
+before it. The table shows how often its top guess is right, by depth: for HEAD as it was trained, and for EXPORT as its
+engine interprets it. Then one thing is changed at a time and measured again:
+
+  with EXPORT    each part in which EXPORT differs from HEAD: taps, norms, vocabulary map, RoPE, weights
+  HEAD alone     variants of how its files are interpreted: other taps, norm flags, RoPE bases, token shifts, maps
+
+Each finding is one line: what was found, what would be right, what it costs, and how to fix it.
+Exit code 1 if anything is found, 0 otherwise.
+"""
+
+from headstart.inference.doctor.options import Options, doctor_options
+
+if __name__ == "__main__":
+    doctor_options(__doc__)  # --help and mistakes end the process here, before torch is loaded
 
 import sys
 from collections.abc import Sequence
@@ -18,7 +37,6 @@ from headstart.heads.formats.contracts import engines_of
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.inference.core.request import Request
-from headstart.inference.doctor.export_parts import compare_parts
 from headstart.inference.doctor.findings import (
     Finding,
     export_violations,
@@ -26,12 +44,10 @@ from headstart.inference.doctor.findings import (
     no_right_guess,
     other_target,
     other_template,
-    share_past_limit,
     with_unmeasured,
 )
-from headstart.inference.doctor.interpretation import Interpretation, Measure, ReplayedText, accuracies
-from headstart.inference.doctor.options import Options, doctor_options
-from headstart.inference.doctor.variants import check_number_format, find_better_variants
+from headstart.inference.doctor.interpretation import Interpretation, ReplayedText, accuracies
+from headstart.inference.doctor.trials import check_number_format, compare_parts, find_better_variants
 from headstart.inference.engine.checks import check_length
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.report.tables import rich_table
@@ -107,7 +123,7 @@ def diagnose(head: Path, target_name: str, export: Path | None, options: Options
     measured = [*find_better_variants(trained, target.frozen, measure, tokens), *check_number_format(trained, measure)]
     found = [
         *other_target(files, folder),
-        *template_findings(head, folder, options),
+        *other_template(options.manifest, head.parent / MANIFEST, folder),
         *with_unmeasured(measured, by_files),
     ]
     if not {finding.category for finding in found} - {"context length", "target", "template"}:
@@ -115,11 +131,13 @@ def diagnose(head: Path, target_name: str, export: Path | None, options: Options
     found = with_length_cost(found, replays, trained)
     if served is None:
         return Diagnosis(found, accuracy, None)
-    differences = list(compare_parts(trained, served, measure))
     inherited = {(finding.category, finding.right) for finding in by_files}
     own = [finding for finding in served_by_files if (finding.category, finding.right) not in inherited]
-    found += with_length_cost(with_unmeasured(differences, own), replays, served)
-    return Diagnosis(found, accuracy, measured_if_possible(served, measure))
+    found += with_length_cost(with_unmeasured([*compare_parts(trained, served, measure)], own), replays, served)
+    try:
+        return Diagnosis(found, accuracy, measure(served))
+    except ValueError:  # the findings say why it cannot be computed
+        return Diagnosis(found, accuracy, None)
 
 
 def held_out(head: Path, target: Path, options: Options) -> list[list[int]]:
@@ -183,30 +201,14 @@ def replay(target: TargetModel, prompts: list[list[int]], new_tokens: int) -> li
     return replays
 
 
-def template_findings(head: Path, target: Path, options: Options) -> list[Finding]:
-    """Compare chat templates if the features' manifest is found; raises ValueError if a named manifest is missing."""
-    path = options.manifest or head.parent / MANIFEST
-    if path.is_file():
-        return list(other_template(path, target))
-    if options.manifest is not None:
-        raise ValueError(f"--manifest: {path} not found; name the manifest.json in a folder of features")
-    return []
-
-
 def with_length_cost(found: list[Finding], replays: list[ReplayedText], head: Interpretation) -> list[Finding]:
-    """The findings, those about the context length with their cost in the replayed texts."""
-    cost = (
-        share_past_limit(head, [one.text.shape[1] for one in replays]) or "none in the replayed texts, which are short"
-    )
+    """The findings, those about the context length with the share of replayed tokens that it concerns."""
+    limit, lengths = head.config.get("max_position_embeddings"), [one.text.shape[1] for one in replays]
+    past = sum(max(length - limit, 0) for length in lengths) if isinstance(limit, int) else 0
+    cost = "none in the replayed texts, which are short"
+    if past:
+        cost = f"{past / sum(lengths):.0%} of the replayed tokens are after position {limit}"
     return [replace(one, cost=cost) if one.category == "context length" else one for one in found]
-
-
-def measured_if_possible(head: Interpretation, measure: Measure) -> list[float] | None:
-    """Accuracy by depth, or None if the head cannot be computed; its findings then say why."""
-    try:
-        return measure(head)
-    except ValueError:
-        return None
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from headstart.heads.formats.contracts import violations
 from headstart.heads.formats.subject import BLOCK, MEDUSA, Subject, Violation, layout_of
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_origin import SMOLLM2_SOURCES, TargetOrigin
-from headstart.inference.doctor.interpretation import Interpretation
 from headstart.inference.targets.tokenizer import load_tokenizer
 
 MIN_ACCURACY = 0.02  # a head below it is untrained, damaged or made for another target
@@ -56,25 +55,19 @@ def largest_loss(right: list[float], wrong: list[float]) -> str:
     return f"accuracy at depth {level + 1} is {wrong[level]:.2f} instead of {right[level]:.2f}"
 
 
-def category_of(violation: Violation) -> str:
-    text = f"{violation.where} {violation.allowed}" if violation.where.startswith("tensor") else violation.where
-    return next((category for word, category in CATEGORIES if word in text), "files")
-
-
 def as_finding(violation: Violation, folder: Path) -> Finding:
+    text = f"{violation.where} {violation.allowed}" if violation.where.startswith("tensor") else violation.where
+    category = next((category for word, category in CATEGORIES if word in text), "files")
     found = f"{folder.name}: {violation.where} is {str(violation.value)[:60]}"
     cost = "not measured, found by inspecting the files"
-    return Finding(category_of(violation), found, violation.allowed, cost, f"correct the files in {folder}")
+    return Finding(category, found, violation.allowed, cost, f"correct the files in {folder}")
 
 
 def head_violations(files: HeadFiles, frozen: FrozenTarget) -> list[Finding]:
     """Faults in a head's files that matter in every engine."""
     subject = Subject(files, layout_of(files), frozen)
-    rules: list[Callable[[Subject, str], Iterator[Violation]]] = [
-        tensor_rules.finite,
-        tensor_rules.number_formats,
-        config_rules.trained_for_this_target,
-    ]
+    rules: list[Callable[[Subject, str], Iterator[Violation]]] = [tensor_rules.finite, tensor_rules.number_formats]
+    rules.append(config_rules.trained_for_this_target)
     if subject.layout in BLOCK:
         rules += [block_rules.target_layers, block_rules.slot_convention, block_rules.mask_token]
         rules += [block_rules.taps, block_rules.own_lm_head, tensor_rules.names_and_shapes]
@@ -130,8 +123,16 @@ def advice_on(trained: TargetOrigin) -> str:
     return f"name that target, or {fit}"
 
 
-def other_template(manifest: Path, target: Path) -> Iterator[Finding]:
-    """Yield a finding if the head was trained with another chat template than the target's tokenizer has now."""
+def other_template(named: Path | None, own: Path, target: Path) -> Iterator[Finding]:
+    """Yield a finding if the head was trained with another chat template than the target's tokenizer has now.
+
+    The manifest of the training features says with which: the one that is named, else the run's own if it is there.
+    """
+    manifest = named or own
+    if not manifest.is_file():
+        if named is not None:
+            raise ValueError(f"--manifest: {named} not found; name the manifest.json in a folder of features")
+        return
     try:
         trained = dict(json.loads(manifest.read_text())).get("chat_template_sha256")
     except (ValueError, TypeError) as error:
@@ -146,12 +147,3 @@ def other_template(manifest: Path, target: Path) -> Iterator[Finding]:
         cost = "not measured; every conversation starts differently from those the head was trained on"
         advice = "restore TARGET's chat template, or harvest and train again"
         yield Finding("template", found, right, cost, advice)
-
-
-def share_past_limit(head: Interpretation, lengths: Sequence[int]) -> str | None:
-    """The share of replayed tokens after the last position that config.json allows; None if there are none."""
-    limit = head.config.get("max_position_embeddings")
-    if not isinstance(limit, int) or max(lengths) <= limit:
-        return None
-    share = sum(max(length - limit, 0) for length in lengths) / sum(lengths)
-    return f"{share:.0%} of the replayed tokens are after position {limit}"

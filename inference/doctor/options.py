@@ -1,4 +1,4 @@
-"""The doctor's command line, readable without torch."""
+"""The doctor's command line, read without torch."""
 
 import argparse
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ from headstart.recipes.command_line import command_name
 
 @dataclass(frozen=True)
 class Options:
-    """What is replayed, and how much of it."""
+    """The texts to replay, and the engine that serves EXPORT."""
 
     samples: Path | None = None  # JSONL file; None: the run's held-out prompts, else the target's
-    manifest: Path | None = None  # of the features trained on; None: the run's, if it has one
+    manifest: Path | None = None  # the features' manifest; None: the run's, if it has one
     count: int = 8
     new_tokens: int = 64
     depth: int = 4
@@ -22,28 +22,18 @@ class Options:
 
 
 def doctor_options(doc: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """What the command line asks the doctor for; `doc` opens --help."""
-    parser = argparse.ArgumentParser(
-        prog=command_name(), description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Read the doctor's command line; `doc` opens --help."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=command_name(), description=doc, formatter_class=formatter)
     parser.add_argument("head", type=Path, help="folder of the trained head")
     parser.add_argument("target", help="folder or hub name of the model that the head drafts for")
     parser.add_argument("export", type=Path, nargs="?", help="folder of the exported head that an engine serves")
-    parser.add_argument(
-        "--samples",
-        type=Path,
-        help="JSONL file of held-out prompts, rows with tokens or prompt; default: the run's, else the target's",
-    )
-    parser.add_argument(
-        "--manifest", type=Path, help="manifest.json of the features that the head was trained on; default: the run's"
-    )
+    rows = "JSONL file of held-out prompts, rows with tokens or prompt; default: the run's, else the target's"
+    parser.add_argument("--samples", type=Path, help=rows)
+    parser.add_argument("--manifest", type=Path, help="manifest.json of the training features; default: the run's")
     parser.add_argument("--count", type=int, default=Options.count, help="prompts to replay (default: %(default)s)")
-    parser.add_argument(
-        "--new-tokens",
-        type=int,
-        default=Options.new_tokens,
-        help="new tokens per prompt (default: %(default)s)",
-    )
+    per_prompt = "new tokens per prompt (default: %(default)s)"
+    parser.add_argument("--new-tokens", type=int, default=Options.new_tokens, help=per_prompt)
     parser.add_argument("--depth", type=int, default=Options.depth, help="depths to measure (default: %(default)s)")
     parser.add_argument(
         "--engine", choices=ENGINES, help="engine that serves EXPORT; default: the first it is meant for"

@@ -19,14 +19,12 @@ def drafts_of(head: Path | None) -> DecodeSection:
 
 def head_of(recipe: Recipe) -> Path | None:
     """The folder of the recipe's head; None if the recipe drafts without one."""
-    if recipe.decode.drafter != "head":
-        return None
-    return recipe.head_dir if recipe.report.head is None else recipe.report.head
+    return recipe.head_in_use if recipe.decode.drafter == "head" else None
 
 
 def read_recipe(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Recipe:
     """The recipe; ends the process for a wrong one, and for options that say what it says already."""
-    fields = {"target": "target.path", "head": "report.head", "dtype": "target.dtype"}
+    fields = {"target": "target.path", "head": "decode.head", "dtype": "target.dtype"}
     for option, field in fields.items():
         if (value := getattr(given, option)) is not None:
             parser.error(
@@ -44,7 +42,7 @@ def require_head(head: Path | None, recipe: Recipe | None) -> None:
     """Raise ValueError, before the target is loaded, if the head's folder holds none."""
     if head is None or (head / "config.json").is_file():
         return
-    field = "--head" if recipe is None else "report.head"
+    field = "--head" if recipe is None else "decode.head"
     instead = "give --target without --head" if recipe is None else "set decode.drafter=prompt_lookup"
     raise ValueError(
         f"{field}: {head} holds no head (no config.json); a trained head's folder is allowed: train one with "

@@ -1,50 +1,81 @@
-"""The report: the same prompts decoded with every method of report.baselines, as tables and files."""
+"""Compare decoding methods on the same prompts: speed, acceptance length, and whether the text is the target's own.
 
-import os
+    headstart report recipes/tiny.yaml
+    headstart report recipes/tiny_full.yaml decode.head=assets/demo_head
+    headstart report recipes/tiny_full.yaml decode.head=assets/demo_head \\
+        'report.baselines=[plain, generate, generate_lookup, chain, tree, prompt_lookup, lookahead, early_exit]' \\
+        report.prompts=question.jsonl 'report.batches=[1, 4]' 'report.temperatures=[0, 1]'
+    headstart report recipes/tiny_full.yaml decode.head=assets/demo_head \\
+        'report.other_heads={medusa: runs/medusa/head}' decode.depth=4
+
+Every method of report.baselines decodes the same prompts, at each of report.temperatures and in each of
+report.batches. Methods alternate prompt by prompt, so that a slow phase of the machine hits all of them.
+
+report.prompts is a JSONL file of questions by category, such as Spec-Bench's, which is reported in its six groups:
+download data/spec_bench/question.jsonl from github.com/hemingkexia/Spec-Bench. Later turns of a question are asked too,
+each after plain decoding's answer to the one before, so that all methods continue the same text.
+
+An interrupted report continues where it stopped if recipe, prompts, heads and machine are the same.
+
+The table on the terminal shows acceptance length, tokens/s, speed-up over plain decoding, and how many texts are the
+same as plain decoding's. The first prompt's text is printed with its draft tokens coloured.
+
+Writes report.json, report.md, report.html and, if matplotlib is installed, report.png to RUN_DIR/report, and a searched
+tree as tree.png. They also have the speed-up's 95 % interval, the acceptance rate by depth, latencies and distinct
+tokens.
+"""
+
+from headstart.recipes import recipe_from_command_line
+
+if __name__ == "__main__":
+    recipe_from_command_line(__doc__)  # --help and mistakes end the process here, before torch is loaded
+
+import json
 import platform
-import signal
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import product
-from multiprocessing import active_children, get_context
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from headstart.common.files import check_folder
-from headstart.common.launcher import end_with_parent
+from headstart.common.errors import CONTINUES
+from headstart.common.files import check_folder, write_text
 from headstart.common.progress import Progress
 from headstart.common.run_lock import only_run_in
 from headstart.heads.base import DraftHead
 from headstart.heads.target_config import locate_target
 from headstart.heads.target_origin import TargetOrigin
+from headstart.inference.core.request import Detokenize
 from headstart.inference.core.sampling import sampling_from_recipe
-from headstart.inference.drafters.build import load_drafting_head
-from headstart.inference.drafters.model import Tokenizer
+from headstart.inference.drafters.build import load_drafting_head, searched_tree
 from headstart.inference.engine.budget import refuse_trees_of
 from headstart.inference.engine.checks import check_length
-from headstart.inference.report.compare import Outcome, summarise_methods
-from headstart.inference.report.files import draw_searched_trees, write_report
-from headstart.inference.report.journal import Journal, journal_path, made_from, remove_journals
-from headstart.inference.report.methods import NEED_A_HEAD, build_methods
-from headstart.inference.report.page import on_terminal
+from headstart.inference.generate.inputs import OWN_HEAD, head_folders, held_out_prompts, taps_to_read
+from headstart.inference.report import journal
+from headstart.inference.report.compare import Comparison, Outcome
+from headstart.inference.report.journal import Journal, Setting
+from headstart.inference.report.methods import NEED_A_HEAD, Method, build_methods
+from headstart.inference.report.page import page
 from headstart.inference.report.questions import SPEC_BENCH, Chat, Prompt, read_questions
-from headstart.inference.report.rounds import Round, able_to_batch, numbered_batches, run_rounds
-from headstart.inference.report.runs import Method
-from headstart.inference.report.tables import LEGEND, short_table
-from headstart.inference.report.trace import Trace, trace
+from headstart.inference.report.rounds import able_to_batch, run_rounds
+from headstart.inference.report.tables import COLUMNS, LEGEND, NOTE, as_markdown, short_table
+from headstart.inference.report.trace import Trace, on_terminal, trace
 from headstart.inference.show.colours import LEGEND as COLOURS
-from headstart.inference.show.inputs import head_folders, held_out_prompts, taps_to_read
 from headstart.inference.targets.loading import pick_device, processor_name, slow_format
 from headstart.inference.targets.model import TargetModel
-from headstart.inference.targets.tokenizer import load_tokenizer, text_of
-from headstart.recipes import Recipe
+from headstart.inference.targets.tokenizer import Tokenizer, load_tokenizer, text_of
+from headstart.recipes import Recipe, run_command
 from headstart.recipes.checks import refuse_original_target
+
+WARMUP_PROMPTS = 3  # decoded before timing starts
 
 
 @dataclass(frozen=True)
@@ -58,24 +89,14 @@ class Benchmark:
     methods: list[Method]
 
     @classmethod
-    def load(cls, recipe: Recipe) -> "Benchmark":
-        """Raise ValueError for a head that does not fit the target or for missing prompts."""
+    def load(cls, recipe: Recipe, folders: Mapping[str, Path]) -> "Benchmark":
+        """Load the heads in these folders; raises ValueError for one that does not fit, or for missing prompts."""
         section = recipe.report
         # Cheap checks come before the target is loaded; heads come first, as training one makes the prompts too.
-        taps = taps_to_read(recipe) if needs_head(recipe) else ()
+        taps = taps_to_read(recipe) if folders else ()
         tokenizer = recipe_tokenizer(recipe)
         prompts = report_prompts(recipe, tokenizer)
-        torch.set_num_threads(section.threads or max(torch.get_num_threads() // section.workers, 1))
-        if section.workers > 1 and (device := pick_device(recipe.target.device)).type != "cpu":
-            raise ValueError(
-                f"report.workers: {section.workers} given, only 1 is allowed on {device} because workers share a CPU; "
-                "leave it out"
-            )
-        if section.workers > (most := max(os.cpu_count() or 1, 2)):
-            raise ValueError(
-                f"report.workers: {section.workers} given, 1 to {most} is allowed, one per core, as each loads the "
-                "target; lower it"
-            )
+        torch.set_num_threads(section.threads or torch.get_num_threads())
         refuse_trees_of(recipe, max(section.batches))
         if hint := slow_format("target.dtype", recipe.target.dtype, pick_device(recipe.target.device)):
             print(hint)
@@ -84,17 +105,12 @@ class Benchmark:
         prompts = [*map(chat.shortened, prompts)]
         for prompt in prompts:
             check_length(target, prompt.tokens, recipe.decode.max_new_tokens)
-        folders = head_folders(recipe) if needs_head(recipe) else {}
         heads = {name: load_drafting_head(folder, target) for name, folder in folders.items()}
         return cls(prompts, chat, target, heads, build_methods(recipe, target, heads))
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What one table of the report is measured at."""
-
-    temperature: float
-    batch: int
+def main() -> None:
+    run_command(__doc__, report, CONTINUES)
 
 
 def report(recipe: Recipe) -> list[Outcome]:
@@ -108,122 +124,66 @@ def report(recipe: Recipe) -> list[Outcome]:
 
 def make_report(recipe: Recipe) -> list[Outcome]:
     """The report, in a folder that no other report writes into."""
-    refuse_original_target(recipe, recipe.report.head)
+    refuse_original_target(recipe)
     check_folder(recipe.report_dir)
-    benchmark, console = Benchmark.load(recipe), Console()
+    folders = {} if set(NEED_A_HEAD).isdisjoint(recipe.report.baselines) else head_folders(recipe)
+    benchmark, console = Benchmark.load(recipe, folders), Console()
     warn_of_other_targets(benchmark.heads, locate_target(recipe.target.path, recipe.target.revision))
     drawn = draw_searched_trees(recipe, benchmark.heads)  # before the work, because it fails for a head without a tree
-    journal = open_journal(recipe, benchmark, 0)
-    with Progress("report", num_own_texts(recipe, benchmark), "texts", done=journal.num_texts) as progress:
-        outcomes = measure(recipe, benchmark, journal, progress)
+    about = journal.made_from(recipe, machine(), folders, benchmark.prompts, benchmark.methods)
+    measured = Journal(recipe.report_dir / journal.NAME, about)
+    groups = measure(recipe, benchmark, measured)
     text = partial(text_of, benchmark.chat.tokenizer)
     traces = trace_methods(recipe, benchmark)
     for one in traces:
         console.rule(f"{one.method}: {COLOURS}")
         console.print(on_terminal(one, text))
-    about = {**machine(), "processes": recipe.report.workers} if recipe.report.workers > 1 else machine()
-    folders = head_folders(recipe) if needs_head(recipe) else {}
-    written = write_report(recipe, about, folders, outcomes, traces, text) + drawn
-    remove_journals(recipe)
+    written = write_report(recipe, folders, groups, traces, text) + drawn
+    measured.path.unlink()  # the same command measures again
     console.print(f"written to {recipe.report_dir}: {', '.join(written)}", highlight=False, soft_wrap=True)
-    return outcomes
+    if drawing_module() is None:
+        print("matplotlib is not installed, so no pictures were drawn; to get them: pip install -e '.[report]'")
+    return [outcome for group in groups for outcome in group]
 
 
-def open_journal(recipe: Recipe, benchmark: Benchmark, worker: int) -> Journal:
-    """The journal of one worker, with what an earlier run of this report has measured."""
-    folders = head_folders(recipe) if needs_head(recipe) else {}
-    wanted = made_from(recipe, machine(), folders, benchmark.prompts, benchmark.methods)
-    return Journal(journal_path(recipe, worker), wanted)
+def measure(recipe: Recipe, benchmark: Benchmark, measured: Journal) -> list[list[Outcome]]:
+    """The outcomes of every method at each setting, whose table is printed as soon as it is ready."""
+    settings = [Setting(*pair) for pair in product(recipe.report.temperatures, recipe.report.batches)]
+    turns = sum(1 + len(prompt.later) for prompt in benchmark.prompts)
+    num_texts = turns * sum(len(able_to_batch(benchmark.methods, setting.batch)) for setting in settings)
+    groups = []
+    with Progress("report", num_texts, "texts", done=measured.num_texts) as progress:
+        for setting in settings:
+            groups.append(measure_at(setting, recipe, benchmark, measured, progress))
+            progress.console.print(short_table(groups[-1]))
+        progress.console.print(LEGEND, highlight=False)
+    return groups
 
 
-def measure(recipe: Recipe, benchmark: Benchmark, journal: Journal, progress: Progress) -> list[Outcome]:
-    """Measure every method at every setting; each setting's table is printed as soon as it is ready."""
-    outcomes: list[Outcome] = []
-    console = progress.console
-    for setting, rounds in zip(settings(recipe), all_rounds(recipe, benchmark, journal, progress), strict=True):
-        methods = able_to_batch(benchmark.methods, setting.batch)
-        if left_out := [method.name for method in benchmark.methods if method not in methods]:
-            names = ", ".join(left_out)
-            console.print(f"left out in batches of {setting.batch}, where transformers does not draft: {names}")
-        sampling = sampling_from_recipe(recipe, setting.temperature)
-        found = summarise_methods(methods, rounds, benchmark.target, sampling, setting.batch)
-        console.print(short_table(found))
-        outcomes += found
-    console.print(LEGEND, highlight=False)
-    return outcomes
-
-
-def settings(recipe: Recipe) -> list[Setting]:
-    return [Setting(*pair) for pair in product(recipe.report.temperatures, recipe.report.batches)]
-
-
-def all_rounds(recipe: Recipe, benchmark: Benchmark, journal: Journal, progress: Progress) -> Iterator[list[Round]]:
-    """The rounds of each setting; several workers share the batches of prompts."""
-    count = recipe.report.workers
-    own = (rounds_of_share(recipe, benchmark, setting, 0, journal, progress) for setting in settings(recipe))
-    if count == 1:
-        yield from own
-        return
-    with ProcessPoolExecutor(count - 1, get_context("spawn"), start_worker) as pool:
-        try:
-            others = [pool.submit(rounds_of_worker, recipe, number) for number in range(1, count)]
-            shares = [list(own), *(other.result() for other in others)]
-        except BaseException:
-            for worker in active_children():
-                worker.terminate()
-            raise
-    for at_setting in zip(*shares, strict=True):
-        yield [each for rounds in at_setting for each in rounds]
-
-
-def rounds_of_worker(recipe: Recipe, number: int) -> list[list[Round]]:
-    """Run in a process of its own, with its own target and drafters: the worker's share at every setting."""
-    benchmark = Benchmark.load(recipe)
-    journal = open_journal(recipe, benchmark, number)
-    with Progress("report", 0, "texts", active=False) as progress:
-        return [rounds_of_share(recipe, benchmark, setting, number, journal, progress) for setting in settings(recipe)]
-
-
-def start_worker() -> None:
-    """Let a worker end without a traceback at Ctrl-C, which the main process reports, and with the main process."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    end_with_parent()
-
-
-def rounds_of_share(
-    recipe: Recipe, benchmark: Benchmark, setting: Setting, number: int, journal: Journal, progress: Progress
-) -> list[Round]:
-    """Run each method on one worker's share of the prompts."""
+def measure_at(
+    setting: Setting, recipe: Recipe, benchmark: Benchmark, measured: Journal, progress: Progress
+) -> list[Outcome]:
+    """The outcomes of every method that can decode batches of this size."""
     methods = able_to_batch(benchmark.methods, setting.batch)
+    if left_out := [method.name for method in benchmark.methods if method not in methods]:
+        names = ", ".join(left_out)
+        progress.console.print(f"left out in batches of {setting.batch}, where transformers does not draft: {names}")
     sampling = sampling_from_recipe(recipe, setting.temperature)
     what = f"temperature {setting.temperature:g}, batches of {setting.batch}"
-    measured_at = setting.temperature, setting.batch
-    return run_rounds(
+    rounds = run_rounds(
         methods,
         benchmark.target,
-        share_of(recipe, benchmark, setting, number),
+        benchmark.prompts,
         recipe.decode.max_new_tokens,
         sampling,
-        recipe.report.warmup_prompts,
+        WARMUP_PROMPTS,
+        setting.batch,
         benchmark.chat.next_turn,
-        journal.done[measured_at],
+        measured.done[setting],
         lambda run: progress.advance(len(run.texts), what),
-        partial(journal.add, measured_at),
+        partial(measured.add, setting),
     )
-
-
-def share_of(recipe: Recipe, benchmark: Benchmark, setting: Setting, number: int) -> list[tuple[int, list[Prompt]]]:
-    """The numbered batches of prompts that one worker decodes."""
-    return numbered_batches(benchmark.prompts, setting.batch)[number :: recipe.report.workers]
-
-
-def num_own_texts(recipe: Recipe, benchmark: Benchmark) -> int:
-    """How many texts the main process decodes."""
-    return sum(
-        sum(1 + len(prompt.later) for _, batch in share_of(recipe, benchmark, setting, 0) for prompt in batch)
-        * len(able_to_batch(benchmark.methods, setting.batch))
-        for setting in settings(recipe)
-    )
+    return Comparison(methods, rounds, benchmark.target, sampling, setting.batch).outcomes()
 
 
 def recipe_tokenizer(recipe: Recipe) -> Tokenizer:
@@ -248,10 +208,6 @@ def report_prompts(recipe: Recipe, tokenizer: Tokenizer) -> list[Prompt]:
             f"({SPEC_BENCH}), or leave it out for the held-out prompts"
         )
     return read_questions(section.prompts, tokenizer, recipe.data.prompt_tokens, section.num_prompts)
-
-
-def needs_head(recipe: Recipe) -> bool:
-    return not set(NEED_A_HEAD).isdisjoint(recipe.report.baselines)
 
 
 def warn_of_other_targets(heads: Mapping[str, DraftHead], folder: Path) -> None:
@@ -286,3 +242,55 @@ def trace_methods(recipe: Recipe, benchmark: Benchmark) -> list[Trace]:
         for method in benchmark.methods
         if method.drafter is not None
     ]
+
+
+def drawing_module() -> ModuleType | None:
+    """The module that draws with matplotlib, which the extra `report` installs; None without it."""
+    return import_module("headstart.inference.report.figures") if find_spec("matplotlib") else None
+
+
+def draw_searched_trees(recipe: Recipe, heads: Mapping[str, DraftHead]) -> list[str]:
+    """Draw each head's searched tree if the recipe drafts with it; returns the file names."""
+    files, figures = [], drawing_module()
+    for name, head in heads.items() if recipe.decode.growth.startswith("searched") else ():
+        tree = searched_tree(head)
+        if figures is not None:
+            files.append("tree.png" if name == OWN_HEAD else f"tree_{name}.png")
+            figures.save_png(figures.draw_tree(tree, recipe.decode.nodes), recipe.report_dir / files[-1])
+    return files
+
+
+def write_report(
+    recipe: Recipe,
+    folders: Mapping[str, Path],
+    groups: list[list[Outcome]],
+    traces: list[Trace],
+    text: Detokenize,
+) -> list[str]:
+    """Write into the recipe's report folder and return the file names; `folders` holds the heads' folders by name."""
+    folder, about = recipe.report_dir, machine()
+    others = {name: str(path) for name, path in folders.items() if name != OWN_HEAD}
+    content: dict[str, Any] = {
+        "machine": about,
+        "head": str(folders[OWN_HEAD]) if folders else None,
+        "other_heads": others,
+        "recipe": recipe.model_dump(mode="json"),
+        "outcomes": [outcome.as_json() for group in groups for outcome in group],
+    }
+    write_text(folder / "report.json", json.dumps(content, indent=1) + "\n")
+    heads = [f"Head `{folders[OWN_HEAD]}`", *(f"{name} `{path}`" for name, path in others.items())] if folders else []
+    conditions = "; ".join([*heads, ", ".join(f"{name} {value}" for name, value in about.items())])
+    tables = "\n".join(map(as_markdown, groups))
+    columns = "\n".join(f"- {name}: {meaning}" for name, meaning in COLUMNS.items())
+    write_text(folder / "report.md", f"{conditions}.\n\n{NOTE}\n\n{tables}\nColumns:\n\n{columns}\n")
+    figures = drawing_module()
+    plots = [] if figures is None else [figures.as_svg(figures.draw([group])) for group in groups]
+    write_text(folder / "report.html", page(f"headstart on {recipe.target.path}", groups, plots, traces, text))
+    if figures is None:
+        return ["report.json", "report.md", "report.html"]
+    figures.save_png(figures.draw(groups), folder / "report.png")
+    return ["report.json", "report.md", "report.html", "report.png"]
+
+
+if __name__ == "__main__":
+    main()

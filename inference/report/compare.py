@@ -1,31 +1,32 @@
 """The report's figures: decoding methods compared on the same prompts, run in alternation on the same machine."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy
 import torch
+from numpy.typing import NDArray
 
 from headstart.inference.core.request import DecodeStats, Request
 from headstart.inference.core.sampling import AcceptanceRule, BatchSampling, Sampling
 from headstart.inference.engine.step import start_history
-from headstart.inference.report.questions import Prompt
-from headstart.inference.report.rounds import (
-    Round,
-    able_to_batch,
-    in_order,
-    numbered_batches,
-    plain_place,
-    run_rounds,
-    seconds_and_tokens,
-    texts_of,
-)
-from headstart.inference.report.runs import Method
-from headstart.inference.report.statistics import Interval, quantile, speedup
+from headstart.inference.report.methods import Method
+from headstart.inference.report.rounds import Round, plain_place, seconds_and_tokens, texts_of
 from headstart.inference.targets.model import TargetModel
 
 # The keys of report.json are a file format: they keep their names when fields are renamed.
 JSON_KEYS = {"method": "way"}
+RESAMPLES = 2000  # draws of the bootstrap
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate and the range in which other prompts of the same kind would put it."""
+
+    value: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True)
@@ -92,102 +93,79 @@ class Outcome:
         return {**fields, **derived}
 
 
-def compare(
-    methods: list[Method],
-    target: TargetModel,
-    prompts: list[Prompt],
-    max_new_tokens: int,
-    sampling: Sampling,
-    warmup: int,
-    batch: int = 1,
-) -> list[Outcome]:
-    """Run every method on the same prompts, `batch` of them at a time; plain decoding must be one of the methods.
+@dataclass(frozen=True)
+class Comparison:
+    """Rounds of all methods at one temperature and batch size; plain decoding's texts are the reference."""
 
-    Methods that cannot decode batches are left out when `batch` is above 1.
-    """
-    methods = able_to_batch(methods, batch)
-    batches = numbered_batches(prompts, batch)
-    rounds = run_rounds(methods, target, batches, max_new_tokens, sampling, warmup)
-    return summarise_methods(methods, rounds, target, sampling, batch)
+    methods: list[Method]
+    rounds: Sequence[Round]
+    target: TargetModel
+    sampling: Sampling
+    batch: int
 
+    def outcomes(self) -> list[Outcome]:
+        return [self.outcome(place) for place in range(len(self.methods))]
 
-def summarise_methods(
-    methods: list[Method], rounds: Sequence[Round], target: TargetModel, sampling: Sampling, batch: int
-) -> list[Outcome]:
-    """The outcome of each method; plain decoding's texts are the reference."""
-    rounds = in_order(rounds)
-    baselines = {method.name: place for place, method in enumerate(methods) if method.drafter is None}
-    plain = plain_place(methods)
-    return [
-        summarise(method, place, plain, baselines, rounds, target, sampling, batch)
-        for place, method in enumerate(methods)
-    ]
+    def outcome(self, place: int) -> Outcome:
+        """The outcome of the method at `place`."""
+        runs = [each.runs[place] for each in self.rounds]
+        prompts = [prompt for each in self.rounds for prompt in each.prompts]
+        texts = texts_of(self.rounds, place)
+        stats = DecodeStats.sum_of(each for run in runs for each in run.stats)
+        stats.seconds = sum(run.seconds for run in runs)
+        later = [seconds for run in runs for seconds in run.per_token]
+        method = self.methods[place]
+        outcome = Outcome(
+            method.name,
+            self.sampling.temperature,
+            self.batch,
+            self.sampling.rule,
+            stats,
+            new_tokens=sum(run.tokens for run in runs),
+            identical=self.num_identical(self.rounds, place),
+            prompts=len(prompts),
+            distinct=sum(len(set(text)) / len(text) for text in texts) / len(texts),
+            first_token=quantile([seconds for run in runs for seconds in run.first_token], 0.5),
+            per_token=(quantile(later, 0.5), quantile(later, 0.95)),
+            speedups=self.speedups(self.rounds, place),
+            by_category={name: self.in_category(name, place) for name in dict.fromkeys(p.category for p in prompts)},
+            shortened=sum(prompt.left_out > 0 for prompt in prompts),
+            transformers=method.transformers,
+        )
+        if not outcome.draws_other_random_numbers:
+            plain_texts = texts_of(self.rounds, plain_place(self.methods))
+            outcome.divergences = [
+                divergence(number, prompts[number].tokens, text, plain, self.target, self.sampling)
+                for number, (text, plain) in enumerate(zip(texts, plain_texts, strict=True))
+                if text != plain
+            ]
+        return outcome
 
+    def in_category(self, category: str, place: int) -> CategoryFigures:
+        """The figures of the method at `place` on the prompts of one category."""
+        within = [part for each in self.rounds if (part := each.of_category(category)) is not None]
+        stats = DecodeStats.sum_of(stats for part in within for stats in part.runs[place].stats)
+        prompts, identical = sum(len(part.prompts) for part in within), self.num_identical(within, place)
+        whole = [each for each in self.rounds if each.categories == {category}]
+        if sum(len(each.prompts) for each in whole) < prompts:
+            return CategoryFigures(prompts, identical, stats.acceptance_length, None, {})
+        seconds, tokens = seconds_and_tokens(whole, place)
+        rate, speedups = sum(tokens) / sum(seconds), self.speedups(whole, place)
+        return CategoryFigures(prompts, identical, stats.acceptance_length, rate, speedups)
 
-def speedups_over(baselines: Mapping[str, int], rounds: Sequence[Round], place: int, seed: int) -> dict[str, Interval]:
-    """The speed-up over each baseline; a question counts as one unit with all of its turns."""
-    measured = seconds_and_tokens(rounds, place)
-    return {name: speedup(*measured, *seconds_and_tokens(rounds, other), seed) for name, other in baselines.items()}
+    def speedups(self, rounds: Sequence[Round], place: int) -> dict[str, Interval]:
+        """The speed-up over each method without our drafters; a question with all of its turns counts as one unit."""
+        measured = seconds_and_tokens(rounds, place)
+        return {
+            method.name: speedup(*measured, *seconds_and_tokens(rounds, other), self.sampling.seed)
+            for other, method in enumerate(self.methods)
+            if method.drafter is None
+        }
 
-
-def summarise(
-    method: Method,
-    place: int,
-    plain: int,
-    baselines: Mapping[str, int],
-    rounds: Sequence[Round],
-    target: TargetModel,
-    sampling: Sampling,
-    batch: int,
-) -> Outcome:
-    """The outcome of the method at `place`, its texts compared with those of the one at `plain`."""
-    runs, prompts = [each.runs[place] for each in rounds], [prompt for each in rounds for prompt in each.prompts]
-    outcome = Outcome(
-        method.name, sampling.temperature, batch, sampling.rule, prompts=len(prompts), transformers=method.transformers
-    )
-    texts, plain_texts = texts_of(rounds, place), texts_of(rounds, plain)
-    for stats in (stats for run in runs for stats in run.stats):
-        outcome.stats.add(stats)
-    outcome.stats.seconds = sum(run.seconds for run in runs)
-    outcome.new_tokens = sum(run.tokens for run in runs)
-    outcome.identical = num_identical(rounds, place, plain)
-    outcome.distinct = sum(len(set(text)) / len(text) for text in texts) / len(texts)
-    outcome.first_token = quantile([seconds for run in runs for seconds in run.first_token], 0.5)
-    later = [seconds for run in runs for seconds in run.per_token]
-    outcome.per_token = quantile(later, 0.5), quantile(later, 0.95)
-    outcome.shortened = sum(prompt.left_out > 0 for prompt in prompts)
-    outcome.speedups = speedups_over(baselines, rounds, place, sampling.seed)
-    outcome.by_category = {
-        category: category_figures(category, place, plain, baselines, rounds, sampling.seed)
-        for category in dict.fromkeys(prompt.category for prompt in prompts)
-    }
-    if not outcome.draws_other_random_numbers:
-        outcome.divergences = [
-            divergence(number, prompts[number].tokens, text, other, target, sampling)
-            for number, (text, other) in enumerate(zip(texts, plain_texts, strict=True))
-            if text != other
-        ]
-    return outcome
-
-
-def category_figures(
-    category: str, place: int, plain: int, baselines: Mapping[str, int], rounds: Sequence[Round], seed: int
-) -> CategoryFigures:
-    """The figures of the method at `place` on the prompts of one category."""
-    within = [part for each in rounds if (part := each.of_category(category)) is not None]
-    stats = DecodeStats.sum_of(stats_of_prompt for part in within for stats_of_prompt in part.runs[place].stats)
-    prompts, identical = sum(len(part.prompts) for part in within), num_identical(within, place, plain)
-    whole = [each for each in rounds if each.categories == {category}]
-    if sum(len(each.prompts) for each in whole) < prompts:
-        return CategoryFigures(prompts, identical, stats.acceptance_length, None, {})
-    seconds, tokens = seconds_and_tokens(whole, place)
-    speedups = speedups_over(baselines, whole, place, seed)
-    return CategoryFigures(prompts, identical, stats.acceptance_length, sum(tokens) / sum(seconds), speedups)
-
-
-def num_identical(rounds: Sequence[Round], place: int, plain: int) -> int:
-    """How many texts of two methods are equal, token by token."""
-    return sum(text == other for text, other in zip(texts_of(rounds, place), texts_of(rounds, plain), strict=True))
+    def num_identical(self, rounds: Sequence[Round], place: int) -> int:
+        """How many texts equal plain decoding's, token by token."""
+        plain = texts_of(rounds, plain_place(self.methods))
+        return sum(text == other for text, other in zip(texts_of(rounds, place), plain, strict=True))
 
 
 @torch.inference_mode()
@@ -205,3 +183,51 @@ def divergence(
     scores = BatchSampling([sampling], target.device).scores(logits, position, history)[0, 0]
     lower = torch.minimum(scores[plain[at]], scores[text[at]])
     return Divergence(number, at, float(scores.max() - lower))
+
+
+def speedup(
+    seconds: Sequence[float],
+    tokens: Sequence[int],
+    base_seconds: Sequence[float],
+    base_tokens: Sequence[int],
+    seed: int,
+) -> Interval:
+    """Tokens per second divided by the baseline's, with its 95 % interval, from both methods' runs on the same units.
+
+    A unit is a prompt or a batch of prompts. A paired bootstrap over units (Efron, 1979): what makes a unit slow for
+    both methods cancels out. The interval is the basic bootstrap interval of the logarithm, widened as Student's t
+    widens the interval of a mean. With one unit its ends are nan, because nothing is known about the spread.
+    """
+    measured = numpy.array([tokens, base_seconds, seconds, base_tokens], dtype=float)  # [4, units]
+    units = measured.shape[1]
+    drawn = numpy.random.default_rng(seed).integers(units, size=(RESAMPLES, units))
+    sums = measured[:, drawn].sum(axis=2)  # [4, resamples]
+    value = log_ratio(measured.sum(axis=1))
+    if units == 1:
+        return Interval(float(numpy.exp(value)), float("nan"), float("nan"))
+    # Resampling a small sample underestimates its spread by sqrt((n - 1) / n), and few units have heavy tails.
+    wider = (units / (units - 1)) ** 0.5 * student_over_normal(units - 1)
+    low, high = numpy.quantile(log_ratio(sums) - value, (0.025, 0.975)) * wider
+    return Interval(*(float(numpy.exp(found)) for found in (value, value - high, value - low)))
+
+
+def student_over_normal(freedom: int) -> float:
+    """The 97.5 % quantile of Student's t over the normal one, by Fisher's expansion in 1 / degrees of freedom."""
+    z = 1.96
+    terms = (
+        z,
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return sum(term / freedom**power for power, term in enumerate(terms)) / z
+
+
+def log_ratio(sums: NDArray[numpy.float64]) -> NDArray[numpy.float64]:
+    """log of (tokens / seconds) / (base tokens / base seconds)."""
+    tokens, base_seconds, seconds, base_tokens = sums
+    return numpy.asarray(numpy.log(tokens * base_seconds / (seconds * base_tokens)))
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    return float(numpy.quantile(values, share)) if len(values) else float("nan")

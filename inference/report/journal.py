@@ -1,4 +1,4 @@
-"""What a report has measured so far, so that the same command goes on where it was killed."""
+"""The rounds that a report has measured so far, so that the same command continues where it was killed."""
 
 import hashlib
 import json
@@ -6,55 +6,48 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from headstart.common.files import append_jsonl, read_growing_jsonl, write_jsonl
 from headstart.heads.files import MODEL
 from headstart.heads.target_config import locate_target
 from headstart.inference.core.request import DecodeStats
+from headstart.inference.report.methods import Method
 from headstart.inference.report.questions import Prompt
-from headstart.inference.report.rounds import Place, Round
-from headstart.inference.report.runs import Method, Run
+from headstart.inference.report.rounds import Place, Round, Run
 from headstart.recipes import Recipe
 
-Setting = tuple[float, int]  # temperature, batch size
+NAME = "measured.jsonl"  # in the report's folder until the report is written
+
+
+class Setting(NamedTuple):
+    """The conditions of one table of the report."""
+
+    temperature: float
+    batch: int
 
 
 class Journal:
     """A file to which every finished round is added as one line; the first line says what was measured, and where."""
 
     def __init__(self, path: Path, made_from: Mapping[str, Any]) -> None:
-        """Take in the rounds of an earlier run of the same report; those of any other are dropped."""
+        """Reuse the rounds of an earlier run of the same report; those of any other are dropped."""
         rows = read_growing_jsonl(path)
         is_same = rows[:1] == [json.loads(json.dumps(made_from))]
         rows = rows[1:] if is_same else []
         self.path, self.done = path, defaultdict[Setting, dict[Place, list[Run]]](dict)
         write_jsonl(path, [made_from, *rows])  # without a torn last line
         for row in rows:
-            self.done[row["temperature"], row["batch"]][row["number"], row["turn"]] = [*map(run_from_row, row["runs"])]
+            runs = [Run(**{**run, "stats": [DecodeStats(**stats) for stats in run["stats"]]}) for run in row["runs"]]
+            self.done[Setting(row["temperature"], row["batch"])][row["number"], row["turn"]] = runs
 
     @property
     def num_texts(self) -> int:
         return sum(len(run.texts) for rounds in self.done.values() for runs in rounds.values() for run in runs)
 
     def add(self, setting: Setting, found: Round) -> None:
-        (temperature, batch), (number, turn) = setting, found.place
-        place = {"temperature": temperature, "batch": batch, "number": number, "turn": turn}
-        append_jsonl(self.path, [{**place, "runs": [asdict(run) for run in found.runs]}])
-
-
-def run_from_row(row: dict[str, Any]) -> Run:
-    return Run(**{**row, "stats": [DecodeStats(**stats) for stats in row["stats"]]})
-
-
-def journal_path(recipe: Recipe, worker: int) -> Path:
-    return recipe.report_dir / f"measured.{worker}.jsonl"
-
-
-def remove_journals(recipe: Recipe) -> None:
-    """Forget what was measured: the report is written, and the same command measures again."""
-    for path in recipe.report_dir.glob("measured.*.jsonl"):
-        path.unlink()
+        place = dict(zip(("number", "turn"), found.place, strict=True))
+        append_jsonl(self.path, [{**setting._asdict(), **place, "runs": [asdict(run) for run in found.runs]}])
 
 
 def made_from(
@@ -64,7 +57,7 @@ def made_from(
     prompts: Sequence[Prompt],
     methods: Sequence[Method],
 ) -> dict[str, Any]:
-    """What must agree before figures of an earlier run are taken over; `folders` holds the heads' folders by name."""
+    """The facts that must agree before an earlier run's figures are reused; `folders` holds the heads' by name."""
     target = locate_target(recipe.target.path, recipe.target.revision)
     weights = {path.name: path.stat() for path in sorted(target.glob("*.safetensors"))}
     return {

@@ -1,20 +1,37 @@
-"""Build the decoding methods that a recipe compares: plain, transformers' own, heads, drafters without training."""
+"""The decoding methods that a recipe compares: plain, transformers' own, heads, drafters without training."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from headstart.heads.base import DraftHead
 from headstart.heads.checkpoint import new_head
+from headstart.inference.core.drafter import Drafter
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import build_drafter, growth_from_recipe, load_draft_model
 from headstart.inference.drafters.growth import Growth
 from headstart.inference.drafters.lookup import Repeats
-from headstart.inference.report.runs import Method
-from headstart.inference.show.inputs import OWN_HEAD
+from headstart.inference.generate.inputs import OWN_HEAD
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.recipes.schema import Baseline
 
-NEED_A_HEAD: tuple[Baseline, ...] = ("chain", "tree", "cost_aware", "repeats", "untrained")  # of report.baselines
+NEED_A_HEAD: tuple[Baseline, ...] = ("chain", "tree", "cost_aware", "repeats", "untrained")  # report.baselines
+
+
+@dataclass(frozen=True)
+class Method:
+    """A decoding method of the report; with neither a drafter nor `transformers` it is plain decoding."""
+
+    name: str
+    drafter: Drafter | None = None
+    transformers: bool = False  # decode with transformers' `generate`
+    lookup: int | None = None  # draft tokens per step of transformers' prompt lookup
+    assistant: tuple[TargetModel, int] | None = None  # assisted generation: draft model, draft tokens per step
+
+    @property
+    def one_prompt_at_a_time(self) -> bool:
+        """Does transformers draft? It then refuses batches."""
+        return self.lookup is not None or self.assistant is not None
 
 
 def build_methods(recipe: Recipe, target: TargetModel, heads: Mapping[str, DraftHead]) -> list[Method]:

@@ -1,15 +1,13 @@
 """Prompts to measure with, each in a category: read from question files such as Spec-Bench's (arXiv 2401.07851)."""
 
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import zip_longest
 from pathlib import Path
-from typing import TypeGuard
 
 from headstart.common.files import read_jsonl
-from headstart.inference.drafters.model import Tokenizer
-from headstart.inference.targets.tokenizer import chat_tokens
+from headstart.inference.targets.tokenizer import Tokenizer, chat_tokens
 
 # Spec-Bench files the conversations of MT-Bench under eight topics of ten questions each; its tables have one group.
 CONVERSATION = "multi-turn conversation"
@@ -47,7 +45,7 @@ class Chat:
         return replace(prompt, tokens=prompt.tokens[:start] + prompt.tokens[end:], left_out=excess)
 
     def next_turn(self, prompt: Prompt, answer: list[int]) -> Prompt | None:
-        """What the user says after this answer, with the chat before it; None if that is nothing."""
+        """The user's next message with the chat and this answer before it; None if there is no further message."""
         if not prompt.later:
             return None
         said = (*prompt.said, str(self.tokenizer.decode(answer, skip_special_tokens=True)), prompt.later[0])
@@ -65,29 +63,23 @@ def read_questions(path: Path, tokenizer: Tokenizer, longest: int, count: int) -
     for number, row in enumerate(read_jsonl(path), start=1):
         topic = str(row.get("category", row.get("source", "all")))
         turns, prompt = row.get("turns"), row.get("prompt")
-        if isinstance(turns, list) and turns and all(map(is_text, turns)):
+        if isinstance(turns, list) and turns and all(isinstance(turn, str) and turn for turn in turns):
             category = CONVERSATION if len(turns) > 1 and topic in MT_BENCH_TOPICS else topic
             found = chat_prompt((turns[0],), tuple(turns[1:]), category, tokenizer)
-        elif is_text(prompt):
-            category = topic
-            found = Prompt(encoded(prompt, tokenizer)[-longest:], category)
+        elif isinstance(prompt, str) and prompt:
+            found = Prompt(encoded(prompt, tokenizer)[-longest:], topic)
         else:
             raise ValueError(
                 f"report.prompts: row {number} of {path} is {reprlib.repr(row)}, turns (a list of texts) or prompt (a "
                 "text) is allowed; fix or remove the row"
             )
-        by_category.setdefault(category, {}).setdefault(topic, []).append(found)
+        by_category.setdefault(found.category, {}).setdefault(topic, []).append(found)
     if not by_category:
         raise ValueError(
             f"report.prompts: {path} given, which is empty; a JSONL file with one prompt or more is allowed; add rows "
             'such as {"prompt": "import os"}'
         )
-    mixed = {category: [*in_turn(by_topic)] for category, by_topic in by_category.items()}
-    return [*islice(in_turn(mixed), count)]
-
-
-def is_text(value: object) -> TypeGuard[str]:
-    return isinstance(value, str) and value != ""
+    return in_turn(in_turn(by_topic.values()) for by_topic in by_category.values())[:count]
 
 
 def chat_prompt(said: tuple[str, ...], later: tuple[str, ...], category: str, tokenizer: Tokenizer) -> Prompt:
@@ -106,7 +98,6 @@ def encoded(text: str, tokenizer: Tokenizer) -> list[int]:
     return list(tokenizer(text, add_special_tokens=not templated, verbose=False)["input_ids"])
 
 
-def in_turn(lists: Mapping[str, list[Prompt]]) -> Iterator[Prompt]:
+def in_turn(lists: Iterable[list[Prompt]]) -> list[Prompt]:
     """The first prompt of each list, then the second of each, and so on."""
-    for place in range(max(map(len, lists.values()), default=0)):
-        yield from (prompts[place] for prompts in lists.values() if place < len(prompts))
+    return [prompt for prompts in zip_longest(*lists) for prompt in prompts if prompt is not None]

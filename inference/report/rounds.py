@@ -1,15 +1,37 @@
-"""Run all methods on the same batches of prompts in alternation, later turns of a chat after the first ones."""
+"""Run methods on the same batches of prompts in alternation, later turns of a chat after the first ones."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise, product
 
+from torch import Tensor
+
+from headstart.inference.core.request import DecodeStats, Request
 from headstart.inference.core.sampling import Sampling
+from headstart.inference.engine.loop import loop_of
+from headstart.inference.report.methods import Method
 from headstart.inference.report.questions import Prompt
-from headstart.inference.report.runs import Method, Run, run_batch
 from headstart.inference.targets.model import TargetModel
 
 Place = tuple[int, int]  # number of a batch of questions, turn of the chat; both from 0
-NextTurn = Callable[[Prompt, list[int]], Prompt | None]  # what follows a prompt and its answer; None if nothing does
+NextTurn = Callable[[Prompt, list[int]], Prompt | None]  # the prompt after a prompt and its answer; None at the end
+
+
+@dataclass
+class Run:
+    """The texts that one method wrote for a few prompts decoded together, and the time it took."""
+
+    texts: list[list[int]]  # new tokens of each prompt
+    stats: list[DecodeStats]
+    seconds: float  # wall time of the whole batch
+    first_token: list[float]  # seconds until the first token, per prompt
+    per_token: list[float]  # seconds of each later token; the tokens of one step share its time equally
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.texts))
 
 
 @dataclass(frozen=True)
@@ -18,7 +40,7 @@ class Round:
 
     place: Place
     prompts: list[Prompt]
-    runs: list[Run]  # of each method
+    runs: list[Run]  # one for each method
 
     @property
     def categories(self) -> set[str]:
@@ -37,86 +59,60 @@ class Round:
 def run_rounds(
     methods: list[Method],
     target: TargetModel,
-    batches: Iterable[tuple[int, list[Prompt]]],
+    prompts: list[Prompt],
     max_new_tokens: int,
     sampling: Sampling,
     warmup: int,
+    batch: int = 1,
     next_turn: NextTurn | None = None,
     done: Mapping[Place, list[Run]] | None = None,
     after_run: Callable[[Run], None] = lambda run: None,
     after_round: Callable[[Round], None] = lambda found: None,
 ) -> list[Round]:
-    """Every method's runs on these numbered batches of prompts, and on the later turns of their chats.
+    """Every method's runs on the prompts, `batch` of them at a time, and on the later turns of their chats.
 
     With `next_turn`, plain decoding is among the methods, and a later turn follows its answer for all of them: so they
     continue the same text, even those that sample with random numbers of their own. Rounds in `done` are not run again.
-    `after_run` and `after_round` are called between runs.
+    `after_run` and `after_round` are called between runs. The `warmup` longest batches are decoded first, untimed.
     """
-    batches, done, rounds = [*batches], done or {}, []
-    if missing := [batch for number, batch in batches if (number, 0) not in done]:
-        warm_up(methods, target, missing, max_new_tokens, sampling, warmup)
-    for number, batch in batches:
-        turn, prompts = 0, batch
+
+    def run(method: Method, prompts: list[Prompt]) -> Run:
+        return run_batch(method, target, [prompt.tokens for prompt in prompts], max_new_tokens, sampling)
+
+    done, rounds = done or {}, list[Round]()
+    batches = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
+    missing = [each for number, each in enumerate(batches) if (number, 0) not in done]
+    missing.sort(key=lambda each: max(len(prompt.tokens) for prompt in each), reverse=True)
+    for method, each in product(methods, missing[:warmup]):  # they allocate everything that depends on size
+        run(method, each)
+    for number, prompts in enumerate(batches):
+        turn = 0
         while prompts:
-            runs = done.get((number, turn))
-            is_new = runs is None
-            if runs is None:
-                runs = run_in_turn(methods, target, prompts, max_new_tokens, sampling, number, after_run)
-            rounds.append(Round((number, turn), prompts, runs))
-            if is_new:
+            place = number, turn
+            if place in done:
+                rounds.append(Round(place, prompts, done[place]))
+            else:
+                runs = in_rotation(methods, number, partial(run, prompts=prompts), after_run)
+                rounds.append(Round(place, prompts, runs))
                 after_round(rounds[-1])
             if next_turn is None:
                 break
-            answers = runs[plain_place(methods)].texts
+            answers = rounds[-1].runs[plain_place(methods)].texts
             follow = (next_turn(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True))
             turn, prompts = turn + 1, [prompt for prompt in follow if prompt is not None]
     return rounds
 
 
-def run_in_turn(
-    methods: list[Method],
-    target: TargetModel,
-    prompts: list[Prompt],
-    max_new_tokens: int,
-    sampling: Sampling,
-    first: int,
-    after_run: Callable[[Run], None],
+def in_rotation(
+    methods: list[Method], first: int, run: Callable[[Method], Run], after_run: Callable[[Run], None]
 ) -> list[Run]:
-    """Each method's run on one batch of prompts.
-
-    Methods take turns at going first, as `first` counts, so that a slow phase of the machine hits all of them.
-    """
+    """Each method's run; methods take turns at going first, so that a slow phase of the machine hits all of them."""
     runs: dict[int, Run] = {}
     for turn in range(len(methods)):
-        i = (first + turn) % len(methods)
-        runs[i] = run_batch(methods[i], target, [prompt.tokens for prompt in prompts], max_new_tokens, sampling)
-        after_run(runs[i])
-    return [runs[i] for i in range(len(methods))]
-
-
-def warm_up(
-    methods: list[Method],
-    target: TargetModel,
-    batches: list[list[Prompt]],
-    max_new_tokens: int,
-    sampling: Sampling,
-    count: int,
-) -> None:
-    """Decode the batches with the `count` longest prompts, which allocate everything that depends on size."""
-    longest = sorted(batches, key=lambda batch: max(len(prompt.tokens) for prompt in batch), reverse=True)
-    for method in methods:
-        for batch in longest[:count]:
-            run_batch(method, target, [prompt.tokens for prompt in batch], max_new_tokens, sampling)
-
-
-def numbered_batches(prompts: list[Prompt], batch: int) -> list[tuple[int, list[Prompt]]]:
-    """The prompts in batches, each with its number."""
-    return [*enumerate(prompts[start : start + batch] for start in range(0, len(prompts), batch))]
-
-
-def in_order(rounds: Sequence[Round]) -> list[Round]:
-    """The rounds of several workers in the order of one."""
-    return sorted(rounds, key=lambda each: each.place)
+        place = (first + turn) % len(methods)
+        runs[place] = run(methods[place])
+        after_run(runs[place])
+    return [runs[place] for place in range(len(methods))]
 
 
 def plain_place(methods: Sequence[Method]) -> int:
@@ -130,7 +126,7 @@ def able_to_batch(methods: list[Method], batch: int) -> list[Method]:
 
 
 def texts_of(rounds: Sequence[Round], place: int) -> list[list[int]]:
-    """What one method wrote."""
+    """The texts that one method wrote."""
     return [text for each in rounds for text in each.runs[place].texts]
 
 
@@ -141,3 +137,62 @@ def seconds_and_tokens(rounds: Sequence[Round], place: int) -> tuple[list[float]
         run, (seconds, tokens) = each.runs[place], sums.get(each.place[0], (0.0, 0))
         sums[each.place[0]] = seconds + run.seconds, tokens + run.tokens
     return [seconds for seconds, _ in sums.values()], [tokens for _, tokens in sums.values()]
+
+
+def run_batch(
+    method: Method, target: TargetModel, prompts: Sequence[list[int]], max_new_tokens: int, sampling: Sampling
+) -> Run:
+    """Decode the prompts as one batch."""
+    if method.transformers:
+        return run_transformers(method, target, prompts, max_new_tokens, sampling)
+    requests = [Request(prompt, max_new_tokens, sampling) for prompt in prompts]
+    loop = loop_of(target, requests, method.drafter, len(prompts))
+    first, later, started = [0.0] * len(prompts), [], time.perf_counter()
+    last = [started] * len(prompts)
+    for block in loop.run():
+        now, number, count = time.perf_counter(), block.number, len(block.tokens)
+        if last[number] == started:
+            first[number] = now - started
+        else:
+            later += [(now - last[number]) / count] * count
+        last[number] = now
+    generations = list(loop.generations.values())
+    texts = [generation.tokens for generation in generations]
+    return Run(texts, [generation.stats for generation in generations], max(last) - started, first, later)
+
+
+def run_transformers(
+    method: Method, target: TargetModel, prompts: Sequence[list[int]], max_new_tokens: int, sampling: Sampling
+) -> Run:
+    """Decode with `generate`, alone or assisted; every forward of the model after the first counts as a step."""
+    calls: list[int] = []
+    hook = target.unpacked.model.register_forward_pre_hook(lambda *_: calls.append(1))
+    times = TokenTimes() if len(prompts) == 1 else None  # transformers streams a single text only
+    started = time.perf_counter()
+    texts = target.generate(list(prompts), max_new_tokens, sampling, method.lookup, method.assistant, times)
+    seconds = time.perf_counter() - started
+    hook.remove()
+    # As in our loop, the first token comes from the prefill, which is no step. Assisted generation already verifies
+    # draft tokens in the prefill, so there it counts as one.
+    prefill_counts = int(method.one_prompt_at_a_time)
+    stats = [
+        DecodeStats(len(calls) - 1 + prefill_counts, len(text) - 1 + prefill_counts, seconds=seconds) for text in texts
+    ]
+    if times is None:
+        return Run(texts, stats, seconds, [], [])
+    arrivals = [(moment - started, count) for moment, count in times.blocks[1:]]
+    later = [share for (before, _), (now, count) in pairwise(arrivals) for share in [(now - before) / count] * count]
+    return Run(texts, stats, seconds, [arrivals[0][0]], later)
+
+
+class TokenTimes:
+    """A streamer for transformers' `generate` that only notes when tokens arrive."""
+
+    def __init__(self) -> None:
+        self.blocks: list[tuple[float, int]] = []  # (time, number of tokens); the first block is the prompt
+
+    def put(self, value: Tensor) -> None:
+        self.blocks.append((time.perf_counter(), value.numel()))
+
+    def end(self) -> None:
+        """Do nothing: the last tokens came with the last `put`."""

@@ -1,15 +1,13 @@
-"""The report's outcomes as tables for the terminal and Markdown, and as a figure."""
+"""The report's outcomes as tables for the terminal and for Markdown."""
 
 import math
 from collections.abc import Callable, Sequence
 from statistics import median
 from textwrap import fill
 
-from matplotlib.figure import Figure
 from rich.table import Table
 
-from headstart.inference.report.compare import CategoryFigures, Divergence, Outcome
-from headstart.inference.report.statistics import Interval
+from headstart.inference.report.compare import CategoryFigures, Divergence, Interval, Outcome
 
 COLUMNS = {
     "method": "how the prompts were decoded; generate is transformers' own, plain is our loop without drafts",
@@ -24,13 +22,10 @@ COLUMNS = {
     "per token p50 (ms)": "median time per later token",
     "p95 (ms)": "95th percentile of the time per later token",
 }
+SHORT = ("method", "acceptance length", "tokens/s", "speed-up", "same text")  # the columns on a terminal
+LEGEND = "\n".join(f"{column}: {COLUMNS[column]}" for column in SHORT[1:])
 HEADER_WIDTH = 13  # characters per line of a header on a terminal
 NOTE = "Acceptance length: tokens per target step, the bonus token included (tau). Speed-up: over plain decoding."
-# The terminal shows few columns; the files have all of them.
-LEGEND = """tokens per target step: mean number of tokens that one pass of the target yields (the acceptance length)
-tokens/s: new tokens per second of wall time, prefill included
-speed-up: tokens/s over plain decoding's
-same text: prompts whose text equals plain decoding's, token by token"""
 METHODS = {  # the commonest methods in plain words
     "generate": "transformers' generate",
     "plain": "plain decoding",
@@ -114,20 +109,27 @@ def same_text(outcome: Outcome) -> str:
 
 def divergence_lines(outcomes: list[Outcome]) -> list[str]:
     """For each method whose texts differ from plain decoding's: how many do, and how near a tie the difference is."""
-    lines = []
-    for outcome in outcomes:
-        if outcome.divergences:
-            lines.append(
-                f"{outcome.method} differs from plain in {len(outcome.divergences)} of {outcome.prompts} texts; "
-                f"{margins_in_words(outcome.divergences)}"
-            )
-    return lines
+    return [
+        f"{outcome.method} differs from plain in {len(outcome.divergences)} of {outcome.prompts} texts; "
+        f"{margins_in_words(outcome.divergences)}"
+        for outcome in outcomes
+        if outcome.divergences
+    ]
 
 
 def margins_in_words(divergences: Sequence[Divergence]) -> str:
-    """How near a tie the target was where texts began to differ; a text that only ends earlier has no margin."""
+    """How near a tie the target was at the first difference; a text that only ends earlier has no margin."""
     margins = [found.margin for found in divergences if not math.isnan(found.margin)] or [math.nan]
     return f"margin in logits at the first difference: median {median(margins):.2g}, largest {max(margins):.2g}"
+
+
+def acceptance_lines(outcomes: list[Outcome]) -> list[str]:
+    """For each method that drafts, the share of its steps that accepted at least 1, 2, ... draft tokens."""
+    return [
+        f"acceptance rate by depth, {outcome.method}: " + " ".join(f"{share:.2f}" for share in outcome.stats.acceptance)
+        for outcome in outcomes
+        if outcome.stats.acceptance
+    ]
 
 
 def heading(outcomes: list[Outcome]) -> str:
@@ -140,17 +142,10 @@ def heading(outcomes: list[Outcome]) -> str:
 
 def short_table(outcomes: list[Outcome]) -> Table:
     """The main columns, for the terminal; the caption says where texts differ from plain decoding's."""
-    rows = [["method", "tokens per target step", "tokens/s", "speed-up", "same text"]]
-    for outcome in outcomes:
-        rows.append(
-            [
-                METHODS.get(outcome.method, outcome.method),
-                f"{outcome.stats.acceptance_length:.2f}",
-                f"{outcome.tokens_per_second:.1f}",
-                f"{outcome.speedups['plain'].value:.2f}",
-                fill(same_text(outcome), HEADER_WIDTH),
-            ]
-        )
+    rows = [[row[list(COLUMNS).index(column)] for column in SHORT] for row in cells(outcomes)]
+    rows[1:] = [
+        [METHODS.get(method, method), *figures, fill(same, HEADER_WIDTH)] for method, *figures, same in rows[1:]
+    ]
     table = rich_table(heading(outcomes), rows)
     table.caption, table.caption_justify = "\n".join(divergence_lines(outcomes)), "left"
     return table
@@ -176,41 +171,3 @@ def as_markdown(outcomes: list[Outcome]) -> str:
 def markdown_table(rows: list[list[str]]) -> str:
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([lines[0], "| --- " + "| ---: " * (len(rows[0]) - 1) + "|", *lines[1:]])
-
-
-def acceptance_lines(outcomes: list[Outcome]) -> list[str]:
-    """For each method that drafts, the share of its steps that accepted at least 1, 2, ... draft tokens."""
-    lines = []
-    for outcome in outcomes:
-        shares = outcome.stats.acceptance
-        if shares:
-            lines.append(f"acceptance rate by depth, {outcome.method}: " + " ".join(f"{share:.2f}" for share in shares))
-    return lines
-
-
-def draw(groups: dict[tuple[float, int], list[Outcome]]) -> Figure:
-    """Speed, acceptance length and acceptance rate by depth: a row of panels for each temperature and batch size."""
-    figure = Figure(figsize=(13, 3.6 * len(groups)), layout="constrained")
-    panels = figure.subplots(len(groups), 3, squeeze=False)
-    for (speed, length, depth), ((temperature, batch), outcomes) in zip(panels, groups.items(), strict=True):
-        names = [outcome.method for outcome in outcomes]
-        colours = [f"C{i}" for i in range(len(outcomes))]
-        for panel, values, title in (
-            (speed, [o.tokens_per_second for o in outcomes], "tokens/s"),
-            (length, [o.stats.acceptance_length for o in outcomes], "acceptance length"),
-        ):
-            panel.bar_label(panel.bar(names, values, color=colours), fmt="%.2f" if panel is length else "%.0f")
-            panel.set_title(f"{title}, temperature {temperature:g}, batch {batch}")
-            panel.tick_params(axis="x", rotation=30 if len(names) > 5 or max(map(len, names)) > 12 else 0)
-            panel.margins(y=0.15)
-        speed.set_ylabel("tokens/s")
-        length.set_ylabel("tokens per target step")
-        for outcome, colour in zip(outcomes, colours, strict=True):
-            shares = outcome.stats.acceptance
-            if shares:
-                depth.plot(range(1, len(shares) + 1), shares, marker="o", color=colour, label=outcome.method)
-        depth.set(title="acceptance rate by depth", xlabel="depth", ylabel="share of target steps", ylim=(0, 1))
-        depth.set_xticks(range(1, max((len(o.stats.accepted_at_depth) for o in outcomes), default=1) + 1))
-        if depth.has_data():
-            depth.legend()
-    return figure

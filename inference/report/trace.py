@@ -1,25 +1,29 @@
-"""Follow one text step by step: each step's draft tree, the path accepted in it, and the tokens it added."""
+"""One text followed step by step: its tokens coloured by draft depth, with each step's draft tree."""
 
 from dataclasses import dataclass
+from html import escape
 
-from torch import Tensor
+from rich.text import Text
 
-from headstart.inference.core.cache import KVCache
-from headstart.inference.core.drafter import Drafter, Verified, VerifiedOnHost
+from headstart.inference.core.drafter import Drafter
+from headstart.inference.core.request import Detokenize, DraftTree, Request
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.core.tree import Tree
-from headstart.inference.engine.loop import generate
+from headstart.inference.core.verify import BONUS
+from headstart.inference.engine.loop import loop_of
+from headstart.inference.show.colours import shade, token_style
+from headstart.inference.show.text_stream import TextStream
 from headstart.inference.targets.model import TargetModel
+
+LABEL = 8  # letters of a token in a draft tree
 
 
 @dataclass(frozen=True)
 class TracedStep:
-    """One draft tree and what the target accepted of it."""
+    """The tokens that one target step added to the text, and the draft tree that it verified."""
 
-    tokens: list[int]  # of each node, the root token first
-    parents: list[int]  # of each node; -1 for the root
-    path: list[int]  # accepted nodes, the root first
-    added: list[int]  # tokens that the step added to the text, the bonus token last
+    tokens: list[int]
+    depths: list[int | None]  # the draft depth of each token; BONUS for a bonus token, None if nothing was drafted
+    tree: DraftTree | None  # None if nothing was drafted
 
 
 @dataclass(frozen=True)
@@ -32,49 +36,69 @@ class Trace:
     steps: list[TracedStep]
 
 
-class RecordingDrafter:
-    """Drafts as another drafter does and keeps its trees."""
-
-    static_shapes = False
-
-    def __init__(self, drafter: Drafter) -> None:
-        self.drafter = drafter
-        self.taps, self.cache_shape = drafter.taps, drafter.cache_shape
-        self.compilable_layers = drafter.compilable_layers
-        self.max_nodes, self.depth = drafter.max_nodes, drafter.depth
-        self.trees: list[tuple[int, Tree]] = []  # (tokens of the text so far, tree)
-
-    def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
-        self.drafter.prefill(taps, text, row)
-
-    def draft(self, verified: Verified, cache: KVCache) -> Tree:
-        assert isinstance(verified, VerifiedOnHost)
-        tree = self.drafter.draft(verified, cache)
-        self.trees.append((len(verified.texts[0]), tree))
-        return tree
-
-
 def trace(
     method: str, drafter: Drafter, target: TargetModel, prompt: list[int], max_new_tokens: int, sampling: Sampling
 ) -> Trace:
     """Decode a prompt and record every step."""
-    recorder = RecordingDrafter(drafter)
-    text = prompt + generate(target, prompt, max_new_tokens, sampling, recorder, static=False).tokens
-    ends = [length for length, _ in recorder.trees[1:]] + [len(text)]
-    steps = [traced_step(tree, text[length:end]) for (length, tree), end in zip(recorder.trees, ends, strict=True)]
-    return Trace(method, prompt, text[len(prompt)], steps)
+    loop = loop_of(target, [Request(prompt, max_new_tokens, sampling, show_trees=True)], drafter)
+    first, *steps = loop.run()
+    return Trace(method, prompt, first.tokens[0], [TracedStep(each.tokens, each.depths, each.tree) for each in steps])
 
 
-def traced_step(tree: Tree, added: list[int]) -> TracedStep:
-    """Find the path of the added tokens in the tree; padding nodes, which have no parent, are left out."""
-    tokens, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
-    kept = [0, *(node for node, parent in enumerate(parents) if parent >= 0)]
-    number = {node: place for place, node in enumerate(kept)}
-    tokens, parents = [tokens[node] for node in kept], [number.get(parents[node], -1) for node in kept]
-    child = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
-    path = [0]
-    for token in added:
-        if (path[-1], token) not in child:
-            break
-        path.append(child[path[-1], token])
-    return TracedStep(tokens, parents, path, added)
+def pieces(trace: Trace, text: Detokenize) -> tuple[str, list[list[str]]]:
+    """The text that the first token adds to the prompt, and the text that each token of each step adds.
+
+    A character spelled by several tokens belongs to the last of them, so the pieces joined are the whole text.
+    """
+    tokens = [trace.first, *(token for step in trace.steps for token in step.tokens)]
+    stream = TextStream(text, trace.prompt)
+    found = [stream.piece(token) for token in tokens]
+    found[-1] += stream.rest()
+    ends = iter(found[1:])
+    return found[0], [[next(ends) for _ in step.tokens] for step in trace.steps]
+
+
+def on_terminal(trace: Trace, text: Detokenize) -> Text:
+    """The coloured text for a terminal."""
+    first, by_step = pieces(trace, text)
+    found = Text(text(trace.prompt), style="dim")
+    found.append(first, style="not dim")
+    for step, words in zip(trace.steps, by_step, strict=True):
+        for depth, word in zip(step.depths, words, strict=True):
+            found.append(word, style=f"not dim {token_style(depth)}")
+    return found
+
+
+def coloured(trace: Trace, text: Detokenize) -> str:
+    """The coloured text as HTML: one span per step, which holds the step's draft tree to show on hover."""
+    first, by_step = pieces(trace, text)
+    parts = [f'<span class="prompt">{escape(text(trace.prompt))}</span>{escape(first)}']
+    for step, words in zip(trace.steps, by_step, strict=True):
+        if step.tree is None:
+            parts += map(escape, words)
+            continue
+        tokens = "".join(
+            f'<span class="{"bonus" if depth == BONUS else f"d{shade(depth or 1)}"}">{escape(word)}</span>'
+            for depth, word in zip(step.depths, words, strict=True)
+        )
+        parts.append(f'<span class="step" tabindex="0">{tokens}{tree_as_text(step.tree, text)}</span>')
+    return f"<pre>{''.join(parts)}</pre>"
+
+
+def tree_as_text(tree: DraftTree, text: Detokenize) -> str:
+    """The tree from left to right, one line per leaf, the accepted path in bold; spaces are visible dots."""
+    children: list[list[int]] = [[] for _ in tree.parents]
+    for node, parent in enumerate(tree.parents):
+        if parent >= 0:
+            children[parent].append(node)
+    parts, waiting = [], [(0, 0)]
+    while waiting:
+        node, depth = waiting.pop()
+        is_first = node == 0 or children[tree.parents[node]][0] == node
+        line = "" if is_first else "\n" + "<span></span>" * depth
+        edge = "" if node == 0 else "─" if is_first else "└"
+        label = repr(text([tree.tokens[node]]))[1:-1].replace(" ", "·")[:LABEL]
+        tag = "b" if node in tree.path else "span"
+        parts.append(f"{line}<{tag}>{edge}{escape(label)}</{tag}>")
+        waiting += [(child, depth + 1) for child in reversed(children[node])]
+    return f'<samp class="tree" role="img" aria-label="draft tree of this step">{"".join(parts)}</samp>'

@@ -102,7 +102,7 @@ def load_costs(options: ServeOptions, target: TargetModel, drafter: Drafter) -> 
 
 def target_section(options: ServeOptions) -> TargetSection:
     if options.recipe is not None:
-        refuse_original_target(options.recipe, options.recipe.report.head)
+        refuse_original_target(options.recipe)
         return options.recipe.target
     dtype = fast_dtype(pick_device("auto")) if options.dtype == "auto" else options.dtype
     return TargetSection.model_validate({"path": options.target, "dtype": dtype})

@@ -8,7 +8,6 @@ from importlib.metadata import version
 from typing import TypeVar
 
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.drafters.model import Tokenizer
 from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.serve.acceptance_watch import AcceptanceWatch
 from headstart.inference.serve.engine import End, Engine, Event, Job, Update
@@ -22,6 +21,7 @@ from headstart.inference.serve.requests.fields import FieldReader, Wanted
 from headstart.inference.serve.requests.prompts import PromptReader
 from headstart.inference.serve.settings import ServerSettings
 from headstart.inference.targets.model import TargetModel
+from headstart.inference.targets.tokenizer import Tokenizer
 
 Found = TypeVar("Found")
 

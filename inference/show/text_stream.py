@@ -16,20 +16,20 @@ class TextStream:
         """`before` are the tokens in front of the first one, such as the prompt."""
         self.text = text
         self.tokens = before[-CONTEXT:]
-        self.told = len(text(self.tokens))  # characters of these tokens' text that were given out
+        self.given = len(text(self.tokens))  # characters of these tokens' text that were returned
 
     def piece(self, token: int) -> str:
-        """The text that is certain now and was not before."""
+        """The text that this token makes certain."""
         self.tokens.append(token)
         whole = self.text(self.tokens)
         certain = whole.rstrip(REPLACEMENT_CHARACTER)  # the last character's bytes may not be complete
-        piece = certain[self.told :]
-        self.told = max(self.told, len(certain))
+        piece = certain[self.given :]
+        self.given = max(self.given, len(certain))
         if len(certain) == len(whole) and len(self.tokens) > 4 * CONTEXT:
             self.tokens = self.tokens[-CONTEXT:]
-            self.told = len(self.text(self.tokens))
+            self.given = len(self.text(self.tokens))
         return piece
 
     def rest(self) -> str:
-        """The text that was held back, after the last token."""
-        return self.text(self.tokens)[self.told :]
+        """The text still held back after the last token."""
+        return self.text(self.tokens)[self.given :]

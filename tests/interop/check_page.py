@@ -19,7 +19,7 @@ WIDTHS = {"wide": 1280, "narrow": 390}
 READABLE = 4.5  # the contrast between text and background that WCAG 2 requires
 STEPS = 12  # how many of the page's decoding steps to hover over, spread over all of them
 SVG_WITHOUT_MARKS = """() => [...document.querySelectorAll('svg.plot')]
-    .filter(plot => !plot.querySelector('circle') || plot.getBoundingClientRect().height < 100)
+    .filter(plot => !plot.querySelector("use") || plot.getBoundingClientRect().height < 100)
     .map(plot => plot.getAttribute('aria-label'))"""
 CONTRASTS = """() => {
     const numbers = colour => colour.match(/[\\d.]+/g).map(Number);

@@ -193,5 +193,5 @@ def heldout_prompts() -> Path:
 def export_recipe(source: Path, case: Case) -> Recipe:
     run_dir = WORK / "exports" / f"{source.parent.name}_{source.name}_{case.format}"
     shutil.rmtree(run_dir, ignore_errors=True)
-    given = [f"run_dir={run_dir}", f"export.format={case.format}", f"export.head={source}"]
+    given = [f"run_dir={run_dir}", f"export.format={case.format}", f"decode.head={source}"]
     return load_recipe(ROOT / "recipes/tiny_full.yaml", [*given, f"decode.depth={DRAFT_TOKENS}"])

@@ -28,8 +28,6 @@ SIZES: dict[str, Any] = {
     "joint.warmup_steps": 1,
     "decode.max_new_tokens": 12,
     "report.num_prompts": 2,
-    "report.workers": 1,
-    "report.warmup_prompts": 0,
 }
 # Large models are replaced by the demo target, and heads get sizes that fit it.
 TINY_TARGET: dict[str, Any] = {

@@ -28,9 +28,9 @@ from headstart.data_pipelines.prompts.self_written.selection import WINDOW, Sele
 from headstart.data_pipelines.stages.stage import Json, Stage
 from headstart.inference.core.request import Generation, Request
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.drafters.model import Tokenizer
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.targets.model import TargetModel
+from headstart.inference.targets.tokenizer import Tokenizer
 from headstart.recipes import Recipe
 from headstart.recipes.schema import SELF, DataSection
 

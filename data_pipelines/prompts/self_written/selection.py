@@ -14,7 +14,7 @@ from headstart.data_pipelines.prompts.conversations import Conversation, PromptA
 from headstart.data_pipelines.prompts.row_report import CANDIDATE, RowReport
 from headstart.data_pipelines.prompts.rows import BadRow, read_rows
 from headstart.data_pipelines.stages.stage import Json
-from headstart.inference.drafters.model import Tokenizer
+from headstart.inference.targets.tokenizer import Tokenizer
 from headstart.recipes.schema import SELF, DataSection
 
 SHINGLE = 5  # characters of the sequences that two texts may share

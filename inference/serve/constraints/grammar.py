@@ -15,8 +15,7 @@ from llguidance.hf import from_tokenizer
 from torch import Tensor
 
 from headstart.inference.core.constraint import Path
-from headstart.inference.drafters.model import Tokenizer
-from headstart.inference.targets.tokenizer import FastTokenizer
+from headstart.inference.targets.tokenizer import FastTokenizer, Tokenizer
 
 # One line, as most models write JSON. With free white space a text could go on for ever without getting anywhere.
 LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

@@ -6,11 +6,10 @@ from typing import Any
 from uuid import uuid4
 
 from headstart.inference.core.request import Alternatives, DecodeStats, DraftTree
-from headstart.inference.drafters.model import Tokenizer
 from headstart.inference.serve.exchange import Choice, Delta, Exchange, Times, ToldToken
 from headstart.inference.serve.requests.fields import Wanted
 from headstart.inference.serve.requests.written import Piece
-from headstart.inference.targets.tokenizer import REPLACEMENT_CHARACTER, text_of
+from headstart.inference.targets.tokenizer import REPLACEMENT_CHARACTER, Tokenizer, text_of
 
 Json = dict[str, Any]
 

@@ -3,9 +3,9 @@
 import json
 from typing import Any
 
-from headstart.inference.drafters.model import Tokenizer
 from headstart.inference.serve.errors import ApiError, wrong
 from headstart.inference.serve.requests.body import Body, well_formed
+from headstart.inference.targets.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 CONTENT = "a text, or a list of parts of type text, is"

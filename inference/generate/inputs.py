@@ -1,4 +1,4 @@
-"""What a recipe tells the inference commands to read: heads to measure, their taps, and held-out prompts."""
+"""The inputs of commands that measure heads: the heads' folders and taps, and held-out prompts."""
 
 from itertools import islice
 from pathlib import Path
@@ -22,32 +22,29 @@ def held_out_prompts(recipe: Recipe) -> list[list[int]]:
     return [row["tokens"] for row in islice(read_jsonl(path), recipe.report.num_prompts)]
 
 
-def head_folder(recipe: Recipe) -> Path:
-    return recipe.head_dir if recipe.report.head is None else recipe.report.head
-
-
 def head_folders(recipe: Recipe) -> dict[str, Path]:
     """The folder of every head to measure, by the name that prefixes its rows in the report."""
-    return {OWN_HEAD: head_folder(recipe), **recipe.report.other_heads}
-
-
-def require_heads(recipe: Recipe) -> None:
-    """Raise one ValueError that names every head to measure whose folder holds none."""
-    wrong = []
-    for name, folder in head_folders(recipe).items():
-        if not (folder / "config.json").is_file():
-            field = "report.head" if name == OWN_HEAD else f"report.other_heads.{name}"
-            wrong.append(f"{field}: {folder} holds no head (no config.json)")
-    if wrong:
-        raise ValueError(
-            f"{'; '.join(wrong)}; a trained head's folder is required: train one with headstart train RECIPE, name "
-            f"another with report.head=FOLDER, or compare methods that need none: "
-            f"report.baselines='[plain, prompt_lookup]'"
-        )
+    return {OWN_HEAD: recipe.head_in_use, **recipe.report.other_heads}
 
 
 def taps_to_read(recipe: Recipe) -> tuple[int, ...]:
-    """The union of the taps that the heads read; raises ValueError for a head that does not fit the target."""
-    require_heads(recipe)
+    """The union of the taps that the heads read.
+
+    Raises one ValueError that names every folder without a head, or a ValueError for a head that does not fit the
+    target.
+    """
+    folders = head_folders(recipe)
+    fields = {name: f"report.other_heads.{name}" for name in folders} | {OWN_HEAD: "decode.head"}
+    wrong = [
+        f"{fields[name]}: {folder} holds no head (no config.json)"
+        for name, folder in folders.items()
+        if not (folder / "config.json").is_file()
+    ]
+    if wrong:
+        raise ValueError(
+            f"{'; '.join(wrong)}; a trained head's folder is required: train one with headstart train RECIPE, name "
+            f"another with decode.head=FOLDER, or compare methods that need none: "
+            f"report.baselines='[plain, prompt_lookup]'"
+        )
     target = TargetConfig.from_folder(locate_target(recipe.target.path, recipe.target.revision))
-    return tuple(sorted({tap for folder in head_folders(recipe).values() for tap in load_taps(folder, target)}))
+    return tuple(sorted({tap for folder in folders.values() for tap in load_taps(folder, target)}))

@@ -1,0 +1,117 @@
+"""The report's pictures, drawn with matplotlib, which the extra `report` installs."""
+
+import re
+from collections.abc import Sequence
+from html import escape
+from io import StringIO
+from pathlib import Path as FilePath
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure, SubFigure
+
+from headstart.common.files import whole_file
+from headstart.heads.calibration import Path, StaticTree
+from headstart.inference.report.compare import Outcome
+
+ALT = "tokens per second, acceptance length and acceptance rate by depth of each method; the tables have the figures"
+
+
+def save_png(figure: Figure, path: FilePath) -> None:
+    with whole_file(path) as partial:
+        figure.savefig(partial, format="png", dpi=150)
+
+
+def as_svg(figure: Figure) -> str:
+    """The figure as an <svg> element for a page: its text is text, and black becomes the page's ink."""
+    file = StringIO()
+    no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    with rc_context({"svg.fonttype": "none"}):
+        figure.savefig(file, format="svg", transparent=True, metadata=no_metadata)
+    svg = file.getvalue().replace("#000000", "currentColor")
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg[svg.index("<svg") :])  # every figure has the same ids
+    return svg.replace("<svg", f'<svg class="plot" role="img" aria-label="{escape(ALT)}"', 1)
+
+
+def draw(groups: Sequence[list[Outcome]]) -> Figure:
+    """Panels for each group of outcomes, those of one temperature and batch size."""
+    heights = [7 + (0.3 * len(group[0].by_category) + 1) * has_categories(group) for group in groups]
+    figure = Figure(figsize=(10, sum(heights)), layout="constrained")
+    parts = figure.subfigures(len(groups), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for part, group in zip(parts, groups, strict=True):
+        draw_group(part, group)
+    return figure
+
+
+def has_categories(outcomes: list[Outcome]) -> bool:
+    return len(outcomes[0].by_category) > 1
+
+
+def draw_group(figure: SubFigure, outcomes: list[Outcome]) -> None:
+    """Speed, acceptance length, acceptance rate by depth, speed by tree size, and acceptance length by category."""
+    first, rows = outcomes[0], [["speed", "length"], ["depth", "size"]]
+    ratios = [3.0, 3.0]
+    if has_categories(outcomes):
+        rows.append(["category", "category"])
+        ratios.append(0.3 * len(first.by_category) + 1)
+    panels = figure.subplot_mosaic(rows, height_ratios=ratios)
+    figure.suptitle(f"temperature {first.temperature:g}, batch {first.batch}")
+    draw_bars(panels["speed"], "tokens/s", "%.0f", outcomes, [o.tokens_per_second for o in outcomes])
+    draw_bars(panels["length"], "acceptance length", "%.2f", outcomes, [o.stats.acceptance_length for o in outcomes])
+    depth, size, most = panels["depth"], panels["size"], 1
+    for number, outcome in enumerate(outcomes):  # methods without draft tokens take a colour too, as in the bars
+        look = {"color": f"C{number}", "marker": "o", "label": outcome.method}
+        shares = outcome.stats.acceptance
+        most = max(most, len(shares))
+        if shares:
+            depth.plot(range(1, len(shares) + 1), shares, **look)
+        size.plot([outcome.stats.drafted / max(outcome.stats.steps, 1)], [outcome.tokens_per_second], **look)
+        if has_categories(outcomes):
+            lengths = [found.acceptance_length for found in outcome.by_category.values()]
+            panels["category"].plot(lengths, list(outcome.by_category), linestyle="", **look)
+    depth.set(title="acceptance rate by depth", xlabel="depth", ylabel="share of target steps", ylim=(0, 1))
+    depth.set_xticks(range(1, most + 1))
+    size.set(title="tokens/s by size of the draft tree", xlabel="draft tokens per step", ylim=(0, None))
+    size.legend(frameon=False)
+    if has_categories(outcomes):
+        panels["category"].set(title="acceptance length by category", xlim=(0, None))
+        panels["category"].invert_yaxis()
+
+
+def draw_bars(panel: Axes, title: str, number: str, outcomes: list[Outcome], values: list[float]) -> None:
+    names = [outcome.method for outcome in outcomes]
+    panel.bar_label(panel.bar(names, values, color=[f"C{i}" for i in range(len(names))]), fmt=number)
+    panel.set_title(title)
+    panel.tick_params(axis="x", rotation=30 if len(names) > 5 or max(map(len, names)) > 12 else 0)
+    panel.margins(y=0.15)
+
+
+def draw_tree(tree: StaticTree, nodes: int) -> Figure:
+    """A tree of fixed shape: the root on the left, a column per depth, the likeliest child at the top.
+
+    The thicker an edge, the likelier the target accepts the node after it.
+    """
+    paths = tree.best(nodes)
+    places = rows_of(paths)
+    depth, height = max(map(len, paths)), max(places.values())
+    figure = Figure(figsize=(2.2 * depth + 2, 0.32 * height + 1.2), layout="constrained")
+    panel: Axes = figure.subplots()
+    for path, chance in zip(paths, tree.chances, strict=False):
+        above = path[:-1]
+        panel.plot([len(above), len(path)], [-places[above], -places[path]], color="C0", lw=0.4 + 5 * chance, zorder=1)
+        panel.text(len(path) + 0.04, -places[path], f"{path[-1]}: {chance:.2f}", fontsize=7, va="center")
+    panel.scatter([len(path) for path in places], [-row for row in places.values()], s=14, color="C1", zorder=2)
+    panel.set_title(f"{len(paths)} draft tokens, expected acceptance length {tree.expected(nodes):.2f}", fontsize=9)
+    panel.set_axis_off()
+    panel.set_xlim(-0.2, depth + 0.6)
+    return figure
+
+
+def rows_of(paths: tuple[Path, ...]) -> dict[Path, int]:
+    """The row of each node, the root included: leaves take one row each, a parent shares the row of its first child."""
+    known, leaf = set(paths), 0
+    places: dict[Path, int] = {}
+    for path in sorted([(), *paths]):
+        places[path] = leaf
+        leaf += (*path, 0) not in known
+    return places
