@@ -112,7 +112,6 @@ def smaller(recipe: Recipe, storage: str) -> Recipe:
     train = {
         "steps": STEPS,
         "checkpoint_every": STEPS,
-        "eval_every": STEPS,
         "eval_prompts": EVAL_PROMPTS,
     }
     return recipe.model_copy(

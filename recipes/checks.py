@@ -16,7 +16,6 @@ from headstart.recipes.schema import (
     BlockSection,
     DecodeSection,
     MedusaSection,
-    TrainSection,
 )
 from headstart.recipes.target_checks import RecipeMistake, dict_or_empty, size_mistakes
 
@@ -47,10 +46,8 @@ def check_against_disk(values: dict[str, Any]) -> Iterator[RecipeMistake]:
         yield from check_medusa_depth(head, train, dict_or_empty(values.get("decode")))
     if kind == "block":
         yield from check_block(head, train, dict_or_empty(values.get("decode")))
-    elif isinstance(kind, str):
-        for field in ("anchors", "confidence_weight"):
-            if field in train:
-                yield f"train.{field}", "only block heads have it; remove it, or choose head.kind block"
+    elif isinstance(kind, str) and "anchors" in train:
+        yield "train.anchors", "only block heads have it; remove it, or choose head.kind block"
     if dict_or_empty(values.get("joint")).get("mode") is not None:
         yield from check_joint(head, train, target)
     yield from check_shared_target(target, data, dict_or_empty(values.get("decode")))
@@ -106,13 +103,10 @@ def check_magnitudes(values: dict[str, Any]) -> Iterator[RecipeMistake]:
 def check_medusa_depth(head: dict[str, Any], train: dict[str, Any], decode: dict[str, Any]) -> Iterator[RecipeMistake]:
     """Medusa has one head per draft level: training unrolls all of them, and decoding can draft no deeper."""
     heads = head.get("medusa_heads", MedusaSection.model_fields["medusa_heads"].default)
-    unroll = train.get("unroll", TrainSection.model_fields["unroll"].default)
     depth = decode.get("depth", DecodeSection.model_fields["depth"].default)
-    if unroll != heads:
-        yield (
-            "train.unroll",
-            f"{heads} is allowed, one step per Medusa head (head.medusa_heads); write train.unroll: {heads}",
-        )
+    if train.get("unroll", heads) != heads:
+        why = "one step per Medusa head (head.medusa_heads)"
+        yield "train.unroll", f"{heads} is allowed, {why}; leave it out, or write train.unroll: {heads}"
     if isinstance(heads, int) and isinstance(depth, int) and depth > heads:
         yield (
             "decode.depth",
@@ -128,10 +122,9 @@ def check_block(head: dict[str, Any], train: dict[str, Any], decode: dict[str, A
         return
     from_anchor = head.get("sample_from_anchor", fields["sample_from_anchor"].default)
     levels, why = size if from_anchor else size - 1, f"the levels that a block of {size} drafts (head.block_size)"
-    unroll = train.get("unroll", TrainSection.model_fields["unroll"].default)
     depth = decode.get("depth", DecodeSection.model_fields["depth"].default)
-    if unroll != levels:
-        yield "train.unroll", f"{levels} is allowed, {why}; write train.unroll: {levels}"
+    if train.get("unroll", levels) != levels:
+        yield "train.unroll", f"{levels} is allowed, {why}; leave it out, or write train.unroll: {levels}"
     if isinstance(depth, int) and depth > levels and decode.get("drafter", "head") == "head":
         yield "decode.depth", f"1 to {levels} is allowed, {why}; lower it, or raise head.block_size and train again"
     if train.get("input_noise"):
@@ -147,15 +140,12 @@ def check_joint(head: dict[str, Any], train: dict[str, Any], target: dict[str, A
     for section, field in (
         ("head", "draft_vocab_size"),
         ("train", "pack_tokens"),
-        ("train", "ema_decay"),
         ("target", "device_map"),
         ("target", "tp_plan"),
         ("target", "zero_stage"),
     ):
         if places[section].get(field) is not None:
             yield f"{section}.{field}", f"only null is allowed with joint.mode; remove {field}"
-    if train.get("export", "newest") != "newest":
-        yield "train.export", "only newest is allowed with joint.mode; choose newest"
 
 
 def check_shared_target(

@@ -17,7 +17,7 @@ from tiny_run import build_run, tiny_recipe
 
 from headstart.heads import safetensors_file
 from headstart.heads.formats.export import export
-from headstart.trainers.run import run
+from headstart.trainers import run
 
 QUICK_REPORT = "report.num_prompts=1", "report.baselines=[plain, chain]", "decode.max_new_tokens=2"
 LONG = "n" * 300

@@ -28,7 +28,7 @@ from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
-from headstart.trainers.sample_order import SampleOrder
+from headstart.trainers.loop import SampleOrder
 
 TAPS = (2, 3, 4)  # the default taps of a target with 7 layers
 

@@ -27,7 +27,8 @@ from headstart.heads.losses import OBJECTIVES
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes import Recipe
 from headstart.recipes.schema import Eagle1Section, Eagle3Section
-from headstart.trainers.objectives.unrolled import Objective, Teacher, UnrolledHead, input_noise
+from headstart.trainers.objectives.objective import Objective
+from headstart.trainers.objectives.unrolled import Teacher, UnrolledHead, input_noise
 
 ROOT = Path(__file__).resolve().parents[1]
 UNROLL, DECAY = 4, 0.8
@@ -352,13 +353,11 @@ def test_an_objective_is_that_of_the_paper_unless_the_recipe_says_otherwise(make
     eagle1 = "head={kind: eagle1}", "train.unroll=4"
     assert Objective.from_recipe(make_recipe("b", *eagle1)) == EAGLE_1
     own = "train.objective=log_acceptance", "train.regression_weight=0", "train.input_noise=0.5"
-    assert Objective.from_recipe(make_recipe("b", *eagle1, *own, "train.unroll_weights=[0, 1, 1, 2]")) == Objective(
-        "log_acceptance", 0.1, 0.0, 0.5, (0.0, 1.0, 1.0, 2.0)
+    assert Objective.from_recipe(make_recipe("b", *eagle1, *own, "train.unroll_decay=0.5")) == Objective(
+        "log_acceptance", 0.1, 0.0, 0.5, (1.0, 0.5, 0.25, 0.125)
     )
     with pytest.raises(ValueError, match=r"train\.regression_weight: 1\.0 given, only 0 or null is allowed"):
         make_recipe("a", "train.regression_weight=1.0")
-    with pytest.raises(ValueError, match=r"train\.unroll_weights: \[1\] given, a list of 3 weights"):
-        make_recipe("a", "train.unroll_weights=[1]")
 
 
 def test_tap_sizes_are_medians_that_one_huge_token_does_not_move(tmp_path: Path) -> None:

@@ -8,20 +8,26 @@ Killed at any step, the same command continues from the newest checkpoint and en
 Ctrl-C once, finishes the current step, saves and exits.
 """
 
-from headstart.recipes import recipe_from_command_line
-
-if __name__ == "__main__":
-    recipe_from_command_line(__doc__)  # --help and mistakes end the process here, before torch is loaded
-
-from functools import partial
-
 from headstart.common.os_errors import CONTINUES
-from headstart.recipes import run_command
-from headstart.trainers.run import run
+from headstart.recipes import Recipe, run_command
+
+
+def train(recipe: Recipe) -> None:
+    """Run the stages from prompts to head; those that are complete and match the recipe are reused."""
+    from headstart.data_pipelines.harvest import harvest  # torch is loaded only when the recipe is known to be right
+    from headstart.trainers.stages import TrainingRun
+
+    run = TrainingRun.start(recipe, "trainers/eagle.py")
+    if recipe.train.dry_run:
+        return run.print_plan()
+    with run.on_all_ranks():
+        features = harvest(recipe)  # prompts, then responses, then features
+        head = run.train(features)
+        run.export(head)
 
 
 def main() -> None:
-    run_command(__doc__, partial(run, script="trainers/eagle.py"), CONTINUES)
+    run_command(__doc__, train, CONTINUES)
 
 
 if __name__ == "__main__":

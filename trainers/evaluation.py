@@ -1,7 +1,6 @@
 """How good a head is while it trains: held-out accuracy at each depth, and the acceptance length of real decoding."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -20,8 +19,8 @@ from headstart.inference.engine.loop import generate_batch
 from headstart.inference.targets.cuda_graph import SpareSteps
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
-from headstart.trainers.checkpoint import Tensors
 from headstart.trainers.objectives.unrolled import UnrolledHead
+from headstart.trainers.run_checkpoints import Tensors
 
 HELD_OUT = "held out"  # decides which blocks of a held-out text are scored, the same ones at every measurement
 TEMPERATURES = {"tau": 0.0, "tau_t1": 1.0}  # metric of acceptance length -> the temperature it is measured at
@@ -71,10 +70,6 @@ class HeldOutDecoding:
             check_length(self.target, row["tokens"], self.new_tokens)
         return [row["tokens"] for row in rows]
 
-    def conditions(self) -> dict[str, Any]:
-        """The settings that two acceptance lengths must share to be comparable."""
-        return {"eval_prompts": self.recipe.train.eval_prompts, **self.recipe.decode.model_dump(mode="json")}
-
 
 @torch.no_grad()
 def held_out_metrics(unrolled: UnrolledHead, store: SampleStore, batch_size: int) -> dict[str, float]:
@@ -116,7 +111,7 @@ def metrics_by_depth(prefix: str, sums: torch.Tensor) -> dict[str, float]:
 
 
 def decoding_metrics(decoding: HeldOutDecoding) -> dict[str, float]:
-    """Acceptance length at each temperature, their mean, and the share of steps that accept at least 1, 2, ... draft
+    """Acceptance length at each temperature, and the share of steps that accept at least 1, 2, ... draft
     tokens."""
     metrics = {}
     if decoding.recipe.decode.growth.startswith("searched"):  # search the best tree for the current weights
@@ -126,5 +121,4 @@ def decoding_metrics(decoding: HeldOutDecoding) -> dict[str, float]:
         metrics[f"heldout/{name}"] = stats.acceptance_length
         for depth, share in enumerate(stats.acceptance, start=1):
             metrics[f"heldout/{name}_accepts_{depth}"] = share
-    metrics["heldout/score"] = sum(metrics[f"heldout/{name}"] for name in TEMPERATURES) / len(TEMPERATURES)
     return metrics

@@ -11,8 +11,7 @@ from headstart.data_pipelines.features.batches import Batch, Sample, pack
 from headstart.data_pipelines.features.sample_stores import SampleStore
 from headstart.trainers.objectives.block import BlockSupervision
 from headstart.trainers.objectives.unrolled import Supervision, input_noise
-from headstart.trainers.precision import autocast
-from headstart.trainers.run_state import Training
+from headstart.trainers.training import Training
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,7 @@ class StepResult:
 
     sums: Tensor  # [4, unroll], see UnrollScores.sums
     num_tokens: int  # tokens read, without padding
-    gradient_norm: float  # before clipping; not finite if float16 overflowed and the step was skipped
+    gradient_norm: float  # before clipping
     interrupted: bool  # whether any rank received a signal to stop
     divergence: float | None  # KL(original || tuned) in nats per token; None unless Medusa-2 tunes the target
 
@@ -32,9 +31,9 @@ def train_step(training: Training, step: int, numbers: list[int], interrupted: b
     The loss is a sum over supervised tokens divided by their number in the global batch, so it does not depend on the
     number of ranks or micro-batches. Raises ValueError before the update if it would make a weight non-finite.
     """
-    accelerator, head, loss_scale = training.accelerator, training.head, training.loss_scale
-    section, unroll = training.recipe.train, head.unrolled.objective.unroll
-    with autocast(section, accelerator.device):
+    accelerator, head = training.accelerator, training.head
+    unroll = head.unrolled.objective.unroll
+    with training.autocast():
         micro_batches = count_micro_batches(training, step, samples_of_rank(accelerator, numbers))
         counts = torch.stack([each.supervision.counts(unroll) for each in micro_batches]).sum(0)
         counts = accelerator.reduce(counts, "sum")  # [unroll], known before the first gradient is taken
@@ -44,22 +43,17 @@ def train_step(training: Training, step: int, numbers: list[int], interrupted: b
         micro_batch = with_features(training, micro_batches.pop())
         noise = draw_input_noise(training, step, micro_batch)
         with head.micro_batch(is_last=not micro_batches):
-            with autocast(section, accelerator.device):
+            with training.autocast():
                 scores = head.forward(micro_batch.features, micro_batch.supervision, counts, noise)
-            head.backward(scores.loss * loss_scale.factor)
+            head.backward(scores.loss)
         sums += scores.sums()
         if scores.divergence is not None:  # only where one process trains the target too, so it needs no reduction
             divergences.append(float(scores.divergence))
     more = torch.tensor([num_tokens, interrupted], device=accelerator.device, dtype=sums.dtype)
     *flat, num_tokens, stops = accelerator.reduce(torch.cat([sums.flatten(), more]), "sum").tolist()
     refuse_non_finite(training, "loss", sum(flat), step, numbers)
-    gradient_norm = head.update(loss_scale.factor)
-    finite = math.isfinite(gradient_norm)
-    if not loss_scale.active:
-        refuse_non_finite(training, "gradient", gradient_norm, step, numbers)
-    loss_scale.update(step, finite)
-    if finite and training.average is not None:
-        training.average.update(step)
+    gradient_norm = head.update()
+    refuse_non_finite(training, "gradient", gradient_norm, step, numbers)
     divergence = sum(divergences) / max(flat[0], 1) if divergences else None  # flat[0]: positions of unroll step 0
     return StepResult(torch.tensor(flat).view(sums.shape), int(num_tokens), gradient_norm, stops > 0, divergence)
 
@@ -73,7 +67,7 @@ def samples_of_rank(accelerator: Accelerator, numbers: list[int]) -> list[int]:
 class MicroBatch:
     """The samples of a rank that are in memory together; the gradients of a step's micro-batches add up."""
 
-    numbers: list[int]  # of its samples in the store
+    numbers: list[int]  # numbers of its samples in the store
     lengths: list[int]  # tokens of each sample
     supervision: Supervision | BlockSupervision  # its last_hidden is empty while the features are not in memory
     features: Batch | None

@@ -3,11 +3,10 @@
 import os
 import subprocess
 import uuid
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-
-import wandb
 
 from headstart.common.jsonl import append_jsonl, read_growing_jsonl, write_jsonl
 from headstart.common.progress import Progress
@@ -37,9 +36,11 @@ class Tracker:
 
     def _start_wandb(self, mode: Any) -> Any:
         """Raise ValueError if Weights & Biases refuses the key or does not answer."""
+        import wandb  # an extra, which may not be installed
+
         try:
             return wandb.init(
-                project=self.recipe.log.project,
+                project=os.environ.get("WANDB_PROJECT", "headstart"),
                 dir=str(self.recipe.run_dir),
                 config={**self.recipe.model_dump(mode="json"), "commit": commit()},
                 mode=mode,
@@ -50,7 +51,7 @@ class Tracker:
         except wandb.errors.Error as error:
             raise ValueError(
                 f"log.wandb: {mode} given, but Weights & Biases cannot be used ({error}); offline or disabled is "
-                "allowed without it; write log.wandb=offline, and the same command goes on"
+                "allowed without it; write log.wandb=offline, and the same command continues"
             ) from error
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -74,6 +75,8 @@ class Tracker:
         """Draw the held-out acceptance rate by depth on wandb; metrics.jsonl holds the numbers."""
         if self.run is None:
             return
+        import wandb
+
         prefix = "heldout/acceptance_"
         rows = [[int(name.removeprefix(prefix)) + 1, metrics[name]] for name in metrics if name.startswith(prefix)]
         table = wandb.Table(columns=["depth", "acceptance"], data=rows)
@@ -106,12 +109,12 @@ class Tracker:
 def wandb_mode(setting: str) -> Any:
     if setting != "auto":
         return setting
-    configured = "WANDB_API_KEY" in os.environ or "WANDB_MODE" in os.environ
-    return os.environ.get("WANDB_MODE", "online") if configured else "offline"
+    configured = "online" if "WANDB_API_KEY" in os.environ else "disabled"
+    return "disabled" if find_spec("wandb") is None else os.environ.get("WANDB_MODE", configured)
 
 
-def refuse_wandb_without_key(recipe: Recipe) -> None:
-    """Raise ValueError if wandb would ask for a key when training starts, or does not know the mode."""
+def refuse_unusable_wandb(recipe: Recipe) -> None:
+    """Raise ValueError if wandb is missing, would ask for a key when training starts, or does not know the mode."""
     setting, allowed = recipe.log.wandb, ("online", "offline", "disabled")
     mode = wandb_mode(setting)
     if mode not in allowed:
@@ -119,8 +122,15 @@ def refuse_wandb_without_key(recipe: Recipe) -> None:
             f"log.wandb: {setting} given with WANDB_MODE={mode}, one of {', '.join(allowed)} is allowed; change "
             "WANDB_MODE, or set log.wandb"
         )
+    if mode != "disabled" and find_spec("wandb") is None:
+        raise ValueError(
+            f"log.wandb: {setting} given, auto or disabled is allowed without wandb, which is not installed; run pip "
+            "install -e '.[wandb]', or write log.wandb=disabled"
+        )
     if mode != "online":
         return
+    import wandb
+
     key = os.environ.get("WANDB_API_KEY")
     if key is None and not wandb.login(prompt=False, verify=False):  # with a key it would wait for the network
         raise ValueError(

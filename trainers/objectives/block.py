@@ -13,8 +13,9 @@ from headstart.heads.base import DraftHead
 from headstart.heads.block import BlockHead
 from headstart.heads.block_attention import Blocks
 from headstart.heads.frozen import at_least_float32
-from headstart.heads.losses import acceptance, d_pace
-from headstart.trainers.objectives.unrolled import Objective, Teacher, UnrolledHead, text_log_q, weighted
+from headstart.heads.losses import acceptance
+from headstart.trainers.objectives.objective import Objective
+from headstart.trainers.objectives.unrolled import Teacher, UnrolledHead, weighted
 
 
 @dataclass(frozen=True)
@@ -100,13 +101,6 @@ class TrainedBlocks(UnrolledHead):
         hidden = head.blocks_of(features, positions, batch.tokens, supervision.blocks, self.checkpointing)
         return hidden.transpose(0, 1)
 
-    def depth_weights(self, supervision: Any, hidden: Tensor, counts: Tensor) -> Tensor:
-        """D-PACE needs no pass of its own here, as a chunk holds whole blocks: `score` multiplies its weights in."""
-        weights = torch.tensor(self.objective.unroll_weights, device=counts.device)
-        if self.objective.d_pace:
-            return (weights.sum() / counts[0].clamp(min=1)).expand(len(weights), 1)
-        return (weights / counts.clamp(min=1)).unsqueeze(1)
-
     def score(self, supervision: Any, weights: Tensor, hidden: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         """The weighted loss of a chunk of blocks, and its sums [3, levels] of losses, hits and acceptances."""
         head, text, before = self.block_head, supervision.text[:, part], supervision.before[:, part]
@@ -119,12 +113,8 @@ class TrainedBlocks(UnrolledHead):
         if head.confidence_head is not None:
             logits = at_least_float32(head.confidence(hidden, before))
             doubt = functional.binary_cross_entropy_with_logits(logits, accepted, reduction="none")
-            losses = losses + self.objective.confidence_weight * doubt
-        predicted = supervision.predicted[:, part]
-        if self.objective.d_pace:
-            weights = weights * d_pace(text_log_q(log_q, text).detach().exp(), predicted)
-            part = slice(None)
-        return weighted(weights, part, losses, hits, accepted, predicted)
+            losses = losses + doubt
+        return weighted(weights, losses, hits, accepted, supervision.predicted[:, part])
 
 
 def draw_blocks(batch: Batch, count: int, key: str) -> Blocks:

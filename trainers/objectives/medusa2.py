@@ -25,18 +25,12 @@ from headstart.inference.targets.model import TargetModel, with_own_weights
 from headstart.inference.targets.quiet import no_bars_of_transformers
 from headstart.recipes import Recipe
 from headstart.recipes.schema import TargetSection, TrainSection
-from headstart.trainers.checkpoint import Tensors
 from headstart.trainers.objectives.chunked_loss import score_in_chunks
-from headstart.trainers.objectives.unrolled import (
-    Objective,
-    Supervision,
-    Teacher,
-    UnrolledHead,
-    UnrollScores,
-    positions_at_once,
-)
-from headstart.trainers.optimizers import set_learning_rates
-from headstart.trainers.ranks.head_on_ranks import ReplicatedHead, named_optimizer_state, set_optimizer_state
+from headstart.trainers.objectives.objective import Objective
+from headstart.trainers.objectives.unrolled import Supervision, Teacher, UnrolledHead, UnrollScores, positions_at_once
+from headstart.trainers.optimizers import named_optimizer_state, set_learning_rates, set_optimizer_state
+from headstart.trainers.ranks.head_on_ranks import ReplicatedHead
+from headstart.trainers.run_checkpoints import Tensors
 
 
 class TrainableTarget(nn.Module):
@@ -56,7 +50,7 @@ class TrainableTarget(nn.Module):
             self.trained.values(),
             lr=self.section.learning_rate,
             betas=recipe.train.betas,
-            weight_decay=recipe.train.weight_decay,
+            weight_decay=0.0,
         )
 
     @classmethod

@@ -1,21 +1,19 @@
-"""What a training run needs, checked in its first second, so that no mistake is found after the harvest."""
+"""Mistakes of a recipe or a launch, found in the first second of a training run instead of after the harvest."""
 
 from importlib.util import find_spec
 
 import torch
 from rich.filesize import decimal
 
+from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.data_pipelines.preflight import check_harvest
 from headstart.data_pipelines.prompts.count_rows import most_samples
-from headstart.heads.checkpoint import KINDS, draft_vocab
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.inference.engine.step_memory import free_memory, refuse_trees_of
 from headstart.recipes import Recipe
-from headstart.trainers.dry_run import refuse_sizes
-from headstart.trainers.memory_estimate import frozen_without_weights
-from headstart.trainers.starting import load_start
-from headstart.trainers.tracking import refuse_wandb_without_key
+from headstart.trainers.new_head import head_without_weights, load_start
+from headstart.trainers.tracking import refuse_unusable_wandb
 
 GRADIENTS_AND_WEIGHTS = 2  # copies of a head in float32 that every optimizer needs at the least
 
@@ -23,10 +21,13 @@ GRADIENTS_AND_WEIGHTS = 2  # copies of a head in float32 that every optimizer ne
 def preflight(recipe: Recipe, num_ranks: int, device: torch.device) -> None:
     """Raise ValueError for whatever is known to fail later in the run; writes nothing."""
     target = check_harvest(recipe)
+    samples = recipe.data.num_prompts
     if recipe.data.store is None:
         refuse_few_rows(recipe)
-        refuse_sizes(recipe, num_ranks, recipe.data.num_prompts)
-    refuse_wandb_without_key(recipe)
+    else:
+        samples = len(FeatureStore(recipe.data.store, "train"))
+    refuse_sizes(recipe, num_ranks, samples)
+    refuse_unusable_wandb(recipe)
     if recipe.train.start_from is not None:
         folder = locate_target(recipe.target.path, recipe.target.revision)
         load_start(recipe, FrozenTarget.from_folder(folder, torch.float32))
@@ -37,6 +38,33 @@ def preflight(recipe: Recipe, num_ranks: int, device: torch.device) -> None:
         raise ValueError(
             "joint.mode: lora given, null or full is allowed without peft, which is not installed; run pip install -e "
             "'.[lora]'"
+        )
+
+
+def refuse_sizes(recipe: Recipe, num_ranks: int, num_samples: int, num_heldout: int | None = None) -> None:
+    """Raise ValueError if there is nothing to train or measure on, or a batch would repeat a sample or be empty."""
+    section = recipe.train
+    if num_samples == 0:
+        raise ValueError("the features hold no samples to train on; check data.num_prompts and harvest again")
+    if num_heldout == 0:
+        raise ValueError(
+            f"data.heldout_prompts: {recipe.data.heldout_prompts} given, which yields no held-out sample; add prompts"
+        )
+    if section.batch_size < num_ranks:
+        raise ValueError(
+            f"train.batch_size: {section.batch_size} given, {num_ranks} or more is allowed on {num_ranks} ranks; give "
+            "each rank one sequence or more"
+        )
+    if section.batch_size // num_ranks < section.accumulate:
+        most = section.batch_size // num_ranks
+        raise ValueError(
+            f"train.accumulate: {section.accumulate} given, up to {most} is allowed for the {most} sequences of each "
+            f"rank (train.batch_size {section.batch_size} on {num_ranks} ranks); lower it or raise train.batch_size"
+        )
+    if section.batch_size > num_samples:
+        raise ValueError(
+            f"train.batch_size: {section.batch_size} given, up to {num_samples} is allowed for {num_samples} "
+            "training samples; lower it or raise data.num_prompts"
         )
 
 
@@ -52,11 +80,9 @@ def refuse_few_rows(recipe: Recipe) -> None:
 
 
 def refuse_large_head(recipe: Recipe, target: TargetConfig, num_ranks: int, device: torch.device) -> None:
-    """Build the head without memory for its weights; raises ValueError if it cannot be built, or would not fit."""
-    vocab = draft_vocab(recipe.head, torch.zeros(target.vocab_size, dtype=torch.long))
+    """Raise ValueError if the head cannot be built, or its weights and gradients would not fit into memory."""
     try:
-        with torch.device("meta"):
-            head = KINDS[recipe.head.kind].from_section(recipe.head, frozen_without_weights(target), vocab)
+        head = head_without_weights(recipe, target)
     except (RuntimeError, TypeError) as error:  # sizes that overflow, or that a layer refuses
         sizes = ", ".join(f"{name} {value}" for name, value in recipe.head.model_dump().items() if value is not None)
         raise ValueError(
