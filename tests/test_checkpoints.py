@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from headstart.recipes.schema import TrainSection
 from headstart.trainers.optimizers import build_optimizers, named_optimizer_state, set_optimizer_state
 from headstart.trainers.run_checkpoints import Checkpoints, Snapshot
-from headstart.trainers.training import refuse_misfit
+from headstart.trainers.step import refuse_misfit
 
 
 def snapshot(step: int, target: dict[str, Tensor] | None = None) -> Snapshot:

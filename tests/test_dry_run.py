@@ -12,9 +12,8 @@ from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig
 from headstart.recipes import Recipe
 from headstart.trainers import run
-from headstart.trainers.checks import refuse_sizes
 from headstart.trainers.new_head import head_without_weights
-from headstart.trainers.plan import DataSizes, activation_bytes
+from headstart.trainers.plan import DataSizes, activation_bytes, refuse_sizes
 
 
 @pytest.fixture(scope="module")

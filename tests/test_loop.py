@@ -25,8 +25,8 @@ from headstart.heads.frozen import FrozenTarget
 from headstart.recipes import Recipe
 from headstart.trainers import loop, run
 from headstart.trainers.loop import SampleOrder
+from headstart.trainers.step import Training
 from headstart.trainers.tracking import Tracker
-from headstart.trainers.training import Training
 
 
 @pytest.fixture(scope="module")

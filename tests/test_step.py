@@ -24,8 +24,7 @@ from headstart.trainers.new_head import build_head, start_of_run
 from headstart.trainers.optimizers import build_optimizers, set_learning_rates
 from headstart.trainers.ranks.head_on_ranks import ReplicatedHead
 from headstart.trainers.ranks.launch import start_accelerator
-from headstart.trainers.step import StepResult, count_micro_batches, train_step
-from headstart.trainers.training import Training, TrainingInputs
+from headstart.trainers.step import StepResult, Training, TrainingInputs, count_micro_batches, train_step
 
 
 def one_step(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> tuple[StepResult, dict[str, Tensor]]:

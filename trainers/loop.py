@@ -12,9 +12,8 @@ from headstart.heads.base import DraftHead
 from headstart.recipes import Recipe
 from headstart.trainers.evaluation import TEMPERATURES, decoding_metrics, held_out_metrics, metrics_by_depth
 from headstart.trainers.run_checkpoints import Checkpoints
-from headstart.trainers.step import StepResult, samples_of_rank, train_step
+from headstart.trainers.step import StepResult, Training, TrainingInputs, samples_of_rank, train_step
 from headstart.trainers.tracking import Tracker
-from headstart.trainers.training import Training, TrainingInputs
 
 LOG_EVERY = 10  # steps between logged metrics
 
@@ -41,24 +40,28 @@ def train(
             measure(training, tracker, 0)
         if not measured:  # the process was stopped between saving and measuring
             measure(training, tracker, done)
-        speed = Speed()
+        seconds, num_tokens = 0.0, 0  # of the steps since the last logged one, without saving and measuring
         inputs.train.expect(samples_of_rank(accelerator, order.of_step(done, section.batch_size)))
         for step in range(done, section.steps):
             factor = training.head.set_learning_rates(section, step)
-            with speed:
-                numbers = order.of_step(step, section.batch_size)
-                if step + 1 < section.steps:  # read while this step is computed
-                    inputs.train.expect(samples_of_rank(accelerator, order.of_step(step + 1, section.batch_size)))
-                result = train_step(training, step, numbers, interrupts.received is not None)
-            speed.num_tokens += result.num_tokens
+            started = time.perf_counter()
+            numbers = order.of_step(step, section.batch_size)
+            if step + 1 < section.steps:  # read while this step is computed
+                inputs.train.expect(samples_of_rank(accelerator, order.of_step(step + 1, section.batch_size)))
+            result = train_step(training, step, numbers, interrupts.received is not None)
+            seconds += time.perf_counter() - started
+            num_tokens += result.num_tokens
             if (step + 1) % LOG_EVERY == 0:
-                metrics = step_metrics(result, section.learning_rate * factor, speed.tokens_per_second())
+                metrics = step_metrics(result, section.learning_rate * factor, num_tokens / seconds)
+                seconds, num_tokens = 0.0, 0
                 tracker.log(step + 1, metrics, progress_text(metrics, recipe.unroll))
             due = step + 1 == section.steps or (step + 1) % section.checkpoint_every == 0
             if due and not result.interrupted:
                 measure(training, tracker, step + 1)
             if due or result.interrupted:
-                save(training, checkpoints, step + 1)
+                if (snapshot := training.snapshot(step + 1)) is not None:
+                    checkpoints.save(snapshot)
+                accelerator.wait_for_everyone()
             tracker.advance(step + 1)
             if result.interrupted:
                 tracker.say(f"{interrupts.name}: saved after step {step + 1} and stopped; the same command continues")
@@ -100,13 +103,6 @@ class SampleOrder:
         return order
 
 
-def save(training: Training, checkpoints: Checkpoints, step: int) -> None:
-    snapshot = training.snapshot(step)
-    if snapshot is not None:
-        checkpoints.save(snapshot)
-    training.accelerator.wait_for_everyone()
-
-
 def measure(training: Training, tracker: Tracker, step: int) -> None:
     """Log the held-out metrics, computed on the main rank alone."""
     recipe, inputs = training.recipe, training.inputs
@@ -118,17 +114,11 @@ def measure(training: Training, tracker: Tracker, step: int) -> None:
             weights = {} if inputs.target is None else inputs.target.weights()
             inputs.decoding.load_weights(whole.head.state_dict(), weights)
             metrics |= decoding_metrics(inputs.decoding)
-        metrics["train/tokens"] = tokens_read(training, step)
+        store = inputs.train  # the tokens read so far follow from the mean length of a sample
+        metrics["train/tokens"] = round(step * recipe.train.batch_size * store.num_tokens / len(store))
         tracker.log(step, metrics, f"measured after step {step}")
-        tracker.chart_acceptance(step, metrics)
         tracker.say(f"step {step}: {measured_text(recipe, metrics)}")
     training.accelerator.wait_for_everyone()
-
-
-def tokens_read(training: Training, step: int) -> int:
-    """About how many tokens the first `step` steps read, from the mean length of a sample."""
-    store = training.inputs.train
-    return round(step * training.recipe.train.batch_size * store.num_tokens / len(store))
 
 
 def measured_text(recipe: Recipe, metrics: dict[str, float]) -> str:
@@ -160,24 +150,6 @@ def progress_text(metrics: dict[str, float], unroll: int) -> str:
     rates = " ".join(f"{metrics[f'train/acceptance_{k}']:.2f}" for k in range(unroll))
     speed = f"{metrics['train/tokens_per_second']:.0f} tokens/s"
     return f"loss {metrics['train/loss_0']:.3f}, acceptance by depth {rates}, {speed}"
-
-
-class Speed:
-    """Measures tokens per second while its context is open, so time for saving and measuring is not counted."""
-
-    def __init__(self) -> None:
-        self.num_tokens, self._seconds, self._started = 0, 0.0, 0.0
-
-    def __enter__(self) -> None:
-        self._started = time.perf_counter()
-
-    def __exit__(self, *exc: object) -> None:
-        self._seconds += time.perf_counter() - self._started
-
-    def tokens_per_second(self) -> float:
-        rate = self.num_tokens / self._seconds
-        self.num_tokens, self._seconds = 0, 0.0
-        return rate
 
 
 class Interrupts:

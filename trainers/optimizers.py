@@ -50,7 +50,9 @@ def named_optimizer_state(module: nn.Module, optimizers: list[Optimizer]) -> Ite
 
 def set_optimizer_state(module: nn.Module, optimizers: list[Optimizer], state: dict[str, Tensor]) -> None:
     """The inverse of `named_optimizer_state`; a tensor of its parameter's shape is sharded like the parameter."""
-    owners = {parameter: optimizer for optimizer in optimizers for parameter in parameters_of(optimizer)}
+    owners = {
+        each: optimizer for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]
+    }
     for name, parameter in module.named_parameters():
         own: dict[str, Any] = {}
         for key, value in state_of_parameter(name, state).items():
@@ -64,10 +66,6 @@ def set_optimizer_state(module: nn.Module, optimizers: list[Optimizer], state: d
                 own[key] = value.to(parameter.device, copy=True)
         if own:
             owners[parameter].state[parameter] = own
-
-
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def state_of_parameter(name: str, state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""The plan of a training run, which train.dry_run prints: sizes, memory, disk space and steps."""
+"""A run before it starts: mistakes that would show only after the harvest, and the plan that train.dry_run prints."""
 
 import math
 from collections.abc import Collection
@@ -13,23 +13,109 @@ from torch import nn
 
 from headstart.data_pipelines.features.shards import MANIFEST, FeatureStore, stored_taps
 from headstart.data_pipelines.features.state_encoding import bytes_per_token
+from headstart.data_pipelines.preflight import check_harvest
 from headstart.data_pipelines.prompts.count_rows import most_samples
 from headstart.heads.base import DraftHead
 from headstart.heads.checkpoint import head_taps
+from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig, locate_target
+from headstart.inference.engine.step_memory import free_memory, refuse_trees_of
 from headstart.inference.targets.architecture import decoder_layers
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.recipes.schema import BlockSection, MedusaSection
-from headstart.trainers.new_head import head_without_weights
+from headstart.trainers.new_head import head_without_weights, load_start
 from headstart.trainers.objectives.medusa2 import trainable_section
 from headstart.trainers.objectives.unrolled import positions_at_once
 from headstart.trainers.run_checkpoints import KEPT
+from headstart.trainers.tracking import refuse_unusable_wandb
 
 FLOAT32 = 4  # bytes
 TRAINED = 16  # bytes of memory per trained parameter: weight, gradient and AdamW's two moments in float32
 SAVED = 12  # bytes of a checkpoint per trained parameter: without the gradient
+GRADIENTS_AND_WEIGHTS = 2  # copies of a head in float32 that every optimizer needs at the least
 LOGITS_KEPT = 4  # copies of a chunk's logits: the target's, the head's, their loss and its gradient
+
+
+def preflight(recipe: Recipe, num_ranks: int, device: torch.device) -> None:
+    """Raise ValueError for whatever is known to fail later in the run; writes nothing."""
+    target = check_harvest(recipe)
+    samples = recipe.data.num_prompts
+    if recipe.data.store is None:
+        refuse_few_rows(recipe)
+    else:
+        samples = len(FeatureStore(recipe.data.store, "train"))
+    refuse_sizes(recipe, num_ranks, samples)
+    refuse_unusable_wandb(recipe)
+    if recipe.train.start_from is not None:
+        folder = locate_target(recipe.target.path, recipe.target.revision)
+        load_start(recipe, FrozenTarget.from_folder(folder, torch.float32))
+    refuse_large_head(recipe, target, num_ranks, device)
+    if recipe.train.eval_prompts:
+        refuse_trees_of(recipe, min(recipe.train.eval_prompts, recipe.decode.max_batch))
+    if recipe.joint.mode == "lora" and not recipe.train.dry_run and find_spec("peft") is None:
+        raise ValueError(
+            "joint.mode: lora given, null or full is allowed without peft, which is not installed; run pip install -e "
+            "'.[lora]'"
+        )
+
+
+def refuse_sizes(recipe: Recipe, num_ranks: int, num_samples: int, num_heldout: int | None = None) -> None:
+    """Raise ValueError if there is nothing to train or measure on, or a batch would repeat a sample or be empty."""
+    section = recipe.train
+    if num_samples == 0:
+        raise ValueError("the features hold no samples to train on; check data.num_prompts and harvest again")
+    if num_heldout == 0:
+        raise ValueError(
+            f"data.heldout_prompts: {recipe.data.heldout_prompts} given, which yields no held-out sample; add prompts"
+        )
+    if section.batch_size < num_ranks:
+        raise ValueError(
+            f"train.batch_size: {section.batch_size} given, {num_ranks} or more is allowed on {num_ranks} ranks; give "
+            "each rank one sequence or more"
+        )
+    if section.batch_size // num_ranks < section.accumulate:
+        most = section.batch_size // num_ranks
+        raise ValueError(
+            f"train.accumulate: {section.accumulate} given, up to {most} is allowed for the {most} sequences of each "
+            f"rank (train.batch_size {section.batch_size} on {num_ranks} ranks); lower it or raise train.batch_size"
+        )
+    if section.batch_size > num_samples:
+        raise ValueError(
+            f"train.batch_size: {section.batch_size} given, up to {num_samples} is allowed for {num_samples} "
+            "training samples; lower it or raise data.num_prompts"
+        )
+
+
+def refuse_few_rows(recipe: Recipe) -> None:
+    """Raise ValueError if the prompts cannot fill one training step."""
+    data, step = recipe.data, recipe.train.batch_size
+    rows = most_samples(data, enough=step)
+    if rows < min(step, data.num_prompts):
+        raise ValueError(
+            f"data.prompts: {data.prompts} given, which has {rows} row{'s' * (rows != 1)}; {step} or more are allowed, "
+            f"as many as train.batch_size; add prompts, or write train.batch_size={max(rows, 1)}"
+        )
+
+
+def refuse_large_head(recipe: Recipe, target: TargetConfig, num_ranks: int, device: torch.device) -> None:
+    """Raise ValueError if the head cannot be built, or its weights and gradients would not fit into memory."""
+    try:
+        head = head_without_weights(recipe, target)
+    except (RuntimeError, TypeError) as error:  # sizes that overflow, or that a layer refuses
+        sizes = ", ".join(f"{name} {value}" for name, value in recipe.head.model_dump().items() if value is not None)
+        raise ValueError(
+            f"head: {sizes} given, sizes of a layer that fits the target are allowed ({error}); leave them out for the "
+            "target's own sizes"
+        ) from error
+    weights = num_parameters(head) * FLOAT32
+    needed, free = GRADIENTS_AND_WEIGHTS * weights // num_ranks, free_memory(device)
+    if needed > free:
+        raise ValueError(
+            f"head: {decimal(weights)} of weights given, {decimal(needed)} per rank with their gradients, and {device} "
+            f"has {decimal(free)} free, which is the most that is allowed; lower head.intermediate_size, num_heads, "
+            "hidden_size or draft_vocab_size"
+        )
 
 
 @dataclass(frozen=True)
@@ -57,7 +143,6 @@ class DataSizes:
         return cls(False, samples, tokens, longest, per_token * (tokens + data.heldout_samples * longest))
 
 
-Row = tuple[str, str, str]  # what, how much, why
 Need = tuple[str, int, str]  # what, bytes of memory, why
 
 
@@ -73,8 +158,13 @@ def print_plan(recipe: Recipe, num_ranks: int, device: torch.device) -> None:
         tuned = tuned_parameters(recipe, model)
         needs += target_needs(recipe, model, tuned, samples * data.longest)
         trained += tuned
+    needs.append(("total, per rank, about", sum(size for _, size, _ in needs), "as data parallel; others hold slices"))
     table = Table("what", "how much", "why", title=f"plan of {recipe.run_dir}, ranks: {num_ranks}", box=None)
-    for row in [parameter_row(head), *memory_rows(needs), *data_rows(recipe, data, trained)]:
+    parts = ", ".join(f"{name} {num_parameters(child):,}" for name, child in head.named_children())
+    table.add_row("parameters of the head", f"{num_parameters(head):,}", parts)
+    for what, size, why in needs:
+        table.add_row(f"memory: {what}", decimal(size), why)
+    for row in data_rows(recipe, data, trained):
         table.add_row(*row)
     weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     table.add_row("the target itself", decimal(weights) if weights else "unknown", target_note(recipe))
@@ -84,11 +174,6 @@ def print_plan(recipe: Recipe, num_ranks: int, device: torch.device) -> None:
     print("dry run: nothing was written")
 
 
-def parameter_row(head: DraftHead) -> Row:
-    each = ", ".join(f"{name} {num_parameters(child):,}" for name, child in head.named_children())
-    return "parameters of the head", f"{num_parameters(head):,}", each
-
-
 def head_needs(recipe: Recipe, head: DraftHead, samples: int, longest: int, device: torch.device) -> list[Need]:
     """Memory on a rank that trains on `samples` texts of `longest` tokens at once."""
     drafted, target = 0 if head.vocab.is_full else len(head.vocab.ids), head.target
@@ -96,9 +181,9 @@ def head_needs(recipe: Recipe, head: DraftHead, samples: int, longest: int, devi
     micro_batch = f"{samples} samples of {longest} tokens, unroll {recipe.unroll}, {recipe.train.precision}"
     activations = activation_bytes(recipe, head, samples, longest, device)
     return [
-        ("the head, per rank", TRAINED * num_parameters(head), "weights, gradients, two moments of AdamW in float32"),
-        ("the target's embedding and lm_head, per rank", frozen, "frozen, with the final norm, in float32"),
-        ("activations, per rank, about", activations, micro_batch),
+        ("the head", TRAINED * num_parameters(head), "weights, gradients, two moments of AdamW in float32"),
+        ("the target's embedding and lm_head", frozen, "frozen, with the final norm, in float32"),
+        ("activations, about", activations, micro_batch),
     ]
 
 
@@ -151,7 +236,7 @@ def target_needs(recipe: Recipe, model: nn.Module, tuned: int, tokens: int) -> l
         parameters += tuned
     learning = f"{tuned:,} of {parameters:,} parameters learn, joint.mode {recipe.joint.mode}"
     return [
-        ("the target in training", fixed * size + TRAINED * tuned, learning),
+        ("the target", fixed * size + TRAINED * tuned, learning),
         ("activations of the target, about", tokens * saved_elements(decoder_layers(model)) * size, f"{tokens} tokens"),
     ]
 
@@ -160,14 +245,7 @@ def num_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def memory_rows(needs: list[Need]) -> list[Row]:
-    total = sum(size for _, size, _ in needs)
-    return [(name, decimal(size), why) for name, size, why in needs] + [
-        ("total memory, per rank, about", decimal(total), "as data parallel; FSDP and ZeRO hold slices")
-    ]
-
-
-def data_rows(recipe: Recipe, data: DataSizes, trained: int) -> list[Row]:
+def data_rows(recipe: Recipe, data: DataSizes, trained: int) -> list[tuple[str, str, str]]:
     """`trained` is the number of parameters that a checkpoint holds with their optimizer state."""
     at_most, why = ("", "as harvested") if data.is_measured else ("at most ", "not harvested yet; lengths are unknown")
     epoch = data.samples / recipe.train.batch_size

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -56,15 +55,16 @@ class Checkpoints:
     def __init__(self, folder: Path, inputs: Json) -> None:
         self.folder = folder
         self.inputs: Json = json.loads(json.dumps(inputs))
-        self.accepted: Json = {}
+        self.accepted: Json = {}  # inputs in which the checkpoints may differ
 
     def steps(self) -> list[int]:
         """The steps of the whole checkpoints, ascending."""
-        return saved_steps(self.folder)
+        paths = (path for path in self.folder.glob("step-*") if path.suffix == "")
+        return sorted(int(path.name.removeprefix("step-")) for path in paths)
 
     def newest(self) -> int:
         """The step of the newest checkpoint, 0 if there is none."""
-        return newest_step(self.folder)
+        return max(self.steps(), default=0)
 
     def newest_inputs(self) -> Json | None:
         """The inputs of the newest checkpoint, None if there is none that can be read."""
@@ -73,10 +73,6 @@ class Checkpoints:
         except (OSError, ValueError, KeyError, TypeError):
             return None  # `load` names what is wrong
         return inputs
-
-    def accept(self, changed: Json) -> None:
-        """Continue from checkpoints that differ in these inputs."""
-        self.accepted = changed
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step}"
@@ -107,10 +103,15 @@ class Checkpoints:
             files = {name: load_file(path / f"{name}.safetensors") for name in state["files"]}
             optimizers, target = files.get("optimizers", {}), files.get("target", {})
             snapshot = Snapshot(int(state["step"]), files["head"], optimizers, target)
-            inputs = state["inputs"]
+            found = {**state["inputs"], **self.accepted}
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise ValueError(f"{path} cannot be read ({error}); remove it to resume from the one before it") from error
-        self._refuse_difference(path, inputs)
+        if different := differences(found, self.inputs, "checkpoint {}, recipe {}"):
+            raise ValueError(
+                f"{path} belongs to another recipe:\n  "
+                + "\n  ".join(different)
+                + f"\nchoose another run_dir, undo the change in the recipe, or remove {self.folder} to start over"
+            )
         return snapshot
 
     def exported(self) -> Json | None:
@@ -150,25 +151,6 @@ class Checkpoints:
                 "command continues from the newest"
             ) from error
 
-    def _refuse_difference(self, path: Path, found: Any) -> None:
-        found = {**found, **self.accepted} if isinstance(found, dict) else {}
-        different = differences(found, self.inputs, "checkpoint {}, recipe {}")
-        if different:
-            raise ValueError(
-                f"{path} belongs to another recipe:\n  "
-                + "\n  ".join(different)
-                + f"\nchoose another run_dir, undo the change in the recipe, or remove {self.folder} to start over"
-            )
-
-
-def saved_steps(folder: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*") if path.suffix == "")
-
-
-def newest_step(folder: Path) -> int:
-    """The step of the newest whole checkpoint in a folder, 0 if there is none."""
-    return max(saved_steps(folder), default=0)
-
 
 def flush(path: Path) -> None:
     """Force a file or a folder's entries to disk, so that no rename reaches the disk before the data it names."""
@@ -181,14 +163,11 @@ def flush(path: Path) -> None:
 
 def checkpoint_inputs(recipe: Recipe, features: Stage) -> Json:
     """Everything that decides the weights; a run resumes only from checkpoints with the same inputs."""
-    joint = {} if recipe.joint.mode is None else recipe.joint.model_dump()
-    return {
-        "features": features.digest(),
-        "seed": recipe.seed,
-        **{f"head.{field}": value for field, value in recipe.head.model_dump().items()},
-        **{f"train.{field}": value for field, value in recipe.train.model_dump(exclude=MAY_CHANGE_ON_RESUME).items()},
-        **{f"joint.{field}": value for field, value in joint.items()},
-    }
+    sections = {"head": recipe.head.model_dump(), "train": recipe.train.model_dump(exclude=MAY_CHANGE_ON_RESUME)}
+    if recipe.joint.mode is not None:
+        sections["joint"] = recipe.joint.model_dump()
+    fields = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+    return {"features": features.digest(), "seed": recipe.seed, **fields}
 
 
 @dataclass(frozen=True)
@@ -240,8 +219,6 @@ def changes(start: RunStart | None, before: Json, now: Json, step: int, features
 
 def describe_changes(changed: Json, before: Json, step: int, start: RunStart | None, samples: int) -> Iterator[str]:
     """One line for what is kept, and one for each change."""
-    if not changed:
-        return
     yield f"continuing after step {step}; kept: the head's weights, its draft vocabulary, the optimizer's state"
     if "train.steps" in changed:
         yield (

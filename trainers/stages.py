@@ -22,22 +22,14 @@ from headstart.inference.targets.loading import processor_name, slow_format
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.trainers import SCRIPTS
-from headstart.trainers.checks import preflight, refuse_sizes
 from headstart.trainers.evaluation import HeldOutDecoding
 from headstart.trainers.loop import train
 from headstart.trainers.new_head import START, build_head, describe, fit_first_weights, load_start, start_of_run
 from headstart.trainers.objectives.medusa2 import TrainableTarget
-from headstart.trainers.plan import print_plan
+from headstart.trainers.plan import preflight, print_plan, refuse_sizes
 from headstart.trainers.ranks.launch import refuse_lone_decoding, start_accelerator
-from headstart.trainers.run_checkpoints import (
-    Checkpoints,
-    RunStart,
-    changes,
-    checkpoint_inputs,
-    describe_changes,
-    newest_step,
-)
-from headstart.trainers.training import TrainingInputs
+from headstart.trainers.run_checkpoints import Checkpoints, RunStart, changes, checkpoint_inputs, describe_changes
+from headstart.trainers.step import TrainingInputs
 
 
 @dataclass(frozen=True)
@@ -80,8 +72,8 @@ class TrainingRun:
         """Check the recipe, and hold run_dir for ranks that agree on the run."""
         recipe = self.recipe
         refuse_lone_decoding(recipe, self.accelerator.num_processes)
-        newest = lambda: {"checkpoint": f"step {newest_step(recipe.checkpoints_dir)}"}  # noqa: E731
-        with run_together(recipe, "training", self.check, newest):
+        checkpoints = Checkpoints(recipe.checkpoints_dir, {})
+        with run_together(recipe, "training", self.check, lambda: {"checkpoint": f"step {checkpoints.newest()}"}):
             yield
 
     def train(self, features: Stage) -> TrainedHead:
@@ -117,13 +109,12 @@ class TrainingRun:
         recipe, accelerator, folder = self.recipe, self.accelerator, self.recipe.checkpoints_dir
         checkpoints = Checkpoints(folder, checkpoint_inputs(recipe, features))
         step, before = checkpoints.newest(), checkpoints.newest_inputs()
-        start = None if before is None else RunStart.read(folder)
+        start, source = None, None
         if before is not None:
-            changed = changes(start, before, checkpoints.inputs, step, features, store)
-            checkpoints.accept(changed)
-            if accelerator.is_main_process and changed:
-                print(*describe_changes(changed, before, step, start, len(store)), sep="\n")
-        source = None
+            start = RunStart.read(folder)
+            checkpoints.accepted = changes(start, before, checkpoints.inputs, step, features, store)
+            if accelerator.is_main_process and checkpoints.accepted:
+                print(*describe_changes(checkpoints.accepted, before, step, start, len(store)), sep="\n")
         if start is None:
             source = None if recipe.train.start_from is None else load_start(recipe, frozen)
             start = start_of_run(recipe, features, frozen, store, source)
@@ -141,7 +132,7 @@ class TrainingRun:
             return
         recipe, state = self.recipe, "head was already complete in"
         if not trained.is_exported:
-            export_head(recipe, trained, machine(self.accelerator))
+            export_head(recipe, trained, self.accelerator)
             state = "head written to"
         if trained.start.start_from and (measured := before_and_after(recipe)) is not None:
             print(measured)
@@ -184,13 +175,7 @@ def start_decoding(recipe: Recipe, taps: tuple[int, ...], start: RunStart) -> He
     return HeldOutDecoding(recipe, target, decoding_head.eval().requires_grad_(False))
 
 
-def machine(accelerator: Accelerator) -> str:
-    """The name of the processors that the head is trained on, for its card."""
-    name = processor_name(accelerator.device)
-    return name if accelerator.num_processes == 1 else f"{accelerator.num_processes} x {name}"
-
-
-def export_head(recipe: Recipe, trained: TrainedHead, trained_on: str) -> None:
+def export_head(recipe: Recipe, trained: TrainedHead, accelerator: Accelerator) -> None:
     checkpoints, target, decoding = trained.checkpoints, trained.target, trained.decoding
     newest = checkpoints.load()
     assert newest is not None
@@ -207,7 +192,10 @@ def export_head(recipe: Recipe, trained: TrainedHead, trained_on: str) -> None:
         head.calibration = decoding.fit_calibration()
     head.origin = TargetOrigin.of(origin)
     save_head(head, recipe.head_dir)
-    checkpoints.note_export({"step": newest.step, "machine": trained_on})
+    machine = processor_name(accelerator.device)
+    if accelerator.num_processes > 1:
+        machine = f"{accelerator.num_processes} x {machine}"
+    checkpoints.note_export({"step": newest.step, "machine": machine})
 
 
 def before_and_after(recipe: Recipe) -> str | None:

@@ -1,10 +1,8 @@
 """Where the metrics of a training run go: always to metrics.jsonl, to wandb as configured, to the progress bar."""
 
 import os
-import subprocess
 import uuid
 from importlib.util import find_spec
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -42,7 +40,7 @@ class Tracker:
             return wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "headstart"),
                 dir=str(self.recipe.run_dir),
-                config={**self.recipe.model_dump(mode="json"), "commit": commit()},
+                config=self.recipe.model_dump(mode="json"),
                 mode=mode,
                 id=self._run_id(),
                 resume="allow",
@@ -70,18 +68,6 @@ class Tracker:
         if self.run is not None:
             self.run.log(values, step=step)
         self.progress.text = progress_text
-
-    def chart_acceptance(self, step: int, metrics: dict[str, float]) -> None:
-        """Draw the held-out acceptance rate by depth on wandb; metrics.jsonl holds the numbers."""
-        if self.run is None:
-            return
-        import wandb
-
-        prefix = "heldout/acceptance_"
-        rows = [[int(name.removeprefix(prefix)) + 1, metrics[name]] for name in metrics if name.startswith(prefix)]
-        table = wandb.Table(columns=["depth", "acceptance"], data=rows)
-        chart = wandb.plot.line(table, "depth", "acceptance", title="held-out acceptance by depth")
-        self.run.log({"heldout/acceptance_by_depth": chart}, step=step)
 
     def say(self, text: str) -> None:
         self.progress.say(text)
@@ -142,14 +128,3 @@ def refuse_unusable_wandb(recipe: Recipe) -> None:
             f"log.wandb: {setting} given with a WANDB_API_KEY of {len(key)} characters, {KEY_LENGTH} or more are "
             "allowed; correct the key, or write log.wandb=offline"
         )
-
-
-def commit() -> str:
-    """The git commit of this code, followed by + if files have changed since; "unknown" outside a repository."""
-    here = Path(__file__).parent
-    try:
-        command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
-        found = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return found.stdout.strip()
