@@ -197,9 +197,12 @@ def activation_bytes(recipe: Recipe, head: DraftHead, samples: int, longest: int
     elif isinstance(recipe.head, BlockSection):
         scored = samples * min(recipe.train.anchors, longest)
         passes = scored * recipe.head.block_size
-    element = FLOAT32 if recipe.train.precision == "float32" else FLOAT32 // 2
-    own_logits = {id(parameter) for parameter in head.logits_parameters}
-    layers = passes * saved_elements(head, own_logits) * element
+    element, copies = FLOAT32, 0
+    if recipe.train.precision == "bfloat16":
+        element = FLOAT32 // 2
+        copies = num_parameters(head) * element  # autocast keeps a copy of the weights
+    logits_weights = {id(parameter) for parameter in head.logits_parameters}
+    layers = copies + passes * linear_widths(head, logits_weights) * element
     if recipe.train.activation_checkpointing:
         layers //= unroll  # the backward pass computes one unroll step at a time again
     features = (len(head.taps) + 2) * hidden * tokens * FLOAT32
@@ -209,10 +212,10 @@ def activation_bytes(recipe: Recipe, head: DraftHead, samples: int, longest: int
     return features + layers + states + LOGITS_KEPT * chunk * logits * FLOAT32
 
 
-def saved_elements(module: nn.Module, without: Collection[int] = ()) -> int:
-    """About how many numbers a forward pass saves for each position: what goes into and out of each linear layer.
+def linear_widths(module: nn.Module, without: Collection[int] = ()) -> int:
+    """The features that go into and out of all linear layers, about what a forward pass saves for each position.
 
-    `without` holds the ids of weights that do not count.
+    `without` holds the ids of weights whose layers do not count.
     """
     linear = [each for each in module.modules() if isinstance(each, nn.Linear) and id(each.weight) not in without]
     return sum(each.in_features + each.out_features for each in linear)
@@ -223,7 +226,7 @@ def tuned_parameters(recipe: Recipe, model: nn.Module) -> int:
     layers = decoder_layers(model)
     if recipe.joint.mode == "full":
         return num_parameters(layers)
-    return recipe.joint.lora_rank * saved_elements(layers)
+    return recipe.joint.lora_rank * linear_widths(layers)
 
 
 def target_needs(recipe: Recipe, model: nn.Module, tuned: int, tokens: int) -> list[Need]:
@@ -237,7 +240,7 @@ def target_needs(recipe: Recipe, model: nn.Module, tuned: int, tokens: int) -> l
     learning = f"{tuned:,} of {parameters:,} parameters learn, joint.mode {recipe.joint.mode}"
     return [
         ("the target", fixed * size + TRAINED * tuned, learning),
-        ("activations of the target, about", tokens * saved_elements(decoder_layers(model)) * size, f"{tokens} tokens"),
+        ("activations of the target, about", tokens * linear_widths(decoder_layers(model)) * size, f"{tokens} tokens"),
     ]
 
 

@@ -13,7 +13,7 @@ from headstart.heads.base import DraftHead
 from headstart.heads.block import BlockHead
 from headstart.heads.block_attention import Blocks
 from headstart.heads.frozen import at_least_float32
-from headstart.heads.losses import acceptance
+from headstart.heads.losses import OBJECTIVES, acceptance
 from headstart.trainers.objectives.objective import Objective
 from headstart.trainers.objectives.unrolled import Teacher, UnrolledHead, weighted
 
@@ -103,10 +103,10 @@ class TrainedBlocks(UnrolledHead):
 
     def score(self, supervision: Any, weights: Tensor, hidden: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         """The weighted loss of a chunk of blocks, and its sums [3, levels] of losses, hits and acceptances."""
-        head, text, before = self.block_head, supervision.text[:, part], supervision.before[:, part]
+        head, before = self.block_head, supervision.before[:, part]
         log_p = self.teacher.log_p(supervision.last_hidden[:, part])  # [levels, chunk, draft_vocab]
         log_q = at_least_float32(head.logits(hidden, before)).log_softmax(-1)
-        losses = self.losses(log_q, log_p, text)  # [levels, chunk]
+        losses = self.losses(log_q, log_p, supervision.text[:, part])  # [levels, chunk]
         with torch.no_grad():
             hits = (log_q.argmax(-1) == log_p.argmax(-1)).float()
             accepted = acceptance(log_q, log_p)
@@ -115,6 +115,17 @@ class TrainedBlocks(UnrolledHead):
             doubt = functional.binary_cross_entropy_with_logits(logits, accepted, reduction="none")
             losses = losses + doubt
         return weighted(weights, losses, hits, accepted, supervision.predicted[:, part])
+
+    def losses(self, log_q: Tensor, log_p: Tensor, text: Tensor) -> Tensor:
+        """The objective and the cross-entropy to the text, by their weights. [levels, chunk]"""
+        objective = self.objective
+        found = log_q.new_zeros(log_q.shape[:-1])
+        if objective.weight:
+            found = found + objective.weight * OBJECTIVES[objective.name](log_q, log_p)
+        if objective.text_weight:  # a token outside the draft vocabulary costs nothing
+            chosen = log_q.gather(-1, text.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+            found = found - objective.text_weight * chosen.where(text >= 0, 0.0)
+        return found
 
 
 def draw_blocks(batch: Batch, count: int, key: str) -> Blocks:

@@ -55,10 +55,7 @@ class TrainableTarget(nn.Module):
 
     @classmethod
     def load(cls, recipe: Recipe, device: torch.device) -> "TrainableTarget":
-        """Load the recipe's target.
-
-        Raises ValueError if joint.mode is lora and peft is missing, or the target has no linear layer to adapt.
-        """
+        """Load the recipe's target; raises ValueError if joint.mode is lora and it has no linear layer to adapt."""
         return cls(TargetModel.load(trainable_section(recipe, device), ()), recipe)
 
     def forward(self, tokens: Int[Tensor, "batch seq"]) -> Tensor:
@@ -132,10 +129,8 @@ def trainable_section(recipe: Recipe, device: torch.device) -> TargetSection:
 
 def add_adapters(model: nn.Module, layers: nn.ModuleList, rank: int, seed: int) -> None:
     """Add float32 LoRA adapters to every linear layer; they change no output before their first step."""
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as error:
-        raise ValueError("joint.mode: lora given, which needs peft; run pip install -e '.[lora]'") from error
+    from peft import LoraConfig, inject_adapter_in_model  # an extra; `preflight` refuses lora without it
+
     linear = {each for each in layers.modules() if isinstance(each, nn.Linear)}
     names = [name for name, each in model.named_modules() if each in linear]
     if not names:

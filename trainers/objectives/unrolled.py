@@ -37,7 +37,6 @@ class Supervision:
     columns: Tensor  # [positions], column in the row
     places: Tensor  # [positions], j: index within the sample
     last_hidden: Tensor  # [positions, hidden]; the target's distributions are computed from it a chunk at a time
-    text: Tensor  # [positions], column in the draft vocabulary of the text's token j + 1; -1 for a token outside it
     outside: int  # positions left out because the target's choice is not in the draft vocabulary
 
     def counts(self, unroll: int) -> Tensor:
@@ -74,14 +73,12 @@ class Teacher:
         rows, columns = written.nonzero(as_tuple=True)
         places = columns if batch.documents is None else batch.documents.places[rows, columns]
         last_hidden = batch.last_hidden[rows, columns]  # [positions, hidden]
-        text = self.column[batch.tokens[rows, columns + 1]]
         inside = self.can_draft(last_hidden)
         return Supervision(
             rows=rows[inside],
             columns=columns[inside],
             places=places[inside],
             last_hidden=last_hidden[inside],
-            text=text[inside],
             outside=int((~inside).sum()),
         )
 
@@ -183,7 +180,7 @@ class UnrolledHead(nn.Module):
         objective, last_hidden = self.objective, supervision.last_hidden[part]
         log_p = self.teacher.log_p(last_hidden)  # [chunk, draft_vocab], the same for all steps
         log_q = at_least_float32(self.head.unrolled_logits(hidden)).log_softmax(-1)  # [unroll, chunk, draft_vocab]
-        losses = self.losses(log_q, log_p, supervision.text[part])  # [unroll, chunk]
+        losses = objective.weight * OBJECTIVES[objective.name](log_q, log_p)  # [unroll, chunk]
         if objective.regression_weight:
             feature = self.head.project(last_hidden)  # the last hidden state is this head's only tap
             distance = feature_distance(at_least_float32(hidden), at_least_float32(feature))
@@ -192,17 +189,6 @@ class UnrolledHead(nn.Module):
             hits = (log_q.argmax(-1) == log_p.argmax(-1)).float()
             accepted = acceptance(log_q, log_p)
         return weighted(weights, losses, hits, accepted, supervision.can_predict(objective.unroll)[:, part])
-
-    def losses(self, log_q: Tensor, log_p: Tensor, text: Tensor) -> Tensor:
-        """The objective and the cross-entropy to the text, by their weights. [unroll, chunk]"""
-        objective = self.objective
-        found = log_q.new_zeros(log_q.shape[:-1])
-        if objective.weight:
-            found = found + objective.weight * OBJECTIVES[objective.name](log_q, log_p)
-        if objective.text_weight:  # a token outside the draft vocabulary costs nothing
-            columns = text.clamp(min=0).expand(log_q.shape[:-1]).unsqueeze(-1)
-            found = found - objective.text_weight * log_q.gather(-1, columns).squeeze(-1).where(text >= 0, 0.0)
-        return found
 
 
 def weighted(
