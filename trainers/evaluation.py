@@ -1,4 +1,4 @@
-"""How good a head is while it trains: held-out accuracy at each depth, and the acceptance length of real decoding."""
+"""Measurements of a head in training: held-out accuracy at each depth, and the acceptance length of real decoding."""
 
 from dataclasses import dataclass
 
@@ -98,9 +98,9 @@ def held_out_metrics(unrolled: UnrolledHead, store: SampleStore, batch_size: int
 
 
 def metrics_by_depth(prefix: str, sums: torch.Tensor) -> dict[str, float]:
-    """Means at each depth from `UnrollScores.sums`, [4, unroll], and the acceptance length that they let expect.
+    """Means at each depth from `UnrollScores.sums`, [4, unroll], and the expected acceptance length.
 
-    That is of chains at temperature 1, if depths were accepted independently of each other: 1 + a_0 + a_0 a_1 + ...
+    The latter is that of chains at temperature 1, if each depth were accepted independently: 1 + a_0 + a_0 a_1 + ...
     """
     counts = sums[0].clamp(min=1)
     metrics = {f"{prefix}/expected_tau": 1 + float((sums[3] / counts).cumprod(0).sum())}
@@ -111,8 +111,7 @@ def metrics_by_depth(prefix: str, sums: torch.Tensor) -> dict[str, float]:
 
 
 def decoding_metrics(decoding: HeldOutDecoding) -> dict[str, float]:
-    """Acceptance length at each temperature, and the share of steps that accept at least 1, 2, ... draft
-    tokens."""
+    """Acceptance length at each temperature, and the share of steps that accept at least 1, 2, ... draft tokens."""
     metrics = {}
     if decoding.recipe.decode.growth.startswith("searched"):  # search the best tree for the current weights
         decoding.head.calibration = decoding.fit_calibration()

@@ -40,7 +40,7 @@ def train(
             measure(training, tracker, 0)
         if not measured:  # the process was stopped between saving and measuring
             measure(training, tracker, done)
-        seconds, num_tokens = 0.0, 0  # of the steps since the last logged one, without saving and measuring
+        seconds, num_tokens = 0.0, 0  # spent in steps since the last logged one
         inputs.train.expect(samples_of_rank(accelerator, order.of_step(done, section.batch_size)))
         for step in range(done, section.steps):
             factor = training.head.set_learning_rates(section, step)

@@ -25,7 +25,7 @@ from headstart.trainers.run_checkpoints import Snapshot
 
 @dataclass(frozen=True)
 class TrainingInputs:
-    """What a training run reads besides the recipe."""
+    """The inputs of a training run other than the recipe."""
 
     frozen: FrozenTarget
     train: SampleStore
@@ -109,7 +109,7 @@ def refuse_misfit(head: nn.Module, found: Snapshot) -> None:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step measured, summed over all ranks."""
+    """The measurements of a step, summed over all ranks."""
 
     sums: Tensor  # [4, unroll], see UnrollScores.sums
     num_tokens: int  # tokens read, without padding

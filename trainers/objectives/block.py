@@ -35,7 +35,7 @@ class BlockSupervision:
     outside: int  # predictions left out because the target's choice is not in the draft vocabulary
 
     def counts(self, unroll: int) -> Tensor:
-        """How many blocks each level is scored in. [levels]"""
+        """The number of blocks that each level is scored in. [levels]"""
         assert unroll == len(self.predicted)
         return self.predicted.sum(1).float()
 

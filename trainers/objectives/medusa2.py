@@ -29,7 +29,7 @@ from headstart.trainers.objectives.chunked_loss import score_in_chunks
 from headstart.trainers.objectives.objective import Objective
 from headstart.trainers.objectives.unrolled import Supervision, Teacher, UnrolledHead, UnrollScores, positions_at_once
 from headstart.trainers.optimizers import named_optimizer_state, set_learning_rates, set_optimizer_state
-from headstart.trainers.ranks.head_on_ranks import ReplicatedHead
+from headstart.trainers.ranks.head_on_ranks import ReplicatedHead, clip_and_step
 from headstart.trainers.run_checkpoints import Tensors
 
 
@@ -214,7 +214,9 @@ class JointHeadOnRanks(ReplicatedHead):
     def __init__(self, accelerator: Accelerator, joint: JointHead, section: TrainSection) -> None:
         super().__init__(accelerator, joint, section)
         self.joint = joint
-        self.prepared.append(accelerator.prepare(joint.target.optimizer))
+
+    def update(self) -> float:
+        return clip_and_step(self.joint, [*self.optimizers, self.joint.target.optimizer], self.clip_norm)
 
     def set_learning_rates(self, section: TrainSection, step: int) -> float:
         """Set the rates of a step for heads and target, which share a schedule; the target joins after its warm-up."""

@@ -20,7 +20,7 @@ from headstart.trainers.objectives.objective import Objective
 
 CHUNK_LOGITS = 2**25  # logits scored at once: 128 MiB in float32, and a few times that in intermediate results
 CACHED_LOGITS = 2**19  # the limit on a CPU, where a chunk that fits the cache takes two thirds of the time
-CACHED_POSITIONS = 64  # the least that a CPU scores at once, since smaller matrix products are inefficient
+CACHED_POSITIONS = 64  # the fewest that a CPU scores at once, since smaller matrix products are inefficient
 CHOOSING_POSITIONS = 256  # the most whose logits over the target's whole vocabulary are computed at once
 NOISE_LENGTH = 512  # sample length, in tokens, at which EAGLE-1's input noise has its nominal width
 
@@ -40,7 +40,7 @@ class Supervision:
     outside: int  # positions left out because the target's choice is not in the draft vocabulary
 
     def counts(self, unroll: int) -> Tensor:
-        """How many positions each unroll step can predict. [unroll]"""
+        """The number of positions that each unroll step can predict. [unroll]"""
         return self.can_predict(unroll).sum(1).float()
 
     def can_predict(self, unroll: int) -> Tensor:
@@ -127,7 +127,7 @@ class UnrolledHead(nn.Module):
         self.step = checkpointed if activation_checkpointing else self.run_step
 
     def supervise(self, batch: Batch, key: str) -> Any:
-        """What of a batch is trained on; `key` decides what is drawn at random, if anything is."""
+        """Find the supervised positions of a batch; `key` seeds whatever a kind of head draws at random."""
         return self.teacher.supervise(batch)
 
     def forward(
@@ -200,7 +200,7 @@ def weighted(
 
 
 def positions_at_once(logits: int, device: torch.device) -> int:
-    """How many positions to score at once, given the logits of one position."""
+    """The number of positions to score at once, given the number of logits of one position."""
     limit = CHUNK_LOGITS // logits
     if device.type == "cpu":
         limit = min(limit, max(CACHED_LOGITS // logits, CACHED_POSITIONS))

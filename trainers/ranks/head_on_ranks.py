@@ -55,20 +55,21 @@ class HeadOnRanks(ABC):
         """Add the gradient of this rank's share of the loss."""
         self.accelerator.backward(loss * self.accelerator.num_processes)  # undoes the averaging over ranks
 
-    @abstractmethod
     def update(self) -> float:
         """Clip the gradient, step, and clear it; returns the gradient's norm before clipping.
 
         The weights stay unchanged if the norm is not finite.
         """
+        return clip_and_step(self.unrolled, self.optimizers, self.clip_norm)
 
     @abstractmethod
     def whole(self) -> UnrolledHead | None:
         """The head with all its weights on the main rank, None on the others; valid until the next update."""
 
-    @abstractmethod
     def optimizer_state(self) -> dict[str, Tensor]:
         """Every optimizer tensor by name, such as `fc.weight.exp_avg`, on the main rank's CPU; empty on the others."""
+        state = named_optimizer_state(self.unrolled.head, self.optimizers)
+        return copy_to_main_cpu(self.accelerator, ((name, full_tensor(value)) for name, value in state))
 
     def restore_optimizers(self, state: dict[str, Tensor]) -> None:
         """Load what `optimizer_state` returned, under any number of ranks and any launch."""
@@ -82,7 +83,7 @@ class ReplicatedHead(HeadOnRanks):
         super().__init__(accelerator, section)
         self.unrolled = unrolled
         self.optimizers = build_optimizers(unrolled.head, section)
-        self.module, *self.prepared = accelerator.prepare(unrolled, *self.optimizers)
+        self.module = accelerator.prepare(unrolled)
         if isinstance(self.module, DistributedDataParallel):
             # The only buffers are the target's and never change; broadcasting them each step would cost gigabytes.
             self.module.broadcast_buffers = False
@@ -90,15 +91,8 @@ class ReplicatedHead(HeadOnRanks):
     def micro_batch(self, is_last: bool) -> AbstractContextManager[object]:
         return nullcontext() if is_last else self.accelerator.no_sync(self.module)
 
-    def update(self) -> float:
-        return clip_and_step(self.unrolled, self.prepared, self.clip_norm)
-
     def whole(self) -> UnrolledHead | None:
         return self.unrolled if self.accelerator.is_main_process else None
-
-    def optimizer_state(self) -> dict[str, Tensor]:
-        state = named_optimizer_state(self.unrolled.head, self.optimizers)
-        return {name: value.detach().cpu() for name, value in state} if self.accelerator.is_main_process else {}
 
 
 class FullyShardedHead(HeadOnRanks):
@@ -116,16 +110,9 @@ class FullyShardedHead(HeadOnRanks):
         self.module = self.unrolled
         self.optimizers = build_optimizers(self.unrolled.head, section)
 
-    def update(self) -> float:
-        return clip_and_step(self.unrolled, self.optimizers, self.clip_norm)
-
     def whole(self) -> UnrolledHead | None:
         named = self.unrolled.head.named_parameters()
         return copy_weights(((name, full_tensor(parameter)) for name, parameter in named), self.whole_head)
-
-    def optimizer_state(self) -> dict[str, Tensor]:
-        state = named_optimizer_state(self.unrolled.head, self.optimizers)
-        return copy_to_main_cpu(self.accelerator, ((name, full_tensor(value)) for name, value in state))
 
 
 def clip_and_step(module: nn.Module, optimizers: list[Optimizer], clip_norm: float) -> float:

@@ -1,4 +1,4 @@
-"""What `accelerate launch` asked for: how many ranks, how they hold the head, and what they cannot do.
+"""The launch of `accelerate launch`: its ranks, how they hold the head, and the recipes that it cannot train.
 
 Parallelism belongs to the launch (recipes/launch/), not to the recipe: a checkpoint of one launch fits every other.
 """
