@@ -23,8 +23,8 @@ from torch import Tensor
 from headstart.common.jsonl import read_jsonl
 from headstart.data_pipelines.features.batches import Batch, length_buckets
 from headstart.data_pipelines.features.features import tap, write_features
-from headstart.data_pipelines.features.shards import FeatureStore, note_path, shard_name
-from headstart.data_pipelines.features.state_encoding import bytes_per_token
+from headstart.data_pipelines.features.shard_files import bytes_per_token, note_path
+from headstart.data_pipelines.features.shards import FeatureStore, shard_name
 from headstart.data_pipelines.harvest import harvest
 from headstart.data_pipelines.prompts.responses import Text, responses_path
 from headstart.data_pipelines.stages.shard_work import ShardPrompts, prompt_shards, show_progress

@@ -93,7 +93,7 @@ def train_theirs(python: str, recipe: Recipe, target: Path, rate: float, steps: 
         )
     store = FeatureStore(recipe.features_dir, "train")
     vocab = draft_vocab(section, store.token_counts(config.vocab_size))
-    order = SampleOrder(store.shard_sizes, recipe.seed, recipe.data.shuffle_shards)
+    order = SampleOrder(store.shard_sizes, recipe.seed)
     job = {
         "target": str(target.absolute()),
         "shards": [str((store.folder / shard["file"]).absolute()) for shard in store.shards],

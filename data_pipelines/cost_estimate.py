@@ -9,9 +9,10 @@ from pathlib import Path
 from rich.filesize import decimal
 
 from headstart.common.jsonl import read_jsonl
-from headstart.data_pipelines.features.state_encoding import bytes_per_token
+from headstart.data_pipelines.features.shard_files import bytes_per_token
 from headstart.data_pipelines.prompts.responses import Text, responses_path
 from headstart.data_pipelines.stages.shard_work import ShardPrompts
+from headstart.data_pipelines.stages.stage import Stage
 from headstart.heads.target_config import TargetConfig
 from headstart.recipes import Recipe
 
@@ -27,12 +28,10 @@ class FeatureCost:
     token_bytes: int  # bytes per token
 
     @classmethod
-    def from_responses(
-        cls, recipe: Recipe, config: TargetConfig, taps: tuple[int, ...], work: list[ShardPrompts]
-    ) -> "FeatureCost":
-        """Count the tokens of the responses, which must be complete."""
-        rows = (row for shard in work for row in read_jsonl(responses_path(recipe, shard)))
-        tokens = sum(len(Text.from_row(row).tokens) for row in rows)
+    def of(cls, recipe: Recipe, config: TargetConfig, taps: tuple[int, ...], responses: Stage) -> "FeatureCost":
+        """The size of the features of all responses, which must be complete."""
+        facts = responses.facts()
+        tokens = facts["prompt_tokens"] + facts["response_tokens"]
         return cls(tokens, bytes_per_token(config.hidden_size, len(taps), recipe.data.dtype))
 
     @property
@@ -54,13 +53,13 @@ class FeatureCost:
         )
 
 
-def forecast_disk(recipe: Recipe, config: TargetConfig, taps: tuple[int, ...], work: list[ShardPrompts]) -> str:
+def forecast_disk(recipe: Recipe, config: TargetConfig, taps: tuple[int, ...], shards: list[ShardPrompts]) -> str:
     """Describe the disk space that the features will need, as a range: response lengths are not known yet.
 
     Raises ValueError if the disk cannot hold even the features of the prompts.
     """
     per_token = bytes_per_token(config.hidden_size, len(taps), recipe.data.dtype)
-    rows = [row for shard in work for row in shard.rows]
+    rows = [row for shard in shards for row in shard.rows]
     least = per_token * sum(len(row["text"] if "text" in row else row["tokens"]) for row in rows)
     written = recipe.data.response_tokens * len(rows) if recipe.data.responses == "target" else 0
     free = shutil.disk_usage(recipe.data_folder).free
@@ -74,7 +73,7 @@ def forecast_disk(recipe: Recipe, config: TargetConfig, taps: tuple[int, ...], w
 def disk_full_message(needed: float, folder: Path, free: int) -> str:
     return (
         f"data.folder: the features need {decimal(int(needed))} more in {folder}, whose disk has {decimal(free)} left; "
-        "choose another data.folder, data.dtype int8 or float8, fewer data.num_prompts, or data.mode online"
+        "choose another data.folder, data.dtype int8 or float8, fewer data.num_prompts, or data.online=[auto]"
     )
 
 

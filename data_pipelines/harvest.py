@@ -16,30 +16,28 @@ from functools import cache, partial
 import torch
 from accelerate import PartialState
 
-from headstart.common.jsonl import read_jsonl
 from headstart.common.launcher import end_with_launcher
 from headstart.common.os_errors import CONTINUES
 from headstart.data_pipelines.cost_estimate import FeatureCost, first_batch, forecast_disk, time_second_run
 from headstart.data_pipelines.features.features import TapTexts, tap, write_features
+from headstart.data_pipelines.features.shard_files import open_shard
 from headstart.data_pipelines.features.shards import (
     MANIFEST,
+    count_trained_on,
     read_manifest,
-    shard_name,
+    shards_identity,
     stored_taps,
+    write_counts,
     write_manifest,
 )
 from headstart.data_pipelines.features.store import describe_store, existing_store
-from headstart.data_pipelines.features.token_counts import shards_identity, write_counts
 from headstart.data_pipelines.more_prompts import take_over_features, take_over_responses
 from headstart.data_pipelines.preflight import check_harvest
 from headstart.data_pipelines.prompts.prompts import describe_prompts, make_prompts, write_own_candidates
 from headstart.data_pipelines.prompts.responses import (
-    Text,
     Writer,
-    count_written,
     describe_responses,
     finish_responses,
-    responses_path,
     responses_stage,
     server_writer,
     speculative_writer,
@@ -47,15 +45,15 @@ from headstart.data_pipelines.prompts.responses import (
     write_given,
     write_responses,
 )
-from headstart.data_pipelines.stages.dependents import dependents, is_shared
 from headstart.data_pipelines.stages.shard_work import (
-    claim_stage,
+    ShardPrompts,
     idle_cores,
     prompt_shards,
+    run_stage,
     show_progress,
     start_processes,
 )
-from headstart.data_pipelines.stages.stage import Stage, file_digest
+from headstart.data_pipelines.stages.stage import Stage, dependents, file_digest, is_shared
 from headstart.data_pipelines.stages.target_files import WEIGHTS, digest_of
 from headstart.data_pipelines.together import hold_folder, refuse_differences, run_together
 from headstart.heads.checkpoint import head_taps
@@ -71,11 +69,121 @@ STORE_FORMAT = 3  # version of the shards and of the manifest
 LOGITS_TOLERANCE = 0.05  # share of the largest logit; bfloat16 rounding stays well below it
 
 
+def run(recipe: Recipe) -> None:
+    """The command: harvest on all ranks of the launch."""
+    end_with_launcher()
+    start_processes()
+    with run_together(recipe, "harvest", partial(check_harvest, recipe)):
+        print(f"complete in {harvest(recipe).folder}")
+
+
+def harvest(recipe: Recipe) -> Stage:
+    """Run the missing stages of prompts, responses and features, on all ranks together; returns the last stage.
+
+    With data.online the last stage is the responses; with data.store it is that store. If there are more prompts than
+    before, what was made from the others is kept. Raises ValueError if a stage on disk was made from other inputs.
+    """
+    state = PartialState()
+    if state.is_main_process:
+        for hint in filter(None, (idle_cores(state), slow_format("target.dtype", recipe.target.dtype, state.device))):
+            print(hint)
+    shared = recipe.data.folder
+    if shared is None or shared.resolve() == recipe.run_dir.resolve():
+        return make_stages(recipe, state)
+    with hold_folder(state, "data.folder", shared, "harvest", wait=True):  # another recipe may fill it already
+        return make_stages(recipe, state)
+
+
+def make_stages(recipe: Recipe, state: PartialState) -> Stage:
+    """The missing stages, on ranks that agree on where they lie."""
+
+    def say(line: str) -> None:
+        if state.is_main_process:
+            print(line, flush=True)
+
+    recipe.run_dir.mkdir(parents=True, exist_ok=True)
+    target = locate_target(recipe.target.path, recipe.target.revision)
+    refuse_differences(state, {"config and weights of target.path": target_identity(target)[:12]})
+    config = TargetConfig.from_folder(target)
+    check_lengths(recipe, config)
+    taps = taps_to_store(recipe, config)
+    load = cache(partial(TargetModel.load, recipe.target, taps))  # loads on first use, once
+
+    write_own_candidates(recipe, load)
+    with state.main_process_first():
+        prompts = make_prompts(recipe)
+    say(describe_prompts(recipe))
+    if recipe.data.store is not None:
+        return existing_store(recipe, recipe.data.store, stored_taps(head_taps(recipe.head, config), config.num_layers))
+    shards = prompt_shards(recipe)
+
+    responses = responses_stage(recipe, prompts)
+    with state.main_process_first():
+        take_over_responses(recipe, responses, shards)
+    if recipe.data.online is None and not responses.is_complete():
+        say(forecast_disk(recipe, config, taps, shards))
+    run_stage(
+        responses,
+        state,
+        make=lambda: make_responses(recipe, shards, load, state),
+        finish=lambda: finish_responses(recipe, responses, shards),
+    )
+    say(describe_responses(recipe, responses))
+    if recipe.data.online is not None:
+        return responses
+
+    features = features_stage(recipe, responses, taps)
+    made_from = shard_identities(features, responses, shards)
+    with state.main_process_first():
+        take_over_features(recipe, features, shards, made_from)
+    run_stage(
+        features,
+        state,
+        make=lambda: make_features(recipe, responses, shards, load(), made_from, state),
+        finish=lambda: finish_features(recipe, features, shards, prompts, responses),
+    )
+    say(describe_store(features.folder))
+    return features
+
+
+def check_lengths(recipe: Recipe, config: TargetConfig) -> None:
+    longest = recipe.data.prompt_tokens + recipe.data.response_tokens
+    if longest > config.max_positions:
+        raise ValueError(
+            f"data.prompt_tokens {recipe.data.prompt_tokens} and data.response_tokens {recipe.data.response_tokens} "
+            f"allow samples of {longest} tokens, but the target has {config.max_positions} positions; lower one of them"
+        )
+
+
 def taps_to_store(recipe: Recipe, config: TargetConfig) -> tuple[int, ...]:
     """The head's taps; or all taps of an existing store, finished or not, if it includes the head's."""
     taps = stored_taps(head_taps(recipe.head, config), config.num_layers)
     found = Stage("features", recipe.features_dir, {}).claimed_for()
     return tuple(found["taps"]) if found is not None and set(taps) <= set(found["taps"]) else taps
+
+
+def make_responses(
+    recipe: Recipe, shards: list[ShardPrompts], load: Callable[[], TargetModel], state: PartialState
+) -> None:
+    """Write this rank's share of the responses, by the writer that the recipe names."""
+    data, ranks = recipe.data, Ranks()
+    if data.responses == "given":
+        for shard in ranks.share(shards):
+            write_given(recipe, shard)
+        return
+    if data.server is not None:
+        writer = server_writer(recipe, data.server)
+    elif data.draft_head is not None:
+        writer, ranks = speculative_writer(recipe, data.draft_head)
+    else:
+        writer, ranks = target_writer(recipe, load()), load().ranks
+
+    def work(write: Writer) -> None:
+        share = ranks.share(shards)
+        with show_progress(share, state, "responses") as meter:
+            write_responses(recipe, write, share, meter)
+
+    ranks.carry_out(writer, work)
 
 
 def features_stage(recipe: Recipe, responses: Stage, taps: tuple[int, ...]) -> Stage:
@@ -90,130 +198,56 @@ def features_stage(recipe: Recipe, responses: Stage, taps: tuple[int, ...]) -> S
     return Stage("features", recipe.features_dir, inputs, dependents(recipe, recipe.features_dir), is_shared(recipe))
 
 
-def shard_identities(recipe: Recipe, features: Stage, responses: Stage) -> dict[str, str]:
-    """What each shard of features is made from, by file name: its texts, and all inputs but the other texts."""
+def shard_identities(features: Stage, responses: Stage, shards: list[ShardPrompts]) -> dict[str, str]:
+    """The identity of the inputs of each shard of features, by file name: its own texts, not the others."""
     common = {name: value for name, value in features.inputs.items() if name != "responses"}
     files = responses.facts()["files"]
-    return {
-        shard_name(shard.split, shard.index): digest_of([common, files[responses_path(recipe, shard).name]])
-        for shard in prompt_shards(recipe)
-    }
-
-
-def harvest(recipe: Recipe) -> Stage:
-    """Run the missing stages of prompts, responses and features, on all ranks together; returns the last stage.
-
-    With data.mode online the last stage is the responses; with data.store it is that store. If there are more prompts
-    than before, what was made from the others is kept. Raises ValueError if a stage on disk was made from other inputs.
-    """
-    state = PartialState()
-    if state.is_main_process:
-        hints = idle_cores(state), slow_format("target.dtype", recipe.target.dtype, state.device)
-        print(*filter(None, hints), sep="\n", end="\n" if any(hints) else "")
-    shared = recipe.data.folder
-    if shared is None or shared.resolve() == recipe.run_dir.resolve():
-        return make_stages(recipe, state)
-    with hold_folder(state, "data.folder", shared, "harvest", wait=True):  # another recipe may fill it already
-        return make_stages(recipe, state)
-
-
-def make_stages(recipe: Recipe, state: PartialState) -> Stage:
-    """The missing stages, on ranks that agree on where they lie."""
-    recipe.run_dir.mkdir(parents=True, exist_ok=True)
-    target = locate_target(recipe.target.path, recipe.target.revision)
-    refuse_differences(state, {"config and weights of target.path": target_identity(target)[:12]})
-    config = TargetConfig.from_folder(target)
-    check_lengths(recipe, config)
-
-    def say(line: str) -> None:
-        if state.is_main_process:
-            print(line, flush=True)
-
-    taps = taps_to_store(recipe, config)
-    load = cache(partial(TargetModel.load, recipe.target, taps))  # loads on first use, once
-    write_own_candidates(recipe, load)
-    with state.main_process_first():
-        prompts = make_prompts(recipe)
-    say(describe_prompts(recipe))
-    if recipe.data.store is not None:
-        return existing_store(recipe, recipe.data.store, stored_taps(head_taps(recipe.head, config), config.num_layers))
-
-    responses = responses_stage(recipe, prompts)
-    with state.main_process_first():
-        take_over_responses(recipe, responses)
-    if not responses.is_complete():
-        if recipe.data.mode == "offline":
-            say(forecast_disk(recipe, config, taps, prompt_shards(recipe)))
-        claim_stage(responses, state)
-        make_responses(recipe, load, state)
-        state.wait_for_everyone()
-        if state.is_main_process:
-            finish_responses(recipe, responses)
-        state.wait_for_everyone()
-
-    say(describe_responses(recipe, responses))
-    if recipe.data.mode == "online":
-        return responses
-    features = features_stage(recipe, responses, taps)
-    identities = shard_identities(recipe, features, responses)
-    with state.main_process_first():
-        take_over_features(recipe, features, identities)
-    if not features.is_complete():
-        claim_stage(features, state)
-        make_features(recipe, load(), features, identities, state)
-        state.wait_for_everyone()
-        if state.is_main_process:
-            finish_features(recipe, features, prompts, responses)
-        state.wait_for_everyone()
-    say(describe_store(features.folder))
-    return features
-
-
-def make_responses(recipe: Recipe, load: Callable[[], TargetModel], state: PartialState) -> None:
-    """Write this rank's share of the responses, by the writer that the recipe names."""
-    data, ranks = recipe.data, Ranks()
-    if data.responses == "given":
-        for shard in ranks.share(prompt_shards(recipe)):
-            write_given(recipe, shard)
-        return
-    if data.server is not None:
-        writer = server_writer(recipe, data.server)
-    elif data.draft_head is not None:
-        writer, ranks = speculative_writer(recipe, data.draft_head)
-    else:
-        writer, ranks = target_writer(recipe, load()), load().ranks
-
-    def work(write: Writer) -> None:
-        share = ranks.share(prompt_shards(recipe))
-        with show_progress(share, state, "responses") as meter:
-            write_responses(recipe, write, share, meter)
-
-    ranks.carry_out(writer, work)
+    return {shard.features_file: digest_of([common, files[shard.responses_file]]) for shard in shards}
 
 
 def make_features(
-    recipe: Recipe, target: TargetModel, features: Stage, identities: dict[str, str], state: PartialState
+    recipe: Recipe,
+    responses: Stage,
+    shards: list[ShardPrompts],
+    target: TargetModel,
+    made_from: dict[str, str],
+    state: PartialState,
 ) -> None:
     """Write this rank's share of the features; raises ValueError if the disk cannot hold those of all ranks."""
-    check_teacher_logits(recipe, target)
-    everything = prompt_shards(recipe)
-    cost = FeatureCost.from_responses(recipe, target.config, target.taps, everything)
-    cost.check_disk(features.folder)
-    share = target.ranks.share(everything)
+    check_teacher_logits(recipe, target, shards[0].rows[0]["tokens"])
+    cost = FeatureCost.of(recipe, target.config, target.taps, responses)
+    cost.check_disk(recipe.features_dir)
+    share = target.ranks.share(shards)
 
     def work(tap_texts: TapTexts) -> None:
         if state.is_main_process:
-            batch = first_batch(recipe, everything[0])
+            batch = first_batch(recipe, shards[0])
             # `item` waits for the device.
             seconds = time_second_run(lambda: tap_texts(batch).last_hidden.sum().item()) / sum(map(len, batch))
             print(cost.describe(seconds / target.ranks.num_workers))
         with show_progress(share, state, "features") as meter:
-            write_features(recipe, target.taps, tap_texts, target.device, share, identities, meter)
+            write_features(recipe, target.taps, tap_texts, target.device, share, made_from, meter)
 
     target.ranks.carry_out(partial(tap, target), work)
 
 
-def finish_features(recipe: Recipe, features: Stage, prompts: Stage, responses: Stage) -> None:
+def check_teacher_logits(recipe: Recipe, target: TargetModel, prompt: list[int]) -> None:
+    """Raise ValueError if the target's logits are not its lm_head over its final norm, which training relies on."""
+    output = target.forward(torch.tensor([prompt], device=target.device), last_only=True)
+    folder = locate_target(recipe.target.path, recipe.target.revision)
+    frozen = FrozenTarget.from_folder(folder, target.dtype, target.device)
+    own, rebuilt = output.logits[0, -1].float(), frozen.logits(output.last_hidden[0, -1])
+    error = float((own - rebuilt).abs().max() / own.abs().max())
+    if error > LOGITS_TOLERANCE:
+        raise ValueError(
+            f"target.path: the logits of {recipe.target.path} are not its lm_head over its final norm (they differ by "
+            f"{error:.1%}); {target.config.model_type!r} models are not supported, so choose another target"
+        )
+
+
+def finish_features(
+    recipe: Recipe, features: Stage, shards: list[ShardPrompts], prompts: Stage, responses: Stage
+) -> None:
     """Write the manifest (the shards and everything that they depend on) and the token counts."""
     target = locate_target(recipe.target.path, recipe.target.revision)
     about = {
@@ -227,49 +261,14 @@ def finish_features(recipe: Recipe, features: Stage, prompts: Stage, responses: 
         "chat_template_sha256": prompts.facts().get("chat_template"),
         "made_from": features.inputs,
     }
-    names = [shard_name(shard.split, shard.index) for shard in prompt_shards(recipe)]
-    write_manifest(features.folder, names, about)
-    vocab_size, shards = TargetConfig.from_folder(target).vocab_size, read_manifest(features.folder)["shards"]
-    counted = {}
+    write_manifest(features.folder, [shard.features_file for shard in shards], about)
+    vocab_size, counts = TargetConfig.from_folder(target).vocab_size, {}
     for split in ("train", "heldout"):
-        parts = [shard for shard in prompt_shards(recipe) if shard.split == split]
-        texts = [Text.from_row(row) for shard in parts for row in read_jsonl(responses_path(recipe, shard))]
-        identity = shards_identity([shard for shard in shards if shard["file"].startswith(f"{split}-")])
-        counted[identity] = count_written(texts, vocab_size)
-    write_counts(features.folder, counted)
+        listed = [shard for shard in read_manifest(features.folder)["shards"] if shard["file"].startswith(f"{split}-")]
+        opened = (open_shard(features.folder / shard["file"]) for shard in listed)
+        counts[shards_identity(listed)] = count_trained_on(opened, vocab_size)
+    write_counts(features.folder, counts)
     features.finish({"manifest": file_digest(features.folder / MANIFEST)})
-
-
-def check_lengths(recipe: Recipe, config: TargetConfig) -> None:
-    longest = recipe.data.prompt_tokens + recipe.data.response_tokens
-    if longest > config.max_positions:
-        raise ValueError(
-            f"data.prompt_tokens {recipe.data.prompt_tokens} and data.response_tokens {recipe.data.response_tokens} "
-            f"allow samples of {longest} tokens, but the target has {config.max_positions} positions; lower one of them"
-        )
-
-
-def check_teacher_logits(recipe: Recipe, target: TargetModel) -> None:
-    """Raise ValueError if the target's logits are not its lm_head over its final norm, which training relies on."""
-    prompt = next(read_jsonl(recipe.prompts_dir / "train.jsonl"))["tokens"]
-    output = target.forward(torch.tensor([prompt], device=target.device), last_only=True)
-    folder = locate_target(recipe.target.path, recipe.target.revision)
-    frozen = FrozenTarget.from_folder(folder, target.dtype, target.device)
-    own, rebuilt = output.logits[0, -1].float(), frozen.logits(output.last_hidden[0, -1])
-    error = float((own - rebuilt).abs().max() / own.abs().max())
-    if error > LOGITS_TOLERANCE:
-        raise ValueError(
-            f"target.path: the logits of {recipe.target.path} are not its lm_head over its final norm (they differ by "
-            f"{error:.1%}); {target.config.model_type!r} models are not supported, so choose another target"
-        )
-
-
-def run(recipe: Recipe) -> None:
-    """The command: harvest on all ranks of the launch."""
-    end_with_launcher()
-    start_processes()
-    with run_together(recipe, "harvest", partial(check_harvest, recipe)):
-        print(f"complete in {harvest(recipe).folder}")
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
-"""Going on after more prompts: responses and features of the prompts that did not change are taken over.
+"""Continuing with more prompts: responses and features of the prompts that did not change are taken over.
 
-What can be taken over is decided by content: a response by the prompt that it answers, a shard of features by the
+Content decides what can be taken over: a response by the prompt that it answers, a shard of features by the
 texts that it was made from. So it does not matter which run wrote them, nor where it was killed.
 """
 
@@ -9,21 +9,15 @@ from pathlib import Path
 
 from headstart.common.jsonl import read_jsonl, resume_jsonl, write_jsonl
 from headstart.data_pipelines.features.features import token_tensors
-from headstart.data_pipelines.features.shards import (
-    MANIFEST,
-    made_from,
-    note_path,
-    open_shard,
-    read_manifest,
-    shard_name,
-)
-from headstart.data_pipelines.prompts.responses import Text, journal_of, responses_path
-from headstart.data_pipelines.stages.shard_work import ShardPrompts, prompt_shards
+from headstart.data_pipelines.features.shard_files import made_from, note_path, open_shard
+from headstart.data_pipelines.features.shards import MANIFEST, read_manifest
+from headstart.data_pipelines.prompts.responses import journal_of, read_texts, responses_path
+from headstart.data_pipelines.stages.shard_work import ShardPrompts
 from headstart.data_pipelines.stages.stage import Json, Stage, write_text
 from headstart.recipes import Recipe
 
 
-def take_over_responses(recipe: Recipe, stage: Stage) -> None:
+def take_over_responses(recipe: Recipe, stage: Stage, prompts: list[ShardPrompts]) -> None:
     """Keep the responses to prompts that are still there, if nothing else of the stage changed.
 
     The last shard of before may have fewer responses than it has prompts now: they become its journal, as if the run
@@ -31,7 +25,7 @@ def take_over_responses(recipe: Recipe, stage: Stage) -> None:
     """
     if stage.changed_inputs() != {"prompts"}:
         return
-    shards = {responses_path(recipe, shard): shard for shard in prompt_shards(recipe)}
+    shards = {responses_path(recipe, shard): shard for shard in prompts}
     found = {path: list(read_jsonl(path)) for path in sorted(stage.folder.glob("*.jsonl"))}
     journals = {path: resume_jsonl(journal_of(path)) for path in shards}
     for path, rows in [*found.items(), *journals.items()]:
@@ -61,7 +55,7 @@ def belong_to(rows: list[Json], shard: ShardPrompts) -> bool:
     return all(belongs(row) for row in rows)
 
 
-def take_over_features(recipe: Recipe, stage: Stage, identities: dict[str, str]) -> None:
+def take_over_features(recipe: Recipe, stage: Stage, prompts: list[ShardPrompts], identities: dict[str, str]) -> None:
     """Keep the shards of features whose texts are still there, if nothing else of the stage changed.
 
     `identities` says what each shard must be made from now. A shard whose texts are only the first of what it must
@@ -69,7 +63,7 @@ def take_over_features(recipe: Recipe, stage: Stage, identities: dict[str, str])
     """
     if stage.changed_inputs() != {"responses"}:
         return
-    shards = {shard_name(shard.split, shard.index): shard for shard in prompt_shards(recipe)}
+    shards = {shard.features_file: shard for shard in prompts}
     there = sorted(stage.folder.glob("*.safetensors"))
     grown = [path for path in there if path.name not in shards or made_from(path) != identities[path.name]]
     for path in grown:
@@ -88,7 +82,7 @@ def take_over_features(recipe: Recipe, stage: Stage, identities: dict[str, str])
 def starts_with(shard: Path, responses: Path) -> bool:
     """Whether the texts of a shard are the first of those in a responses file."""
     stored = open_shard(shard)
-    texts = [Text.from_row(row) for row in read_jsonl(responses)][: len(stored.get_tensor("offsets")) - 1]
+    texts = read_texts(responses)[: len(stored.get_tensor("offsets")) - 1]
     wanted = token_tensors(texts)
     ends = stored.get_tensor("offsets").diff().tolist() == [len(text.tokens) for text in texts]
     return ends and all(stored.get_tensor(name).equal(tensor) for name, tensor in wanted.items())

@@ -8,9 +8,8 @@ from tempfile import TemporaryFile
 
 from headstart.data_pipelines.features.shards import read_manifest
 from headstart.data_pipelines.prompts.conversations import Conversation, parse_row
-from headstart.data_pipelines.prompts.language import Languages
 from headstart.data_pipelines.prompts.rows import BadRow, Row, read_rows
-from headstart.data_pipelines.prompts.self_written.template import UserTemplate
+from headstart.data_pipelines.prompts.self_written.candidates import UserTemplate
 from headstart.data_pipelines.stages.stage import Stage
 from headstart.heads.checkpoint import load_taps
 from headstart.heads.target_config import SAFE_FILES, TargetConfig, locate_target
@@ -72,8 +71,8 @@ def refuse_missing_devices(recipe: Recipe) -> None:
     """Raise ValueError for a device in the recipe that this machine does not have."""
     if recipe.target.device_map is None and not recipe.target.spans_ranks:
         pick_device(recipe.target.device)
-    for name in recipe.data.online_devices or ():
-        pick_device(name, "data.online_devices")
+    for name in recipe.data.online or ():
+        pick_device(name, "data.online")
 
 
 def refuse_unwritable(field: str, folder: Path) -> None:
@@ -95,8 +94,6 @@ def check_rows(recipe: Recipe, tokenizer: Tokenizer) -> None:
     sources = {} if data.holds_out_own_prompts else {"data.heldout_prompts": str(data.heldout_prompts)}
     if data.prompts == SELF:
         UserTemplate(tokenizer, data)
-        if data.self_language is not None:
-            Languages(data.self_language)
     if data.prompts not in (PYTHON_STDLIB, SELF) and not data.prompts.startswith(HUB_PREFIX):
         sources["data.prompts"] = data.prompts
     for field, source in sources.items():

@@ -152,15 +152,15 @@ def check_shared_target(
     target: dict[str, Any], data: dict[str, Any], decode: dict[str, Any]
 ) -> Iterator[RecipeMistake]:
     """Reject fields that cannot be combined with a target spread over several ranks or devices."""
-    online = data.get("mode") == "online"
-    if online:  # training ranks read different samples at different times; a shared target needs them in step
+    online = data.get("online")
+    if online is not None:  # training ranks read different samples at a time; a shared target needs them in step
         for field in ("tp_plan", "zero_stage"):
             if target.get(field) is not None:
-                yield f"target.{field}", f"only null is allowed with data.mode online; remove {field}"
-    if online and data.get("online_devices") is not None and target.get("device_map") is not None:
+                yield f"target.{field}", f"only null is allowed with data.online; remove {field}"
+    if online not in (None, ["auto"]) and target.get("device_map") is not None:
         yield (
             "target.device_map",
-            "only null is allowed with data.online_devices, which place the target already; remove one of them",
+            "only null is allowed with devices in data.online, which place the target already; remove one of them",
         )
     if (
         target.get("tp_plan") is not None

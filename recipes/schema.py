@@ -176,9 +176,6 @@ class DataSection(Section):
     turns: Literal["all", "last"] = Field(
         default="all", description="Assistant turns of a given conversation that are trained on."
     )
-    max_bad_fraction: float = Field(
-        default=0.01, ge=0, le=1, description="Largest share of unusable rows before the run stops; all are reported."
-    )
     folder: Annotated[HomePath | None, Field(strict=False)] = Field(
         default=None,
         description="Folder for prompts, responses and features; several recipes may share it. null is run_dir.",
@@ -190,12 +187,7 @@ class DataSection(Section):
     )
     num_prompts: int = Field(gt=0, description="Number of prompts to train on.")
     prompt_tokens: int = Field(
-        default=1024, gt=0, description="Longest prompt, in tokens; data.long_prompts says what becomes of longer ones."
-    )
-    long_prompts: Literal["cut", "drop"] = Field(
-        default="cut",
-        description="What becomes of rows that are too long. cut: the prompt loses its beginning (given conversations "
-        "cannot be cut and count as unusable); drop: the row is left out.",
+        default=1024, gt=0, description="Longest prompt, in tokens; a longer one loses its beginning."
     )
     self_prompt_tokens: int = Field(
         default=256, gt=0, description=f"Longest user turn that the target writes with data.prompts {SELF}, in tokens."
@@ -203,30 +195,10 @@ class DataSection(Section):
     self_temperature: float = Field(
         default=1.0, ge=0.01, description=f"Sampling temperature of the user turns that data.prompts {SELF} writes."
     )
-    self_top_p: float = Field(
-        default=1.0,
-        gt=0,
-        le=1,
-        description=f"The user turns of data.prompts {SELF} are sampled from the likeliest tokens with this total "
-        "probability.",
-    )
-    self_turns: int = Field(
-        default=1,
-        gt=0,
-        le=16,
-        description=f"Most user turns of a conversation that data.prompts {SELF} writes; 1 to this many are used in "
-        "turn, with the target's own answers between them.",
-    )
     self_system_prompts: SystemPrompts | None = Field(
         default=None,
         description=f"System prompts that steer the topics of data.prompts {SELF}, used in turn; null among them is "
         "none. The finished prompts do not hold them: they are rendered as a server renders a user without one.",
-    )
-    self_language: str | None = Field(
-        default=None,
-        min_length=2,
-        description=f"Language that the user turns of data.prompts {SELF} must be in, as its ISO 639-1 code, such as "
-        "en; null is any.",
     )
     response_tokens: int = Field(default=1024, gt=0, description="Longest response, in tokens.")
     temperatures: Temperatures = Field(
@@ -236,34 +208,20 @@ class DataSection(Section):
     harvest_batch: int = Field(default=8, gt=0, description="Samples in one target forward of the harvest.")
     heldout_samples: int = Field(default=64, gt=0, description="Held-out samples for metrics, never trained on.")
     shard_samples: int = Field(default=512, gt=0, description="Samples per feature shard.")
-    shuffle_shards: int | None = Field(
-        default=None,
-        gt=0,
-        description="Shards shuffled together and read at a time; null is all of them.",
-    )
     dtype: Literal["float32", "bfloat16", "float16", "float8", "int8"] = Field(
         default="bfloat16",
         description="Number format of stored features; float8 and int8 keep one scale per token and tap.",
     )
-    mode: Literal["offline", "online"] = Field(
-        default="offline",
-        description="offline: store all features, then train; online: the target computes them during training.",
-    )
-    cache_gigabytes: float = Field(
-        default=0.0,
-        ge=0,
-        description="Memory for features kept by data.mode online, per process and split, in 10^9 bytes.",
-    )
-    online_devices: Devices | None = Field(
+    online: Devices | None = Field(
         default=None,
-        description="Devices for separate target processes with data.mode online, assigned to the training processes "
-        "in turn, such as [cuda:4, cuda:5]; null runs the target in the training process.",
+        description="Devices of targets that compute features during training, which are then not stored: [auto] is "
+        "the training process itself; others, such as [cuda:4, cuda:5], are assigned to the training processes in "
+        "turn, each for a target in a process of its own. null stores all features, then trains.",
     )
     server: str | None = Field(
         default=None,
         description="URL of an OpenAI-compatible server that runs the target and writes the responses; null is none.",
     )
-    server_retries: int = Field(default=5, ge=0, description="Retries of a failed request to data.server.")
     draft_head: Annotated[HomePath | None, Field(strict=False)] = Field(
         default=None,
         description="Folder of a head that speeds up writing the responses (speculative decoding); null is none.",
@@ -292,17 +250,16 @@ class DataSection(Section):
             raise ValueError(f"responses given needs conversations in prompts; {self.prompts} has none, so name a file")
         if self.holds_out_own_prompts and self.prompts != SELF:
             raise ValueError(f"heldout_prompts {SELF} needs prompts {SELF}; choose that, or name a file of prompts")
-        unused = [name for name in ("self_system_prompts", "self_language") if getattr(self, name) is not None]
-        if unused and self.prompts != SELF:
-            raise ValueError(f"{unused[0]} is for prompts {SELF}; remove it, or choose prompts {SELF}")
+        if self.self_system_prompts is not None and self.prompts != SELF:
+            raise ValueError(f"self_system_prompts is for prompts {SELF}; remove it, or choose prompts {SELF}")
         writers = ["server"] * (self.server is not None) + ["draft_head"] * (self.draft_head is not None)
         writers += ["responses given"] * (self.responses == "given")
         if len(writers) > 1:
             raise ValueError(f"one of server, draft_head and responses given is allowed; remove {writers[0]}")
-        if self.mode == "online" and self.store is not None:
-            raise ValueError("mode online computes its own features; remove store, or choose mode offline")
-        if self.mode != "online" and self.online_devices is not None:
-            raise ValueError("online_devices are for mode online; remove them, or choose mode online")
+        if self.online is not None and self.store is not None:
+            raise ValueError("online computes the features; remove store, or remove online")
+        if self.online is not None and "auto" in self.online and len(self.online) > 1:
+            raise ValueError("online: auto is allowed alone; remove it, or remove the other devices")
         return self
 
     @property

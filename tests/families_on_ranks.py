@@ -11,8 +11,8 @@ from typing import Any
 import torch.distributed as dist
 
 from headstart.data_pipelines.features.features import tap
-from headstart.data_pipelines.stages.lifeline import settle
 from headstart.data_pipelines.stages.shard_work import start_processes
+from headstart.data_pipelines.together import settle
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.engine.loop import generate_batch

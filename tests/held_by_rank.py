@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from headstart.data_pipelines.features.features import tap
-from headstart.data_pipelines.stages.lifeline import settle
 from headstart.data_pipelines.stages.shard_work import start_processes
+from headstart.data_pipelines.together import settle
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import load_recipe
 

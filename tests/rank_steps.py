@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from headstart.data_pipelines.features.batches import Batch, Sample
 from headstart.data_pipelines.features.shards import FeatureStore
-from headstart.data_pipelines.stages.lifeline import settle
+from headstart.data_pipelines.together import settle
 from headstart.heads.checkpoint import draft_vocab, new_head
 from headstart.heads.frozen import FrozenTarget
 from headstart.recipes import load_recipe

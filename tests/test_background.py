@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from headstart.data_pipelines.stages.background import BackgroundThread
+from headstart.data_pipelines.features.features import BackgroundThread
 
 
 def test_without_pending_tasks_the_caller_does_the_work() -> None:

@@ -12,7 +12,7 @@ from bad_inputs import Says, assert_raises, assert_refused, assert_told, type_co
 from headstart.common.jsonl import read_jsonl
 from headstart.data_pipelines.features.shards import FeatureStore
 
-FIX = "fix them, or raise data.max_bad_fraction"
+FIX = "fix or remove them"
 NEEDS = "a row needs prompt or text (a string), prompt with response or completion, messages"
 ROLES = "allowed roles are system, developer, user, human, assistant"
 ORDER = "change the order of the turns"
@@ -177,11 +177,6 @@ ROWS: dict[str, tuple[object, tuple[str, ...], Says]] = {
         {"text": "x"},
         GIVEN,
         Says(LINE, "no token to train on", "give a longer text", FIX),
-    ),
-    "given: a text that is too long": (
-        {"text": "word " * 99},
-        GIVEN,
-        Says(LINE, "tokens; data.prompt_tokens and data.response_tokens", "allow 36", "data.long_prompts=drop"),
     ),
 }
 
@@ -387,7 +382,9 @@ def unusable_held_out_rows(place: Path) -> list[str]:
 
 
 def all_too_long(place: Path) -> list[str]:
-    return ["data.long_prompts=drop", "data.prompt_tokens=1"]
+    rows_of(place / "prompts.jsonl", *[{"text": "word " * (90 + number)} for number in range(14)])
+    rows_of(place / "heldout.jsonl", {"text": "another text"})
+    return ["data.responses=given"]
 
 
 def given_without_held_out_responses(place: Path) -> list[str]:
@@ -410,11 +407,11 @@ SPLITS_REFUSED: dict[str, tuple[Callable[[Path], list[str]], Says]] = {
     ),
     "15 of 30 rows are unusable": (
         half_of_30_unusable,
-        Says("prompts.jsonl line 16", "15 of 30 rows are unusable", "data.max_bad_fraction allows 1.00%", FIX),
+        Says("prompts.jsonl line 16", "15 of 30 rows are unusable", "up to 1% are allowed", FIX),
     ),
     "an unusable held-out row": (
         unusable_held_out_rows,
-        Says("heldout.jsonl line 5", "1 of 5 rows are unusable", "data.max_bad_fraction allows 1.00%", FIX),
+        Says("heldout.jsonl line 5", "1 of 5 rows are unusable", "up to 1% are allowed", FIX),
     ),
     "all prompts are too long": (
         all_too_long,
@@ -448,19 +445,15 @@ def with_a_lost_system_turn(place: Path) -> list[str]:
     return ["data.num_prompts=6"]
 
 
-def dropped_instead(place: Path) -> list[str]:
-    return [*with_a_lost_system_turn(place), "data.long_prompts=drop"]
-
-
 def given_and_too_long(place: Path) -> list[str]:
     rows_of(place / "prompts.jsonl", {"text": "word " * 99}, *[{"text": f"text {number}"} for number in range(5)])
     rows_of(place / "heldout.jsonl", {"text": "another text"})
-    return ["data.responses=given", "data.long_prompts=drop"]
+    return ["data.responses=given"]
 
 
 def some_unusable(place: Path) -> list[str]:
-    half_of_30_unusable(place)
-    return ["data.num_prompts=30", "data.max_bad_fraction=0.5"]
+    rows_of(place / "prompts.jsonl", {"question": 1}, *texts(100, 250))
+    return ["data.num_prompts=150"]
 
 
 SPLITS_TOLD: dict[str, tuple[Callable[[Path], list[str]], Says]] = {
@@ -474,19 +467,15 @@ SPLITS_TOLD: dict[str, tuple[Callable[[Path], list[str]], Says]] = {
     ),
     "prompts lose their system turn": (
         with_a_lost_system_turn,
-        Says("6 prompts kept", "cut the beginning of 2", "the system turn of 1", "data.long_prompts=drop leaves"),
-    ),
-    "long prompts are dropped": (
-        dropped_instead,
-        Says("6 rows read", "4 prompts kept", "dropped 2 too long", "data.long_prompts is drop"),
+        Says("6 prompts kept", "cut the beginning of 2", "data.prompt_tokens=", "the system turn of 1"),
     ),
     "given: long texts are dropped and are not unusable": (
         given_and_too_long,
-        Says("6 rows read", "5 prompts kept", "dropped 1 too long", "data.long_prompts is drop"),
+        Says("6 rows read", "5 prompts kept", "dropped 1 too long", "longer than data.prompt_tokens"),
     ),
-    "unusable rows within data.max_bad_fraction": (
+    "a few unusable rows": (
         some_unusable,
-        Says("30 rows read", "15 prompts kept; dropped 15 unusable (unknown form 15)", "allows 50.00% of", "line"),
+        Says("151 rows read", "150 prompts kept; dropped 1 unusable (unknown form 1)", "", "line"),
     ),
 }
 

@@ -64,6 +64,10 @@ def place(finished: Path, tmp_path: Path) -> Place:
 Damage = Callable[[Place, pytest.MonkeyPatch], None]
 
 
+def without_retries(place: Place, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("headstart.data_pipelines.prompts.completion_client.RETRIES", 0)
+
+
 def nothing(place: Place, patch: pytest.MonkeyPatch) -> None:
     """Leave the run as it is."""
 
@@ -599,8 +603,8 @@ CASES: dict[str, tuple[Command, Damage, Says]] = {
         Says("target.path: 'org/none'", *OFFLINE),
     ),
     "harvest: the server does not answer": (
-        with_recipe("harvest", "run_dir={run}/new", "data.server=http://127.0.0.1:9", "data.server_retries=0"),
-        nothing,
+        with_recipe("harvest", "run_dir={run}/new", "data.server=http://127.0.0.1:9"),
+        without_retries,
         Says("data.server: http://127.0.0.1:9", "gave no answer", "", "check the server and run the command again"),
     ),
 }

@@ -297,8 +297,8 @@ def test_packing_and_micro_batches_change_only_rounding(make_recipe: MakeRecipe)
 def test_online_samples_train_the_same_head(make_recipe: MakeRecipe) -> None:
     """Up to rounding, as the target reads other batches; its hidden states are not stored."""
     found = []
-    for name, mode in (("stored", "offline"), ("made", "online")):
-        recipe = make_recipe(name, *BLOCK, "train.steps=3", f"data.mode={mode}")
+    for name, online in (("stored", "null"), ("made", "[auto]")):
+        recipe = make_recipe(name, *BLOCK, "train.steps=3", f"data.online={online}")
         run(recipe)
         found.append(load_file(recipe.head_dir / "model.safetensors"))
     for name, tensor in found[0].items():

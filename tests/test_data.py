@@ -18,9 +18,9 @@ from headstart.common.jsonl import read_jsonl
 from headstart.data_pipelines.features.batches import Batch, Sample
 from headstart.data_pipelines.features.shards import FeatureStore, stored_taps
 from headstart.data_pipelines.harvest import check_teacher_logits, harvest
-from headstart.data_pipelines.prompts import prompts as prompts_module
-from headstart.data_pipelines.prompts.prompts import make_prompts, stdlib_prompts
-from headstart.data_pipelines.prompts.python_stdlib import SourceFile, source_files
+from headstart.data_pipelines.prompts import python_stdlib
+from headstart.data_pipelines.prompts.prompts import make_prompts
+from headstart.data_pipelines.prompts.python_stdlib import SourceFile, source_files, stdlib_prompts
 from headstart.data_pipelines.stages.stage import Stage
 from headstart.data_pipelines.stages.target_files import prompt_identities
 from headstart.heads.checkpoint import head_taps
@@ -491,7 +491,7 @@ def named(held_out: bool) -> str:
 
 def test_held_out_files_of_the_standard_library_give_no_training_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     files = [SourceFile(named(True), "secret = 1\n" * 500), SourceFile(named(False), "public = 2\n" * 5)]
-    monkeypatch.setattr(prompts_module, "source_files", lambda: iter(files))
+    monkeypatch.setattr(python_stdlib, "source_files", lambda: iter(files))
     tokenizer = build_tokenizer()
     rows = stdlib_prompts(tokenizer, count=20, length=6, seed=0)
     assert [row["id"] for row in rows] == list(range(20))
@@ -501,13 +501,13 @@ def test_held_out_files_of_the_standard_library_give_no_training_prompts(monkeyp
 
 def test_prompts_longer_than_any_file_of_the_standard_library_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """They used to be drawn without end."""
-    monkeypatch.setattr(prompts_module, "source_files", lambda: iter([SourceFile(named(False), "public = 2\n" * 5)]))
+    monkeypatch.setattr(python_stdlib, "source_files", lambda: iter([SourceFile(named(False), "public = 2\n" * 5)]))
     with pytest.raises(ValueError, match=r"data\.prompt_tokens: 999 given, but python-stdlib has hardly a text"):
         stdlib_prompts(build_tokenizer(), count=2, length=999, seed=0)
 
 
 def test_excerpts_that_are_held_out_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompts_module, "source_files", lambda: iter([SourceFile(named(False), "a = 1\nb = 2\n" * 9)]))
+    monkeypatch.setattr(python_stdlib, "source_files", lambda: iter([SourceFile(named(False), "a = 1\nb = 2\n" * 9)]))
     tokenizer = build_tokenizer()
     seen = {tuple(row["tokens"]) for row in stdlib_prompts(tokenizer, count=20, length=6, seed=0)}
     held_out = {min(seen)}
@@ -527,7 +527,7 @@ def test_a_target_that_scales_the_logits_of_its_lm_head_is_refused(tmp_path: Pat
     recipe = tiny_recipe(tmp_path)
     make_prompts(recipe)
     target = TargetModel.load(recipe.target, taps=())
-    check_teacher_logits(recipe, target)
+    check_teacher_logits(recipe, target, [1, 2, 3])
     target.model.lm_head.register_forward_hook(lambda module, args, logits: logits * 3 + 1)
     with pytest.raises(ValueError, match=r"target\.path: the logits of .* differ by"):
-        check_teacher_logits(recipe, target)
+        check_teacher_logits(recipe, target, [1, 2, 3])

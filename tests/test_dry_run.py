@@ -84,7 +84,7 @@ def test_online_training_needs_no_disk_for_features(
     """Whether or not an earlier run left features there."""
     config = TargetConfig.from_folder(harvested / "target")
     make_recipe("run")
-    sizes = DataSizes.of(make_recipe("run", "data.mode=online", f"data.folder={tmp_path / features}"), config)
+    sizes = DataSizes.of(make_recipe("run", "data.online=[auto]", f"data.folder={tmp_path / features}"), config)
     assert (sizes.samples, sizes.feature_bytes) == (12, 0)
 
 

@@ -24,8 +24,8 @@ from torch.testing import assert_close
 
 from headstart.common.jsonl import append_jsonl, read_jsonl, resume_jsonl
 from headstart.data_pipelines.cost_estimate import duration
+from headstart.data_pipelines.features.shard_files import bytes_per_token
 from headstart.data_pipelines.features.shards import FeatureStore
-from headstart.data_pipelines.features.state_encoding import bytes_per_token
 from headstart.data_pipelines.harvest import harvest
 from headstart.data_pipelines.prompts.completion_client import CompletionClient
 from headstart.data_pipelines.prompts.prompts import make_prompts
@@ -51,7 +51,7 @@ def test_features_too_large_for_the_disk_are_refused_before_the_harvest(
 ) -> None:
     build_run(tmp_path)
     recipe = tiny_recipe(tmp_path)
-    harvest(tiny_recipe(tmp_path, "data.mode=online"))
+    harvest(tiny_recipe(tmp_path, "data.online=[auto]"))
     needed = sum(
         len(row["prompt"] + row["response"]) for split in ("train", "heldout") for row in responses(recipe, split)
     )
@@ -78,7 +78,7 @@ def test_a_disk_too_small_for_the_prompts_features_is_refused_before_responses_a
     with pytest.raises(ValueError, match=r"data\.folder: the features need .* kB left; choose another data\.folder"):
         harvest(recipe)
     assert not recipe.responses_dir.exists()
-    harvest(tiny_recipe(tmp_path, "data.mode=online"))
+    harvest(tiny_recipe(tmp_path, "data.online=[auto]"))
     monkeypatch.undo()
     shutil.rmtree(recipe.responses_dir)
     harvest(recipe)
@@ -186,7 +186,7 @@ def test_text_from_a_server_without_token_ids_is_tokenized_and_ended(server: tup
     handler.says_ids = False
     tokenizer = build_tokenizer()
     prompt = tokenizer("target")["input_ids"]
-    [(_, found)] = CompletionClient(f"{url}/v1", tokenizer, retries=0).complete([prompt], [Sampling()], 8, 1)
+    [(_, found)] = CompletionClient(f"{url}/v1", tokenizer).complete([prompt], [Sampling()], 8, 1)
     assert tokenizer.decode(found) == tokenizer.decode(prompt[::-1]) + str(tokenizer.eos_token)
 
 
@@ -196,7 +196,7 @@ def test_a_failing_server_ends_the_run_and_finished_responses_are_kept(
     url, handler = server
     handler.failures = iter([0] * 5 + [400])
     build_run(tmp_path)
-    recipe = tiny_recipe(tmp_path, f"data.server={url}", "data.server_retries=0", "data.generate_batch=1")
+    recipe = tiny_recipe(tmp_path, f"data.server={url}", "data.generate_batch=1")
     with pytest.raises(ValueError, match=r"data\.server: .*/v1/completions gave no answer \(status 400"):
         harvest(recipe)
     harvest(recipe)
@@ -206,19 +206,19 @@ def test_a_failing_server_ends_the_run_and_finished_responses_are_kept(
 
 def test_waits_between_retries_grow(server: tuple[str, type[Server]]) -> None:
     url, handler = server
-    handler.failures = iter([500, 502, 503, 504])
+    handler.failures = iter([500, 502, 503, 504, 429, 408])
     waits: list[float] = []
-    client = CompletionClient(url, build_tokenizer(), 3, waits.append)
-    with pytest.raises(ValueError, match="status 504"):
+    client = CompletionClient(url, build_tokenizer(), waits.append)
+    with pytest.raises(ValueError, match="status 408"):
         list(client.complete([[1, 2]], [Sampling()], 4, 1))
-    assert waits == [1.0, 2.0, 4.0]
+    assert waits == [1.0, 2.0, 4.0, 8.0, 16.0]
 
 
 def test_all_requests_of_a_batch_are_in_flight_at_once(server: tuple[str, type[Server]]) -> None:
     """Requests beyond the hundredth used to wait for a connection and time out."""
     url, handler = server
     handler.together = threading.Barrier(120)
-    client = CompletionClient(url, build_tokenizer(), retries=0)
+    client = CompletionClient(url, build_tokenizer(), pause=lambda seconds: None)
     prompts = [[number, 7] for number in range(120)]
     found = dict(client.complete(prompts, [Sampling()] * 120, 4, 120))
     assert [found[number] for number in range(120)] == [prompt[::-1] for prompt in prompts]
@@ -228,7 +228,7 @@ def test_all_requests_of_a_batch_are_in_flight_at_once(server: tuple[str, type[S
 def test_an_answer_in_another_form_is_reported(server: tuple[str, type[Server]], odd: object) -> None:
     url, handler = server
     handler.odd = odd
-    client = CompletionClient(url, build_tokenizer(), retries=0)
+    client = CompletionClient(url, build_tokenizer(), pause=lambda seconds: None)
     with pytest.raises(ValueError, match=r"data\.server: http.* answers without choices"):
         list(client.complete([[1, 2]], [Sampling()], 4, 1))
 

@@ -1,6 +1,5 @@
 """Laws of training without a store: same samples, same losses, nothing written to disk."""
 
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,21 +9,20 @@ from torch.testing import assert_close
 
 from headstart.common.jsonl import read_jsonl
 from headstart.data_pipelines.features.features import States, tap
-from headstart.data_pipelines.features.online import OnlineStore
+from headstart.data_pipelines.features.online import OnlineStore, TargetProcess
 from headstart.data_pipelines.features.sample_stores import SampleStore, open_stores
 from headstart.data_pipelines.features.shards import FeatureStore
-from headstart.data_pipelines.features.target_process import TargetProcess
 from headstart.data_pipelines.harvest import harvest
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.trainers.eagle import run
 
 TAPS = (2, 3, 4)
-WHERE = [(), pytest.param(("data.online_devices=[cpu]",), marks=pytest.mark.slow)]  # a process takes seconds to start
+WHERE = ["auto", pytest.param("cpu", marks=pytest.mark.slow)]  # a process takes seconds to start
 
 
-def online(folder: Path, *overrides: str) -> Recipe:
-    return tiny_recipe(folder, "data.mode=online", *overrides)
+def online(folder: Path, *overrides: str, where: str = "auto") -> Recipe:
+    return tiny_recipe(folder, f"data.online=[{where}]", *overrides)
 
 
 class Counted:
@@ -42,7 +40,7 @@ class Counted:
 def counted(harvested: Path) -> tuple[Counted, OnlineStore]:
     recipe = online(harvested, "data.harvest_batch=4")
     target = Counted(recipe)
-    return target, OnlineStore(recipe, "train", target, cache_bytes=0)
+    return target, OnlineStore(harvest(recipe), "train", target, recipe.data.harvest_batch)
 
 
 def assert_same_samples(made: SampleStore, stored: FeatureStore, numbers: range | list[int]) -> None:
@@ -51,9 +49,9 @@ def assert_same_samples(made: SampleStore, stored: FeatureStore, numbers: range 
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_online_samples_equal_those_that_a_harvest_stores(harvested: Path, where: tuple[str, ...]) -> None:
+def test_online_samples_equal_those_that_a_harvest_stores(harvested: Path, where: str) -> None:
     """With the target in this process, and in a separate one."""
-    recipe = online(harvested, *where)
+    recipe = online(harvested, where=where)
     before = modified(harvested)
     with open_stores(recipe, harvest(recipe), TAPS) as made:
         for store, split in zip(made, ("train", "heldout"), strict=True):
@@ -96,12 +94,12 @@ def test_samples_of_at_most_two_steps_are_in_memory(counted: tuple[Counted, Onli
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_online_training_has_the_losses_of_training_from_a_store(
-    harvested: Path, tmp_path: Path, where: tuple[str, ...], accumulate: int
+    harvested: Path, tmp_path: Path, where: str, accumulate: int
 ) -> None:
-    """Within 1e-5 in float32, with a cache for some of the samples; no features are written."""
+    """Within 1e-5 in float32; no features are written."""
     shared, losses = [f"data.folder={harvested / 'run'}", f"train.accumulate={accumulate}"], []
     runs = [tiny_recipe(harvested, f"run_dir={tmp_path / 'offline'}", *shared)]
-    runs += [online(harvested, f"run_dir={tmp_path / 'online'}", *shared, "data.cache_gigabytes=2e-5", *where)]
+    runs += [online(harvested, f"run_dir={tmp_path / 'online'}", *shared, where=where)]
     before = modified(harvested)
     for recipe in runs:
         run(recipe)
@@ -112,23 +110,6 @@ def test_online_training_has_the_losses_of_training_from_a_store(
     assert modified(harvested) == before
 
 
-def test_the_cache_keeps_what_fits_and_no_more(harvested: Path) -> None:
-    recipe = online(harvested)
-    store = OnlineStore(recipe, "train", partial(tap, TargetModel.load(recipe.target, TAPS)), 0)
-    store.cache_bytes = 4 * 32 * 4 * 60  # 60 tokens of 4 states of 32 numbers of 4 bytes
-    for _ in range(2):
-        for number in range(len(store)):
-            store[number]
-    kept = sum(len(sample.tokens) for sample in store.kept.values())
-    assert 0 < len(store.kept) < len(store)
-    assert kept <= 60
-    assert store[next(iter(store.kept))] is store[next(iter(store.kept))]
-    memory = sum(sample.taps.untyped_storage().nbytes() for sample in store.kept.values())
-    assert memory == sum(
-        sample.taps.nbytes for sample in store.kept.values()
-    )  # no sample holds on to the memory of its batch
-
-
 # A target in a separate process
 
 
@@ -136,7 +117,7 @@ def test_the_cache_keeps_what_fits_and_no_more(harvested: Path) -> None:
 def test_a_target_process_that_has_ended_is_reported_by_name(harvested: Path) -> None:
     process = TargetProcess(online(harvested).target, TAPS, "cpu")
     process._process.kill()
-    with pytest.raises(ValueError, match=r"data\.online_devices: the target's process on cpu has ended"):
+    with pytest.raises(ValueError, match=r"data\.online: the target's process on cpu has ended"):
         process.tap([[1, 2]])
     process.close()
 

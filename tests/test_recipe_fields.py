@@ -1,7 +1,6 @@
 """Recipe fields that no other test sets reach the code that they are for."""
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,21 +75,19 @@ def test_metrics_go_to_a_wandb_project_that_the_environment_may_name(
     assert (settings["project"], settings["mode"]) == ("drafts", "offline")
 
 
-def test_training_reads_from_as_many_shards_at_a_time_as_the_recipe_says(
+def test_training_announces_each_sample_once_an_epoch_in_its_order(
     make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shards of 5, 5 and 2 samples, one at a time: an epoch is 4 steps of 3 samples and changes the shard twice."""
+    """Shards of 5, 5 and 2 samples: an epoch is 4 steps of 3 samples."""
     announced: list[int] = []
 
     def expect(store: FeatureStore, numbers: Sequence[int]) -> None:
         announced.extend(numbers if len(store) == 12 else [])  # the held-out store has 4 samples
 
     monkeypatch.setattr(FeatureStore, "expect", expect)
-    recipe = make_recipe("run", "data.shuffle_shards=1", "train.steps=4")
+    recipe = make_recipe("run", "train.steps=4")
     run(recipe)
     store = FeatureStore(recipe.features_dir, "train")
     assert sorted(announced) == list(range(12))
-    order = SampleOrder(store.shard_sizes, recipe.seed, window=1)
+    order = SampleOrder(store.shard_sizes, recipe.seed)
     assert announced == [number for step in range(4) for number in order.of_step(step, recipe.train.batch_size)]
-    shards = [store.places[number][0] for number in announced]
-    assert sum(before != after for before, after in pairwise(shards)) == 2

@@ -1,66 +1,75 @@
 """Laws of the lock in a run's folder: one command at a time, and no lock outlives its process."""
 
+import fcntl
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import IO
 
 import pytest
 from bad_inputs import Says, assert_refused, type_command
 from tiny_run import build_run
 
-from headstart.common import run_lock
-from headstart.common.run_lock import LOCK, Owner, Process, only_run_in
+from headstart.common.run_lock import LOCK, OWNER, Owner, only_run_in
 
-Leave = Callable[[Owner], Path]
-
-
-@pytest.fixture
-def leave_lock(tmp_path: Path) -> Leave:
-    """leave_lock(owner): write an owner's lock into tmp_path."""
-
-    def leave(owner: Owner) -> Path:
-        (tmp_path / LOCK).write_text(json.dumps(asdict(owner)))
-        return tmp_path / LOCK
-
-    return leave
+Hold = Callable[[Path, Owner], IO[str]]
 
 
 @pytest.fixture
-def ended() -> Process:
-    """A process that has ended."""
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    found = Process.of(process.pid)
-    process.communicate()
-    return found
+def hold() -> Iterator[Hold]:
+    """hold(folder, owner): hold a folder as another process does, until the file is closed."""
+    with ExitStack() as stack:
+
+        def hold(folder: Path, owner: Owner) -> IO[str]:
+            file = stack.enter_context((folder / LOCK).open("w"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+            (folder / OWNER).write_text(json.dumps(asdict(owner)))
+            return file
+
+        yield hold
 
 
 @pytest.fixture
-def living() -> Process:
-    """A process that is alive and not this one: its parent."""
-    return Process.of(os.getppid())
+def other() -> Owner:
+    """Another command, which no launcher started."""
+    return replace(Owner.this_process("training"), pid=os.getppid(), launcher=None)
+
+
+@pytest.fixture
+def ended() -> int:
+    """The number of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def assert_free(folder: Path) -> None:
+    assert not list(folder.glob("in_use.*"))
 
 
 def test_a_folder_is_held_by_one_command_and_free_afterwards(tmp_path: Path) -> None:
     with only_run_in(tmp_path, "training") as owner:
-        assert Owner.read(tmp_path / LOCK) == owner
+        assert Owner.read(tmp_path) == owner
         refused = pytest.raises(ValueError, match=rf"in use by training as process {os.getpid()} .* another run_dir")
         with refused, only_run_in(tmp_path, "a harvest"):
             pass
-        assert Owner.read(tmp_path / LOCK) == owner
-    assert not (tmp_path / LOCK).exists()
+        assert Owner.read(tmp_path) == owner
+    assert_free(tmp_path)
 
 
 def test_a_folder_is_free_after_an_error(tmp_path: Path) -> None:
     with pytest.raises(KeyError), only_run_in(tmp_path, "training"):
         raise KeyError
-    assert not (tmp_path / LOCK).exists()
+    assert_free(tmp_path)
 
 
 def test_a_new_folder_in_which_nothing_was_written_is_removed(tmp_path: Path) -> None:
@@ -71,83 +80,59 @@ def test_a_new_folder_in_which_nothing_was_written_is_removed(tmp_path: Path) ->
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
 
 
-def test_a_killed_process_does_not_block_its_folder(tmp_path: Path, leave_lock: Leave, ended: Process) -> None:
-    leave_lock(replace(Owner.this_process("training"), process=ended))
-    with only_run_in(tmp_path, "training") as owner:
-        assert Owner.read(tmp_path / LOCK) == owner
+def die_within(folder: Path) -> None:
+    with only_run_in(folder, "training"):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_number_used_again_by_another_process_does_not_block_a_folder(
-    tmp_path: Path, leave_lock: Leave, living: Process
-) -> None:
-    leave_lock(replace(Owner.this_process("training"), process=replace(living, started=living.started - 3600)))
+def test_a_killed_process_does_not_block_its_folder(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("fork").Process(target=die_within, args=(tmp_path,))
+    process.start()
+    process.join(60)
+    assert (tmp_path / OWNER).exists()
     with only_run_in(tmp_path, "training") as owner:
-        assert owner.process.pid == os.getpid()
+        assert Owner.read(tmp_path) == owner
+    assert_free(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"token": "x"}'])
-def test_a_damaged_lock_does_not_block_a_folder(tmp_path: Path, content: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_lock, "STALE_SECONDS", 0.3)
-    (tmp_path / LOCK).write_text(content)
-    with only_run_in(tmp_path, "training") as owner:
-        assert Owner.read(tmp_path / LOCK) == owner
-
-
-def test_a_lock_of_another_machine_is_stale_without_a_heartbeat(
-    tmp_path: Path, leave_lock: Leave, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_lock, "STALE_SECONDS", 0.5)
-    leave_lock(replace(Owner.this_process("training"), machine="elsewhere"))
-    with only_run_in(tmp_path, "training") as owner:
-        assert Owner.read(tmp_path / LOCK) == owner
-
-
-def test_a_lock_of_another_machine_holds_while_its_heart_beats(
-    tmp_path: Path, leave_lock: Leave, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_lock, "HEARTBEAT_SECONDS", 0.1)
-    lock, ended = leave_lock(replace(Owner.this_process("training"), machine="elsewhere")), threading.Event()
-    heart = threading.Thread(target=run_lock.beat, args=(lock, ended))
-    heart.start()
-    try:
-        refused = pytest.raises(ValueError, match=r"in use by training as process .* on elsewhere")
+def test_a_damaged_file_of_an_owner_is_no_owner(tmp_path: Path, content: str) -> None:
+    (tmp_path / OWNER).write_text(content)
+    assert Owner.read(tmp_path) is None
+    with only_run_in(tmp_path, "training"):
+        refused = pytest.raises(ValueError, match="in use by another command")
+        (tmp_path / OWNER).write_text(content)
         with refused, only_run_in(tmp_path, "training"):
             pass
-    finally:
-        ended.set()
-        heart.join()
-    assert lock.exists()
 
 
 def test_a_run_that_is_saving_because_its_launcher_ended_is_waited_for(
-    tmp_path: Path, leave_lock: Leave, living: Process, ended: Process
+    tmp_path: Path, hold: Hold, other: Owner, ended: int
 ) -> None:
-    lock = leave_lock(replace(Owner.this_process("training"), process=living, launcher=ended))
-    threading.Timer(0.6, lock.unlink).start()
+    lock = hold(tmp_path, replace(other, launcher=ended))
+    threading.Timer(0.6, lock.close).start()
     started = time.monotonic()
     with only_run_in(tmp_path, "training"):
         assert time.monotonic() - started > 0.5
 
 
-def test_a_run_whose_launcher_lives_is_not_waited_for(tmp_path: Path, leave_lock: Leave, living: Process) -> None:
-    leave_lock(replace(Owner.this_process("training"), process=living, launcher=living))
+def test_a_run_whose_launcher_lives_is_not_waited_for(tmp_path: Path, hold: Hold, other: Owner) -> None:
+    hold(tmp_path, replace(other, launcher=os.getppid()))
     with pytest.raises(ValueError, match="in use by training"), only_run_in(tmp_path, "training"):
         pass
 
 
-def test_a_second_harvest_into_a_shared_folder_waits_for_the_first(
-    tmp_path: Path, leave_lock: Leave, living: Process
-) -> None:
-    lock = leave_lock(replace(Owner.this_process("harvest"), process=living))
-    threading.Timer(0.6, lock.unlink).start()
+def test_a_second_harvest_into_a_shared_folder_waits_for_the_first(tmp_path: Path, hold: Hold, other: Owner) -> None:
+    lock = hold(tmp_path, other)
+    threading.Timer(0.6, lock.close).start()
     with only_run_in(tmp_path, "harvest", wait=True) as owner:
-        assert Owner.read(lock) == owner
+        assert Owner.read(tmp_path) == owner
 
 
 def count_in_turn(folder: Path, times: int) -> None:
     """Read, wait and write a number, which loses counts unless one process at a time does it."""
     for _ in range(times):
-        with only_run_in(folder, "counting", wait=True):
+        with only_run_in(folder / "turn", "counting", wait=True):  # which is removed after each turn
             count = int((folder / "count").read_text())
             time.sleep(0.005)
             (folder / "count").write_text(str(count + 1))
@@ -168,17 +153,15 @@ def test_processes_that_compete_for_a_folder_hold_it_in_turn(tmp_path: Path) -> 
 def test_no_command_writes_into_a_run_that_another_process_writes(
     command: str,
     tmp_path: Path,
-    leave_lock: Leave,
-    living: Process,
+    hold: Hold,
+    other: Owner,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Two at once doubled metrics.jsonl, or crashed on a missing file."""
     build_run(tmp_path)
     (tmp_path / "run").mkdir()
-    lock = leave_lock(replace(Owner.this_process("training"), process=living)).rename(tmp_path / "run" / LOCK)
+    hold(tmp_path / "run", other)
     outcome = type_command([command, str(tmp_path / "recipe.yaml")], monkeypatch, capsys)
-    assert_refused(
-        outcome, Says(str(tmp_path / "run"), f"process {living.pid}", "one command at a time", "wait for it")
-    )
-    assert list((tmp_path / "run").iterdir()) == [lock]
+    assert_refused(outcome, Says(str(tmp_path / "run"), f"process {other.pid}", "one command at a time", "wait for it"))
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {LOCK, OWNER}

@@ -3,7 +3,6 @@
 import json
 import random
 import shutil
-import zlib
 from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
@@ -19,11 +18,10 @@ from transformers import PreTrainedTokenizerFast
 
 from headstart.common.jsonl import append_jsonl, read_jsonl
 from headstart.data_pipelines.harvest import harvest
-from headstart.data_pipelines.prompts.language import Languages
 from headstart.data_pipelines.prompts.prompts import describe_prompts, make_prompts_alone
 from headstart.data_pipelines.prompts.row_report import RowReport
 from headstart.data_pipelines.prompts.self_written import rounds as self_prompts
-from headstart.data_pipelines.prompts.self_written.candidates import CandidateWriter
+from headstart.data_pipelines.prompts.self_written.candidates import CandidateWriter, UserTemplate
 from headstart.data_pipelines.prompts.self_written.selection import (
     SIMILARITY,
     HeldOutFile,
@@ -33,13 +31,9 @@ from headstart.data_pipelines.prompts.self_written.selection import (
     normalised,
     shingles,
 )
-from headstart.data_pipelines.prompts.self_written.template import UserTemplate
 from headstart.data_pipelines.stages.stage import Json
 from headstart.inference.core.request import Generation, Request
-from headstart.inference.core.sampling import Sampling
-from headstart.inference.engine.loop import generate
 from headstart.inference.show.inputs import held_out_prompts
-from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.recipes.schema import DataSection
 
@@ -192,28 +186,7 @@ def test_a_harvest_and_its_measurements_run_on_the_targets_own_prompts(folder: P
     assert held_out_prompts(recipe) == [row["tokens"] for row in rows(recipe, "heldout")]
 
 
-# Several turns
-
-
-def test_several_turns_hold_the_targets_own_answers_and_no_steering_system_prompt(folder: Path, tmp_path: Path) -> None:
-    """[user]words[assistant]answer[user]words[assistant]   the answer is what the target says to the first words"""
-    settings = "data.self_turns=2", "data.self_system_prompts=[null, maths]", "data.temperatures=[1.0]"
-    lengths = "data.prompt_tokens=160", "data.response_tokens=60"
-    recipe, tokenizer = own_recipe(folder, tmp_path, *settings, *lengths), build_letters()
-    make_prompts_alone(recipe)
-    target = TargetModel.load(recipe.target, ())
-    kept = kept_candidates(recipe)
-    assert {len(row["turns"]) for row in kept} == {1, 3}
-    for row in kept:
-        text = tokenizer.decode(row["tokens"])
-        assert "[system]" not in text
-        if len(row["turns"]) == 3:
-            first, answer, second = row["turns"]
-            opening = f"[user]{first}[assistant]"
-            assert text == f"{opening}{answer}[user]{second}[assistant]"
-            sampling = Sampling(1.0, seed=zlib.crc32(f"3 {row['candidate']} 1 answer".encode()))
-            said = generate(target, list(tokenizer(opening)["input_ids"]), 60, sampling).tokens
-            assert tokenizer.decode(said) == answer + "<end>"
+# System prompts
 
 
 def test_system_prompts_steer_the_words(folder: Path, tmp_path: Path) -> None:
@@ -232,10 +205,10 @@ def test_system_prompts_steer_the_words(folder: Path, tmp_path: Path) -> None:
 def test_the_opening_ends_where_the_words_begin_in_every_family(name: str) -> None:
     tokenizer, _ = template_of(name)
     template = UserTemplate(tokenizer, data_section())
-    opening = template.first(None)
+    opening = template.opening(None)
     words = "What is 2+2?"
     written = list(tokenizer(opening.space + words, add_special_tokens=False)["input_ids"])
-    whole, wanted = template.prompt([{"role": "user", "content": words}]), [*opening.tokens, *written, opening.end]
+    whole, wanted = template.prompt(words), [*opening.tokens, *written, opening.end]
     assert whole[: len(wanted)] == wanted
     assert tokenizer.decode(whole).startswith(tokenizer.decode(opening.tokens) + opening.space + words)
 
@@ -287,7 +260,7 @@ def test_a_prompt_is_what_a_server_renders_from_the_words(folder: Path, tmp_path
     template = UserTemplate(tokenizer, recipe.data)
     [candidate] = CandidateWriter(recipe, template, scripted(WORDS + " ", tokenizer), [0]).candidates([0])
     assert candidate["rejected"] is None
-    assert candidate["tokens"] == template.prompt([{"role": "user", "content": WORDS}])
+    assert candidate["tokens"] == template.prompt(WORDS)
 
 
 def candidate(number: int, words: str, rejected: str | None = None) -> Json:
@@ -340,18 +313,6 @@ def text_about(number: int) -> str:
     return "z" + " ".join("".join(rng.choices("abcdefghij", k=6)) for _ in range(10))
 
 
-def test_prompts_in_another_language_are_left_out(folder: Path, tmp_path: Path) -> None:
-    pytest.importorskip("py3langid")
-    german = Languages("de")
-    assert german.has("Wie viele Buchstaben hat das deutsche Alphabet, und welche davon sind Umlaute?")
-    assert not german.has("How many letters does the English alphabet have, and which of them are vowels?")
-    tokenizer, recipe = build_letters(), own_recipe(folder, tmp_path, "data.self_language=de")
-    writer = CandidateWriter(
-        recipe, UserTemplate(tokenizer, recipe.data), scripted(WORDS + " and say why", tokenizer), [0]
-    )
-    assert writer.candidates([0])[0]["rejected"] == "other language"
-
-
 # Refusals
 
 
@@ -393,12 +354,6 @@ REFUSED: list[tuple[str, Callable[[Path], None], list[str], Says]] = [
         unchanged,
         ["data.prompt_tokens=6"],
         Says("data.prompt_tokens", "6 given", "7 or more are allowed", "raise it"),
-    ),
-    (
-        "an unknown language",
-        unchanged,
-        ["data.self_language=xx"],
-        Says("data.self_language", "xx given", "is allowed", "choose one"),
     ),
     (
         "a target that always writes the same",

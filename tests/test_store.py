@@ -16,9 +16,9 @@ from tiny_run import build_run, contents, tiny_recipe, write_shard
 from torch.testing import assert_close
 
 from headstart.data_pipelines.features.batches import Sample
-from headstart.data_pipelines.features.read_ahead import ReadAhead
+from headstart.data_pipelines.features.sample_stores import ReadAhead
+from headstart.data_pipelines.features.shard_files import bytes_per_token, decode, encode
 from headstart.data_pipelines.features.shards import FeatureStore
-from headstart.data_pipelines.features.state_encoding import bytes_per_token, decode, encode
 from headstart.data_pipelines.features.store import merge, num_leaked, stats, verify
 from headstart.data_pipelines.harvest import harvest
 from headstart.trainers.loop import SampleOrder
@@ -209,29 +209,15 @@ def test_a_store_of_another_target_or_without_a_tap_is_refused(harvested: Path, 
 # Order and reading
 
 
-def test_the_windowed_order_has_each_sample_once_per_epoch_from_few_shards_at_a_time() -> None:
-    sizes = [5, 5, 5, 5, 3]
-    order = SampleOrder(sizes, seed=4, window=2)
-    shard_of = [shard for shard, size in enumerate(sizes) for _ in range(size)]
-    epochs = [[order[epoch * 23 + place] for place in range(23)] for epoch in range(4)]
-    for numbers in epochs:
-        assert sorted(numbers) == list(range(23))
-        shards = [shard_of[number] for number in numbers]
-        alive = [len({*shards[:place]} & {*shards[place:]}) for place in range(23)]
-        assert max(alive) <= 2  # shards that are partly read
-    assert len({tuple(numbers) for numbers in epochs}) == 4
-    assert epochs[0] != sorted(epochs[0])
-
-
-def test_the_windowed_order_depends_on_seed_and_step_alone() -> None:
-    whole = SampleOrder([4, 4, 2], seed=1, window=2)
+def test_the_order_depends_on_seed_and_step_alone() -> None:
+    whole = SampleOrder([4, 4, 2], seed=1)
     steps = [whole.of_step(step, 3) for step in range(12)]
-    assert [SampleOrder([4, 4, 2], seed=1, window=2).of_step(step, 3) for step in (11, 0, 5)] == [
+    assert [SampleOrder([4, 4, 2], seed=1).of_step(step, 3) for step in (11, 0, 5)] == [
         steps[11],
         steps[0],
         steps[5],
     ]
-    assert [SampleOrder([4, 4, 2], seed=2, window=2).of_step(step, 3) for step in range(12)] != steps
+    assert [SampleOrder([4, 4, 2], seed=2).of_step(step, 3) for step in range(12)] != steps
 
 
 def test_reading_ahead_returns_the_same_samples_read_by_one_background_thread(harvested: Path) -> None:
@@ -294,7 +280,7 @@ def test_a_store_with_checksums_of_another_version_is_refused_with_advice(harves
 def test_saved_token_counts_match_their_shards_and_are_not_used_for_others(harvested: Path, tmp_path: Path) -> None:
     shutil.copytree(harvested / "run" / "features", tmp_path / "features")
     store = FeatureStore(tmp_path / "features", "train")
-    counted = store.count_tokens(300)
+    counted = sum(sample.tokens[sample.loss_mask].bincount(minlength=300) for sample in store)
     for shard in tmp_path.glob("features/*.safetensors"):
         shard.unlink()  # saved counts need no shards
     store = FeatureStore(tmp_path / "features", "train")

@@ -171,19 +171,18 @@ def test_a_family_without_a_tensor_parallel_plan_is_refused() -> None:
     [
         (["target.tp_plan=auto", "target.zero_stage=3"], "one of device_map, tp_plan, zero_stage is allowed"),
         (
-            ["target.tp_plan=auto", "data.mode=online"],
+            ["target.tp_plan=auto", "data.online=[auto]"],
             r"target\.tp_plan: .* only null is allowed with data\.mode online",
         ),
         (
-            ["target.zero_stage=3", "data.mode=online"],
+            ["target.zero_stage=3", "data.online=[auto]"],
             r"target\.zero_stage: .* only null is allowed with data\.mode online",
         ),
         (
             ["target.tp_plan=auto", "data.draft_head=head", "decode.growth=cost_aware"],
             r"decode\.growth: .* because all ranks must draft the same tree",
         ),
-        (["data.online_devices=[cpu]"], "online_devices are for mode online"),
-        (["data.mode=online", "data.online_devices=[cpu]", "target.device_map=auto"], r"target\.device_map: .* null"),
+        (["data.online=[cpu]", "target.device_map=auto"], r"target\.device_map: .* null"),
     ],
 )
 def test_recipes_that_contradict_a_shared_target_are_refused(harvested: Path, overrides: list[str], why: str) -> None:

@@ -1,7 +1,5 @@
-"""Laws of ranks that start together: they agree on the run or all refuse it, and none waits for a dead one."""
+"""Laws of ranks that start together: they agree on the run or all refuse it."""
 
-import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +11,14 @@ from tiny_run import build_run, tiny_recipe
 from headstart.common.launcher import refuse_separate_processes
 from headstart.common.run_lock import only_run_in
 from headstart.data_pipelines import together
-from headstart.data_pipelines.stages import lifeline
-from headstart.data_pipelines.stages.lifeline import DONE, Line, read_line
-from headstart.data_pipelines.together import Facts, folder_fact, refuse_differences, run_facts
+from headstart.data_pipelines.together import (
+    Facts,
+    folder_fact,
+    naming_lost_ranks,
+    on_all_ranks,
+    refuse_differences,
+    run_facts,
+)
 
 TWO_RANKS: Any = SimpleNamespace(num_processes=2)
 
@@ -82,61 +85,22 @@ def test_processes_started_apart_are_refused_with_the_command_that_was_meant(mon
     refuse_separate_processes(1)
 
 
-@pytest.fixture
-def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The exit codes of processes that ended themselves, which they do not do in a test."""
-    codes: list[int] = []
-    monkeypatch.setattr(os, "_exit", codes.append)
-    monkeypatch.setattr(lifeline, "GRACE_SECONDS", 0.05)
-    return codes
+def test_what_one_rank_refuses_ends_all_with_its_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(together, "gather_object", lambda own: [*own, (None, "data.prompts: x.jsonl given")])
+    with pytest.raises(ValueError, match=r"rank 1 stopped: data\.prompts: x\.jsonl given"):
+        on_all_ranks(lambda: 7)
+    monkeypatch.setattr(together, "gather_object", lambda own: [*own, (8, None)])
+    assert on_all_ranks(lambda: 7) == [7, 8]
+    with pytest.raises(FileNotFoundError):
+        on_all_ranks((Path("/nowhere") / "x").read_text)
 
 
-def wait_for_threads(line: Line) -> None:
-    for thread in line.threads:
-        thread.join(10)
-        assert not thread.is_alive()
-
-
-def test_a_rank_ends_when_its_peer_dies(exits: list[int], capfd: pytest.CaptureFixture[str]) -> None:
-    own, other = socket.socketpair()
-    line = Line(0, {1: own})
-    other.close()  # as the operating system does for a killed process
-    wait_for_threads(line)
-    assert exits == [1]
-    assert "rank 0 ends, because rank 1 ended without a word" in capfd.readouterr().err
-    assert line.lost_peer() is not None
-
-
-def test_a_rank_outlives_a_peer_that_is_done(exits: list[int]) -> None:
-    own, other = socket.socketpair()
-    line = Line(0, {1: own})
-    other.sendall(f"1 {DONE}\n".encode())
-    other.close()
-    wait_for_threads(line)
-    assert exits == []
-
-
-def test_the_main_rank_passes_on_which_rank_died(exits: list[int], capfd: pytest.CaptureFixture[str]) -> None:
-    (to_one, one), (to_two, two) = socket.socketpair(), socket.socketpair()
-    line, survivor = Line(0, {1: to_one, 2: to_two}), Line(2, {0: two})
-    one.close()
-    wait_for_threads(survivor)
-    line.threads[0].join(10)
-    assert "rank 2 ends, because rank 1 ended without a word" in capfd.readouterr().err
-    line.close(DONE)
-    assert exits.count(1) == 2
-
-
-def test_a_rank_that_fails_says_why(exits: list[int], capfd: pytest.CaptureFixture[str]) -> None:
-    own, other = socket.socketpair()
-    line = Line(1, {0: own})
-    Line(0, {1: other}).close("failed: ValueError('a loss that is\nnot finite')")
-    wait_for_threads(line)
-    assert "rank 0 failed: ValueError('a loss that is not finite')" in capfd.readouterr().err
-
-
-def test_a_line_is_read_without_the_bytes_after_it() -> None:
-    own, other = socket.socketpair()
-    other.sendall(b"one\ntwo")
-    other.close()
-    assert [read_line(own), read_line(own), read_line(own)] == ["one", "two", ""]
+def test_a_lost_rank_is_reported_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(together, "SETTLE_SECONDS", 0.0)
+    state: Any = SimpleNamespace(num_processes=2, process_index=1)
+    lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+    reported = pytest.raises(ValueError, match=r"rank 1 lost the connection .* start the same command again")
+    with reported, naming_lost_ranks(state):
+        raise lost
+    with pytest.raises(RuntimeError, match="shapes"), naming_lost_ranks(state):
+        raise RuntimeError("the shapes do not fit")

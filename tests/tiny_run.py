@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headstart.data_pipelines.features.batches import Sample
-from headstart.data_pipelines.features.shards import ShardBuffer, stored_states, stored_tokens
+from headstart.data_pipelines.features.shard_files import ShardBuffer, stored_states, stored_tokens
 from headstart.recipes import Recipe, load_recipe
 
 VOCAB_SIZE = 300

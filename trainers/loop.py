@@ -32,7 +32,7 @@ def train(
     if done >= section.steps and measured:
         return
     training = Training.start(recipe, head, inputs, accelerator, found)
-    order = SampleOrder(inputs.train.shard_sizes, recipe.seed, recipe.data.shuffle_shards)
+    order = SampleOrder(inputs.train.shard_sizes, recipe.seed)
     with Tracker(recipe, done, accelerator.is_main_process) as tracker, Interrupts() as interrupts:
         if done:
             tracker.say(f"resuming after step {done}")
@@ -69,16 +69,12 @@ def train(
 
 
 class SampleOrder:
-    """An endless sequence of sample numbers, a function of the seed alone; each epoch is a new permutation.
+    """An endless sequence of sample numbers, a function of the seed alone; each epoch is a new permutation."""
 
-    Each epoch shuffles the shards, then the samples within each group of `window` shards (None: all), so at most
-    `window` shards are read at a time.
-    """
-
-    def __init__(self, shard_sizes: list[int], seed: int, window: int | None = None) -> None:
+    def __init__(self, shard_sizes: list[int], seed: int) -> None:
         if not sum(shard_sizes):
             raise ValueError("the features hold no samples to train on; check data.num_prompts and harvest again")
-        self.shard_sizes, self.seed, self.window = shard_sizes, seed, window or len(shard_sizes)
+        self.shard_sizes, self.seed = shard_sizes, seed
         self.num_samples = sum(shard_sizes)
         self._epoch = lru_cache(maxsize=2)(self._permutation)
 
@@ -94,13 +90,8 @@ class SampleOrder:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
         starts = torch.tensor([0, *self.shard_sizes]).cumsum(0).tolist()
         shards = torch.randperm(len(self.shard_sizes), generator=generator).tolist()
-        order: list[int] = []
-        for first in range(0, len(shards), self.window):
-            group = [
-                n for shard in shards[first : first + self.window] for n in range(starts[shard], starts[shard + 1])
-            ]
-            order += [group[place] for place in torch.randperm(len(group), generator=generator).tolist()]
-        return order
+        numbers = [number for shard in shards for number in range(starts[shard], starts[shard + 1])]
+        return [numbers[place] for place in torch.randperm(len(numbers), generator=generator).tolist()]
 
 
 def measure(training: Training, tracker: Tracker, step: int) -> None:

@@ -11,10 +11,10 @@ from rich.filesize import decimal
 from rich.table import Table
 from torch import nn
 
+from headstart.data_pipelines.features.shard_files import bytes_per_token
 from headstart.data_pipelines.features.shards import MANIFEST, FeatureStore, stored_taps
-from headstart.data_pipelines.features.state_encoding import bytes_per_token
 from headstart.data_pipelines.preflight import check_harvest
-from headstart.data_pipelines.prompts.count_rows import most_samples
+from headstart.data_pipelines.prompts.rows import most_samples
 from headstart.heads.base import DraftHead
 from headstart.heads.checkpoint import head_taps
 from headstart.heads.frozen import FrozenTarget
@@ -132,12 +132,12 @@ class DataSizes:
     def of(cls, recipe: Recipe, target: TargetConfig) -> "DataSizes":
         data, longest = recipe.data, recipe.data.prompt_tokens + recipe.data.response_tokens
         folder = data.store or recipe.features_dir
-        if data.mode == "offline" and (folder / MANIFEST).is_file():
+        if data.online is None and (folder / MANIFEST).is_file():
             stores = [FeatureStore(folder, split) for split in ("train", "heldout")]
             stored = sum(shard["bytes"] for store in stores for shard in store.shards)
             return cls(True, len(stores[0]), stores[0].num_tokens, longest, stored)
         taps = stored_taps(head_taps(recipe.head, target), target.num_layers)
-        per_token = bytes_per_token(target.hidden_size, len(taps), data.dtype) if data.mode == "offline" else 0
+        per_token = bytes_per_token(target.hidden_size, len(taps), data.dtype) if data.online is None else 0
         samples = most_samples(data)
         tokens = samples * longest
         return cls(False, samples, tokens, longest, per_token * (tokens + data.heldout_samples * longest))
@@ -263,8 +263,8 @@ def data_rows(recipe: Recipe, data: DataSizes, trained: int) -> list[tuple[str, 
 
 def target_note(recipe: Recipe) -> str:
     """Where the target is loaded."""
-    if recipe.data.mode == "online":
-        where = "on every rank" if recipe.data.online_devices is None else "on data.online_devices"
+    if recipe.data.online is not None:
+        where = "on every rank" if "auto" in recipe.data.online else "on the devices of data.online"
         return f"{where} while training, and again on the main rank, which decodes train.eval_prompts"
     if not recipe.train.eval_prompts:
         return "only for the harvest, as train.eval_prompts is 0"

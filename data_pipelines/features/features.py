@@ -1,24 +1,19 @@
 """Hidden states of texts, and the feature shards that store them."""
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from types import TracebackType
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from headstart.common.jsonl import read_jsonl
 from headstart.data_pipelines.features.batches import length_buckets
-from headstart.data_pipelines.features.shards import (
-    ShardBuffer,
-    shard_is_whole,
-    shard_name,
-    stored_states,
-    stored_tokens,
-)
-from headstart.data_pipelines.prompts.responses import Text, responses_path
-from headstart.data_pipelines.stages.background import BackgroundThread
+from headstart.data_pipelines.features.shard_files import ShardBuffer, shard_is_whole, stored_states, stored_tokens
+from headstart.data_pipelines.prompts.responses import Text, read_texts, responses_path
 from headstart.data_pipelines.stages.shard_work import ProgressMeter, ShardPrompts
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
@@ -58,6 +53,37 @@ def without_padding(
     return joined
 
 
+class BackgroundThread:
+    """Runs tasks one after another on one thread; as a context manager, it waits for all of them at exit.
+
+    At most `max_pending` tasks are unfinished: `add` waits for a free place, which bounds the memory that tasks hold.
+    With 0, `add` runs the task in the caller's thread. A task's error is raised at the next `add` or at exit.
+    """
+
+    def __init__(self, max_pending: int) -> None:
+        self.max_pending = max_pending
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._unfinished: deque[Future[None]] = deque()
+
+    def add(self, task: Callable[[], None]) -> None:
+        if self.max_pending == 0:
+            task()
+            return
+        while len(self._unfinished) >= self.max_pending:
+            self._unfinished.popleft().result()
+        self._unfinished.append(self._thread.submit(task))
+
+    def __enter__(self) -> "BackgroundThread":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            while kind is None and self._unfinished:
+                self._unfinished.popleft().result()
+        finally:
+            self._thread.shutdown(cancel_futures=True)
+
+
 def write_features(
     recipe: Recipe,
     taps: tuple[int, ...],
@@ -80,11 +106,11 @@ def write_features(
         BackgroundThread(max_pending=2 if on_gpu else 0) as copier,
     ):
         for shard in work:
-            path = recipe.features_dir / shard_name(shard.split, shard.index)
+            path = recipe.features_dir / shard.features_file
             if shard_is_whole(path, made_from[path.name]):
                 meter.skip(len(shard.rows))
                 continue
-            texts = [Text.from_row(row) for row in read_jsonl(responses_path(recipe, shard))]
+            texts = read_texts(responses_path(recipe, shard))
             lengths = [len(text.tokens) for text in texts]
             buffer = ShardBuffer(lengths)
             buffer.put(range(len(texts)), token_tensors(texts))

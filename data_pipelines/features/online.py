@@ -1,38 +1,39 @@
 """Features without a store on disk: the target computes them shortly before training uses them."""
 
+import multiprocessing
+import signal
 from collections import deque
 from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from threading import Lock
 
 import torch
+from safetensors.torch import load, save
 from torch import Tensor
 
-from headstart.common.jsonl import read_jsonl
+from headstart.common.launcher import end_with_parent
 from headstart.data_pipelines.features.batches import Sample, length_buckets
-from headstart.data_pipelines.features.features import TapTexts, on_host
+from headstart.data_pipelines.features.features import States, TapTexts, on_host, tap
 from headstart.data_pipelines.features.shards import median_tap_sizes
-from headstart.data_pipelines.prompts.responses import Text, count_written, responses_path
-from headstart.data_pipelines.stages.shard_work import prompt_shards
-from headstart.recipes import Recipe
+from headstart.data_pipelines.prompts.responses import count_written, read_texts
+from headstart.data_pipelines.stages.stage import Stage
+from headstart.inference.targets.model import TargetModel
+from headstart.recipes.schema import TargetSection
 
 STEPS = 2  # training steps whose samples are held: the current one, and the next, which may be read ahead
 
 
 class OnlineStore:
-    """The samples that a harvest would store, computed on demand: asking for one computes all that `expect` grouped it
-    with.
+    """The samples that a harvest would store, computed on demand, in the groups that `expect` announces."""
 
-    Nothing is written to disk. The first samples, up to `cache_bytes`, stay in memory for the whole run: every epoch
-    asks for every sample once, so replacing cached samples would save nothing.
-    """
-
-    def __init__(self, recipe: Recipe, split: str, tap_texts: TapTexts, cache_bytes: float) -> None:
-        self.tap_texts, self.cache_bytes, self.batch = tap_texts, cache_bytes, recipe.data.harvest_batch
-        parts = [shard for shard in prompt_shards(recipe) if shard.split == split]
-        self.texts = [Text.from_row(row) for shard in parts for row in read_jsonl(responses_path(recipe, shard))]
-        self._shard_sizes = [len(shard.rows) for shard in parts]  # as in a stored harvest: the order depends on it
+    def __init__(self, responses: Stage, split: str, tap_texts: TapTexts, batch: int) -> None:
+        """`batch` is the number of texts in one forward of the target."""
+        self.tap_texts, self.batch = tap_texts, batch
+        names = [name for name in sorted(responses.facts()["files"]) if name.startswith(f"{split}-")]
+        shards = [read_texts(responses.folder / name) for name in names]
+        self.texts = [text for shard in shards for text in shard]
+        self.shard_sizes = [len(shard) for shard in shards]  # as in a stored harvest: the order depends on it
         self.num_tokens = sum(len(text.tokens) for text in self.texts)
-        self.kept: dict[int, Sample] = {}
-        self._kept_bytes = 0
         self._expected: deque[Sequence[int]] = deque(maxlen=STEPS)
         self._made: deque[dict[int, Sample]] = deque(maxlen=STEPS)
 
@@ -40,18 +41,14 @@ class OnlineStore:
         return len(self.texts)
 
     def __getitem__(self, index: int) -> Sample:
-        for made in (self.kept, *self._made):
+        for made in self._made:
             if index in made:
                 return made[index]
         together = next((numbers for numbers in self._expected if index in numbers), [index])
         if len(self._made) == STEPS:
             self._made.popleft()  # first free the oldest step's memory
-        self._made.append(dict(self._make([number for number in together if number not in self.kept])))
+        self._made.append(dict(self._make(together)))
         return self._made[-1][index]
-
-    @property
-    def shard_sizes(self) -> list[int]:
-        return self._shard_sizes
 
     def expect(self, numbers: Sequence[int]) -> None:
         """Announce samples to be computed together, in batches of similar length."""
@@ -66,13 +63,13 @@ class OnlineStore:
 
     def tap_sizes(self, taps: tuple[int, ...], num_layers: int) -> list[float]:
         """The median size of each tap over the samples of the first shard."""
-        numbers = list(range(self._shard_sizes[0]))
-        return median_tap_sizes((sample for _, sample in self._make(numbers)), taps, num_layers)
+        samples = self._make(range(self.shard_sizes[0]))
+        return median_tap_sizes((sample for _, sample in samples), taps, num_layers)
 
     def close(self) -> None:
         """Do nothing: there is nothing to close."""
 
-    def _make(self, numbers: list[int]) -> Iterator[tuple[int, Sample]]:
+    def _make(self, numbers: Sequence[int]) -> Iterator[tuple[int, Sample]]:
         for places in length_buckets([len(self.texts[number].tokens) for number in numbers], self.batch):
             batch = [numbers[place] for place in places]
             texts = [self.texts[number] for number in batch]
@@ -80,14 +77,49 @@ class OnlineStore:
             states = on_host(vars(self.tap_texts([text.tokens for text in texts])))
             parts = zip(states["taps"].split(lengths), states["last_hidden"].split(lengths), strict=True)
             for number, text, (taps, last_hidden) in zip(batch, texts, parts, strict=True):
-                sample = Sample(torch.tensor(text.tokens), torch.tensor(text.loss_mask), taps, last_hidden)
-                self._keep(number, sample)
-                yield number, sample
+                yield number, Sample(torch.tensor(text.tokens), torch.tensor(text.loss_mask), taps, last_hidden)
 
-    def _keep(self, number: int, sample: Sample) -> None:
-        size = sample.taps.nbytes + sample.last_hidden.nbytes
-        if self._kept_bytes + size <= self.cache_bytes and number not in self.kept:
-            # Clone, or one sample would keep the memory of its whole batch.
-            taps, last_hidden = sample.taps.clone(), sample.last_hidden.clone()
-            self.kept[number] = Sample(sample.tokens, sample.loss_mask, taps, last_hidden)
-            self._kept_bytes += size
+
+class TargetProcess:
+    """A target in a process of its own, on its own device, which ends when closed or when this process ends."""
+
+    def __init__(self, section: TargetSection, taps: tuple[int, ...], device: str) -> None:
+        self.device = device
+        context = multiprocessing.get_context("spawn")  # a forked process could not use a GPU
+        self._pipe, its_end = context.Pipe()
+        section = section.model_copy(update={"device": device})
+        self._process = context.Process(target=serve, args=(section, taps, its_end), daemon=True)
+        self._process.start()
+        its_end.close()
+        self._lock = Lock()  # training samples are requested from a thread, held-out ones from the main thread
+
+    def tap(self, texts: list[list[int]]) -> States:
+        """The states of the texts; raises ValueError if the process has ended."""
+        try:
+            with self._lock:
+                self._pipe.send(texts)
+                answer = self._pipe.recv_bytes()
+        except (EOFError, OSError) as error:
+            raise ValueError(
+                f"data.online: the target's process on {self.device} has ended; see its error message above"
+            ) from error
+        return States(**load(answer))
+
+    def close(self) -> None:
+        self._pipe.close()  # the process ends when its pipe closes
+        self._process.join()
+
+
+def serve(section: TargetSection, taps: tuple[int, ...], pipe: Connection) -> None:
+    """Answer requests until the pipe is closed or the other process is gone."""
+    # Ctrl-C reaches every process; training saves first, then closes this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent()
+    target = TargetModel.load(section, taps)
+    while True:
+        try:
+            texts = pipe.recv()
+        except EOFError:
+            return
+        states = tap(target, texts)
+        pipe.send_bytes(save({name: tensor.cpu() for name, tensor in vars(states).items()}))

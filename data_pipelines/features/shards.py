@@ -1,5 +1,6 @@
 """Features on disk: samples of variable length in safetensors shards, and a manifest with a checksum per shard."""
 
+import hashlib
 import json
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
@@ -7,17 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headstart.common.jsonl import read_json
 from headstart.data_pipelines.features.batches import Sample, tapped
-from headstart.data_pipelines.features.state_encoding import decode, encode
-from headstart.data_pipelines.features.token_counts import read_counts
+from headstart.data_pipelines.features.shard_files import decode, note_path, open_shard, shard_entry
 from headstart.data_pipelines.stages.stage import CHECKSUM, Json, checksum, write_text
-from headstart.heads.safetensors_file import write_safetensors
 
 MANIFEST = "manifest.json"
+COUNTS = "token_counts.json"  # so that choosing a draft vocabulary needs no pass over the shards
 TEXT_TENSORS = ("tokens", "loss_mask")  # what a shard holds of its texts; the rest are states
 
 
@@ -28,88 +27,6 @@ def stored_taps(taps: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
 
 def shard_name(split: str, index: int) -> str:
     return f"{split}-{index:05d}.safetensors"
-
-
-class ShardBuffer:
-    """Collects the samples of one shard in any order, then writes them at once.
-
-    Each tap is a separate tensor, so a head can read its own taps only.
-    """
-
-    def __init__(self, lengths: Sequence[int]) -> None:
-        """`lengths` is the number of tokens of each sample."""
-        self.offsets = torch.tensor([0, *lengths]).cumsum(0)
-        self.tensors: dict[str, Tensor] = {}
-
-    def put(self, numbers: Sequence[int], tensors: dict[str, Tensor]) -> None:
-        """Add per-token tensors of these samples, concatenated in the order of `numbers`: [tokens, ...] each."""
-        for name, tensor in tensors.items():
-            if name not in self.tensors:
-                self.tensors[name] = torch.empty(int(self.offsets[-1]), *tensor.shape[1:], dtype=tensor.dtype)
-            at = 0
-            for number in numbers:
-                start, end = self.offsets[number : number + 2].tolist()
-                self.tensors[name][start:end] = tensor[at : at + end - start]
-                at += end - start
-
-    def write(self, path: Path, made_from: str) -> None:
-        """Write the shard whole or not at all, so a killed harvest can simply resume.
-
-        `made_from` identifies the run's inputs; later runs refuse a shard made from other inputs. The shard's manifest
-        entry is saved next to it, so no rank has to read all shards at the end.
-        """
-        write_safetensors({**self.tensors, "offsets": self.offsets}, path, {"made_from": made_from})
-        write_text(note_path(path), json.dumps(shard_entry(path, path.name)))
-
-
-def stored_tokens(tokens: Tensor, loss_mask: Tensor) -> dict[str, Tensor]:
-    """The stored form of tokens and loss mask, both [tokens]."""
-    return {"tokens": tokens.to(torch.int32), "loss_mask": loss_mask.to(torch.uint8)}
-
-
-def stored_states(taps: tuple[int, ...], tapped: Tensor, last_hidden: Tensor, storage: str) -> dict[str, Tensor]:
-    """The stored form of hidden states on any device, given as [tokens, taps * hidden] and [tokens, hidden]."""
-    stored = encode("last_hidden", last_hidden, storage)
-    states = tapped.unflatten(-1, (len(taps), last_hidden.shape[-1]))
-    for number, tap in enumerate(taps):
-        stored |= encode(f"tap.{tap}", states[:, number], storage)
-    return stored
-
-
-def shard_is_whole(path: Path, wanted: str) -> bool:
-    """Whether an earlier run wrote this shard; raises ValueError if it is unreadable or not made from `wanted`."""
-    if not path.exists():
-        return False
-    if made_from(path) != wanted:
-        raise ValueError(
-            f"{path} is a shard of another run (made from {made_from(path) or 'unknown inputs'!r}, this run "
-            f"needs {wanted!r}); its folder may hold its own only: remove it ({shlex.join(['rm', str(path)])}) or "
-            "choose another run_dir"
-        )
-    return True
-
-
-def made_from(path: Path) -> str | None:
-    """What a shard was made from, as its writer said; raises ValueError if the shard is unreadable."""
-    metadata: dict[str, str] = open_shard(path).metadata() or {}
-    return metadata.get("made_from")
-
-
-def note_path(shard: Path) -> Path:
-    """The file next to a shard that holds its manifest entry until the manifest is written."""
-    return shard.with_name(shard.name + ".note")
-
-
-def shard_entry(path: Path, name: str) -> Json:
-    """The manifest entry of a shard with this file name."""
-    offsets = open_shard(path).get_tensor("offsets")
-    return {
-        "file": name,
-        "samples": len(offsets) - 1,
-        "tokens": int(offsets[-1]),
-        "bytes": path.stat().st_size,
-        CHECKSUM: checksum(path),
-    }
 
 
 def write_manifest(folder: Path, names: Iterable[str], about: Json) -> None:
@@ -181,16 +98,7 @@ class FeatureStore:
     def token_counts(self, vocab_size: int) -> Tensor:
         """How often each token is trained on. [vocab]"""
         kept = read_counts(self.folder, self.shards, vocab_size)
-        return self.count_tokens(vocab_size) if kept is None else kept
-
-    def count_tokens(self, vocab_size: int) -> Tensor:
-        """Token counts computed by reading all shards. [vocab]"""
-        counts = torch.zeros(vocab_size, dtype=torch.long)
-        for shard in range(len(self.shards)):
-            opened = self._shard(shard)
-            written = opened.get_tensor("loss_mask").bool()
-            counts += torch.bincount(opened.get_tensor("tokens")[written], minlength=vocab_size)
-        return counts
+        return count_trained_on(map(self._shard, range(len(self.shards))), vocab_size) if kept is None else kept
 
     def texts(self, shard: int) -> Iterator[tuple[list[int], list[int]]]:
         """The tokens and the loss mask of each sample of a shard."""
@@ -221,6 +129,46 @@ class FeatureStore:
         self._opened[shard] = open_shard(self.folder / self.shards[shard]["file"])
         self._offsets[shard] = self._opened[shard].get_tensor("offsets")
         return self._opened[shard]
+
+
+def count_trained_on(opened_shards: Iterable[Any], vocab_size: int) -> Tensor:
+    """How often each token is trained on in these shards. [vocab]"""
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for opened in opened_shards:
+        written = opened.get_tensor("loss_mask").bool()
+        counts += torch.bincount(opened.get_tensor("tokens")[written], minlength=vocab_size)
+    return counts
+
+
+def shards_identity(shards: list[Json]) -> str:
+    """A digest of the content of the listed shards."""
+    return hashlib.sha256("".join(shard[CHECKSUM] for shard in shards).encode()).hexdigest()
+
+
+def write_counts(folder: Path, counted: dict[str, Tensor]) -> None:
+    """Save token counts [vocab], keyed by the identity of the shards that they cover."""
+    kept = {
+        identity: {str(token): int(counts[token]) for token in counts.nonzero().flatten().tolist()}
+        for identity, counts in counted.items()
+    }
+    write_text(folder / COUNTS, json.dumps(kept))
+
+
+def read_counts(folder: Path, shards: list[Json], vocab_size: int) -> Tensor | None:
+    """The saved counts of exactly these shards, or None if there are none. [vocab]"""
+    path = folder / COUNTS
+    try:
+        kept = json.loads(path.read_text()).get(shards_identity(shards)) if path.is_file() else None
+    except (ValueError, AttributeError) as error:
+        raise ValueError(
+            f"{path} cannot be read ({error}); the token counts of a harvest are needed. Remove it "
+            f"({shlex.join(['rm', str(path)])}), and the tokens are counted in the shards"
+        ) from error
+    if kept is None:
+        return None
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    counts[torch.tensor([int(token) for token in kept], dtype=torch.long)] = torch.tensor(list(kept.values()))
+    return counts
 
 
 def median_tap_sizes(samples: Iterable[Sample], taps: tuple[int, ...], num_layers: int) -> list[float]:
@@ -291,14 +239,3 @@ def is_manifest(about: object) -> bool:
         return False
     wanted = {"file", "samples", "tokens", "bytes"}
     return all(isinstance(shard, dict) and wanted <= shard.keys() for shard in about["shards"])
-
-
-def open_shard(path: Path) -> Any:
-    """An open shard of tensors; raises ValueError if it is unreadable."""
-    try:
-        return safe_open(path, "pt").__enter__()  # stays open and mapped while its store uses it
-    except (SafetensorError, OSError) as error:
-        raise ValueError(
-            f"{path} cannot be read as a shard ({error}); a whole safetensors file is needed: remove it "
-            f"({shlex.join(['rm', str(path)])}) and run the same command again"
-        ) from error

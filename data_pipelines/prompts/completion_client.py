@@ -12,6 +12,7 @@ from headstart.inference.core.sampling import Sampling
 from headstart.inference.targets.tokenizer import Tokenizer
 
 TIMEOUT = httpx.Timeout(10.0, read=600.0)  # seconds; a whole response is one read
+RETRIES = 5
 RETRIED_STATUSES = {408, 409, 429, 500, 502, 503, 504}  # HTTP statuses that may pass with time
 
 
@@ -19,19 +20,12 @@ class CompletionClient:
     """Sends prompts as token ids and returns the server's responses as token ids, several at a time.
 
     The ids come from the server if it gives them (vLLM's return_token_ids), else its text is tokenized. A failed
-    request is retried `retries` times after waits of 1, 2, 4, ... seconds, if its error may pass with time; `pause`
-    waits. Raises ValueError if a request finally fails.
+    request is retried after waits of 1, 2, 4, ... seconds, if its error may pass with time; `pause` waits. Raises
+    ValueError if a request finally fails.
     """
 
-    def __init__(
-        self, url: str, tokenizer: Tokenizer, retries: int, pause: Callable[[float], None] = time.sleep
-    ) -> None:
-        self.url, self.tokenizer, self.retries, self.pause = (
-            url.rstrip("/").removesuffix("/v1"),
-            tokenizer,
-            retries,
-            pause,
-        )
+    def __init__(self, url: str, tokenizer: Tokenizer, pause: Callable[[float], None] = time.sleep) -> None:
+        self.url, self.tokenizer, self.pause = url.rstrip("/").removesuffix("/v1"), tokenizer, pause
         # One connection per request: httpx allows 100 by default, and the other requests would time out.
         self.client = httpx.Client(timeout=TIMEOUT, limits=httpx.Limits(max_connections=None))
         self.model = str(self._found(self._ask("GET", "/v1/models", None), "data")["id"])
@@ -98,7 +92,7 @@ class CompletionClient:
         return [*tokens, end] if ended else tokens
 
     def _ask(self, method: str, path: str, body: Json | None) -> Json:
-        for attempt in range(self.retries + 1):
+        for attempt in range(RETRIES + 1):
             if attempt:
                 self.pause(2.0 ** (attempt - 1))
             try:

@@ -10,7 +10,6 @@ if __name__ == "__main__":
 
 import hashlib
 import json
-import random
 import shlex
 from collections.abc import Callable, Set
 from dataclasses import dataclass
@@ -19,16 +18,15 @@ from functools import partial
 from headstart.common.jsonl import read_jsonl, write_jsonl
 from headstart.common.run_lock import only_run_in
 from headstart.data_pipelines.prompts.conversations import Conversation
-from headstart.data_pipelines.prompts.python_stdlib import source_files
+from headstart.data_pipelines.prompts.python_stdlib import stdlib_prompts
 from headstart.data_pipelines.prompts.row_report import CANDIDATE, RowReport
 from headstart.data_pipelines.prompts.row_samples import parse_known, samples_of
 from headstart.data_pipelines.prompts.rows import BadRow, read_rows, source_digest
+from headstart.data_pipelines.prompts.self_written.candidates import UserTemplate
 from headstart.data_pipelines.prompts.self_written.rounds import read_candidates, write_candidates
 from headstart.data_pipelines.prompts.self_written.selection import HeldOutFile, Selection, opening_texts
-from headstart.data_pipelines.prompts.self_written.template import UserTemplate
-from headstart.data_pipelines.stages.dependents import dependents, is_shared
 from headstart.data_pipelines.stages.shard_work import start_processes
-from headstart.data_pipelines.stages.stage import Json, Stage, file_digest, write_text
+from headstart.data_pipelines.stages.stage import Json, Stage, dependents, file_digest, is_shared, write_text
 from headstart.data_pipelines.stages.target_files import WEIGHTS, generation_identity, prompt_identities
 from headstart.heads.target_config import locate_target
 from headstart.heads.target_origin import target_identity
@@ -37,8 +35,6 @@ from headstart.inference.targets.tokenizer import Tokenizer, load_tokenizer
 from headstart.recipes import Recipe, run_command
 from headstart.recipes.schema import PYTHON_STDLIB, SELF, DataSection
 
-CHARACTERS_PER_TOKEN = 12  # a generous bound, to shorten text before tokenizing
-FRUITLESS_DRAWS = 200  # draws without a single excerpt that is long enough, before giving up
 ROW_REPORT = "rows.json"  # the unusable rows and why
 MAY_GROW = {"data.prompts", "data.num_prompts"}  # inputs that may change if the prompts that were there stay the first
 Key = tuple[int, ...]  # the tokens by which a training sample and a held-out one are recognised as the same
@@ -51,7 +47,6 @@ def prompts_stage(recipe: Recipe) -> Stage:
         "data.heldout_prompts": SELF if data.holds_out_own_prompts else file_digest(data.heldout_prompts),
         "data.num_prompts": data.num_prompts,
         "data.prompt_tokens": data.prompt_tokens,
-        "data.long_prompts": data.long_prompts,
         "data.responses": data.responses,
         WEIGHTS: target_identity(target),
         **prompt_identities(target),
@@ -63,8 +58,6 @@ def prompts_stage(recipe: Recipe) -> Stage:
             "target.dtype": recipe.target.dtype,
             **{f"data.{name}": value for name, value in data.model_dump().items() if name.startswith("self_")},
         }
-        if data.self_turns > 1:  # the target answers some of its own turns
-            inputs |= {"data.response_tokens": data.response_tokens, "data.temperatures": data.temperatures}
         if data.holds_out_own_prompts:
             inputs["data.heldout_samples"] = data.heldout_samples
     if data.responses == "given":  # this stage then holds the responses too
@@ -105,7 +98,7 @@ def make_prompts(recipe: Recipe) -> Stage:
         write_report(stage, rows)
     for report in rows.reports:
         if report.counts != CANDIDATE:
-            report.check(recipe.data.max_bad_fraction)
+            report.check()
     if grows:
         refuse_other_start(stage, rows)
     stage.claim()
@@ -117,12 +110,12 @@ def make_prompts(recipe: Recipe) -> Stage:
 def refuse_other_start(stage: Stage, rows: PromptRows) -> None:
     """Raise ValueError unless the prompts that are there are the first of the new ones; else say what is new."""
     there = {split: list(read_jsonl(stage.folder / f"{split}.jsonl")) for split in ("train", "heldout")}
-    first = rows.train[: len(there["train"])]
-    if first != there["train"] or rows.heldout != there["heldout"]:
-        stage.refuse(f"its first {len(there['train'])} prompts are not those of the run, so it cannot go on from them")
-    new = len(rows.train) - len(first)
+    first = len(there["train"])
+    if rows.train[:first] != there["train"] or rows.heldout != there["heldout"]:
+        stage.refuse(f"its first {first} prompts are not those of the run, so it cannot continue from them")
+    new = len(rows.train) - first
     print(
-        f"prompts: {len(first):,} are unchanged, and their responses and features are reused; {new:,} are new, and "
+        f"prompts: {first:,} are unchanged, and their responses and features are reused; {new:,} are new, and "
         "theirs are made now" + (" (with the rest of the last shard, whose features are made anew)" if new else "")
     )
 
@@ -237,35 +230,6 @@ def key_of(row: Json) -> Key:
     return tuple(prompt if len(prompt) > 1 else whole)
 
 
-def stdlib_prompts(
-    tokenizer: Tokenizer, count: int, length: int, seed: int, held_out: Set[Key] = frozenset()
-) -> list[Json]:
-    """Draw prompts of `length` tokens that start at a line of the standard library, never from held-out files.
-
-    Raises ValueError if it has no text of that length.
-    """
-    rng = random.Random(seed)
-    texts = [file.text for file in source_files() if not file.held_out]
-    weights = [len(text) for text in texts]
-    tokens: list[list[int]] = []
-    fruitless = 0
-    while len(tokens) < count:
-        excerpts = []
-        for text in rng.choices(texts, weights, k=count - len(tokens)):
-            start = text.rfind("\n", 0, rng.randrange(len(text))) + 1
-            excerpts.append(text[start : start + length * CHARACTERS_PER_TOKEN])
-        encoded = [row[:length] for row in tokenizer(excerpts, verbose=False)["input_ids"] if len(row) >= length]
-        found = [row for row in encoded if tuple(row) not in held_out]
-        fruitless = 0 if found else fruitless + 1
-        if fruitless == FRUITLESS_DRAWS:
-            raise ValueError(
-                f"data.prompt_tokens: {length} given, but {PYTHON_STDLIB} has hardly a text of that many tokens; lower "
-                "it, or name a file in data.prompts"
-            )
-        tokens += found
-    return [{"id": i, "tokens": row, "cut": False} for i, row in enumerate(tokens)]
-
-
 def read_prompts(
     tokenizer: Tokenizer, data: DataSection, count: int | None, report: RowReport, held_out: Set[Key] = frozenset()
 ) -> list[Json]:
@@ -284,7 +248,7 @@ def read_prompts(
             parsed = parse_known(tokenizer, row.fields)
             samples = list(samples_of(tokenizer, parsed, row.fields, data))
         except BadRow as error:
-            report.reject(row.line, error, data.long_prompts)
+            report.reject(row.line, error)
             continue
         if any(key_of(sample) in held_out for sample in samples):
             report.held_out.append(row.line)

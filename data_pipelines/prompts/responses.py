@@ -10,9 +10,8 @@ from torch import Tensor
 
 from headstart.common.jsonl import append_jsonl, read_jsonl, resume_jsonl, write_jsonl
 from headstart.data_pipelines.prompts.completion_client import CompletionClient
-from headstart.data_pipelines.stages.dependents import dependents, is_shared
-from headstart.data_pipelines.stages.shard_work import ProgressMeter, ShardPrompts, prompt_shards
-from headstart.data_pipelines.stages.stage import Json, Stage, file_digest
+from headstart.data_pipelines.stages.shard_work import ProgressMeter, ShardPrompts
+from headstart.data_pipelines.stages.stage import Json, Stage, dependents, file_digest, is_shared
 from headstart.data_pipelines.stages.target_files import WEIGHTS, digest_of, generation_identity
 from headstart.heads.checkpoint import load_head
 from headstart.heads.target_config import locate_target
@@ -64,7 +63,7 @@ def written_by(recipe: Recipe) -> str:
 
 
 def responses_path(recipe: Recipe, shard: ShardPrompts) -> Path:
-    return recipe.responses_dir / f"{shard.split}-{shard.index:05d}.jsonl"
+    return recipe.responses_dir / shard.responses_file
 
 
 def journal_of(path: Path) -> Path:
@@ -88,6 +87,11 @@ class Text:
         for start, end in row["spans"]:
             mask[start:end] = [True] * (end - start)
         return cls(row["tokens"], mask)
+
+
+def read_texts(path: Path) -> list[Text]:
+    """The texts of a shard's responses."""
+    return [Text.from_row(row) for row in read_jsonl(path)]
 
 
 def count_written(texts: list[Text], vocab_size: int) -> Tensor:
@@ -173,9 +177,9 @@ def sampling_of(recipe: Recipe, split: str, number: int) -> Sampling:
     return Sampling(temperatures[number % len(temperatures)], seed=seed)
 
 
-def finish_responses(recipe: Recipe, stage: Stage) -> None:
-    paths = [responses_path(recipe, shard) for shard in prompt_shards(recipe)]
-    texts = [Text.from_row(row) for path in paths for row in read_jsonl(path)]
+def finish_responses(recipe: Recipe, stage: Stage, shards: Sequence[ShardPrompts]) -> None:
+    paths = [responses_path(recipe, shard) for shard in shards]
+    texts = [text for path in paths for text in read_texts(path)]
     trained_on = sum(sum(text.loss_mask) for text in texts)
     is_written = recipe.data.responses == "target"
     stage.finish(
@@ -230,7 +234,7 @@ def server_writer(recipe: Recipe, url: str) -> Writer:
     """Write responses with an OpenAI-compatible server that runs the target."""
     section = recipe.target
     tokenizer = load_tokenizer(locate_target(section.path, section.revision), section.trust_remote_code)
-    client = CompletionClient(url, tokenizer, recipe.data.server_retries)
+    client = CompletionClient(url, tokenizer)
 
     def write(prompts: list[list[int]], samplings: list[Sampling]) -> Iterator[tuple[int, list[int]]]:
         return client.complete(prompts, samplings, recipe.data.response_tokens, recipe.data.generate_batch)

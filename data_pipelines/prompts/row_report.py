@@ -6,9 +6,10 @@ from headstart.data_pipelines.prompts.rows import BadRow
 from headstart.data_pipelines.stages.stage import Json
 from headstart.recipes.schema import DataSection
 
-TOO_LONG = "too long"  # the kind of rows that data.long_prompts drops
+TOO_LONG = "too long"  # the kind of given texts that are left out and not unusable
+MAX_BAD_FRACTION = 0.01  # largest share of unusable rows
 SHOWN = 5  # unusable rows named in a message; the report lists all
-CANDIDATE = "candidate"  # what the numbers of rows are if the target wrote them itself
+CANDIDATE = "candidate"  # `counts` of a report on rows that the target wrote itself
 MAX_OVERLAP = 0.1  # largest share of the training rows that may be held out too; they are dropped
 
 
@@ -18,18 +19,18 @@ class RowReport:
     def __init__(self, source: str, wanted: int | None = None, wanted_by: str = "", counts: str = "line") -> None:
         """`wanted` is the number of samples that the recipe asks for, in its field `wanted_by`."""
         self.source, self.wanted, self.wanted_by = source, wanted, wanted_by
-        self.counts = counts  # what the numbers of rows are: a line, or a row where there are no lines
+        self.counts = counts  # the unit of row numbers: a line, or a row where there are no lines
         self.rows = 0
         self.samples = 0
         self.bad: list[Json] = []  # {line, kind, why}
         self.cut: list[int] = []  # lines whose prompt was too long and lost its beginning
         self.lost_system: list[int] = []  # those of them whose system turn was in the lost part
-        self.too_long: list[int] = []  # lines left out because data.long_prompts is drop
+        self.too_long: list[int] = []  # lines left out because they are too long
         self.held_out: list[int] = []  # lines left out because they are held out too
 
-    def reject(self, line: int, error: BadRow, long_prompts: str) -> None:
-        """Count a row that gives no sample; `long_prompts` is data.long_prompts."""
-        if error.kind == TOO_LONG and long_prompts == "drop":
+    def reject(self, line: int, error: BadRow) -> None:
+        """Count a row that gives no sample."""
+        if error.kind == TOO_LONG:
             self.too_long.append(line)
         else:
             self.bad.append({"line": line, "kind": error.kind, "why": str(error)})
@@ -48,16 +49,15 @@ class RowReport:
         vars(report).update({name: found[name] for name in vars(report)} | {"bad": found["bad_rows"]})
         return report
 
-    def check(self, max_bad_fraction: float) -> None:
-        """Raise ValueError if more rows are unusable than data.max_bad_fraction allows, or no row is usable."""
-        if len(self.bad) > max_bad_fraction * self.rows:
+    def check(self) -> None:
+        """Raise ValueError if too many rows are unusable or held out too, or no row is usable."""
+        if len(self.bad) > MAX_BAD_FRACTION * self.rows:
             named = [f"{self.source} {self.counts} {row['line']}: {row['why']}" for row in self.bad[:SHOWN]]
             more = [f"and {len(self.bad) - SHOWN} more"] if len(self.bad) > SHOWN else []
             raise ValueError(
-                f"{len(self.bad)} of {self.rows} rows are unusable, data.max_bad_fraction allows "
-                f"{max_bad_fraction:.2%}:\n  "
+                f"{len(self.bad)} of {self.rows} rows are unusable, up to {MAX_BAD_FRACTION:.0%} are allowed:\n  "
                 + "\n  ".join(named + more)
-                + "\nfix them, or raise data.max_bad_fraction"
+                + "\nfix or remove them"
             )
         if len(self.held_out) > MAX_OVERLAP * self.rows:
             lines = ", ".join(map(str, self.held_out[:SHOWN])) + (", ..." if len(self.held_out) > SHOWN else "")
@@ -75,7 +75,10 @@ class RowReport:
     def left_out_rows(self) -> list[Json]:
         """{line, kind, why} of every row that gave no sample, in order."""
         held_out = [{"line": line, "kind": "held out", "why": "its prompt is held out too"} for line in self.held_out]
-        too_long = [{"line": line, "kind": TOO_LONG, "why": "data.long_prompts is drop"} for line in self.too_long]
+        too_long = [
+            {"line": line, "kind": TOO_LONG, "why": "longer than data.prompt_tokens and data.response_tokens"}
+            for line in self.too_long
+        ]
         return sorted([*self.bad, *held_out, *too_long], key=lambda row: row["line"])
 
     def dropped(self) -> list[str]:
@@ -94,14 +97,9 @@ class RowReport:
         parts = [f"{name}: {self.rows:,} rows read from {self.source}, {self.samples:,} prompts kept"]
         if dropped := self.dropped():
             parts.append(f"dropped {', '.join(dropped)}")
-        if self.bad:
-            parts.append(f"data.max_bad_fraction allows {data.max_bad_fraction:.2%} of the rows to be unusable")
         if self.cut:
             lost = f", with it the system turn of {len(self.lost_system):,}" if self.lost_system else ""
-            parts.append(
-                f"cut the beginning of {len(self.cut):,} to fit data.prompt_tokens={data.prompt_tokens}{lost} "
-                "(data.long_prompts=drop leaves such rows out)"
-            )
+            parts.append(f"cut the beginning of {len(self.cut):,} to fit data.prompt_tokens={data.prompt_tokens}{lost}")
         if self.samples < (self.wanted or 0):
             parts.append(f"{self.wanted_by}={self.wanted:,} asks for more, but there are no more rows")
         return "; ".join(parts)

@@ -15,18 +15,13 @@ def samples_of(tokenizer: Tokenizer, parsed: Parsed, row: Json, data: DataSectio
     """The samples of a row: one prompt for the target to answer, or the row's own samples (data.responses given)."""
     if data.responses == "target":
         tokens = encode_parsed(tokenizer, parsed)
-        is_long = len(tokens) > data.prompt_tokens
-        if is_long and data.long_prompts == "drop":
-            raise BadRow(TOO_LONG, f"{len(tokens)} tokens; data.prompt_tokens allows {data.prompt_tokens}")
-        yield {"tokens": tokens[-data.prompt_tokens :], "cut": is_long}
+        yield {"tokens": tokens[-data.prompt_tokens :], "cut": len(tokens) > data.prompt_tokens}
         return
     longest = data.prompt_tokens + data.response_tokens
     for given in given_samples(tokenizer, parsed, row, data):
         if len(given.tokens) > longest:
             raise BadRow(
-                TOO_LONG,
-                f"{len(given.tokens)} tokens; data.prompt_tokens and data.response_tokens allow {longest}, and "
-                "data.long_prompts=drop leaves such rows out",
+                TOO_LONG, f"{len(given.tokens)} tokens; data.prompt_tokens and data.response_tokens allow {longest}"
             )
         prompt = given.tokens[: given.spans[-1][0]]
         yield {"tokens": prompt, "cut": False, "text": given.tokens, "spans": [list(span) for span in given.spans]}
@@ -61,7 +56,7 @@ def given_samples(tokenizer: Tokenizer, parsed: Parsed, row: Json, data: DataSec
     if isinstance(parsed, str) and row.get("prompt") is not None:
         raise BadRow(
             "no response",
-            f"fields {sorted(row)} given; beside prompt, data.responses=given needs response or completion (a whole "
+            f"fields {sorted(row)} given; with a prompt, data.responses=given needs response or completion (a whole "
             "text is text); add it, or choose data.responses=target",
         )
     tokens = parsed.tokens if isinstance(parsed, TokenRow) else encode(tokenizer, parsed)

@@ -9,12 +9,12 @@ import importlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 
 from headstart.data_pipelines.stages.stage import Json, file_digest
-from headstart.recipes.schema import HUB_PREFIX
+from headstart.recipes.schema import HUB_PREFIX, PYTHON_STDLIB, SELF, DataSection
 
 PLAIN_FORMATS = ("parquet", "json", "text", "arrow")  # formats allowed for hub datasets
 UTF_16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # UTF-32 starts with the first of them too
@@ -54,6 +54,17 @@ def read_rows(source: str) -> Iterator[Row]:
             f"{HUB_PREFIX}org/name:split is allowed; convert it to one of them"
         )
     return readers[path.suffix.lower()](path)
+
+
+def most_samples(data: DataSection, enough: int | None = None) -> int:
+    """data.num_prompts, or the readable rows of data.prompts if these are fewer; counting stops at `enough`.
+
+    The rows of a hub dataset are not counted, nor given conversations, one of which can give several samples.
+    """
+    if data.responses == "given" or data.prompts in (PYTHON_STDLIB, SELF) or data.prompts.startswith(HUB_PREFIX):
+        return data.num_prompts
+    readable = (row for row in read_rows(data.prompts) if not isinstance(row.fields, BadRow))
+    return sum(1 for _ in islice(readable, min(data.num_prompts, enough or data.num_prompts)))
 
 
 def source_digest(source: str) -> str:

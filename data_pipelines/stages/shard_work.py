@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,6 +26,18 @@ class ShardPrompts:
     split: str
     index: int
     rows: list[Json]
+
+    @property
+    def name(self) -> str:
+        return f"{self.split}-{self.index:05d}"
+
+    @property
+    def responses_file(self) -> str:
+        return f"{self.name}.jsonl"
+
+    @property
+    def features_file(self) -> str:
+        return f"{self.name}.safetensors"
 
 
 def start_processes() -> PartialState:
@@ -55,10 +67,17 @@ def idle_cores(state: PartialState) -> str | None:
     )
 
 
-def claim_stage(stage: Stage, state: PartialState) -> None:
-    """Claim a stage's folder on the main rank; all ranks wait for it."""
+def run_stage(stage: Stage, state: PartialState, make: Callable[[], None], finish: Callable[[], None]) -> None:
+    """Unless the stage is complete, let every rank make its share of it and the main rank finish it."""
+    if stage.is_complete():
+        return
     if state.is_main_process:
         stage.begin()
+    state.wait_for_everyone()
+    make()
+    state.wait_for_everyone()
+    if state.is_main_process:
+        finish()
     state.wait_for_everyone()
 
 

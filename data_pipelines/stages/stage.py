@@ -11,6 +11,7 @@ from typing import Any
 import xxhash
 
 from headstart.common.whole_files import write_text
+from headstart.recipes import Recipe
 
 Json = dict[str, Any]
 CHECKSUM = "xxh3_128"  # of each shard, in a store's manifest
@@ -54,6 +55,23 @@ def is_digest(value: object) -> bool:
 def removal_command(folders: Iterable[Path]) -> str:
     """A command line that removes those of the folders that exist."""
     return shlex.join(["rm", "-r", *(str(folder) for folder in folders if folder.exists())])
+
+
+def dependents(recipe: Recipe, folder: Path) -> list[Path]:
+    """The folders of a run that are made from one of its stages' folders, directly or not.
+
+    What lies in a shared data.folder is left out: other recipes may use it.
+    """
+    stages = [recipe.prompts_dir, recipe.responses_dir, recipe.features_dir]
+    made = [recipe.checkpoints_dir, recipe.head_dir, recipe.report_dir, recipe.export_dir]
+    if recipe.joint.mode is not None:  # without it, the folder of this name is not the run's
+        made.append(recipe.tuned_target_dir)
+    return made if is_shared(recipe) else [*stages[stages.index(folder) + 1 :], *made]
+
+
+def is_shared(recipe: Recipe) -> bool:
+    """Whether the recipe's prompts, responses and features lie in a folder that other recipes may use too."""
+    return recipe.data_folder.resolve() != recipe.run_dir.resolve()
 
 
 class Stage:

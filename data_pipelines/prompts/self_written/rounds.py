@@ -15,9 +15,8 @@ from accelerate.utils import broadcast_object_list
 
 from headstart.common.jsonl import append_jsonl, read_growing_jsonl, resume_jsonl, write_jsonl
 from headstart.common.progress import Progress
-from headstart.data_pipelines.prompts.self_written.candidates import CandidateWriter, Write
+from headstart.data_pipelines.prompts.self_written.candidates import CandidateWriter, UserTemplate, Write
 from headstart.data_pipelines.prompts.self_written.selection import WINDOW, Selection
-from headstart.data_pipelines.prompts.self_written.template import UserTemplate
 from headstart.data_pipelines.stages.stage import Json, Stage
 from headstart.inference.core.request import Generation, Request
 from headstart.inference.engine.loop import generate_batch

@@ -123,17 +123,14 @@ class Selection:
         elif why == HELD_OUT:
             report.held_out.append(candidate["candidate"])
         else:
-            last = candidate["turns"][-1] if candidate["turns"] else ""
-            report.bad.append({"line": candidate["candidate"], "kind": why, "why": shortened(last)})
+            words = shortened(candidate["turns"][0])
+            report.bad.append({"line": candidate["candidate"], "kind": why, "why": words})
         self.recent.append(why is None)
         if len(self.recent) == WINDOW and sum(self.recent) < FEWEST:
             raise ValueError(self._gives_up())
 
     def _repetition(self, candidate: Json) -> str | None:
-        """Why a candidate that is usable by itself is left out, if it is.
-
-        Conversations are compared by their first user turn: what follows depends on it.
-        """
+        """Why a candidate that is usable by itself is left out, if it is."""
         opening = candidate["turns"][0]
         if tuple(candidate["tokens"]) in self.held_out_keys or self.held_out_texts.like(opening):
             return HELD_OUT

@@ -1,0 +1,146 @@
+"""The file of one shard: samples of variable length in safetensors, their states in a float format or in 8 bits.
+
+In 8 bits each tap of each token has its own scale, because their sizes differ by orders of magnitude.
+"""
+
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from headstart.data_pipelines.stages.stage import CHECKSUM, Json, checksum, write_text
+from headstart.heads.safetensors_file import write_safetensors
+
+SCALE = torch.bfloat16  # states are divided by the rounded scale, so its rounding adds no error
+LARGEST_VALUE = {"int8": 127.0, "float8": torch.finfo(torch.float8_e4m3fn).max}
+STORED_DTYPE = {"int8": torch.int8, "float8": torch.float8_e4m3fn}
+
+
+def compute_dtype(storage: str) -> torch.dtype:
+    """The dtype that `encode` stores, or that it expects for the 8-bit formats."""
+    return torch.float32 if storage in LARGEST_VALUE else getattr(torch, storage)
+
+
+def bytes_per_token(hidden_size: int, num_taps: int, storage: str) -> int:
+    """The bytes that one stored token takes: taps, last hidden state, id and loss mask."""
+    state = hidden_size * STORED_DTYPE.get(storage, compute_dtype(storage)).itemsize
+    scale = SCALE.itemsize if storage in LARGEST_VALUE else 0
+    return (num_taps + 1) * (state + scale) + torch.int32.itemsize + torch.uint8.itemsize
+
+
+def encode(name: str, states: Float[Tensor, "tokens hidden"], storage: str) -> dict[str, Tensor]:
+    """The tensors to store for these states: `name`, and `name.scale` in an 8-bit format."""
+    if storage not in LARGEST_VALUE:
+        return {name: states.to(compute_dtype(storage))}
+    largest = LARGEST_VALUE[storage]
+    peaks = states.float().abs().amax(dim=-1, keepdim=True)
+    scale = (peaks / largest).clamp(min=torch.finfo(SCALE).tiny).to(SCALE)  # [tokens, 1]
+    scaled = (states.float() / scale.float()).clamp(-largest, largest)
+    return {name: (scaled.round() if storage == "int8" else scaled).to(STORED_DTYPE[storage]), f"{name}.scale": scale}
+
+
+def decode(opened: Any, name: str, start: int, end: int) -> Float[Tensor, "tokens hidden"]:
+    """Read tokens `start` to `end` of encoded states from an opened safetensors file."""
+    states = opened.get_slice(name)[start:end]
+    if states.dtype not in STORED_DTYPE.values():
+        return states
+    return states.float() * opened.get_slice(f"{name}.scale")[start:end].float()
+
+
+class ShardBuffer:
+    """Collects the samples of one shard in any order, then writes them at once.
+
+    Each tap is a separate tensor, so a head can read its own taps only.
+    """
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        """`lengths` is the number of tokens of each sample."""
+        self.offsets = torch.tensor([0, *lengths]).cumsum(0)
+        self.tensors: dict[str, Tensor] = {}
+
+    def put(self, numbers: Sequence[int], tensors: dict[str, Tensor]) -> None:
+        """Add per-token tensors of these samples, concatenated in the order of `numbers`: [tokens, ...] each."""
+        for name, tensor in tensors.items():
+            if name not in self.tensors:
+                self.tensors[name] = torch.empty(int(self.offsets[-1]), *tensor.shape[1:], dtype=tensor.dtype)
+            at = 0
+            for number in numbers:
+                start, end = self.offsets[number : number + 2].tolist()
+                self.tensors[name][start:end] = tensor[at : at + end - start]
+                at += end - start
+
+    def write(self, path: Path, made_from: str) -> None:
+        """Write the shard whole or not at all, so a killed harvest can simply resume.
+
+        `made_from` identifies the run's inputs; later runs refuse a shard made from other inputs. The shard's manifest
+        entry is saved next to it, so no rank has to read all shards at the end.
+        """
+        write_safetensors({**self.tensors, "offsets": self.offsets}, path, {"made_from": made_from})
+        write_text(note_path(path), json.dumps(shard_entry(path, path.name)))
+
+
+def stored_tokens(tokens: Tensor, loss_mask: Tensor) -> dict[str, Tensor]:
+    """The stored form of tokens and loss mask, both [tokens]."""
+    return {"tokens": tokens.to(torch.int32), "loss_mask": loss_mask.to(torch.uint8)}
+
+
+def stored_states(taps: tuple[int, ...], tapped: Tensor, last_hidden: Tensor, storage: str) -> dict[str, Tensor]:
+    """The stored form of hidden states on any device, given as [tokens, taps * hidden] and [tokens, hidden]."""
+    stored = encode("last_hidden", last_hidden, storage)
+    states = tapped.unflatten(-1, (len(taps), last_hidden.shape[-1]))
+    for number, tap in enumerate(taps):
+        stored |= encode(f"tap.{tap}", states[:, number], storage)
+    return stored
+
+
+def shard_is_whole(path: Path, wanted: str) -> bool:
+    """Whether an earlier run wrote this shard; raises ValueError if it is unreadable or not made from `wanted`."""
+    if not path.exists():
+        return False
+    if made_from(path) != wanted:
+        raise ValueError(
+            f"{path} is a shard of another run (made from {made_from(path) or 'unknown inputs'!r}, this run "
+            f"needs {wanted!r}); its folder may hold its own only: remove it ({shlex.join(['rm', str(path)])}) or "
+            "choose another run_dir"
+        )
+    return True
+
+
+def made_from(path: Path) -> str | None:
+    """What a shard was made from, as its writer said; raises ValueError if the shard is unreadable."""
+    metadata: dict[str, str] = open_shard(path).metadata() or {}
+    return metadata.get("made_from")
+
+
+def note_path(shard: Path) -> Path:
+    """The file next to a shard that holds its manifest entry until the manifest is written."""
+    return shard.with_name(shard.name + ".note")
+
+
+def shard_entry(path: Path, name: str) -> Json:
+    """The manifest entry of a shard with this file name."""
+    offsets = open_shard(path).get_tensor("offsets")
+    return {
+        "file": name,
+        "samples": len(offsets) - 1,
+        "tokens": int(offsets[-1]),
+        "bytes": path.stat().st_size,
+        CHECKSUM: checksum(path),
+    }
+
+
+def open_shard(path: Path) -> Any:
+    """An open shard of tensors; raises ValueError if it is unreadable."""
+    try:
+        return safe_open(path, "pt").__enter__()  # stays open and mapped while its store uses it
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{path} cannot be read as a shard ({error}); a whole safetensors file is needed: remove it "
+            f"({shlex.join(['rm', str(path)])}) and run the same command again"
+        ) from error
