@@ -182,7 +182,7 @@ def test_what_would_fail_after_the_harvest_is_refused_before_it(
     mode: str,
 ) -> None:
     """A head's sizes, one row, wandb's key and a missing device were noticed only when hours of harvest were done."""
-    monkeypatch.setattr("headstart.data_pipelines.harvest.harvest", None)
+    monkeypatch.setattr("headstart.data_pipelines.harvest.open_harvest", None)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setattr("wandb.login", lambda **options: False)
     named = [override.replace("{folder}", str(folder)) for override in overrides]

@@ -12,14 +12,18 @@ from headstart.recipes import Recipe, run_command
 
 def train(recipe: Recipe) -> None:
     """Run the stages from prompts to head; those that are complete and match the recipe are reused."""
-    from headstart.data_pipelines.harvest import harvest  # torch is loaded only when the recipe is known to be right
+    # Here, so that torch is loaded only when the recipe is known to be right.
+    from headstart.data_pipelines.harvest import open_harvest
     from headstart.trainers.stages import TrainingRun
 
     run = TrainingRun.start(recipe, "trainers/block.py")
     if recipe.train.dry_run:
         return run.print_plan()
     with run.on_all_ranks():
-        features = harvest(recipe)  # prompts, then responses, then features
+        with open_harvest(recipe) as harvest:
+            prompts = harvest.prompts()
+            responses = harvest.responses(prompts)
+            features = harvest.features(prompts, responses)
         head = run.train(features)
         run.export(head)
 
