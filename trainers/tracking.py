@@ -92,11 +92,17 @@ class Tracker:
             write_jsonl(path, [row for row in read_growing_jsonl(path) if row.get("step", 0) <= step])
 
 
+def has_wandb() -> bool:
+    """Whether wandb is installed; the folder `wandb` that it writes would be found too, but has no origin."""
+    spec = find_spec("wandb")
+    return spec is not None and spec.origin is not None
+
+
 def wandb_mode(setting: str) -> Any:
     if setting != "auto":
         return setting
     configured = "online" if "WANDB_API_KEY" in os.environ else "disabled"
-    return "disabled" if find_spec("wandb") is None else os.environ.get("WANDB_MODE", configured)
+    return os.environ.get("WANDB_MODE", configured) if has_wandb() else "disabled"
 
 
 def refuse_unusable_wandb(recipe: Recipe) -> None:
@@ -108,7 +114,7 @@ def refuse_unusable_wandb(recipe: Recipe) -> None:
             f"log.wandb: {setting} given with WANDB_MODE={mode}, one of {', '.join(allowed)} is allowed; change "
             "WANDB_MODE, or set log.wandb"
         )
-    if mode != "disabled" and find_spec("wandb") is None:
+    if mode != "disabled" and not has_wandb():
         raise ValueError(
             f"log.wandb: {setting} given, auto or disabled is allowed without wandb, which is not installed; run pip "
             "install -e '.[wandb]', or write log.wandb=disabled"
