@@ -459,11 +459,6 @@ def test_the_order_depends_on_seed_and_place_alone() -> None:
     assert in_sequence[:10] != in_sequence[10:20]  # each epoch has a new order
 
 
-def test_an_order_of_no_samples_is_refused() -> None:
-    with pytest.raises(ValueError, match="no samples"):
-        SampleOrder([0], seed=0)
-
-
 # Prompts
 
 

@@ -59,21 +59,19 @@ def train(
             if due and not result.interrupted:
                 measure(training, tracker, step + 1)
             if due or result.interrupted:
-                if (snapshot := training.snapshot(step + 1)) is not None:
-                    checkpoints.save(snapshot)
-                accelerator.wait_for_everyone()
+                training.save(checkpoints, step + 1)
             tracker.advance(step + 1)
             if result.interrupted:
-                tracker.say(f"{interrupts.name}: saved after step {step + 1} and stopped; the same command continues")
-                raise SystemExit(interrupts.exit_code)
+                name = interrupts.number.name
+                tracker.say(f"{name}: saved after step {step + 1} and stopped; the same command continues")
+                raise SystemExit(128 + interrupts.number)  # as shells report it
 
 
 class SampleOrder:
     """An endless sequence of sample numbers, a function of the seed alone; each epoch is a new permutation."""
 
     def __init__(self, shard_sizes: list[int], seed: int) -> None:
-        if not sum(shard_sizes):
-            raise ValueError("the features hold no samples to train on; check data.num_prompts and harvest again")
+        assert sum(shard_sizes) > 0
         self.shard_sizes, self.seed = shard_sizes, seed
         self.num_samples = sum(shard_sizes)
         self._epoch = lru_cache(maxsize=2)(self._permutation)
@@ -164,15 +162,6 @@ class Interrupts:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     @property
-    def name(self) -> str:
-        return signal.Signals(self._number).name
-
-    @property
-    def exit_code(self) -> int:
-        """128 plus the signal's number, as shells report it."""
-        return 128 + self._number
-
-    @property
-    def _number(self) -> int:
+    def number(self) -> signal.Signals:
         """The signal; SIGTERM on a rank that stops because another rank received one."""
-        return signal.SIGTERM if self.received is None else self.received
+        return signal.Signals(signal.SIGTERM if self.received is None else self.received)

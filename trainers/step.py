@@ -20,7 +20,7 @@ from headstart.trainers.objectives.objective import Objective
 from headstart.trainers.objectives.unrolled import Supervision, Teacher, UnrolledHead, input_noise
 from headstart.trainers.ranks.head_on_ranks import HeadOnRanks
 from headstart.trainers.ranks.launch import distribute_head
-from headstart.trainers.run_checkpoints import Snapshot
+from headstart.trainers.run_checkpoints import Checkpoints, Snapshot
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,13 @@ class Training:
         half = self.recipe.train.precision == "bfloat16"
         return torch.autocast(self.accelerator.device.type, dtype=torch.bfloat16, enabled=half)
 
-    def snapshot(self, step: int) -> Snapshot | None:
-        """Everything that a checkpoint holds, on the main rank; every rank must call it, the others get None."""
+    def save(self, checkpoints: Checkpoints, step: int) -> None:
+        """Write a checkpoint on the main rank; every rank must call this."""
         whole, optimizers = self.head.whole(), self.head.optimizer_state()
-        if whole is None:
-            return None
-        target = {} if self.inputs.target is None else self.inputs.target.state()
-        return Snapshot(step, whole.head.state_dict(), optimizers, target)
+        if whole is not None:
+            target = {} if self.inputs.target is None else self.inputs.target.state()
+            checkpoints.save(Snapshot(step, whole.head.state_dict(), optimizers, target))
+        self.accelerator.wait_for_everyone()
 
 
 def start_head(recipe: Recipe, head: DraftHead, inputs: TrainingInputs, accelerator: Accelerator) -> HeadOnRanks:

@@ -1,7 +1,6 @@
 """Medusa-2 (arXiv 2401.10774, section 2.2.2): train the target with its heads, and keep it close to the original."""
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -70,13 +69,8 @@ class TrainableTarget(nn.Module):
 
     @torch.no_grad()
     def restore(self, state: Tensors) -> None:
-        """Load what `state` returned; raises ValueError if it belongs to another target."""
+        """Load what `state` returned; a checkpoint of another target is refused earlier, by its inputs."""
         for name, parameter in self.trained.items():
-            if name not in state or state[name].shape != parameter.shape:
-                raise ValueError(
-                    f"the checkpoint does not fit the target: {name} is missing or has another shape; choose another "
-                    "run_dir"
-                )
             parameter.copy_(state[name])
         optimizer_state = {name: each for name, each in state.items() if name not in self.trained}
         set_optimizer_state(self.model, [self.optimizer], optimizer_state)
@@ -86,7 +80,10 @@ class TrainableTarget(nn.Module):
         """The tuned target's weights that may differ from the original, with adapters merged into their layers."""
         if self.section.mode == "full":
             return {name: each.detach() for name, each in self.trained.items()}
-        return {f"{name}.weight": merged_weight(layer) for name, layer in adapted_layers(self.model)}
+        from peft.tuners.lora import LoraLayer
+
+        layers = ((name, each) for name, each in self.model.named_modules() if isinstance(each, LoraLayer))
+        return {f"{name}.weight": merged_weight(layer) for name, layer in layers}
 
     def save(self, recipe: Recipe, folder: Path) -> None:
         """Write a plain Hugging Face folder, whole or not at all: tuned weights, and the original's other files."""
@@ -141,13 +138,6 @@ def add_adapters(model: nn.Module, layers: nn.ModuleList, rank: int, seed: int) 
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
-
-
-def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Every layer with an adapter, by its name in the plain model."""
-    from peft.tuners.lora import LoraLayer
-
-    return ((name, each) for name, each in model.named_modules() if isinstance(each, LoraLayer))
 
 
 def merged_weight(layer: Any) -> Tensor:
