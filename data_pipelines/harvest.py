@@ -20,16 +20,11 @@ from accelerate import PartialState
 
 from headstart.common.launcher import end_with_launcher
 from headstart.common.os_errors import CONTINUES
-from headstart.data_pipelines.cost_estimate import FeatureCost, first_batch, forecast_disk, time_second_run
+from headstart.data_pipelines.disk_space import check_disk, forecast_disk
 from headstart.data_pipelines.features.features import TapTexts, tap, write_features
-from headstart.data_pipelines.features.shard_files import open_shard
 from headstart.data_pipelines.features.shards import (
     MANIFEST,
-    count_trained_on,
-    read_manifest,
-    shards_identity,
     stored_taps,
-    write_counts,
     write_manifest,
 )
 from headstart.data_pipelines.features.store import describe_store, existing_store
@@ -55,7 +50,7 @@ from headstart.data_pipelines.stages.shard_work import (
     show_progress,
     start_processes,
 )
-from headstart.data_pipelines.stages.stage import Stage, dependents, file_digest, is_shared
+from headstart.data_pipelines.stages.stage import Stage, file_digest
 from headstart.data_pipelines.stages.target_files import WEIGHTS, digest_of
 from headstart.data_pipelines.together import hold_folder, refuse_differences, run_together
 from headstart.heads.checkpoint import head_taps
@@ -233,7 +228,7 @@ def features_stage(recipe: Recipe, responses: Stage, taps: tuple[int, ...]) -> S
         "data.dtype": recipe.data.dtype,
         "format": STORE_FORMAT,
     }
-    return Stage("features", recipe.features_dir, inputs, dependents(recipe, recipe.features_dir), is_shared(recipe))
+    return Stage.of(recipe, "features", inputs)
 
 
 def shard_identities(features: Stage, responses: Stage, shards: list[ShardPrompts]) -> dict[str, str]:
@@ -253,16 +248,12 @@ def make_features(
 ) -> None:
     """Write this rank's share of the features; raises ValueError if the disk cannot hold those of all ranks."""
     check_teacher_logits(recipe, target, shards[0].rows[0]["tokens"])
-    cost = FeatureCost.of(recipe, target.config, target.taps, responses)
-    cost.check_disk(recipe.features_dir)
+    needs = check_disk(recipe, target.config, target.taps, responses)
+    if state.is_main_process:
+        print(needs)
     share = target.ranks.share(shards)
 
     def work(tap_texts: TapTexts) -> None:
-        if state.is_main_process:
-            batch = first_batch(recipe, shards[0])
-            # `item` waits for the device.
-            seconds = time_second_run(lambda: tap_texts(batch).last_hidden.sum().item()) / sum(map(len, batch))
-            print(cost.describe(seconds / target.ranks.num_workers))
         with show_progress(share, state, "features") as meter:
             write_features(recipe, target.taps, tap_texts, target.device, share, made_from, meter)
 
@@ -286,7 +277,7 @@ def check_teacher_logits(recipe: Recipe, target: TargetModel, prompt: list[int])
 def finish_features(
     recipe: Recipe, features: Stage, shards: list[ShardPrompts], prompts: Stage, responses: Stage
 ) -> None:
-    """Write the manifest (the shards and everything that they depend on) and the token counts."""
+    """Write the manifest: the shards and everything that they depend on."""
     target = locate_target(recipe.target.path, recipe.target.revision)
     about = {
         "taps": features.inputs["taps"],
@@ -300,12 +291,6 @@ def finish_features(
         "made_from": features.inputs,
     }
     write_manifest(features.folder, [shard.features_file for shard in shards], about)
-    vocab_size, counts = TargetConfig.from_folder(target).vocab_size, {}
-    for split in ("train", "heldout"):
-        listed = [shard for shard in read_manifest(features.folder)["shards"] if shard["file"].startswith(f"{split}-")]
-        opened = (open_shard(features.folder / shard["file"]) for shard in listed)
-        counts[shards_identity(listed)] = count_trained_on(opened, vocab_size)
-    write_counts(features.folder, counts)
     features.finish({"manifest": file_digest(features.folder / MANIFEST)})
 
 

@@ -19,11 +19,16 @@ from rich.table import Table
 from rich.text import Text as Coloured
 
 from headstart.common.jsonl import read_jsonl
-from headstart.data_pipelines.prompts.prompts import ROW_REPORT, describe_prompts, make_prompts_alone, read_reports
+from headstart.data_pipelines.prompts.prompts import (
+    ROW_REPORT,
+    describe_prompts,
+    load_target_tokenizer,
+    make_prompts_alone,
+    read_reports,
+)
 from headstart.data_pipelines.prompts.responses import Text
 from headstart.data_pipelines.stages.stage import Json, Stage
-from headstart.heads.target_config import locate_target
-from headstart.inference.targets.tokenizer import Tokenizer, load_tokenizer
+from headstart.inference.targets.tokenizer import Tokenizer
 from headstart.recipes import Recipe, run_command
 
 SAMPLES = 4  # samples shown in full
@@ -39,8 +44,7 @@ def inspect(recipe: Recipe, console: Console) -> None:
     """Print samples, histograms and unusable rows."""
     stage = make_prompts_alone(recipe)
     texts = [Text.from_row(row) for row in training_rows(recipe, stage)]
-    section = recipe.target
-    tokenizer = load_tokenizer(locate_target(section.path, section.revision), section.trust_remote_code)
+    tokenizer = load_target_tokenizer(recipe)
     for number, text in enumerate(texts[:SAMPLES]):
         console.rule(f"sample {number}: {len(text.tokens)} tokens, {sum(text.loss_mask)} trained on")
         console.print(coloured(tokenizer, text))
@@ -93,7 +97,7 @@ def histogram(title: str, values: list[int]) -> Table:
 
 
 def row_table(rows: list[Json], counts: str) -> Table:
-    """Rows that gave no sample, and why; `counts` says what their numbers are."""
+    """Rows that gave no sample, and why; `counts` is the unit of their numbers."""
     table = Table(counts, "kind", "why", box=None)
     for row in rows[:BAD_ROWS]:
         table.add_row(str(row["line"]), row["kind"], escape(row["why"]))

@@ -44,22 +44,17 @@ def take_over_responses(recipe: Recipe, stage: Stage, prompts: list[ShardPrompts
 
 def belong_to(rows: list[Json], shard: ShardPrompts) -> bool:
     """Whether each of these responses, in any order, is to the prompt of the same id in a shard."""
-    prompts = {row["id"]: row for row in shard.rows}
-
-    def belongs(row: Json) -> bool:
-        prompt = prompts.get(row["id"], {})
-        if "spans" in row:
-            return (row["tokens"], row["spans"]) == (prompt.get("text"), prompt.get("spans"))
-        return "text" not in prompt and bool(row["prompt"] == prompt.get("tokens"))
-
-    return all(belongs(row) for row in rows)
+    prompts = {row["id"]: (row["text"], row["spans"]) if "spans" in row else row["tokens"] for row in shard.rows}
+    return all(
+        prompts.get(row["id"]) == ((row["tokens"], row["spans"]) if "spans" in row else row["prompt"]) for row in rows
+    )
 
 
 def take_over_features(recipe: Recipe, stage: Stage, prompts: list[ShardPrompts], identities: dict[str, str]) -> None:
     """Keep the shards of features whose texts are still there, if nothing else of the stage changed.
 
-    `identities` says what each shard must be made from now. A shard whose texts are only the first of what it must
-    hold is removed, to be made anew. Raises ValueError if a shard was made from other texts.
+    A shard that holds only the first of its texts (`identities` differ) is removed, to be made anew. Raises ValueError
+    if a shard was made from other texts.
     """
     if stage.changed_inputs() != {"responses"}:
         return

@@ -111,7 +111,6 @@ def check_rows(recipe: Recipe, tokenizer: Tokenizer) -> None:
 def is_conversation(row: Row) -> bool:
     """Whether a row holds turns; a row that cannot be parsed is left for the harvest, which counts and names it."""
     try:
-        parsed = row.fields if isinstance(row.fields, BadRow) else parse_row(row.fields, has_template=False)
-        return isinstance(parsed, Conversation)
+        return isinstance(parse_row(row.read(), has_template=False), Conversation)
     except BadRow:
         return False

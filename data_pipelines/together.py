@@ -18,7 +18,7 @@ from torch.distributed import DistError
 
 from headstart.common.run_lock import Owner, only_run_in
 from headstart.data_pipelines.features.shards import MANIFEST
-from headstart.data_pipelines.stages.stage import Json, file_digest
+from headstart.data_pipelines.stages.stage import STAGES, file_digest
 from headstart.recipes import Recipe
 
 FOLDER_SECONDS = 5.0  # how long a network file system may take to show one machine's new file to another
@@ -35,9 +35,9 @@ def run_together(
 ) -> Iterator[None]:
     """Hold the run's folder for this launch, in which all ranks agree on the run.
 
-    Every rank must enter. `check` raises ValueError for what one rank alone may see, such as a file that its machine
-    lacks. Raises ValueError on every rank if another command writes into the folder, or if the ranks differ in run_dir
-    (by content, not by path), recipe, stored data or `more_facts`, naming each difference.
+    Every rank must enter. Raises ValueError on every rank if `check` fails on one (a machine may lack a file), if
+    another command writes into the folder, or if the ranks differ in run_dir (by content, not by path), recipe, stored
+    data or `more_facts`, naming each difference.
     """
     state = PartialState()
     with naming_lost_ranks(state):
@@ -121,23 +121,20 @@ def folder_fact(folder: Path, token: str) -> str:
 
 
 def run_facts(recipe: Recipe) -> Facts:
-    """What decides a run besides its folder: the recipe as written, and the data that is already there."""
-    fields = flat(recipe.model_dump(mode="json", exclude={"run_dir"}))
-    files = [folder / "stage.json" for folder in (recipe.prompts_dir, recipe.responses_dir, recipe.features_dir)]
+    """The facts that decide a run besides its folder: the recipe as written, and the data that is already there."""
+    values = recipe.model_dump(mode="json", exclude={"run_dir"})
+    sections = {name: value if isinstance(value, dict) else {"": value} for name, value in values.items()}
+    facts = {
+        f"{name}.{key}".rstrip("."): json.dumps(value)
+        for name, section in sections.items()
+        for key, value in section.items()
+    }
+    files = [recipe.data_folder / stage / "stage.json" for stage in STAGES]
     if recipe.data.store is not None:
         files.append(recipe.data.store / MANIFEST)
-    found = {f"{path.parent.name}/{path.name}": digest_of(path) for path in files}
-    return {**{name: json.dumps(value) for name, value in fields.items()}, **found}
-
-
-def flat(values: Json) -> Json:
-    """A recipe's values by section.key."""
-    sections = {name: value if isinstance(value, dict) else {"": value} for name, value in values.items()}
-    return {f"{name}.{key}".rstrip("."): value for name, section in sections.items() for key, value in section.items()}
-
-
-def digest_of(path: Path) -> str:
-    return file_digest(path)[:12] if path.is_file() else "missing"
+    for path in files:
+        facts[f"{path.parent.name}/{path.name}"] = file_digest(path)[:12] if path.is_file() else "missing"
+    return facts
 
 
 def refuse_differences(state: PartialState, facts: Facts) -> None:

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bad_inputs import Says, assert_raises, assert_refused, assert_told, type_command
+from bad_inputs import Says, assert_refused, assert_told, type_command
 
 from headstart.common.jsonl import read_jsonl
-from headstart.data_pipelines.features.shards import FeatureStore
 
 FIX = "fix or remove them"
 NEEDS = "a row needs prompt or text (a string), prompt with response or completion, messages"
@@ -707,11 +706,6 @@ def without_stage(place: Path) -> Path:
     return without(place, "stage.json")
 
 
-def broken_counts(place: Path) -> Path:
-    (store(place) / "token_counts.json").write_text("{")
-    return store(place)
-
-
 USED: dict[str, tuple[Callable[[Path], Path], tuple[str, ...], Says]] = {
     "data.store is nowhere": (
         lambda place: place / "nowhere",
@@ -753,18 +747,6 @@ def test_a_store_that_a_recipe_cannot_use_is_named(
     shutil.copytree(harvested / "run" / "features", store(place))
     folder, overrides, says = USED[symptom]
     assert_refused(headstart("harvest", place / "recipe.yaml", f"data.store={folder(place)}", *overrides), says)
-
-
-def test_broken_token_counts_are_named(harvested: Path, place: Path) -> None:
-    shutil.copytree(harvested / "run" / "features", store(place))
-    features = FeatureStore(broken_counts(place), "train")
-    path = store(place) / "token_counts.json"
-    says = Says(
-        f"{path} cannot be read", "Expecting property name", "token counts of a harvest are needed", f"rm {path}"
-    )
-    assert_raises(lambda: features.token_counts(300), says)
-    path.unlink()  # the remedy
-    assert features.token_counts(300).sum() > 0
 
 
 def test_a_target_without_a_chat_template_takes_prompts_with_responses(

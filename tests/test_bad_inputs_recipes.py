@@ -33,14 +33,14 @@ WRONG_TYPES: list[Case] = [
     ("a number for a path", ["run_dir=7"], "run_dir", "7 given", "a path is allowed", "change it"),
     ("a list for a path", ["run_dir=[a]"], "run_dir", "['a'] given", "a path is allowed", "change it"),
     ("true for a path", ["data.heldout_prompts=true"], "data.heldout_prompts", "true given", "a path is", "change it"),
-    ("yes for a word", ["log.wandb=yes"], "log.wandb", "true given", "one of online, offline", LEAVE),
+    ("yes for a word", ["log.wandb=yes"], "log.wandb", "true given", "one of auto, online", LEAVE),
     ("a number for a word", ["train.objective=1"], "train.objective", "1 given", "one of soft_cross", LEAVE),
     (
         "a word in capitals",
         ["log.wandb=Online"],
         "log.wandb",
         "'Online' given",
-        "one of online, offline",
+        "one of auto, online",
         "did you mean",
     ),
     (

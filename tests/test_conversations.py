@@ -17,7 +17,7 @@ from headstart.data_pipelines.inspect import inspect
 from headstart.data_pipelines.prompts.conversations import Conversation, PromptAndAnswer, parse_row
 from headstart.data_pipelines.prompts.prompts import ROW_REPORT, key_of, make_prompts, read_prompts
 from headstart.data_pipelines.prompts.row_report import RowReport
-from headstart.data_pipelines.prompts.row_samples import encode_prompt, join
+from headstart.data_pipelines.prompts.row_samples import encode_prompt, join, parse_known
 from headstart.data_pipelines.prompts.rows import BadRow, read_rows
 from headstart.recipes import Recipe
 from headstart.recipes.schema import DataSection
@@ -204,7 +204,7 @@ def test_messages_need_a_chat_template() -> None:
     tokenizer = build_tokenizer()
     tokenizer.chat_template = None
     with pytest.raises(BadRow, match="messages need a chat template"):
-        encode_prompt(tokenizer, {"messages": turns("hello")})
+        encode_prompt(tokenizer, parse_known(tokenizer, {"messages": turns("hello")}))
 
 
 # Prompts for the target to answer
@@ -214,7 +214,10 @@ def test_the_target_answers_the_last_user_turn() -> None:
     """The given answer to it is dropped; earlier answers stay."""
     tokenizer = build_tokenizer()
     row = {"messages": turns("first", "kept", "second", "dropped")}
-    assert tokenizer.decode(encode_prompt(tokenizer, row)) == "[user]first[assistant]kept[user]second[assistant]"
+    assert (
+        tokenizer.decode(encode_prompt(tokenizer, parse_known(tokenizer, row)))
+        == "[user]first[assistant]kept[user]second[assistant]"
+    )
     assert len(row["messages"]) == 4  # the caller's row is unchanged
 
 
@@ -378,7 +381,7 @@ def test_the_target_answers_the_prompt_of_a_row_whatever_was_answered() -> None:
         ({"prompt": "what?", "completion": "that"}, "what?"),
         ({"prompt": "what?", "chosen": "that", "rejected": "this"}, "what?"),
     ):
-        assert tokenizer.decode(encode_prompt(tokenizer, row)) == prompt
+        assert tokenizer.decode(encode_prompt(tokenizer, parse_known(tokenizer, row))) == prompt
 
 
 # Held-out prompts and long ones

@@ -55,7 +55,7 @@ def test_a_stage_is_reused_for_the_inputs_it_was_made_from(tmp_path: Path) -> No
     inputs = {"data.num_prompts": 8, "data.temperatures": (0.0, 0.7), "seed": 0}
     stage = Stage("responses", tmp_path / "responses", inputs)
     assert not stage.is_complete()
-    stage.begin()
+    stage.claim()
     assert not stage.is_complete()
     stage.finish({"samples": 8})
     again = Stage("responses", tmp_path / "responses", inputs)
@@ -67,12 +67,12 @@ def test_a_stage_is_reused_for_the_inputs_it_was_made_from(tmp_path: Path) -> No
 @pytest.mark.parametrize("complete", [True, False])
 def test_a_stage_made_from_other_inputs_is_refused_with_each_difference(tmp_path: Path, complete: bool) -> None:
     stage = Stage("responses", tmp_path, {"data.num_prompts": 8, "data.response_tokens": 16, "seed": 5})
-    stage.begin()
+    stage.claim()
     if complete:
         stage.finish({})
     other = Stage("responses", tmp_path, {"data.num_prompts": 9, "data.response_tokens": 16, "target.dtype": "float32"})
     with pytest.raises(ValueError, match="the responses in") as refusal:
-        other.begin()
+        other.is_complete()
     lines = [line.strip() for line in str(refusal.value).splitlines()]
     assert lines[1:-1] == [
         "data.num_prompts: made with 8, the recipe says 9",

@@ -23,7 +23,6 @@ from tiny_run import build_run, build_tokenizer, tiny_recipe
 from torch.testing import assert_close
 
 from headstart.common.jsonl import append_jsonl, read_jsonl, resume_jsonl
-from headstart.data_pipelines.cost_estimate import duration
 from headstart.data_pipelines.features.shard_files import bytes_per_token
 from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.data_pipelines.harvest import harvest
@@ -84,20 +83,6 @@ def test_a_disk_too_small_for_the_prompts_features_is_refused_before_responses_a
     harvest(recipe)
     least, most = tokens * per_token, (tokens + 16 * 12) * per_token
     assert f"features will take {decimal(least)} to {decimal(most)} on disk" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [
-        (0.02, "less than a second"),
-        (1.26, "about 1.3 seconds"),
-        (90, "about 1.5 minutes"),
-        (9000, "about 2.5 hours"),
-        (200000, "about 2.3 days"),
-    ],
-)
-def test_a_short_harvest_is_not_announced_as_0_minutes(seconds: float, words: str) -> None:
-    assert duration(seconds) == words
 
 
 def test_a_target_loaded_with_device_map_computes_the_same_states(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from tiny_run import assert_same_sample, modified, tiny_recipe
 from torch.testing import assert_close
 
 from headstart.common.jsonl import read_jsonl
+from headstart.data_pipelines.features.batches import SampleStore
 from headstart.data_pipelines.features.features import States, tap
-from headstart.data_pipelines.features.online import OnlineStore, TargetProcess
-from headstart.data_pipelines.features.sample_stores import SampleStore, open_stores
+from headstart.data_pipelines.features.sample_stores import OnlineStore, TargetProcess, open_stores
 from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.data_pipelines.harvest import harvest
 from headstart.inference.targets.model import TargetModel

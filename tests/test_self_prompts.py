@@ -20,7 +20,7 @@ from headstart.common.jsonl import append_jsonl, read_jsonl
 from headstart.data_pipelines.harvest import harvest
 from headstart.data_pipelines.prompts.prompts import describe_prompts, make_prompts_alone
 from headstart.data_pipelines.prompts.row_report import RowReport
-from headstart.data_pipelines.prompts.self_written import rounds as self_prompts
+from headstart.data_pipelines.prompts.self_written import candidates as self_prompts
 from headstart.data_pipelines.prompts.self_written.candidates import CandidateWriter, UserTemplate
 from headstart.data_pipelines.prompts.self_written.selection import (
     SIMILARITY,

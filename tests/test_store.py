@@ -95,12 +95,12 @@ def test_a_harvest_in_8_bits_is_close_to_one_in_float32(harvested: Path, tmp_pat
 @pytest.mark.parametrize("place", [0.0, 0.3, 0.7, 1.0])
 def test_a_flipped_bit_anywhere_in_a_shard_is_found_and_named(harvested: Path, tmp_path: Path, place: float) -> None:
     shutil.copytree(harvested / "run" / "features", tmp_path / "features")
-    assert verify(tmp_path / "features") == []
+    assert not verify(tmp_path / "features")
     path = tmp_path / "features" / "train-00001.safetensors"
     stored = bytearray(path.read_bytes())
     stored[int(place * (len(stored) - 1))] ^= 16
     path.write_bytes(stored)
-    [what] = verify(tmp_path / "features")
+    [what] = verify(tmp_path / "features").values()
     assert "train-00001.safetensors is not what the harvest wrote" in what
 
 
@@ -140,7 +140,7 @@ def test_a_merged_store_holds_all_samples_and_serves_a_recipe(harvested: Path, t
     other = tiny_recipe(harvested, f"run_dir={tmp_path / 'other'}", "seed=9", "data.num_prompts=4")
     sources = [harvested / "run" / "features", harvest(other).folder]
     merge(tmp_path / "merged", sources)
-    assert verify(tmp_path / "merged") == []
+    assert not verify(tmp_path / "merged")
     recipe = tiny_recipe(harvested, f"data.store={tmp_path / 'merged'}")
     assert harvest(recipe).folder == tmp_path / "merged"
     merged = FeatureStore(tmp_path / "merged", "train")
@@ -275,16 +275,3 @@ def test_a_store_with_checksums_of_another_version_is_refused_with_advice(harves
 
 
 # The draft vocabulary
-
-
-def test_saved_token_counts_match_their_shards_and_are_not_used_for_others(harvested: Path, tmp_path: Path) -> None:
-    shutil.copytree(harvested / "run" / "features", tmp_path / "features")
-    store = FeatureStore(tmp_path / "features", "train")
-    counted = sum(sample.tokens[sample.loss_mask].bincount(minlength=300) for sample in store)
-    for shard in tmp_path.glob("features/*.safetensors"):
-        shard.unlink()  # saved counts need no shards
-    store = FeatureStore(tmp_path / "features", "train")
-    assert store.token_counts(300).equal(counted)
-    store.shards[0] = {**store.shards[0], "xxh3_128": "of other content"}
-    with pytest.raises(ValueError, match="missing on disk"):
-        store.token_counts(300)

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from headstart.common.jsonl import read_jsonl
-from headstart.data_pipelines.features.batches import Batch
-from headstart.data_pipelines.features.sample_stores import SampleStore
+from headstart.data_pipelines.features.batches import Batch, SampleStore
 from headstart.heads.base import DraftHead
 from headstart.heads.calibration import Calibration
 from headstart.inference.calibrate import fit_calibration

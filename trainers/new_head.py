@@ -8,8 +8,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast
 
-from headstart.data_pipelines.features.batches import Sample, tapped
-from headstart.data_pipelines.features.sample_stores import SampleStore
+from headstart.data_pipelines.features.batches import Sample, SampleStore, tapped
 from headstart.data_pipelines.stages.stage import Stage
 from headstart.heads.base import DraftHead
 from headstart.heads.block import BlockHead

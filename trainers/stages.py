@@ -10,7 +10,8 @@ from accelerate import Accelerator
 
 from headstart.common.jsonl import read_growing_jsonl, read_json
 from headstart.common.launcher import end_with_launcher
-from headstart.data_pipelines.features.sample_stores import SampleStore, open_stores
+from headstart.data_pipelines.features.batches import SampleStore
+from headstart.data_pipelines.features.sample_stores import open_stores
 from headstart.data_pipelines.features.shards import stored_taps
 from headstart.data_pipelines.stages.stage import Stage
 from headstart.data_pipelines.together import run_together

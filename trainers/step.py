@@ -7,8 +7,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from headstart.data_pipelines.features.batches import Batch, Sample, pack
-from headstart.data_pipelines.features.sample_stores import SampleStore
+from headstart.data_pipelines.features.batches import Batch, Sample, SampleStore, pack
 from headstart.heads.base import DraftHead
 from headstart.heads.block import BlockHead
 from headstart.heads.frozen import FrozenTarget

@@ -1,5 +1,7 @@
 """Samples with the target's hidden states, and training batches of them: one sample per row, or several packed."""
 
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +25,49 @@ class Sample:
 def tapped(stored: Tensor, last_hidden: Tensor, taps: tuple[int, ...], num_layers: int) -> Tensor:
     """What a head with these taps reads: the stored taps, plus the last hidden state if it is one of them."""
     return torch.cat([stored, last_hidden], dim=-1) if taps[-1] == num_layers else stored
+
+
+class SampleStore(ABC):
+    """The samples of one split, by number, from any source."""
+
+    num_tokens: int
+    shard_sizes: list[int]  # number of samples in each shard
+
+    def __len__(self) -> int:
+        return sum(self.shard_sizes)
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> Sample: ...
+
+    @abstractmethod
+    def place_of(self, index: int) -> str:
+        """Where a sample is stored, for messages."""
+
+    @abstractmethod
+    def token_counts(self, vocab_size: int) -> Tensor:
+        """How often each token is trained on. [vocab]"""
+
+    def tap_sizes(self, taps: tuple[int, ...], num_layers: int) -> list[float]:
+        """The median size of each tap over the samples of the first shard."""
+        return median_tap_sizes((self[number] for number in range(self.shard_sizes[0])), taps, num_layers)
+
+    def expect(self, numbers: Sequence[int]) -> None:  # noqa: B027
+        """Announce the samples that will be requested next."""
+
+    def close(self) -> None:  # noqa: B027
+        """Stop all reading; no sample may be requested after this."""
+
+
+def median_tap_sizes(samples: Iterable[Sample], taps: tuple[int, ...], num_layers: int) -> list[float]:
+    """The median over all tokens of each tap's root mean square.
+
+    The median, because the first token of a text is often hundreds of times larger than the others.
+    """
+    sizes = []
+    for sample in samples:
+        states = tapped(sample.taps, sample.last_hidden, taps, num_layers).float()
+        sizes.append(states.unflatten(-1, (len(taps), -1)).square().mean(-1).sqrt())  # [seq, taps]
+    return torch.cat(sizes).median(dim=0).values.tolist()
 
 
 @dataclass(frozen=True)
@@ -70,8 +115,7 @@ def length_buckets(lengths: list[int], size: int) -> list[list[int]]:
 def pack(lengths: list[int], limit: int | None) -> list[list[int]] | None:
     """The sample numbers of each row, first-fit by decreasing length, with at most `limit` tokens per row.
 
-    No sample is split; one longer than the limit gets its own row. The result depends on the lengths alone. Returns
-    None, no packing, without a limit.
+    No sample is split; one longer than the limit gets its own row. Without a limit, samples are not packed: None.
     """
     if limit is None:
         return None

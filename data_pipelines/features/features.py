@@ -56,8 +56,8 @@ def without_padding(
 class BackgroundThread:
     """Runs tasks one after another on one thread; as a context manager, it waits for all of them at exit.
 
-    At most `max_pending` tasks are unfinished: `add` waits for a free place, which bounds the memory that tasks hold.
-    With 0, `add` runs the task in the caller's thread. A task's error is raised at the next `add` or at exit.
+    At most `max_pending` tasks are unfinished, which bounds memory; with 0, `add` runs the task in the caller's thread.
+    A task's error is raised at the next `add` or at exit.
     """
 
     def __init__(self, max_pending: int) -> None:
@@ -95,10 +95,8 @@ def write_features(
 ) -> None:
     """Write the feature shards of `work` that are missing; `device` is the target's.
 
-    `made_from` says for each shard's file name what it is made from; a shard that was made from the same is kept.
-
-    With a GPU, background threads copy the states of each batch and write each full shard while the target continues.
-    With a CPU target the threads would take its cores, so the work is done in between.
+    `made_from` identifies the inputs of each shard, by file name. With a GPU, background threads copy the states of
+    each batch and write each full shard while the target continues; on a CPU they would take the target's cores.
     """
     on_gpu = device.type != "cpu"
     with (

@@ -1,102 +1,32 @@
-"""The sources of training samples: a feature store on disk, or the target itself."""
+"""The sources of training samples: a feature store on disk, or the target itself, shortly before they are used."""
 
+import multiprocessing
+import signal
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
-from typing import Protocol
+from multiprocessing.connection import Connection
+from threading import Lock
 
+import torch
+from safetensors.torch import load, save
 from torch import Tensor
 
-from headstart.data_pipelines.features.batches import Sample
-from headstart.data_pipelines.features.features import TapTexts, tap
-from headstart.data_pipelines.features.online import OnlineStore, TargetProcess
+from headstart.common.launcher import end_with_parent
+from headstart.data_pipelines.features.batches import Sample, SampleStore, length_buckets, median_tap_sizes
+from headstart.data_pipelines.features.features import States, TapTexts, on_host, tap
 from headstart.data_pipelines.features.shards import FeatureStore
+from headstart.data_pipelines.prompts.responses import count_written, read_texts
 from headstart.data_pipelines.stages.stage import Stage
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.ranks import Ranks
 from headstart.recipes import Recipe
+from headstart.recipes.schema import TargetSection
 
 IN_THIS_PROCESS = ("auto",)  # data.online
-
-
-class SampleStore(Protocol):
-    """The interface that training uses for samples from any source."""
-
-    @property
-    def num_tokens(self) -> int: ...
-
-    @property
-    def shard_sizes(self) -> list[int]:
-        """The number of samples in each shard."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Sample: ...
-
-    def expect(self, numbers: Sequence[int]) -> None:
-        """Announce the samples that will be requested next."""
-
-    def place_of(self, index: int) -> str:
-        """Where a sample is stored, for messages."""
-
-    def token_counts(self, vocab_size: int) -> Tensor: ...
-
-    def tap_sizes(self, taps: tuple[int, ...], num_layers: int) -> list[float]: ...
-
-    def close(self) -> None:
-        """Stop all reading; no sample may be requested after this."""
-
-
-class ReadAhead:
-    """Wraps a store: one background thread reads the samples announced by `expect`, in that order.
-
-    A read error is raised when its sample is requested. Announced samples that nobody requests stay in memory until
-    `close`; after that, requests fail.
-    """
-
-    def __init__(self, store: SampleStore) -> None:
-        self.store = store
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
-        self._coming: dict[int, Future[Sample]] = {}
-
-    @property
-    def num_tokens(self) -> int:
-        return self.store.num_tokens
-
-    @property
-    def shard_sizes(self) -> list[int]:
-        return self.store.shard_sizes
-
-    def __len__(self) -> int:
-        return len(self.store)
-
-    def expect(self, numbers: Sequence[int]) -> None:
-        """Start reading these samples in the background."""
-        self._thread.submit(self.store.expect, numbers)
-        for number in numbers:
-            if number not in self._coming:
-                self._coming[number] = self._thread.submit(self.store.__getitem__, number)
-
-    def __getitem__(self, index: int) -> Sample:
-        # An unannounced sample also goes through the thread, because a store is read from one thread only.
-        coming = self._coming.pop(index, None) or self._thread.submit(self.store.__getitem__, index)
-        return coming.result()
-
-    def place_of(self, index: int) -> str:
-        return self.store.place_of(index)
-
-    def token_counts(self, vocab_size: int) -> Tensor:
-        return self._thread.submit(self.store.token_counts, vocab_size).result()
-
-    def tap_sizes(self, taps: tuple[int, ...], num_layers: int) -> list[float]:
-        return self._thread.submit(self.store.tap_sizes, taps, num_layers).result()
-
-    def close(self) -> None:
-        """Stop the thread after its current read, drop the other announced samples, and close the store."""
-        self._thread.shutdown(cancel_futures=True)
-        self._coming.clear()
-        self.store.close()
+STEPS = 2  # training steps whose samples an online store holds: the current one, and the next, which may be read ahead
 
 
 @contextmanager
@@ -122,3 +52,137 @@ def open_stores(recipe: Recipe, harvested: Stage, taps: tuple[int, ...]) -> Iter
         if devices != IN_THIS_PROCESS:  # reading ahead in this process would slow training down
             train = stack.enter_context(closing(ReadAhead(train)))
         yield train, heldout
+
+
+class OnlineStore(SampleStore):
+    """The samples that a harvest would store, computed on demand.
+
+    Samples that `expect` announces together are computed together, in batches of similar length.
+    """
+
+    def __init__(self, responses: Stage, split: str, tap_texts: TapTexts, batch: int) -> None:
+        """`batch` is the number of texts in one forward of the target."""
+        self.tap_texts, self.batch = tap_texts, batch
+        names = [name for name in sorted(responses.facts()["files"]) if name.startswith(f"{split}-")]
+        shards = [read_texts(responses.folder / name) for name in names]
+        self.texts = [text for shard in shards for text in shard]
+        self.shard_sizes = [len(shard) for shard in shards]  # as in a stored harvest: the order depends on it
+        self.num_tokens = sum(len(text.tokens) for text in self.texts)
+        self._expected: deque[Sequence[int]] = deque(maxlen=STEPS)
+        self._made: deque[dict[int, Sample]] = deque(maxlen=STEPS)
+
+    def __getitem__(self, index: int) -> Sample:
+        for made in self._made:
+            if index in made:
+                return made[index]
+        together = next((numbers for numbers in self._expected if index in numbers), [index])
+        if len(self._made) == STEPS:
+            self._made.popleft()  # first free the oldest step's memory
+        self._made.append(dict(self._make(together)))
+        return self._made[-1][index]
+
+    def expect(self, numbers: Sequence[int]) -> None:
+        self._expected.append(numbers)
+
+    def place_of(self, index: int) -> str:
+        return f"response {index} of its split"
+
+    def token_counts(self, vocab_size: int) -> Tensor:
+        return count_written(self.texts, vocab_size)
+
+    def tap_sizes(self, taps: tuple[int, ...], num_layers: int) -> list[float]:
+        samples = self._make(range(self.shard_sizes[0]))
+        return median_tap_sizes((sample for _, sample in samples), taps, num_layers)
+
+    def _make(self, numbers: Sequence[int]) -> Iterator[tuple[int, Sample]]:
+        for places in length_buckets([len(self.texts[number].tokens) for number in numbers], self.batch):
+            batch = [numbers[place] for place in places]
+            texts = [self.texts[number] for number in batch]
+            lengths = [len(text.tokens) for text in texts]
+            states = on_host(vars(self.tap_texts([text.tokens for text in texts])))
+            parts = zip(states["taps"].split(lengths), states["last_hidden"].split(lengths), strict=True)
+            for number, text, (taps, last_hidden) in zip(batch, texts, parts, strict=True):
+                yield number, Sample(torch.tensor(text.tokens), torch.tensor(text.loss_mask), taps, last_hidden)
+
+
+class TargetProcess:
+    """A target in a process of its own, on its own device, which ends when closed or when this process ends."""
+
+    def __init__(self, section: TargetSection, taps: tuple[int, ...], device: str) -> None:
+        self.device = device
+        context = multiprocessing.get_context("spawn")  # a forked process could not use a GPU
+        self._pipe, its_end = context.Pipe()
+        section = section.model_copy(update={"device": device})
+        self._process = context.Process(target=serve, args=(section, taps, its_end), daemon=True)
+        self._process.start()
+        its_end.close()
+        self._lock = Lock()  # training samples are requested from a thread, held-out ones from the main thread
+
+    def tap(self, texts: list[list[int]]) -> States:
+        """The states of the texts; raises ValueError if the process has ended."""
+        try:
+            with self._lock:
+                self._pipe.send(texts)
+                answer = self._pipe.recv_bytes()
+        except (EOFError, OSError) as error:
+            raise ValueError(
+                f"data.online: the target's process on {self.device} has ended; see its error message above"
+            ) from error
+        return States(**load(answer))
+
+    def close(self) -> None:
+        self._pipe.close()  # the process ends when its pipe closes
+        self._process.join()
+
+
+def serve(section: TargetSection, taps: tuple[int, ...], pipe: Connection) -> None:
+    """Answer requests until the pipe is closed or the other process is gone."""
+    # Ctrl-C reaches every process; training saves first, then closes this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent()
+    target = TargetModel.load(section, taps)
+    while True:
+        try:
+            texts = pipe.recv()
+        except EOFError:
+            return
+        states = tap(target, texts)
+        pipe.send_bytes(save({name: tensor.cpu() for name, tensor in vars(states).items()}))
+
+
+class ReadAhead(SampleStore):
+    """Wraps a store: one background thread reads the samples announced by `expect`, in that order.
+
+    A read error is raised when its sample is requested.
+    """
+
+    def __init__(self, store: SampleStore) -> None:
+        self.store, self.num_tokens, self.shard_sizes = store, store.num_tokens, store.shard_sizes
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
+        self._coming: dict[int, Future[Sample]] = {}
+
+    def expect(self, numbers: Sequence[int]) -> None:
+        self._thread.submit(self.store.expect, numbers)
+        for number in numbers:
+            if number not in self._coming:
+                self._coming[number] = self._thread.submit(self.store.__getitem__, number)
+
+    def __getitem__(self, index: int) -> Sample:
+        # An unannounced sample also goes through the thread, because a store is read from one thread only.
+        coming = self._coming.pop(index, None) or self._thread.submit(self.store.__getitem__, index)
+        return coming.result()
+
+    def place_of(self, index: int) -> str:
+        return self.store.place_of(index)
+
+    def token_counts(self, vocab_size: int) -> Tensor:
+        return self._thread.submit(self.store.token_counts, vocab_size).result()
+
+    def tap_sizes(self, taps: tuple[int, ...], num_layers: int) -> list[float]:
+        return self._thread.submit(self.store.tap_sizes, taps, num_layers).result()
+
+    def close(self) -> None:
+        """Stop the thread after its current read, drop the other announced samples, and close the store."""
+        self._thread.shutdown(cancel_futures=True)
+        self._coming.clear()
+        self.store.close()

@@ -76,10 +76,9 @@ class ShardBuffer:
                 at += end - start
 
     def write(self, path: Path, made_from: str) -> None:
-        """Write the shard whole or not at all, so a killed harvest can simply resume.
+        """Write the shard whole or not at all; `made_from` identifies its inputs, so that no other run reuses it.
 
-        `made_from` identifies the run's inputs; later runs refuse a shard made from other inputs. The shard's manifest
-        entry is saved next to it, so no rank has to read all shards at the end.
+        Its manifest entry is saved next to it, so no rank has to read all shards at the end.
         """
         write_safetensors({**self.tensors, "offsets": self.offsets}, path, {"made_from": made_from})
         write_text(note_path(path), json.dumps(shard_entry(path, path.name)))

@@ -1,9 +1,8 @@
 """Features on disk: samples of variable length in safetensors shards, and a manifest with a checksum per shard."""
 
-import hashlib
 import json
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,11 @@ import torch
 from torch import Tensor
 
 from headstart.common.jsonl import read_json
-from headstart.data_pipelines.features.batches import Sample, tapped
+from headstart.data_pipelines.features.batches import Sample, SampleStore
 from headstart.data_pipelines.features.shard_files import decode, note_path, open_shard, shard_entry
 from headstart.data_pipelines.stages.stage import CHECKSUM, Json, checksum, write_text
 
 MANIFEST = "manifest.json"
-COUNTS = "token_counts.json"  # so that choosing a draft vocabulary needs no pass over the shards
 TEXT_TENSORS = ("tokens", "loss_mask")  # what a shard holds of its texts; the rest are states
 
 
@@ -39,7 +37,7 @@ def write_manifest(folder: Path, names: Iterable[str], about: Json) -> None:
         note_path(path).unlink()
 
 
-class FeatureStore:
+class FeatureStore(SampleStore):
     """The samples of one split by number, read from disk; a shard's checksum is verified when it is first opened.
 
     With `taps`, samples hold only these taps, so one store serves many heads. Raises ValueError naming a tap that is
@@ -60,15 +58,11 @@ class FeatureStore:
                 f"({shlex.join(['rm', *map(str, foreign)])})"
             )
         self.shards = [shard for shard in self.about["shards"] if shard["file"].startswith(f"{split}-")]
-        self.places = [
-            (shard, row) for shard in range(len(self.shards)) for row in range(self.shards[shard]["samples"])
-        ]
+        self.shard_sizes = [shard["samples"] for shard in self.shards]
+        self.places = [(shard, row) for shard, size in enumerate(self.shard_sizes) for row in range(size)]
         self.num_tokens = sum(shard["tokens"] for shard in self.shards)
         self._opened: dict[int, Any] = {}
         self._offsets: dict[int, Tensor] = {}
-
-    def __len__(self) -> int:
-        return len(self.places)
 
     def __getitem__(self, index: int) -> Sample:
         shard, row = self.places[index]
@@ -83,22 +77,17 @@ class FeatureStore:
             last_hidden=last_hidden,
         )
 
-    @property
-    def shard_sizes(self) -> list[int]:
-        return [shard["samples"] for shard in self.shards]
-
-    def expect(self, numbers: Sequence[int]) -> None:
-        """Do nothing: samples are read when requested."""
-
     def place_of(self, index: int) -> str:
-        """Where a sample is stored, for messages."""
         shard, row = self.places[index]
         return f"row {row} of {self.shards[shard]['file']}"
 
     def token_counts(self, vocab_size: int) -> Tensor:
-        """How often each token is trained on. [vocab]"""
-        kept = read_counts(self.folder, self.shards, vocab_size)
-        return count_trained_on(map(self._shard, range(len(self.shards))), vocab_size) if kept is None else kept
+        counts = torch.zeros(vocab_size, dtype=torch.long)
+        for shard in self.shards:  # reads no states, so no checksum either
+            opened = open_shard(self.folder / shard["file"])
+            written = opened.get_tensor("loss_mask").bool()
+            counts += torch.bincount(opened.get_tensor("tokens")[written], minlength=vocab_size)
+        return counts
 
     def texts(self, shard: int) -> Iterator[tuple[list[int], list[int]]]:
         """The tokens and the loss mask of each sample of a shard."""
@@ -111,13 +100,7 @@ class FeatureStore:
         """The number of tokens to train on."""
         return sum(int(self._shard(shard).get_tensor("loss_mask").sum()) for shard in range(len(self.shards)))
 
-    def tap_sizes(self, taps: tuple[int, ...], num_layers: int) -> list[float]:
-        """The median size of each tap over the samples of the first shard."""
-        samples = (self[number] for number, (shard, _) in enumerate(self.places) if shard == 0)
-        return median_tap_sizes(samples, taps, num_layers)
-
     def close(self) -> None:
-        """Close the files."""
         self._opened.clear()
 
     def _shard(self, shard: int) -> Any:
@@ -129,58 +112,6 @@ class FeatureStore:
         self._opened[shard] = open_shard(self.folder / self.shards[shard]["file"])
         self._offsets[shard] = self._opened[shard].get_tensor("offsets")
         return self._opened[shard]
-
-
-def count_trained_on(opened_shards: Iterable[Any], vocab_size: int) -> Tensor:
-    """How often each token is trained on in these shards. [vocab]"""
-    counts = torch.zeros(vocab_size, dtype=torch.long)
-    for opened in opened_shards:
-        written = opened.get_tensor("loss_mask").bool()
-        counts += torch.bincount(opened.get_tensor("tokens")[written], minlength=vocab_size)
-    return counts
-
-
-def shards_identity(shards: list[Json]) -> str:
-    """A digest of the content of the listed shards."""
-    return hashlib.sha256("".join(shard[CHECKSUM] for shard in shards).encode()).hexdigest()
-
-
-def write_counts(folder: Path, counted: dict[str, Tensor]) -> None:
-    """Save token counts [vocab], keyed by the identity of the shards that they cover."""
-    kept = {
-        identity: {str(token): int(counts[token]) for token in counts.nonzero().flatten().tolist()}
-        for identity, counts in counted.items()
-    }
-    write_text(folder / COUNTS, json.dumps(kept))
-
-
-def read_counts(folder: Path, shards: list[Json], vocab_size: int) -> Tensor | None:
-    """The saved counts of exactly these shards, or None if there are none. [vocab]"""
-    path = folder / COUNTS
-    try:
-        kept = json.loads(path.read_text()).get(shards_identity(shards)) if path.is_file() else None
-    except (ValueError, AttributeError) as error:
-        raise ValueError(
-            f"{path} cannot be read ({error}); the token counts of a harvest are needed. Remove it "
-            f"({shlex.join(['rm', str(path)])}), and the tokens are counted in the shards"
-        ) from error
-    if kept is None:
-        return None
-    counts = torch.zeros(vocab_size, dtype=torch.long)
-    counts[torch.tensor([int(token) for token in kept], dtype=torch.long)] = torch.tensor(list(kept.values()))
-    return counts
-
-
-def median_tap_sizes(samples: Iterable[Sample], taps: tuple[int, ...], num_layers: int) -> list[float]:
-    """The median over all tokens of each tap's root mean square.
-
-    The median, because the first token of a text is often hundreds of times larger than the others.
-    """
-    sizes = []
-    for sample in samples:
-        states = tapped(sample.taps, sample.last_hidden, taps, num_layers).float()
-        sizes.append(states.unflatten(-1, (len(taps), -1)).square().mean(-1).sqrt())  # [seq, taps]
-    return torch.cat(sizes).median(dim=0).values.tolist()
 
 
 def shard_damage(folder: Path, shard: Json) -> str | None:
@@ -199,9 +130,9 @@ def foreign_shards(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.glob("*.safetensors")) if path.name not in listed]
 
 
-def repair(folder: Path, damaged: Iterable[Path], foreign: Iterable[Path] = ()) -> str:
+def repair(folder: Path, wrong: Iterable[Path]) -> str:
     """What to do about shards that are damaged or lost, or that the manifest does not list."""
-    there = [*(path for path in damaged if path.is_file()), *foreign, folder / "stage.json", folder / MANIFEST]
+    there = [*(path for path in wrong if path.is_file()), folder / "stage.json", folder / MANIFEST]
     return (
         f"remove what is wrong ({shlex.join(['rm', *map(str, there)])}) and harvest again, which reuses undamaged "
         "shards; of a merged store, merge again"

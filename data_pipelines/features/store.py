@@ -40,25 +40,21 @@ SPLITS = ("train", "heldout")
 MERGE_KEYS = ("taps", "dtype", "target")  # what the merged manifest takes from the first, and all must share
 
 
-def verify(folder: Path) -> list[str]:
-    """One message per damaged or unlisted shard of a store; empty if the store is sound."""
-    return [*damaged_shards(folder).values(), *(f"{path} is not in the manifest" for path in foreign_shards(folder))]
-
-
-def damaged_shards(folder: Path) -> dict[Path, str]:
-    """The shards that the manifest lists and that are damaged or missing, and what is wrong with each."""
+def verify(folder: Path) -> dict[Path, str]:
+    """The shards of a store that are damaged, missing or not in its manifest, and what is wrong with each."""
     found = {folder / shard["file"]: shard_damage(folder, shard) for shard in read_manifest(folder)["shards"]}
-    return {path: problem for path, problem in found.items() if problem}
+    damaged = {path: problem for path, problem in found.items() if problem}
+    return damaged | {path: f"{path} is not in the manifest" for path in foreign_shards(folder)}
 
 
 def refuse_damage(folder: Path) -> None:
     """Raise ValueError if a store is not sound, with the command that mends it."""
-    damaged, foreign = damaged_shards(folder), foreign_shards(folder)
-    problems = [*damaged.values(), *(f"{path} is not in the manifest" for path in foreign)]
-    if problems:
+    if problems := verify(folder):
+        foreign = foreign_shards(folder)
         count = "1 shard is" if len(problems) == 1 else f"{len(problems)} shards are"
-        lines = [f"{count} damaged, lost or not in the manifest:", *problems]
-        remedy = repair(folder, damaged, foreign) if damaged else f"remove: {shlex.join(['rm', *map(str, foreign)])}"
+        lines = [f"{count} damaged, lost or not in the manifest:", *problems.values()]
+        only_foreign = len(foreign) == len(problems)
+        remedy = f"remove: {shlex.join(['rm', *map(str, foreign)])}" if only_foreign else repair(folder, problems)
         raise ValueError("\n  ".join(lines) + f"\n{remedy}")
 
 
@@ -95,7 +91,7 @@ def merge(into: Path, sources: list[Path]) -> Stage:
                 + "\n  ".join(different)
                 + "\nstores with equal taps, dtype and target can be; harvest one of them again"
             )
-    if problems := [problem for source in sources for problem in verify(source)]:
+    if problems := [problem for source in sources for problem in verify(source).values()]:
         raise ValueError("\n  ".join(["stores to merge are damaged:", *problems]))
     partial = into.with_name(into.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -106,7 +102,7 @@ def merge(into: Path, sources: list[Path]) -> Stage:
         about = {**{key: abouts[0].get(key) for key in MERGE_KEYS}, "merged_from": [origin(found) for found in abouts]}
         write_text(partial / MANIFEST, json.dumps({**about, "shards": shards}, indent=1))
         stage = Stage("features", partial, {"taps": abouts[0]["taps"], "merged_from": merged_from})
-        stage.begin()
+        stage.claim()
         stage.finish({"manifest": file_digest(partial / MANIFEST)})
         partial.rename(into)
     return Stage("features", into, stage.inputs)

@@ -20,8 +20,7 @@ class CompletionClient:
     """Sends prompts as token ids and returns the server's responses as token ids, several at a time.
 
     The ids come from the server if it gives them (vLLM's return_token_ids), else its text is tokenized. A failed
-    request is retried after waits of 1, 2, 4, ... seconds, if its error may pass with time; `pause` waits. Raises
-    ValueError if a request finally fails.
+    request is retried after 1, 2, 4, ... seconds if its error may pass with time; in the end it raises ValueError.
     """
 
     def __init__(self, url: str, tokenizer: Tokenizer, pause: Callable[[float], None] = time.sleep) -> None:
@@ -39,20 +38,16 @@ class CompletionClient:
         """
 
         def one(prompt: list[int], sampling: Sampling) -> list[int]:
-            answer = self._ask(
-                "POST",
-                "/v1/completions",
-                {
-                    "model": self.model,
-                    "prompt": prompt,
-                    "max_tokens": max_new_tokens,
-                    "temperature": sampling.temperature,
-                    "seed": sampling.seed,
-                    "return_token_ids": True,
-                    "skip_special_tokens": False,
-                },
-            )
-            return self._tokens(self._found(answer, "choices"))
+            body = {
+                "model": self.model,
+                "prompt": prompt,
+                "max_tokens": max_new_tokens,
+                "temperature": sampling.temperature,
+                "seed": sampling.seed,
+                "return_token_ids": True,
+                "skip_special_tokens": False,
+            }
+            return self._tokens(self._found(self._ask("POST", "/v1/completions", body), "choices"))
 
         with ThreadPoolExecutor(max_workers=at_once) as pool:
             waiting = enumerate(zip(prompts, samplings, strict=True))
@@ -72,15 +67,15 @@ class CompletionClient:
             if failure is not None:
                 raise failure
 
-    def _found(self, answer: Json, key: str) -> Json:
+    def _found(self, answer: httpx.Response, key: str) -> Json:
         """The first entry of the list `key` of an answer; raises ValueError if there is none."""
-        listed = answer.get(key)
-        if not isinstance(listed, list) or not listed or not isinstance(listed[0], dict):
+        try:
+            found: Json = dict(answer.json()[key][0])
+        except (ValueError, LookupError, TypeError) as error:
             raise ValueError(
-                f"data.server: {self.url} answers without {key} ({str(answer)[:200]}); an OpenAI-compatible server "
+                f"data.server: {self.url} answers without {key} ({answer.text[:200]}); an OpenAI-compatible server "
                 "such as vLLM or SGLang is needed, so check the URL"
-            )
-        found: Json = listed[0]
+            ) from error
         return found
 
     def _tokens(self, choice: Json) -> list[int]:
@@ -91,7 +86,7 @@ class CompletionClient:
         ended = choice.get("finish_reason") == "stop" and end is not None and tokens[-1:] != [end]
         return [*tokens, end] if ended else tokens
 
-    def _ask(self, method: str, path: str, body: Json | None) -> Json:
+    def _ask(self, method: str, path: str, body: Json | None) -> httpx.Response:
         for attempt in range(RETRIES + 1):
             if attempt:
                 self.pause(2.0 ** (attempt - 1))
@@ -101,7 +96,7 @@ class CompletionClient:
                 why = f"{type(error).__name__}: {error}"
                 continue
             if response.status_code == 200:
-                return json_object(response)
+                return response
             why = f"status {response.status_code}: {response.text[:200]}"
             if response.status_code not in RETRIED_STATUSES:
                 break
@@ -109,12 +104,3 @@ class CompletionClient:
             f"data.server: {self.url}{path} gave no answer ({why}); check the server and run the command again, which "
             "keeps the finished responses"
         )
-
-
-def json_object(response: httpx.Response) -> Json:
-    """The JSON object of an answer; empty for anything else."""
-    try:
-        answer = response.json()
-    except ValueError:
-        return {}
-    return answer if isinstance(answer, dict) else {}

@@ -22,11 +22,10 @@ from headstart.data_pipelines.prompts.python_stdlib import stdlib_prompts
 from headstart.data_pipelines.prompts.row_report import CANDIDATE, RowReport
 from headstart.data_pipelines.prompts.row_samples import parse_known, samples_of
 from headstart.data_pipelines.prompts.rows import BadRow, read_rows, source_digest
-from headstart.data_pipelines.prompts.self_written.candidates import UserTemplate
-from headstart.data_pipelines.prompts.self_written.rounds import read_candidates, write_candidates
+from headstart.data_pipelines.prompts.self_written.candidates import UserTemplate, read_candidates, write_candidates
 from headstart.data_pipelines.prompts.self_written.selection import HeldOutFile, Selection, opening_texts
 from headstart.data_pipelines.stages.shard_work import start_processes
-from headstart.data_pipelines.stages.stage import Json, Stage, dependents, file_digest, is_shared, write_text
+from headstart.data_pipelines.stages.stage import Json, Stage, file_digest, write_text
 from headstart.data_pipelines.stages.target_files import WEIGHTS, generation_identity, prompt_identities
 from headstart.heads.target_config import locate_target
 from headstart.heads.target_origin import target_identity
@@ -61,11 +60,8 @@ def prompts_stage(recipe: Recipe) -> Stage:
         if data.holds_out_own_prompts:
             inputs["data.heldout_samples"] = data.heldout_samples
     if data.responses == "given":  # this stage then holds the responses too
-        inputs |= {
-            "data.turns": data.turns,
-            "data.response_tokens": data.response_tokens,
-        }
-    return Stage("prompts", recipe.prompts_dir, inputs, dependents(recipe, recipe.prompts_dir), is_shared(recipe))
+        inputs |= {"data.turns": data.turns, "data.response_tokens": data.response_tokens}
+    return Stage.of(recipe, "prompts", inputs)
 
 
 @dataclass(frozen=True)
@@ -83,8 +79,7 @@ def make_prompts(recipe: Recipe) -> Stage:
 
     A row is {id, tokens, cut}: the prompt's tokens, and whether its beginning was cut off. With data.responses given it
     also has `text`, all tokens of the sample, and `spans`, the token ranges to train on. If the source or
-    data.num_prompts grew and the prompts that are there stay the first ones, the new ones are added. With data.prompts
-    self, `write_own_candidates` must have been called. Raises ValueError
+    data.num_prompts grew and the prompts that are there stay the first ones, the new ones are added. Raises ValueError
     if too many source rows are unusable, or the prompts that are there were made from other inputs.
     """
     stage = prompts_stage(recipe)
@@ -207,8 +202,7 @@ def start_selection(recipe: Recipe, tokenizer: Tokenizer) -> Selection:
 def write_own_candidates(recipe: Recipe, load: Callable[[], TargetModel]) -> None:
     """Let the target write the prompts, if data.prompts is self and they are missing. All ranks must call this.
 
-    Raises ValueError if the target's chat template has no user turn, if hardly any candidate is usable, or if the
-    candidates that are there were made from other inputs.
+    Raises ValueError if that cannot work, or if the candidates that are there were made from other inputs.
     """
     if recipe.data.prompts != SELF:
         return
@@ -243,10 +237,8 @@ def read_prompts(
             break
         report.rows, report.counts = report.rows + 1, row.counts
         try:
-            if isinstance(row.fields, BadRow):
-                raise row.fields
-            parsed = parse_known(tokenizer, row.fields)
-            samples = list(samples_of(tokenizer, parsed, row.fields, data))
+            parsed = parse_known(tokenizer, row.read())
+            samples = list(samples_of(tokenizer, parsed, row.read(), data))
         except BadRow as error:
             report.reject(row.line, error)
             continue
@@ -255,7 +247,9 @@ def read_prompts(
             continue
         rows += [{"id": len(rows) + place, **sample} for place, sample in enumerate(samples)]
         if any(sample["cut"] for sample in samples):
-            report.add_cut(row.line, isinstance(parsed, Conversation) and parsed.has_system)
+            report.cut.append(row.line)
+            if isinstance(parsed, Conversation) and parsed.has_system:
+                report.lost_system.append(row.line)
     report.samples = len(rows[:count])
     return rows[:count]
 

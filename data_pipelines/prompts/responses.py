@@ -10,8 +10,9 @@ from torch import Tensor
 
 from headstart.common.jsonl import append_jsonl, read_jsonl, resume_jsonl, write_jsonl
 from headstart.data_pipelines.prompts.completion_client import CompletionClient
+from headstart.data_pipelines.prompts.prompts import load_target_tokenizer
 from headstart.data_pipelines.stages.shard_work import ProgressMeter, ShardPrompts
-from headstart.data_pipelines.stages.stage import Json, Stage, dependents, file_digest, is_shared
+from headstart.data_pipelines.stages.stage import Json, Stage, file_digest
 from headstart.data_pipelines.stages.target_files import WEIGHTS, digest_of, generation_identity
 from headstart.heads.checkpoint import load_head
 from headstart.heads.target_config import locate_target
@@ -24,7 +25,6 @@ from headstart.inference.drafters.costs.cost_aware import growth_from_recipe
 from headstart.inference.engine.loop import generate_each
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.ranks import Ranks
-from headstart.inference.targets.tokenizer import load_tokenizer
 from headstart.recipes import Recipe
 
 # Prompts and the sampling of each -> (number of the prompt, tokens written after it), as each text ends.
@@ -50,7 +50,7 @@ def responses_stage(recipe: Recipe, prompts: Stage) -> Stage:
         }
     if data.server is not None or data.draft_head is not None:
         inputs["written_by"] = written_by(recipe)
-    return Stage("responses", recipe.responses_dir, inputs, dependents(recipe, recipe.responses_dir), is_shared(recipe))
+    return Stage.of(recipe, "responses", inputs)
 
 
 def written_by(recipe: Recipe) -> str:
@@ -115,56 +115,38 @@ def write_responses(recipe: Recipe, writer: Writer, shards: Sequence[ShardPrompt
     The writer gets the prompts of all shards at once, so that its batch stays full until the last prompts. Each
     finished response is appended to the journal of its shard, so a killed run loses only the unfinished ones.
     """
-    parts = [part for shard in shards if (part := UnfinishedShard.find(recipe, shard, meter)) is not None]
-    missing = [(part, row) for part in parts for row in part.missing]
-    for part in parts:
-        part.finish_if_complete()
-    samplings = [sampling_of(recipe, part.shard.split, row["id"]) for part, row in missing]
-    for number, tokens in writer([row["tokens"] for _, row in missing], samplings) if missing else ():
-        part, row = missing[number]
-        part.add(
-            {
-                "id": row["id"],
-                "prompt": row["tokens"],
-                "response": tokens,
-                "temperature": samplings[number].temperature,
-            }
-        )
-        meter.add(1, len(tokens))
-        part.finish_if_complete()
-
-
-@dataclass(frozen=True)
-class UnfinishedShard:
-    """A shard some of whose responses are still missing; the others are in its journal."""
-
-    shard: ShardPrompts
-    path: Path
-    done: dict[int, Json]  # finished responses by the number of their sample
-
-    @classmethod
-    def find(cls, recipe: Recipe, shard: ShardPrompts, meter: ProgressMeter) -> "UnfinishedShard | None":
-        """The shard with what earlier runs wrote of it; None if it is complete."""
+    work: list[tuple[Journal, Json]] = []
+    for shard in shards:
         path = responses_path(recipe, shard)
-        journal = journal_of(path)
         if path.exists():
-            journal.unlink(missing_ok=True)  # left by a kill just before its removal
+            journal_of(path).unlink(missing_ok=True)  # left by a kill just before its removal
             meter.skip(len(shard.rows))
-            return None
-        found = cls(shard, path, {row["id"]: row for row in resume_jsonl(journal)})
-        meter.skip(len(found.done))
-        return found
+            continue
+        journal = Journal(path, shard)
+        meter.skip(len(journal.done))
+        work += [(journal, row) for row in shard.rows if row["id"] not in journal.done]
+    samplings = [sampling_of(recipe, journal.shard.split, row["id"]) for journal, row in work]
+    for number, tokens in writer([row["tokens"] for _, row in work], samplings) if work else ():
+        journal, row = work[number]
+        temperature = samplings[number].temperature
+        journal.add({"id": row["id"], "prompt": row["tokens"], "response": tokens, "temperature": temperature})
+        meter.add(1, len(tokens))
 
-    @property
-    def missing(self) -> list[Json]:
-        return [row for row in self.shard.rows if row["id"] not in self.done]
+
+class Journal:
+    """The finished responses of a shard, one line each; it becomes the shard's file once all are there."""
+
+    def __init__(self, path: Path, shard: ShardPrompts) -> None:
+        self.path, self.shard = path, shard
+        self.done: dict[int, Json] = {row["id"]: row for row in resume_jsonl(journal_of(path))}
+        self._finish_if_complete()
 
     def add(self, row: Json) -> None:
         append_jsonl(journal_of(self.path), [row])
         self.done[row["id"]] = row
+        self._finish_if_complete()
 
-    def finish_if_complete(self) -> None:
-        """Replace the journal by the whole shard once all responses are there."""
+    def _finish_if_complete(self) -> None:
         if len(self.done) == len(self.shard.rows):
             write_jsonl(self.path, [self.done[row["id"]] for row in self.shard.rows])
             journal_of(self.path).unlink(missing_ok=True)
@@ -232,9 +214,7 @@ def speculative_writer(recipe: Recipe, folder: Path) -> tuple[Writer, Ranks]:
 
 def server_writer(recipe: Recipe, url: str) -> Writer:
     """Write responses with an OpenAI-compatible server that runs the target."""
-    section = recipe.target
-    tokenizer = load_tokenizer(locate_target(section.path, section.revision), section.trust_remote_code)
-    client = CompletionClient(url, tokenizer)
+    client = CompletionClient(url, load_target_tokenizer(recipe))
 
     def write(prompts: list[list[int]], samplings: list[Sampling]) -> Iterator[tuple[int, list[int]]]:
         return client.complete(prompts, samplings, recipe.data.response_tokens, recipe.data.generate_batch)

@@ -35,10 +35,6 @@ class RowReport:
         else:
             self.bad.append({"line": line, "kind": error.kind, "why": str(error)})
 
-    def add_cut(self, line: int, has_system: bool) -> None:
-        self.cut.append(line)
-        self.lost_system += [line] if has_system else []
-
     def to_json(self) -> Json:
         kinds = Counter(row["kind"] for row in self.bad)
         return {**vars(self), "bad": dict(kinds), "bad_rows": self.bad}
@@ -67,10 +63,8 @@ class RowReport:
                 "and then dropped; remove them from one of the two files"
             )
         if self.samples == 0:
-            raise ValueError(
-                f"{self.source} has no prompts ({self.rows} rows read{joined_with_comma(self.dropped())}); give at "
-                "least one usable row"
-            )
+            read = ", ".join([f"{self.rows} rows read", *self.dropped()])
+            raise ValueError(f"{self.source} has no prompts ({read}); give at least one usable row")
 
     def left_out_rows(self) -> list[Json]:
         """{line, kind, why} of every row that gave no sample, in order."""
@@ -103,7 +97,3 @@ class RowReport:
         if self.samples < (self.wanted or 0):
             parts.append(f"{self.wanted_by}={self.wanted:,} asks for more, but there are no more rows")
         return "; ".join(parts)
-
-
-def joined_with_comma(parts: list[str]) -> str:
-    return "".join(f", {part}" for part in parts)

@@ -14,7 +14,7 @@ from headstart.recipes.schema import DataSection
 def samples_of(tokenizer: Tokenizer, parsed: Parsed, row: Json, data: DataSection) -> Iterator[Json]:
     """The samples of a row: one prompt for the target to answer, or the row's own samples (data.responses given)."""
     if data.responses == "target":
-        tokens = encode_parsed(tokenizer, parsed)
+        tokens = encode_prompt(tokenizer, parsed)
         yield {"tokens": tokens[-data.prompt_tokens :], "cut": len(tokens) > data.prompt_tokens}
         return
     longest = data.prompt_tokens + data.response_tokens
@@ -27,15 +27,11 @@ def samples_of(tokenizer: Tokenizer, parsed: Parsed, row: Json, data: DataSectio
         yield {"tokens": prompt, "cut": False, "text": given.tokens, "spans": [list(span) for span in given.spans]}
 
 
-def encode_prompt(tokenizer: Tokenizer, row: Json) -> list[int]:
+def encode_prompt(tokenizer: Tokenizer, parsed: Parsed) -> list[int]:
     """The tokens for the target to continue: a text as it is, a conversation without its final answer.
 
     Raises BadRow for a row without a prompt.
     """
-    return encode_parsed(tokenizer, parse_known(tokenizer, row))
-
-
-def encode_parsed(tokenizer: Tokenizer, parsed: Parsed) -> list[int]:
     if isinstance(parsed, Conversation):
         return ChatTemplate(tokenizer).prompt(parsed)
     if isinstance(parsed, TokenRow):

@@ -39,6 +39,12 @@ class Row:
     fields: Json | BadRow
     counts: str = "line"  # or row
 
+    def read(self) -> Json:
+        """The fields; raises BadRow if the row could not be read."""
+        if isinstance(self.fields, BadRow):
+            raise self.fields
+        return self.fields
+
 
 def read_rows(source: str) -> Iterator[Row]:
     """Read every row of a source, unreadable ones as BadRow; raises ValueError for an unknown kind of source."""

@@ -72,7 +72,7 @@ def run_stage(stage: Stage, state: PartialState, make: Callable[[], None], finis
     if stage.is_complete():
         return
     if state.is_main_process:
-        stage.begin()
+        stage.claim()
     state.wait_for_everyone()
     make()
     state.wait_for_everyone()

@@ -14,7 +14,10 @@ from headstart.common.whole_files import write_text
 from headstart.recipes import Recipe
 
 Json = dict[str, Any]
-CHECKSUM = "xxh3_128"  # of each shard, in a store's manifest
+STAGES = ["prompts", "responses", "features"]  # each is made from those before it
+CHECKSUM = "xxh3_128"  # the name of a shard's checksum in a store's manifest
+# Inputs that older versions recorded, with the only value that is left of each: what was made with it is the same.
+RETIRED = {"data.long_prompts": "cut", "data.self_language": None, "data.self_top_p": 1.0, "data.self_turns": 1}
 
 
 def file_digest(path: Path) -> str:
@@ -48,30 +51,13 @@ def shown(value: object) -> str:
 
 
 def is_digest(value: object) -> bool:
-    """Whether a value is a digest of content, whose digits tell a user nothing."""
+    """Whether a value is a digest of content, whose digits mean nothing to a user."""
     return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
 
 
 def removal_command(folders: Iterable[Path]) -> str:
     """A command line that removes those of the folders that exist."""
     return shlex.join(["rm", "-r", *(str(folder) for folder in folders if folder.exists())])
-
-
-def dependents(recipe: Recipe, folder: Path) -> list[Path]:
-    """The folders of a run that are made from one of its stages' folders, directly or not.
-
-    What lies in a shared data.folder is left out: other recipes may use it.
-    """
-    stages = [recipe.prompts_dir, recipe.responses_dir, recipe.features_dir]
-    made = [recipe.checkpoints_dir, recipe.head_dir, recipe.report_dir, recipe.export_dir]
-    if recipe.joint.mode is not None:  # without it, the folder of this name is not the run's
-        made.append(recipe.tuned_target_dir)
-    return made if is_shared(recipe) else [*stages[stages.index(folder) + 1 :], *made]
-
-
-def is_shared(recipe: Recipe) -> bool:
-    """Whether the recipe's prompts, responses and features lie in a folder that other recipes may use too."""
-    return recipe.data_folder.resolve() != recipe.run_dir.resolve()
 
 
 class Stage:
@@ -88,13 +74,22 @@ class Stage:
         self.inputs: Json = json.loads(json.dumps(inputs))  # as JSON reads them back: tuples become lists
         self.path = folder / "stage.json"
 
+    @classmethod
+    def of(cls, recipe: Recipe, name: str, inputs: Json) -> "Stage":
+        """A recipe's stage: prompts, responses or features."""
+        made = [recipe.checkpoints_dir, recipe.head_dir, recipe.report_dir, recipe.export_dir]
+        if recipe.joint.mode is not None:  # without it, the folder of this name is not the run's
+            made.append(recipe.tuned_target_dir)
+        shared = recipe.data_folder.resolve() != recipe.run_dir.resolve()
+        later = [] if shared else STAGES[STAGES.index(name) + 1 :]
+        return cls(
+            name, recipe.data_folder / name, inputs, [*(recipe.data_folder / each for each in later), *made], shared
+        )
+
     def is_complete(self) -> bool:
         """Whether the output is complete; raises ValueError naming the differences if it was made from other inputs."""
-        inputs = self.claimed_for()
-        if inputs is None:
-            return False
-        self._refuse_difference(inputs)
-        return bool(self._recorded()["complete"])
+        self.refuse()
+        return self.was_complete()
 
     def was_complete(self) -> bool:
         """Whether the folder is complete, from whichever inputs it was made."""
@@ -105,20 +100,15 @@ class Stage:
         if not self.path.is_file():
             return None
         inputs: Json = self._recorded()["inputs"]
-        return inputs
+        return {name: value for name, value in inputs.items() if name not in RETIRED or value != RETIRED[name]}
 
     def changed_inputs(self) -> set[str]:
         """The names of the inputs that differ from the recorded ones; empty if no run has claimed the folder."""
         found = self.claimed_for()
         return set() if found is None else different_keys(found, self.inputs)
 
-    def begin(self) -> None:
-        """Claim the folder for these inputs; what an interrupted run left in it may be reused."""
-        if not self.is_complete():
-            self.claim()
-
     def claim(self, inputs: Json | None = None) -> None:
-        """Record other inputs, by default the stage's own, for an output that is not complete."""
+        """Record inputs, by default the stage's own, for an output that is not complete."""
         recorded = self.inputs if inputs is None else inputs
         write_text(self.path, json.dumps({"inputs": recorded, "complete": False}, indent=1))
 
@@ -135,10 +125,15 @@ class Stage:
         return file_digest(self.path)
 
     def refuse(self, why: str = "") -> None:
-        """Raise ValueError if the folder was made from other inputs; `why` says what rules out going on from them."""
+        """Raise ValueError if the folder was made from other inputs; `why` says what rules out continuing from them."""
         found = self.claimed_for()
-        if found is not None:
-            self._refuse_difference(found, why)
+        different = [] if found is None else differences(found, self.inputs, "made with {}, the recipe says {}")
+        if different:
+            raise ValueError(
+                f"the {self.name} in {self.folder} were made from other inputs:\n  "
+                + "\n  ".join([*different, *([why] if why else [])])
+                + f"\nundo the change, or {self._start_anew()}"
+            )
 
     def _recorded(self) -> Json:
         """What stage.json holds; raises ValueError if it is broken."""
@@ -167,12 +162,3 @@ class Stage:
         advice = "choose another data.folder, because other recipes may use this one"
         made = [folder for folder in self.dependents if folder.exists()]
         return f"{advice}, and remove what this run made from it: {removal_command(made)}" if made else advice
-
-    def _refuse_difference(self, found: Json, why: str = "") -> None:
-        different = differences(found, self.inputs, "made with {}, the recipe says {}")
-        if different:
-            raise ValueError(
-                f"the {self.name} in {self.folder} were made from other inputs:\n  "
-                + "\n  ".join([*different, *([why] if why else [])])
-                + f"\nundo the change, or {self._start_anew()}"
-            )

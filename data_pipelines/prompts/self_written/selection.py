@@ -166,7 +166,7 @@ def opening_texts(source: str, tokenizer: Tokenizer) -> Iterator[str]:
     """What the user says first in each usable row of a file."""
     for row in read_rows(source):
         try:
-            parsed = row.fields if isinstance(row.fields, BadRow) else parse_row(row.fields)
+            parsed = parse_row(row.read())
         except BadRow:
             continue
         if isinstance(parsed, Conversation):
