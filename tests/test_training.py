@@ -25,12 +25,13 @@ from headstart.heads.frozen import FrozenTarget
 from headstart.heads.layers import RMSNorm
 from headstart.heads.losses import OBJECTIVES
 from headstart.heads.vocab import DraftVocab
-from headstart.recipes import Recipe
+from headstart.recipes import Recipe, load_recipe
 from headstart.recipes.schema import Eagle1Section, Eagle3Section
 from headstart.trainers.objectives.objective import Objective
 from headstart.trainers.objectives.unrolled import Teacher, UnrolledHead, input_noise
 
 ROOT = Path(__file__).resolve().parents[1]
+TARGET = ROOT / "assets" / "demo_target"
 UNROLL, DECAY = 4, 0.8
 VARIANTS: dict[str, dict[str, Any]] = {"whole vocabulary": {}, "draft vocabulary": {"draft_vocab_size": 90}}
 DECAYED = tuple(DECAY**k for k in range(UNROLL))
@@ -358,6 +359,16 @@ def test_an_objective_is_that_of_the_paper_unless_the_recipe_says_otherwise(make
     )
     with pytest.raises(ValueError, match=r"train\.regression_weight: 1\.0 given, only 0 or null is allowed"):
         make_recipe("a", "train.regression_weight=1.0")
+
+
+@pytest.mark.parametrize(("recipe", "depths"), [("tiny", 5), ("tiny_medusa", 4), ("tiny_block", 7)])
+def test_medusa_and_block_heads_train_all_levels_that_they_draft(recipe: str, depths: int) -> None:
+    """Their number of depths follows from the head; only EAGLE heads choose train.unroll."""
+    loaded = load_recipe(
+        ROOT / "recipes" / f"{recipe}.yaml",
+        [f"target.path={TARGET}", f"data.heldout_prompts={TARGET}/heldout_prompts.jsonl"],
+    )
+    assert loaded.unroll == Objective.from_recipe(loaded).unroll == depths
 
 
 def test_tap_sizes_are_medians_that_one_huge_token_does_not_move(tmp_path: Path) -> None:
