@@ -38,7 +38,7 @@ from headstart.inference.report.command import report
 from headstart.inference.report.tree_picture import draw_tree, rows
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection, MedusaSection
-from headstart.trainers.medusa import run
+from headstart.trainers import run
 
 MakeHead = Callable[..., Any]
 SEQUENTIAL = [False, True]

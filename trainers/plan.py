@@ -4,6 +4,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -221,7 +222,7 @@ def linear_widths(module: nn.Module, without: Collection[int] = ()) -> int:
     return sum(each.in_features + each.out_features for each in linear)
 
 
-def tuned_parameters(recipe: Recipe, model: nn.Module) -> int:
+def tuned_parameters(recipe: Recipe, model: Any) -> int:
     """The number of the target's parameters that joint.mode trains: its layers', or those of adapters."""
     layers = decoder_layers(model)
     if recipe.joint.mode == "full":
@@ -229,7 +230,7 @@ def tuned_parameters(recipe: Recipe, model: nn.Module) -> int:
     return recipe.joint.lora_rank * linear_widths(layers)
 
 
-def target_needs(recipe: Recipe, model: nn.Module, tuned: int, tokens: int) -> list[Need]:
+def target_needs(recipe: Recipe, model: Any, tuned: int, tokens: int) -> list[Need]:
     """Memory for a target that is trained with its heads."""
     parameters, size = num_parameters(model), next(model.parameters()).element_size()
     fixed = parameters
