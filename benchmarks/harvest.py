@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from headstart.common.jsonl import read_jsonl
+from headstart.common.files import read_jsonl
 from headstart.data_pipelines.features.batches import Batch, length_buckets
 from headstart.data_pipelines.features.features import tap, write_features
 from headstart.data_pipelines.features.shard_files import bytes_per_token, note_path

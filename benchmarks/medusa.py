@@ -26,11 +26,10 @@ from headstart.inference.calibrate import fit_calibration, score_text
 from headstart.inference.core.request import DecodeStats, Request
 from headstart.inference.core.sampling import sampling_from_recipe
 from headstart.inference.drafters.block import head_drafter
-from headstart.inference.drafters.build import load_drafting_head
-from headstart.inference.drafters.costs.cost_aware import searched_tree
+from headstart.inference.drafters.build import load_drafting_head, searched_tree
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
 from headstart.inference.engine.loop import generate_batch
-from headstart.inference.show.inputs import held_out_prompts
+from headstart.inference.generate.inputs import held_out_prompts
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, load_recipe, run_command
 from headstart.trainers import run

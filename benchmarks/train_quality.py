@@ -36,10 +36,10 @@ from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.inference.core.request import DecodeStats
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.block import head_drafter
-from headstart.inference.drafters.costs.cost_aware import growth_from_recipe
+from headstart.inference.drafters.build import growth_from_recipe
 from headstart.inference.engine.loop import generate
+from headstart.inference.generate.inputs import held_out_prompts
 from headstart.inference.report.command import machine
-from headstart.inference.show.inputs import held_out_prompts
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.recipes.command_line import recipe_from_command_line

@@ -18,8 +18,8 @@ from functools import cache, partial
 import torch
 from accelerate import PartialState
 
+from headstart.common.errors import CONTINUES
 from headstart.common.launcher import end_with_launcher
-from headstart.common.os_errors import CONTINUES
 from headstart.data_pipelines.disk_space import check_disk, forecast_disk
 from headstart.data_pipelines.features.features import TapTexts, tap, write_features
 from headstart.data_pipelines.features.shards import (

@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from headstart.chat_options import chat_options
-from headstart.common.os_errors import CONTINUES, NOT_BEGUN, errors_as_messages
+from headstart.common.errors import CONTINUES, NOT_BEGUN, errors_as_messages
 from headstart.data_pipelines.features.store_options import store_options
 from headstart.heads.formats.options import convert_options, lint_options
 from headstart.inference.doctor.options import doctor_options

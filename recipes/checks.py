@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from headstart.recipes.checks import RecipeMistake, dict_or_empty, size_mistakes
 from headstart.recipes.schema import (
     HUB_PREFIX,
     PYTHON_STDLIB,
@@ -17,7 +18,6 @@ from headstart.recipes.schema import (
     DecodeSection,
     MedusaSection,
 )
-from headstart.recipes.target_checks import RecipeMistake, dict_or_empty, size_mistakes
 
 TIMED_GROWTHS = ("adaptive", "cost_aware", "searched_cost_aware")  # these depend on measured step times
 RELATIVE_PATHS = "relative paths start from the current directory"

@@ -11,11 +11,11 @@ from torch.testing import assert_close
 from headstart.heads.checkpoint import new_head
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.least_squares import RIDGE, LeastSquares
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes import Recipe
 from headstart.recipes.schema import Eagle3Section
 from headstart.trainers import run
+from headstart.trainers.first_weights import RIDGE, LeastSquares
 
 MakeRecipe = Callable[..., Recipe]
 

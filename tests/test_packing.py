@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from headstart.data_pipelines.features.batches import Batch, Sample, in_rows, pack
+from headstart.heads.attention_kernels import Documents
 from headstart.heads.base import DraftHead
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.packing import Documents
 from headstart.heads.vocab import DraftVocab
 from headstart.trainers.objectives.objective import Objective
 from headstart.trainers.objectives.unrolled import Teacher, UnrolledHead, input_noise

@@ -10,7 +10,7 @@ from tiny_run import build_run, build_tokenizer, tiny_recipe
 
 from headstart.inference.drafters.costs.cost_aware import refuse_more_children
 from headstart.inference.engine import step_memory
-from headstart.inference.engine.step_memory import StepMemory, free_memory, refuse_large_trees
+from headstart.inference.engine.budget import StepMemory, free_memory, refuse_large_trees
 from headstart.recipes.schema import DecodeSection
 from headstart.trainers import run
 from headstart.trainers.tracking import refuse_unusable_wandb, wandb_mode

@@ -20,7 +20,8 @@ from headstart.heads.vocab import DraftVocab
 from headstart.inference.report.command import report
 from headstart.inference.report.compare import Outcome
 from headstart.inference.report.journal import journal_path
-from headstart.inference.report.runs import Method, Run, run_batch
+from headstart.inference.report.methods import Method
+from headstart.inference.report.rounds import Run, run_batch
 from headstart.inference.report.tables import COLUMNS, LEGEND, short_table
 from headstart.recipes import Recipe
 from headstart.recipes.schema import Eagle3Section, HeadSection, MedusaSection

@@ -6,7 +6,7 @@
 Stopped or killed at any step, the same command continues from the newest checkpoint and ends in the same weights.
 """
 
-from headstart.common.os_errors import CONTINUES
+from headstart.common.errors import CONTINUES
 from headstart.recipes import Recipe, run_command
 
 

@@ -8,7 +8,7 @@ Killed at any step, the same command continues from the newest checkpoint and en
 Ctrl-C once, finishes the current step, saves and exits.
 """
 
-from headstart.common.os_errors import CONTINUES
+from headstart.common.errors import CONTINUES
 from headstart.recipes import Recipe, run_command
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headstart.common.jsonl import read_jsonl
+from headstart.common.files import read_jsonl
 from headstart.data_pipelines.features.batches import Batch, SampleStore
 from headstart.heads.base import DraftHead
 from headstart.heads.calibration import Calibration
@@ -12,7 +12,7 @@ from headstart.inference.calibrate import fit_calibration
 from headstart.inference.core.request import DecodeStats, Request
 from headstart.inference.core.sampling import sampling_from_recipe
 from headstart.inference.drafters.block import head_drafter
-from headstart.inference.drafters.costs.cost_aware import growth_from_recipe
+from headstart.inference.drafters.build import growth_from_recipe
 from headstart.inference.engine.checks import check_length
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.targets.cuda_graph import SpareSteps

@@ -15,11 +15,11 @@ from headstart.heads.block import BlockHead
 from headstart.heads.checkpoint import KINDS, draft_vocab, head_taps, load_head, new_head
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.least_squares import LeastSquares
 from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes import Recipe
 from headstart.recipes.schema import BlockSection, Eagle3Section
+from headstart.trainers.first_weights import LeastSquares
 from headstart.trainers.run_checkpoints import RunStart
 
 START = "start_from"  # the folder of the starting head's copy, beside the checkpoints

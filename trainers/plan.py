@@ -20,7 +20,7 @@ from headstart.heads.base import DraftHead
 from headstart.heads.checkpoint import head_taps
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig, locate_target
-from headstart.inference.engine.step_memory import free_memory, refuse_trees_of
+from headstart.inference.engine.budget import free_memory, refuse_trees_of
 from headstart.inference.targets.architecture import decoder_layers
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe

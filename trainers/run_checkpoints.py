@@ -11,11 +11,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from headstart.common.files import remove, removed_on_failure
 from headstart.common.os_errors import cause, reason
-from headstart.common.whole_files import remove, removed_on_failure
 from headstart.data_pipelines.features.batches import SampleStore
 from headstart.data_pipelines.stages.stage import Json, Stage, differences, write_text
-from headstart.heads.safetensors_file import write_safetensors
+from headstart.heads.files import write_safetensors
 from headstart.recipes import Recipe
 
 STATE = "state.json"

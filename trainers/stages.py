@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from headstart.common.jsonl import read_growing_jsonl, read_json
+from headstart.common.files import read_growing_jsonl, read_json
 from headstart.common.launcher import end_with_launcher
 from headstart.data_pipelines.features.batches import SampleStore
 from headstart.data_pipelines.features.sample_stores import open_stores

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from types import TracebackType
 from typing import Any
 
-from headstart.common.jsonl import append_jsonl, read_growing_jsonl, write_jsonl
+from headstart.common.files import append_jsonl, read_growing_jsonl, write_jsonl
 from headstart.common.progress import Progress
 from headstart.data_pipelines.stages.stage import write_text
 from headstart.recipes import Recipe

@@ -12,16 +12,15 @@ from jaxtyping import Int
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from headstart.common.os_errors import naming
-from headstart.common.whole_files import removed_on_failure
+from headstart.common.files import naming, removed_on_failure
 from headstart.data_pipelines.features.batches import Batch
 from headstart.heads.base import DraftHead
+from headstart.heads.files import as_os_error, give_umask_mode
 from headstart.heads.frozen import at_least_float32
-from headstart.heads.safetensors_file import as_os_error, give_umask_mode
 from headstart.heads.target_config import SAFE_FILES, locate_target
 from headstart.inference.targets.architecture import decoder_layers
+from headstart.inference.targets.loading import no_bars_of_transformers
 from headstart.inference.targets.model import TargetModel, with_own_weights
-from headstart.inference.targets.quiet import no_bars_of_transformers
 from headstart.recipes import Recipe
 from headstart.recipes.schema import TargetSection, TrainSection
 from headstart.trainers.objectives.chunked_loss import score_in_chunks
