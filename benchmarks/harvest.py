@@ -30,7 +30,7 @@ from headstart.data_pipelines.prompts.responses import Text, responses_path
 from headstart.data_pipelines.stages.shard_work import ShardPrompts, prompt_shards, show_progress
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, run_command
-from headstart.trainers.run import run
+from headstart.trainers import run
 
 PROMPTS, HELDOUT, STEPS = 256, 32, 200
 SHARD = 64  # samples per shard
@@ -112,7 +112,6 @@ def smaller(recipe: Recipe, storage: str) -> Recipe:
     train = {
         "steps": STEPS,
         "checkpoint_every": STEPS,
-        "eval_every": STEPS,
         "eval_prompts": EVAL_PROMPTS,
     }
     return recipe.model_copy(

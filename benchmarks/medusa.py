@@ -32,7 +32,7 @@ from headstart.inference.engine.loop import generate_batch
 from headstart.inference.generate.inputs import held_out_prompts
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, load_recipe, run_command
-from headstart.trainers.run import run
+from headstart.trainers import run
 
 KINDS = {
     "Medusa-1": ("tiny_medusa.yaml",),
@@ -74,9 +74,9 @@ def variant(recipe: Recipe, name: str) -> Recipe:
     """The recipe of a kind of head, with the data, steps and trees of the given recipe."""
     (file, *overrides), depth = KINDS[name], recipe.decode.depth
     if file == "tiny_medusa.yaml":
-        overrides += [f"head.medusa_heads={depth}", f"train.unroll={depth}", f"decode.depth={depth}"]
+        overrides += [f"head.medusa_heads={depth}", f"decode.depth={depth}"]
     own = load_recipe(Path(__file__).parents[1] / "recipes" / file, overrides)
-    shared = ("steps", "batch_size", "warmup_steps", "checkpoint_every", "eval_every", "log_every")
+    shared = ("steps", "batch_size", "warmup_steps", "checkpoint_every")
     train = {field: getattr(recipe.train, field) for field in shared}
     train |= {"unroll": depth, "eval_prompts": 0}
     return own.model_copy(

@@ -41,11 +41,11 @@ BLOCK_LONG = Case(
     block_size=16,
     anchors=128,
     head_layers=5,
-    d_pace=True,
+    to_text=True,
 )
 BLOCK_CASES = {
-    "5 layers, blocks of 16, D-PACE": BLOCK_LONG,
-    "2 layers, blocks of 8, soft CE": replace(BLOCK_LONG, block_size=8, head_layers=2, d_pace=False),
+    "5 layers, blocks of 16, text": BLOCK_LONG,
+    "2 layers, blocks of 8, soft CE": replace(BLOCK_LONG, block_size=8, head_layers=2, to_text=False),
     "5 layers, blocks of 16, half the vocabulary": replace(BLOCK_LONG, draft_vocab=2048),
 }
 BLOCK_RIVAL = "speculators"

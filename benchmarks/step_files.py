@@ -29,7 +29,7 @@ from headstart.inference.engine.step import DecodeStep
 from headstart.inference.generate.model import SpeculativeModel
 from headstart.inference.generate.options import drafts_of
 from headstart.recipes import load_recipe
-from headstart.trainers.run import run
+from headstart.trainers import run
 from headstart.trainers.step import train_step
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,7 +44,6 @@ TRAINING = (  # little data, two steps, and no evaluation that would decode
     "train.batch_size=2",
     "train.warmup_steps=1",
     "train.checkpoint_every=2",
-    "train.eval_every=2",
     "train.eval_prompts=0",
     "log.wandb=disabled",
 )

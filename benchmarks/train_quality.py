@@ -44,7 +44,7 @@ from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.recipes.command_line import recipe_from_command_line
 from headstart.recipes.schema import Eagle3Section
-from headstart.trainers.sample_order import SampleOrder
+from headstart.trainers.loop import SampleOrder
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS, PEER = "headstart", "speculators"
@@ -77,7 +77,6 @@ def overrides_of(recipe: Recipe, rate: float, steps: int, folder: Path) -> list[
         "train.learning_rate": rate * train.learning_rate,
         "train.muon_learning_rate": rate * train.muon_learning_rate,
         "train.checkpoint_every": steps,
-        "train.eval_every": steps,
         "train.eval_prompts": 0,
         "log.wandb": "disabled",
     }

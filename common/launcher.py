@@ -8,7 +8,7 @@ import time
 import psutil
 
 POLL_SECONDS = 0.5
-LAUNCHERS = ("accelerate", "torchrun", "torch.distributed.run", "headstart")  # in the command lines of launchers
+LAUNCHERS = ("accelerate", "torchrun", "torch.distributed.run")  # in the command lines of launchers
 
 
 def launcher_command() -> list[str] | None:

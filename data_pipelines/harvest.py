@@ -10,7 +10,9 @@ from headstart.recipes import recipe_from_command_line
 if __name__ == "__main__":
     recipe_from_command_line(__doc__)  # --help and mistakes end the process here, before torch is loaded
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
@@ -73,72 +75,108 @@ def run(recipe: Recipe) -> None:
 
 
 def harvest(recipe: Recipe) -> Stage:
-    """Run the missing stages of prompts, responses and features, on all ranks together; returns the last stage.
+    """Run the missing stages of prompts, responses and features, on all ranks together; returns the last stage."""
+    with open_harvest(recipe) as stages:
+        prompts = stages.prompts()
+        responses = stages.responses(prompts)
+        return stages.features(prompts, responses)
 
-    With data.online the last stage is the responses; with data.store it is that store. If there are more prompts than
-    before, what was made from the others is kept. Raises ValueError if a stage on disk was made from other inputs.
-    """
+
+@contextmanager
+def open_harvest(recipe: Recipe) -> Iterator["Harvest"]:
+    """Hold the folder of the data for ranks that agree on its target; the target is freed at the end."""
     state = PartialState()
     if state.is_main_process:
         for hint in filter(None, (idle_cores(state), slow_format("target.dtype", recipe.target.dtype, state.device))):
             print(hint)
-    shared = recipe.data.folder
-    if shared is None or shared.resolve() == recipe.run_dir.resolve():
-        return make_stages(recipe, state)
-    with hold_folder(state, "data.folder", shared, "harvest", wait=True):  # another recipe may fill it already
-        return make_stages(recipe, state)
+    with ExitStack() as stack:
+        shared = recipe.data.folder
+        if shared is not None and shared.resolve() != recipe.run_dir.resolve():  # another recipe may fill it already
+            stack.enter_context(hold_folder(state, "data.folder", shared, "harvest", wait=True))
+        recipe.run_dir.mkdir(parents=True, exist_ok=True)
+        target = locate_target(recipe.target.path, recipe.target.revision)
+        refuse_differences(state, {"config and weights of target.path": target_identity(target)[:12]})
+        config = TargetConfig.from_folder(target)
+        check_lengths(recipe, config)
+        taps = taps_to_store(recipe, config)
+        load = cache(partial(TargetModel.load, recipe.target, taps))  # loads on first use, once
+        stack.callback(load.cache_clear)
+        yield Harvest(recipe, state, config, taps, load)
 
 
-def make_stages(recipe: Recipe, state: PartialState) -> Stage:
-    """The missing stages, on ranks that agree on where they lie."""
+@dataclass(frozen=True)
+class Prompts:
+    """The tokens of the prompts, and how they are divided into shards."""
 
-    def say(line: str) -> None:
-        if state.is_main_process:
+    stage: Stage
+    shards: list[ShardPrompts]
+
+
+@dataclass(frozen=True)
+class Harvest:
+    """The stages before training. One that is complete and matches the recipe is reused.
+
+    If there are more prompts than before, what was made from the others is kept. Every stage raises ValueError if its
+    files were made from other inputs.
+    """
+
+    recipe: Recipe
+    state: PartialState
+    config: TargetConfig
+    taps: tuple[int, ...]
+    load: Callable[[], TargetModel]
+
+    def say(self, line: str) -> None:
+        if self.state.is_main_process:
             print(line, flush=True)
 
-    recipe.run_dir.mkdir(parents=True, exist_ok=True)
-    target = locate_target(recipe.target.path, recipe.target.revision)
-    refuse_differences(state, {"config and weights of target.path": target_identity(target)[:12]})
-    config = TargetConfig.from_folder(target)
-    check_lengths(recipe, config)
-    taps = taps_to_store(recipe, config)
-    load = cache(partial(TargetModel.load, recipe.target, taps))  # loads on first use, once
+    def prompts(self) -> Prompts:
+        write_own_candidates(self.recipe, self.load)
+        with self.state.main_process_first():
+            stage = make_prompts(self.recipe)
+        self.say(describe_prompts(self.recipe))
+        return Prompts(stage, prompt_shards(self.recipe))
 
-    write_own_candidates(recipe, load)
-    with state.main_process_first():
-        prompts = make_prompts(recipe)
-    say(describe_prompts(recipe))
-    if recipe.data.store is not None:
-        return existing_store(recipe, recipe.data.store, stored_taps(head_taps(recipe.head, config), config.num_layers))
-    shards = prompt_shards(recipe)
-
-    responses = responses_stage(recipe, prompts)
-    with state.main_process_first():
-        take_over_responses(recipe, responses, shards)
-    if recipe.data.online is None and not responses.is_complete():
-        say(forecast_disk(recipe, config, taps, shards))
-    run_stage(
-        responses,
-        state,
-        make=lambda: make_responses(recipe, shards, load, state),
-        finish=lambda: finish_responses(recipe, responses, shards),
-    )
-    say(describe_responses(recipe, responses))
-    if recipe.data.online is not None:
+    def responses(self, prompts: Prompts) -> Stage | None:
+        """The target's answers to the prompts; None with data.store, which needs none."""
+        recipe, shards = self.recipe, prompts.shards
+        if recipe.data.store is not None:
+            return None
+        responses = responses_stage(recipe, prompts.stage)
+        with self.state.main_process_first():
+            take_over_responses(recipe, responses, shards)
+        if recipe.data.online is None and not responses.is_complete():
+            self.say(forecast_disk(recipe, self.config, self.taps, shards))
+        run_stage(
+            responses,
+            self.state,
+            make=lambda: make_responses(recipe, shards, self.load, self.state),
+            finish=lambda: finish_responses(recipe, responses, shards),
+        )
+        self.say(describe_responses(recipe, responses))
         return responses
 
-    features = features_stage(recipe, responses, taps)
-    made_from = shard_identities(features, responses, shards)
-    with state.main_process_first():
-        take_over_features(recipe, features, shards, made_from)
-    run_stage(
-        features,
-        state,
-        make=lambda: make_features(recipe, responses, shards, load(), made_from, state),
-        finish=lambda: finish_features(recipe, features, shards, prompts, responses),
-    )
-    say(describe_store(features.folder))
-    return features
+    def features(self, prompts: Prompts, responses: Stage | None) -> Stage:
+        """The target's hidden states: data.store if the recipe names one; with data.online the responses instead."""
+        recipe, shards = self.recipe, prompts.shards
+        if responses is None:
+            assert recipe.data.store is not None
+            taps = stored_taps(head_taps(recipe.head, self.config), self.config.num_layers)
+            return existing_store(recipe, recipe.data.store, taps)
+        if recipe.data.online is not None:
+            return responses
+        features = features_stage(recipe, responses, self.taps)
+        made_from = shard_identities(features, responses, shards)
+        with self.state.main_process_first():
+            take_over_features(recipe, features, shards, made_from)
+        run_stage(
+            features,
+            self.state,
+            make=lambda: make_features(recipe, responses, shards, self.load(), made_from, self.state),
+            finish=lambda: finish_features(recipe, features, shards, prompts.stage, responses),
+        )
+        self.say(describe_store(features.folder))
+        return features
 
 
 def check_lengths(recipe: Recipe, config: TargetConfig) -> None:

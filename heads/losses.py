@@ -7,7 +7,7 @@ draft vocabulary, p is the target's distribution restricted to it and renormalis
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
@@ -15,7 +15,6 @@ LogQ = Float[Tensor, "*#axes vocab"]
 LogP = Float[Tensor, "*#axes vocab"]
 Positions = Float[Tensor, "*#axes"]
 
-D_PACE_SMOOTHING = 0.5  # share of certainty in every chance, without which the deep steps get no gradient at first
 BLEND_SHARPNESS = 3.0  # the 3 in exp(-3 alpha), the weight of the KL divergence in `blended_acceptance`
 
 
@@ -73,17 +72,3 @@ def feature_distance(
 ) -> Float[Tensor, "*#axes"]:
     """Smooth-L1 distance between a predicted feature and the target's, averaged over its entries (EAGLE-1)."""
     return functional.smooth_l1_loss(hidden, feature.expand_as(hidden), reduction="none").mean(-1)
-
-
-def d_pace(
-    chances: Float[Tensor, "levels chains"], predicted: Bool[Tensor, "levels chains"]
-) -> Float[Tensor, "levels chains"]:
-    """The share of the expected accepted length that each level of a chain decides (D-PACE, arXiv 2605.18810).
-
-    `chances` are those of the text's own tokens. The weight of a level is the sum, over it and all deeper ones, of the
-    chance that the chain is accepted that far. Weights add up to 1 in each chain; levels that are not predicted get 0.
-    """
-    smoothed = torch.where(predicted, (1 - D_PACE_SMOOTHING) * chances + D_PACE_SMOOTHING, 1.0)
-    reached = torch.where(predicted, smoothed.cumprod(0), 0.0)
-    weights = torch.where(predicted, reached.flip(0).cumsum(0).flip(0), 0.0)
-    return weights / weights.sum(0, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)

@@ -42,7 +42,7 @@ MODULES = {
 
 def train(recipe: "Recipe") -> None:
     """Train the recipe's head, after the earlier stages that are missing, as `headstart train RECIPE` does."""
-    from headstart.trainers.run import run
+    from headstart.trainers import run
 
     run(recipe)
 

@@ -20,22 +20,22 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from headstart.chat_options import chat_options
-from headstart.common.errors import NOT_BEGUN, errors_as_messages
+from headstart.common.errors import CONTINUES, NOT_BEGUN, errors_as_messages
 from headstart.data_pipelines.features.store_options import store_options
 from headstart.heads.formats.options import convert_options, lint_options
 from headstart.inference.doctor.options import doctor_options
 from headstart.inference.serve.options import serve_options
-from headstart.recipes import recipe_from_command_line
+from headstart.recipes import Recipe, recipe_from_command_line, run_command
 from headstart.smollm2_options import smollm2_options
-from headstart.trainers.launch_ranks import launch_arguments
-from headstart.trainers.scripts import training_module
+from headstart.trainers import SCRIPTS
+from headstart.trainers import run as run_training
 
 TRAIN_HELP = """Train the recipe's draft head in this process, after running the earlier stages that are missing.
 
 The recipe's head.kind chooses the script: trainers/eagle.py (eagle1, eagle3), trainers/medusa.py (medusa)
 or trainers/block.py (block). To train on several GPUs, start one process for each:
 
-    headstart launch --num_processes 8 train RECIPE
+    accelerate launch --config_file recipes/launch/ddp.yaml --num_processes 8 trainers/eagle.py RECIPE
 """
 
 
@@ -93,14 +93,6 @@ COMMANDS = {  # in data-flow order
         "RUN_DIR/features, target's embedding, norm, lm_head",
         "RUN_DIR/checkpoints, head, metrics.jsonl",
         "recipes/tiny.yaml run_dir=runs/short train.steps=100",
-    ),
-    "launch": Command(
-        "headstart.trainers.launch_ranks",
-        "Train or harvest on several ranks, one for each GPU.",
-        "what train or harvest reads",
-        "what train or harvest writes",
-        "--num_processes 2 train recipes/tiny.yaml",
-        launch_arguments,
     ),
     "calibrate": Command(
         "headstart.inference.calibrate",
@@ -185,18 +177,19 @@ def run(arguments: list[str]) -> None:
     sys.argv = [f"headstart {name}", *own]  # what the command's own --help shows as its name
     command = COMMANDS[name]
     if command.module is None:
-        module = training_script()
-    else:
-        module = entry_module(command.module)
-        command.read_arguments(docstring(module))
+        run_command(TRAIN_HELP, train, CONTINUES)
+        return
+    module = entry_module(command.module)
+    command.read_arguments(docstring(module))
     import_module(module).main()
 
 
-def training_script() -> str:
-    """The module of the script for the recipe's kind of head; a wrong recipe and --help end the process here."""
-    kind = recipe_from_command_line(TRAIN_HELP).head.kind
-    print("training in one process; to use several GPUs: headstart launch --num_processes N train RECIPE", flush=True)
-    return training_module(kind)
+def train(recipe: Recipe) -> None:
+    ranks = (
+        f"accelerate launch --config_file recipes/launch/ddp.yaml --num_processes N {SCRIPTS[recipe.head.kind]} RECIPE"
+    )
+    print(f"training in one process; to use several GPUs: {ranks}", flush=True)
+    run_training(recipe)
 
 
 def entry_module(module: str) -> str:

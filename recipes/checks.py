@@ -68,21 +68,19 @@ def kind_mistakes(recipe: dict[str, Values], given: Values) -> Iterator[RecipeMi
             f"only 0 or null is allowed, as {kind} predicts no features; remove it, or choose head.kind eagle1",
         )
     if kind == "medusa":
-        yield from medusa_mistakes(head, train, recipe["decode"])
+        yield from medusa_mistakes(head, given, recipe["decode"])
     if kind == "block":
-        yield from block_mistakes(head, train, recipe["decode"])
+        yield from block_mistakes(head, given, recipe["decode"])
     elif isinstance(kind, str) and "anchors" in given:
         yield "train.anchors", "only block heads have it; remove it, or choose head.kind block"
 
 
-def medusa_mistakes(head: Values, train: Values, decode: Values) -> Iterator[RecipeMistake]:
+def medusa_mistakes(head: Values, given: Values, decode: Values) -> Iterator[RecipeMistake]:
     """Medusa has one head per draft level: training unrolls all of them, and decoding can draft no deeper."""
     heads, depth = head["medusa_heads"], decode["depth"]
-    if train["unroll"] != heads:
-        yield (
-            "train.unroll",
-            f"{heads} is allowed, one step per Medusa head (head.medusa_heads); write train.unroll: {heads}",
-        )
+    if given.get("unroll", heads) != heads:
+        why = "one step per Medusa head (head.medusa_heads)"
+        yield "train.unroll", f"{heads} is allowed, {why}; leave it out, or write train.unroll: {heads}"
     if is_count(heads) and is_count(depth) and depth > heads:
         yield (
             "decode.depth",
@@ -90,7 +88,7 @@ def medusa_mistakes(head: Values, train: Values, decode: Values) -> Iterator[Rec
         )
 
 
-def block_mistakes(head: Values, train: Values, decode: Values) -> Iterator[RecipeMistake]:
+def block_mistakes(head: Values, given: Values, decode: Values) -> Iterator[RecipeMistake]:
     """A pass drafts as many levels as a block predicts: training scores all of them, decoding uses no more."""
     size, depth = head["block_size"], decode["depth"]
     if not is_count(size):
@@ -98,11 +96,11 @@ def block_mistakes(head: Values, train: Values, decode: Values) -> Iterator[Reci
     is_dflash = head["markov_rank"] == 0 and not head["causal"]
     levels = size - 1 if is_dflash else size
     why = f"the levels that a block of {size} drafts (head.block_size)"
-    if train["unroll"] != levels:
-        yield "train.unroll", f"{levels} is allowed, {why}; write train.unroll: {levels}"
+    if given.get("unroll", levels) != levels:
+        yield "train.unroll", f"{levels} is allowed, {why}; leave it out, or write train.unroll: {levels}"
     if is_count(depth) and depth > levels and decode["drafter"] == "head":
         yield "decode.depth", f"1 to {levels} is allowed, {why}; lower it, or raise head.block_size and train again"
-    if train["input_noise"]:
+    if given.get("input_noise"):
         yield "train.input_noise", "only 0 or null is allowed with head.kind block; remove it"
 
 
@@ -111,12 +109,10 @@ def joint_mistakes(recipe: dict[str, Values]) -> Iterator[RecipeMistake]:
     kind = recipe["head"].get("kind")
     if kind != "medusa":
         yield "joint.mode", f"only null is allowed with head.kind {kind}; remove it, or choose head.kind medusa"
-    places = ("head", "draft_vocab_size"), ("train", "pack_tokens"), ("train", "ema_decay"), ("target", "split")
+    places = ("head", "draft_vocab_size"), ("train", "pack_tokens"), ("target", "split")
     for section, field in places:
         if recipe[section].get(field) is not None:
             yield f"{section}.{field}", f"only null is allowed with joint.mode; remove {field}"
-    if recipe["train"]["export"] != "newest":
-        yield "train.export", "only newest is allowed with joint.mode; choose newest"
 
 
 def split_mistakes(recipe: dict[str, Values]) -> Iterator[RecipeMistake]:

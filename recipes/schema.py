@@ -66,7 +66,6 @@ Devices = Annotated[tuple[DeviceName, ...], Field(strict=False, min_length=1)]
 SystemPrompt = Annotated[str, Field(min_length=1)]
 SystemPrompts = Annotated[tuple[SystemPrompt | None, ...], Field(strict=False, min_length=1)]
 Folders = Annotated[dict[str, HomePath], Field(strict=False)]
-Weights = Annotated[tuple[Annotated[float, Field(ge=0)], ...], Field(strict=False, min_length=1)]
 Objective = Literal["soft_cross_entropy", "reverse_kl", "total_variation", "log_acceptance", "blended_acceptance"]
 DrafterKind = Literal["head", "draft_model", "early_exit", "prompt_lookup", "suffix", "lookahead"]
 Baseline = Literal[
@@ -385,7 +384,7 @@ class TrainSection(Section):
     accumulate: int = Field(
         default=1, gt=0, description="Micro-batches per optimizer step and process; more of them need less memory."
     )
-    precision: Dtype = Field(
+    precision: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Number format of the head's computation; weights and losses stay in float32."
     )
     pack_tokens: int | None = Field(
@@ -394,52 +393,33 @@ class TrainSection(Section):
         description="Pack the samples of a step into rows of at most this many tokens; null pads each sample.",
     )
     learning_rate: float = Field(default=1e-4, gt=0, description="AdamW's peak learning rate.")
-    warmup_steps: int = Field(default=100, ge=0, description="Steps in which the learning rate rises from zero.")
-    schedule: Literal["cosine", "linear", "constant"] = Field(
-        default="cosine",
-        description="Learning rate after warm-up: cosine and linear fall to zero, constant stays at the peak.",
+    warmup_steps: int = Field(
+        default=100, ge=0, description="Steps in which the learning rate rises from zero; then it falls as a cosine."
     )
     optimizer: Literal["adamw", "muon"] = Field(
         default="adamw",
         description="adamw updates all weights; muon updates the layer's matrices, with AdamW for the rest.",
     )
     muon_learning_rate: float = Field(default=0.02, gt=0, description="Muon's peak learning rate.")
-    weight_decay: float = Field(
-        default=0.0, ge=0, description="Decoupled weight decay, multiplied by the learning rate."
-    )
     betas: Betas = Field(
         default=(0.9, 0.95), description="AdamW's decay per step of the gradient's mean and mean square."
     )
     clip_norm: float = Field(
         default=0.5, gt=0, description="Largest gradient norm; larger gradients are scaled down to it."
     )
-    ema_decay: float | None = Field(
-        default=None,
-        gt=0,
-        lt=1,
-        description="Decay per step of an exponential moving average of the weights, which is then measured and "
-        "exported; null is no average.",
-    )
     unroll: int = Field(
         default=7,
         gt=0,
         le=32,
-        description="Depths trained by unrolling the head on its own output (training-time test).",
+        description="Depths trained by unrolling an EAGLE head on its own output (training-time test). Other heads "
+        "train all the levels that they draft.",
     )
     unroll_decay: float | None = Field(
         default=None,
         gt=0,
         le=1,
-        description="Loss weight of each unroll step, relative to the step before; null is 0.8, for block heads 0.78 "
-        "to 0.87 by their size (DFlash).",
-    )
-    unroll_weights: Weights | None = Field(
-        default=None, description="Loss weight of each unroll step; null uses unroll_decay."
-    )
-    depth_weights: Literal["decay", "d_pace"] = Field(
-        default="decay",
-        description="Loss weights of the depths. decay: unroll_weights or unroll_decay; d_pace: what each depth adds "
-        "to the accepted length, given how likely the head makes the text before it (arXiv 2605.18810).",
+        description="Loss weight of each depth, relative to the one before; null is 0.8, for block heads 0.78 to 0.87 "
+        "by their size (DFlash).",
     )
     objective: Objective | None = Field(
         default=None,
@@ -451,12 +431,6 @@ class TrainSection(Section):
         gt=0,
         description="Weight of the objective; null is 0.1 for eagle1, 1.8 for block heads with a Markov head (DSpark), "
         "1 for others.",
-    )
-    text_weight: float | None = Field(
-        default=None,
-        ge=0,
-        description="Weight of the cross-entropy to the tokens of the text; null is 0.1 for block heads with a Markov "
-        "head (DSpark), 1 without the objective for those without one that are not causal (DFlash), 0 for others.",
     )
     anchors: int = Field(
         default=512, gt=0, description="Blocks per sample and step that a block head is trained on, drawn at random."
@@ -485,30 +459,15 @@ class TrainSection(Section):
     activation_checkpointing: bool = Field(
         default=False, description="Save memory by recomputing unroll steps in the backward pass."
     )
-    checkpoint_every: int = Field(default=500, gt=0, description="Steps between checkpoints.")
-    keep_checkpoints: int = Field(default=2, gt=0, description="Number of newest checkpoints kept.")
-    eval_every: int = Field(default=500, gt=0, description="Steps between measurements on held-out data.")
+    checkpoint_every: int = Field(
+        default=500, gt=0, description="Steps between checkpoints; each is measured on held-out data."
+    )
     eval_prompts: int = Field(
         default=8, ge=0, description="Held-out prompts decoded at each measurement; 0 decodes none."
     )
-    export: Literal["newest", "best"] = Field(
-        default="newest",
-        description="Weights to export: the newest, or the best by measured acceptance length (mean of temperatures 0 "
-        "and 1).",
-    )
-    log_every: int = Field(default=10, gt=0, description="Steps between logged metrics.")
     dry_run: bool = Field(
         default=False, description="Print the run's sizes, memory, disk space and steps, then exit without running it."
     )
-
-    @field_validator("export")
-    @classmethod
-    def best_is_measured(cls, export: str, section: ValidationInfo) -> str:
-        if export == "best" and section.data.get("eval_prompts") == 0:
-            raise ValueError(
-                "only newest is allowed while train.eval_prompts is 0; choose newest, or raise train.eval_prompts"
-            )
-        return export
 
     @field_validator("fitted_start")
     @classmethod
@@ -516,18 +475,6 @@ class TrainSection(Section):
         if fitted and section.data.get("start_from") is not None:
             raise ValueError("only false is allowed with train.start_from; remove one of them")
         return fitted
-
-    @field_validator("unroll_weights")
-    @classmethod
-    def one_weight_for_each_step(
-        cls, weights: tuple[float, ...] | None, section: ValidationInfo
-    ) -> tuple[float, ...] | None:
-        unroll = section.data.get("unroll")
-        if weights is not None and unroll is not None and len(weights) != unroll:
-            raise ValueError(f"a list of {unroll} weights is allowed, one per unroll step; change it or train.unroll")
-        if weights is not None and not any(weights):
-            raise ValueError("a list with at least one weight above 0 is allowed; change one of them")
-        return weights
 
 
 class JointSection(Section):
@@ -708,9 +655,9 @@ class LogSection(Section):
 
     wandb: Literal["auto", "online", "offline", "disabled"] = Field(
         default="auto",
-        description="Weights & Biases mode; auto is online if WANDB_API_KEY or WANDB_MODE is set, else offline.",
+        description="Weights & Biases mode; needs wandb. auto: WANDB_MODE, or online if WANDB_API_KEY is set, or else, "
+        "and without wandb, disabled.",
     )
-    project: str = Field(default="headstart", min_length=1, description="Weights & Biases project name.")
 
 
 class Recipe(Section):
@@ -733,6 +680,13 @@ class Recipe(Section):
     report: ReportSection = ReportSection()
     export: ExportSection = ExportSection()
     log: LogSection = LogSection()
+
+    @property
+    def unroll(self) -> int:
+        """Depths that training scores: train.unroll for an EAGLE head, all levels of a Medusa or block head."""
+        if isinstance(self.head, MedusaSection):
+            return self.head.medusa_heads
+        return self.head.levels if isinstance(self.head, BlockSection) else self.train.unroll
 
     @property
     def data_folder(self) -> Path:

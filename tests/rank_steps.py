@@ -21,7 +21,7 @@ from headstart.trainers.objectives.unrolled import Teacher
 from headstart.trainers.optimizers import set_learning_rates
 from headstart.trainers.ranks.head_on_ranks import HeadOnRanks, full_tensor
 from headstart.trainers.ranks.launch import distribute_head, start_accelerator
-from headstart.trainers.run_state import head_in_training
+from headstart.trainers.step import head_in_training
 
 STEPS, HALF, BATCH = 4, 2, 8
 CLIP_NORM = 3.3  # between the gradient norms of the steps, so that some are clipped and others are not

@@ -18,7 +18,7 @@ from tiny_run import build_run, tiny_recipe
 
 from headstart.heads import files
 from headstart.heads.formats.export import export
-from headstart.trainers.run import run
+from headstart.trainers import run
 
 # Each case types a command on a copy of a finished run, after damage to the run: `remove` files, put a `file` (with
 # some content) or a `folder` in place of one, keep `half` of a file, find the disk `full` when files of a pattern are

@@ -2,13 +2,13 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from saved_tensors import SavedForBackward, storage_of
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,15 +18,13 @@ from headstart.heads.block import BlockHead
 from headstart.heads.block_attention import Blocks, Reach
 from headstart.heads.checkpoint import load_head_for
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.losses import d_pace
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes import Recipe
-from headstart.trainers import loop
+from headstart.trainers import loop, run
 from headstart.trainers.evaluation import metrics_by_depth
-from headstart.trainers.memory_estimate import SavedForBackward
 from headstart.trainers.objectives.block import TrainedBlocks, draw_blocks
-from headstart.trainers.objectives.unrolled import Objective, Teacher
-from headstart.trainers.run import run
+from headstart.trainers.objectives.objective import Objective
+from headstart.trainers.objectives.unrolled import Teacher
 
 MakeHead = Callable[..., BlockHead]
 MakeRecipe = Callable[..., Recipe]
@@ -62,12 +60,10 @@ SAMPLES = [
 ]
 
 
-def in_training(
-    make_head: MakeHead, frozen: FrozenTarget, vocab: DraftVocab | None = None, objective: Objective = DSPARK
-) -> TrainedBlocks:
+def in_training(make_head: MakeHead, frozen: FrozenTarget, vocab: DraftVocab | None = None) -> TrainedBlocks:
     vocab = vocab or DraftVocab.full(97)
     head = make_head("block", markov_rank=6, vocab=vocab).requires_grad_(True)
-    return TrainedBlocks(head, Teacher(frozen, vocab), objective, anchors=4)
+    return TrainedBlocks(head, Teacher(frozen, vocab), DSPARK, anchors=4)
 
 
 def test_anchors_are_tokens_that_the_target_wrote_and_wrote_another_after() -> None:
@@ -122,7 +118,6 @@ def by_hand(trained: TrainedBlocks, sample: Sample, anchor: int) -> list[dict[st
                 "loss": 0.9 * (p - q).abs().sum() + 0.1 * text,
                 "hit": (p.argmax() == q.argmax()).float(),
                 "accepted": kept,
-                "chance": q[column[0]] if len(column) else torch.zeros(()),
             }
         )
     return found
@@ -130,13 +125,12 @@ def by_hand(trained: TrainedBlocks, sample: Sample, anchor: int) -> list[dict[st
 
 @pytest.mark.parametrize("packed", [None, 22])
 @pytest.mark.parametrize("vocab_size", [97, 60])
-@pytest.mark.parametrize("pace", [False, True], ids=["decay", "D-PACE"])
 def test_the_loss_is_dsparks_level_by_level(
-    make_head: MakeHead, frozen: FrozenTarget, packed: int | None, vocab_size: int, pace: bool
+    make_head: MakeHead, frozen: FrozenTarget, packed: int | None, vocab_size: int
 ) -> None:
     """0.1 CE to the text + 0.9 L1 to the target, for the prefix that the target wrote."""
     vocab = DraftVocab.most_frequent(torch.arange(97) % 7, vocab_size)
-    trained = in_training(make_head, frozen, vocab, replace(DSPARK, d_pace=pace))
+    trained = in_training(make_head, frozen, vocab)
     packing = pack([len(sample.tokens) for sample in SAMPLES], packed)
     batch = Batch.collate(SAMPLES, torch.float32, packing=packing)
     supervision = trained.supervise(batch, "key")
@@ -153,14 +147,10 @@ def test_the_loss_is_dsparks_level_by_level(
                 break
             first += len(SAMPLES[number].tokens)
         levels = by_hand(trained, SAMPLES[number], anchor - start)
-        predicted = torch.tensor([bool(level) for level in levels])
-        chances = torch.stack([level["chance"] if level else torch.zeros(()) for level in levels])
-        paced = d_pace(chances.detach().unsqueeze(1), predicted.unsqueeze(1)).squeeze(1)
         for level, found in enumerate(levels):
             if found:
                 sums[:, level] += torch.stack([torch.ones(()), found["loss"], found["hit"], found["accepted"]]).detach()
-                share = paced[level] * weights.sum() / counts[0] if pace else weights[level] / counts[level]
-                wanted = wanted + share * found["loss"]
+                wanted = wanted + weights[level] / counts[level] * found["loss"]
     assert_close(scores.sums(), sums, atol=1e-4, rtol=1e-4)
     assert_close(scores.loss, wanted, atol=1e-4, rtol=1e-4)
     parameters = [each for each in trained.parameters() if each.requires_grad]
@@ -225,21 +215,6 @@ def test_the_expected_acceptance_length_is_that_of_chains_of_the_mean_acceptance
     assert metrics_by_depth("heldout", sums)["heldout/expected_tau"] == 1 + 1 / 2 + 3 / 8 + 3 / 32
 
 
-def test_d_pace_is_the_gradient_of_the_expected_length() -> None:
-    """Without smoothing, weight j is the derivative of sum_m prod_{i <= m} q_i with respect to log q_j."""
-    chances = torch.rand(5, 3, dtype=torch.float64).requires_grad_(True)
-    smoothed = 0.5 * chances + 0.5
-    (gradient,) = torch.autograd.grad(smoothed.cumprod(0).sum(), smoothed)
-    wanted = gradient * smoothed
-    found = d_pace(chances.detach(), torch.ones(5, 3, dtype=torch.bool))
-    assert_close(found, (wanted / wanted.sum(0)).detach())
-    holes = torch.tensor([[True, False], [False, False], [True, False]])
-    found = d_pace(chances[:3, :2].detach(), holes)
-    assert not found[~holes].any()
-    assert_close(found[:, 0].sum(), torch.ones((), dtype=torch.float64))
-    assert not found[:, 1].any()
-
-
 def test_a_batch_without_a_block_has_no_loss_and_no_gradient(make_head: MakeHead, frozen: FrozenTarget) -> None:
     trained = in_training(make_head, frozen)
     batch = Batch.collate(SAMPLES[3:], torch.float32)
@@ -255,7 +230,7 @@ def saved_bytes(make_head: MakeHead, seq: int) -> int:
     head = make_head("block", reaches=(Reach(), Reach())).requires_grad_(True)
     blocks = draw_blocks(Batch.collate([a_sample(seq, range(seq), 1)], torch.float32), 16, "key")
     tokens, taps = torch.zeros(1, seq, dtype=torch.long), torch.randn(1, seq, 96)
-    with SavedForBackward({each.untyped_storage()._cdata for each in head.parameters()}) as saved:
+    with SavedForBackward({storage_of(each) for each in head.parameters()}) as saved:
         head.blocks_of(head.project(taps), torch.arange(seq), tokens, blocks)
     head.requires_grad_(False)
     return saved.num_bytes

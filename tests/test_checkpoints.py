@@ -11,19 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from headstart.recipes.schema import TrainSection
-from headstart.trainers.checkpoint import Checkpoints, Snapshot
-from headstart.trainers.optimizers import build_optimizers
-from headstart.trainers.ranks.head_on_ranks import named_optimizer_state, set_optimizer_state
-from headstart.trainers.run_state import refuse_misfit
+from headstart.trainers.optimizers import build_optimizers, named_optimizer_state, set_optimizer_state
+from headstart.trainers.run_checkpoints import Checkpoints, Snapshot
+from headstart.trainers.step import refuse_misfit
 
 
-def snapshot(step: int, average: dict[str, Tensor] | None = None) -> Snapshot:
+def snapshot(step: int, target: dict[str, Tensor] | None = None) -> Snapshot:
     optimizers = {"fc.weight.exp_avg": torch.full((3, 4), float(step)), "fc.weight.step": torch.tensor(float(step))}
-    return Snapshot(step, {"fc.weight": torch.full((3, 4), float(step))}, optimizers, average or {}, {"factor": 1.0})
+    return Snapshot(step, {"fc.weight": torch.full((3, 4), float(step))}, optimizers, target or {})
 
 
-def saved(folder: Path, *steps: int, keep: int = 2, **inputs: object) -> Checkpoints:
-    checkpoints = Checkpoints(folder, inputs, keep)
+def saved(folder: Path, *steps: int, **inputs: object) -> Checkpoints:
+    checkpoints = Checkpoints(folder, inputs)
     for step in steps:
         checkpoints.save(snapshot(step))
     return checkpoints
@@ -44,11 +43,11 @@ def test_without_a_checkpoint_there_is_nothing_to_load(tmp_path: Path) -> None:
     assert saved(tmp_path / "none").load() is None
 
 
-def test_rotation_keeps_the_newest(tmp_path: Path) -> None:
-    checkpoints = saved(tmp_path, 5, 10, 95, 100, keep=3)  # by number, not by name
-    assert checkpoints.steps() == [10, 95, 100]
+def test_rotation_keeps_the_two_newest(tmp_path: Path) -> None:
+    checkpoints = saved(tmp_path, 5, 10, 95, 100)  # by number, not by name
+    assert checkpoints.steps() == [95, 100]
     assert loaded_step(checkpoints) == 100
-    assert names(tmp_path) == ["step-10", "step-100", "step-95"]
+    assert names(tmp_path) == ["step-100", "step-95"]
 
 
 def test_a_half_written_checkpoint_is_ignored(tmp_path: Path) -> None:
@@ -65,14 +64,14 @@ def cut_in_half(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-@pytest.mark.parametrize("file", ["head.safetensors", "optimizers.safetensors", "average.safetensors", "state.json"])
+@pytest.mark.parametrize("file", ["head.safetensors", "optimizers.safetensors", "target.safetensors", "state.json"])
 @pytest.mark.parametrize("damage", [cut_in_half, Path.unlink])
 def test_an_unreadable_newest_checkpoint_stops_with_its_name(
     tmp_path: Path, file: str, damage: Callable[[Path], None]
 ) -> None:
     """Going back to the one before it is the user's decision."""
     checkpoints = saved(tmp_path, 5)
-    checkpoints.save(snapshot(10, average={"fc.weight": torch.ones(3, 4)}))
+    checkpoints.save(snapshot(10, target={"fc.weight": torch.ones(3, 4)}))
     damage(tmp_path / "step-10" / file)
     with pytest.raises(ValueError, match=r"step-10 cannot be read .* remove it to resume from the one before it"):
         checkpoints.load()
@@ -84,9 +83,9 @@ def test_a_state_file_that_lacks_a_key_stops_too(tmp_path: Path) -> None:
     checkpoints = saved(tmp_path, 5)
     path = tmp_path / "step-5/state.json"
     state = json.loads(path.read_text())
-    del state["loss_scale"]
+    del state["step"]
     path.write_text(json.dumps(state))
-    with pytest.raises(ValueError, match=r"step-5 cannot be read \('loss_scale'\)"):
+    with pytest.raises(ValueError, match=r"step-5 cannot be read \('step'\)"):
         checkpoints.load()
 
 
@@ -105,7 +104,7 @@ def test_a_checkpoint_made_from_other_inputs_is_refused_with_each_difference(tmp
 def test_a_full_disk_leaves_the_checkpoint_before_and_says_so(tmp_path: Path) -> None:
     """A limit on file size stands in for a full disk: the kernel refuses the write."""
     checkpoints = saved(tmp_path, 5)
-    large = Snapshot(10, {"fc.weight": torch.zeros(1 << 16)}, {}, {}, {"factor": 1.0})
+    large = Snapshot(10, {"fc.weight": torch.zeros(1 << 16)}, {})
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, before[1]))
     try:
@@ -117,27 +116,6 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_says_so(tmp_path: Path) ->
     assert loaded_step(checkpoints) == 5
     checkpoints.save(large)
     assert names(tmp_path) == ["step-10", "step-5"]
-
-
-def test_the_best_weights_outlive_rotation(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, {"seed": 1}, keep=1)
-    for step, score in ((2, 1.5), (4, 1.9), (6, 1.7), (8, 1.9)):
-        checkpoints.offer_best(step, snapshot(step).weights, score, {"eval_prompts": 8})
-        checkpoints.save(snapshot(step))
-    assert names(tmp_path) == ["best-4", "step-8"]
-    best = checkpoints.best()
-    assert best is not None
-    assert (best.step, best.score) == (4, 1.9)
-    assert checkpoints.load_best(best)["fc.weight"].eq(4).all()
-
-
-def test_acceptance_lengths_on_different_prompts_are_not_compared(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, {}, keep=1)
-    checkpoints.offer_best(2, snapshot(2).weights, 3.0, {"eval_prompts": 2})
-    checkpoints.offer_best(4, snapshot(4).weights, 2.0, {"eval_prompts": 8})
-    assert names(tmp_path) == ["best-4"]
-    with pytest.raises(ValueError, match="best-4 belongs to another recipe"):
-        Checkpoints(tmp_path, {"seed": 2}, keep=1).best()
 
 
 def small_head(optimizer: str) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
@@ -160,10 +138,10 @@ def test_a_checkpoint_restores_weights_and_optimizers_exactly(tmp_path: Path, op
     state = dict(named_optimizer_state(head, optimizers))
     kept = "fc.weight.momentum_buffer" if optimizer == "muon" else "fc.weight.exp_avg"
     assert {kept, "lm_head.bias.exp_avg_sq"} < state.keys()
-    Checkpoints(tmp_path, {}, 2).save(Snapshot(3, head.state_dict(), state, {}, {}))
+    Checkpoints(tmp_path, {}).save(Snapshot(3, head.state_dict(), state))
     update(head, optimizers, 3)
     again, optimizers_again = small_head(optimizer)
-    found = Checkpoints(tmp_path, {}, 2).load()
+    found = Checkpoints(tmp_path, {}).load()
     assert found is not None
     again.load_state_dict(found.weights)
     set_optimizer_state(again, optimizers_again, found.optimizers)
@@ -175,6 +153,6 @@ def test_a_checkpoint_restores_weights_and_optimizers_exactly(tmp_path: Path, op
 def test_a_checkpoint_of_another_head_is_refused_tensor_by_tensor() -> None:
     head = nn.ModuleDict({"fc": nn.Linear(4, 3, bias=False)})
     refuse_misfit(head, snapshot(5))
-    wrong = Snapshot(5, {"fc.weight": torch.zeros(3, 5)}, {"norm.weight.exp_avg": torch.zeros(3)}, {}, {})
+    wrong = Snapshot(5, {"fc.weight": torch.zeros(3, 5)}, {"norm.weight.exp_avg": torch.zeros(3)})
     with pytest.raises(ValueError, match=r"checkpoint \(3, 5\), head \(3, 4\); norm.weight.exp_avg: no such"):
         refuse_misfit(head, wrong)

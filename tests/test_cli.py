@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from headstart import cli
+from headstart.recipes import Recipe, load_recipe
 from headstart.recipes.command_line import command_name, recipe_from_command_line
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,7 +28,7 @@ def test_the_package_installs_the_command() -> None:
 
 
 def test_every_stage_has_a_subcommand() -> None:
-    stages = "smollm2 prompts harvest inspect store train launch calibrate report chat serve export lint doctor convert"
+    stages = "smollm2 prompts harvest inspect store train calibrate report chat serve export lint doctor convert"
     assert list(cli.COMMANDS) == stages.split()
 
 
@@ -65,13 +66,13 @@ def test_the_entry_module_is_what_python_m_runs() -> None:
 def test_train_runs_the_script_of_the_recipes_kind_of_head(
     recipe: str, script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seen: list[list[str]] = []
+    seen: list[Recipe] = []
     monkeypatch.chdir(ROOT)
     module = import_module("headstart." + script.removesuffix(".py").replace("/", "."))
-    monkeypatch.setattr(module, "main", lambda: seen.append(sys.argv))
+    monkeypatch.setattr(module, "train", seen.append)
     headstart(monkeypatch, "train", f"recipes/{recipe}", "train.steps=1")
-    assert seen == [["headstart train", f"recipes/{recipe}", "train.steps=1"]]
-    assert "headstart launch --num_processes N train RECIPE" in capsys.readouterr().out
+    assert seen == [load_recipe(f"recipes/{recipe}", ["train.steps=1"])]
+    assert f"--num_processes N {script} RECIPE" in capsys.readouterr().out
 
 
 def test_train_refuses_a_wrong_recipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,7 +94,7 @@ def test_help_of_a_subcommand_is_the_modules_own_and_names_the_command_that_was_
     assert printed.startswith(f"usage: headstart {name} ")
     module = cli.COMMANDS[name].module
     if module is None:
-        assert "headstart launch" in printed
+        assert "accelerate launch" in printed
         return
     document = import_module(cli.entry_module(module)).__doc__
     assert document is not None

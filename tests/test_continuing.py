@@ -1,4 +1,4 @@
-"""Laws of going on with a run: more steps and more prompts continue it, and nothing else does."""
+"""Laws of continuing a run: more steps and more prompts continue it, and nothing else does."""
 
 import json
 import shutil
@@ -10,22 +10,24 @@ from safetensors.torch import load_file
 from tiny_run import build_run, contents, tiny_recipe, write_prompts
 
 from headstart.recipes import Recipe
-from headstart.trainers.run import run
+from headstart.trainers import run
 
 MakeRecipe = Callable[..., Recipe]
-CONSTANT = "train.schedule=constant"
 
 
-def test_more_steps_continue_a_finished_run(make_recipe: MakeRecipe, capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_steps_continue_a_finished_run(
+    make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It was refused: the checkpoint belonged to another recipe. With a constant rate both ways are the same steps."""
-    run(make_recipe("at once", CONSTANT, "train.steps=8"))
-    run(make_recipe("in two", CONSTANT, "train.steps=4"))
+    monkeypatch.setattr("headstart.trainers.ranks.head_on_ranks.set_learning_rates", lambda *_: 1.0)
+    run(make_recipe("at once", "train.steps=8"))
+    run(make_recipe("in two", "train.steps=4"))
     capsys.readouterr()
-    run(make_recipe("in two", CONSTANT, "train.steps=8"))
+    run(make_recipe("in two", "train.steps=8"))
     printed = capsys.readouterr().out
-    assert "going on after step 4; kept: the head's weights" in printed
+    assert "continuing after step 4; kept: the head's weights" in printed
     assert "train.steps: 8 instead of 4; from here on the learning rate follows the schedule" in printed
-    at_once, in_two = (make_recipe(name, CONSTANT) for name in ("at once", "in two"))
+    at_once, in_two = (make_recipe(name) for name in ("at once", "in two"))
     assert contents(in_two.head_dir) == contents(at_once.head_dir)
     rows = [json.loads(line)["step"] for line in in_two.metrics_path.read_text().splitlines()]
     assert rows == sorted(rows)
@@ -44,12 +46,12 @@ def test_another_field_is_refused_with_more_steps_too(make_recipe: MakeRecipe) -
     assert "train.steps" not in str(error.value)
 
 
-def test_the_same_recipe_says_nothing_about_going_on(
+def test_the_same_recipe_says_nothing_about_continuing(
     make_recipe: MakeRecipe, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(make_recipe("run"))
     run(make_recipe("run"))
-    assert "going on" not in capsys.readouterr().out
+    assert "continuing" not in capsys.readouterr().out
 
 
 def test_a_damaged_note_on_the_start_names_its_file(make_recipe: MakeRecipe) -> None:
@@ -79,7 +81,7 @@ def test_more_prompts_continue_a_finished_run_with_the_same_draft_vocabulary(
     capsys.readouterr()
     run(recipe)
     printed = capsys.readouterr().out
-    assert "going on after step 8; kept: the head's weights, its draft vocabulary" in printed
+    assert "continuing after step 8; kept: the head's weights, its draft vocabulary" in printed
     assert "features: 24 training samples instead of 12" in printed
     assert "resuming after step 8" in printed
     after = load_file(recipe.head_dir / "model.safetensors")

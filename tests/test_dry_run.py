@@ -11,9 +11,9 @@ from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig
 from headstart.recipes import Recipe
-from headstart.trainers.dry_run import DataSizes, refuse_sizes
-from headstart.trainers.memory_estimate import head_sizes
-from headstart.trainers.run import run
+from headstart.trainers import run
+from headstart.trainers.new_head import head_without_weights
+from headstart.trainers.plan import DataSizes, activation_bytes, refuse_sizes
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_too_many_ranks_and_missing_samples_are_refused(make_recipe: Callable[..
 def test_a_dry_run_prints_the_plan_and_writes_nothing(
     make_recipe: Callable[..., Recipe], harvested: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = make_recipe("run", "train.dry_run=true", "train.ema_decay=0.9", "train.accumulate=3")
+    recipe = make_recipe("run", "train.dry_run=true", "train.accumulate=3")
     before = modified(recipe.run_dir)
     run(recipe)
     said = " ".join(capsys.readouterr().out.split())
@@ -61,7 +61,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
     tokens = FeatureStore(recipe.features_dir, "train").num_tokens
     assert f"tokens per epoch {tokens} 12 samples, as harvested" in said
     assert "steps per epoch 4.0 train.batch_size 3" in said
-    assert "1 samples of 36 tokens, train.unroll 3, float32" in said
+    assert "1 samples of 36 tokens, unroll 3, float32" in said
     run(tiny_recipe(harvested, f"run_dir={recipe.run_dir / 'new'}", "train.dry_run=true"))
     said = " ".join(capsys.readouterr().out.split())
     assert "tokens per epoch at most 432 12 samples, not harvested yet" in said
@@ -116,7 +116,8 @@ def test_planned_activations_grow_with_what_a_step_keeps(
 
     def planned(rows: int, longest: int, *options: str) -> int:
         changed = make_recipe("run", f"head={head}", *options)
-        return head_sizes(changed, frozen.config, rows, longest, torch.device("cpu")).activations
+        planned_head = head_without_weights(changed, frozen.config)
+        return activation_bytes(changed, planned_head, rows, longest, torch.device("cpu"))
 
     base = planned(2, 32)
     assert 1.9 * base < planned(4, 32) < 2.1 * base

@@ -213,7 +213,7 @@ def test_weights_keep_their_dtype_or_get_the_one_that_the_recipe_asks_for(
 def test_the_card_shows_what_training_logged_for_the_exported_weights(
     make_head: MakeHead, target_folder: Path, tmp_path: Path
 ) -> None:
-    """With `train.export: best` these need not be the weights of the last step."""
+    """The figures are those of the exported step."""
 
     def text() -> str:
         shutil.rmtree(tmp_path / "export", ignore_errors=True)
@@ -227,12 +227,12 @@ def test_the_card_shows_what_training_logged_for_the_exported_weights(
     assert "after step 10: loss 0.300, accuracy by depth 0.000 0.100 0.200 0.300" in text()
     assert "acceptance length after that step, on 8 held-out prompts: 12.00 at temperature 0" in text()
     (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints/exported.json").write_text(json.dumps({"export": "best", "step": 5}))
+    (tmp_path / "checkpoints/exported.json").write_text(json.dumps({"step": 5}))
     assert "after step 5: loss 0.600" in text()
     assert "tokens read" not in text()  # a log of before
     rows = [{**row, "train/tokens": 1000 * row["step"], "train/tokens_per_second": 0.25} for row in rows]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    noted = {"export": "best", "step": 5, "machine": "2 x a fast CPU"}
+    noted = {"step": 5, "machine": "2 x a fast CPU"}
     (tmp_path / "checkpoints/exported.json").write_text(json.dumps(noted))
     assert "- 10,000 tokens read, 11.1 hours of optimizer steps on 2 x a fast CPU" in text()
     assert "| tokens read | acceptance length at temperature 0 |\n| ---: | ---: |\n| 5,000 | 7.00 |\n" in text()

@@ -202,7 +202,7 @@ def test_folders_stay_small() -> None:
 
 
 def test_training_loads_neither_the_report_nor_the_doctor_nor_matplotlib() -> None:
-    program = "import headstart.trainers.run, sys; print(*sys.modules)"
+    program = "import headstart.trainers.stages, sys; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     modules = loaded.stdout.split()
     assert "headstart.inference.engine.loop" in modules
@@ -237,8 +237,8 @@ def test_no_script_shadows_a_library(folder: str) -> None:
         ("heads/eagle3.py", "def late():\n    import headstart.trainers.loop"),
         ("inference/core/tree.py", "from headstart.inference.engine import loop"),
         ("data_pipelines/prompts/rows.py", "from headstart.data_pipelines.features.shards import ShardStore"),
-        ("trainers/run.py", "from headstart.cli import main"),
-        ("trainers/run.py", "import recipes.schema"),
+        ("trainers/stages.py", "from headstart.cli import main"),
+        ("trainers/stages.py", "import recipes.schema"),
         ("inference/engine/loop.py", "from transformers import AutoModel"),
         ("inference/engine/loop.py", "import wandb"),
         ("recipes/schema.py", "from torch import nn"),

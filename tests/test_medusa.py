@@ -37,7 +37,7 @@ from headstart.inference.report.command import report
 from headstart.inference.report.figures import draw_tree, rows_of
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection, MedusaSection
-from headstart.trainers.run import run
+from headstart.trainers import run
 
 MakeHead = Callable[..., Any]
 SEQUENTIAL = [False, True]
@@ -361,7 +361,7 @@ MEDUSA_RUN = (
     "train.eval_prompts=1",
     "decode.growth=searched",
     "decode.nodes=6",
-    "train.eval_every=8",
+    "train.checkpoint_every=8",
     "report.num_prompts=2",
     "report.temperatures=[0.7]",
 )

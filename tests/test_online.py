@@ -15,7 +15,7 @@ from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.data_pipelines.harvest import harvest
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
-from headstart.trainers.run import run
+from headstart.trainers import run
 
 TAPS = (2, 3, 4)
 WHERE = ["auto", pytest.param("cpu", marks=pytest.mark.slow)]  # a process takes seconds to start

@@ -14,7 +14,8 @@ from headstart.heads.attention_kernels import Documents
 from headstart.heads.base import DraftHead
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.vocab import DraftVocab
-from headstart.trainers.objectives.unrolled import Objective, Teacher, UnrolledHead, input_noise
+from headstart.trainers.objectives.objective import Objective
+from headstart.trainers.objectives.unrolled import Teacher, UnrolledHead, input_noise
 
 MakeHead = Callable[..., DraftHead]
 UNROLL, VOCAB, HIDDEN = 4, 97, 32

@@ -10,8 +10,8 @@ from tiny_run import build_run, build_tokenizer, tiny_recipe
 
 from headstart.inference.engine import budget
 from headstart.inference.engine.budget import StepMemory, free_memory, refuse_large_trees
-from headstart.trainers.run import run
-from headstart.trainers.tracking import refuse_wandb_without_key
+from headstart.trainers import run
+from headstart.trainers.tracking import refuse_unusable_wandb, wandb_mode
 
 GIGABYTE = 10**9
 
@@ -180,7 +180,7 @@ def test_what_would_fail_after_the_harvest_is_refused_before_it(
     mode: str,
 ) -> None:
     """A head's sizes, one row, wandb's key and a missing device were noticed only when hours of harvest were done."""
-    monkeypatch.setattr("headstart.trainers.run.harvest", None)
+    monkeypatch.setattr("headstart.data_pipelines.harvest.open_harvest", None)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setattr("wandb.login", lambda **options: False)
     named = [override.replace("{folder}", str(folder)) for override in overrides]
@@ -226,8 +226,21 @@ def test_wandb_that_would_ask_for_a_key_is_refused(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert_raises(lambda: refuse_wandb_without_key(tiny_recipe(folder, f"log.wandb={setting}")), says)
-    refuse_wandb_without_key(tiny_recipe(folder, "log.wandb=offline"))
+    assert_raises(lambda: refuse_unusable_wandb(tiny_recipe(folder, f"log.wandb={setting}")), says)
+    refuse_unusable_wandb(tiny_recipe(folder, "log.wandb=offline"))
+
+
+def test_wandb_that_is_not_installed_is_refused_where_the_recipe_asks_for_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headstart.trainers.tracking.find_spec", lambda name: None)
+    monkeypatch.setenv("WANDB_MODE", "online")
+    says = Says("log.wandb", "offline given", "auto or disabled is allowed", "pip install -e '.[wandb]'")
+    assert_raises(lambda: refuse_unusable_wandb(tiny_recipe(folder, "log.wandb=offline")), says)
+    for mode in ("auto", "disabled"):
+        recipe = tiny_recipe(folder, f"log.wandb={mode}")
+        refuse_unusable_wandb(recipe)
+        assert wandb_mode(recipe.log.wandb) == "disabled"
 
 
 def test_trees_are_bounded_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,8 @@ from headstart.inference.report.command import report
 from headstart.inference.targets.attention import GROUPED
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
-from headstart.trainers.run import run
-from headstart.trainers.sample_order import SampleOrder
+from headstart.trainers import run
+from headstart.trainers.loop import SampleOrder
 from headstart.trainers.tracking import Tracker
 
 
@@ -46,7 +46,7 @@ def test_the_report_uses_as_many_cpu_threads_as_the_recipe_says(
     assert counts == [3]
 
 
-def test_metrics_go_to_the_recipes_wandb_project(
+def test_metrics_go_to_a_wandb_project_that_the_environment_may_name(
     make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings: dict[str, Any] = {}
@@ -56,7 +56,8 @@ def test_metrics_go_to_the_recipes_wandb_project(
         return SimpleNamespace(finish=lambda: None)
 
     monkeypatch.setattr(wandb, "init", init)
-    with Tracker(make_recipe("run", "log.wandb=offline", "log.project=drafts"), 0, True):
+    monkeypatch.setenv("WANDB_PROJECT", "drafts")
+    with Tracker(make_recipe("run", "log.wandb=offline"), 0, True):
         pass
     assert (settings["project"], settings["mode"]) == ("drafts", "offline")
 

@@ -39,7 +39,7 @@ def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         values = recipe_values(folder)
         build_run(folder)
-        values["train"] |= yaml.safe_load("{steps: 2, warmup_steps: 0, checkpoint_every: 1, eval_every: 2}")
+        values["train"] |= yaml.safe_load("{steps: 2, warmup_steps: 0, checkpoint_every: 1}")
         (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
         patch.setattr("sys.argv", ["bin/headstart", "train", str(folder / "recipe.yaml")])
         cli.main()
@@ -295,14 +295,6 @@ def test_a_store_that_is_not_there_is_made_by_the_command_that_is_named(trained:
     succeeded(headstart(*train, f"data.store={trained / 'run/features'}"))
 
 
-def test_the_best_weights_of_a_run_that_measured_none_are_not_exported_but_the_newest_are(
-    trained: Path, headstart: Type
-) -> None:
-    message = refused(headstart("train", trained / "recipe.yaml", "train.export=best"))
-    assert "choose newest" in message
-    succeeded(headstart("train", trained / "recipe.yaml", "train.export=newest"))
-
-
 def test_rows_that_cannot_be_used_are_listed_and_removed_as_the_message_says(trained: Path, headstart: Type) -> None:
     prompts = write_prompts(trained / "prompts.jsonl", count=14, first=0)
     prompts.write_text('{"prompt": 5}\n' + prompts.read_text())
@@ -327,7 +319,7 @@ MISTAKES = {
     "a drafter without its corpus": ("decode.drafter=suffix", r"give (decode\.corpus)", "{}=prompts.jsonl"),
     "a drafter without its model": ("decode.drafter=draft_model", r"give (decode\.draft_model)", "{}=target"),
     "an override without a value": ("train.steps", r"for example (train\.steps=\d+)", "{}"),
-    "YAML that is not": ('log.project="a', r"put it in (quotes)", "log.project='\"a'"),
+    "YAML that is not": ('export.push_to="a', r"put it in (quotes)", "export.push_to='\"a'"),
     "a tap beyond the target": ("head.taps=[2, 9]", r"hidden states 0 to (\d)", "head.taps=[2, {}]"),
     "a vocabulary that is too large": (
         "head.draft_vocab_size=301",
@@ -346,7 +338,6 @@ MISTAKES = {
         r"growth (chain),",
         "decode.growth={}",
     ),
-    "best weights without measurements": ("train.export=best", r"choose (newest)", "train.export={}"),
 }
 
 

@@ -26,7 +26,7 @@ from headstart.inference.report.rounds import Run, run_batch
 from headstart.inference.report.tables import COLUMNS, LEGEND, short_table
 from headstart.recipes import Recipe
 from headstart.recipes.schema import Eagle3Section, HeadSection, MedusaSection
-from headstart.trainers.run import run
+from headstart.trainers import run
 
 
 @pytest.fixture(scope="module")

@@ -20,9 +20,8 @@ from headstart.heads.frozen import FrozenTarget
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes import Recipe
 from headstart.recipes.schema import BlockSection, Eagle1Section, Eagle3Section, HeadSection, MedusaSection
-from headstart.trainers import loop
-from headstart.trainers.run import run
-from headstart.trainers.vocabulary_report import describe_vocabulary
+from headstart.trainers import loop, run
+from headstart.trainers.new_head import describe_vocabulary
 
 MakeRecipe = Callable[..., Recipe]
 BLOCK = ("head.kind=block", "head.block_size=4", "head.markov_rank=6", "head.taps=[2, 3, 4]", "train.unroll=4")

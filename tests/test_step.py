@@ -18,24 +18,23 @@ from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import locate_target
 from headstart.recipes import Recipe
 from headstart.recipes.schema import TrainSection
+from headstart.trainers import run
+from headstart.trainers.loop import SampleOrder
+from headstart.trainers.new_head import build_head, start_of_run
 from headstart.trainers.optimizers import build_optimizers, set_learning_rates
-from headstart.trainers.precision import LossScale
 from headstart.trainers.ranks.head_on_ranks import ReplicatedHead
 from headstart.trainers.ranks.launch import start_accelerator
-from headstart.trainers.run import build_head, run, start_of_run
-from headstart.trainers.run_state import Training, TrainingInputs
-from headstart.trainers.sample_order import SampleOrder
-from headstart.trainers.step import StepResult, count_micro_batches, train_step
+from headstart.trainers.step import StepResult, Training, TrainingInputs, count_micro_batches, train_step
 
 
 def one_step(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> tuple[StepResult, dict[str, Tensor]]:
     """The result of the first step, and its gradient before clipping."""
     found: dict[str, Tensor] = {}
 
-    def watching(head_on_ranks: ReplicatedHead, scale: float) -> float:
+    def watching(head_on_ranks: ReplicatedHead) -> float:
         for name, parameter in head_on_ranks.unrolled.head.named_parameters():
             assert parameter.grad is not None
-            found[name] = parameter.grad / scale
+            found[name] = parameter.grad.clone()
         return 1.0
 
     monkeypatch.setattr(ReplicatedHead, "update", watching)
@@ -99,40 +98,22 @@ def test_one_micro_batch_of_features_is_in_memory_at_a_time(
     assert last.features is not None  # with one micro-batch nothing is read twice
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("bfloat16", 0.1), ("float16", 0.02)])
 @pytest.mark.parametrize("head", ["{kind: eagle3, draft_vocab_size: 80}", "{kind: eagle1}"])
-def test_half_precision_is_close_to_float32_and_keeps_weights_and_losses_in_float32(
-    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, precision: str, tolerance: float, head: str
+def test_bfloat16_is_close_to_float32_and_keeps_weights_and_losses_in_float32(
+    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, head: str
 ) -> None:
     name = "run" if "eagle3" in head else "eagle1"
     if name == "eagle1":
         shutil.rmtree(make_recipe(name).features_dir)
     options = f"head={head}", "train.input_noise=0"
     exact, gradient = one_step(make_recipe(name, *options), monkeypatch)
-    result, rounded = one_step(make_recipe(name, *options, f"train.precision={precision}"), monkeypatch)
+    result, rounded = one_step(make_recipe(name, *options, "train.precision=bfloat16"), monkeypatch)
     assert not torch.equal(result.sums[1], exact.sums[1])  # autocast reaches the losses
     assert_close(result.sums[1], exact.sums[1], rtol=0.02, atol=0)
     assert result.sums.dtype == torch.float32
     for key, value in rounded.items():
         assert value.dtype == torch.float32
-        assert (value - gradient[key]).norm() < tolerance * gradient[key].norm(), key
-
-
-def test_a_run_stops_when_no_loss_scale_is_left() -> None:
-    scale = LossScale(TrainSection(steps=1, precision="float16"))
-    for step in range(16):
-        scale.update(step, finite=False)
-    assert scale.factor == 1
-    with pytest.raises(ValueError, match="the gradient of step 17 is not finite at any loss scale"):
-        scale.update(16, finite=False)
-
-
-def test_a_loss_scale_grows_again_after_a_long_run_of_good_steps() -> None:
-    scale = LossScale(TrainSection(steps=1, precision="float16"))
-    for step in range(LossScale.GOOD_STEPS):
-        assert scale.factor == LossScale.START
-        scale.update(step, finite=True)
-    assert scale.factor == 2 * LossScale.START
+        assert (value - gradient[key]).norm() < 0.1 * gradient[key].norm(), key
 
 
 def test_a_launch_that_contradicts_the_recipe_is_refused(
@@ -149,18 +130,6 @@ def test_a_launch_that_contradicts_the_recipe_is_refused(
         ValueError, match=r"train\.accumulate: 1 in the recipe contradicts --gradient_accumulation_steps 4"
     ):
         run(make_recipe("run"))
-
-
-def test_the_learning_rate_of_every_schedule_is_a_function_of_the_step_alone() -> None:
-    head = nn.ModuleDict({"fc": nn.Linear(4, 4)})
-    for schedule, middle, end in (("cosine", 0.5, 0.0), ("linear", 0.5, 0.0), ("constant", 1.0, 1.0)):
-        section = TrainSection.model_validate({"steps": 50, "warmup_steps": 10, "schedule": schedule})
-        optimizers = build_optimizers(head, section)
-        factors = [set_learning_rates(optimizers, section, step) for step in range(50)]
-        assert_close(factors[:10], [(step + 1) / 10 for step in range(10)])
-        assert_close(factors[30], middle)
-        assert abs(factors[49] - end) < 0.03
-        assert factors[49] > 0
 
 
 def test_the_learning_rates_of_both_optimizers_are_a_function_of_the_step_alone() -> None:

@@ -21,7 +21,7 @@ from headstart.data_pipelines.features.shard_files import bytes_per_token, decod
 from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.data_pipelines.features.store import merge, num_leaked, stats, verify
 from headstart.data_pipelines.harvest import harvest
-from headstart.trainers.sample_order import SampleOrder
+from headstart.trainers.loop import SampleOrder
 
 
 @pytest.fixture(scope="module")

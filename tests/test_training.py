@@ -25,11 +25,13 @@ from headstart.heads.frozen import FrozenTarget
 from headstart.heads.layers import RMSNorm
 from headstart.heads.losses import OBJECTIVES
 from headstart.heads.vocab import DraftVocab
-from headstart.recipes import Recipe
+from headstart.recipes import Recipe, load_recipe
 from headstart.recipes.schema import Eagle1Section, Eagle3Section
-from headstart.trainers.objectives.unrolled import Objective, Teacher, UnrolledHead, input_noise
+from headstart.trainers.objectives.objective import Objective
+from headstart.trainers.objectives.unrolled import Teacher, UnrolledHead, input_noise
 
 ROOT = Path(__file__).resolve().parents[1]
+TARGET = ROOT / "assets" / "demo_target"
 UNROLL, DECAY = 4, 0.8
 VARIANTS: dict[str, dict[str, Any]] = {"whole vocabulary": {}, "draft vocabulary": {"draft_vocab_size": 90}}
 DECAYED = tuple(DECAY**k for k in range(UNROLL))
@@ -352,13 +354,21 @@ def test_an_objective_is_that_of_the_paper_unless_the_recipe_says_otherwise(make
     eagle1 = "head={kind: eagle1}", "train.unroll=4"
     assert Objective.from_recipe(make_recipe("b", *eagle1)) == EAGLE_1
     own = "train.objective=log_acceptance", "train.regression_weight=0", "train.input_noise=0.5"
-    assert Objective.from_recipe(make_recipe("b", *eagle1, *own, "train.unroll_weights=[0, 1, 1, 2]")) == Objective(
-        "log_acceptance", 0.1, 0.0, 0.5, (0.0, 1.0, 1.0, 2.0)
+    assert Objective.from_recipe(make_recipe("b", *eagle1, *own, "train.unroll_decay=0.5")) == Objective(
+        "log_acceptance", 0.1, 0.0, 0.5, (1.0, 0.5, 0.25, 0.125)
     )
     with pytest.raises(ValueError, match=r"train\.regression_weight: 1\.0 given, only 0 or null is allowed"):
         make_recipe("a", "train.regression_weight=1.0")
-    with pytest.raises(ValueError, match=r"train\.unroll_weights: \[1\] given, a list of 3 weights"):
-        make_recipe("a", "train.unroll_weights=[1]")
+
+
+@pytest.mark.parametrize(("recipe", "depths"), [("tiny", 5), ("tiny_medusa", 4), ("tiny_block", 7)])
+def test_medusa_and_block_heads_train_all_levels_that_they_draft(recipe: str, depths: int) -> None:
+    """Their number of depths follows from the head; only EAGLE heads choose train.unroll."""
+    loaded = load_recipe(
+        ROOT / "recipes" / f"{recipe}.yaml",
+        [f"target.path={TARGET}", f"data.heldout_prompts={TARGET}/heldout_prompts.jsonl"],
+    )
+    assert loaded.unroll == Objective.from_recipe(loaded).unroll == depths
 
 
 def test_tap_sizes_are_medians_that_one_huge_token_does_not_move(tmp_path: Path) -> None:

@@ -8,20 +8,30 @@ Killed at any step, the same command continues from the newest checkpoint and en
 Ctrl-C once, finishes the current step, saves and exits.
 """
 
-from headstart.recipes import recipe_from_command_line
-
-if __name__ == "__main__":
-    recipe_from_command_line(__doc__)  # --help and mistakes end the process here, before torch is loaded
-
-from functools import partial
-
 from headstart.common.errors import CONTINUES
-from headstart.recipes import run_command
-from headstart.trainers.run import run
+from headstart.recipes import Recipe, run_command
+
+
+def train(recipe: Recipe) -> None:
+    """Run the stages from prompts to head; those that are complete and match the recipe are reused."""
+    # Here, so that torch is loaded only when the recipe is known to be right.
+    from headstart.data_pipelines.harvest import open_harvest
+    from headstart.trainers.stages import TrainingRun
+
+    run = TrainingRun.start(recipe, "trainers/eagle.py")
+    if recipe.train.dry_run:
+        return run.print_plan()
+    with run.on_all_ranks():
+        with open_harvest(recipe) as harvest:
+            prompts = harvest.prompts()
+            responses = harvest.responses(prompts)
+            features = harvest.features(prompts, responses)
+        head = run.train(features)
+        run.export(head)
 
 
 def main() -> None:
-    run_command(__doc__, partial(run, script="trainers/eagle.py"), CONTINUES)
+    run_command(__doc__, train, CONTINUES)
 
 
 if __name__ == "__main__":

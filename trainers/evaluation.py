@@ -1,7 +1,6 @@
-"""How good a head is while it trains: held-out accuracy at each depth, and the acceptance length of real decoding."""
+"""Measurements of a head in training: held-out accuracy at each depth, and the acceptance length of real decoding."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -19,8 +18,8 @@ from headstart.inference.engine.loop import generate_batch
 from headstart.inference.targets.cuda_graph import SpareSteps
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
-from headstart.trainers.checkpoint import Tensors
 from headstart.trainers.objectives.unrolled import UnrolledHead
+from headstart.trainers.run_checkpoints import Tensors
 
 HELD_OUT = "held out"  # decides which blocks of a held-out text are scored, the same ones at every measurement
 TEMPERATURES = {"tau": 0.0, "tau_t1": 1.0}  # metric of acceptance length -> the temperature it is measured at
@@ -70,13 +69,6 @@ class HeldOutDecoding:
             check_length(self.target, row["tokens"], self.new_tokens)
         return [row["tokens"] for row in rows]
 
-    def conditions(self) -> dict[str, Any]:
-        """The settings that two acceptance lengths must share to be comparable."""
-        return {
-            "eval_prompts": self.recipe.train.eval_prompts,
-            **self.recipe.decode.model_dump(mode="json", exclude={"head"}),
-        }
-
 
 @torch.no_grad()
 def held_out_metrics(unrolled: UnrolledHead, store: SampleStore, batch_size: int) -> dict[str, float]:
@@ -105,9 +97,9 @@ def held_out_metrics(unrolled: UnrolledHead, store: SampleStore, batch_size: int
 
 
 def metrics_by_depth(prefix: str, sums: torch.Tensor) -> dict[str, float]:
-    """Means at each depth from `UnrollScores.sums`, [4, unroll], and the acceptance length that they let expect.
+    """Means at each depth from `UnrollScores.sums`, [4, unroll], and the expected acceptance length.
 
-    That is of chains at temperature 1, if depths were accepted independently of each other: 1 + a_0 + a_0 a_1 + ...
+    The latter is that of chains at temperature 1, if each depth were accepted independently: 1 + a_0 + a_0 a_1 + ...
     """
     counts = sums[0].clamp(min=1)
     metrics = {f"{prefix}/expected_tau": 1 + float((sums[3] / counts).cumprod(0).sum())}
@@ -118,8 +110,7 @@ def metrics_by_depth(prefix: str, sums: torch.Tensor) -> dict[str, float]:
 
 
 def decoding_metrics(decoding: HeldOutDecoding) -> dict[str, float]:
-    """Acceptance length at each temperature, their mean, and the share of steps that accept at least 1, 2, ... draft
-    tokens."""
+    """Acceptance length at each temperature, and the share of steps that accept at least 1, 2, ... draft tokens."""
     metrics = {}
     if decoding.recipe.decode.growth.startswith("searched"):  # search the best tree for the current weights
         decoding.head.calibration = decoding.fit_calibration()
@@ -128,5 +119,4 @@ def decoding_metrics(decoding: HeldOutDecoding) -> dict[str, float]:
         metrics[f"heldout/{name}"] = stats.acceptance_length
         for depth, share in enumerate(stats.acceptance, start=1):
             metrics[f"heldout/{name}_accepts_{depth}"] = share
-    metrics["heldout/score"] = sum(metrics[f"heldout/{name}"] for name in TEMPERATURES) / len(TEMPERATURES)
     return metrics

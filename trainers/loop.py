@@ -1,20 +1,21 @@
 """The training loop of draft heads: deterministic, resumable after any step, the same on one rank or many."""
 
-import math
+import signal
 import time
+from functools import lru_cache
+from types import FrameType
 
+import torch
 from accelerate import Accelerator
 
 from headstart.heads.base import DraftHead
 from headstart.recipes import Recipe
-from headstart.trainers.checkpoint import Checkpoints
 from headstart.trainers.evaluation import TEMPERATURES, decoding_metrics, held_out_metrics, metrics_by_depth
-from headstart.trainers.interrupt import Interrupts
-from headstart.trainers.precision import autocast
-from headstart.trainers.run_state import Training, TrainingInputs, weights_on_cpu
-from headstart.trainers.sample_order import SampleOrder
-from headstart.trainers.step import StepResult, samples_of_rank, train_step
+from headstart.trainers.run_checkpoints import Checkpoints
+from headstart.trainers.step import StepResult, Training, TrainingInputs, samples_of_rank, train_step
 from headstart.trainers.tracking import Tracker
+
+LOG_EVERY = 10  # steps between logged metrics
 
 
 def train(
@@ -27,7 +28,7 @@ def train(
     """
     section, found = recipe.train, checkpoints.load()
     done = 0 if found is None else found.step
-    measured = done == 0 or done % section.eval_every or Tracker.has_measured(recipe, done)
+    measured = done == 0 or done % section.checkpoint_every or Tracker.has_measured(recipe, done)
     if done >= section.steps and measured:
         return
     training = Training.start(recipe, head, inputs, accelerator, found)
@@ -36,70 +37,84 @@ def train(
         if done:
             tracker.say(f"resuming after step {done}")
         if not done and section.start_from is not None:  # what the run has to improve on
-            measure(training, checkpoints, tracker, 0)
+            measure(training, tracker, 0)
         if not measured:  # the process was stopped between saving and measuring
-            measure(training, checkpoints, tracker, done)
-        speed = Speed()
+            measure(training, tracker, done)
+        seconds, num_tokens = 0.0, 0  # spent in steps since the last logged one
         inputs.train.expect(samples_of_rank(accelerator, order.of_step(done, section.batch_size)))
         for step in range(done, section.steps):
             factor = training.head.set_learning_rates(section, step)
-            with speed:
-                numbers = order.of_step(step, section.batch_size)
-                if step + 1 < section.steps:  # read while this step is computed
-                    inputs.train.expect(samples_of_rank(accelerator, order.of_step(step + 1, section.batch_size)))
-                result = train_step(training, step, numbers, interrupts.received is not None)
-            speed.num_tokens += result.num_tokens
-            if (step + 1) % section.log_every == 0:
-                metrics = step_metrics(training, result, section.learning_rate * factor, speed.tokens_per_second())
-                tracker.log(step + 1, metrics, progress_text(metrics, section.unroll))
-            last = step + 1 == section.steps
-            if not result.interrupted and (last or (step + 1) % section.eval_every == 0):
-                measure(training, checkpoints, tracker, step + 1)
-            if result.interrupted or last or (step + 1) % section.checkpoint_every == 0:
-                save(training, checkpoints, step + 1)
+            started = time.perf_counter()
+            numbers = order.of_step(step, section.batch_size)
+            if step + 1 < section.steps:  # read while this step is computed
+                inputs.train.expect(samples_of_rank(accelerator, order.of_step(step + 1, section.batch_size)))
+            result = train_step(training, step, numbers, interrupts.received is not None)
+            seconds += time.perf_counter() - started
+            num_tokens += result.num_tokens
+            if (step + 1) % LOG_EVERY == 0:
+                metrics = step_metrics(result, section.learning_rate * factor, num_tokens / seconds)
+                seconds, num_tokens = 0.0, 0
+                tracker.log(step + 1, metrics, progress_text(metrics, recipe.unroll))
+            due = step + 1 == section.steps or (step + 1) % section.checkpoint_every == 0
+            if due and not result.interrupted:
+                measure(training, tracker, step + 1)
+            if due or result.interrupted:
+                training.save(checkpoints, step + 1)
             tracker.advance(step + 1)
             if result.interrupted:
-                tracker.say(f"{interrupts.name}: saved after step {step + 1} and stopped; the same command continues")
-                raise SystemExit(interrupts.exit_code)
+                name = interrupts.number.name
+                tracker.say(f"{name}: saved after step {step + 1} and stopped; the same command continues")
+                raise SystemExit(128 + interrupts.number)  # as shells report it
 
 
-def save(training: Training, checkpoints: Checkpoints, step: int) -> None:
-    snapshot = training.snapshot(step)
-    if snapshot is not None:
-        checkpoints.save(snapshot)
-    training.accelerator.wait_for_everyone()
+class SampleOrder:
+    """An endless sequence of sample numbers, a function of the seed alone; each epoch is a new permutation."""
+
+    def __init__(self, shard_sizes: list[int], seed: int) -> None:
+        assert sum(shard_sizes) > 0
+        self.shard_sizes, self.seed = shard_sizes, seed
+        self.num_samples = sum(shard_sizes)
+        self._epoch = lru_cache(maxsize=2)(self._permutation)
+
+    def __getitem__(self, place: int) -> int:
+        epoch, offset = divmod(place, self.num_samples)
+        return self._epoch(epoch)[offset]
+
+    def of_step(self, step: int, batch_size: int) -> list[int]:
+        """The samples of a step's global batch, which the ranks divide."""
+        return [self[place] for place in range(step * batch_size, (step + 1) * batch_size)]
+
+    def _permutation(self, epoch: int) -> list[int]:
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        starts = torch.tensor([0, *self.shard_sizes]).cumsum(0).tolist()
+        shards = torch.randperm(len(self.shard_sizes), generator=generator).tolist()
+        numbers = [number for shard in shards for number in range(starts[shard], starts[shard + 1])]
+        return [numbers[place] for place in torch.randperm(len(numbers), generator=generator).tolist()]
 
 
-def measure(training: Training, checkpoints: Checkpoints, tracker: Tracker, step: int) -> None:
-    """Log the held-out metrics, computed on the main rank alone, and keep the best weights so far."""
+def measure(training: Training, tracker: Tracker, step: int) -> None:
+    """Log the held-out metrics, computed on the main rank alone."""
     recipe, inputs = training.recipe, training.inputs
-    with training.exported_head() as exported:
-        if exported is not None:
-            with autocast(recipe.train, training.accelerator.device):
-                metrics = held_out_metrics(exported, inputs.heldout, recipe.train.batch_size)
-            if inputs.decoding is not None:
-                weights = weights_on_cpu(exported.head)
-                inputs.decoding.load_weights(weights, {} if inputs.target is None else inputs.target.weights())
-                metrics |= decoding_metrics(inputs.decoding)
-                checkpoints.offer_best(step, weights, metrics["heldout/score"], inputs.decoding.conditions())
-            metrics["train/tokens"] = tokens_read(training, step)
-            tracker.log(step, metrics, f"measured after step {step}")
-            tracker.chart_acceptance(step, metrics)
-            tracker.say(f"step {step}: {measured_text(recipe, metrics)}")
+    whole = training.head.whole()
+    if whole is not None:
+        with training.autocast():
+            metrics = held_out_metrics(whole, inputs.heldout, recipe.train.batch_size)
+        if inputs.decoding is not None:
+            weights = {} if inputs.target is None else inputs.target.weights()
+            inputs.decoding.load_weights(whole.head.state_dict(), weights)
+            metrics |= decoding_metrics(inputs.decoding)
+        store = inputs.train  # the tokens read so far follow from the mean length of a sample
+        metrics["train/tokens"] = round(step * recipe.train.batch_size * store.num_tokens / len(store))
+        tracker.log(step, metrics, f"measured after step {step}")
+        tracker.say(f"step {step}: {measured_text(recipe, metrics)}")
     training.accelerator.wait_for_everyone()
-
-
-def tokens_read(training: Training, step: int) -> int:
-    """About how many tokens the first `step` steps read, from the mean length of a sample."""
-    store = training.inputs.train
-    return round(step * training.recipe.train.batch_size * store.num_tokens / len(store))
 
 
 def measured_text(recipe: Recipe, metrics: dict[str, float]) -> str:
     """The held-out metrics as one line of the console."""
-    accuracies = " ".join(f"{metrics[f'heldout/accuracy_{k}']:.3f}" for k in range(recipe.train.unroll))
+    accuracies = " ".join(f"{metrics[f'heldout/accuracy_{k}']:.3f}" for k in range(recipe.unroll))
     text = f"held-out loss {metrics['heldout/loss_0']:.3f}, accuracy by depth {accuracies}"
-    if "heldout/score" in metrics:
+    if "heldout/tau" in metrics:
         text += ", acceptance length " + ", ".join(
             f"{metrics[f'heldout/{name}']:.2f} at temperature {temperature:g}"
             for name, temperature in TEMPERATURES.items()
@@ -109,15 +124,12 @@ def measured_text(recipe: Recipe, metrics: dict[str, float]) -> str:
     return text
 
 
-def step_metrics(
-    training: Training, result: StepResult, learning_rate: float, tokens_per_second: float
-) -> dict[str, float]:
+def step_metrics(result: StepResult, learning_rate: float, tokens_per_second: float) -> dict[str, float]:
     metrics = {**metrics_by_depth("train", result.sums), "train/learning_rate": learning_rate}
-    if math.isfinite(result.gradient_norm):
-        metrics["train/gradient_norm"] = result.gradient_norm
+    metrics["train/gradient_norm"] = result.gradient_norm
     if result.divergence is not None:
         metrics["train/divergence"] = result.divergence
-    return {**metrics, **training.loss_scale.metrics(), "train/tokens_per_second": tokens_per_second}
+    return {**metrics, "train/tokens_per_second": tokens_per_second}
 
 
 def progress_text(metrics: dict[str, float], unroll: int) -> str:
@@ -127,19 +139,27 @@ def progress_text(metrics: dict[str, float], unroll: int) -> str:
     return f"loss {metrics['train/loss_0']:.3f}, acceptance by depth {rates}, {speed}"
 
 
-class Speed:
-    """Measures tokens per second while its context is open, so time for saving and measuring is not counted."""
+class Interrupts:
+    """Records SIGTERM and the first Ctrl-C inside its context; a second Ctrl-C ends the process at once."""
+
+    SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
     def __init__(self) -> None:
-        self.num_tokens, self._seconds, self._started = 0, 0.0, 0.0
+        self.received: int | None = None
 
-    def __enter__(self) -> None:
-        self._started = time.perf_counter()
+    def __enter__(self) -> "Interrupts":
+        self._handlers = {number: signal.signal(number, self._record) for number in self.SIGNALS}
+        return self
 
     def __exit__(self, *exc: object) -> None:
-        self._seconds += time.perf_counter() - self._started
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
 
-    def tokens_per_second(self) -> float:
-        rate = self.num_tokens / self._seconds
-        self.num_tokens, self._seconds = 0, 0.0
-        return rate
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        self.received = number
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    @property
+    def number(self) -> signal.Signals:
+        """The signal; SIGTERM on a rank that stops because another rank received one."""
+        return signal.Signals(signal.SIGTERM if self.received is None else self.received)

@@ -1,26 +1,118 @@
-"""One optimizer step on a global batch; ranks and micro-batches change its rounding and nothing else."""
+"""A training run, and one optimizer step of it; ranks and micro-batches change the step's rounding and nothing else."""
 
 import math
 from dataclasses import dataclass, replace
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 
 from headstart.data_pipelines.features.batches import Batch, Sample, SampleStore, pack
-from headstart.trainers.objectives.block import BlockSupervision
-from headstart.trainers.objectives.unrolled import Supervision, input_noise
-from headstart.trainers.precision import autocast
-from headstart.trainers.run_state import Training
+from headstart.heads.base import DraftHead
+from headstart.heads.block import BlockHead
+from headstart.heads.frozen import FrozenTarget
+from headstart.recipes import Recipe
+from headstart.trainers.evaluation import HeldOutDecoding
+from headstart.trainers.objectives.block import BlockSupervision, TrainedBlocks
+from headstart.trainers.objectives.medusa2 import JointHead, JointHeadOnRanks, TrainableTarget
+from headstart.trainers.objectives.objective import Objective
+from headstart.trainers.objectives.unrolled import Supervision, Teacher, UnrolledHead, input_noise
+from headstart.trainers.ranks.head_on_ranks import HeadOnRanks
+from headstart.trainers.ranks.launch import distribute_head
+from headstart.trainers.run_checkpoints import Checkpoints, Snapshot
+
+
+@dataclass(frozen=True)
+class TrainingInputs:
+    """The inputs of a training run other than the recipe."""
+
+    frozen: FrozenTarget
+    train: SampleStore
+    heldout: SampleStore
+    decoding: HeldOutDecoding | None  # measures acceptance length on the main rank; None without train.eval_prompts
+    target: TrainableTarget | None = None  # the whole target, if joint.mode trains it together with the heads
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training run between two steps."""
+
+    recipe: Recipe
+    inputs: TrainingInputs
+    accelerator: Accelerator
+    head: HeadOnRanks
+
+    @classmethod
+    def start(
+        cls, recipe: Recipe, head: DraftHead, inputs: TrainingInputs, accelerator: Accelerator, found: Snapshot | None
+    ) -> "Training":
+        """Start a new run, or continue from a snapshot; raises ValueError if the snapshot does not fit the head."""
+        if found is not None:
+            refuse_misfit(head, found)
+            head.load_state_dict(found.weights)
+            if inputs.target is not None:
+                inputs.target.restore(found.target)
+        head_on_ranks = start_head(recipe, head, inputs, accelerator)
+        if found is not None:
+            head_on_ranks.restore_optimizers(found.optimizers)
+        return cls(recipe, inputs, accelerator, head_on_ranks)
+
+    def autocast(self) -> torch.autocast:
+        """Matrix products in `train.precision`; weights, softmaxes, losses and the sums of norms stay in float32."""
+        half = self.recipe.train.precision == "bfloat16"
+        return torch.autocast(self.accelerator.device.type, dtype=torch.bfloat16, enabled=half)
+
+    def save(self, checkpoints: Checkpoints, step: int) -> None:
+        """Write a checkpoint on the main rank; every rank must call this."""
+        whole, optimizers = self.head.whole(), self.head.optimizer_state()
+        if whole is not None:
+            target = {} if self.inputs.target is None else self.inputs.target.state()
+            checkpoints.save(Snapshot(step, whole.head.state_dict(), optimizers, target))
+        self.accelerator.wait_for_everyone()
+
+
+def start_head(recipe: Recipe, head: DraftHead, inputs: TrainingInputs, accelerator: Accelerator) -> HeadOnRanks:
+    """Put the head on the ranks, together with the target if joint.mode trains it too."""
+    teacher = Teacher(inputs.frozen, head.vocab, getattr(torch, recipe.train.precision))
+    if inputs.target is None:
+        return distribute_head(accelerator, head_in_training(recipe, head, teacher), recipe.train)
+    checkpointing = recipe.train.activation_checkpointing
+    joint = JointHead(head, teacher, Objective.from_recipe(recipe), inputs.target, checkpointing)
+    return JointHeadOnRanks(accelerator, joint, recipe.train)
+
+
+def head_in_training(recipe: Recipe, head: DraftHead, teacher: Teacher) -> UnrolledHead:
+    """The module that computes the loss of a head of any kind but one that trains with its target."""
+    section, objective = recipe.train, Objective.from_recipe(recipe)
+    if isinstance(head, BlockHead):
+        return TrainedBlocks(head, teacher, objective, section.anchors, section.activation_checkpointing)
+    return UnrolledHead(head, teacher, objective, section.activation_checkpointing)
+
+
+def refuse_misfit(head: nn.Module, found: Snapshot) -> None:
+    """Raise ValueError unless the snapshot has exactly the head's tensors, each of the same shape."""
+    shapes, tensors = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}, found.weights
+    wrong = [
+        f"{name}: checkpoint {tuple(tensors[name].shape) if name in tensors else 'nothing'}, head {shapes.get(name)}"
+        for name in sorted(shapes.keys() | tensors.keys())
+        if name not in tensors or tuple(tensors[name].shape) != shapes.get(name)
+    ]
+    wrong += [f"{key}: no such weight" for key in sorted(found.optimizers) if key.rpartition(".")[0] not in shapes]
+    if wrong:
+        raise ValueError(
+            f"the checkpoint of step {found.step} does not fit the head: "
+            + "; ".join(wrong[:8])
+            + "; choose another run_dir"
+        )
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step measured, summed over all ranks."""
+    """The measurements of a step, summed over all ranks."""
 
     sums: Tensor  # [4, unroll], see UnrollScores.sums
     num_tokens: int  # tokens read, without padding
-    gradient_norm: float  # before clipping; not finite if float16 overflowed and the step was skipped
+    gradient_norm: float  # before clipping
     interrupted: bool  # whether any rank received a signal to stop
     divergence: float | None  # KL(original || tuned) in nats per token; None unless Medusa-2 tunes the target
 
@@ -31,9 +123,9 @@ def train_step(training: Training, step: int, numbers: list[int], interrupted: b
     The loss is a sum over supervised tokens divided by their number in the global batch, so it does not depend on the
     number of ranks or micro-batches. Raises ValueError before the update if it would make a weight non-finite.
     """
-    accelerator, head, loss_scale = training.accelerator, training.head, training.loss_scale
-    section, unroll = training.recipe.train, head.unrolled.objective.unroll
-    with autocast(section, accelerator.device):
+    accelerator, head = training.accelerator, training.head
+    unroll = head.unrolled.objective.unroll
+    with training.autocast():
         micro_batches = count_micro_batches(training, step, samples_of_rank(accelerator, numbers))
         counts = torch.stack([each.supervision.counts(unroll) for each in micro_batches]).sum(0)
         counts = accelerator.reduce(counts, "sum")  # [unroll], known before the first gradient is taken
@@ -43,22 +135,17 @@ def train_step(training: Training, step: int, numbers: list[int], interrupted: b
         micro_batch = with_features(training, micro_batches.pop())
         noise = draw_input_noise(training, step, micro_batch)
         with head.micro_batch(is_last=not micro_batches):
-            with autocast(section, accelerator.device):
+            with training.autocast():
                 scores = head.forward(micro_batch.features, micro_batch.supervision, counts, noise)
-            head.backward(scores.loss * loss_scale.factor)
+            head.backward(scores.loss)
         sums += scores.sums()
         if scores.divergence is not None:  # only where one process trains the target too, so it needs no reduction
             divergences.append(float(scores.divergence))
     more = torch.tensor([num_tokens, interrupted], device=accelerator.device, dtype=sums.dtype)
     *flat, num_tokens, stops = accelerator.reduce(torch.cat([sums.flatten(), more]), "sum").tolist()
     refuse_non_finite(training, "loss", sum(flat), step, numbers)
-    gradient_norm = head.update(loss_scale.factor)
-    finite = math.isfinite(gradient_norm)
-    if not loss_scale.active:
-        refuse_non_finite(training, "gradient", gradient_norm, step, numbers)
-    loss_scale.update(step, finite)
-    if finite and training.average is not None:
-        training.average.update(step)
+    gradient_norm = head.update()
+    refuse_non_finite(training, "gradient", gradient_norm, step, numbers)
     divergence = sum(divergences) / max(flat[0], 1) if divergences else None  # flat[0]: positions of unroll step 0
     return StepResult(torch.tensor(flat).view(sums.shape), int(num_tokens), gradient_norm, stops > 0, divergence)
 
@@ -72,7 +159,7 @@ def samples_of_rank(accelerator: Accelerator, numbers: list[int]) -> list[int]:
 class MicroBatch:
     """The samples of a rank that are in memory together; the gradients of a step's micro-batches add up."""
 
-    numbers: list[int]  # of its samples in the store
+    numbers: list[int]  # numbers of its samples in the store
     lengths: list[int]  # tokens of each sample
     supervision: Supervision | BlockSupervision  # its last_hidden is empty while the features are not in memory
     features: Batch | None

@@ -1,9 +1,8 @@
 """Where the metrics of a training run go: always to metrics.jsonl, to wandb as configured, to the progress bar."""
 
 import os
-import subprocess
 import uuid
-from pathlib import Path
+from importlib.util import find_spec
 from types import TracebackType
 from typing import Any
 
@@ -36,11 +35,12 @@ class Tracker:
 
     def _start_wandb(self, mode: Any) -> Any:
         """Raise ValueError if Weights & Biases refuses the key or does not answer."""
+
         try:
             return wandb.init(
-                project=self.recipe.log.project,
+                project=os.environ.get("WANDB_PROJECT", "headstart"),
                 dir=str(self.recipe.run_dir),
-                config={**self.recipe.model_dump(mode="json"), "commit": commit()},
+                config=self.recipe.model_dump(mode="json"),
                 mode=mode,
                 id=self._run_id(),
                 resume="allow",
@@ -49,7 +49,7 @@ class Tracker:
         except wandb.errors.Error as error:
             raise ValueError(
                 f"log.wandb: {mode} given, but Weights & Biases cannot be used ({error}); offline or disabled is "
-                "allowed without it; write log.wandb=offline, and the same command goes on"
+                "allowed without it; write log.wandb=offline, and the same command continues"
             ) from error
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -68,16 +68,6 @@ class Tracker:
         if self.run is not None:
             self.run.log(values, step=step)
         self.progress.text = progress_text
-
-    def chart_acceptance(self, step: int, metrics: dict[str, float]) -> None:
-        """Draw the held-out acceptance rate by depth on wandb; metrics.jsonl holds the numbers."""
-        if self.run is None:
-            return
-        prefix = "heldout/acceptance_"
-        rows = [[int(name.removeprefix(prefix)) + 1, metrics[name]] for name in metrics if name.startswith(prefix)]
-        table = wandb.Table(columns=["depth", "acceptance"], data=rows)
-        chart = wandb.plot.line(table, "depth", "acceptance", title="held-out acceptance by depth")
-        self.run.log({"heldout/acceptance_by_depth": chart}, step=step)
 
     def say(self, text: str) -> None:
         self.progress.say(text)
@@ -102,15 +92,21 @@ class Tracker:
             write_jsonl(path, [row for row in read_growing_jsonl(path) if row.get("step", 0) <= step])
 
 
+def has_wandb() -> bool:
+    """Whether wandb is installed; the folder `wandb` that it writes would be found too, but has no origin."""
+    spec = find_spec("wandb")
+    return spec is not None and spec.origin is not None
+
+
 def wandb_mode(setting: str) -> Any:
     if setting != "auto":
         return setting
-    configured = "WANDB_API_KEY" in os.environ or "WANDB_MODE" in os.environ
-    return os.environ.get("WANDB_MODE", "online") if configured else "offline"
+    configured = "online" if "WANDB_API_KEY" in os.environ else "disabled"
+    return os.environ.get("WANDB_MODE", configured) if has_wandb() else "disabled"
 
 
-def refuse_wandb_without_key(recipe: Recipe) -> None:
-    """Raise ValueError if wandb would ask for a key when training starts, or does not know the mode."""
+def refuse_unusable_wandb(recipe: Recipe) -> None:
+    """Raise ValueError if wandb is missing, would ask for a key when training starts, or does not know the mode."""
     setting, allowed = recipe.log.wandb, ("online", "offline", "disabled")
     mode = wandb_mode(setting)
     if mode not in allowed:
@@ -118,8 +114,14 @@ def refuse_wandb_without_key(recipe: Recipe) -> None:
             f"log.wandb: {setting} given with WANDB_MODE={mode}, one of {', '.join(allowed)} is allowed; change "
             "WANDB_MODE, or set log.wandb"
         )
+    if mode != "disabled" and not has_wandb():
+        raise ValueError(
+            f"log.wandb: {setting} given, auto or disabled is allowed without wandb, which is not installed; run pip "
+            "install -e '.[wandb]', or write log.wandb=disabled"
+        )
     if mode != "online":
         return
+
     key = os.environ.get("WANDB_API_KEY")
     if key is None and not wandb.login(prompt=False, verify=False):  # with a key it would wait for the network
         raise ValueError(
@@ -131,14 +133,3 @@ def refuse_wandb_without_key(recipe: Recipe) -> None:
             f"log.wandb: {setting} given with a WANDB_API_KEY of {len(key)} characters, {KEY_LENGTH} or more are "
             "allowed; correct the key, or write log.wandb=offline"
         )
-
-
-def commit() -> str:
-    """The git commit of this code, followed by + if files have changed since; "unknown" outside a repository."""
-    here = Path(__file__).parent
-    try:
-        command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
-        found = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return found.stdout.strip()

@@ -42,7 +42,7 @@ class Case:
     block_size: int = 0  # slots of a block head (DFlash); 0 is EAGLE-3, the fields below are then without meaning
     anchors: int = 0  # blocks per sequence
     head_layers: int = 1
-    d_pace: bool = False  # cross-entropy to one token with D-PACE weights; false is to the target, with a decay
+    to_text: bool = False  # cross-entropy to the token of the text; false is to the target
     device: str = "cpu"
     dtype: str = "float32"
     threads: int = 1

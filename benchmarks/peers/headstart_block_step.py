@@ -11,8 +11,8 @@ from headstart.heads.checkpoint import new_head
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema import BlockSection
 from headstart.trainers.objectives.block import TrainedBlocks
-from headstart.trainers.objectives.papers import decay_of
-from headstart.trainers.objectives.unrolled import Objective, Teacher
+from headstart.trainers.objectives.objective import Objective, decay_of
+from headstart.trainers.objectives.unrolled import Teacher
 
 
 def make_step(case: Case, inputs: Inputs) -> Step:
@@ -27,12 +27,11 @@ def make_step(case: Case, inputs: Inputs) -> Step:
     head = new_head(section, frozen, vocab, seed=0).to(case.device, case.torch_dtype)
     objective = Objective(
         name="soft_cross_entropy",
-        weight=0.0 if case.d_pace else 1.0,
-        text_weight=1.0 if case.d_pace else 0.0,
+        weight=0.0 if case.to_text else 1.0,
+        text_weight=1.0 if case.to_text else 0.0,
         regression_weight=0.0,
         input_noise=0.0,
         unroll_weights=tuple(decay_of(section) ** k for k in range(section.levels)),
-        d_pace=case.d_pace,
     )
     trained = TrainedBlocks(head, Teacher(frozen, vocab), objective, case.anchors)
     batch, numbers = batch_of(case, inputs), count()

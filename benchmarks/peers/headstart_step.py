@@ -10,7 +10,8 @@ from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema import Eagle3Section
-from headstart.trainers.objectives.unrolled import Objective, Teacher, UnrolledHead
+from headstart.trainers.objectives.objective import Objective
+from headstart.trainers.objectives.unrolled import Teacher, UnrolledHead
 
 
 def make_step(case: Case, inputs: Inputs) -> Step:

@@ -42,7 +42,7 @@ def make_step(case: Case, inputs: Inputs) -> Step:
     model = DFlashDraftModel(config)
     set_frozen_weights(model, case, inputs)
     # Index t holds the features of token t and the token itself; the library looks one back for a slot's target.
-    loss_config = resolve_loss_config("ce" if case.d_pace else "kl_div", "eager" if on_cpu else "fused")
+    loss_config = resolve_loss_config("ce" if case.to_text else "kl_div", "eager" if on_cpu else "fused")
     document_ids = torch.arange(case.batch, device=case.device).repeat_interleave(case.seq).unsqueeze(0)
     positions = torch.arange(case.seq, device=case.device).repeat(case.batch).unsqueeze(0)
 
@@ -57,7 +57,7 @@ def make_step(case: Case, inputs: Inputs) -> Step:
             position_ids=positions,
             max_anchors=case.anchors * case.batch,
             loss_config=loss_config,
-            per_position_loss_weight="dpace" if case.d_pace else "fixed-exp-decay",
+            per_position_loss_weight="fixed-exp-decay",
         )
         loss.backward()
         return loss.detach()

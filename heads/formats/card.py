@@ -120,7 +120,7 @@ def training(recipe: Recipe) -> Iterator[str]:
         rate = f"{section.muon_learning_rate:g} (AdamW parameters: {rate})"
     yield (
         f"- {section.steps:,} steps of {section.batch_size} sequences with {section.optimizer}, learning rate {rate}, "
-        f"objective {section.objective or 'of the paper'}, unrolled to depth {section.unroll}"
+        f"objective {section.objective or 'of the paper'}, unrolled to depth {recipe.unroll}"
     )
     if section.start_from is not None:
         yield f"- warm start: from the head in `{section.start_from}`; the tokens that it had read are not counted here"
@@ -130,7 +130,7 @@ def training(recipe: Recipe) -> Iterator[str]:
     if row is None:
         yield "- held-out figures: none found"
         return
-    shown = " ".join(f"{row[f'heldout/accuracy_{depth}']:.3f}" for depth in range(section.unroll))
+    shown = " ".join(f"{row[f'heldout/accuracy_{depth}']:.3f}" for depth in range(recipe.unroll))
     yield f"- held-out data after step {row['step']:,}: loss {row['heldout/loss_0']:.3f}, accuracy by depth {shown}"
     lengths = [
         f"{row[name]:.2f} at temperature {temperature}" for name, temperature in LOGGED_LENGTHS.items() if name in row

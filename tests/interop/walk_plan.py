@@ -23,7 +23,6 @@ SIZES: dict[str, Any] = {
     "train.accumulate": 1,
     "train.warmup_steps": 1,
     "train.checkpoint_every": 2,
-    "train.eval_every": 4,
     "train.eval_prompts": 1,
     "joint.warmup_steps": 1,
     "decode.max_new_tokens": 12,
@@ -87,7 +86,7 @@ ORDER = (
     r"^make demo$",
     r"trainers/eagle\.py recipes/tiny\w*\.yaml$",  # their harvests serve Medusa heads too, but not the reverse
     r"^accelerate launch trainers/\w+\.py |^headstart train |launch/one\.yaml ",
-    r"launch/(ddp|fsdp2)\.yaml |^headstart launch ",
+    r"launch/(ddp|fsdp2)\.yaml ",
     r"^headstart calibrate ",
     r"^headstart report ",
     r"^make chat-cli$|^headstart chat\b",

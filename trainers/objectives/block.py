@@ -12,8 +12,9 @@ from headstart.heads.base import DraftHead
 from headstart.heads.block import BlockHead
 from headstart.heads.block_attention import Blocks
 from headstart.heads.frozen import at_least_float32
-from headstart.heads.losses import acceptance, d_pace
-from headstart.trainers.objectives.unrolled import Objective, Teacher, UnrolledHead, text_log_q, weighted
+from headstart.heads.losses import OBJECTIVES, acceptance
+from headstart.trainers.objectives.objective import Objective
+from headstart.trainers.objectives.unrolled import Teacher, UnrolledHead, weighted
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class BlockSupervision:
     outside: int  # predictions left out because the target's choice is not in the draft vocabulary
 
     def counts(self, unroll: int) -> Tensor:
-        """How many blocks each level is scored in. [levels]"""
+        """The number of blocks that each level is scored in. [levels]"""
         assert unroll == len(self.predicted)
         return self.predicted.sum(1).float()
 
@@ -99,27 +100,27 @@ class TrainedBlocks(UnrolledHead):
         hidden = head.blocks_of(features, positions, batch.tokens, supervision.blocks, self.checkpointing)
         return hidden.transpose(0, 1)
 
-    def depth_weights(self, supervision: Any, hidden: Tensor, counts: Tensor) -> Tensor:
-        """D-PACE needs no pass of its own here, as a chunk holds whole blocks: `score` multiplies its weights in."""
-        weights = torch.tensor(self.objective.unroll_weights, device=counts.device)
-        if self.objective.d_pace:
-            return (weights.sum() / counts[0].clamp(min=1)).expand(len(weights), 1)
-        return (weights / counts.clamp(min=1)).unsqueeze(1)
-
     def score(self, supervision: Any, weights: Tensor, hidden: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         """The weighted loss of a chunk of blocks, and its sums [3, levels] of losses, hits and acceptances."""
-        head, text, before = self.block_head, supervision.text[:, part], supervision.before[:, part]
+        head, before = self.block_head, supervision.before[:, part]
         log_p = self.teacher.log_p(supervision.last_hidden[:, part])  # [levels, chunk, draft_vocab]
         log_q = at_least_float32(head.logits(hidden, before)).log_softmax(-1)
-        losses = self.losses(log_q, log_p, text)  # [levels, chunk]
+        losses = self.losses(log_q, log_p, supervision.text[:, part])  # [levels, chunk]
         with torch.no_grad():
             hits = (log_q.argmax(-1) == log_p.argmax(-1)).float()
             accepted = acceptance(log_q, log_p)
-        predicted = supervision.predicted[:, part]
-        if self.objective.d_pace:
-            weights = weights * d_pace(text_log_q(log_q, text).detach().exp(), predicted)
-            part = slice(None)
-        return weighted(weights, part, losses, hits, accepted, predicted)
+        return weighted(weights, losses, hits, accepted, supervision.predicted[:, part])
+
+    def losses(self, log_q: Tensor, log_p: Tensor, text: Tensor) -> Tensor:
+        """The objective and the cross-entropy to the text, by their weights. [levels, chunk]"""
+        objective = self.objective
+        found = log_q.new_zeros(log_q.shape[:-1])
+        if objective.weight:
+            found = found + objective.weight * OBJECTIVES[objective.name](log_q, log_p)
+        if objective.text_weight:  # a token outside the draft vocabulary costs nothing
+            chosen = log_q.gather(-1, text.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+            found = found - objective.text_weight * chosen.where(text >= 0, 0.0)
+        return found
 
 
 def draw_blocks(batch: Batch, count: int, key: str) -> Blocks:

@@ -49,7 +49,7 @@ class SumOverChunks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        # In float32: the loss scale of float16 training may be too large for float16 itself.
+        # In float32, so that gradients in half precision are rounded once.
         factor = upstream[0].to(torch.promote_types(upstream[0].dtype, torch.float32))
         scaled = ((own.to(torch.promote_types(own.dtype, factor.dtype)) * factor, own) for own in ctx.saved_tensors)
         return None, None, None, *(gradient.to(own.dtype) for gradient, own in scaled)

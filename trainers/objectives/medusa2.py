@@ -1,7 +1,6 @@
 """Medusa-2 (arXiv 2401.10774, section 2.2.2): train the target with its heads, and keep it close to the original."""
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,18 +23,12 @@ from headstart.inference.targets.loading import no_bars_of_transformers
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.recipes.schema import TargetSection, TrainSection
-from headstart.trainers.checkpoint import Tensors
 from headstart.trainers.objectives.chunked_loss import score_in_chunks
-from headstart.trainers.objectives.unrolled import (
-    Objective,
-    Supervision,
-    Teacher,
-    UnrolledHead,
-    UnrollScores,
-    positions_at_once,
-)
-from headstart.trainers.optimizers import set_learning_rates
-from headstart.trainers.ranks.head_on_ranks import ReplicatedHead, named_optimizer_state, set_optimizer_state
+from headstart.trainers.objectives.objective import Objective
+from headstart.trainers.objectives.unrolled import Supervision, Teacher, UnrolledHead, UnrollScores, positions_at_once
+from headstart.trainers.optimizers import named_optimizer_state, set_learning_rates, set_optimizer_state
+from headstart.trainers.ranks.head_on_ranks import ReplicatedHead, clip_and_step
+from headstart.trainers.run_checkpoints import Tensors
 
 
 class TrainableTarget(nn.Module):
@@ -55,15 +48,12 @@ class TrainableTarget(nn.Module):
             self.trained.values(),
             lr=self.section.learning_rate,
             betas=recipe.train.betas,
-            weight_decay=recipe.train.weight_decay,
+            weight_decay=0.0,
         )
 
     @classmethod
     def load(cls, recipe: Recipe, device: torch.device) -> "TrainableTarget":
-        """Load the recipe's target.
-
-        Raises ValueError if joint.mode is lora and peft is missing, or the target has no linear layer to adapt.
-        """
+        """Load the recipe's target; raises ValueError if joint.mode is lora and it has no linear layer to adapt."""
         return cls(TargetModel.load(trainable_section(recipe, device), (), packed=False), recipe)
 
     def forward(self, tokens: Int[Tensor, "batch seq"]) -> Tensor:
@@ -78,13 +68,8 @@ class TrainableTarget(nn.Module):
 
     @torch.no_grad()
     def restore(self, state: Tensors) -> None:
-        """Load what `state` returned; raises ValueError if it belongs to another target."""
+        """Load what `state` returned; a checkpoint of another target is refused earlier, by its inputs."""
         for name, parameter in self.trained.items():
-            if name not in state or state[name].shape != parameter.shape:
-                raise ValueError(
-                    f"the checkpoint does not fit the target: {name} is missing or has another shape; choose another "
-                    "run_dir"
-                )
             parameter.copy_(state[name])
         optimizer_state = {name: each for name, each in state.items() if name not in self.trained}
         set_optimizer_state(self.model, [self.optimizer], optimizer_state)
@@ -94,7 +79,10 @@ class TrainableTarget(nn.Module):
         """The tuned target's weights that may differ from the original, with adapters merged into their layers."""
         if self.section.mode == "full":
             return {name: each.detach() for name, each in self.trained.items()}
-        return {f"{name}.weight": merged_weight(layer) for name, layer in adapted_layers(self.model)}
+        from peft.tuners.lora import LoraLayer
+
+        layers = ((name, each) for name, each in self.model.named_modules() if isinstance(each, LoraLayer))
+        return {f"{name}.weight": merged_weight(layer) for name, layer in layers}
 
     def save(self, recipe: Recipe, folder: Path) -> None:
         """Write a plain Hugging Face folder, whole or not at all: tuned weights, and the original's other files."""
@@ -137,10 +125,8 @@ def trainable_section(recipe: Recipe, device: torch.device) -> TargetSection:
 
 def add_adapters(model: nn.Module, layers: nn.ModuleList, rank: int, seed: int) -> None:
     """Add float32 LoRA adapters to every linear layer; they change no output before their first step."""
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as error:
-        raise ValueError("joint.mode: lora given, which needs peft; run pip install -e '.[lora]'") from error
+    from peft import LoraConfig, inject_adapter_in_model  # an extra; `preflight` refuses lora without it
+
     linear = {each for each in layers.modules() if isinstance(each, nn.Linear)}
     names = [name for name, each in model.named_modules() if each in linear]
     if not names:
@@ -151,13 +137,6 @@ def add_adapters(model: nn.Module, layers: nn.ModuleList, rank: int, seed: int) 
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
-
-
-def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Every layer with an adapter, by its name in the plain model."""
-    from peft.tuners.lora import LoraLayer
-
-    return ((name, each) for name, each in model.named_modules() if isinstance(each, LoraLayer))
 
 
 def merged_weight(layer: Any) -> Tensor:
@@ -224,7 +203,9 @@ class JointHeadOnRanks(ReplicatedHead):
     def __init__(self, accelerator: Accelerator, joint: JointHead, section: TrainSection) -> None:
         super().__init__(accelerator, joint, section)
         self.joint = joint
-        self.prepared.append(accelerator.prepare(joint.target.optimizer))
+
+    def update(self) -> float:
+        return clip_and_step(self.joint, [*self.optimizers, self.joint.target.optimizer], self.clip_norm)
 
     def set_learning_rates(self, section: TrainSection, step: int) -> float:
         """Set the rates of a step for heads and target, which share a schedule; the target joins after its warm-up."""

@@ -12,52 +12,17 @@ from torch.utils.checkpoint import checkpoint
 from headstart.data_pipelines.features.batches import Batch, in_rows, tapped
 from headstart.heads.base import DraftHead, LevelHead
 from headstart.heads.frozen import FrozenTarget, at_least_float32
-from headstart.heads.losses import OBJECTIVES, acceptance, d_pace, feature_distance
+from headstart.heads.losses import OBJECTIVES, acceptance, feature_distance
 from headstart.heads.unroll_attention import UnrollCache
 from headstart.heads.vocab import DraftVocab
-from headstart.recipes import Recipe
 from headstart.trainers.objectives.chunked_loss import score_in_chunks
-from headstart.trainers.objectives.papers import PAPERS, decay_of, paper_of
+from headstart.trainers.objectives.objective import Objective
 
 CHUNK_LOGITS = 2**25  # logits scored at once: 128 MiB in float32, and a few times that in intermediate results
 CACHED_LOGITS = 2**19  # the limit on a CPU, where a chunk that fits the cache takes two thirds of the time
-CACHED_POSITIONS = 64  # the least that a CPU scores at once, since smaller matrix products are inefficient
+CACHED_POSITIONS = 64  # the fewest that a CPU scores at once, since smaller matrix products are inefficient
 CHOOSING_POSITIONS = 256  # the most whose logits over the target's whole vocabulary are computed at once
 NOISE_LENGTH = 512  # sample length, in tokens, at which EAGLE-1's input noise has its nominal width
-
-
-@dataclass(frozen=True)
-class Objective:
-    """What training minimises: the named loss, the cross-entropy to the text and a feature regression, each by its
-    weight, summed over weighted unroll steps."""
-
-    name: str  # a key of heads.losses.OBJECTIVES
-    weight: float
-    regression_weight: float
-    input_noise: float  # width of the noise on the features at NOISE_LENGTH tokens; 0 for none
-    unroll_weights: tuple[float, ...]
-    text_weight: float = 0.0
-    d_pace: bool = False  # weigh the steps of each chain by what they add to its accepted length
-
-    @classmethod
-    def from_recipe(cls, recipe: Recipe) -> "Objective":
-        """The recipe's objective; what the recipe leaves open is taken from the paper of the head."""
-        train, paper = recipe.train, PAPERS[paper_of(recipe.head)]
-        decay = decay_of(recipe.head) if train.unroll_decay is None else train.unroll_decay
-        decayed = tuple(decay**k for k in range(train.unroll))
-        return cls(
-            name=train.objective or paper.name,
-            weight=paper.objective if train.objective_weight is None else train.objective_weight,
-            regression_weight=paper.regression if train.regression_weight is None else train.regression_weight,
-            input_noise=paper.input_noise if train.input_noise is None else train.input_noise,
-            unroll_weights=train.unroll_weights or decayed,
-            text_weight=paper.text if train.text_weight is None else train.text_weight,
-            d_pace=train.depth_weights == "d_pace",
-        )
-
-    @property
-    def unroll(self) -> int:
-        return len(self.unroll_weights)
 
 
 @dataclass(frozen=True)
@@ -72,11 +37,10 @@ class Supervision:
     columns: Tensor  # [positions], column in the row
     places: Tensor  # [positions], j: index within the sample
     last_hidden: Tensor  # [positions, hidden]; the target's distributions are computed from it a chunk at a time
-    text: Tensor  # [positions], column in the draft vocabulary of the text's token j + 1; -1 for a token outside it
     outside: int  # positions left out because the target's choice is not in the draft vocabulary
 
     def counts(self, unroll: int) -> Tensor:
-        """How many positions each unroll step can predict. [unroll]"""
+        """The number of positions that each unroll step can predict. [unroll]"""
         return self.can_predict(unroll).sum(1).float()
 
     def can_predict(self, unroll: int) -> Tensor:
@@ -109,14 +73,12 @@ class Teacher:
         rows, columns = written.nonzero(as_tuple=True)
         places = columns if batch.documents is None else batch.documents.places[rows, columns]
         last_hidden = batch.last_hidden[rows, columns]  # [positions, hidden]
-        text = self.column[batch.tokens[rows, columns + 1]]
         inside = self.can_draft(last_hidden)
         return Supervision(
             rows=rows[inside],
             columns=columns[inside],
             places=places[inside],
             last_hidden=last_hidden[inside],
-            text=text[inside],
             outside=int((~inside).sum()),
         )
 
@@ -165,7 +127,7 @@ class UnrolledHead(nn.Module):
         self.step = checkpointed if activation_checkpointing else self.run_step
 
     def supervise(self, batch: Batch, key: str) -> Any:
-        """What of a batch is trained on; `key` decides what is drawn at random, if anything is."""
+        """Find the supervised positions of a batch; `key` seeds whatever a kind of head draws at random."""
         return self.teacher.supervise(batch)
 
     def forward(
@@ -176,47 +138,13 @@ class UnrolledHead(nn.Module):
         `counts` are the positions of each step on all ranks, [unroll]; each step's loss is a sum divided by its count.
         """
         hidden = self.unroll(batch, supervision, noise)
-        weights = self.depth_weights(supervision, hidden, counts)
+        weights = torch.tensor(self.objective.unroll_weights, device=counts.device) / counts.clamp(min=1)  # [unroll]
         # The chunks add up losses with weights around 1: in half precision the gradients of a mean would vanish.
-        largest = weights.max().clamp(min=torch.finfo(weights.dtype).tiny) if weights.numel() else weights.new_ones(())
-        score = partial(self.score, supervision, weights / largest)
+        largest = weights.max().clamp(min=torch.finfo(weights.dtype).tiny)
+        score = partial(self.score, supervision, (weights / largest).unsqueeze(1))
         chunk = positions_at_once(self.objective.unroll * len(self.head.vocab.ids), hidden.device)
         loss, sums = score_in_chunks(score, hidden, self.head.logits_parameters, chunk)
         return UnrollScores(loss * largest, supervision.counts(self.objective.unroll), *sums)
-
-    def depth_weights(self, supervision: Any, hidden: Tensor, counts: Tensor) -> Tensor:
-        """The weight of each loss in the sum over all positions of the batch. [unroll, positions], or one for all"""
-        weights = torch.tensor(self.objective.unroll_weights, device=counts.device)
-        if not self.objective.d_pace:
-            return (weights / counts.clamp(min=1)).unsqueeze(1)
-        return self.paced(supervision, hidden) * weights.sum() / counts[0].clamp(min=1)
-
-    @torch.no_grad()
-    def paced(self, supervision: Supervision, hidden: Tensor) -> Tensor:
-        """D-PACE's weights; they add up to 1 in each chain of unroll steps from one index. [unroll, positions]"""
-        if not hidden.shape[1]:
-            return torch.zeros(hidden.shape[:2], device=hidden.device)
-        steps, rows, columns = self.objective.unroll, supervision.rows, supervision.columns
-        chunk = positions_at_once(steps * len(self.head.vocab.ids), hidden.device)
-        parts = [slice(start, start + chunk) for start in range(0, hidden.shape[1], chunk)]
-        found = [self.text_chances(supervision.text[part], hidden[:, part]) for part in parts]
-        predicted, shape = supervision.can_predict(steps), (steps, int(rows.max()) + 1, int(columns.max()) + 1)
-        chances = torch.zeros(shape, device=hidden.device)
-        given = torch.zeros(shape, dtype=torch.bool, device=hidden.device)
-        chances[:, rows, columns], given[:, rows, columns] = torch.cat(found, dim=1), predicted
-        # The chain from index t predicts position t + 1 + k in step k.
-        chains, known = (
-            torch.stack([each[k].roll(-1 - k, dims=1) for k in range(steps)]).flatten(1) for each in (chances, given)
-        )
-        weights = d_pace(chains, known).unflatten(1, shape[1:])
-        weights = torch.stack([weights[k].roll(1 + k, dims=1) for k in range(steps)])
-        return weights[:, rows, columns]
-
-    def text_chances(self, text: Tensor, hidden: Tensor) -> Tensor:
-        """The probability that the head gives to the text's token at each step. [unroll, positions]"""
-        assert isinstance(self.head, LevelHead)
-        log_q = at_least_float32(self.head.unrolled_logits(hidden)).log_softmax(-1)
-        return text_log_q(log_q, text).exp()
 
     def unroll(self, batch: Batch, supervision: Any, noise: Tensor | None) -> Tensor:
         """The head's hidden state that predicts each position, at each step. [unroll, positions, feature]"""
@@ -252,7 +180,7 @@ class UnrolledHead(nn.Module):
         objective, last_hidden = self.objective, supervision.last_hidden[part]
         log_p = self.teacher.log_p(last_hidden)  # [chunk, draft_vocab], the same for all steps
         log_q = at_least_float32(self.head.unrolled_logits(hidden)).log_softmax(-1)  # [unroll, chunk, draft_vocab]
-        losses = self.losses(log_q, log_p, supervision.text[part])  # [unroll, chunk]
+        losses = objective.weight * OBJECTIVES[objective.name](log_q, log_p)  # [unroll, chunk]
         if objective.regression_weight:
             feature = self.head.project(last_hidden)  # the last hidden state is this head's only tap
             distance = feature_distance(at_least_float32(hidden), at_least_float32(feature))
@@ -260,36 +188,19 @@ class UnrolledHead(nn.Module):
         with torch.no_grad():
             hits = (log_q.argmax(-1) == log_p.argmax(-1)).float()
             accepted = acceptance(log_q, log_p)
-        return weighted(weights, part, losses, hits, accepted, supervision.can_predict(objective.unroll)[:, part])
-
-    def losses(self, log_q: Tensor, log_p: Tensor, text: Tensor) -> Tensor:
-        """The objective and the cross-entropy to the text, by their weights. [unroll, chunk]"""
-        objective = self.objective
-        found = log_q.new_zeros(log_q.shape[:-1])
-        if objective.weight:
-            found = found + objective.weight * OBJECTIVES[objective.name](log_q, log_p)
-        if objective.text_weight:
-            found = found - objective.text_weight * text_log_q(log_q, text).where(text >= 0, 0.0)
-        return found
+        return weighted(weights, losses, hits, accepted, supervision.can_predict(objective.unroll)[:, part])
 
 
 def weighted(
-    weights: Tensor, part: slice, losses: Tensor, hits: Tensor, accepted: Tensor, predicted: Tensor
+    weights: Tensor, losses: Tensor, hits: Tensor, accepted: Tensor, predicted: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The weighted loss of a chunk, and the sums [3, unroll] of its losses, hits and acceptances that count."""
     losses, hits, accepted = (each.where(predicted, 0.0) for each in (losses, hits, accepted))
-    own = weights if weights.shape[1] == 1 else weights[:, part]
-    return (own * losses).sum(), torch.stack([losses.detach().sum(1), hits.sum(1), accepted.sum(1)])
-
-
-def text_log_q(log_q: Tensor, text: Tensor) -> Tensor:
-    """The head's log-probability of the text's tokens, given as columns; -inf for a token outside. [unroll, chunk]"""
-    found = log_q.gather(-1, text.clamp(min=0).expand(log_q.shape[:-1]).unsqueeze(-1)).squeeze(-1)
-    return found.where(text >= 0, -torch.inf)
+    return (weights * losses).sum(), torch.stack([losses.detach().sum(1), hits.sum(1), accepted.sum(1)])
 
 
 def positions_at_once(logits: int, device: torch.device) -> int:
-    """How many positions to score at once, given the logits of one position."""
+    """The number of positions to score at once, given the number of logits of one position."""
     limit = CHUNK_LOGITS // logits
     if device.type == "cpu":
         limit = min(limit, max(CACHED_LOGITS // logits, CACHED_POSITIONS))

@@ -1,25 +1,28 @@
-"""A head as the ranks of a launch train it together, and its optimizer state as plain tensors by parameter name.
-
-Here every rank holds the whole head; fsdp2.py and zero.py give each rank slices of it.
-"""
+"""A head as the ranks of a launch train it together: whole on every rank, or in slices (FSDP2); zero.py has ZeRO."""
 
 import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from headstart.recipes.schema import TrainSection
 from headstart.trainers.objectives.unrolled import UnrolledHead, UnrollScores
-from headstart.trainers.optimizers import build_optimizers, set_learning_rates
+from headstart.trainers.optimizers import (
+    build_optimizers,
+    named_optimizer_state,
+    set_learning_rates,
+    set_optimizer_state,
+)
 
 
 class HeadOnRanks(ABC):
@@ -49,23 +52,24 @@ class HeadOnRanks(ABC):
         return scores
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of this rank's part of the loss."""
+        """Add the gradient of this rank's share of the loss."""
         self.accelerator.backward(loss * self.accelerator.num_processes)  # undoes the averaging over ranks
 
-    @abstractmethod
-    def update(self, scale: float = 1.0) -> float:
-        """Unscale and clip the gradient, step, and clear it; returns the gradient's norm before clipping.
+    def update(self) -> float:
+        """Clip the gradient, step, and clear it; returns the gradient's norm before clipping.
 
         The weights stay unchanged if the norm is not finite.
         """
+        return clip_and_step(self.unrolled, self.optimizers, self.clip_norm)
 
     @abstractmethod
     def whole(self) -> UnrolledHead | None:
         """The head with all its weights on the main rank, None on the others; valid until the next update."""
 
-    @abstractmethod
     def optimizer_state(self) -> dict[str, Tensor]:
         """Every optimizer tensor by name, such as `fc.weight.exp_avg`, on the main rank's CPU; empty on the others."""
+        state = named_optimizer_state(self.unrolled.head, self.optimizers)
+        return copy_to_main_cpu(self.accelerator, ((name, full_tensor(value)) for name, value in state))
 
     def restore_optimizers(self, state: dict[str, Tensor]) -> None:
         """Load what `optimizer_state` returned, under any number of ranks and any launch."""
@@ -79,7 +83,7 @@ class ReplicatedHead(HeadOnRanks):
         super().__init__(accelerator, section)
         self.unrolled = unrolled
         self.optimizers = build_optimizers(unrolled.head, section)
-        self.module, *self.prepared = accelerator.prepare(unrolled, *self.optimizers)
+        self.module = accelerator.prepare(unrolled)
         if isinstance(self.module, DistributedDataParallel):
             # The only buffers are the target's and never change; broadcasting them each step would cost gigabytes.
             self.module.broadcast_buffers = False
@@ -87,32 +91,38 @@ class ReplicatedHead(HeadOnRanks):
     def micro_batch(self, is_last: bool) -> AbstractContextManager[object]:
         return nullcontext() if is_last else self.accelerator.no_sync(self.module)
 
-    def update(self, scale: float = 1.0) -> float:
-        norm = unscale_and_clip(self.unrolled, scale, self.clip_norm)
-        step_if_finite(self.prepared, norm)
-        return norm
-
     def whole(self) -> UnrolledHead | None:
         return self.unrolled if self.accelerator.is_main_process else None
 
-    def optimizer_state(self) -> dict[str, Tensor]:
-        state = named_optimizer_state(self.unrolled.head, self.optimizers)
-        return {name: value.detach().cpu() for name, value in state} if self.accelerator.is_main_process else {}
+
+class FullyShardedHead(HeadOnRanks):
+    """FSDP2: every rank holds a slice of each weight and of its optimizer state.
+
+    The head is a single FSDP unit, whole while it computes: the unroll runs its one layer many times, and the loss
+    takes gradients of norm and lm_head during the forward pass. accelerate shards on GPUs only, so it is done here.
+    """
+
+    def __init__(self, accelerator: Accelerator, unrolled: UnrolledHead, section: TrainSection) -> None:
+        super().__init__(accelerator, section)
+        self.whole_head, self.unrolled = whole_and_sharded(accelerator, unrolled)
+        mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+        fully_shard(self.unrolled, mesh=mesh)
+        self.module = self.unrolled
+        self.optimizers = build_optimizers(self.unrolled.head, section)
+
+    def whole(self) -> UnrolledHead | None:
+        named = self.unrolled.head.named_parameters()
+        return copy_weights(((name, full_tensor(parameter)) for name, parameter in named), self.whole_head)
 
 
-def unscale_and_clip(module: nn.Module, scale: float, clip_norm: float) -> float:
-    """Returns the norm of the unscaled gradient over all ranks, before clipping."""
-    gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-    if scale != 1.0:
-        torch._foreach_div_(gradients, scale)
-    return float(full_tensor(nn.utils.clip_grad_norm_(module.parameters(), clip_norm)))
-
-
-def step_if_finite(optimizers: list[Optimizer], norm: float) -> None:
+def clip_and_step(module: nn.Module, optimizers: list[Optimizer], clip_norm: float) -> float:
+    """Clip the gradient, step if it is finite, and clear it; returns its norm over all ranks before clipping."""
+    norm = float(full_tensor(nn.utils.clip_grad_norm_(module.parameters(), clip_norm)))
     for optimizer in optimizers:
         if math.isfinite(norm):
             optimizer.step()
         optimizer.zero_grad()
+    return norm
 
 
 def whole_and_sharded(accelerator: Accelerator, unrolled: UnrolledHead) -> tuple[UnrolledHead | None, UnrolledHead]:
@@ -144,38 +154,3 @@ def copy_to_main_cpu(accelerator: Accelerator, tensors: Iterator[tuple[str, Tens
 
 def full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def named_optimizer_state(module: nn.Module, optimizers: list[Optimizer]) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the optimizers' state, named PARAMETER.KEY."""
-    for optimizer in optimizers:
-        for name, parameter in module.named_parameters():
-            for key, value in optimizer.state.get(parameter, {}).items():
-                yield f"{name}.{key}", torch.as_tensor(value)
-
-
-def set_optimizer_state(module: nn.Module, optimizers: list[Optimizer], state: dict[str, Tensor]) -> None:
-    """The inverse of `named_optimizer_state`; a tensor of its parameter's shape is sharded like the parameter."""
-    owners = {parameter: optimizer for optimizer in optimizers for parameter in parameters_of(optimizer)}
-    for name, parameter in module.named_parameters():
-        own: dict[str, Any] = {}
-        for key, value in state_of_parameter(name, state).items():
-            if value.shape != parameter.shape:
-                own[key] = value.clone()  # the step count, which torch keeps on the CPU
-            elif isinstance(parameter, DTensor):
-                # Every rank has read the same file, so nothing needs to be sent.
-                whole = value.to(parameter.device)
-                own[key] = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            else:
-                own[key] = value.to(parameter.device, copy=True)
-        if own:
-            owners[parameter].state[parameter] = own
-
-
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def state_of_parameter(name: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The entries of one parameter by key: `exp_avg` for `fc.weight.exp_avg`."""
-    return {key.rpartition(".")[2]: value for key, value in state.items() if key.rpartition(".")[0] == name}

@@ -1,4 +1,4 @@
-"""What `accelerate launch` asked for: how many ranks, how they hold the head, and what they cannot do.
+"""The launch of `accelerate launch`: its ranks, how they hold the head, and the recipes that it cannot train.
 
 Parallelism belongs to the launch (recipes/launch/), not to the recipe: a checkpoint of one launch fits every other.
 """
@@ -14,10 +14,9 @@ from headstart.data_pipelines.stages.shard_work import RANK_TIMEOUT
 from headstart.recipes import Recipe
 from headstart.recipes.schema import TrainSection
 from headstart.trainers.objectives.unrolled import UnrolledHead
-from headstart.trainers.ranks.fsdp2 import FullyShardedHead
-from headstart.trainers.ranks.head_on_ranks import HeadOnRanks, ReplicatedHead
+from headstart.trainers.ranks.head_on_ranks import FullyShardedHead, HeadOnRanks, ReplicatedHead
 
-ACCELERATE_PRECISION = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}  # train.precision -> its name there
+ACCELERATE_PRECISION = {"float32": "no", "bfloat16": "bf16"}  # train.precision -> its name there
 
 
 def start_accelerator(recipe: Recipe) -> Accelerator:
@@ -33,14 +32,14 @@ def start_accelerator(recipe: Recipe) -> Accelerator:
         on_cpu, process_group = False, InitProcessGroupKwargs(backend="gloo", timeout=RANK_TIMEOUT)
     accelerator = Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=[process_group])
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        refuse_for_slices(recipe.train, "DeepSpeed")
+        refuse_muon(recipe.train, "DeepSpeed")
         refuse_half_precision(recipe.train)
         refuse_deepspeed(accelerator.state.deepspeed_plugin)
         # While this exists, transformers shards every model it loads, also the target that only the main rank loads
         # to decode with; it would wait for the other ranks forever.
         accelerator.state.deepspeed_plugin.dschf = None
     elif is_fsdp():
-        refuse_for_slices(recipe.train, "FSDP2")
+        refuse_muon(recipe.train, "FSDP2")
     if recipe.joint.mode is not None:
         refuse_for_joint(recipe.joint.mode, accelerator)
     refuse_separate_processes(accelerator.num_processes)
@@ -81,15 +80,12 @@ def refuse_contradiction(section: TrainSection) -> None:
         )
 
 
-def refuse_for_slices(section: TrainSection, sharding: str) -> None:
-    """Raise ValueError for what needs whole weights on every rank: Muon and the moving average."""
-    slices = f"under {sharding}, where each rank holds slices of the weights"
-    elsewhere = "or launch with recipes/launch/ddp.yaml or one.yaml"
+def refuse_muon(section: TrainSection, sharding: str) -> None:
+    """Raise ValueError if Muon, which needs whole matrices, should train slices of them."""
     if section.optimizer == "muon":
-        raise ValueError(f"train.optimizer: muon given, only adamw is allowed {slices}; choose adamw, {elsewhere}")
-    if section.ema_decay is not None:
         raise ValueError(
-            f"train.ema_decay: {section.ema_decay} given, only null is allowed {slices}; choose null, {elsewhere}"
+            f"train.optimizer: muon given, only adamw is allowed under {sharding}, where each rank holds slices of the "
+            "weights; choose adamw, or launch with recipes/launch/ddp.yaml or one.yaml"
         )
 
 
@@ -105,7 +101,7 @@ def refuse_for_joint(mode: str, accelerator: Accelerator) -> None:
 
 
 def refuse_half_precision(section: TrainSection) -> None:
-    """Raise ValueError unless DeepSpeed trains in float32: it disables autocast and scales losses itself."""
+    """Raise ValueError unless DeepSpeed trains in float32, as it disables autocast."""
     if section.precision != "float32":
         raise ValueError(
             f"train.precision: {section.precision} given, only float32 is allowed under DeepSpeed; choose float32, or "

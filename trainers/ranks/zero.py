@@ -15,14 +15,8 @@ from torch import Tensor
 
 from headstart.recipes.schema import TrainSection
 from headstart.trainers.objectives.unrolled import UnrolledHead, UnrollScores
-from headstart.trainers.optimizers import build_optimizers
-from headstart.trainers.ranks.head_on_ranks import (
-    HeadOnRanks,
-    copy_to_main_cpu,
-    copy_weights,
-    state_of_parameter,
-    whole_and_sharded,
-)
+from headstart.trainers.optimizers import build_optimizers, state_of_parameter
+from headstart.trainers.ranks.head_on_ranks import HeadOnRanks, copy_to_main_cpu, copy_weights, whole_and_sharded
 
 
 class ZeroHead(HeadOnRanks):
@@ -58,8 +52,7 @@ class ZeroHead(HeadOnRanks):
         # accelerate's own backward would also step.
         self.engine.backward(loss * self.accelerator.num_processes)
 
-    def update(self, scale: float = 1.0) -> float:
-        assert scale == 1.0, "DeepSpeed clips the gradient as it is, so no loss scale may be left in it"
+    def update(self) -> float:
         self.engine.step()  # DeepSpeed itself leaves the weights unchanged if the norm is not finite
         return float(self.engine.get_global_grad_norm())
 

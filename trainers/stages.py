@@ -1,0 +1,211 @@
+"""The stages of a training run, which the scripts eagle.py, medusa.py and block.py call in data-flow order."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+from headstart.common.files import read_growing_jsonl, read_json
+from headstart.common.launcher import end_with_launcher
+from headstart.data_pipelines.features.batches import SampleStore
+from headstart.data_pipelines.features.sample_stores import open_stores
+from headstart.data_pipelines.features.shards import stored_taps
+from headstart.data_pipelines.stages.stage import Stage
+from headstart.data_pipelines.together import run_together
+from headstart.heads.checkpoint import head_taps, save_head
+from headstart.heads.frozen import FrozenTarget, SafetensorsFolder
+from headstart.heads.target_config import locate_target
+from headstart.heads.target_origin import TargetOrigin
+from headstart.inference.targets.loading import processor_name, slow_format
+from headstart.inference.targets.model import TargetModel
+from headstart.recipes import Recipe
+from headstart.trainers import SCRIPTS
+from headstart.trainers.evaluation import HeldOutDecoding
+from headstart.trainers.loop import train
+from headstart.trainers.new_head import START, build_head, describe, fit_first_weights, load_start, start_of_run
+from headstart.trainers.objectives.medusa2 import TrainableTarget
+from headstart.trainers.plan import preflight, print_plan, refuse_sizes
+from headstart.trainers.ranks.launch import refuse_lone_decoding, start_accelerator
+from headstart.trainers.run_checkpoints import Checkpoints, RunStart, changes, checkpoint_inputs, describe_changes
+from headstart.trainers.step import TrainingInputs
+
+
+@dataclass(frozen=True)
+class TrainedHead:
+    """A head whose weights after the last step are in the newest checkpoint."""
+
+    frozen: FrozenTarget
+    start: RunStart
+    checkpoints: Checkpoints
+    decoding: HeldOutDecoding | None
+    target: TrainableTarget | None
+    is_exported: bool  # by an earlier run
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """One run on the ranks of a launch. Stages that are complete and match the recipe are reused."""
+
+    recipe: Recipe
+    accelerator: Accelerator
+
+    @classmethod
+    def start(cls, recipe: Recipe, script: str) -> "TrainingRun":
+        """Join the launch; raises ValueError if it contradicts the recipe, or if another script trains its head."""
+        end_with_launcher()
+        refuse_other_script(recipe, script)
+        return cls(recipe, start_accelerator(recipe))
+
+    def check(self) -> None:
+        preflight(self.recipe, self.accelerator.num_processes, self.accelerator.device)
+
+    def print_plan(self) -> None:
+        """Check the recipe and print what the run would take."""
+        self.check()
+        if self.accelerator.is_main_process:
+            print_plan(self.recipe, self.accelerator.num_processes, self.accelerator.device)
+
+    @contextmanager
+    def on_all_ranks(self) -> Iterator[None]:
+        """Check the recipe, and hold run_dir for ranks that agree on the run."""
+        recipe = self.recipe
+        refuse_lone_decoding(recipe, self.accelerator.num_processes)
+        checkpoints = Checkpoints(recipe.checkpoints_dir, {})
+        with run_together(recipe, "training", self.check, lambda: {"checkpoint": f"step {checkpoints.newest()}"}):
+            yield
+
+    def train(self, features: Stage) -> TrainedHead:
+        """Train the head on the harvested samples, from the newest checkpoint if there is one."""
+        recipe, accelerator = self.recipe, self.accelerator
+        folder = locate_target(recipe.target.path, recipe.target.revision)
+        frozen = FrozenTarget.from_folder(folder, dtype=torch.float32, device=accelerator.device)
+        taps = stored_taps(head_taps(recipe.head, frozen.config), frozen.config.num_layers)
+        with open_stores(recipe, features, taps) as (train_store, heldout_store):
+            refuse_sizes(recipe, accelerator.num_processes, len(train_store), len(heldout_store))
+            checkpoints, start = self.open_checkpoints(features, frozen, train_store)
+            head = build_head(recipe, frozen, start)
+            if recipe.train.fitted_start and not start.start_from and checkpoints.newest() == 0:
+                fit_first_weights(head, frozen, train_store, accelerator, recipe.seed)
+            if accelerator.is_main_process:
+                if hint := slow_format("train.precision", recipe.train.precision, accelerator.device):
+                    print(hint)
+                print(*describe(head, frozen, train_store, heldout_store), sep="\n")
+            finished = is_exported(recipe, checkpoints)
+            decoding = target = None
+            if not finished and recipe.train.eval_prompts and accelerator.is_main_process:
+                decoding = start_decoding(recipe, head.taps, start)
+            if not finished and recipe.joint.mode is not None:
+                target = TrainableTarget.load(recipe, accelerator.device)
+            inputs = TrainingInputs(frozen, train_store, heldout_store, decoding, target)
+            train(recipe, head, inputs, accelerator, checkpoints)
+        return TrainedHead(frozen, start, checkpoints, decoding, target, finished)
+
+    def open_checkpoints(
+        self, features: Stage, frozen: FrozenTarget, store: SampleStore
+    ) -> tuple[Checkpoints, RunStart]:
+        """The run's checkpoints, and the facts that its head is built from; prints accepted changes of the recipe."""
+        recipe, accelerator, folder = self.recipe, self.accelerator, self.recipe.checkpoints_dir
+        checkpoints = Checkpoints(folder, checkpoint_inputs(recipe, features))
+        step, before = checkpoints.newest(), checkpoints.newest_inputs()
+        start, source = None, None
+        if before is not None:
+            start = RunStart.read(folder)
+            checkpoints.accepted = changes(start, before, checkpoints.inputs, step, features, store)
+            if accelerator.is_main_process and checkpoints.accepted:
+                print(*describe_changes(checkpoints.accepted, before, step, start, len(store)), sep="\n")
+        if start is None:
+            source = None if recipe.train.start_from is None else load_start(recipe, frozen)
+            start = start_of_run(recipe, features, frozen, store, source)
+        accelerator.wait_for_everyone()  # all ranks have read what the main rank may now write
+        if accelerator.is_main_process and before is None:
+            if source is not None:
+                save_head(source, folder / START)  # a resumed run needs its shape
+            start.save(folder)
+        accelerator.wait_for_everyone()  # all ranks build the head from what the main rank has written
+        return checkpoints, start
+
+    def export(self, trained: TrainedHead) -> None:
+        """Write the newest weights as a calibrated head, and the target if it was trained too."""
+        if not self.accelerator.is_main_process:
+            return
+        recipe, state = self.recipe, "head was already complete in"
+        if not trained.is_exported:
+            export_head(recipe, trained, self.accelerator)
+            state = "head written to"
+        if trained.start.start_from and (measured := before_and_after(recipe)) is not None:
+            print(measured)
+        with_target = "" if recipe.joint.mode is None else f" target.path={recipe.tuned_target_dir}"
+        print(f"{state} {recipe.head_dir}; next: headstart report RECIPE{with_target}")
+
+
+def refuse_other_script(recipe: Recipe, script: str) -> None:
+    """Raise ValueError if another script trains the recipe's kind of head."""
+    kind, kinds = recipe.head.kind, [kind for kind in SCRIPTS if SCRIPTS[kind] == script]
+    if kind not in kinds:
+        raise ValueError(
+            f"head.kind: {kind} given, {script} trains {' and '.join(kinds)}; start it with: accelerate launch "
+            f"{SCRIPTS[kind]} RECIPE"
+        )
+
+
+def is_exported(recipe: Recipe, checkpoints: Checkpoints) -> bool:
+    """Whether the run is finished, and the weights of its last step are in the head's folder."""
+    folders = [recipe.head_dir] if recipe.joint.mode is None else [recipe.head_dir, recipe.tuned_target_dir]
+    steps = recipe.train.steps
+    exported = (checkpoints.exported() or {}).get("step")
+    return all(is_whole(folder) for folder in folders) and checkpoints.newest() == exported == steps
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether config.json and the weights in a folder can be read; damaged ones are written again."""
+    try:
+        read_json(folder / "config.json")
+        SafetensorsFolder(folder)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def start_decoding(recipe: Recipe, taps: tuple[int, ...], start: RunStart) -> HeldOutDecoding:
+    """Load the target, and build a second head in the target's number format to decode with."""
+    target = TargetModel.load(recipe.target, taps)
+    decoding_head = build_head(recipe, target.frozen, start).to(target.dtype)
+    return HeldOutDecoding(recipe, target, decoding_head.eval().requires_grad_(False))
+
+
+def export_head(recipe: Recipe, trained: TrainedHead, accelerator: Accelerator) -> None:
+    checkpoints, target, decoding = trained.checkpoints, trained.target, trained.decoding
+    newest = checkpoints.load()
+    assert newest is not None
+    tuned, origin = {}, locate_target(recipe.target.path, recipe.target.revision)
+    if target is not None:
+        target.restore(newest.target)
+        target.save(recipe, recipe.tuned_target_dir)
+        print(f"tuned target written to {recipe.tuned_target_dir}")
+        tuned, origin = target.weights(), recipe.tuned_target_dir
+    head = build_head(recipe, trained.frozen, trained.start)
+    head.load_state_dict(newest.weights)
+    if decoding is not None:
+        decoding.load_weights(newest.weights, tuned)
+        head.calibration = decoding.fit_calibration()
+    head.origin = TargetOrigin.of(origin)
+    save_head(head, recipe.head_dir)
+    machine = processor_name(accelerator.device)
+    if accelerator.num_processes > 1:
+        machine = f"{accelerator.num_processes} x {machine}"
+    checkpoints.note_export({"step": newest.step, "machine": machine})
+
+
+def before_and_after(recipe: Recipe) -> str | None:
+    """The acceptance lengths before and after a warm start, on the same prompts; None if they were not measured."""
+    rows = [row for row in read_growing_jsonl(recipe.metrics_path) if "heldout/tau" in row]
+    if not rows or rows[0]["step"] != 0:
+        return None
+    lengths = [
+        f"{rows[0][name]:.2f} before and {rows[-1][name]:.2f} after at temperature {temperature}"
+        for name, temperature in (("heldout/tau", 0), ("heldout/tau_t1", 1))
+    ]
+    return f"acceptance length on the held-out prompts: {', '.join(lengths)}"
