@@ -19,9 +19,6 @@ from pydantic import (
 PYTHON_STDLIB = "python-stdlib"  # the data.prompts value that names the built-in corpus
 SELF = "self"  # the data.prompts and data.heldout_prompts value for prompts that the target writes itself
 HUB_PREFIX = "hf:"  # data.prompts starts with it to name a Hugging Face hub dataset
-
-
-# Sections are strict: a quoted "600" is not a number. YAML has neither tuples nor paths, so those types convert.
 LONGEST_NAME = 255  # bytes of a file's name, on every common file system
 
 
@@ -34,6 +31,7 @@ def refuse_unusable_path(path: object) -> object:
     return path
 
 
+# Sections are strict: a quoted "600" is not a number. YAML has neither tuples nor paths, so those types convert.
 HomePath = Annotated[
     Path,
     Field(strict=False),
@@ -67,26 +65,13 @@ Devices = Annotated[tuple[DeviceName, ...], Field(strict=False, min_length=1)]
 Paths = Annotated[tuple[NodePath, ...], Field(strict=False, min_length=1)]
 SystemPrompt = Annotated[str, Field(min_length=1)]
 SystemPrompts = Annotated[tuple[SystemPrompt | None, ...], Field(strict=False, min_length=1)]
-Folders = Annotated[dict[str, HomePath], Field(strict=False)]
+Folders = Annotated[dict[Annotated[str, Field(min_length=1)], HomePath], Field(strict=False)]
 Weights = Annotated[tuple[Annotated[float, Field(ge=0)], ...], Field(strict=False, min_length=1)]
 Objective = Literal["soft_cross_entropy", "reverse_kl", "total_variation", "log_acceptance", "blended_acceptance"]
 DrafterKind = Literal["head", "draft_model", "early_exit", "prompt_lookup", "suffix", "lookahead"]
-Baseline = Literal[
-    "plain",
-    "generate",
-    "generate_lookup",
-    "generate_assisted",
-    "chain",
-    "tree",
-    "cost_aware",
-    "repeats",
-    "untrained",
-    "draft_model",
-    "early_exit",
-    "prompt_lookup",
-    "suffix",
-    "lookahead",
-]
+DrafterRow = Literal["draft_model", "early_exit", "prompt_lookup", "suffix", "lookahead"]
+HeadRow = Literal["chain", "tree", "cost_aware", "repeats", "untrained"]
+Baseline = Literal["plain", "generate", "generate_lookup", "generate_assisted", HeadRow, DrafterRow]
 Baselines = Annotated[tuple[Baseline, ...], Field(strict=False, min_length=1)]
 
 
@@ -119,8 +104,7 @@ class TargetSection(Section):
     )
     trust_remote_code: bool = Field(default=False, description="Run Python code shipped with the model.")
     attention: Literal["auto", "sdpa", "eager"] = Field(
-        default="auto",
-        description="Attention code of the target. auto: the fastest exact one; sdpa, eager: transformers' own.",
+        default="auto", description="Attention code. auto: the fastest exact one; sdpa, eager: transformers' own."
     )
     compile: bool = Field(
         default=False,
@@ -284,6 +268,12 @@ class DataSection(Section):
         return str(self.heldout_prompts) == SELF
 
 
+DraftVocabSize = Annotated[
+    int | None,
+    Field(gt=0, description="Most frequent tokens that the head may draft; null is the whole vocabulary."),
+]
+
+
 class LayerSection(Section):
     """Sizes shared by the heads that are one decoder layer; null copies the target's size."""
 
@@ -334,9 +324,7 @@ class Eagle3Section(LayerSection):
         gt=0,
         description="Width of the head, in features; null is the target's. A different width gets its own embedding.",
     )
-    draft_vocab_size: int | None = Field(
-        default=None, gt=0, description="Most frequent tokens that the head may draft; null is the whole vocabulary."
-    )
+    draft_vocab_size: DraftVocabSize = None
     taps: Taps | None = Field(
         default=None,
         description="Target hidden states that the head reads, by index (0 is the embedding); null is 2, L//2 and L-3 "
@@ -365,9 +353,7 @@ class MedusaSection(Section):
         description="All Medusa heads share the target's lm_head, each with a low-rank addition of this rank; null "
         "gives each its own lm_head.",
     )
-    draft_vocab_size: int | None = Field(
-        default=None, gt=0, description="Most frequent tokens that the head may draft; null is the whole vocabulary."
-    )
+    draft_vocab_size: DraftVocabSize = None
 
 
 class BlockSection(LayerSection):
@@ -406,9 +392,7 @@ class BlockSection(LayerSection):
         default=False,
         description="Also train a confidence head, which serving engines read; headstart itself calibrates scores.",
     )
-    draft_vocab_size: int | None = Field(
-        default=None, gt=0, description="Most frequent tokens that the head may draft; null is the whole vocabulary."
-    )
+    draft_vocab_size: DraftVocabSize = None
     mask_token_id: int | None = Field(
         default=None,
         ge=0,
@@ -796,13 +780,6 @@ class ReportSection(Section):
                 f"1 to report.num_prompts, {most}, is allowed; write as many as the CPU has cores, or fewer"
             )
         return workers
-
-    @field_validator("other_heads")
-    @classmethod
-    def names_are_words(cls, folders: dict[str, Path]) -> dict[str, Path]:
-        if bad := [name for name in folders if not name.strip()]:
-            raise ValueError(f"names of one or more characters are allowed; give a name instead of {bad[0]!r}")
-        return folders
 
     @field_validator("baselines")
     @classmethod
