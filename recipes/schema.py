@@ -137,13 +137,10 @@ class DataSection(Section):
         default=0.01, ge=0, le=1, description="Largest share of unusable rows before the run stops; all are reported."
     )
     folder: Annotated[HomePath | None, Field(strict=False)] = Field(
-        default=None,
-        description="Folder for prompts, responses and features; several recipes may share it. null is run_dir.",
+        default=None, description="Folder of prompts, responses and features; recipes may share it; null is run_dir."
     )
     store: Annotated[HomePath | None, Field(strict=False)] = Field(
-        default=None,
-        description="Folder of an existing feature store to train on, such as a merged one; null harvests from the "
-        "prompts.",
+        default=None, description="Folder of an existing feature store to train on; null harvests from the prompts."
     )
     num_prompts: int = Field(gt=0, description="Number of prompts to train on.")
     prompt_tokens: int = Field(
@@ -199,8 +196,7 @@ class DataSection(Section):
         description="Shards shuffled together and read at a time; null is all of them.",
     )
     dtype: Literal["float32", "bfloat16", "float16", "float8", "int8"] = Field(
-        default="bfloat16",
-        description="Number format of stored features; float8 and int8 keep one scale per token and tap.",
+        default="bfloat16", description="Format of stored features; float8 and int8 keep one scale per token and tap."
     )
     mode: Literal["offline", "online"] = Field(
         default="offline",
@@ -217,13 +213,11 @@ class DataSection(Section):
         "in turn, such as [cuda:4, cuda:5]; null runs the target in the training process.",
     )
     server: str | None = Field(
-        default=None,
-        description="URL of an OpenAI-compatible server that runs the target and writes the responses; null is none.",
+        default=None, description="URL of an OpenAI-compatible server whose target writes the responses; null is none."
     )
     server_retries: int = Field(default=5, ge=0, description="Retries of a failed request to data.server.")
     draft_head: Annotated[HomePath | None, Field(strict=False)] = Field(
-        default=None,
-        description="Folder of a head that speeds up writing the responses (speculative decoding); null is none.",
+        default=None, description="Folder of a head that speeds up writing the responses; null is none."
     )
 
     @field_validator("server")
@@ -320,9 +314,7 @@ class Eagle3Section(LayerSection):
 
     kind: Literal["eagle3"] = Field(description="Architecture of the draft head.")
     hidden_size: int | None = Field(
-        default=None,
-        gt=0,
-        description="Width of the head, in features; null is the target's. A different width gets its own embedding.",
+        default=None, gt=0, description="Width of the head; null is the target's. Another width gets its own embedding."
     )
     draft_vocab_size: DraftVocabSize = None
     taps: Taps | None = Field(
@@ -363,10 +355,7 @@ class BlockSection(LayerSection):
     kind: Literal["block"] = Field(description="Architecture of the draft head.")
     num_layers: int = Field(default=2, gt=0, le=16, description="Decoder layers of the block head.")
     block_size: int = Field(
-        default=7,
-        gt=1,
-        le=64,
-        description="Slots that one pass fills, the one of the text's last token included; the head drafts no deeper.",
+        default=7, gt=1, le=64, description="Slots that a pass fills, the last token's included; it drafts no deeper."
     )
     sample_from_anchor: bool = Field(
         default=True,
@@ -394,9 +383,7 @@ class BlockSection(LayerSection):
     )
     draft_vocab_size: DraftVocabSize = None
     mask_token_id: int | None = Field(
-        default=None,
-        ge=0,
-        description="Token whose embedding marks a slot to fill, an unused one at best; null is the target's last.",
+        default=None, ge=0, description="Token that marks a slot to fill, best an unused one; null is the last."
     )
     taps: Taps | None = Field(
         default=None,
@@ -431,9 +418,7 @@ class TrainSection(Section):
         default="float32", description="Number format of the head's computation; weights and losses stay in float32."
     )
     pack_tokens: int | None = Field(
-        default=None,
-        gt=0,
-        description="Pack the samples of a step into rows of at most this many tokens; null pads each sample.",
+        default=None, gt=0, description="Pack a step's samples into rows of up to this many tokens; null pads each."
     )
     learning_rate: float = Field(default=1e-4, gt=0, description="AdamW's peak learning rate.")
     warmup_steps: int = Field(default=100, ge=0, description="Steps in which the learning rate rises from zero.")
@@ -442,8 +427,7 @@ class TrainSection(Section):
         description="Learning rate after warm-up: cosine and linear fall to zero, constant stays at the peak.",
     )
     optimizer: Literal["adamw", "muon"] = Field(
-        default="adamw",
-        description="adamw updates all weights; muon updates the layer's matrices, with AdamW for the rest.",
+        default="adamw", description="adamw updates all weights; muon the layer's matrices, with AdamW for the rest."
     )
     muon_learning_rate: float = Field(default=0.02, gt=0, description="Muon's peak learning rate.")
     weight_decay: float = Field(
@@ -507,15 +491,10 @@ class TrainSection(Section):
         default=512, gt=0, description="Blocks per sample and step that a block head is trained on, drawn at random."
     )
     regression_weight: float | None = Field(
-        default=None,
-        ge=0,
-        description="Weight of the smooth-L1 loss to the target's features; null is 1 for eagle1, 0 for other heads.",
+        default=None, ge=0, description="Weight of the smooth-L1 loss to the features; null is 1 for eagle1, else 0."
     )
     input_noise: float | None = Field(
-        default=None,
-        ge=0,
-        description="Width of the uniform input noise, scaled by 512 / tokens; null is 0.2 for eagle1, 0 for other "
-        "heads.",
+        default=None, ge=0, description="Width of uniform noise, times 512 / tokens; null is 0.2 for eagle1, else 0."
     )
     start_from: Annotated[HomePath | None, Field(strict=False)] = Field(
         default=None,
@@ -587,9 +566,7 @@ class JointSection(Section):
     learning_rate: float = Field(default=1e-4, ge=0, description="AdamW's peak learning rate for the target.")
     warmup_steps: int = Field(default=0, ge=0, description="Steps at the start that train the heads alone.")
     distill_weight: float = Field(
-        default=1.0,
-        ge=0,
-        description="Weight of the KL divergence between the original and the tuned target's next-token distributions.",
+        default=1.0, ge=0, description="Weight of the KL divergence between the original and the tuned target."
     )
 
 
@@ -603,8 +580,7 @@ class DecodeSection(Section):
         "target's own parallel guesses.",
     )
     draft_model: HomeText | None = Field(
-        default=None,
-        description="Folder or hub name of the draft model; with a different tokenizer it drafts a chain of text.",
+        default=None, description="Folder or hub name of a draft model; with another tokenizer it drafts a chain."
     )
     exit_layers: int | None = Field(
         default=None, gt=0, description="Target layers that early_exit runs; null is half of them."
@@ -627,9 +603,7 @@ class DecodeSection(Section):
         default=4, gt=0, description="Nodes expanded per level of a dynamic tree, and children per node; a chain has 1."
     )
     nodes: int = Field(
-        default=16,
-        gt=0,
-        description="Draft tokens per tree, the root not counted; the most, if growth chooses the size.",
+        default=16, gt=0, description="Draft tokens per tree without its root; the most, if growth chooses the size."
     )
     repeats: int = Field(
         default=0,
@@ -728,10 +702,7 @@ class ReportSection(Section):
         "github.com/hemingkexia/Spec-Bench); null is the held-out prompts.",
     )
     num_prompts: int = Field(
-        default=80,
-        gt=0,
-        description="Prompts decoded for each row of the table, taken from each category in turn; a "
-        "question with several turns counts once.",
+        default=80, gt=0, description="Prompts for each row, of each category in turn; several turns count once."
     )
     batches: Batches = Field(default=(1,), description="Batch sizes; every row is measured with each.")
     temperatures: Temperatures = Field(
