@@ -63,7 +63,7 @@ def explained(error: Exception, settings: BaseModel | None = None) -> str | None
     if isinstance(error, ValueError):
         return str(error)
     libraries = {family.__module__.partition(".")[0] for family in type(error).__mro__}
-    said = " ".join(str(error).split())
+    said = " ".join(str(error).split())  # in one line
     if "wandb" in libraries:
         return f"log.wandb: {said}; run `wandb login`, or set log.wandb=offline"
     if "safetensors" in libraries:
@@ -100,20 +100,18 @@ def remedy(error: OSError) -> str:
 
 def field_of(path: Path, settings: BaseModel | None) -> str | None:
     """The field that holds the path or the nearest folder above it."""
-    given = {} if settings is None else paths_in(settings.model_dump())
+    given = {} if settings is None else dict(paths_in(settings.model_dump()))
     above = {name: folder for name, folder in given.items() if path.is_relative_to(folder)}
     return max(above, key=lambda name: len(above[name].parts), default=None)
 
 
-def paths_in(values: Mapping[str, Any], prefix: str = "") -> dict[str, Path]:
-    """Every path in a recipe by its field, section.key; absolute."""
-    found: dict[str, Path] = {}
+def paths_in(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Path]]:
+    """Every path in a recipe after its field, section.key; absolute."""
     for name, value in values.items():
         if isinstance(value, dict):
-            found |= paths_in(value, f"{prefix}{name}.")
+            yield from paths_in(value, f"{prefix}{name}.")
         elif isinstance(value, Path) or (isinstance(value, str) and os.sep in value):
-            found[prefix + name] = Path(value).absolute()
-    return found
+            yield prefix + name, Path(value).absolute()
 
 
 def reader_is_gone() -> bool:

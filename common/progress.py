@@ -5,10 +5,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
 
+from rich import progress
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
-from rich.progress import TimeRemainingColumn as TimeLeftColumn
 from rich.table import Column
 from rich.text import Text
 
@@ -16,13 +14,13 @@ from rich.text import Text
 SHARE, SECONDS, APART = 0.05, 30.0, 5.0
 
 
-class NoteColumn(ProgressColumn):
+class NoteColumn(progress.ProgressColumn):
     """The note after the bar, which is cut first where a terminal is narrow."""
 
     def __init__(self) -> None:
         super().__init__(Column(no_wrap=False))
 
-    def render(self, task: Task) -> Text:
+    def render(self, task: progress.Task) -> Text:
         return Text(task.fields["text"], no_wrap=True, overflow="ellipsis")
 
 
@@ -46,10 +44,10 @@ class Progress:
         self.text = ""
         self.console = Console()
         self.on_terminal = active and self.console.is_terminal and not self.console.is_dumb_terminal
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), NoteColumn()
-        times = TimeElapsedColumn(), TimeLeftColumn()
-        off = not self.on_terminal
-        self._bar = Bar(*columns, *times, console=self.console, refresh_per_second=2, disable=off)
+        left = progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn()
+        right = NoteColumn(), progress.TimeElapsedColumn(), progress.TimeRemainingColumn()
+        hidden = not self.on_terminal
+        self._bar = progress.Progress(*left, *right, console=self.console, refresh_per_second=2, disable=hidden)
         self._task = self._bar.add_task(what, total=total, completed=done, text="")
 
     def __enter__(self) -> "Progress":

@@ -19,9 +19,6 @@ from pydantic import (
 PYTHON_STDLIB = "python-stdlib"  # the data.prompts value that names the built-in corpus
 SELF = "self"  # the data.prompts and data.heldout_prompts value for prompts that the target writes itself
 HUB_PREFIX = "hf:"  # data.prompts starts with it to name a Hugging Face hub dataset
-
-
-# Sections are strict: a quoted "600" is not a number. YAML has neither tuples nor paths, so those types convert.
 LONGEST_NAME = 255  # bytes of a file's name, on every common file system
 
 
@@ -34,6 +31,7 @@ def refuse_unusable_path(path: object) -> object:
     return path
 
 
+# Sections are strict: a quoted "600" is not a number. YAML has neither tuples nor paths, so those types convert.
 HomePath = Annotated[
     Path,
     Field(strict=False),
@@ -65,25 +63,12 @@ Batches = Annotated[tuple[Annotated[int, Field(gt=0)], ...], Field(strict=False,
 Devices = Annotated[tuple[DeviceName, ...], Field(strict=False, min_length=1)]
 SystemPrompt = Annotated[str, Field(min_length=1)]
 SystemPrompts = Annotated[tuple[SystemPrompt | None, ...], Field(strict=False, min_length=1)]
-Folders = Annotated[dict[str, HomePath], Field(strict=False)]
+Folders = Annotated[dict[Annotated[str, Field(min_length=1)], HomePath], Field(strict=False)]
 Objective = Literal["soft_cross_entropy", "reverse_kl", "total_variation", "log_acceptance", "blended_acceptance"]
 DrafterKind = Literal["head", "draft_model", "early_exit", "prompt_lookup", "suffix", "lookahead"]
-Baseline = Literal[
-    "plain",
-    "generate",
-    "generate_lookup",
-    "generate_assisted",
-    "chain",
-    "tree",
-    "cost_aware",
-    "repeats",
-    "untrained",
-    "draft_model",
-    "early_exit",
-    "prompt_lookup",
-    "suffix",
-    "lookahead",
-]
+DrafterRow = Literal["draft_model", "early_exit", "prompt_lookup", "suffix", "lookahead"]
+HeadRow = Literal["chain", "tree", "cost_aware", "repeats", "untrained"]
+Baseline = Literal["plain", "generate", "generate_lookup", "generate_assisted", HeadRow, DrafterRow]
 Baselines = Annotated[tuple[Baseline, ...], Field(strict=False, min_length=1)]
 
 
@@ -116,8 +101,7 @@ class TargetSection(Section):
     )
     trust_remote_code: bool = Field(default=False, description="Run Python code shipped with the model.")
     attention: Literal["auto", "sdpa", "eager"] = Field(
-        default="auto",
-        description="Attention code of the target. auto: the fastest exact one; sdpa, eager: transformers' own.",
+        default="auto", description="Attention code. auto: the fastest exact one; sdpa, eager: transformers' own."
     )
     compile: bool = Field(
         default=False,
@@ -147,13 +131,10 @@ class DataSection(Section):
         default="all", description="Assistant turns of a given conversation that are trained on."
     )
     folder: Annotated[HomePath | None, Field(strict=False)] = Field(
-        default=None,
-        description="Folder for prompts, responses and features; several recipes may share it. null is run_dir.",
+        default=None, description="Folder of prompts, responses and features; recipes may share it; null is run_dir."
     )
     store: Annotated[HomePath | None, Field(strict=False)] = Field(
-        default=None,
-        description="Folder of an existing feature store to train on, such as a merged one; null harvests from the "
-        "prompts.",
+        default=None, description="Folder of an existing feature store to train on; null harvests from the prompts."
     )
     num_prompts: int = Field(gt=0, description="Number of prompts to train on.")
     prompt_tokens: int = Field(
@@ -179,8 +160,7 @@ class DataSection(Section):
     heldout_samples: int = Field(default=64, gt=0, description="Held-out samples for metrics, never trained on.")
     shard_samples: int = Field(default=256, gt=0, description="Samples per feature shard.")
     dtype: Literal["float32", "bfloat16", "float16", "float8", "int8"] = Field(
-        default="bfloat16",
-        description="Number format of stored features; float8 and int8 keep one scale per token and tap.",
+        default="bfloat16", description="Format of stored features; float8 and int8 keep one scale per token and tap."
     )
     online: Devices | None = Field(
         default=None,
@@ -189,12 +169,10 @@ class DataSection(Section):
         "turn, each for a target in a process of its own. null stores all features, then trains.",
     )
     server: str | None = Field(
-        default=None,
-        description="URL of an OpenAI-compatible server that runs the target and writes the responses; null is none.",
+        default=None, description="URL of an OpenAI-compatible server whose target writes the responses; null is none."
     )
     draft_head: Annotated[HomePath | None, Field(strict=False)] = Field(
-        default=None,
-        description="Folder of a head that speeds up writing the responses (speculative decoding); null is none.",
+        default=None, description="Folder of a head that speeds up writing the responses; null is none."
     )
 
     @field_validator("server")
@@ -236,6 +214,12 @@ class DataSection(Section):
     def holds_out_own_prompts(self) -> bool:
         """Whether the held-out prompts are the target's own too."""
         return str(self.heldout_prompts) == SELF
+
+
+DraftVocabSize = Annotated[
+    int | None,
+    Field(gt=0, description="Most frequent tokens that the head may draft; null is the whole vocabulary."),
+]
 
 
 class LayerSection(Section):
@@ -284,13 +268,9 @@ class Eagle3Section(LayerSection):
 
     kind: Literal["eagle3"] = Field(description="Architecture of the draft head.")
     hidden_size: int | None = Field(
-        default=None,
-        gt=0,
-        description="Width of the head, in features; null is the target's. A different width gets its own embedding.",
+        default=None, gt=0, description="Width of the head; null is the target's. Another width gets its own embedding."
     )
-    draft_vocab_size: int | None = Field(
-        default=None, gt=0, description="Most frequent tokens that the head may draft; null is the whole vocabulary."
-    )
+    draft_vocab_size: DraftVocabSize = None
     taps: Taps | None = Field(
         default=None,
         description="Target hidden states that the head reads, by index (0 is the embedding); null is 2, L//2 and L-3 "
@@ -319,9 +299,7 @@ class MedusaSection(Section):
         description="All Medusa heads share the target's lm_head, each with a low-rank addition of this rank; null "
         "gives each its own lm_head.",
     )
-    draft_vocab_size: int | None = Field(
-        default=None, gt=0, description="Most frequent tokens that the head may draft; null is the whole vocabulary."
-    )
+    draft_vocab_size: DraftVocabSize = None
 
 
 class BlockSection(LayerSection):
@@ -331,10 +309,7 @@ class BlockSection(LayerSection):
     kind: Literal["block"] = Field(description="Architecture of the draft head.")
     num_layers: int = Field(default=2, gt=0, le=16, description="Decoder layers of the block head.")
     block_size: int = Field(
-        default=7,
-        gt=1,
-        le=64,
-        description="Slots that one pass fills, the one of the text's last token included; the head drafts no deeper.",
+        default=7, gt=1, le=64, description="Slots that a pass fills, the last token's included; it drafts no deeper."
     )
     causal: bool = Field(
         default=False, description="A slot sees only the slots before it in its block (JetSpec); false is all of them."
@@ -348,13 +323,9 @@ class BlockSection(LayerSection):
         description="Rank of the Markov head, which adds to a slot's scores what the token before it says (DSpark); 0 "
         "is none (JetSpec, or DFlash without causal, whose slots predict the token at their own position).",
     )
-    draft_vocab_size: int | None = Field(
-        default=None, gt=0, description="Most frequent tokens that the head may draft; null is the whole vocabulary."
-    )
+    draft_vocab_size: DraftVocabSize = None
     mask_token_id: int | None = Field(
-        default=None,
-        ge=0,
-        description="Token whose embedding marks a slot to fill, an unused one at best; null is the target's last.",
+        default=None, ge=0, description="Token that marks a slot to fill, best an unused one; null is the last."
     )
     taps: Taps | None = Field(
         default=None,
@@ -388,17 +359,14 @@ class TrainSection(Section):
         default="float32", description="Number format of the head's computation; weights and losses stay in float32."
     )
     pack_tokens: int | None = Field(
-        default=None,
-        gt=0,
-        description="Pack the samples of a step into rows of at most this many tokens; null pads each sample.",
+        default=None, gt=0, description="Pack a step's samples into rows of up to this many tokens; null pads each."
     )
     learning_rate: float = Field(default=1e-4, gt=0, description="AdamW's peak learning rate.")
     warmup_steps: int = Field(
         default=100, ge=0, description="Steps in which the learning rate rises from zero; then it falls as a cosine."
     )
     optimizer: Literal["adamw", "muon"] = Field(
-        default="adamw",
-        description="adamw updates all weights; muon updates the layer's matrices, with AdamW for the rest.",
+        default="adamw", description="adamw updates all weights; muon the layer's matrices, with AdamW for the rest."
     )
     muon_learning_rate: float = Field(default=0.02, gt=0, description="Muon's peak learning rate.")
     betas: Betas = Field(
@@ -436,15 +404,10 @@ class TrainSection(Section):
         default=512, gt=0, description="Blocks per sample and step that a block head is trained on, drawn at random."
     )
     regression_weight: float | None = Field(
-        default=None,
-        ge=0,
-        description="Weight of the smooth-L1 loss to the target's features; null is 1 for eagle1, 0 for other heads.",
+        default=None, ge=0, description="Weight of the smooth-L1 loss to the features; null is 1 for eagle1, else 0."
     )
     input_noise: float | None = Field(
-        default=None,
-        ge=0,
-        description="Width of the uniform input noise, scaled by 512 / tokens; null is 0.2 for eagle1, 0 for other "
-        "heads.",
+        default=None, ge=0, description="Width of uniform noise, times 512 / tokens; null is 0.2 for eagle1, else 0."
     )
     start_from: Annotated[HomePath | None, Field(strict=False)] = Field(
         default=None,
@@ -489,9 +452,7 @@ class JointSection(Section):
     learning_rate: float = Field(default=1e-4, ge=0, description="AdamW's peak learning rate for the target.")
     warmup_steps: int = Field(default=0, ge=0, description="Steps at the start that train the heads alone.")
     distill_weight: float = Field(
-        default=1.0,
-        ge=0,
-        description="Weight of the KL divergence between the original and the tuned target's next-token distributions.",
+        default=1.0, ge=0, description="Weight of the KL divergence between the original and the tuned target."
     )
 
 
@@ -509,8 +470,7 @@ class DecodeSection(Section):
         description="Folder of the head that report, calibrate, export, chat and serve use; null is RUN_DIR/head.",
     )
     draft_model: HomeText | None = Field(
-        default=None,
-        description="Folder or hub name of the draft model; with a different tokenizer it drafts a chain of text.",
+        default=None, description="Folder or hub name of a draft model; with another tokenizer it drafts a chain."
     )
     exit_layers: int | None = Field(
         default=None, gt=0, description="Target layers that early_exit runs; null is half of them."
@@ -532,9 +492,7 @@ class DecodeSection(Section):
         default=4, gt=0, description="Nodes expanded per level of a dynamic tree, and children per node; a chain has 1."
     )
     nodes: int = Field(
-        default=16,
-        gt=0,
-        description="Draft tokens per tree, the root not counted; the most, if growth chooses the size.",
+        default=16, gt=0, description="Draft tokens per tree without its root; the most, if growth chooses the size."
     )
     repeats: int = Field(
         default=0,
@@ -587,10 +545,7 @@ class ReportSection(Section):
         "github.com/hemingkexia/Spec-Bench); null is the held-out prompts.",
     )
     num_prompts: int = Field(
-        default=80,
-        gt=0,
-        description="Prompts decoded for each row of the table, taken from each category in turn; a "
-        "question with several turns counts once.",
+        default=80, gt=0, description="Prompts for each row, of each category in turn; several turns count once."
     )
     batches: Batches = Field(default=(1,), description="Batch sizes; every row is measured with each.")
     temperatures: Temperatures = Field(
@@ -619,13 +574,6 @@ class ReportSection(Section):
     @classmethod
     def each_has_its_own_row(cls, values: tuple[object, ...]) -> tuple[object, ...]:
         return refuse_repeats(values)
-
-    @field_validator("other_heads")
-    @classmethod
-    def names_are_words(cls, folders: dict[str, Path]) -> dict[str, Path]:
-        if bad := [name for name in folders if not name.strip()]:
-            raise ValueError(f"names of one or more characters are allowed; give a name instead of {bad[0]!r}")
-        return folders
 
     @field_validator("baselines")
     @classmethod

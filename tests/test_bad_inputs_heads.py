@@ -12,7 +12,7 @@ import jaxtyping
 import pytest
 import torch
 import yaml
-from bad_inputs import Outcome, Says, assert_raises, assert_refused, assert_told, type_command
+from bad_inputs import Outcome, Says, assert_raises, assert_refused, assert_told, table, type_command
 from exported import LIMITED, edit_config, edit_tensors
 from safetensors.torch import load_file, save_file
 from tiny_run import build_target, build_tokenizer, recipe_values, write_prompts
@@ -171,7 +171,7 @@ def replaced_by(source: str) -> Edit:
 
 
 # Damage to a head's folder, and what loading it says.
-DAMAGED: dict[str, tuple[Edit, Says]] = {
+DAMAGED: dict[str, tuple[Edit, str]] = {
     "a tensor is missing": (
         tensors(lambda found: found.pop(UP)),
         Says("model.safetensors", f"{UP} is missing", "exactly the tensors", "copy or export the head again"),
@@ -267,117 +267,9 @@ DAMAGED: dict[str, tuple[Edit, Says]] = {
         write("config.json", "{}"),
         Says("hidden_size: head None", "vocab_size: head None", "of these sizes", "headstart convert"),
     ),
-    "a size is missing": (
-        config(lambda found: found.pop("intermediate_size")),
-        Says("config.json", "lacks intermediate_size", "the sizes of a Llama layer", "add them"),
-    ),
-    "the vocabulary's size is missing": (
-        config(lambda found: found.pop("vocab_size")),
-        Says("vocab_size", "head None, target 97", "of these sizes", "train one for this target"),
-    ),
-    "a size as text": (
-        config(lambda found: found.update(hidden_size="32")),
-        Says("hidden_size", "'32' given", "a valid integer", "correct the file"),
-    ),
-    "a size as a float": (
-        config(lambda found: found.update(num_attention_heads=4.0)),
-        Says("num_attention_heads", "4.0", "a valid integer", "correct the file"),
-    ),
-    "a negative size": (
-        config(lambda found: found.update(num_key_value_heads=-2)),
-        Says("num_key_value_heads", "-2", "greater than 0", "correct the file"),
-    ),
-    "no attention heads": (
-        config(lambda found: found.update(num_attention_heads=0)),
-        Says("num_attention_heads", "0", "greater than 0", "correct the file"),
-    ),
-    "a size that fills the memory": (
-        config(lambda found: found.update(intermediate_size=10**12)),
-        Says("intermediate_size", str(10**12), "no tensor is longer than", "correct the file"),
-    ),
-    "key heads that do not divide": (
-        config(lambda found: found.update(num_key_value_heads=3)),
-        Says("k_proj.weight", "is [16, 64]", "should be [24, 64]", "copy or export the head again"),
-    ),
-    "an epsilon of NaN": (
-        config(lambda found: found.update(rms_norm_eps=NAN)),
-        Says("rms_norm_eps", "nan", "greater than 0", "correct the file"),
-    ),
-    "a rotary base as text": (
-        config(lambda found: found.update(rope_theta="10000")),
-        Says("rope_theta", "'10000'", "a valid number", "correct the file"),
-    ),
-    "architectures as text": (
-        config(lambda found: found.update(architectures="LlamaForCausalLMEagle3")),
-        Says("architectures", "'LlamaForCausalLMEagle3'", "a valid list", "correct the file"),
-    ),
-    "our section is a list": (
-        config(lambda found: found.update(headstart=[])),
-        Says("headstart", "[] given", "a valid dictionary", "correct the file"),
-    ),
-    "a kind that does not exist": (
-        own(kind="mlp"),
-        Says("config.json", "a head of kind 'mlp'", "only eagle1, eagle3, medusa, block", "correct the kind"),
-    ),
-    "the kind of another head": (
-        own(kind="medusa"),
-        Says("blocks.0.layers.0.weight", "is missing", "every Medusa head", "correct headstart.kind"),
-    ),
-    "a negative tap": (own(taps=[-2, 3, 4]), Says("headstart.taps.0", "-2", "greater than or equal to 0", "correct")),
-    "a tap beyond the target": (
-        own(taps=[2, 3, 99]),
-        Says("taps", "head [2, 3, 99]", "target hidden_states 0 to 7", "train one for this target"),
-    ),
-    "a tap too few": (own(taps=[2, 3]), Says("fc.weight", "is [32, 96]", "should be [32, 64]", "copy or export")),
-    "taps as text": (own(taps="2,3,4"), Says("headstart.taps", "'2,3,4'", "a valid list", "correct the file")),
-    "no taps": (own(taps=[]), Says("headstart.taps", "[]", "at least 1 item", "correct the file")),
-    "a target's digest that is none": (
-        own(target={"sha256": "unknown"}),
-        Says("headstart.target.sha256", "'unknown'", "match pattern", "correct the file"),
-    ),
-    "a target as text": (
-        own(target="models/SmolLM2"),
-        Says("headstart.target", "'models/SmolLM2'", "a valid dictionary", "correct the file"),
-    ),
-    "an empty calibration": (
-        own(calibration={"greedy": [], "sampled": [1.0]}),
-        Says("calibration.greedy", "[]", "at least 1 item", "correct the file"),
-    ),
-    "a calibration of NaN": (
-        own(calibration={"greedy": [NAN], "sampled": [1.0]}),
-        Says("calibration.greedy.0", "nan", "greater than 0", "correct the file"),
-    ),
-    "a searched tree without paths": (
-        own(calibration={"greedy": [1.0], "sampled": [1.0], "tree": {"nodes": 1}}),
-        Says("calibration.tree.paths", "{'nodes': 1}", "Field required", "correct the file"),
-    ),
-    "a searched tree as a list": (
-        own(calibration={"greedy": [1.0], "sampled": [1.0], "tree": [1]}),
-        Says("calibration.tree", "[1]", "a valid dictionary", "correct the file"),
-    ),
     "a searched tree with a chance too few": (
         own(calibration={"greedy": [1.0], "sampled": [1.0], "tree": {"paths": [[0], [1]], "chances": [0.5]}}),
         Says("calibration.tree", "2 paths have 1 chances", "one for each", "correct the file"),
-    ),
-    "a head of another width": (
-        config(lambda found: found.update(target_hidden_size=64)),
-        Says("hidden_size", "head 64, target 32", "of these sizes", "train one for this target"),
-    ),
-    "a head of another vocabulary": (
-        config(lambda found: found.update(vocab_size=32000)),
-        Says("vocab_size", "head 32000, target 97", "of these sizes", "train one for this target"),
-    ),
-    "a head of a deeper target": (
-        own(target_num_layers=32),
-        Says("num_hidden_layers", "head 32, target 7", "of these sizes", "train one for this target"),
-    ),
-    "a head of a target with another rope": (
-        own(target_rope={"theta": 5e5, "kind": "default", "scaling": {}}),
-        Says("rope", "500000.0", "'theta': 10000.0", "train one for this target"),
-    ),
-    "a whole model": (
-        config(lambda found: found.update(num_hidden_layers=7)),
-        Says("num_hidden_layers", "7 in config.json", "a head has 1 layer", "train one for this target"),
     ),
     "a map of ids": (
         put("d2t", lambda d2t: d2t + torch.arange(len(d2t))),
@@ -408,10 +300,93 @@ DAMAGED: dict[str, tuple[Edit, Says]] = {
 }
 
 
-@pytest.mark.parametrize("symptom", DAMAGED)
+# A wrong config.json of a head: a key and its new value, or a key alone, which is then missing.
+CONFIGS = table("""
+a size is missing | intermediate_size
+    config.json | lacks intermediate_size | the sizes of a Llama layer | add them
+the vocabulary's size is missing | vocab_size
+    vocab_size | head None, target 97 | of these sizes | train one for this target
+a size as text | hidden_size = "32"
+    hidden_size | '32' given | a valid integer | correct the file
+a size as a float | num_attention_heads = 4.0
+    num_attention_heads | 4.0 | a valid integer | correct the file
+a negative size | num_key_value_heads = -2
+    num_key_value_heads | -2 | greater than 0 | correct the file
+no attention heads | num_attention_heads = 0
+    num_attention_heads | 0 | greater than 0 | correct the file
+a size that fills the memory | intermediate_size = 1000000000000
+    intermediate_size | 1000000000000 | no tensor is longer than | correct the file
+key heads that do not divide | num_key_value_heads = 3
+    k_proj.weight | is [16, 64] | should be [24, 64] | copy or export the head again
+an epsilon of NaN | rms_norm_eps = NaN
+    rms_norm_eps | nan | greater than 0 | correct the file
+a rotary base as text | rope_theta = "10000"
+    rope_theta | '10000' | a valid number | correct the file
+architectures as text | architectures = "LlamaForCausalLMEagle3"
+    architectures | 'LlamaForCausalLMEagle3' | a valid list | correct the file
+our section is a list | headstart = []
+    headstart | [] given | a valid dictionary | correct the file
+a kind that does not exist | headstart.kind = "mlp"
+    config.json | a head of kind 'mlp' | only eagle1, eagle3, medusa, block | correct the kind
+the kind of another head | headstart.kind = "medusa"
+    blocks.0.layers.0.weight | is missing | every Medusa head | correct headstart.kind
+a negative tap | headstart.taps = [-2, 3, 4]
+    headstart.taps.0 | -2 | greater than or equal to 0 | correct
+a tap beyond the target | headstart.taps = [2, 3, 99]
+    taps | head [2, 3, 99] | target hidden_states 0 to 7 | train one for this target
+a tap too few | headstart.taps = [2, 3]
+    fc.weight | is [32, 96] | should be [32, 64] | copy or export
+taps as text | headstart.taps = "2,3,4"
+    headstart.taps | '2,3,4' | a valid list | correct the file
+no taps | headstart.taps = []
+    headstart.taps | [] | at least 1 item | correct the file
+a target's digest that is none | headstart.target = {"sha256": "unknown"}
+    headstart.target.sha256 | 'unknown' | match pattern | correct the file
+a target as text | headstart.target = "models/SmolLM2"
+    headstart.target | 'models/SmolLM2' | a valid dictionary | correct the file
+an empty calibration | headstart.calibration = {"greedy": [], "sampled": [1.0]}
+    calibration.greedy | [] | at least 1 item | correct the file
+a calibration of NaN | headstart.calibration = {"greedy": [NaN], "sampled": [1.0]}
+    calibration.greedy.0 | nan | greater than 0 | correct the file
+a searched tree without paths | headstart.calibration = {"greedy": [1.0], "sampled": [1.0], "tree": {"nodes": 1}}
+    calibration.tree.paths | {'nodes': 1} | Field required | correct the file
+a searched tree as a list | headstart.calibration = {"greedy": [1.0], "sampled": [1.0], "tree": [1]}
+    calibration.tree | [1] | a valid dictionary | correct the file
+a head of another width | target_hidden_size = 64
+    hidden_size | head 64, target 32 | of these sizes | train one for this target
+a head of another vocabulary | vocab_size = 32000
+    vocab_size | head 32000, target 97 | of these sizes | train one for this target
+a head of a deeper target | headstart.target_num_layers = 32
+    num_hidden_layers | head 32, target 7 | of these sizes | train one for this target
+a head of a target with another rope | headstart.target_rope = {"theta": 500000.0, "kind": "default", "scaling": {}}
+    rope | 500000.0 | 'theta': 10000.0 | train one for this target
+a whole model | num_hidden_layers = 7
+    num_hidden_layers | 7 in config.json | a head has 1 layer | train one for this target
+""")
+
+
+def edited(edit: str) -> Edit:
+    path, _, value = edit.partition(" = ")
+    *sections, key = path.split(".")
+
+    def change(found: Config) -> None:
+        for section in sections:
+            found = found[section]
+        found.pop(key, None)
+        if value:
+            found[key] = json.loads(value)
+
+    return config(change)
+
+
+@pytest.mark.parametrize("symptom", [*DAMAGED, *CONFIGS])
 def test_a_damaged_head_is_not_loaded(symptom: str, copied: Callable[..., Path], frozen: FrozenTarget) -> None:
-    edit, says = DAMAGED[symptom]
-    folder = copied(edit)
+    if symptom in DAMAGED:
+        edit, says = DAMAGED[symptom]
+        folder = copied(edit)
+    else:
+        [change], says = CONFIGS[symptom]
+        folder = copied(edited(change))
     assert_raises(lambda: load_head_for(folder, frozen), says)
 
 

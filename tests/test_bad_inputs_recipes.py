@@ -319,7 +319,7 @@ a batch size twice | report.batches=[1, 1]
 a temperature twice | report.temperatures=[0, 0.0]
     report.temperatures | [0, 0.0] given | without repeats | write [0.0]
 a head without a name | report.other_heads={'': head}
-    report.other_heads | given | names of one or more characters | give a name
+    report.other_heads | given | names, each with a path | change it
 a server without http | data.server=localhost:8000
     data.server | 'localhost:8000' given | http:// or https:// | write http://localhost:8000
 a server that is empty | data.server=''

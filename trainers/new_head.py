@@ -26,6 +26,9 @@ from headstart.trainers.run_checkpoints import RunStart
 START = "start_from"  # the folder of the starting head's copy, beside the checkpoints
 FIT_TOKENS = 2**16  # enough to fit three taps of a small target
 RIDGE = 0.01  # added to the mean square of every input, which is about 1
+# Size of the queries and keys that a fitted start attends with: a token's score with itself is this squared times the
+# root of head_dim, 11.5 for 64, while those with other tokens are about 1.4.
+OWN_POSITION = 1.2
 JUDGED_TOKENS = 4096  # held-out positions that the draft vocabulary is judged by
 CHUNK = 64  # positions whose probabilities are in memory at once
 # Fields of a head's shape that no recipe has: the run keeps those of the starting head.
@@ -171,7 +174,7 @@ def fit_first_weights(
                 break
             add_sample(fit, head, frozen, store[number])
         if fit.count:
-            head.start_with_fit(fit, torch.Generator().manual_seed(seed))
+            start_with_fit(head, fit, torch.Generator().manual_seed(seed))
     for parameter in head.parameters():
         parameter.data.copy_(broadcast(parameter.data))
 
@@ -190,6 +193,42 @@ def add_sample(fit: LeastSquares, head: Eagle3Head, frozen: FrozenTarget, sample
     outputs = frozen.norm(sample.last_hidden[1:-1][written].to(frozen.embedding))
     finite = inputs.isfinite().all(-1) & outputs.isfinite().all(-1)
     fit.add(inputs[finite], outputs[finite])
+
+
+@torch.no_grad()
+def start_with_fit(head: Eagle3Head, fit: LeastSquares, generator: torch.Generator) -> None:
+    """Start a head as the linear map that predicts the target's next normed state from the taps and the next token.
+
+    `fc` takes the share of the taps. The share of the token, at the rank that the key heads allow, goes through one
+    query head per key head, whose queries and keys are the same projection of the token, so that they attend to their
+    own position. The norm's weight is uniform, so the feedback to the next level keeps the direction of the prediction.
+
+    A random head under the target's own norm and lm_head is confidently wrong: its loss is far above that of the
+    uniform distribution, and training first unlearns it.
+    """
+    shape, attention = head.shape, head.midlayer.self_attn
+    hidden, head_dim = shape.hidden_size, shape.head_dim
+    weight, num_taps = fit.solve(), head.fc.in_features
+    rank = min(shape.num_kv_heads * head_dim, hidden)
+    basis = fit.principal_outputs(weight[num_taps:], num_taps, rank)  # [hidden, rank]
+    low_rank = torch.cat([weight[:num_taps], weight[num_taps:] @ basis @ basis.T])
+    size = fit.size(low_rank)
+    head.fc.weight.copy_(weight[:num_taps].T / size)
+    head.norm.weight.fill_(size)
+    values = (weight[num_taps:] @ basis).T / size  # [rank, hidden]
+    attention.v_proj.weight[:, hidden:] = 0
+    attention.v_proj.weight[:rank, :hidden] = values.to(head.fc.weight)
+    group = shape.num_heads // shape.num_kv_heads
+    for key_head in range(shape.num_kv_heads):
+        keys = slice(key_head * head_dim, (key_head + 1) * head_dim)
+        queries = slice(key_head * group * head_dim, (key_head * group + 1) * head_dim)
+        projection = torch.randn(head_dim, hidden, generator=generator) * OWN_POSITION * hidden**-0.5
+        for matrix, rows in ((attention.q_proj.weight, queries), (attention.k_proj.weight, keys)):
+            matrix[rows] = 0
+            matrix[rows, :hidden] = projection.to(matrix)
+        part = basis[:, keys]  # narrower, or empty, beyond the rank
+        start = queries.start
+        attention.o_proj.weight[:, start : start + part.shape[1]] = part.to(head.fc.weight)
 
 
 def describe(head: DraftHead, frozen: FrozenTarget, train: SampleStore, heldout: SampleStore) -> Iterator[str]:
