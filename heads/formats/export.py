@@ -31,7 +31,7 @@ from headstart.common.jsonl import read_json
 from headstart.heads.base import DraftHead
 from headstart.heads.checkpoint import load_head
 from headstart.heads.files import HeadFiles, check_can_write, write_folder
-from headstart.heads.formats.card import card
+from headstart.heads.formats.card import acceptance_lengths, card
 from headstart.heads.formats.contracts import AUTHORS, RULES, violations
 from headstart.heads.formats.layouts import FORMATS, ServedTarget
 from headstart.heads.formats.subject import layout_of
@@ -72,7 +72,9 @@ def export(recipe: Recipe) -> Path:
     found = violations_by_engine(section.format, HeadFiles(folder, config, tensors), frozen)
     refuse_unservable(section.format, found)
     clean = [engine for engine, broken in found.items() if not broken]
-    config["headstart"] = {**config["headstart"], "engines": clean}
+    lengths = acceptance_lengths(recipe) if source == recipe.head_dir else {}
+    promise = {"acceptance_length": lengths} if lengths else {}
+    config["headstart"] = {**config["headstart"], "engines": clean, **promise}
     place = Path(section.push_to) if section.push_to else folder
     readme = card(recipe, head, target, target_folder, place, found)
     weights = FORMATS[section.format].weights
