@@ -19,14 +19,13 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-from headstart.chat_options import chat_options
 from headstart.common.os_errors import NOT_BEGUN, errors_as_messages
 from headstart.data_pipelines.features.store_options import store_options
 from headstart.heads.formats.options import convert_options, lint_options
 from headstart.inference.doctor.options import doctor_options
 from headstart.inference.serve.options import serve_options
+from headstart.options import chat_options, smollm2_options
 from headstart.recipes import recipe_from_command_line
-from headstart.smollm2_options import smollm2_options
 from headstart.trainers.launch_ranks import launch_arguments
 from headstart.trainers.scripts import training_module
 
