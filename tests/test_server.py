@@ -16,7 +16,7 @@ from tiny_run import CHAT_TEMPLATE, ENDS
 
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.engine.loop import generate
-from headstart.inference.serve.settings import ServerSettings
+from headstart.inference.serve.options import ServerSettings
 from headstart.inference.targets.tokenizer import visible_text_of
 
 MESSAGES: Any = [{"role": "user", "content": "the head guesses 🌳"}]

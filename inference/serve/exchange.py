@@ -8,15 +8,14 @@ from dataclasses import dataclass, field
 from headstart.inference.core.request import Alternatives, DecodeStats, DraftTree
 from headstart.inference.serve.engine import End, Engine, Event, Failure, Job, Update
 from headstart.inference.serve.errors import ApiError
-from headstart.inference.serve.requests.fields import Wanted
-from headstart.inference.serve.requests.tool_calls import ToolCall, ToolCallParser
-from headstart.inference.serve.requests.written import Piece, WrittenText
+from headstart.inference.serve.options import ServerSettings
+from headstart.inference.serve.requests.reading import Wanted
+from headstart.inference.serve.requests.text import ToolCall, ToolCallParser, WrittenText, joined
+from headstart.inference.show.text_stream import TokenText
 
 
 @dataclass(frozen=True)
-class ToldToken:
-    """A token as logprobs tell it."""
-
+class TokenLogprob:
     token: int
     logprob: float
     alternatives: Alternatives  # the likeliest tokens in its place
@@ -27,17 +26,17 @@ class Delta:
     """What a step added to a choice; the last one of a choice has a finish reason."""
 
     index: int
-    pieces: list[Piece] = field(default_factory=list)
-    calls: list[ToolCall] = field(default_factory=list)
-    told: list[ToldToken] = field(default_factory=list)
+    shown: list[TokenText]
+    calls: list[ToolCall]
+    seconds: float  # of decoding so far
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: str | None = None
     tree: DraftTree | None = None  # of the step
     count: int = 0  # tokens that the step added, those without text and those of held text included
-    seconds: float | None = None  # of decoding so far
 
     @property
     def text(self) -> str:
-        return "".join(piece.text for piece in self.pieces)
+        return joined(self.shown)
 
 
 @dataclass
@@ -66,26 +65,19 @@ class Times:
     ended: float | None = None
 
 
-@dataclass(frozen=True)
-class Limits:
-    """How long a request may take, in seconds; None is any time."""
-
-    queue: float | None
-    request: float | None
-
-
 class Exchange:
     """Submits the choices of a request, and yields what becomes certain until all have ended."""
 
-    def __init__(self, wanted: Wanted, engine: Engine, limits: Limits) -> None:
-        self.wanted, self.engine, self.limits = wanted, engine, limits
+    def __init__(self, wanted: Wanted, engine: Engine, settings: ServerSettings) -> None:
+        self.wanted, self.engine, self.settings = wanted, engine, settings
         self.times = Times(time.perf_counter())
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.choices = []
         for index, request in enumerate(wanted.requests):
-            job = Job(index, request, self.events)
-            written = WrittenText(wanted.text, request.prompt, wanted.stops, wanted.include_stop)
-            self.choices.append(Choice(job, written, ToolCallParser() if wanted.tools else None))
+            include_stop = wanted.fields.include_stop_str_in_output
+            written = WrittenText(wanted.text, request.prompt, request.stop, include_stop)
+            parser = ToolCallParser() if wanted.tools else None
+            self.choices.append(Choice(Job(index, request, self.events), written, parser))
         self.left = len(self.choices)  # choices that have not ended in the engine
         self.too_late = False
         for choice in self.choices:
@@ -95,15 +87,11 @@ class Exchange:
         """What each step adds to each choice; raises ApiError if the engine or a time limit ends the request."""
         while self.left:
             event = await self._next_event()
-            choice = self.choices[event.index]
+            delta = self._take(event)
             if isinstance(event, Failure):
-                self.left -= 1
-                choice.failed = True
                 raise event.error
-            if isinstance(event, End):
-                yield self._ended(choice, event)
-            else:
-                yield self._grown(choice, event)
+            assert delta is not None
+            yield delta
 
     def cancel(self) -> None:
         """End in the engine whatever has not ended there."""
@@ -116,75 +104,78 @@ class Exchange:
         if self.left and self.engine.alive:
             self.cancel()
         while self.left and (self.engine.alive or not self.events.empty()):
-            event = await self.events.get()
-            choice = self.choices[event.index]
-            if isinstance(event, End):
-                self._ended(choice, event)
-            elif isinstance(event, Failure):
-                self.left -= 1
-            else:
-                self._grown(choice, event)
+            self._take(await self.events.get())
 
     async def _next_event(self) -> Event:
         """The next event; after the time limit of a request its choices are cancelled, and their ends follow."""
-        while True:
-            limit = self.limits.request if self.times.first is not None else self.limits.queue
-            if limit is None or self.too_late:
-                return await self.events.get()
-            rest = self.times.submitted + limit - time.perf_counter()
-            try:
-                return await asyncio.wait_for(self.events.get(), max(rest, 0.001))
-            except TimeoutError:
-                if self.times.first is None:
-                    raise ApiError(
-                        503,
-                        f"no token within {limit:g} seconds, the server's --queue-timeout; send the request again "
-                        f"later",
-                        headers={"Retry-After": "10"},
-                    ) from None
-                self.too_late = True
-                self.cancel()
+        is_waiting = self.times.first is None
+        limit = self.settings.queue_timeout if is_waiting else self.settings.request_timeout
+        if limit is None or self.too_late:
+            return await self.events.get()
+        rest = self.times.submitted + limit - time.perf_counter()
+        try:
+            return await asyncio.wait_for(self.events.get(), max(rest, 0.001))
+        except TimeoutError:
+            if is_waiting:
+                message = (
+                    f"no token within {limit:g} seconds, the server's --queue-timeout; send the request again later"
+                )
+                raise ApiError(503, message, headers={"Retry-After": "10"}) from None
+        self.too_late = True
+        self.cancel()
+        return await self.events.get()
+
+    def _take(self, event: Event) -> Delta | None:
+        choice = self.choices[event.index]
+        if isinstance(event, Update):
+            return self._grown(choice, event)
+        self.left -= 1
+        if isinstance(event, End):
+            return self._ended(choice, event)
+        choice.failed = True
+        return None
 
     def _grown(self, choice: Choice, update: Update) -> Delta:
         if self.times.first is None:
             self.times.first, self.times.read = update.at, update.at - update.seconds
         self.times.last, choice.cached = update.at, update.cached
-        ends, pieces, told = choice.job.request.end_tokens or (), [], []
-        for place, token in enumerate(update.tokens):
+        ends, shown, logprobs = choice.job.request.end_tokens or (), [], []
+        for place, (token, depth) in enumerate(zip(update.block.tokens, update.block.depths, strict=True)):
             if choice.written.stopped is not None:
                 break
             choice.tokens.append(token)
             if update.logprobs:
                 alternatives = update.alternatives[place] if update.alternatives else []
-                told.append(ToldToken(token, update.logprobs[place], alternatives))
+                logprobs.append(TokenLogprob(token, update.logprobs[place], alternatives))
             if token not in ends:
-                pieces += choice.written.add(token, update.depths[place])
+                shown += choice.written.add(token, depth)
         if choice.written.stopped is not None:
             self.engine.cancel(choice.job)  # if the loop has not found the stop string itself
         calls: list[ToolCall] = []
         if choice.parser is not None:
-            pieces, calls = choice.parser.add(pieces)
+            shown, calls = choice.parser.add(shown)
         return Delta(
-            update.index, pieces, calls, told, tree=update.tree, count=len(update.tokens), seconds=update.seconds
+            update.index,
+            shown,
+            calls,
+            update.seconds,
+            logprobs,
+            tree=update.block.tree,
+            count=len(update.block.tokens),
         )
 
     def _ended(self, choice: Choice, event: End) -> Delta:
-        self.left -= 1
         choice.stats, self.times.ended = event.stats, event.at
-        pieces = choice.written.end()
-        calls: list[ToolCall] = []
+        shown, calls = choice.written.end(), list[ToolCall]()
         if choice.parser is not None:
-            pieces, calls = choice.parser.add(pieces)
+            shown, calls = choice.parser.add(shown)
             rest, more = choice.parser.end()
-            pieces, calls = pieces + rest, calls + more
-        last = choice.tokens[-1] if choice.tokens else None
+            shown, calls = shown + rest, calls + more
+        choice.finish = {"end": "stop", "cancelled": "abort"}.get(event.finish, event.finish)
         if choice.written.stopped is not None:
             choice.finish, choice.stop_reason = "stop", choice.written.stopped
-        elif event.finish == "end":
-            choice.finish = "stop"
-            choice.stop_reason = last if last in self.wanted.stop_tokens else None
-        else:
-            choice.finish = {"cancelled": "abort"}.get(event.finish, event.finish)
+        elif event.finish == "end" and choice.tokens[-1] in self.wanted.fields.stop_token_ids:
+            choice.stop_reason = choice.tokens[-1]
         if choice.parser is not None and choice.parser.calls and choice.finish == "stop":
             choice.finish = "tool_calls"
-        return Delta(event.index, pieces, calls, finish=choice.finish, seconds=event.stats.seconds)
+        return Delta(event.index, shown, calls, event.stats.seconds, finish=choice.finish)

@@ -1,9 +1,13 @@
 """Prometheus metrics under our own names, and under vLLM's, which dashboards and load tools read."""
 
-from collections.abc import Sequence
+import json
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from headstart.heads.keys import read_config
 from headstart.inference.serve.engine import Engine, Update
 from headstart.inference.serve.exchange import Exchange
 
@@ -42,12 +46,15 @@ HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
     "iteration_tokens_total": ("Tokens that a step added to a choice.", STEP_TOKENS),
 }
 
+WINDOW = 512  # drafting steps that are compared with the head's promise
+SHARE = 0.7  # of the promised draft tokens per step; below it something is wrong, such as another chat template
+
 
 class Metrics:
     """All figures of one server, in a registry of its own."""
 
     def __init__(self, model: str, engine: Engine, promised: float | None = None) -> None:
-        """`promised` is the acceptance length on the head's card."""
+        """`promised` is the acceptance length in the head's config.json."""
         self.registry = CollectorRegistry()
         self.labels = {"model_name": model, "engine": "0"}
         self.counters = {name: self._each(Counter, name, text) for name, text in COUNTERS.items()}
@@ -60,24 +67,14 @@ class Metrics:
         )
         self.successes = self._each_with("request_success", "Choices that ended, by how.", "finished_reason")
         self.rejections = self._each_with("admission_rejections", "Requests that were turned away, by why.", "reason")
-        self.length = Gauge(
-            "headstart:acceptance_length",
-            "Tokens that a drafting step adds on average, the bonus token included, since the start.",
-            LABELS,
-            registry=self.registry,
-        ).labels(**self.labels)
+        about = "Tokens that a drafting step adds on average, the bonus token included, since the start."
+        self.length = self._own_gauge("acceptance_length", about)
         self.drafts = self.accepted = 0
         self.prefixes = 0, 0
         if promised is not None:
-            Gauge(
-                "headstart:promised_acceptance_length",
-                "The acceptance length on the head's card, at temperature 0.",
-                LABELS,
-                registry=self.registry,
-            ).labels(**self.labels).set(promised)
-        failures = Gauge(
-            "headstart:engine_failures", "Steps that ended in an error.", LABELS, registry=self.registry
-        ).labels(**self.labels)
+            about = "The acceptance length in the head's config.json, the lowest over its temperatures."
+            self._own_gauge("promised_acceptance_length", about).set(promised)
+        failures = self._own_gauge("engine_failures", "Steps that ended in an error.")
         failures.set_function(lambda: engine.failures)
         for gauge in self.gauges["kv_cache_usage_perc"]:
             gauge.set_function(lambda: engine.cache_usage)
@@ -108,8 +105,8 @@ class Metrics:
 
     def count_update(self, update: Update, since_last: float) -> None:
         """Count a step's part in a choice; `since_last` are the seconds since the choice's last step."""
-        self._add("generation_tokens", len(update.tokens))
-        self._observe("iteration_tokens_total", len(update.tokens))
+        self._add("generation_tokens", len(update.block.tokens))
+        self._observe("iteration_tokens_total", len(update.block.tokens))
         if update.is_step:
             self._observe("inter_token_latency_seconds", since_last)
         if not update.drafted:
@@ -151,9 +148,55 @@ class Metrics:
         for histogram in self.histograms[name]:
             histogram.observe(value)
 
+    def _own_gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"headstart:{name}", text, LABELS, registry=self.registry).labels(**self.labels)
+
     def _each(self, kind: type, name: str, text: str, **options: object) -> list:
         made = [kind(f"{prefix}:{name}", text, LABELS, registry=self.registry, **options) for prefix in PREFIXES]
         return [each.labels(**self.labels) for each in made]
 
     def _each_with(self, name: str, text: str, label: str) -> list[Counter]:
         return [Counter(f"{prefix}:{name}", text, (*LABELS, label), registry=self.registry) for prefix in PREFIXES]
+
+
+class AcceptanceWatch:
+    """Warns when the last steps accept far fewer drafts than the head's config.json promises.
+
+    It warns once, and again only after acceptance has recovered.
+    """
+
+    def __init__(self, promised: float | None, log: Callable[[str], None]) -> None:
+        self.promised, self.log = promised, log
+        self.steps: deque[int] = deque(maxlen=WINDOW)
+        self.total = 0
+        self.warned = False
+
+    def count(self, update: Update) -> None:
+        """Take in a step; steps without drafts do not count."""
+        if self.promised is None or not update.drafted:
+            return
+        self.total += update.accepted - (self.steps[0] if len(self.steps) == WINDOW else 0)
+        self.steps.append(update.accepted)
+        if len(self.steps) < WINDOW:
+            return
+        measured = 1 + self.total / WINDOW
+        is_low = measured - 1 < SHARE * (self.promised - 1)
+        if is_low and not self.warned:
+            self.log(json.dumps({"warning": self.message(measured)}))
+        self.warned = is_low
+
+    def message(self, measured: float) -> str:
+        return (
+            f"the acceptance length of the last {WINDOW} drafting steps is {measured:.2f}; the head promises "
+            f"{self.promised:.2f}. Sampling at a high temperature and text of another kind lower it; so do another "
+            f"chat template and another target than the head was trained for: headstart doctor HEAD TARGET"
+        )
+
+
+def promised_length(head: Path | None) -> float | None:
+    """The lowest acceptance length, over the temperatures in a head's config.json; None if it has none.
+
+    The lowest, because requests may have any temperature: at 1, where drafts are accepted least, nothing is wrong.
+    """
+    config = {} if head is None else read_config(head / "config.json")
+    return min(config.get("headstart", {}).get("acceptance_length", {}).values(), default=None)

@@ -1,10 +1,15 @@
-"""What happens to every HTTP request before and after its route: an id, the API key, errors, the access log."""
+"""What happens to every HTTP request before and after its route: an id, the API key, errors, one line in the log."""
 
 import hmac
+import json
 import re
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
 from uuid import uuid4
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -13,15 +18,60 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headstart.inference.serve.errors import ApiError
-from headstart.inference.serve.http.access_log import LogEntry
+from headstart.inference.serve.exchange import Exchange
+from headstart.inference.serve.requests.answers import seconds
 
 ENTRY = "headstart.log"  # the key of the request's log entry in its scope
 REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
 GUARDED = ("/v1", "/tokenize", "/detokenize")
+# Requested every few seconds, or by the chat page; logged only if they fail.
+QUIET = frozenset({"/health", "/ready", "/ping", "/metrics", "/v1/models", "/", "/style.css", "/page.js"})
+
+
+@dataclass
+class LogEntry:
+    """What is known about a request so far; never any text of a prompt or an answer."""
+
+    request_id: str
+    method: str
+    path: str
+    client: str | None
+    started: float = field(default_factory=time.perf_counter)
+    status: int | None = None  # None: the client left before an answer
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, exchange: Exchange) -> None:
+        """What the engine did for the request."""
+        stats = [choice.stats for choice in exchange.choices if choice.stats is not None]
+        steps, tokens = sum(each.steps for each in stats), sum(each.tokens for each in stats)
+        self.fields |= {
+            "stream": exchange.wanted.fields.stream,
+            "choices": len(exchange.choices),
+            "prompt_tokens": sum(map(len, exchange.wanted.prompts)),
+            "completion_tokens": sum(len(choice.tokens) for choice in exchange.choices),
+            "finish": [choice.finish or "abort" for choice in exchange.choices],
+            "acceptance_length": round(tokens / steps, 3) if steps else None,
+            "draft_tokens": sum(each.drafted for each in stats),
+            "accepted_draft_tokens": sum(sum(each.accepted_at_depth) for each in stats),
+            **{name: None if span is None else round(span, 4) for name, span in seconds(exchange.times).items()},
+        }
+
+    def line(self) -> str:
+        line = {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "request_id": self.request_id,
+            "method": self.method,
+            "path": self.path[:200],
+            "client": self.client,
+            "status": self.status,
+            "seconds": round(time.perf_counter() - self.started, 4),
+            **self.fields,
+        }
+        return json.dumps(line)
 
 
 class Front:
-    """Wraps the routes. Whatever fails inside becomes an error in OpenAI's shape, and one line in the log."""
+    """Wraps the routes. Every request becomes one line in the log."""
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str], log: Callable[[str], None]) -> None:
         self.app, self.log = app, log
@@ -32,14 +82,9 @@ class Front:
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        given = headers.get("x-request-id", "")
-        client = scope.get("client")
-        entry = LogEntry(
-            given if REQUEST_ID.fullmatch(given) else uuid4().hex,
-            scope["method"],
-            scope["path"],
-            client[0] if client else None,
-        )
+        given, client = headers.get("x-request-id", ""), scope.get("client")
+        request_id = given if REQUEST_ID.fullmatch(given) else uuid4().hex
+        entry = LogEntry(request_id, scope["method"], scope["path"], client[0] if client else None)
         scope[ENTRY] = entry
 
         async def answer(message: Message) -> None:
@@ -54,12 +99,10 @@ class Front:
         except ApiError as error:
             await error_response(error)(scope, receive, answer)
         except Exception:
-            traceback.print_exc(file=sys.stderr)
-            if entry.status is None:
-                failed = ApiError(500, f"the server failed; its log has the reason for request {entry.request_id}")
-                await error_response(failed)(scope, receive, answer)
+            traceback.print_exc(file=sys.stderr)  # the client has an error with status 500 already
         finally:
-            entry.write(self.log)
+            if entry.path not in QUIET or entry.status not in (200, 304):
+                self.log(entry.line())
 
     def _check_key(self, scope: Scope, headers: Headers) -> None:
         """Raise ApiError without the right key; every key is compared in full, whatever was given."""
@@ -68,12 +111,9 @@ class Front:
         scheme, _, token = headers.get("authorization", "").partition(" ")
         right = [hmac.compare_digest(token.strip().encode(), key) for key in self.api_keys]
         if scheme.lower() != "bearer" or not any(right):
-            raise ApiError(
-                401,
-                "Authorization: no valid API key given, `Bearer KEY` is needed; send one that the server was started "
-                "with",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+            allowed = "`Bearer KEY` is needed; send one that the server was started with"
+            challenge = {"WWW-Authenticate": "Bearer"}
+            raise ApiError(401, f"Authorization: no valid API key given, {allowed}", headers=challenge)
 
 
 def error_response(error: ApiError) -> JSONResponse:

@@ -11,8 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from headstart.inference.serve.errors import ApiError
-from headstart.inference.serve.requests.body import Body, read_json_object
-from headstart.inference.serve.settings import ServerSettings
+from headstart.inference.serve.options import ServerSettings
 
 Found = TypeVar("Found")
 KEEP_ALIVE = ": keep-alive\n\n"  # a comment, which clients skip
@@ -24,14 +23,14 @@ class ClientGoneError(Exception):
     """The client has closed the connection."""
 
 
-async def read_body(request: Request, settings: ServerSettings) -> Body:
-    """The JSON object of a request; raises ApiError for one that is too large, too slow, cut off or none."""
+async def read_body(request: Request, settings: ServerSettings) -> bytes:
+    """The JSON of a request; raises ApiError for a body that is too large, too slow, cut off or of another type."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, f"Content-Type: {kind[:60]!r} given, application/json is allowed; send it with that header")
     try:
         async with asyncio.timeout(settings.body_timeout):
-            return Body(read_json_object(await read_limited(request, settings.max_body)))
+            return await read_limited(request, settings.max_body)
     except TimeoutError:
         raise ApiError(
             408, f"the body did not arrive within {settings.body_timeout:g} seconds; send it faster"

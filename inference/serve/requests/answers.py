@@ -5,10 +5,10 @@ from itertools import accumulate, pairwise
 from typing import Any
 from uuid import uuid4
 
-from headstart.inference.core.request import Alternatives, DecodeStats, DraftTree
-from headstart.inference.serve.exchange import Choice, Delta, Exchange, Times, ToldToken
-from headstart.inference.serve.requests.fields import Wanted
-from headstart.inference.serve.requests.written import Piece
+from headstart.inference.core.request import DecodeStats, DraftTree
+from headstart.inference.serve.exchange import Choice, Delta, Exchange, Times, TokenLogprob
+from headstart.inference.serve.requests.reading import Wanted
+from headstart.inference.show.text_stream import TokenText
 from headstart.inference.targets.tokenizer import REPLACEMENT_CHARACTER, Tokenizer, text_of
 
 Json = dict[str, Any]
@@ -28,7 +28,6 @@ class Answer:
         self.id = f"{self.prefix}-{uuid4().hex}"
         self.created = int(time.time())
         self.deltas: list[list[Delta]] = [[] for _ in wanted.requests]
-        self.told = [0] * len(wanted.requests)  # characters of the tokens of each choice whose logprobs were told
 
     def take(self, delta: Delta) -> None:
         """Remember a delta for the whole answer."""
@@ -39,8 +38,8 @@ class Answer:
         choices = []
         for choice, deltas in zip(exchange.choices, self.deltas, strict=True):
             found = self.whole_choice(choice, deltas)
-            if self.wanted.show_tokens:
-                found["headstart"] = {"tokens": shown([piece for delta in deltas for piece in delta.pieces])}
+            if self.wanted.fields.headstart.tokens:
+                found["headstart"] = {"tokens": as_json([shown for delta in deltas for shown in delta.shown])}
             choices.append(found)
         return {
             **self.base(self.whole_object),
@@ -59,20 +58,17 @@ class Answer:
             "seed": self.wanted.seed,
         }
 
-    def opening(self, index: int, exchange: Exchange) -> list[Json]:
-        """The chunks before a choice's first token."""
-        return []
-
     def chunks(self, delta: Delta, exchange: Exchange) -> list[Json]:
         """The chunks of a delta: its text, then its finish reason; after the last one the usage, if it is asked for.
 
         Without it every chunk has a choice, as clients expect. The very last chunk also has the metrics.
         """
+        shows_tokens = self.wanted.fields.headstart.tokens
         contents: list[Json] = []
-        if delta.pieces or delta.calls or delta.told or (self.wanted.show_tokens and delta.count):
+        if delta.shown or delta.calls or delta.logprobs or (shows_tokens and delta.count):
             contents.append(self.content(delta))
-            if self.wanted.show_tokens:
-                own: Json = {"tokens": shown(delta.pieces), "count": delta.count, "seconds": delta.seconds}
+            if shows_tokens:
+                own: Json = {"tokens": as_json(delta.shown), "count": delta.count, "seconds": delta.seconds}
                 contents[-1]["headstart"] = own
                 if delta.tree is not None:
                     own["tree"] = self.tree(delta.tree)
@@ -80,7 +76,7 @@ class Answer:
             contents.append(self.finish(exchange.choices[delta.index]))
         found = [self.chunk([content], exchange) for content in contents]
         if not exchange.left:
-            if self.wanted.include_usage:
+            if self.wanted.fields.stream_options.with_usage:
                 found.append({**self.base(self.chunk_object), "choices": [], "usage": usage(exchange)})
             found[-1]["metrics"] = metrics(exchange, self.most_depth)
         return found
@@ -96,10 +92,14 @@ class Answer:
         }
 
     def chunk(self, choices: list[Json], exchange: Exchange) -> Json:
-        found = {**self.base(self.chunk_object), "choices": choices}
-        if self.wanted.include_usage:
-            found["usage"] = usage(exchange) if self.wanted.continuous_usage else None
+        found, options = {**self.base(self.chunk_object), "choices": choices}, self.wanted.fields.stream_options
+        if options.with_usage:
+            found["usage"] = usage(exchange) if options.continuous_usage_stats else None
         return found
+
+    def opening(self, index: int, exchange: Exchange) -> list[Json]:
+        """The chunks before a choice's first token."""
+        raise NotImplementedError
 
     def whole_choice(self, choice: Choice, deltas: list[Delta]) -> Json:
         raise NotImplementedError
@@ -123,13 +123,8 @@ class ChatAnswer(Answer):
         message: Json = {"role": "assistant", "content": text if text.strip() or not calls else None, "refusal": None}
         if calls:
             message["tool_calls"] = [call.as_json() for call in calls]
-        return {
-            "index": choice.job.index,
-            "message": message,
-            "logprobs": self.logprobs([told for delta in deltas for told in delta.told]),
-            "finish_reason": choice.finish,
-            "stop_reason": choice.stop_reason,
-        }
+        logprobs = self.logprobs([each for delta in deltas for each in delta.logprobs])
+        return {"index": choice.job.index, "message": message, "logprobs": logprobs, **ending(choice)}
 
     def content(self, delta: Delta) -> Json:
         found: Json = {"content": delta.text} if delta.text or not delta.calls else {}
@@ -139,30 +134,20 @@ class ChatAnswer(Answer):
             found["tool_calls"] = [
                 {"index": place, **call.as_json()} for place, call in enumerate(delta.calls, start=first)
             ]
-        logprobs = self.logprobs(delta.told)
+        logprobs = self.logprobs(delta.logprobs)
         return {"index": delta.index, "delta": found, "logprobs": logprobs, "finish_reason": None}
 
     def finish(self, choice: Choice) -> Json:
-        return {
-            "index": choice.job.index,
-            "delta": {},
-            "logprobs": None,
-            "finish_reason": choice.finish,
-            "stop_reason": choice.stop_reason,
-        }
+        return {"index": choice.job.index, "delta": {}, "logprobs": None, **ending(choice)}
 
-    def logprobs(self, told: list[ToldToken]) -> Json | None:
+    def logprobs(self, given: list[TokenLogprob]) -> Json | None:
         if not self.wanted.logprobs:
             return None
-        return {
-            "content": [
-                {
-                    **self.entry(each.token, each.logprob),
-                    "top_logprobs": [self.entry(*pair) for pair in each.alternatives],
-                }
-                for each in told
-            ]
-        }
+        content = [
+            {**self.entry(each.token, each.logprob), "top_logprobs": [self.entry(*pair) for pair in each.alternatives]}
+            for each in given
+        ]
+        return {"content": content}
 
     def entry(self, token: int, logprob: float) -> Json:
         text = text_of(self.tokenizer, [token])
@@ -173,61 +158,65 @@ class ChatAnswer(Answer):
 class CompletionAnswer(Answer):
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
+    def __init__(self, wanted: Wanted, model: str, fingerprint: str, tokenizer: Tokenizer, most_depth: int) -> None:
+        super().__init__(wanted, model, fingerprint, tokenizer, most_depth)
+        self.offsets = [0] * len(wanted.requests)  # characters of each choice's tokens whose logprobs were given
+
     def opening(self, index: int, exchange: Exchange) -> list[Json]:
-        echo = self.wanted.echo[index // self.wanted.copies]
+        echo = self.echo(index)
         return [self.chunk([self.shape(index, echo, [])], exchange)] if echo else []
 
     def whole_choice(self, choice: Choice, deltas: list[Delta]) -> Json:
-        index = choice.job.index
-        text = self.wanted.echo[index // self.wanted.copies] + "".join(delta.text for delta in deltas)
-        told = [each for delta in deltas for each in delta.told]
-        return self.shape(index, text, told, choice)
+        text = self.echo(choice.job.index) + "".join(delta.text for delta in deltas)
+        return self.shape(choice.job.index, text, [each for delta in deltas for each in delta.logprobs], choice)
 
     def content(self, delta: Delta) -> Json:
-        return self.shape(delta.index, delta.text, delta.told)
+        return self.shape(delta.index, delta.text, delta.logprobs)
 
     def finish(self, choice: Choice) -> Json:
         return self.shape(choice.job.index, "", [], choice)
 
-    def shape(self, index: int, text: str, told: list[ToldToken], ended: Choice | None = None) -> Json:
-        return {
-            "index": index,
-            "text": text,
-            "logprobs": self.logprobs(index, told),
-            "finish_reason": None if ended is None else ended.finish,
-            "stop_reason": None if ended is None else ended.stop_reason,
-        }
+    def echo(self, index: int) -> str:
+        return self.wanted.echo[index // self.wanted.fields.n]
 
-    def logprobs(self, index: int, told: list[ToldToken]) -> Json | None:
-        """Offsets count the characters of the tokens' own texts, also of those whose text is held back."""
-        if not self.wanted.logprobs or not told:
+    def shape(self, index: int, text: str, given: list[TokenLogprob], ended: Choice | None = None) -> Json:
+        return {"index": index, "text": text, "logprobs": self.logprobs(index, given), **ending(ended)}
+
+    def logprobs(self, index: int, given: list[TokenLogprob]) -> Json | None:
+        """Offsets count the characters of the tokens' own texts, also of those whose text is held back.
+
+        Of alternatives that look alike, as parts of characters do, the likeliest one counts.
+        """
+        if not self.wanted.logprobs or not given:
             return None
-        texts = [text_of(self.tokenizer, [each.token]) for each in told]
-        *offsets, self.told[index] = accumulate(map(len, texts), initial=self.told[index])
+        texts = [text_of(self.tokenizer, [each.token]) for each in given]
+        *offsets, self.offsets[index] = accumulate(map(len, texts), initial=self.offsets[index])
         return {
             "tokens": texts,
-            "token_logprobs": [each.logprob for each in told],
-            "top_logprobs": [self.by_text(each.alternatives) for each in told],
+            "token_logprobs": [each.logprob for each in given],
+            "top_logprobs": [
+                {text_of(self.tokenizer, [token]): logprob for token, logprob in reversed(each.alternatives)}
+                for each in given
+            ],
             "text_offset": offsets,
         }
 
-    def by_text(self, alternatives: Alternatives) -> dict[str, float]:
-        """Logprobs by the texts of their tokens; of those that look alike, as parts of characters do, the likeliest."""
-        found: dict[str, float] = {}
-        for token, logprob in alternatives:
-            found.setdefault(text_of(self.tokenizer, [token]), logprob)
-        return found
+
+def ending(choice: Choice | None) -> Json:
+    if choice is None:
+        return {"finish_reason": None, "stop_reason": None}
+    return {"finish_reason": choice.finish, "stop_reason": choice.stop_reason}
 
 
-def shown(pieces: list[Piece]) -> list[Json]:
-    return [{"text": piece.text, "depth": piece.depth} for piece in pieces]
+def as_json(shown: list[TokenText]) -> list[Json]:
+    return [{"text": each.text, "depth": each.depth} for each in shown]
 
 
 def usage(exchange: Exchange) -> Json:
     """Tokens that were read and written; each prompt counts once, whatever the number of its choices."""
     prompt = sum(map(len, exchange.wanted.prompts))
     written = sum(len(choice.tokens) for choice in exchange.choices)
-    first = exchange.choices[:: exchange.wanted.copies]  # the others of a prompt read it once more
+    first = exchange.choices[:: exchange.wanted.fields.n]  # the others of a prompt read it once more
     return {
         "prompt_tokens": prompt,
         "completion_tokens": written,
