@@ -19,7 +19,6 @@ from headstart.inference.serve.errors import ApiError
 class Update:
     """What one step of the decode loop made certain of a choice."""
 
-    index: int  # of the choice
     block: Block
     logprobs: list[float]  # of each token; empty unless the request asks for them
     alternatives: list[Alternatives]  # in place of each token; empty unless the request asks for them
@@ -35,21 +34,11 @@ class Update:
 class End:
     """A choice has ended; no update follows."""
 
-    index: int
     finish: str  # as in Generation
     stats: DecodeStats
-    at: float  # as in Update
 
 
-@dataclass(frozen=True)
-class Failure:
-    """A choice has ended without its text."""
-
-    index: int
-    error: ApiError
-
-
-Event = Update | End | Failure
+Event = Update | End | ApiError  # after an error no event follows
 Observe = Callable[["Job", Event], None]
 
 
@@ -57,10 +46,10 @@ Observe = Callable[["Job", Event], None]
 class Job:
     """One choice on its way through the engine. Its events reach `events`, in the thread of asyncio."""
 
-    index: int
+    index: int  # in its request
     request: Request
-    events: asyncio.Queue[Event]
-    last: float = field(default_factory=time.perf_counter)  # when it was submitted, then its last update
+    events: asyncio.Queue[tuple["Job", Event]]
+    latest: float = field(default_factory=time.perf_counter)  # when it was submitted, then its last update
     started: bool = False  # whether its first token is written; these two belong to the thread of asyncio
     number: int | None = None  # in the decode loop; this and the next ones belong to the engine's thread
     drafted: int = 0  # draft tokens verified in the updates so far
@@ -141,12 +130,12 @@ class Engine:
 
     def _submit(self, job: Job) -> None:
         if not self.running:
-            self._report([(job, Failure(job.index, ApiError(503, "the server is stopping; send the request again")))])
+            self._report([(job, ApiError(503, "the server is stopping; send the request again"))])
             return
         try:
             job.number = self.loop.submit(job.request)
         except ValueError as error:
-            self._report([(job, Failure(job.index, ApiError(400, str(error))))])
+            self._report([(job, ApiError(400, str(error)))])
         else:
             self.jobs[job.number] = job
 
@@ -182,7 +171,6 @@ class Engine:
         stats, accepted = generation.stats, sum(generation.stats.accepted_at_depth)
         first = len(generation.tokens) - len(block.tokens)
         found = Update(
-            job.index,
             block,
             (generation.logprobs or [])[first:],
             generation.alternatives[first:],
@@ -201,13 +189,13 @@ class Engine:
         found: list[tuple[Job, Event]] = []
         for number, generation in self.loop.take_ended():
             job = self.jobs.pop(number)
-            found.append((job, End(job.index, generation.finish, generation.stats, time.perf_counter())))
+            found.append((job, End(generation.finish, generation.stats)))
             self.loop.forget(number)
         return found
 
     def _fail_all(self, reason: str) -> None:
         jobs, self.jobs = self.jobs, {}
-        self._report([(job, Failure(job.index, ApiError(500, reason))) for job in jobs.values()])
+        self._report([(job, ApiError(500, reason)) for job in jobs.values()])
 
     def _report(self, events: list[tuple[Job, Event]]) -> None:
         """Put each event into its job's queue, all in one turn of asyncio's loop."""
@@ -215,7 +203,7 @@ class Engine:
         def put() -> None:
             for job, event in events:
                 self.observe(job, event)
-                job.events.put_nowait(event)
+                job.events.put_nowait((job, event))
 
         if events and not self.asyncio.is_closed():
             self.asyncio.call_soon_threadsafe(put)

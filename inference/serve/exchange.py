@@ -3,14 +3,15 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from headstart.inference.core.request import Alternatives, DecodeStats, DraftTree
-from headstart.inference.serve.engine import End, Engine, Event, Failure, Job, Update
+from headstart.inference.serve.engine import End, Engine, Event, Job, Update
 from headstart.inference.serve.errors import ApiError
 from headstart.inference.serve.options import ServerSettings
 from headstart.inference.serve.requests.reading import Wanted
-from headstart.inference.serve.requests.text import ToolCall, ToolCallParser, WrittenText, joined
+from headstart.inference.serve.requests.text import ToolCall, ToolCallParser, WrittenText
 from headstart.inference.show.text_stream import TokenText
 
 
@@ -21,48 +22,77 @@ class TokenLogprob:
     alternatives: Alternatives  # the likeliest tokens in its place
 
 
-@dataclass(frozen=True)
-class Delta:
-    """What a step added to a choice; the last one of a choice has a finish reason."""
+@dataclass
+class Output:
+    """What a step added to a choice, or all of a choice so far."""
 
-    index: int
-    shown: list[TokenText]
-    calls: list[ToolCall]
-    seconds: float  # of decoding so far
+    shown: list[TokenText] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    finish: str | None = None
+    count: int = 0  # tokens, those without text and those of held text included
     tree: DraftTree | None = None  # of the step
-    count: int = 0  # tokens that the step added, those without text and those of held text included
+    seconds: float = 0.0  # of decoding so far
+
+    def add(self, other: "Output") -> None:
+        self.shown += other.shown
+        self.calls += other.calls
+        self.logprobs += other.logprobs
 
     @property
     def text(self) -> str:
-        return joined(self.shown)
+        return "".join(each.text for each in self.shown)
 
 
-@dataclass
-class Choice:
-    """What is known about a choice so far."""
+@dataclass(eq=False, kw_only=True)
+class Choice(Job):
+    """A choice and its output so far."""
 
-    job: Job
     written: WrittenText
     parser: ToolCallParser | None
+    stop_tokens: list[int]  # those of the request, not the target's own
+    output: Output = field(default_factory=Output)
     tokens: list[int] = field(default_factory=list)
     cached: int = 0  # tokens of the prompt that were not read again
-    finish: str | None = None  # in OpenAI's words
+    finish: str | None = None  # in OpenAI's words; None until the choice has ended
     stop_reason: str | int | None = None
+    offset: int = 0  # characters of the tokens whose logprobs are in an answer already
     stats: DecodeStats | None = None  # once it has ended
-    failed: bool = False
 
+    def grow(self, update: Update) -> Output:
+        """Take in a step; returns what it adds to the output."""
+        self.cached = update.cached
+        found = Output(count=len(update.block.tokens), tree=update.block.tree, seconds=update.seconds)
+        for place, (token, depth) in enumerate(zip(update.block.tokens, update.block.depths, strict=True)):
+            if self.written.stopped is not None:
+                break
+            self.tokens.append(token)
+            if update.logprobs:
+                alternatives = update.alternatives[place] if update.alternatives else []
+                found.logprobs.append(TokenLogprob(token, update.logprobs[place], alternatives))
+            if token not in (self.request.end_tokens or ()):
+                found.shown += self.written.add(token, depth)
+        if self.parser is not None:
+            found.shown, found.calls = self.parser.add(found.shown)
+        self.output.add(found)
+        return found
 
-@dataclass
-class Times:
-    """time.perf_counter() at each event; None until it has happened."""
-
-    submitted: float
-    read: float | None = None  # the engine began to read the prompt
-    first: float | None = None  # the first token of any choice
-    last: float | None = None  # the last token so far
-    ended: float | None = None
+    def end(self, event: End) -> Output:
+        """Take in the end; returns what was held back until now."""
+        self.stats = event.stats
+        found = Output(self.written.end(), seconds=event.stats.seconds)
+        if self.parser is not None:
+            found.shown, found.calls = self.parser.add(found.shown)
+            rest, calls = self.parser.end()
+            found.shown, found.calls = found.shown + rest, found.calls + calls
+        self.output.add(found)
+        self.finish = {"end": "stop", "cancelled": "abort"}.get(event.finish, event.finish)
+        if self.written.stopped is not None:
+            self.finish, self.stop_reason = "stop", self.written.stopped
+        elif event.finish == "end" and self.tokens[-1] in self.stop_tokens:
+            self.stop_reason = self.tokens[-1]
+        if self.output.calls and self.finish == "stop":
+            self.finish = "tool_calls"
+        return found
 
 
 class Exchange:
@@ -70,112 +100,81 @@ class Exchange:
 
     def __init__(self, wanted: Wanted, engine: Engine, settings: ServerSettings) -> None:
         self.wanted, self.engine, self.settings = wanted, engine, settings
-        self.times = Times(time.perf_counter())
-        self.events: asyncio.Queue[Event] = asyncio.Queue()
-        self.choices = []
-        for index, request in enumerate(wanted.requests):
-            include_stop = wanted.fields.include_stop_str_in_output
-            written = WrittenText(wanted.text, request.prompt, request.stop, include_stop)
-            parser = ToolCallParser() if wanted.tools else None
-            self.choices.append(Choice(Job(index, request, self.events), written, parser))
-        self.left = len(self.choices)  # choices that have not ended in the engine
+        self.events: asyncio.Queue[tuple[Job, Event]] = asyncio.Queue()
+        # time.perf_counter() at each event; None until it has happened
+        self.submitted = time.perf_counter()
+        self.read: float | None = None  # the engine began to read the prompt
+        self.first: float | None = None  # the first token of any choice
+        self.last: float | None = None  # the last token so far
+        self.ended: float | None = None  # the last choice
+        fields = wanted.fields
+        self.choices = [
+            Choice(
+                index,
+                request,
+                self.events,
+                written=WrittenText(wanted.text, request.prompt, request.stop, fields.include_stop_str_in_output),
+                parser=ToolCallParser() if wanted.tools else None,
+                stop_tokens=fields.stop_token_ids,
+            )
+            for index, request in enumerate(wanted.requests)
+        ]
+        self.running = set(self.choices)  # choices that have not ended in the engine
         self.too_late = False
         for choice in self.choices:
-            engine.submit(choice.job)
+            engine.submit(choice)
 
-    async def deltas(self) -> AsyncIterator[Delta]:
-        """What each step adds to each choice; raises ApiError if the engine or a time limit ends the request."""
-        while self.left:
-            event = await self._next_event()
-            delta = self._take(event)
-            if isinstance(event, Failure):
-                raise event.error
-            assert delta is not None
-            yield delta
+    async def outputs(self, pause: float | None = None) -> AsyncIterator[tuple[Choice, Output] | None]:
+        """What each step adds to each choice, and None wherever nothing came for `pause` seconds.
+
+        Raises ApiError if the engine or a time limit ends the request.
+        """
+        while self.running:
+            yield await self._next(pause)
 
     def cancel(self) -> None:
         """End in the engine whatever has not ended there."""
-        for choice in self.choices:
-            if choice.stats is None and not choice.failed:
-                self.engine.cancel(choice.job)
+        for choice in self.running:
+            self.engine.cancel(choice)
 
     async def settle(self) -> None:
         """Cancel what has not ended, and wait until the engine has let go of it."""
-        if self.left and self.engine.alive:
+        if self.engine.alive:
             self.cancel()
-        while self.left and (self.engine.alive or not self.events.empty()):
-            self._take(await self.events.get())
+        while self.running and (self.engine.alive or not self.events.empty()):
+            with suppress(ApiError):
+                self._take(*await self.events.get())
 
-    async def _next_event(self) -> Event:
-        """The next event; after the time limit of a request its choices are cancelled, and their ends follow."""
-        is_waiting = self.times.first is None
-        limit = self.settings.queue_timeout if is_waiting else self.settings.request_timeout
-        if limit is None or self.too_late:
-            return await self.events.get()
-        rest = self.times.submitted + limit - time.perf_counter()
+    async def _next(self, pause: float | None) -> tuple[Choice, Output] | None:
+        """What the next event adds; after a request's time limit its choices are cancelled, and their ends follow."""
+        limit = self.settings.queue_timeout if self.first is None else self.settings.request_timeout
+        left = None if limit is None or self.too_late else max(self.submitted + limit - time.perf_counter(), 0.001)
+        waits = [seconds for seconds in (pause, left) if seconds is not None]
         try:
-            return await asyncio.wait_for(self.events.get(), max(rest, 0.001))
+            async with asyncio.timeout(min(waits, default=None)):
+                return self._take(*await self.events.get())
         except TimeoutError:
-            if is_waiting:
-                message = (
-                    f"no token within {limit:g} seconds, the server's --queue-timeout; send the request again later"
-                )
-                raise ApiError(503, message, headers={"Retry-After": "10"}) from None
+            if left is None or left > min(waits):
+                return None
+        if self.first is None:
+            message = f"no token within {limit:g} seconds, the server's --queue-timeout; send the request again later"
+            raise ApiError(503, message, headers={"Retry-After": "10"})
         self.too_late = True
         self.cancel()
-        return await self.events.get()
-
-    def _take(self, event: Event) -> Delta | None:
-        choice = self.choices[event.index]
-        if isinstance(event, Update):
-            return self._grown(choice, event)
-        self.left -= 1
-        if isinstance(event, End):
-            return self._ended(choice, event)
-        choice.failed = True
         return None
 
-    def _grown(self, choice: Choice, update: Update) -> Delta:
-        if self.times.first is None:
-            self.times.first, self.times.read = update.at, update.at - update.seconds
-        self.times.last, choice.cached = update.at, update.cached
-        ends, shown, logprobs = choice.job.request.end_tokens or (), [], []
-        for place, (token, depth) in enumerate(zip(update.block.tokens, update.block.depths, strict=True)):
-            if choice.written.stopped is not None:
-                break
-            choice.tokens.append(token)
-            if update.logprobs:
-                alternatives = update.alternatives[place] if update.alternatives else []
-                logprobs.append(TokenLogprob(token, update.logprobs[place], alternatives))
-            if token not in ends:
-                shown += choice.written.add(token, depth)
-        if choice.written.stopped is not None:
-            self.engine.cancel(choice.job)  # if the loop has not found the stop string itself
-        calls: list[ToolCall] = []
-        if choice.parser is not None:
-            shown, calls = choice.parser.add(shown)
-        return Delta(
-            update.index,
-            shown,
-            calls,
-            update.seconds,
-            logprobs,
-            tree=update.block.tree,
-            count=len(update.block.tokens),
-        )
-
-    def _ended(self, choice: Choice, event: End) -> Delta:
-        choice.stats, self.times.ended = event.stats, event.at
-        shown, calls = choice.written.end(), list[ToolCall]()
-        if choice.parser is not None:
-            shown, calls = choice.parser.add(shown)
-            rest, more = choice.parser.end()
-            shown, calls = shown + rest, calls + more
-        choice.finish = {"end": "stop", "cancelled": "abort"}.get(event.finish, event.finish)
-        if choice.written.stopped is not None:
-            choice.finish, choice.stop_reason = "stop", choice.written.stopped
-        elif event.finish == "end" and choice.tokens[-1] in self.wanted.fields.stop_token_ids:
-            choice.stop_reason = choice.tokens[-1]
-        if choice.parser is not None and choice.parser.calls and choice.finish == "stop":
-            choice.finish = "tool_calls"
-        return Delta(event.index, shown, calls, event.stats.seconds, finish=choice.finish)
+    def _take(self, job: Job, event: Event) -> tuple[Choice, Output]:
+        assert isinstance(job, Choice)
+        if isinstance(event, Update):
+            if self.first is None:
+                self.first, self.read = event.at, event.at - event.seconds
+            self.last = event.at
+            output = job.grow(event)
+            if job.written.stopped is not None:
+                self.engine.cancel(job)  # if the loop has not found the stop string itself
+            return job, output
+        self.running.discard(job)
+        self.ended = time.perf_counter()
+        if isinstance(event, ApiError):
+            raise event
+        return job, job.end(event)

@@ -122,23 +122,22 @@ class Metrics:
 
     def count_request(self, exchange: Exchange) -> None:
         """Count a request that has ended, in whatever way."""
-        times = exchange.times
         written = sum(len(choice.tokens) for choice in exchange.choices)
         for choice in exchange.choices:
             for counter in self.successes:
                 counter.labels(**self.labels, finished_reason=choice.finish or "abort").inc()
-        if times.first is None or times.read is None or times.last is None:
+        submitted, read, first, last = exchange.submitted, exchange.read, exchange.first, exchange.last
+        if first is None or read is None or last is None:
             return
-        ended = times.last if times.ended is None else times.ended
-        self._observe("time_to_first_token_seconds", times.first - times.submitted)
-        self._observe("request_queue_time_seconds", times.read - times.submitted)
-        self._observe("request_prefill_time_seconds", times.first - times.read)
-        self._observe("request_decode_time_seconds", times.last - times.first)
-        self._observe("e2e_request_latency_seconds", ended - times.submitted)
+        self._observe("time_to_first_token_seconds", first - submitted)
+        self._observe("request_queue_time_seconds", read - submitted)
+        self._observe("request_prefill_time_seconds", first - read)
+        self._observe("request_decode_time_seconds", last - first)
+        self._observe("e2e_request_latency_seconds", (exchange.ended or last) - submitted)
         self._observe("request_prompt_tokens", sum(map(len, exchange.wanted.prompts)))
         self._observe("request_generation_tokens", written)
         if len(exchange.choices) == 1 and written > 1:
-            self._observe("request_time_per_output_token_seconds", (times.last - times.first) / (written - 1))
+            self._observe("request_time_per_output_token_seconds", (last - first) / (written - 1))
 
     def _add(self, name: str, count: int) -> None:
         for counter in self.counters[name]:

@@ -122,9 +122,9 @@ class Service:
             if not job.started:
                 job.started = True
                 self.waiting, self.running = self.waiting - 1, self.running + 1
-            self.metrics.count_update(event, event.at - job.last)
+            self.metrics.count_update(event, event.at - job.latest)
             self.acceptance.count(event)
-            job.last = event.at
+            job.latest = event.at
         elif job.started:
             self.running -= 1
             if isinstance(event, End):

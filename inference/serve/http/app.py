@@ -20,6 +20,7 @@ from headstart.inference.serve.http.front import Front, error_response, log_entr
 from headstart.inference.serve.http.transport import (
     CLIENT_GONE,
     DONE,
+    KEEP_ALIVE,
     ClientGoneError,
     EventStream,
     event,
@@ -87,36 +88,36 @@ async def complete(
     fields = parse(model, await read_body(request, service.settings))
     name = service.check_model(fields.model)
     wanted = await service.read(fields)
-    answer = shape(wanted, name, service.fingerprint, service.served.tokenizer, service.served.most_depth)
     exchange = service.begin(wanted)
+    answer = shape(exchange, name, service.fingerprint, service.served.tokenizer, service.served.most_depth)
     if fields.stream:
-        return EventStream(stream(request, service, exchange, answer), service.settings.keep_alive)
+        return EventStream(stream(request, service, exchange, answer))
     try:
-        await unless_gone(gather(exchange, answer), request.receive)
-        return JSONResponse(answer.whole(exchange))
+        await unless_gone(gather(exchange), request.receive)
+        return JSONResponse(answer.whole())
     except ClientGoneError:
         return Response(status_code=CLIENT_GONE)
     finally:
         await service.finish(exchange, log_entry(request))
 
 
-async def gather(exchange: Exchange, answer: Answer) -> None:
-    async for delta in exchange.deltas():
-        answer.take(delta)
+async def gather(exchange: Exchange) -> None:
+    async for _ in exchange.outputs():
+        pass
 
 
 async def stream(request: Request, service: Service, exchange: Exchange, answer: Answer) -> AsyncGenerator[str, None]:
     """The events of an answer. The first one comes with the first token, so that a refusal has a status of its own."""
     try:
         begun = False
-        async for delta in exchange.deltas():
-            if not begun:
-                for choice in exchange.choices:
-                    for chunk in answer.opening(choice.job.index, exchange):
-                        yield event(chunk)
-                begun = True
-            for chunk in answer.chunks(delta, exchange):
+        async for found in exchange.outputs(service.settings.keep_alive):
+            if found is None:
+                yield KEEP_ALIVE
+                continue
+            chunks = answer.chunks(*found)
+            for chunk in chunks if begun else [*answer.opening(), *chunks]:
                 yield event(chunk)
+            begun = True
         yield DONE
     finally:
         await service.finish(exchange, log_entry(request))

@@ -53,7 +53,7 @@ class LogEntry:
             "acceptance_length": round(tokens / steps, 3) if steps else None,
             "draft_tokens": sum(each.drafted for each in stats),
             "accepted_draft_tokens": sum(sum(each.accepted_at_depth) for each in stats),
-            **{name: None if span is None else round(span, 4) for name, span in seconds(exchange.times).items()},
+            **{name: None if span is None else round(span, 4) for name, span in seconds(exchange).items()},
         }
 
     def line(self) -> str:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Coroutine
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -74,29 +74,6 @@ async def unless_gone(work: Coroutine[Any, Any, Found], receive: Receive) -> Fou
         await asyncio.gather(working, gone, return_exceptions=True)
 
 
-async def with_keep_alives(events: AsyncGenerator[str, None], pause: float) -> AsyncGenerator[str, None]:
-    """The events, with a comment wherever none came for `pause` seconds."""
-    async with aclosing(events):
-        coming: asyncio.Task[str] | None = None
-        try:
-            while True:
-                coming = coming or asyncio.ensure_future(anext(events))
-                done, _ = await asyncio.wait({coming}, timeout=pause)
-                if not done:
-                    yield KEEP_ALIVE
-                    continue
-                try:
-                    yield coming.result()
-                except StopAsyncIteration:
-                    return
-                coming = None
-        finally:
-            if coming is not None and not coming.done():
-                coming.cancel()
-                with suppress(asyncio.CancelledError, StopAsyncIteration):
-                    await coming
-
-
 class EventStream(Response):
     """Server-sent events. They are closed, wherever they are, when the client leaves.
 
@@ -105,11 +82,10 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[str, None], pause: float) -> None:
+    def __init__(self, events: AsyncGenerator[str, None]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self.events = with_keep_alives(events, pause)
-        self.begun = False
+        self.events, self.begun = events, False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -5,9 +5,8 @@ from itertools import accumulate, pairwise
 from typing import Any
 from uuid import uuid4
 
-from headstart.inference.core.request import DecodeStats, DraftTree
-from headstart.inference.serve.exchange import Choice, Delta, Exchange, Times, TokenLogprob
-from headstart.inference.serve.requests.reading import Wanted
+from headstart.inference.core.request import Alternatives, DecodeStats, DraftTree
+from headstart.inference.serve.exchange import Choice, Exchange, Output, TokenLogprob
 from headstart.inference.show.text_stream import TokenText
 from headstart.inference.targets.tokenizer import REPLACEMENT_CHARACTER, Tokenizer, text_of
 
@@ -21,64 +20,48 @@ class Answer:
     whole_object: str
     chunk_object: str
 
-    def __init__(self, wanted: Wanted, model: str, fingerprint: str, tokenizer: Tokenizer, most_depth: int) -> None:
+    def __init__(self, exchange: Exchange, model: str, fingerprint: str, tokenizer: Tokenizer, most_depth: int) -> None:
         """`most_depth` is how many draft tokens a step may accept."""
-        self.wanted, self.model, self.fingerprint = wanted, model, fingerprint
+        self.exchange, self.wanted, self.fields = exchange, exchange.wanted, exchange.wanted.fields
         self.tokenizer, self.most_depth = tokenizer, most_depth
-        self.id = f"{self.prefix}-{uuid4().hex}"
-        self.created = int(time.time())
-        self.deltas: list[list[Delta]] = [[] for _ in wanted.requests]
-
-    def take(self, delta: Delta) -> None:
-        """Remember a delta for the whole answer."""
-        self.deltas[delta.index].append(delta)
-
-    def whole(self, exchange: Exchange) -> Json:
-        """The answer in one piece."""
-        choices = []
-        for choice, deltas in zip(exchange.choices, self.deltas, strict=True):
-            found = self.whole_choice(choice, deltas)
-            if self.wanted.fields.headstart.tokens:
-                found["headstart"] = {"tokens": as_json([shown for delta in deltas for shown in delta.shown])}
-            choices.append(found)
-        return {
-            **self.base(self.whole_object),
-            "choices": choices,
-            "usage": usage(exchange),
-            "metrics": metrics(exchange, self.most_depth),
-        }
-
-    def base(self, kind: str) -> Json:
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.fingerprint,
+        self.base: Json = {
+            "id": f"{self.prefix}-{uuid4().hex}",
+            "object": self.chunk_object,
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": fingerprint,
             "seed": self.wanted.seed,
         }
 
-    def chunks(self, delta: Delta, exchange: Exchange) -> list[Json]:
-        """The chunks of a delta: its text, then its finish reason; after the last one the usage, if it is asked for.
+    def whole(self) -> Json:
+        """The answer in one piece."""
+        choices = []
+        for choice in self.exchange.choices:
+            choices.append(self.whole_choice(choice))
+            if self.fields.headstart.tokens:
+                choices[-1]["headstart"] = {"tokens": as_json(choice.output.shown)}
+        own = {"usage": usage(self.exchange), "metrics": metrics(self.exchange, self.most_depth)}
+        return {**self.base, "object": self.whole_object, "choices": choices, **own}
+
+    def chunks(self, choice: Choice, output: Output) -> list[Json]:
+        """The chunks of a step: its text, then its finish reason; after the last one the usage, if it is asked for.
 
         Without it every chunk has a choice, as clients expect. The very last chunk also has the metrics.
         """
-        shows_tokens = self.wanted.fields.headstart.tokens
-        contents: list[Json] = []
-        if delta.shown or delta.calls or delta.logprobs or (shows_tokens and delta.count):
-            contents.append(self.content(delta))
+        shows_tokens = self.fields.headstart.tokens
+        found = []
+        if output.shown or output.calls or output.logprobs or (shows_tokens and output.count):
+            content = self.content(choice, output)
             if shows_tokens:
-                own: Json = {"tokens": as_json(delta.shown), "count": delta.count, "seconds": delta.seconds}
-                contents[-1]["headstart"] = own
-                if delta.tree is not None:
-                    own["tree"] = self.tree(delta.tree)
-        if delta.finish is not None:
-            contents.append(self.finish(exchange.choices[delta.index]))
-        found = [self.chunk([content], exchange) for content in contents]
-        if not exchange.left:
-            if self.wanted.fields.stream_options.with_usage:
-                found.append({**self.base(self.chunk_object), "choices": [], "usage": usage(exchange)})
-            found[-1]["metrics"] = metrics(exchange, self.most_depth)
+                own: Json = {"tokens": as_json(output.shown), "count": output.count, "seconds": output.seconds}
+                content["headstart"] = own if output.tree is None else {**own, "tree": self.tree(output.tree)}
+            found.append(self.chunk([content]))
+        if choice.finish is not None:
+            found.append(self.chunk([self.finish(choice)]))
+        if not self.exchange.running:
+            if self.fields.stream_options.with_usage:
+                found.append({**self.base, "choices": [], "usage": usage(self.exchange)})
+            found[-1]["metrics"] = metrics(self.exchange, self.most_depth)
         return found
 
     def tree(self, tree: DraftTree) -> Json:
@@ -91,20 +74,20 @@ class Answer:
             "path": [number[node] for node in tree.path],
         }
 
-    def chunk(self, choices: list[Json], exchange: Exchange) -> Json:
-        found, options = {**self.base(self.chunk_object), "choices": choices}, self.wanted.fields.stream_options
+    def chunk(self, choices: list[Json]) -> Json:
+        found, options = {**self.base, "choices": choices}, self.fields.stream_options
         if options.with_usage:
-            found["usage"] = usage(exchange) if options.continuous_usage_stats else None
+            found["usage"] = usage(self.exchange) if options.continuous_usage_stats else None
         return found
 
-    def opening(self, index: int, exchange: Exchange) -> list[Json]:
-        """The chunks before a choice's first token."""
+    def opening(self) -> list[Json]:
+        """The chunks before the first token."""
         raise NotImplementedError
 
-    def whole_choice(self, choice: Choice, deltas: list[Delta]) -> Json:
+    def whole_choice(self, choice: Choice) -> Json:
         raise NotImplementedError
 
-    def content(self, delta: Delta) -> Json:
+    def content(self, choice: Choice, output: Output) -> Json:
         raise NotImplementedError
 
     def finish(self, choice: Choice) -> Json:
@@ -114,31 +97,31 @@ class Answer:
 class ChatAnswer(Answer):
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def opening(self, index: int, exchange: Exchange) -> list[Json]:
+    def opening(self) -> list[Json]:
         delta = {"role": "assistant", "content": ""}
-        return [self.chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}], exchange)]
+        own = {"delta": delta, "logprobs": None, "finish_reason": None}
+        return [self.chunk([{"index": choice.index, **own}]) for choice in self.exchange.choices]
 
-    def whole_choice(self, choice: Choice, deltas: list[Delta]) -> Json:
-        text, calls = "".join(delta.text for delta in deltas), [call for delta in deltas for call in delta.calls]
+    def whole_choice(self, choice: Choice) -> Json:
+        text, calls = choice.output.text, choice.output.calls
         message: Json = {"role": "assistant", "content": text if text.strip() or not calls else None, "refusal": None}
         if calls:
             message["tool_calls"] = [call.as_json() for call in calls]
-        logprobs = self.logprobs([each for delta in deltas for each in delta.logprobs])
-        return {"index": choice.job.index, "message": message, "logprobs": logprobs, **ending(choice)}
+        logprobs = self.logprobs(choice.output.logprobs)
+        return {"index": choice.index, "message": message, "logprobs": logprobs, **ending(choice)}
 
-    def content(self, delta: Delta) -> Json:
-        found: Json = {"content": delta.text} if delta.text or not delta.calls else {}
-        if delta.calls:
-            first = sum(len(earlier.calls) for earlier in self.deltas[delta.index])
-            self.take(delta)
-            found["tool_calls"] = [
-                {"index": place, **call.as_json()} for place, call in enumerate(delta.calls, start=first)
+    def content(self, choice: Choice, output: Output) -> Json:
+        delta: Json = {"content": output.text} if output.text or not output.calls else {}
+        if output.calls:
+            first = len(choice.output.calls) - len(output.calls)
+            delta["tool_calls"] = [
+                {"index": place, **call.as_json()} for place, call in enumerate(output.calls, start=first)
             ]
-        logprobs = self.logprobs(delta.logprobs)
-        return {"index": delta.index, "delta": found, "logprobs": logprobs, "finish_reason": None}
+        logprobs = self.logprobs(output.logprobs)
+        return {"index": choice.index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
 
     def finish(self, choice: Choice) -> Json:
-        return {"index": choice.job.index, "delta": {}, "logprobs": None, **ending(choice)}
+        return {"index": choice.index, "delta": {}, "logprobs": None, **ending(choice)}
 
     def logprobs(self, given: list[TokenLogprob]) -> Json | None:
         if not self.wanted.logprobs:
@@ -158,53 +141,49 @@ class ChatAnswer(Answer):
 class CompletionAnswer(Answer):
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, wanted: Wanted, model: str, fingerprint: str, tokenizer: Tokenizer, most_depth: int) -> None:
-        super().__init__(wanted, model, fingerprint, tokenizer, most_depth)
-        self.offsets = [0] * len(wanted.requests)  # characters of each choice's tokens whose logprobs were given
+    def opening(self) -> list[Json]:
+        echoes = {choice.index: self.echo(choice) for choice in self.exchange.choices}
+        return [self.chunk([self.shape(index, echo, None)]) for index, echo in echoes.items() if echo]
 
-    def opening(self, index: int, exchange: Exchange) -> list[Json]:
-        echo = self.echo(index)
-        return [self.chunk([self.shape(index, echo, [])], exchange)] if echo else []
+    def whole_choice(self, choice: Choice) -> Json:
+        text = self.echo(choice) + choice.output.text
+        return {**self.shape(choice.index, text, self.logprobs(choice, choice.output)), **ending(choice)}
 
-    def whole_choice(self, choice: Choice, deltas: list[Delta]) -> Json:
-        text = self.echo(choice.job.index) + "".join(delta.text for delta in deltas)
-        return self.shape(choice.job.index, text, [each for delta in deltas for each in delta.logprobs], choice)
-
-    def content(self, delta: Delta) -> Json:
-        return self.shape(delta.index, delta.text, delta.logprobs)
+    def content(self, choice: Choice, output: Output) -> Json:
+        return self.shape(choice.index, output.text, self.logprobs(choice, output))
 
     def finish(self, choice: Choice) -> Json:
-        return self.shape(choice.job.index, "", [], choice)
+        return {**self.shape(choice.index, "", None), **ending(choice)}
 
-    def echo(self, index: int) -> str:
-        return self.wanted.echo[index // self.wanted.fields.n]
+    def echo(self, choice: Choice) -> str:
+        return self.wanted.echo[choice.index // self.fields.n]
 
-    def shape(self, index: int, text: str, given: list[TokenLogprob], ended: Choice | None = None) -> Json:
-        return {"index": index, "text": text, "logprobs": self.logprobs(index, given), **ending(ended)}
+    def shape(self, index: int, text: str, logprobs: Json | None) -> Json:
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None, "stop_reason": None}
 
-    def logprobs(self, index: int, given: list[TokenLogprob]) -> Json | None:
-        """Offsets count the characters of the tokens' own texts, also of those whose text is held back.
-
-        Of alternatives that look alike, as parts of characters do, the likeliest one counts.
-        """
+    def logprobs(self, choice: Choice, output: Output) -> Json | None:
+        """Offsets count the characters of the tokens' own texts, also of those whose text is held back."""
+        given = output.logprobs
         if not self.wanted.logprobs or not given:
             return None
         texts = [text_of(self.tokenizer, [each.token]) for each in given]
-        *offsets, self.offsets[index] = accumulate(map(len, texts), initial=self.offsets[index])
+        *offsets, choice.offset = accumulate(map(len, texts), initial=choice.offset)
         return {
             "tokens": texts,
             "token_logprobs": [each.logprob for each in given],
-            "top_logprobs": [
-                {text_of(self.tokenizer, [token]): logprob for token, logprob in reversed(each.alternatives)}
-                for each in given
-            ],
+            "top_logprobs": [self.by_text(each.alternatives) for each in given],
             "text_offset": offsets,
         }
 
+    def by_text(self, alternatives: Alternatives) -> dict[str, float]:
+        """Logprobs by the texts of their tokens; of those that look alike, as parts of characters do, the likeliest."""
+        found: dict[str, float] = {}
+        for token, logprob in alternatives:
+            found.setdefault(text_of(self.tokenizer, [token]), logprob)
+        return found
 
-def ending(choice: Choice | None) -> Json:
-    if choice is None:
-        return {"finish_reason": None, "stop_reason": None}
+
+def ending(choice: Choice) -> Json:
     return {"finish_reason": choice.finish, "stop_reason": choice.stop_reason}
 
 
@@ -227,14 +206,14 @@ def usage(exchange: Exchange) -> Json:
 
 def metrics(exchange: Exchange, most_depth: int) -> Json:
     """Times in seconds and, for a single choice, what drafting achieved."""
-    found: Json = seconds(exchange.times)
+    found: Json = seconds(exchange)
     stats = exchange.choices[0].stats
     if len(exchange.choices) == 1 and stats is not None:
         found["speculative_decoding"] = speculative(stats, most_depth) if stats.drafted else None
     return found
 
 
-def seconds(times: Times) -> Json:
+def seconds(times: Exchange) -> Json:
     """How long the request waited, was read and was decoded; null for what did not happen."""
     spans = {
         "queue_seconds": (times.submitted, times.read),
