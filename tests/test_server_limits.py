@@ -191,8 +191,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], int, tuple[str, ...]]] = {
         400,
         ("chat_template_kwargs", "tokenize", "the template's own"),
     ),
-    "a template of their own": (CHAT, {"chat_template": "{{ x }}"}, 400, ("chat_template", "not support")),
-    "a field of another server": (COMPLETION, {"guided_json": {}}, 400, ("guided_json", "not support", "null")),
+    "a template of their own": (CHAT, {"chat_template": "{{ x }}"}, 400, ("chat_template", "no such field")),
+    "a field of another server": (COMPLETION, {"guided_json": {}}, 400, ("guided_json", "no such field")),
+    "beam search": (COMPLETION, {"use_beam_search": True}, 400, ("use_beam_search", "not support", "only false")),
     "a misspelt field": (
         COMPLETION,
         {"temprature": 1},

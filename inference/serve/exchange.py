@@ -114,7 +114,7 @@ class Exchange:
                 request,
                 self.events,
                 written=WrittenText(wanted.text, request.prompt, request.stop, fields.include_stop_str_in_output),
-                parser=ToolCallParser() if wanted.tools else None,
+                parser=ToolCallParser() if wanted.has_tools else None,
                 stop_tokens=fields.stop_token_ids,
             )
             for index, request in enumerate(wanted.requests)

@@ -6,9 +6,10 @@ from typing import Any
 from uuid import uuid4
 
 from headstart.inference.core.request import Alternatives, DecodeStats, DraftTree
-from headstart.inference.serve.exchange import Choice, Exchange, Output, TokenLogprob
+from headstart.inference.serve.exchange import Choice, Exchange, Output
+from headstart.inference.serve.requests.fields import CompletionRequest
 from headstart.inference.show.text_stream import TokenText
-from headstart.inference.targets.tokenizer import REPLACEMENT_CHARACTER, Tokenizer, text_of
+from headstart.inference.targets.tokenizer import REPLACEMENT_CHARACTER, Tokenizer, text_of, visible_text_of
 
 Json = dict[str, Any]
 
@@ -22,7 +23,7 @@ class Answer:
 
     def __init__(self, exchange: Exchange, model: str, fingerprint: str, tokenizer: Tokenizer, most_depth: int) -> None:
         """`most_depth` is how many draft tokens a step may accept."""
-        self.exchange, self.wanted, self.fields = exchange, exchange.wanted, exchange.wanted.fields
+        self.exchange, self.fields = exchange, exchange.wanted.fields
         self.tokenizer, self.most_depth = tokenizer, most_depth
         self.base: Json = {
             "id": f"{self.prefix}-{uuid4().hex}",
@@ -30,18 +31,23 @@ class Answer:
             "created": int(time.time()),
             "model": model,
             "system_fingerprint": fingerprint,
-            "seed": self.wanted.seed,
+            "seed": exchange.wanted.seed,
         }
 
     def whole(self) -> Json:
         """The answer in one piece."""
         choices = []
         for choice in self.exchange.choices:
-            choices.append(self.whole_choice(choice))
+            choices.append({**self.shape(choice, choice.output, is_whole=True), **ending(choice)})
             if self.fields.headstart.tokens:
                 choices[-1]["headstart"] = {"tokens": as_json(choice.output.shown)}
         own = {"usage": usage(self.exchange), "metrics": metrics(self.exchange, self.most_depth)}
         return {**self.base, "object": self.whole_object, "choices": choices, **own}
+
+    def opening(self) -> list[Json]:
+        """The chunks before the first token."""
+        found = [self.first_of(choice) for choice in self.exchange.choices]
+        return [self.chunk({**each, **ending(None)}) for each in found if each is not None]
 
     def chunks(self, choice: Choice, output: Output) -> list[Json]:
         """The chunks of a step: its text, then its finish reason; after the last one the usage, if it is asked for.
@@ -51,13 +57,13 @@ class Answer:
         shows_tokens = self.fields.headstart.tokens
         found = []
         if output.shown or output.calls or output.logprobs or (shows_tokens and output.count):
-            content = self.content(choice, output)
+            content = {**self.shape(choice, output), **ending(None)}
             if shows_tokens:
                 own: Json = {"tokens": as_json(output.shown), "count": output.count, "seconds": output.seconds}
                 content["headstart"] = own if output.tree is None else {**own, "tree": self.tree(output.tree)}
-            found.append(self.chunk([content]))
+            found.append(self.chunk(content))
         if choice.finish is not None:
-            found.append(self.chunk([self.finish(choice)]))
+            found.append(self.chunk({**self.shape(choice, Output()), **ending(choice)}))
         if not self.exchange.running:
             if self.fields.stream_options.with_usage:
                 found.append({**self.base, "choices": [], "usage": usage(self.exchange)})
@@ -74,63 +80,46 @@ class Answer:
             "path": [number[node] for node in tree.path],
         }
 
-    def chunk(self, choices: list[Json]) -> Json:
-        found, options = {**self.base, "choices": choices}, self.fields.stream_options
+    def chunk(self, choice: Json) -> Json:
+        found, options = {**self.base, "choices": [choice]}, self.fields.stream_options
         if options.with_usage:
             found["usage"] = usage(self.exchange) if options.continuous_usage_stats else None
         return found
 
-    def opening(self) -> list[Json]:
-        """The chunks before the first token."""
+    def first_of(self, choice: Choice) -> Json | None:
+        """The first chunk of a choice, if there is one before its first token."""
         raise NotImplementedError
 
-    def whole_choice(self, choice: Choice) -> Json:
-        raise NotImplementedError
-
-    def content(self, choice: Choice, output: Output) -> Json:
-        raise NotImplementedError
-
-    def finish(self, choice: Choice) -> Json:
+    def shape(self, choice: Choice, output: Output, is_whole: bool = False) -> Json:
+        """A whole choice, or what a step added to it."""
         raise NotImplementedError
 
 
 class ChatAnswer(Answer):
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def opening(self) -> list[Json]:
-        delta = {"role": "assistant", "content": ""}
-        own = {"delta": delta, "logprobs": None, "finish_reason": None}
-        return [self.chunk([{"index": choice.index, **own}]) for choice in self.exchange.choices]
+    def first_of(self, choice: Choice) -> Json | None:
+        return {"index": choice.index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
 
-    def whole_choice(self, choice: Choice) -> Json:
-        text, calls = choice.output.text, choice.output.calls
-        message: Json = {"role": "assistant", "content": text if text.strip() or not calls else None, "refusal": None}
+    def shape(self, choice: Choice, output: Output, is_whole: bool = False) -> Json:
+        text, calls, logprobs = output.text, [call.as_json() for call in output.calls], self.logprobs(output)
+        if is_whole:
+            content = text if text.strip() or not calls else None
+            message: Json = {"role": "assistant", "content": content, "refusal": None}
+            own = {"tool_calls": calls} if calls else {}
+            return {"index": choice.index, "message": {**message, **own}, "logprobs": logprobs}
+        delta: Json = {"content": text} if text or logprobs else {}
         if calls:
-            message["tool_calls"] = [call.as_json() for call in calls]
-        logprobs = self.logprobs(choice.output.logprobs)
-        return {"index": choice.index, "message": message, "logprobs": logprobs, **ending(choice)}
+            first = len(choice.output.calls) - len(calls)
+            delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls, start=first)]
+        return {"index": choice.index, "delta": delta, "logprobs": logprobs}
 
-    def content(self, choice: Choice, output: Output) -> Json:
-        delta: Json = {"content": output.text} if output.text or not output.calls else {}
-        if output.calls:
-            first = len(choice.output.calls) - len(output.calls)
-            delta["tool_calls"] = [
-                {"index": place, **call.as_json()} for place, call in enumerate(output.calls, start=first)
-            ]
-        logprobs = self.logprobs(output.logprobs)
-        return {"index": choice.index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
-
-    def finish(self, choice: Choice) -> Json:
-        return {"index": choice.index, "delta": {}, "logprobs": None, **ending(choice)}
-
-    def logprobs(self, given: list[TokenLogprob]) -> Json | None:
-        if not self.wanted.logprobs:
-            return None
+    def logprobs(self, output: Output) -> Json | None:
         content = [
             {**self.entry(each.token, each.logprob), "top_logprobs": [self.entry(*pair) for pair in each.alternatives]}
-            for each in given
+            for each in output.logprobs
         ]
-        return {"content": content}
+        return {"content": content} if content else None
 
     def entry(self, token: int, logprob: float) -> Json:
         text = text_of(self.tokenizer, [token])
@@ -141,30 +130,22 @@ class ChatAnswer(Answer):
 class CompletionAnswer(Answer):
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def opening(self) -> list[Json]:
-        echoes = {choice.index: self.echo(choice) for choice in self.exchange.choices}
-        return [self.chunk([self.shape(index, echo, None)]) for index, echo in echoes.items() if echo]
+    def first_of(self, choice: Choice) -> Json | None:
+        echo = self.echo(choice)
+        return {"index": choice.index, "text": echo, "logprobs": None} if echo else None
 
-    def whole_choice(self, choice: Choice) -> Json:
-        text = self.echo(choice) + choice.output.text
-        return {**self.shape(choice.index, text, self.logprobs(choice, choice.output)), **ending(choice)}
-
-    def content(self, choice: Choice, output: Output) -> Json:
-        return self.shape(choice.index, output.text, self.logprobs(choice, output))
-
-    def finish(self, choice: Choice) -> Json:
-        return {**self.shape(choice.index, "", None), **ending(choice)}
+    def shape(self, choice: Choice, output: Output, is_whole: bool = False) -> Json:
+        text = self.echo(choice) + output.text if is_whole else output.text
+        return {"index": choice.index, "text": text, "logprobs": self.logprobs(choice, output)}
 
     def echo(self, choice: Choice) -> str:
-        return self.wanted.echo[choice.index // self.fields.n]
-
-    def shape(self, index: int, text: str, logprobs: Json | None) -> Json:
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None, "stop_reason": None}
+        is_echoed = isinstance(self.fields, CompletionRequest) and self.fields.echo
+        return visible_text_of(self.tokenizer, choice.request.prompt) if is_echoed else ""
 
     def logprobs(self, choice: Choice, output: Output) -> Json | None:
         """Offsets count the characters of the tokens' own texts, also of those whose text is held back."""
         given = output.logprobs
-        if not self.wanted.logprobs or not given:
+        if not given:
             return None
         texts = [text_of(self.tokenizer, [each.token]) for each in given]
         *offsets, choice.offset = accumulate(map(len, texts), initial=choice.offset)
@@ -183,7 +164,10 @@ class CompletionAnswer(Answer):
         return found
 
 
-def ending(choice: Choice) -> Json:
+def ending(choice: Choice | None) -> Json:
+    """Why a choice has ended; None: it has not."""
+    if choice is None:
+        return {"finish_reason": None, "stop_reason": None}
     return {"finish_reason": choice.finish, "stop_reason": choice.stop_reason}
 
 

@@ -1,4 +1,4 @@
-"""The fields of requests as pydantic models: strict, and null is the same as left out. Unknown fields are refused."""
+"""The fields of requests as pydantic models: strict, null is the same as left out, unknown fields are refused."""
 
 import difflib
 import json
@@ -6,15 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core.core_schema import CoreSchema, custom_error_schema
 
 from headstart.inference.serve.errors import ApiError, wrong
@@ -24,20 +16,11 @@ IGNORED = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "request_id",
 })  # fmt: skip
-# Fields that other servers know and this one lacks, with the values that switch them off; null always does.
-OFF: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("allowed_token_ids", "truncate_prompt_tokens", "audio", "prediction", "web_search_options"), ()),
-    **dict.fromkeys(("reasoning_effort", "verbosity", "logits_processors", "chat_template", "documents"), ()),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
-    **dict.fromkeys(("length_penalty", "typical_p"), (1, 1.0)),
-    **dict.fromkeys(("parallel_tool_calls", "spaces_between_special_tokens"), (True,)),
-    **dict.fromkeys(("bad_words", "functions"), ([],)),
-    "suffix": ("",),
-    "best_of": (1,),
-    "prompt_logprobs": (0,),
-    "use_beam_search": (False,),
-    "modalities": (["text"],),
-    "function_call": ("none",),
+# Fields of other servers, with the value that switches them off and is accepted for that reason.
+OFF: dict[str, Any] = {
+    **{"suffix": "", "best_of": 1, "prompt_logprobs": 0, "use_beam_search": False, "length_penalty": 1, "typical_p": 1},
+    **{"bad_words": [], "modalities": ["text"], "functions": [], "function_call": "none", "parallel_tool_calls": True},
+    "spaces_between_special_tokens": True,
 }
 MOST_STOPS, LONGEST_STOP = 64, 1000
 MOST_ALTERNATIVES = 20
@@ -49,7 +32,7 @@ class Allowed:
 
     words: str
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
         schema = handler(source)
         if schema["type"] == "list":
             schema["fail_fast"] = True
@@ -64,9 +47,8 @@ class Range:
     high: int | None = None
     above: bool = False
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        schema: Any = handler(source)
-        schema["gt" if self.above else "ge"] = self.low
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        schema = {**handler(source), "gt" if self.above else "ge": self.low}
         words = f"of at least {self.low}"
         if self.high is not None:
             schema["le"] = self.high
@@ -75,20 +57,23 @@ class Range:
         return custom_error_schema(schema, "not_allowed", custom_error_message=f"{kind} {words} is")
 
 
-SAMPLING = {  # the ranges of the fields that `Sampling` has, too
-    "temperature": Range(0, 100),
-    "top_k": Range(-1),
-    "top_p": Range(0, 1, above=True),
-    "min_p": Range(0, 1),
-    "repetition_penalty": Range(0, 100, above=True),
-    "presence_penalty": Range(-2, 2),
-    "frequency_penalty": Range(-2, 2),
-}
-
-
 def well_formed(text: Any) -> Any:
     """JSON may hold halves of surrogate pairs, which no tokenizer reads."""
     return text.encode(errors="replace").decode() if isinstance(text, str) else text
+
+
+def check_tools(given: list[Any]) -> list[Any]:
+    """The tools of a chat as they were given, since their order of keys reaches the template."""
+    for place, tool in enumerate(given):
+        if not has_function(tool) or tool.get("type") != "function":
+            raise wrong(f"tools[{place}]", tool, "an object of type function with a name is", "correct it")
+    return given
+
+
+def has_function(given: Any) -> bool:
+    """Is this an object whose function has a name?"""
+    function = given.get("function") if isinstance(given, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 Flag = Annotated[bool, Allowed("true or false is")]
@@ -96,12 +81,11 @@ Text = Annotated[str, BeforeValidator(well_formed), Allowed("a text is")]
 Tokens = Annotated[list[int], Allowed("a list of token ids is")]
 Stop = Annotated[Text, Field(min_length=1, max_length=LONGEST_STOP)]
 Stops = Annotated[list[Stop], Field(max_length=MOST_STOPS)]
+Alternatives = Annotated[int, Range(0, MOST_ALTERNATIVES)]
 
 
-class Fields(BaseModel):
+class Fields(BaseModel, strict=True, allow_inf_nan=False):
     """Fields of a request, or of an object in one."""
-
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
@@ -110,10 +94,11 @@ class Fields(BaseModel):
         if not isinstance(values, dict):
             return values
         names = {field.alias or name for name, field in cls.model_fields.items()}
-        for name, value in values.items():
-            if name not in names and name not in IGNORED and value is not None:
-                refuse_unknown(name, value, names)
-        return {name: value for name, value in values.items() if value is not None}
+        given = {name: value for name, value in values.items() if value is not None}
+        for name in given:
+            if name not in names and name not in IGNORED:
+                refuse_unknown(name, given[name], names)
+        return given
 
 
 class StreamOptions(Fields):
@@ -158,20 +143,23 @@ class StructuredOutputs(Fields):
     ] = []
 
 
-class TextRequest(Fields):
+class SamplingFields(Fields):
+    temperature: Annotated[float, Range(0, 100)] | None = None
+    top_k: Annotated[int, Range(-1)] | None = None
+    top_p: Annotated[float, Range(0, 1, above=True)] | None = None
+    min_p: Annotated[float, Range(0, 1)] | None = None
+    repetition_penalty: Annotated[float, Range(0, 100, above=True)] | None = None
+    presence_penalty: Annotated[float, Range(-2, 2)] | None = None
+    frequency_penalty: Annotated[float, Range(-2, 2)] | None = None
+
+
+class TextRequest(SamplingFields):
     """The fields that chats and completions have in common."""
 
     model: Text | None = None
     n: Annotated[int, Range(1, 128)] = 1
     max_tokens: Annotated[int, Range(1)] | None = None
     min_tokens: Annotated[int, Range(0)] = 0
-    temperature: Annotated[float, SAMPLING["temperature"]] | None = None
-    top_k: Annotated[int, SAMPLING["top_k"]] | None = None
-    top_p: Annotated[float, SAMPLING["top_p"]] | None = None
-    min_p: Annotated[float, SAMPLING["min_p"]] | None = None
-    repetition_penalty: Annotated[float, SAMPLING["repetition_penalty"]] | None = None
-    presence_penalty: Annotated[float, SAMPLING["presence_penalty"]] | None = None
-    frequency_penalty: Annotated[float, SAMPLING["frequency_penalty"]] | None = None
     logit_bias: dict[str, Any] = {}  # its tokens and values are checked when it is read
     seed: Annotated[int, Range(-(2**63), 2**63 - 1)] | None = None
     stop: Annotated[
@@ -190,17 +178,13 @@ class TextRequest(Fields):
     headstart: Extension = Extension()
 
 
-class TextPart(BaseModel):
-    model_config = ConfigDict(strict=True)
-
+class TextPart(BaseModel, strict=True):
     type: Literal["text"]
     text: Text
 
 
-class Message(BaseModel):
+class Message(BaseModel, strict=True):
     """A message of a chat. Fields that templates do not take are ignored."""
-
-    model_config = ConfigDict(strict=True)
 
     role: Annotated[
         Literal["system", "developer", "user", "assistant", "tool"],
@@ -217,7 +201,8 @@ class Templated(Fields):
     """The fields by which a chat becomes a prompt."""
 
     messages: list[Message] | None = None
-    tools: list[Any] = []
+    tools: Annotated[list[Any], AfterValidator(check_tools)] = []
+    tool_choice: Annotated[Literal["auto", "none"], Allowed("auto or none is")] = "auto"
     chat_template_kwargs: dict[str, Any] = {}
     continue_final_message: Flag = False
     add_generation_prompt: Flag | None = None  # None: unless the final message is continued
@@ -227,10 +212,9 @@ class Templated(Fields):
 class ChatRequest(TextRequest, Templated):
     """A body of /v1/chat/completions."""
 
-    tool_choice: Annotated[Literal["auto", "none"], Allowed("auto or none is")] = "auto"
     max_completion_tokens: Annotated[int, Range(1)] | None = None
     logprobs: Flag = False
-    top_logprobs: Annotated[int, Range(0, MOST_ALTERNATIVES)] = 0
+    top_logprobs: Alternatives = 0
 
 
 class CompletionRequest(TextRequest):
@@ -241,7 +225,7 @@ class CompletionRequest(TextRequest):
         Allowed("a text, a list of texts, a list of token ids or a list of such lists is"),
     ]
     add_special_tokens: Flag = True
-    logprobs: Annotated[int, Range(0, MOST_ALTERNATIVES)] | None = None
+    logprobs: Alternatives | None = None
     echo: Flag = False
 
 
@@ -262,35 +246,29 @@ Found = TypeVar("Found", bound=Fields)
 def parse(model: type[Found], raw: bytes) -> Found:
     """A request's body; raises ApiError for anything but one JSON object with fields of this model."""
     try:
-        return model.model_validate(read_json_object(raw))
+        values = json.loads(raw)  # pydantic's own parser refuses halves of surrogate pairs
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is no JSON ({error}); one JSON object is allowed; correct it") from None
+    if not isinstance(values, dict):
+        raise ApiError(400, f"the body is a JSON {type(values).__name__}; one object is allowed; write it in braces")
+    try:
+        return model.model_validate(values)
     except ValidationError as error:
         found = error.errors(include_url=False)[0]
     path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in found["loc"]).removeprefix(".")
     if found["type"] == "missing":
         raise ApiError(400, f"{path}: missing, but it is required; write it", path)
     other = "a list is" if found["type"] == "list_type" else "an object is"
-    allowed = found["msg"] if found["type"] == "not_allowed" else other
-    raise wrong(path, found["input"], allowed, "correct it or leave it out")
+    raise wrong(path, found["input"], found["msg"] if found["type"] == "not_allowed" else other, "correct it")
 
 
 def refuse_unknown(name: str, value: Any, known: Collection[str]) -> None:
+    """Raise ApiError for a field that is in no model, unless its value switches it off."""
+    shown = name[:60]
     if name in OFF:
-        if any(value == each and type(value) is type(each) for each in OFF[name]):
+        if value == OFF[name] and isinstance(value, bool) == isinstance(OFF[name], bool):
             return
-        off = " or ".join(json.dumps(each) for each in (None, *OFF[name]))
-        raise wrong(name, value, f"this server does not support it: only {off} is", "leave it out")
+        raise wrong(shown, value, f"this server does not support it: only {json.dumps(OFF[name])} is", "leave it out")
     near = difflib.get_close_matches(name, known, 1, 0.75)
     meant = f"did you mean {near[0]}?" if near else "leave it out"
-    shown = name[:60]
     raise ApiError(400, f"{shown}: there is no such field; {', '.join(sorted(known))} are allowed; {meant}", shown)
-
-
-def read_json_object(raw: bytes) -> dict[str, Any]:
-    """The JSON object in a request's body; pydantic's own parser refuses halves of surrogate pairs."""
-    try:
-        found = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is no JSON ({error}); one JSON object is allowed; correct it") from None
-    if not isinstance(found, dict):
-        raise ApiError(400, f"the body is a JSON {type(found).__name__}; one object is allowed; write it in braces")
-    return found

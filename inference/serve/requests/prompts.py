@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from headstart.inference.serve.errors import ApiError, wrong
-from headstart.inference.serve.requests.fields import Message, Templated, TokenizeRequest, well_formed
+from headstart.inference.serve.requests.fields import Message, Templated, TokenizeRequest, has_function, well_formed
 from headstart.inference.targets.tokenizer import Tokenizer
 
 # Arguments of `apply_chat_template` that a template's own variables must not replace.
@@ -28,12 +28,12 @@ class PromptReader:
 
     def tokenize(self, fields: TokenizeRequest) -> list[int]:
         if fields.messages is not None:
-            return self.from_chat(fields, read_tools(fields.tools))
+            return self.from_chat(fields)
         if fields.prompt is None:
             raise ApiError(400, "prompt: missing; a text, or messages in its place, is needed; write one", "prompt")
         return self.from_text(fields.prompt, "prompt", fields.add_special_tokens is not False)
 
-    def from_chat(self, fields: Templated, tools: list[Any]) -> list[int]:
+    def from_chat(self, fields: Templated) -> list[int]:
         """The conversation through the target's chat template; raises ApiError for what the template refuses."""
         messages, variables, continued = fields.messages, fields.chat_template_kwargs, fields.continue_final_message
         if not messages:
@@ -49,7 +49,7 @@ class PromptReader:
         try:
             text = self.tokenizer.apply_chat_template(
                 turns,
-                tools=tools or None,
+                tools=None if fields.tool_choice == "none" else fields.tools or None,
                 add_generation_prompt=opens_answer,
                 continue_final_message=continued,
                 tokenize=False,
@@ -57,24 +57,17 @@ class PromptReader:
             )
         except Exception as error:  # a template is a program of its own, and raises whatever it likes
             said = " ".join(str(error).split())[:160]
-            raise ApiError(
-                400,
-                f"messages: the target's chat template refuses them ({said}); messages that it can render are allowed; "
-                f"change their roles or their order",
-                "messages",
-            ) from None
+            refused = f"messages: the target's chat template refuses them ({said})"
+            remedy = "messages that it can render are allowed; change their roles or their order"
+            raise ApiError(400, f"{refused}; {remedy}", "messages") from None
         return self.from_text(str(text), "messages", bool(fields.add_special_tokens))
 
     def from_text(self, text: str, name: str, special: bool = True) -> list[int]:
         """The tokens of a text; `special` adds those that the tokenizer puts around every text."""
         longest = self.max_positions * self.longest_token
         if len(text) > longest:
-            raise ApiError(
-                400,
-                f"{name}: {len(text)} characters given, more than {self.max_positions} tokens can hold (the context "
-                f"length); at most {longest} are allowed; shorten it",
-                name,
-            )
+            given = f"{len(text)} characters given, more than {self.max_positions} tokens can hold (the context length)"
+            raise ApiError(400, f"{name}: {given}; at most {longest} are allowed; shorten it", name)
         return list(self.tokenizer(well_formed(text), add_special_tokens=special, verbose=False)["input_ids"])
 
     def from_prompt(self, given: str | list[int], special: bool) -> list[int]:
@@ -88,9 +81,8 @@ class PromptReader:
     def check_tokens(self, name: str, tokens: list[int]) -> None:
         """Raise ApiError for an id that is no token of the target."""
         if outside := next((token for token in tokens if not 0 <= token < self.vocab_size), None):
-            raise wrong(
-                name, outside, f"token ids 0 to {self.vocab_size - 1} are", "encode it with the target's tokenizer"
-            )
+            allowed = f"token ids 0 to {self.vocab_size - 1} are"
+            raise wrong(name, outside, allowed, "encode it with the target's tokenizer")
 
 
 def turn(name: str, message: Message) -> dict[str, Any]:
@@ -114,26 +106,10 @@ def read_calls(name: str, given: list[Any]) -> list[Any]:
         if not has_function(call):
             raise wrong(f"{name}[{place}]", call, "an object with function.name is", "give back the server's call")
         arguments = call["function"].get("arguments", {})
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments or "{}")
-            except (ValueError, RecursionError):
-                raise wrong(
-                    f"{name}[{place}].function.arguments", arguments, "a JSON object in a string is", "correct it"
-                ) from None
-        found.append({**call, "function": {**call["function"], "arguments": arguments}})
+        try:
+            read = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+        except (ValueError, RecursionError):
+            field = f"{name}[{place}].function.arguments"
+            raise wrong(field, arguments, "a JSON object in a string is", "correct it") from None
+        found.append({**call, "function": {**call["function"], "arguments": read}})
     return found
-
-
-def read_tools(given: list[Any]) -> list[Any]:
-    """The tools of a chat as they were given; raises ApiError for one that is no function."""
-    for place, tool in enumerate(given):
-        if not has_function(tool) or tool.get("type") != "function":
-            raise wrong(f"tools[{place}]", tool, "an object of type function with a name is", "correct it")
-    return given
-
-
-def has_function(given: Any) -> bool:
-    """Is this an object whose function has a name?"""
-    function = given.get("function") if isinstance(given, dict) else None
-    return isinstance(function, dict) and isinstance(function.get("name"), str)

@@ -1,4 +1,4 @@
-"""Turns the fields of a chat or completion request into what the engine decodes and how the answer is written."""
+"""Turns the fields of a chat or completion request into what the engine decodes."""
 
 import re
 import secrets
@@ -13,8 +13,8 @@ from headstart.inference.engine.checks import check_length
 from headstart.inference.generate.values import refuse_empty_choice
 from headstart.inference.serve.constraints import Grammars, LeastTokens
 from headstart.inference.serve.errors import ApiError, wrong
-from headstart.inference.serve.requests.fields import SAMPLING, ChatRequest, CompletionRequest, TextRequest
-from headstart.inference.serve.requests.prompts import PromptReader, read_tools
+from headstart.inference.serve.requests.fields import ChatRequest, CompletionRequest, SamplingFields, TextRequest
+from headstart.inference.serve.requests.prompts import PromptReader
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import text_of, visible_text_of
 
@@ -25,14 +25,15 @@ RANDOM_SEEDS = 2**53 - 2**8  # a client that counts in doubles, as JavaScript do
 class Wanted:
     """A request as it was read. Its choices are those of the first prompt, then of the next."""
 
-    fields: TextRequest
+    fields: ChatRequest | CompletionRequest
     prompts: list[list[int]]
     requests: list[Request]  # one for each choice
     seed: int  # of the first choice of each prompt; further choices count up from it
     text: Detokenize
-    echo: list[str]  # the text before each prompt's choices; empty unless the request asks for it
-    logprobs: bool
-    tools: bool  # look for tool calls
+
+    @property
+    def has_tools(self) -> bool:
+        return isinstance(self.fields, ChatRequest) and bool(self.fields.tools) and self.fields.tool_choice == "auto"
 
 
 class RequestReader:
@@ -44,83 +45,60 @@ class RequestReader:
         self.vocab_size = target.config.vocab_size
 
     def read(self, fields: ChatRequest | CompletionRequest) -> Wanted:
-        return self.chat(fields) if isinstance(fields, ChatRequest) else self.completion(fields)
+        if isinstance(fields, ChatRequest):
+            prompts, alternatives = self.chat(fields), fields.top_logprobs if fields.logprobs else None
+        else:
+            prompts, alternatives = self.completion(fields), fields.logprobs
+        self.prompts.check_tokens("stop_token_ids", fields.stop_token_ids)
+        text = partial(visible_text_of if fields.skip_special_tokens else text_of, self.prompts.tokenizer)
+        stops = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop)
+        ends = (*(() if fields.ignore_eos else self.target.end_tokens), *sorted({*fields.stop_token_ids}))
+        seed = secrets.randbelow(RANDOM_SEEDS) if fields.seed is None else fields.seed
+        sampling, constraint = self.sampling(fields), self.constraint(fields, ends)
+        requests = [
+            Request(
+                prompt,
+                self.room(prompt, fields),
+                replace(sampling, seed=seed + copy),
+                StopStrings(stops, text) if stops else None,
+                alternatives is not None,
+                ends,
+                fields.priority,
+                alternatives=alternatives or 0,
+                show_trees=fields.headstart.trees,
+                constraint=constraint,
+                speculative=fields.speculative,
+            )
+            for prompt in prompts
+            for copy in range(fields.n)
+        ]
+        return Wanted(fields, prompts, requests, seed, text)
 
-    def chat(self, fields: ChatRequest) -> Wanted:
-        tools = read_tools(fields.tools)
-        tools = [] if fields.tool_choice == "none" else tools
+    def chat(self, fields: ChatRequest) -> list[list[int]]:
         if fields.top_logprobs and not fields.logprobs:
             raise wrong("top_logprobs", fields.top_logprobs, "0 is, as logprobs is not true,", "set logprobs to true")
         self.check_choices(1, fields.n)
-        prompt = self.prompts.from_chat(fields, tools)
-        most = fields.max_completion_tokens
-        name = "max_tokens" if most is None else "max_completion_tokens"
-        fields = fields.model_copy(update={"max_tokens": fields.max_tokens if most is None else most})
-        return self.wanted(fields, [prompt], [""], name, fields.logprobs, fields.top_logprobs, bool(tools))
+        return [self.prompts.from_chat(fields)]
 
-    def completion(self, fields: CompletionRequest) -> Wanted:
+    def completion(self, fields: CompletionRequest) -> list[list[int]]:
         if fields.echo and fields.logprobs is not None:
             raise wrong("echo", True, "false is, as logprobs of a prompt are not computed,", "leave one of the two out")
         given: Any = fields.prompt
-        several = isinstance(given, list) and bool(given) and not isinstance(given[0], int)
-        given = given if several else [given]
-        self.check_choices(len(given), fields.n)
-        prompts = [self.prompts.from_prompt(each, fields.add_special_tokens) for each in given]
-        echo = [visible_text_of(self.prompts.tokenizer, prompt) if fields.echo else "" for prompt in prompts]
-        logprobs = fields.logprobs is not None
-        return self.wanted(fields, prompts, echo, "max_tokens", logprobs, fields.logprobs or 0, tools=False)
+        is_one = isinstance(given, str) or not given or isinstance(given[0], int)
+        prompts = [given] if is_one else given
+        self.check_choices(len(prompts), fields.n)
+        return [self.prompts.from_prompt(each, fields.add_special_tokens) for each in prompts]
 
     def check_choices(self, prompts: int, copies: int) -> None:
         """Raise ApiError, before any work is done, if a request asks for too many choices."""
         if prompts * copies > self.most_choices:
             name = "n" if copies > 1 else "prompt"
-            raise ApiError(
-                400,
-                f"{name}: {prompts * copies} choices asked for, at most {self.most_choices} are allowed (--max-batch "
-                f"and --max-queue); ask for fewer",
-                name,
-            )
-
-    def wanted(
-        self,
-        fields: TextRequest,
-        prompts: list[list[int]],
-        echo: list[str],
-        most: str,
-        logprobs: bool,
-        alternatives: int,
-        tools: bool,
-    ) -> Wanted:
-        """Read what chats and completions have in common; `most` names the field with the longest answer."""
-        self.prompts.check_tokens("stop_token_ids", fields.stop_token_ids)
-        text: Detokenize = partial(visible_text_of if fields.skip_special_tokens else text_of, self.prompts.tokenizer)
-        stops = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop)
-        ends = (*(() if fields.ignore_eos else self.target.end_tokens), *sorted({*fields.stop_token_ids}))
-        seed = secrets.randbelow(RANDOM_SEEDS) if fields.seed is None else fields.seed
-        sampling = self.sampling(fields)
-        requests = [
-            Request(
-                prompt,
-                self.room(prompt, most, fields),
-                replace(sampling, seed=seed + copy),
-                StopStrings(stops, text) if stops else None,
-                logprobs,
-                ends,
-                fields.priority,
-                alternatives=alternatives,
-                show_trees=fields.headstart.trees,
-                constraint=constraint,
-                speculative=fields.speculative,
-            )
-            for constraint in [self.constraint(fields, ends)]
-            for prompt in prompts
-            for copy in range(fields.n)
-        ]
-        return Wanted(fields, prompts, requests, seed, text, echo, logprobs, tools)
+            allowed = f"at most {self.most_choices} are allowed (--max-batch and --max-queue)"
+            raise ApiError(400, f"{name}: {prompts * copies} choices asked for, {allowed}; ask for fewer", name)
 
     def sampling(self, fields: TextRequest) -> Sampling:
         """The sampling parameters without seed."""
-        given = {name: value for name in SAMPLING if (value := getattr(fields, name)) is not None}
+        given = {name: value for name in SamplingFields.model_fields if (value := getattr(fields, name)) is not None}
         if given.get("top_k") in (0, -1):
             given["top_k"] = None
         if (
@@ -140,9 +118,12 @@ class RequestReader:
             raise wrong("logit_bias", value, f"-100 to 100 for token {token} is", "correct it or leave it out")
         return int(token), float(value)
 
-    def room(self, prompt: list[int], name: str, fields: TextRequest) -> int:
+    def room(self, prompt: list[int], fields: ChatRequest | CompletionRequest) -> int:
         """How many new tokens a prompt gets; raises ValueError for one that does not fit the context."""
-        left, most = self.target.max_positions - len(prompt), fields.max_tokens
+        name, most = "max_tokens", fields.max_tokens
+        if isinstance(fields, ChatRequest) and fields.max_completion_tokens is not None:
+            name, most = "max_completion_tokens", fields.max_completion_tokens
+        left = self.target.max_positions - len(prompt)
         check_length(self.target, prompt, max(left, 1) if most is None else most, name)
         limit = left if most is None else most
         if fields.min_tokens > limit:
