@@ -226,9 +226,9 @@ def assert_refused(found: httpx.Response, status: int, *parts: str) -> None:
 @pytest.mark.parametrize(
     ("body", "parts"),
     [
-        (b'{"prompt": "a"', ("no JSON", "line 1")),
+        (b'{"prompt": "a"', ("no JSON", "character 14")),
         (b"", ("no JSON",)),
-        (b"[1]", ("JSON list", "one object")),
+        (b"[1]", ("no JSON object", "[1]", "one object")),
         (b'{"prompt": "a", "temperature": NaN}', ("temperature", "nan given", "0 to 100")),
         (b'{"prompt": "a", "temperature": 1e999}', ("temperature",)),
         (f'{{"prompt": "a", "seed": {"9" * 5000}}}'.encode(), ("4300 digits",)),

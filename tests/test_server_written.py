@@ -55,12 +55,13 @@ def test_tool_calls_are_found_however_their_marks_are_split(seed: int) -> None:
     pieces, more = parser.end()
     seen, calls = seen + "".join(piece.text for piece in pieces), calls + more
     assert seen == "Let me look.\n and <tool_call>no</tool_call>!"
-    assert [(call.name, json.loads(call.arguments)) for call in calls] == [("weather", CALL["arguments"])]
+    [function] = [call["function"] for call in calls]
+    assert (function["name"], json.loads(function["arguments"])) == ("weather", CALL["arguments"])
 
 
 def test_a_call_that_the_end_of_the_text_cuts_off_counts_if_its_json_is_whole() -> None:
     whole, cut = ToolCallParser(), ToolCallParser()
     whole.add([TokenText('<tool_call>{"name": "f", "arguments": {}}', None)])
-    assert whole.end()[1][0].arguments == "{}"
+    assert whole.end()[1][0]["function"]["arguments"] == "{}"
     cut.add([TokenText('<tool_call>{"name": "f", "argu', None)])
     assert ("".join(piece.text for piece in cut.end()[0]), cut.calls) == ('<tool_call>{"name": "f", "argu', [])

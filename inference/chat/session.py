@@ -146,10 +146,8 @@ class Chat:
         prompt = self.conversation.ask(question)
         if prompt.dropped:
             turns = "turn is" if prompt.dropped == 1 else f"{prompt.dropped} turns are"
-            self.say(
-                f"the oldest {turns} dropped: the conversation would exceed the target's {self.target.max_positions} "
-                f"positions"
-            )
+            limit = f"the target's {self.target.max_positions} positions"
+            self.say(f"the oldest {turns} dropped: the conversation would exceed {limit}")
         request = Request(prompt.tokens, self.conversation.max_new_tokens, self.sampling)
         answer = Answer(self.target, self.drafter if self.has_drafts else None, request, self.text)
         with first_ctrl_c(answer.stop):
@@ -168,11 +166,9 @@ class Chat:
         if rate is None:
             said = "too short to measure"
         elif self.has_drafts:
-            said = (
-                f"{answer.stats.acceptance_length:.2f} tokens per target step (acceptance length); {rate:.1f} "
-                f"tokens/s, about {rate / self.plain_rate:.1f} times as fast as plain decoding "
-                f"({self.plain_rate:.1f} tokens/s, {self.plain_measured})"
-            )
+            length = f"{answer.stats.acceptance_length:.2f} tokens per target step (acceptance length)"
+            plain = f"plain decoding ({self.plain_rate:.1f} tokens/s, {self.plain_measured})"
+            said = f"{length}; {rate:.1f} tokens/s, about {rate / self.plain_rate:.1f} times as fast as {plain}"
         else:
             said = f"plain decoding, {rate:.1f} tokens/s"
             if answer.stats.steps >= LEAST_STEPS:

@@ -67,10 +67,6 @@ class Grammars:
         self.tokens = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=end_tokens)
         self.end_tokens, self.vocab_size = frozenset(end_tokens), vocab_size
 
-    def json_object(self) -> "Grammar":
-        """Any JSON object."""
-        return self.json_schema({"type": "object"})
-
     def json_schema(self, schema: Any, name: str = "schema") -> "Grammar":
         """JSON in one line that this schema allows. Raises ValueError, beginning with `name`, for one of no use."""
         if not isinstance(schema, dict):

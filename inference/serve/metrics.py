@@ -45,7 +45,6 @@ HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
     "request_generation_tokens": ("New tokens of a request.", TOKENS),
     "iteration_tokens_total": ("Tokens that a step added to a choice.", STEP_TOKENS),
 }
-
 WINDOW = 512  # drafting steps that are compared with the head's promise
 SHARE = 0.7  # of the promised draft tokens per step; below it something is wrong, such as another chat template
 
@@ -84,10 +83,9 @@ class Metrics:
         return generate_latest(self.registry)
 
     def set_load(self, running: int, waiting: int) -> None:
-        for gauge in self.gauges["num_requests_running"]:
-            gauge.set(running)
-        for gauge in self.gauges["num_requests_waiting"]:
-            gauge.set(waiting)
+        for name, count in (("num_requests_running", running), ("num_requests_waiting", waiting)):
+            for gauge in self.gauges[name]:
+                gauge.set(count)
 
     def reject(self, reason: str) -> None:
         for counter in self.rejections:

@@ -133,24 +133,12 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     add, forever = partial(add_number, parser), (0, 10**6)
     add("--port", int, (0, 65535), 8000, "0 takes a free one")
     add("--max-batch", int, (1, 4096), None, "texts that decode together (default: the recipe's, or 16)")
-    add(
-        "--memory",
-        float,
-        (0.001, 10**6),
-        None,
-        "GiB that the cache may take; requests wait until they fit (default: what --max-batch texts of the requested "
-        "lengths need)",
-    )
-    add(
-        "--prefix-memory",
-        float,
-        (0, 10**6),
-        0.5,
-        "GiB for prefixes of earlier texts, so that a conversation or a system prompt that comes again is not read "
-        "again; 0 keeps none",
-    )
+    fits = "requests wait until they fit (default: what --max-batch texts of the requested lengths need)"
+    add("--memory", float, (0.001, 10**6), None, f"GiB that the cache may take; {fits}")
+    again = "so that a conversation or a system prompt that comes again is not read again; 0 keeps none"
+    add("--prefix-memory", float, forever, 0.5, f"GiB for prefixes of earlier texts, {again}")
     queue = "texts that may wait in addition to those; more are refused with --busy-status"
-    add("--max-queue", int, (0, 10**6), DEFAULTS.max_queue, queue)
+    add("--max-queue", int, forever, DEFAULTS.max_queue, queue)
     add("--max-body", float, (0.001, 1024), DEFAULTS.max_body / MEBIBYTE, "largest body of a request in MiB")
     waiting = "seconds after which a request without a first token is refused; 0: never"
     add("--queue-timeout", float, forever, DEFAULTS.queue_timeout, waiting)

@@ -16,7 +16,6 @@ from headstart.inference.serve.exchange import Exchange
 from headstart.inference.serve.http.front import LogEntry
 from headstart.inference.serve.metrics import AcceptanceWatch, Metrics
 from headstart.inference.serve.options import ServerSettings
-from headstart.inference.serve.requests.fields import ChatRequest, CompletionRequest
 from headstart.inference.serve.requests.prompts import PromptReader
 from headstart.inference.serve.requests.reading import RequestReader, Wanted
 from headstart.inference.targets.model import TargetModel
@@ -66,9 +65,8 @@ class Service:
         """The model's name as a request gives it; raises ApiError for another model's."""
         names = self.settings.names
         if name is not None and name not in names:
-            raise ApiError(
-                404, f"model: {name[:100]!r} given, {', '.join(names)} is allowed; GET /v1/models lists it", "model"
-            )
+            allowed = f"{', '.join(names)} is allowed; GET /v1/models lists it"
+            raise ApiError(404, f"model: {name[:100]!r} given, {allowed}", "model")
         return name or names[0]
 
     def admit(self, count: int) -> None:
@@ -86,9 +84,6 @@ class Service:
                 f"(--max-batch and --max-queue); send the request again later",
                 headers={"Retry-After": str(seconds)},
             )
-
-    async def read(self, fields: ChatRequest | CompletionRequest) -> Wanted:
-        return await self.in_thread(self.reader.read, fields)
 
     async def in_thread(self, read: Callable[[Given], Found], given: Given) -> Found:
         """Read a request in another thread, as tokenizing a long prompt takes a while."""

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
 from headstart.inference.serve.errors import ApiError
@@ -24,7 +26,6 @@ from headstart.inference.serve.http.transport import (
     ClientGoneError,
     EventStream,
     event,
-    read_body,
     unless_gone,
 )
 from headstart.inference.serve.options import ServerSettings
@@ -34,7 +35,8 @@ from headstart.inference.serve.requests.fields import (
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
-    parse,
+    not_json,
+    refusal,
 )
 from headstart.inference.serve.service import Served, Service
 from headstart.inference.targets.tokenizer import text_of
@@ -60,34 +62,33 @@ def build_app(served: Served, settings: ServerSettings, log: Callable[[str], Non
         service.engine.stop()
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    for kind in (ApiError, HTTPException, Exception):
+    for kind in (ApiError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, answer_error)
     add_completions(app, service)
     add_tokens(app, service)
     add_state(app, service)
     for route, name in FILES.items():
         app.get(route)(partial(page_file, name))
-    return Front(app, settings.api_keys, log), service
+    return Front(app, settings, log), service
 
 
 def add_completions(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
-    async def chat(request: Request) -> Response:
-        return await complete(request, service, ChatRequest, ChatAnswer)
+    async def chat(fields: ChatRequest, request: Request) -> Response:
+        return await complete(request, service, fields, ChatAnswer)
 
     @app.post("/v1/completions")
-    async def completion(request: Request) -> Response:
-        return await complete(request, service, CompletionRequest, CompletionAnswer)
+    async def completion(fields: CompletionRequest, request: Request) -> Response:
+        return await complete(request, service, fields, CompletionAnswer)
 
 
 async def complete(
-    request: Request, service: Service, model: type[ChatRequest | CompletionRequest], shape: type[Answer]
+    request: Request, service: Service, fields: ChatRequest | CompletionRequest, shape: type[Answer]
 ) -> Response:
     """Answer a request for text, in one piece or as a stream."""
-    service.admit(1)  # before any work is done for it
-    fields = parse(model, await read_body(request, service.settings))
+    service.admit(1)  # before its prompts are read
     name = service.check_model(fields.model)
-    wanted = await service.read(fields)
+    wanted = await service.in_thread(service.reader.read, fields)
     exchange = service.begin(wanted)
     answer = shape(exchange, name, service.fingerprint, service.served.tokenizer, service.served.most_depth)
     if fields.stream:
@@ -127,34 +128,30 @@ def add_tokens(app: FastAPI, service: Service) -> None:
     tokenizer = service.served.tokenizer
 
     @app.post("/tokenize")
-    async def tokenize(request: Request) -> Response:
-        fields = parse(TokenizeRequest, await read_body(request, service.settings))
+    async def tokenize(fields: TokenizeRequest) -> dict[str, Any]:
         service.check_model(fields.model)
         tokens = await service.in_thread(service.prompts.tokenize, fields)
         texts = tokenizer.convert_ids_to_tokens(tokens) if fields.return_token_strs else None
         most = service.served.target.max_positions
-        return JSONResponse({"count": len(tokens), "max_model_len": most, "tokens": tokens, "token_strs": texts})
+        return {"count": len(tokens), "max_model_len": most, "tokens": tokens, "token_strs": texts}
 
     @app.post("/detokenize")
-    async def detokenize(request: Request) -> Response:
-        fields = parse(DetokenizeRequest, await read_body(request, service.settings))
+    async def detokenize(fields: DetokenizeRequest) -> dict[str, Any]:
         service.check_model(fields.model)
         service.prompts.check_tokens("tokens", fields.tokens)
-        return JSONResponse({"prompt": await service.in_thread(partial(text_of, tokenizer), fields.tokens)})
+        return {"prompt": await service.in_thread(partial(text_of, tokenizer), fields.tokens)}
 
 
 def add_state(app: FastAPI, service: Service) -> None:
     created = int(time.time())
 
     @app.get("/v1/models")
-    async def models() -> Response:
-        return JSONResponse(
-            {"object": "list", "data": [card(service, name, created) for name in service.settings.names]}
-        )
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [card(service, name, created) for name in service.settings.names]}
 
     @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
-        return JSONResponse(card(service, service.check_model(name), created))
+    async def model(name: str) -> dict[str, Any]:
+        return card(service, service.check_model(name), created)
 
     @app.get("/health")
     @app.get("/ping")
@@ -192,8 +189,15 @@ async def page_file(name: str) -> Response:
 
 
 async def answer_error(request: Request, error: Exception) -> Response:
-    if isinstance(error, ApiError):
-        return error_response(error)
+    if isinstance(error, RequestValidationError):
+        return error_response(refusal(error.errors()[0]))
+    cause = error.__cause__  # FastAPI raises this from whatever reading the body raised
+    if isinstance(error, ApiError) or isinstance(cause, ApiError):
+        return error_response(error if isinstance(error, ApiError) else cause)
+    if isinstance(cause, ClientDisconnect):
+        return Response(status_code=CLIENT_GONE)
+    if isinstance(error, HTTPException) and error.status_code == 400:
+        return error_response(not_json(cause))
     if isinstance(error, HTTPException):
         says = {404: "there is no such path here", 405: "this path has another method"}
         what = f"{request.method} {request.url.path[:100]}: {says.get(error.status_code, error.detail)}"

@@ -6,7 +6,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -19,6 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headstart.inference.serve.errors import ApiError
 from headstart.inference.serve.exchange import Exchange
+from headstart.inference.serve.http.transport import limited
+from headstart.inference.serve.options import ServerSettings
 from headstart.inference.serve.requests.answers import seconds
 
 ENTRY = "headstart.log"  # the key of the request's log entry in its scope
@@ -73,9 +75,8 @@ class LogEntry:
 class Front:
     """Wraps the routes. Every request becomes one line in the log."""
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str], log: Callable[[str], None]) -> None:
-        self.app, self.log = app, log
-        self.api_keys = [key.encode() for key in api_keys]
+    def __init__(self, app: ASGIApp, settings: ServerSettings, log: Callable[[str], None]) -> None:
+        self.app, self.settings, self.log = app, settings, log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -94,8 +95,8 @@ class Front:
             await send(message)
 
         try:
-            self._check_key(scope, headers)
-            await self.app(scope, receive, answer)
+            self.check(scope, headers)
+            await self.app(scope, limited(receive, self.settings), answer)
         except ApiError as error:
             await error_response(error)(scope, receive, answer)
         except Exception:
@@ -104,16 +105,19 @@ class Front:
             if entry.path not in QUIET or entry.status not in (200, 304):
                 self.log(entry.line())
 
-    def _check_key(self, scope: Scope, headers: Headers) -> None:
-        """Raise ApiError without the right key; every key is compared in full, whatever was given."""
-        if not self.api_keys or scope["method"] == "OPTIONS" or not scope["path"].startswith(GUARDED):
-            return
+    def check(self, scope: Scope, headers: Headers) -> None:
+        """Raise ApiError without a right key, which is compared in full with each, and for a body of another type."""
+        keys = self.settings.api_keys if scope["path"].startswith(GUARDED) and scope["method"] != "OPTIONS" else ()
         scheme, _, token = headers.get("authorization", "").partition(" ")
-        right = [hmac.compare_digest(token.strip().encode(), key) for key in self.api_keys]
-        if scheme.lower() != "bearer" or not any(right):
+        right = [hmac.compare_digest(token.strip().encode(), key.encode()) for key in keys]
+        if keys and (scheme.lower() != "bearer" or not any(right)):
             allowed = "`Bearer KEY` is needed; send one that the server was started with"
             challenge = {"WWW-Authenticate": "Bearer"}
             raise ApiError(401, f"Authorization: no valid API key given, {allowed}", headers=challenge)
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if scope["method"] == "POST" and kind != "application/json":
+            allowed = "application/json is allowed; send it with that header"
+            raise ApiError(415, f"Content-Type: {kind[:60]!r} given, {allowed}")
 
 
 def error_response(error: ApiError) -> JSONResponse:

@@ -2,13 +2,13 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from headstart.inference.serve.errors import ApiError
 from headstart.inference.serve.options import ServerSettings
@@ -23,35 +23,33 @@ class ClientGoneError(Exception):
     """The client has closed the connection."""
 
 
-async def read_body(request: Request, settings: ServerSettings) -> bytes:
-    """The JSON of a request; raises ApiError for a body that is too large, too slow, cut off or of another type."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise ApiError(415, f"Content-Type: {kind[:60]!r} given, application/json is allowed; send it with that header")
-    try:
-        async with asyncio.timeout(settings.body_timeout):
-            return await read_limited(request, settings.max_body)
-    except TimeoutError:
-        raise ApiError(
-            408, f"the body did not arrive within {settings.body_timeout:g} seconds; send it faster"
-        ) from None
-    except ClientDisconnect:
-        raise ApiError(CLIENT_GONE, "the client closed the connection within the body") from None
+def limited(receive: Receive, settings: ServerSettings) -> Receive:
+    """`receive`, with an ApiError for a body that is too large or too slow.
 
+    One that is too large is still received, up to eight times the limit, so that the client reads the error.
+    """
+    most, end = settings.max_body, time.monotonic() + settings.body_timeout
+    size, is_whole = 0, False
 
-async def read_limited(request: Request, most: int) -> bytes:
-    """The raw body. One that is too large is still received, up to eight times the limit, so that the client reads
-    the error, but not kept."""
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size <= most:
-            parts.append(part)
-        elif size > 8 * most:
-            break
-    if size > most:
-        raise ApiError(413, f"the body has more than {most} bytes, at most {most} are allowed; send a smaller one")
-    return b"".join(parts)
+    async def receive_some() -> Message:
+        nonlocal size, is_whole
+        if is_whole:
+            return await receive()
+        while True:
+            try:
+                message = await asyncio.wait_for(receive(), end - time.monotonic())
+            except TimeoutError:
+                late = f"the body did not arrive within {settings.body_timeout:g} seconds; send it faster"
+                raise ApiError(408, late) from None
+            size += len(message.get("body", b""))
+            is_whole = not message.get("more_body", False)
+            if size <= most:
+                return message
+            if is_whole or size > 8 * most:
+                large = f"the body has more than {most} bytes, at most {most} are allowed; send a smaller one"
+                raise ApiError(413, large)
+
+    return receive_some
 
 
 async def until_gone(receive: Receive) -> None:

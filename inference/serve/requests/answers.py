@@ -102,7 +102,7 @@ class ChatAnswer(Answer):
         return {"index": choice.index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
 
     def shape(self, choice: Choice, output: Output, is_whole: bool = False) -> Json:
-        text, calls, logprobs = output.text, [call.as_json() for call in output.calls], self.logprobs(output)
+        text, calls, logprobs = output.text, output.calls, self.logprobs(output)
         if is_whole:
             content = text if text.strip() or not calls else None
             message: Json = {"role": "assistant", "content": content, "refusal": None}

@@ -2,11 +2,12 @@
 
 import difflib
 import json
+import reprlib
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
 from pydantic_core.core_schema import CoreSchema, custom_error_schema
 
 from headstart.inference.serve.errors import ApiError, wrong
@@ -240,26 +241,22 @@ class DetokenizeRequest(Fields):
     tokens: Tokens
 
 
-Found = TypeVar("Found", bound=Fields)
+def refusal(error: dict[str, Any]) -> ApiError:
+    """What FastAPI found wrong with a body, in OpenAI's shape."""
+    kind, (_, *place), given = error["type"], error["loc"], error["input"]
+    if kind == "json_invalid":
+        return not_json(f"{error['ctx']['error']} at character {place[0]}")
+    if not place:
+        return not_json(f"{reprlib.repr(given)} given")
+    path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place).removeprefix(".")
+    if kind == "missing":
+        return ApiError(400, f"{path}: missing, but it is required; write it", path)
+    other = "a list is" if kind == "list_type" else "an object is"
+    return wrong(path, given, error["msg"] if kind == "not_allowed" else other, "correct it")
 
 
-def parse(model: type[Found], raw: bytes) -> Found:
-    """A request's body; raises ApiError for anything but one JSON object with fields of this model."""
-    try:
-        values = json.loads(raw)  # pydantic's own parser refuses halves of surrogate pairs
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is no JSON ({error}); one JSON object is allowed; correct it") from None
-    if not isinstance(values, dict):
-        raise ApiError(400, f"the body is a JSON {type(values).__name__}; one object is allowed; write it in braces")
-    try:
-        return model.model_validate(values)
-    except ValidationError as error:
-        found = error.errors(include_url=False)[0]
-    path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in found["loc"]).removeprefix(".")
-    if found["type"] == "missing":
-        raise ApiError(400, f"{path}: missing, but it is required; write it", path)
-    other = "a list is" if found["type"] == "list_type" else "an object is"
-    raise wrong(path, found["input"], found["msg"] if found["type"] == "not_allowed" else other, "correct it")
+def not_json(reason: object) -> ApiError:
+    return ApiError(400, f"the body is no JSON object ({reason}); one object is allowed; correct it")
 
 
 def refuse_unknown(name: str, value: Any, known: Collection[str]) -> None:

@@ -149,7 +149,7 @@ class RequestReader:
         if len(given) + (format_.type != "text") > 1:
             raise wrong("structured_outputs", given, "one format is", "leave the others out")
         if format_.type == "json_object":
-            return self.grammars.json_object()
+            return self.grammars.json_schema({"type": "object"})
         if format_.type == "json_schema":
             name = "response_format.json_schema.schema"
             if format_.json_schema.schema_ is None:

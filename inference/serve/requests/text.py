@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 from uuid import uuid4
 
 from headstart.inference.core.request import Detokenize, StopStrings
 from headstart.inference.show.text_stream import TextStream, TokenText
 
+ToolCall = dict[str, Any]  # as OpenAI has it
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
@@ -48,17 +49,6 @@ class WrittenText:
             certain -= len(self.held[0].text)
             given.append(self.held.pop(0))
         return given
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    name: str
-    arguments: str  # JSON
-    id: str
-
-    def as_json(self) -> dict[str, object]:
-        function = {"name": self.name, "arguments": self.arguments}
-        return {"id": self.id, "type": "function", "function": function}
 
 
 class ToolCallParser:
@@ -138,4 +128,5 @@ def read_call(text: str) -> ToolCall | None:
         return None
     arguments = found.get("arguments", found.get("parameters", {}))
     written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(found["name"], written, f"call_{uuid4().hex[:24]}")
+    function = {"name": found["name"], "arguments": written}
+    return {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": function}
