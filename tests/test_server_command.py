@@ -176,7 +176,7 @@ def test_the_thread_that_loads_the_target_also_decodes(tmp_path: Path, monkeypat
         engine.stop()
         assert not engine.alive
         with pytest.raises(RuntimeError):  # a second engine on an ended thread would wait forever
-            Engine(served.thread, make_loop, lambda job, event: None).start()  # type: ignore[arg-type]
+            Engine(served.thread, make_loop, lambda job, event: None).start()
 
     asyncio.run(run())
     assert len(seen) == 2

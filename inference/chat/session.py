@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from statistics import median
 from types import FrameType
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -38,7 +39,7 @@ WARMUP_STEPS, MEASURED_STEPS = 4, 16  # of plain decoding at the start
 LEAST_STEPS = 8  # a plain answer of more steps replaces the speed that was measured at the start
 
 
-def read_command(line: str) -> tuple[str, int | float | None] | None:
+def read_command(line: str) -> tuple[str, Any] | None:
     """The command in a line and the number after it, None if the line is a question; raises ValueError for mistakes."""
     if not line.startswith("/"):
         return None
@@ -118,7 +119,7 @@ class Chat:
             self.say(str(error))
         return True
 
-    def follow(self, command: str, value: int | float | None) -> bool:
+    def follow(self, command: str, value: Any) -> bool:
         match command:
             case "/help":
                 self.say("\n".join(f"  {f'{name} {value}'.rstrip():<16}{does}" for name, (value, does) in HELP.items()))

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.serve.engine import End, Engine, Event, Job, Update
 from headstart.inference.serve.errors import ApiError
 from headstart.inference.serve.exchange import Exchange
-from headstart.inference.serve.http.front import LogEntry
+from headstart.inference.serve.http.front import figures
 from headstart.inference.serve.metrics import AcceptanceWatch, Metrics
 from headstart.inference.serve.options import ServerSettings
 from headstart.inference.serve.requests.prompts import PromptReader
@@ -21,7 +21,8 @@ from headstart.inference.serve.requests.reading import RequestReader, Wanted
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import Tokenizer
 
-Given, Found = TypeVar("Given"), TypeVar("Found")
+Given = TypeVar("Given")
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -104,12 +105,12 @@ class Service:
         self.open.add(exchange)
         return exchange
 
-    async def finish(self, exchange: Exchange, entry: LogEntry) -> None:
+    async def finish(self, exchange: Exchange, entry: dict[str, Any]) -> None:
         """Let go of a request, ended or not, and record it."""
         await exchange.settle()
         self.open.discard(exchange)
         self.metrics.count_request(exchange)
-        entry.add(exchange)
+        entry |= figures(exchange)
 
     def observe(self, job: Job, event: Event) -> None:
         """Count an event of the engine."""

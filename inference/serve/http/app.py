@@ -192,8 +192,9 @@ async def answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):
         return error_response(refusal(error.errors()[0]))
     cause = error.__cause__  # FastAPI raises this from whatever reading the body raised
-    if isinstance(error, ApiError) or isinstance(cause, ApiError):
-        return error_response(error if isinstance(error, ApiError) else cause)
+    for each in (error, cause):
+        if isinstance(each, ApiError):
+            return error_response(each)
     if isinstance(cause, ClientDisconnect):
         return Response(status_code=CLIENT_GONE)
     if isinstance(error, HTTPException) and error.status_code == 400:
@@ -202,5 +203,5 @@ async def answer_error(request: Request, error: Exception) -> Response:
         says = {404: "there is no such path here", 405: "this path has another method"}
         what = f"{request.method} {request.url.path[:100]}: {says.get(error.status_code, error.detail)}"
         return error_response(ApiError(error.status_code, what))
-    request_id = log_entry(request).request_id  # the error itself is raised once more and logged
+    request_id = log_entry(request)["request_id"]  # the error itself is raised once more and logged
     return error_response(ApiError(500, f"the server failed; its log has the reason for request {request_id}"))

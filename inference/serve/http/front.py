@@ -7,7 +7,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
@@ -30,46 +29,21 @@ GUARDED = ("/v1", "/tokenize", "/detokenize")
 QUIET = frozenset({"/health", "/ready", "/ping", "/metrics", "/v1/models", "/", "/style.css", "/page.js"})
 
 
-@dataclass
-class LogEntry:
-    """What is known about a request so far; never any text of a prompt or an answer."""
-
-    request_id: str
-    method: str
-    path: str
-    client: str | None
-    started: float = field(default_factory=time.perf_counter)
-    status: int | None = None  # None: the client left before an answer
-    fields: dict[str, Any] = field(default_factory=dict)
-
-    def add(self, exchange: Exchange) -> None:
-        """What the engine did for the request."""
-        stats = [choice.stats for choice in exchange.choices if choice.stats is not None]
-        steps, tokens = sum(each.steps for each in stats), sum(each.tokens for each in stats)
-        self.fields |= {
-            "stream": exchange.wanted.fields.stream,
-            "choices": len(exchange.choices),
-            "prompt_tokens": sum(map(len, exchange.wanted.prompts)),
-            "completion_tokens": sum(len(choice.tokens) for choice in exchange.choices),
-            "finish": [choice.finish or "abort" for choice in exchange.choices],
-            "acceptance_length": round(tokens / steps, 3) if steps else None,
-            "draft_tokens": sum(each.drafted for each in stats),
-            "accepted_draft_tokens": sum(sum(each.accepted_at_depth) for each in stats),
-            **{name: None if span is None else round(span, 4) for name, span in seconds(exchange).items()},
-        }
-
-    def line(self) -> str:
-        line = {
-            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-            "request_id": self.request_id,
-            "method": self.method,
-            "path": self.path[:200],
-            "client": self.client,
-            "status": self.status,
-            "seconds": round(time.perf_counter() - self.started, 4),
-            **self.fields,
-        }
-        return json.dumps(line)
+def figures(exchange: Exchange) -> dict[str, Any]:
+    """What the engine did for a request, for the log: never any text of a prompt or an answer."""
+    stats = [choice.stats for choice in exchange.choices if choice.stats is not None]
+    steps, tokens = sum(each.steps for each in stats), sum(each.tokens for each in stats)
+    return {
+        "stream": exchange.wanted.fields.stream,
+        "choices": len(exchange.choices),
+        "prompt_tokens": sum(map(len, exchange.wanted.prompts)),
+        "completion_tokens": sum(len(choice.tokens) for choice in exchange.choices),
+        "finish": [choice.finish or "abort" for choice in exchange.choices],
+        "acceptance_length": round(tokens / steps, 3) if steps else None,
+        "draft_tokens": sum(each.drafted for each in stats),
+        "accepted_draft_tokens": sum(sum(each.accepted_at_depth) for each in stats),
+        **{name: None if span is None else round(span, 4) for name, span in seconds(exchange).items()},
+    }
 
 
 class Front:
@@ -84,14 +58,20 @@ class Front:
             return
         headers = Headers(scope=scope)
         given, client = headers.get("x-request-id", ""), scope.get("client")
-        request_id = given if REQUEST_ID.fullmatch(given) else uuid4().hex
-        entry = LogEntry(request_id, scope["method"], scope["path"], client[0] if client else None)
-        scope[ENTRY] = entry
+        started = time.perf_counter()
+        entry = scope[ENTRY] = {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "request_id": given if REQUEST_ID.fullmatch(given) else uuid4().hex,
+            "method": scope["method"],
+            "path": scope["path"][:200],
+            "client": client[0] if client else None,
+            "status": None,  # the client left before an answer
+        }
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
-                entry.status = message["status"]
-                MutableHeaders(scope=message)["X-Request-Id"] = entry.request_id
+                entry["status"] = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = entry["request_id"]
             await send(message)
 
         try:
@@ -102,8 +82,9 @@ class Front:
         except Exception:
             traceback.print_exc(file=sys.stderr)  # the client has an error with status 500 already
         finally:
-            if entry.path not in QUIET or entry.status not in (200, 304):
-                self.log(entry.line())
+            entry["seconds"] = round(time.perf_counter() - started, 4)
+            if entry["path"] not in QUIET or entry["status"] not in (200, 304):
+                self.log(json.dumps(entry))
 
     def check(self, scope: Scope, headers: Headers) -> None:
         """Raise ApiError without a right key, which is compared in full with each, and for a body of another type."""
@@ -124,6 +105,7 @@ def error_response(error: ApiError) -> JSONResponse:
     return JSONResponse(error.body(), error.status, error.headers)
 
 
-def log_entry(request: Request) -> LogEntry:
-    entry: LogEntry = request.scope[ENTRY]
+def log_entry(request: Request) -> dict[str, Any]:
+    """The request's line in the log, to which its route may add."""
+    entry: dict[str, Any] = request.scope[ENTRY]
     return entry

@@ -1,18 +1,12 @@
 """Turns messages and prompts of requests into the target's tokens."""
 
+import inspect
 import json
 from typing import Any
 
 from headstart.inference.serve.errors import ApiError, wrong
 from headstart.inference.serve.requests.fields import Message, Templated, TokenizeRequest, has_function, well_formed
 from headstart.inference.targets.tokenizer import Tokenizer
-
-# Arguments of `apply_chat_template` that a template's own variables must not replace.
-RESERVED = frozenset({
-    "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message",
-    "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs",
-    "return_assistant_tokens_mask", "messages",
-})  # fmt: skip
 
 
 class PromptReader:
@@ -42,7 +36,8 @@ class PromptReader:
             raise ApiError(
                 400, "messages: this target has no chat template, plain prompts are allowed; use /v1/completions"
             )
-        if taken := sorted(RESERVED & variables.keys()):
+        reserved = inspect.signature(self.tokenizer.apply_chat_template).parameters.keys()
+        if taken := sorted(reserved & variables.keys()):
             raise wrong("chat_template_kwargs", taken[0], "names of the template's own variables are", "leave it out")
         opens_answer = not continued if fields.add_generation_prompt is None else fields.add_generation_prompt
         turns = [turn(f"messages[{place}]", message) for place, message in enumerate(messages)]
