@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from headstart.heads.model_files import read_json_object
+from headstart.heads.files import read_json_object
 
 Size = Annotated[int, Field(gt=0)]
 Number = Annotated[float, Field(gt=0)]

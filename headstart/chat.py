@@ -25,7 +25,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from headstart.common.os_errors import STARTS_OVER, errors_as_messages
+from headstart.common.errors import STARTS_OVER, errors_as_messages
 from headstart.inference.chat.session import Chat
 from headstart.inference.core.sampling import sampling_from_recipe
 from headstart.inference.generate.loading import load_model

@@ -19,7 +19,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-from headstart.common.os_errors import NOT_BEGUN, errors_as_messages
+from headstart.common.errors import NOT_BEGUN, errors_as_messages
 from headstart.data_pipelines.features.store_options import store_options
 from headstart.heads.formats.options import convert_options, lint_options
 from headstart.inference.doctor.options import doctor_options

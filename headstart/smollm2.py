@@ -24,8 +24,8 @@ from tempfile import TemporaryDirectory
 
 from huggingface_hub import snapshot_download
 
-from headstart.common.os_errors import errors_as_messages
-from headstart.common.whole_files import removed_on_failure
+from headstart.common.errors import errors_as_messages
+from headstart.common.files import removed_on_failure
 from headstart.data_pipelines.stages.stage import file_digest
 from headstart.heads.target_config import SAFE_FILES
 from headstart.inference.targets.gguf import unpack

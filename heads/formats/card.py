@@ -6,12 +6,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from headstart.common.jsonl import read_growing_jsonl, read_json
+from headstart.common.files import read_growing_jsonl, read_json
 from headstart.heads.base import DraftHead
 from headstart.heads.files import MODEL
 from headstart.heads.formats.commands import headstart_section, serving_sections
 from headstart.heads.formats.layouts import FORMATS, ServedTarget, engine_files, native_files
-from headstart.heads.formats.violation import Violation
+from headstart.heads.formats.subject import Violation
 from headstart.recipes.schema import SELF, Recipe
 
 KIND_NAMES = {"eagle1": "EAGLE-1", "eagle3": "EAGLE-3", "medusa": "Medusa", "block": "Block"}

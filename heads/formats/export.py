@@ -27,22 +27,20 @@ from httpx import HTTPError
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HFValidationError
 
-from headstart.common.jsonl import read_json
+from headstart.common.files import read_json
 from headstart.heads.base import DraftHead
 from headstart.heads.checkpoint import load_head
-from headstart.heads.files import HeadFiles, check_can_write, write_folder
+from headstart.heads.files import HeadFiles, check_can_write, read_config, write_folder
 from headstart.heads.formats.card import acceptance_lengths, card
 from headstart.heads.formats.contracts import AUTHORS, RULES, violations
 from headstart.heads.formats.layouts import FORMATS, ServedTarget
-from headstart.heads.formats.subject import layout_of
-from headstart.heads.formats.violation import Violation
+from headstart.heads.formats.subject import Violation, layout_of
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.keys import read_config
 from headstart.heads.medusa import MedusaHead
 from headstart.heads.target_config import locate_target
 from headstart.recipes import Recipe, run_command
+from headstart.recipes.checks import refuse_original_target
 from headstart.recipes.schema import Dtype
-from headstart.recipes.tuned_target import refuse_original_target
 
 
 def main() -> None:

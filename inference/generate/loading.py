@@ -5,8 +5,8 @@ from headstart.inference.generate.model import SpeculativeModel
 from headstart.inference.generate.options import ModelOptions
 from headstart.inference.targets.loading import fast_dtype, pick_device
 from headstart.inference.targets.tokenizer import Tokenizer, load_tokenizer
+from headstart.recipes.checks import refuse_original_target
 from headstart.recipes.schema import TargetSection
-from headstart.recipes.tuned_target import refuse_original_target
 
 
 def load_model(options: ModelOptions) -> tuple[SpeculativeModel, Tokenizer, TargetSection]:

@@ -16,12 +16,12 @@ from typing import Any
 
 import uvicorn
 
-from headstart.common.os_errors import NOT_BEGUN, errors_as_messages
+from headstart.common.errors import NOT_BEGUN, errors_as_messages
 from headstart.heads.base import DraftHead
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.drafters.costs.costs import CostTable
-from headstart.inference.drafters.costs.files import cost_table
+from headstart.inference.drafters.cost_measurement import cost_table
+from headstart.inference.drafters.costs import CostTable
 from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.generate.loading import load_model

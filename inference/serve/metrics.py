@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from headstart.heads.keys import read_config
+from headstart.heads.files import read_config
 from headstart.inference.serve.engine import Engine, Update
 from headstart.inference.serve.exchange import Exchange
 
