@@ -27,7 +27,7 @@ from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.engine.step import DecodeStep
 from headstart.inference.generate.model import SpeculativeModel
-from headstart.inference.generate.options import drafts_of
+from headstart.inference.generate.options import DRAFTS
 from headstart.recipes import load_recipe
 from headstart.trainers import run
 from headstart.trainers.step import train_step
@@ -91,7 +91,7 @@ def profiled(step: Callable[..., Any]) -> Iterator[Functions]:
 
 
 def decode_step() -> Functions:
-    drafts = drafts_of(HEAD)
+    drafts = DRAFTS
     model = SpeculativeModel.from_folders(TARGET, HEAD, drafts, dtype="float32", device="cpu")
     assert isinstance(model.drafter, TreeDrafter)
     costs = cost_table(model.target, model.drafter.head, drafts.width, drafts.nodes, drafts.max_batch)

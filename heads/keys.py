@@ -60,6 +60,7 @@ class HeadstartKeys(Keys):
     engines: list[str] | None = None
     target: "OriginKeys | None" = None
     target_num_layers: Size = 1
+    acceptance_length: dict[str, Number] = {}  # on held-out prompts, by temperature
     target_rope: dict[str, Any] = {}
     calibration: "CalibrationKeys | None" = None
 

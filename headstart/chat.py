@@ -6,12 +6,12 @@
     headstart chat recipes/tiny.yaml
 
 Without arguments SmolLM2-135M-Instruct talks, which is fetched first if it is missing. Each answer is streamed: draft
-tokens stand on green, darker with depth, and bonus tokens are underlined. Below it stand its acceptance length and its
-speed beside that of plain decoding, which is measured at the start. /help lists the commands, such as /plain, which
+tokens are on green, darker with depth, and bonus tokens are underlined. The line after it gives its acceptance length
+and its speed, compared with plain decoding as measured at the start. /help lists the commands, such as /plain, which
 switches drafts off. If the input is not a terminal, each line of it is a question, and nothing is coloured.
 """
 
-from headstart.chat_options import ChatOptions, chat_options
+from headstart.options import FOLDER, ChatOptions, chat_options
 
 if __name__ == "__main__":
     chat_options(__doc__)  # --help and mistakes end the process here, before torch is loaded
@@ -19,23 +19,17 @@ if __name__ == "__main__":
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from io import TextIOWrapper
 from pathlib import Path
 
 from rich.console import Console
 
 from headstart.common.errors import STARTS_OVER, errors_as_messages
-from headstart.heads.target_config import locate_target
-from headstart.inference.chat.session import Chat, converse
+from headstart.inference.chat.session import Chat
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.generate.model import SpeculativeModel
-from headstart.inference.generate.options import require_head
-from headstart.inference.targets.loading import fast_dtype, pick_device
-from headstart.inference.targets.tokenizer import load_tokenizer
-from headstart.recipes.checks import refuse_original_target
-from headstart.recipes.schema import TargetSection
+from headstart.inference.generate.loading import load_model
 from headstart.smollm2 import fetch
-from headstart.smollm2_options import FOLDER
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -49,40 +43,27 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def talk(options: ChatOptions) -> None:
     """Load target and head, and answer until the questions end."""
-    interactive = sys.stdin.isatty() and options.prompt is None
-    piped = not interactive and options.prompt is None
+    wanted = options.model
+    if wanted.target is None:
+        wanted = replace(wanted, target=str(FOLDER))
+        if not (FOLDER / "config.json").is_file():
+            print(fetch(FOLDER, "auto"), flush=True)
+    interactive = options.prompt is None and sys.stdin.isatty()
+    piped = options.prompt is None and not interactive
     console = Console(highlight=False, color_system=None if piped else "auto")
-    require_head(options.head, options.recipe)
-    section = target_section(options)
-    sampling = Sampling(options.temperature, seed=options.seed, rule=options.decode.acceptance)
-    fields = section.model_dump(exclude={"path"})
-    model = SpeculativeModel.from_folders(section.path, options.head, options.decode, **fields)
-    tokenizer = load_tokenizer(locate_target(section.path, section.revision), section.trust_remote_code)
+    sampling = Sampling(options.temperature, seed=options.seed, rule=wanted.decode.acceptance)
+    model, tokenizer, section = load_model(wanted)
     assert model.drafter is not None
-    chat = Chat(model.target, model.drafter, tokenizer, sampling, options.max_new_tokens, console, interactive)
-    drafts = options.decode.drafter.replace("_", " ") if options.head is None else f"head {options.head}"
-    chat.introduce(f"{Path(section.path).name}, drafts by {drafts}, {section.dtype} on {model.target.device}")
+    longest = wanted.decode.max_new_tokens
+    chat = Chat(model.target, model.drafter, tokenizer, sampling, longest, console, interactive)
+    chat.introduce(f"{Path(section.path).name}, drafts by {wanted.drafts}, {section.dtype} on {model.target.device}")
     if options.prompt is not None:
         chat.answer(options.prompt)
     elif piped:
-        converse(chat, piped_lines(console))
+        chat.converse(piped_lines(console))
     else:
         with suppress(KeyboardInterrupt):  # a second Ctrl-C while an answer is being stopped
-            converse(chat, typed_lines(console))
-
-
-def target_section(options: ChatOptions) -> TargetSection:
-    """The target's section; fetches the default target if it is missing."""
-    if options.recipe is not None:
-        refuse_original_target(options.recipe)
-        return options.recipe.target
-    path = options.target
-    if path is None:
-        path = str(FOLDER)
-        if not (FOLDER / "config.json").is_file():
-            print(fetch(FOLDER, "auto"), flush=True)
-    dtype = fast_dtype(pick_device("auto")) if options.dtype == "auto" else options.dtype
-    return TargetSection.model_validate({"path": path, "dtype": dtype})
+            chat.converse(typed_lines(console))
 
 
 def typed_lines(console: Console) -> Iterator[str]:

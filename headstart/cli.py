@@ -19,14 +19,13 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-from headstart.chat_options import chat_options
 from headstart.common.errors import CONTINUES, NOT_BEGUN, errors_as_messages
 from headstart.data_pipelines.features.store_options import store_options
 from headstart.heads.formats.options import convert_options, lint_options
 from headstart.inference.doctor.options import doctor_options
 from headstart.inference.serve.options import serve_options
+from headstart.options import chat_options, smollm2_options
 from headstart.recipes import Recipe, recipe_from_command_line, run_command
-from headstart.smollm2_options import smollm2_options
 from headstart.trainers import SCRIPTS
 from headstart.trainers import run as run_training
 

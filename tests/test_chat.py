@@ -20,9 +20,8 @@ from headstart.heads.checkpoint import new_head, save_head
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.chat.answer import Answer
-from headstart.inference.chat.commands import HELP, Command, read_command
 from headstart.inference.chat.conversation import Conversation
-from headstart.inference.chat.session import Chat, converse, first_ctrl_c, printable
+from headstart.inference.chat.session import HELP, Chat, first_ctrl_c, printable, read_command
 from headstart.inference.core.drafter import Drafter, Verified
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
@@ -104,10 +103,10 @@ def answers(chat: Chat) -> list[str]:
 def test_every_command_is_read_and_questions_are_not_commands() -> None:
     assert read_command("why?") is None
     assert read_command(" /usr/bin is what?") is None
-    assert read_command("/seed 7") == Command("/seed", 7)
-    assert read_command("/temperature 0.5") == Command("/temperature", 0.5)
+    assert read_command("/seed 7") == ("/seed", 7)
+    assert read_command("/temperature 0.5") == ("/temperature", 0.5)
     for name, (value, _) in HELP.items():
-        assert value or read_command(name) == Command(name)
+        assert value or read_command(name) == (name, None)
 
 
 WRONG = {
@@ -189,7 +188,7 @@ def test_an_answer_shows_no_end_token_and_its_pieces_are_its_text(talker: Target
             Request(prompt, 40, end_tokens=tuple(ENDS)),
             lambda tokens: visible_text_of(tokenizer, tokens),
         )
-        shown = "".join(piece.text for piece in answer.pieces())
+        shown = "".join(piece.text for piece in answer.shown())
         before = len(visible_text_of(tokenizer, prompt))
         kept = answer.generation.tokens[: -1 if answer.generation.finish == "end" else None]
         assert shown == visible_text_of(tokenizer, prompt + kept)[before:]
@@ -219,7 +218,7 @@ def test_the_same_seed_gives_the_same_answer_with_and_without_drafts(
 
 def test_answers_become_part_of_the_next_prompt_until_a_reset(make_chat: Any, talker: TargetModel) -> None:
     chat, _ = make_chat(KnowsTheText(talker), longest=6)
-    converse(chat, ["a draft", "a tree"])
+    chat.converse(["a draft", "a tree"])
     roles = [turn["role"] for turn in chat.conversation.turns]
     assert roles == ["user", "assistant"] * 2
     chat.handle("/reset")
@@ -283,7 +282,7 @@ def test_a_target_without_a_template_continues_each_line_alone(make_chat: Any, t
     chat, printed = make_chat(KnowsTheText(talker))
     chat.conversation.tokenizer.chat_template = None
     chat.introduce("names")
-    converse(chat, ["  the target\n", "writes\n"])
+    chat.converse(["  the target\n", "writes\n"])
     assert "no chat template" in printed.getvalue()
     assert chat.conversation.turns == []
     assert chat.conversation.ask(" a").tokens == chat.conversation.tokenizer(" a")["input_ids"]

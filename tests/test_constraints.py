@@ -32,7 +32,7 @@ from headstart.inference.drafters.lookup import Lookup, SuffixAutomaton
 from headstart.inference.drafters.model import EarlyExit
 from headstart.inference.drafters.trie import TreeLimits
 from headstart.inference.engine.loop import DecodeLoop, generate_batch
-from headstart.inference.serve.constraints.grammar import Grammar, Grammars
+from headstart.inference.serve.constraints import Grammar, Grammars
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import BlockSection, Eagle3Section, TargetSection
 

@@ -16,7 +16,7 @@ from tiny_run import CHAT_TEMPLATE, ENDS
 
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.engine.loop import generate
-from headstart.inference.serve.settings import ServerSettings
+from headstart.inference.serve.options import ServerSettings
 from headstart.inference.targets.tokenizer import visible_text_of
 
 MESSAGES: Any = [{"role": "user", "content": "the head guesses 🌳"}]
@@ -280,6 +280,11 @@ def test_models_versions_and_tokens(server: Running, client: OpenAI) -> None:
     with httpx.Client(base_url=server.url) as http:
         assert http.get("/health").status_code == http.get("/ready").status_code == 200
         assert "version" in http.get("/version").json()
+        for path, kind in (("/", "text/html"), ("/style.css", "text/css"), ("/page.js", "javascript")):
+            page = http.get(path)
+            assert page.status_code == 200
+            assert kind in page.headers["content-type"]
+            assert "default-src 'self'" in page.headers["content-security-policy"]
         found = http.post("/tokenize", json={"prompt": "a draft", "return_token_strs": True}).json()
         assert found["tokens"] == tokens_of(server, "a draft")
         assert found["count"] == len(found["tokens"]) == len(found["token_strs"])

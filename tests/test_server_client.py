@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.engine.loop import generate, generate_batch
-from headstart.inference.serve.settings import ServerSettings
+from headstart.inference.serve.options import ServerSettings
 from headstart.inference.targets.tokenizer import visible_text_of
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,11 +1,13 @@
 """Laws of `headstart serve`: its command line says what is wrong, and signals end it with every request answered."""
 
+import asyncio
 import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -14,6 +16,9 @@ import pytest
 from bad_inputs import Says, assert_refused, type_command
 from tiny_run import build_target, quiet_environment
 
+from headstart.inference.generate.model import SpeculativeModel
+from headstart.inference.serve import command
+from headstart.inference.serve.engine import Engine
 from headstart.inference.serve.options import serve_options
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -77,7 +82,7 @@ def test_keys_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_trees_are_costed_for_the_batch_that_the_command_line_asks_for() -> None:
     options = serve_options(None, ["--target", "x", "--max-batch", "3"])
-    assert (options.settings.max_batch, options.decode.max_batch) == (3, 3)
+    assert (options.settings.max_batch, options.model.decode.max_batch) == (3, 3)
 
 
 def test_the_model_is_named_after_its_folder_unless_it_gets_names() -> None:
@@ -143,3 +148,36 @@ def test_packages_that_are_missing_are_named(
     monkeypatch.setattr("headstart.inference.serve.options.PACKAGES", ("uvicorn", "no_such_package"))
     outcome = type_command(["serve", "--target", "x"], monkeypatch, capsys)
     assert_refused(outcome, Says("no_such_package", "not installed", "needed to serve", "pip install -e '.[serve]'"))
+
+
+def test_the_thread_that_loads_the_target_also_decodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads that compute had two pools of OpenMP threads, which slowed every step down by a third."""
+    folder, seen = build_target(tmp_path / "target"), []
+    from_folders = SpeculativeModel.from_folders
+
+    def note(*given: object, **fields: object) -> object:
+        seen.append(threading.get_ident())
+        return from_folders(*given, **fields)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SpeculativeModel, "from_folders", note)
+    thread = ThreadPoolExecutor(1)
+    options = serve_options(None, ["--target", str(folder), "--dtype", "float32"])
+    served = thread.submit(command.load, options, thread).result()
+
+    def make_loop() -> object:
+        seen.append(threading.get_ident())
+        return served.make_loop()
+
+    async def run() -> None:
+        engine = Engine(served.thread, make_loop, lambda job, event: None)  # type: ignore[arg-type]
+        assert not engine.alive
+        engine.start()
+        assert engine.alive
+        engine.stop()
+        assert not engine.alive
+        with pytest.raises(RuntimeError):  # a second engine on an ended thread would wait forever
+            Engine(served.thread, make_loop, lambda job, event: None).start()
+
+    asyncio.run(run())
+    assert len(seen) == 2
+    assert seen[0] == seen[1] != threading.get_ident()

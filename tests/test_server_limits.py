@@ -20,8 +20,8 @@ from server_run import NAME, Running, load_served, running
 from headstart.inference.core.drafter import PLAIN
 from headstart.inference.core.request import Block
 from headstart.inference.engine.loop import DecodeLoop
+from headstart.inference.serve.options import ServerSettings
 from headstart.inference.serve.service import Served
-from headstart.inference.serve.settings import ServerSettings
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -101,7 +101,7 @@ def until(holds: Callable[[], bool], seconds: float = 20, gate: Gate | None = No
 # The symptom: path, fields beside or in place of the prompt, status, and what the message must say.
 REFUSED: dict[str, tuple[str, dict[str, Any], int, tuple[str, ...]]] = {
     "an unknown model": (CHAT, {"model": "gpt-5"}, 404, ("model", "gpt-5", NAME, "/v1/models")),
-    "no messages": (CHAT, {"messages": None}, 400, ("messages", "missing")),
+    "no messages": (CHAT, {"messages": None}, 400, ("messages", "None given", "at least one message")),
     "empty messages": (CHAT, {"messages": []}, 400, ("messages", "[]", "at least one message")),
     "messages as a text": (CHAT, {"messages": "hello"}, 400, ("messages", "hello", "a list")),
     "a role that no template has": (
@@ -114,7 +114,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], int, tuple[str, ...]]] = {
         CHAT,
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         400,
-        ("messages[0].content[0]", "image_url", "parts of type text"),
+        ("messages[0].content", "image_url", "parts of type text"),
     ),
     "a prompt beyond the context": (COMPLETION, {"prompt": [5] * 200}, 400, ("200 tokens", "128 positions")),
     "prompt and answer beyond the context": (
@@ -149,7 +149,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], int, tuple[str, ...]]] = {
     "a seed of 65 bits": (COMPLETION, {"seed": 2**64}, 400, ("seed", "a whole number")),
     "a bias beyond the vocabulary": (COMPLETION, {"logit_bias": {"300": 1}}, 400, ("logit_bias", "300", "0 to 299")),
     "a bias of 101": (COMPLETION, {"logit_bias": {"3": 101}}, 400, ("logit_bias", "101", "-100 to 100")),
-    "10,000 stop strings": (COMPLETION, {"stop": ["x"] * 10_000}, 400, ("stop", "10000 strings", "at most 64")),
+    "10,000 stop strings": (COMPLETION, {"stop": ["x"] * 10_000}, 400, ("stop", "'x', 'x', ...", "at most 64")),
     "a stop that is no text": (COMPLETION, {"stop": 0}, 400, ("stop", "0 given", "a text")),
     "an empty stop string": (COMPLETION, {"stop": [""]}, 400, ("stop", "1 to 1000 characters")),
     "a long stop string": (COMPLETION, {"stop": "x" * 1001}, 400, ("stop", "1 to 1000 characters")),
@@ -191,8 +191,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], int, tuple[str, ...]]] = {
         400,
         ("chat_template_kwargs", "tokenize", "the template's own"),
     ),
-    "a template of their own": (CHAT, {"chat_template": "{{ x }}"}, 400, ("chat_template", "not support")),
-    "a field of another server": (COMPLETION, {"guided_json": {}}, 400, ("guided_json", "not support", "null")),
+    "a template of their own": (CHAT, {"chat_template": "{{ x }}"}, 400, ("chat_template", "no such field")),
+    "a field of another server": (COMPLETION, {"guided_json": {}}, 400, ("guided_json", "no such field")),
+    "beam search": (COMPLETION, {"use_beam_search": True}, 400, ("use_beam_search", "not support", "only false")),
     "a misspelt field": (
         COMPLETION,
         {"temprature": 1},
@@ -225,14 +226,14 @@ def assert_refused(found: httpx.Response, status: int, *parts: str) -> None:
 @pytest.mark.parametrize(
     ("body", "parts"),
     [
-        (b'{"prompt": "a"', ("no JSON", "line 1")),
+        (b'{"prompt": "a"', ("no JSON", "character 14")),
         (b"", ("no JSON",)),
-        (b"[1]", ("JSON list", "one object")),
-        (b'{"prompt": "a", "temperature": NaN}', ("NaN",)),
+        (b"[1]", ("no JSON object", "[1]", "one object")),
+        (b'{"prompt": "a", "temperature": NaN}', ("temperature", "nan given", "0 to 100")),
         (b'{"prompt": "a", "temperature": 1e999}', ("temperature",)),
-        (f'{{"prompt": "a", "seed": {"9" * 5000}}}'.encode(), ("thousands of digits",)),
-        (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", ("nested",)),
-        (b'{"prompt": "\xff"}', ("not UTF-8",)),
+        (f'{{"prompt": "a", "seed": {"9" * 5000}}}'.encode(), ("4300 digits",)),
+        (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", ("recursion depth",)),
+        (b'{"prompt": "\xff"}', ("utf-8", "byte 0xff")),
     ],
 )
 def test_a_body_that_is_no_json_is_refused(server: Running, body: bytes, parts: tuple[str, ...]) -> None:

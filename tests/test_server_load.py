@@ -12,7 +12,7 @@ from server_run import NAME, Running, load_served, running, without
 
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.engine.loop import generate
-from headstart.inference.serve.settings import ServerSettings
+from headstart.inference.serve.options import ServerSettings
 from headstart.inference.targets.tokenizer import visible_text_of
 
 CLIENTS = 8

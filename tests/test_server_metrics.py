@@ -9,9 +9,10 @@ import httpx
 import pytest
 from server_run import NAME, Running, load_served, running
 
-from headstart.inference.serve.acceptance_watch import WINDOW, AcceptanceWatch, promised_length
+from headstart.inference.core.request import Block
 from headstart.inference.serve.engine import Update
-from headstart.inference.serve.settings import ServerSettings
+from headstart.inference.serve.metrics import WINDOW, AcceptanceWatch, promised_length
+from headstart.inference.serve.options import ServerSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 DASHBOARD = ROOT / "docs/grafana/headstart.json"
@@ -64,17 +65,16 @@ def test_the_dashboard_asks_for_metrics_that_exist(server: Running) -> None:
 
 
 def step(accepted: int) -> Update:
-    return Update(0, [5], [1], [], [], None, 0, 4, accepted, True, 1.0, 1.0)
+    return Update(Block(0, [5], [1]), [], [], 0, 4, accepted, True, 1.0, 1.0)
 
 
-def write_card(folder: Path, at_0: float, at_1: float) -> None:
-    lengths = f"{at_0:.2f} at temperature 0, {at_1:.2f} at temperature 1"
-    line = f"- acceptance length after that step, on 32 held-out prompts: {lengths}"
-    (folder / "README.md").write_text(f"# Head\n\n{line}\n")
+def write_promise(folder: Path, at_0: float, at_1: float) -> None:
+    config = {"headstart": {"acceptance_length": {"0": at_0, "1": at_1}}}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
-def test_acceptance_far_below_the_heads_card_is_told_once(tmp_path: Path) -> None:
-    write_card(tmp_path, at_0=4.1, at_1=3.0)
+def test_acceptance_far_below_the_heads_promise_is_reported_once(tmp_path: Path) -> None:
+    write_promise(tmp_path, at_0=4.1, at_1=3.0)
     lines: list[str] = []
     watch = AcceptanceWatch(promised_length(tmp_path), lines.append)
     for _ in range(3 * WINDOW):
@@ -88,8 +88,8 @@ def test_acceptance_far_below_the_heads_card_is_told_once(tmp_path: Path) -> Non
     assert "headstart doctor" in lines[0]
 
 
-def test_texts_at_temperature_1_were_called_far_below_the_card_of_temperature_0(tmp_path: Path) -> None:
-    write_card(tmp_path, at_0=2.93, at_1=2.05)
+def test_texts_at_temperature_1_were_called_far_below_the_promise_of_temperature_0(tmp_path: Path) -> None:
+    write_promise(tmp_path, at_0=2.93, at_1=2.05)
     lines: list[str] = []
     watch = AcceptanceWatch(promised_length(tmp_path), lines.append)
     for _ in range(2 * WINDOW):
@@ -97,6 +97,8 @@ def test_texts_at_temperature_1_were_called_far_below_the_card_of_temperature_0(
     assert not lines
 
 
-def test_a_head_without_a_card_promises_nothing(tmp_path: Path) -> None:
+def test_a_head_without_a_measured_length_promises_nothing(tmp_path: Path) -> None:
     assert promised_length(None) is None
+    (tmp_path / "config.json").write_text("{}")
     assert promised_length(tmp_path) is None
+    assert promised_length(ROOT / "assets/smollm2_head") == 2.05

@@ -5,8 +5,9 @@ import random
 
 import pytest
 
-from headstart.inference.serve.requests.tool_calls import ToolCall, ToolCallParser
-from headstart.inference.serve.requests.written import Piece, WrittenText
+from headstart.inference.core.request import StopStrings
+from headstart.inference.serve.requests.text import ToolCall, ToolCallParser, WrittenText
+from headstart.inference.show.text_stream import TokenText
 
 STOPS = [("ab",), ("aab", "b c"), ("abcabd",), ("🌳", "c")]
 
@@ -22,7 +23,7 @@ def test_text_ends_where_the_first_stop_string_begins(seed: int, include: bool) 
     draw = random.Random(seed)
     stops = draw.choice(STOPS)
     text = "".join(draw.choice(["a", "b", "c", " ", "d", "🌳", "é"]) for _ in range(30))
-    written = WrittenText(spell, [], stops, include)
+    written = WrittenText(spell, [], StopStrings(stops, spell), include)
     found = "".join(piece.text for token in text.encode() for piece in written.add(token, None))
     found += "".join(piece.text for piece in written.end())
     expected = text
@@ -34,9 +35,9 @@ def test_text_ends_where_the_first_stop_string_begins(seed: int, include: bool) 
 
 
 def test_a_text_that_ends_in_half_a_stop_string_keeps_it() -> None:
-    written = WrittenText(spell, [], ("abc",))
+    written = WrittenText(spell, [], StopStrings(("abc",), spell))
     assert not [piece for token in b"ab" for piece in written.add(token, 1)]
-    assert written.end() == [Piece("a", 1), Piece("b", 1)]
+    assert written.end() == [TokenText("a", 1), TokenText("b", 1)]
 
 
 CALL = {"name": "weather", "arguments": {"city": "Köln", "text": "</tool_call"}}
@@ -49,17 +50,18 @@ def test_tool_calls_are_found_however_their_marks_are_split(seed: int) -> None:
     calls: list[ToolCall] = []
     while rest:
         count = draw.randint(1, 40 if seed % 2 else 5)
-        pieces, more = parser.add([Piece(rest[:count], None)])
+        pieces, more = parser.add([TokenText(rest[:count], None)])
         rest, seen, calls = rest[count:], seen + "".join(piece.text for piece in pieces), calls + more
     pieces, more = parser.end()
     seen, calls = seen + "".join(piece.text for piece in pieces), calls + more
     assert seen == "Let me look.\n and <tool_call>no</tool_call>!"
-    assert [(call.name, json.loads(call.arguments)) for call in calls] == [("weather", CALL["arguments"])]
+    [function] = [call["function"] for call in calls]
+    assert (function["name"], json.loads(function["arguments"])) == ("weather", CALL["arguments"])
 
 
 def test_a_call_that_the_end_of_the_text_cuts_off_counts_if_its_json_is_whole() -> None:
     whole, cut = ToolCallParser(), ToolCallParser()
-    whole.add([Piece('<tool_call>{"name": "f", "arguments": {}}', None)])
-    assert whole.end()[1][0].arguments == "{}"
-    cut.add([Piece('<tool_call>{"name": "f", "argu', None)])
+    whole.add([TokenText('<tool_call>{"name": "f", "arguments": {}}', None)])
+    assert whole.end()[1][0]["function"]["arguments"] == "{}"
+    cut.add([TokenText('<tool_call>{"name": "f", "argu', None)])
     assert ("".join(piece.text for piece in cut.end()[0]), cut.calls) == ('<tool_call>{"name": "f", "argu', [])

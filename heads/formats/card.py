@@ -132,11 +132,9 @@ def training(recipe: Recipe) -> Iterator[str]:
         return
     shown = " ".join(f"{row[f'heldout/accuracy_{depth}']:.3f}" for depth in range(recipe.unroll))
     yield f"- held-out data after step {row['step']:,}: loss {row['heldout/loss_0']:.3f}, accuracy by depth {shown}"
-    lengths = [
-        f"{row[name]:.2f} at temperature {temperature}" for name, temperature in LOGGED_LENGTHS.items() if name in row
-    ]
-    if lengths:
-        yield f"- acceptance length after that step, on {section.eval_prompts} held-out prompts: {', '.join(lengths)}"
+    if lengths := acceptance_lengths(recipe):
+        shown = ", ".join(f"{length:.2f} at temperature {temperature}" for temperature, length in lengths.items())
+        yield f"- acceptance length after that step, on {section.eval_prompts} held-out prompts: {shown}"
     yield from learning_curve(recipe)
 
 
@@ -145,6 +143,12 @@ def heldout_row(recipe: Recipe) -> dict[str, Any] | None:
     step = exported(recipe).get("step", recipe.train.steps)
     rows = read_growing_jsonl(recipe.metrics_path)
     return next((row for row in reversed(rows) if "heldout/loss_0" in row and row["step"] == step), None)
+
+
+def acceptance_lengths(recipe: Recipe) -> dict[str, float]:
+    """The exported weights' acceptance length on held-out prompts by temperature, as far as training measured it."""
+    row = heldout_row(recipe) or {}
+    return {temperature: round(row[name], 2) for name, temperature in LOGGED_LENGTHS.items() if name in row}
 
 
 def exported(recipe: Recipe) -> dict[str, Any]:

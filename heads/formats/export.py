@@ -24,7 +24,7 @@ from headstart.common.files import read_json
 from headstart.heads.base import DraftHead
 from headstart.heads.checkpoint import load_head_for, stored_dtype
 from headstart.heads.files import HeadFiles, refuse_existing, write_folder
-from headstart.heads.formats.card import card
+from headstart.heads.formats.card import acceptance_lengths, card
 from headstart.heads.formats.contracts import RULES, violations
 from headstart.heads.formats.layouts import FORMATS, ServedTarget
 from headstart.heads.formats.options import AUTHORS
@@ -61,7 +61,9 @@ def export(recipe: Recipe) -> Path:
     found = violations_by_engine(section.format, HeadFiles(folder, config, tensors), frozen)
     refuse_unservable(section.format, found)
     clean = [engine for engine, broken in found.items() if not broken]
-    config["headstart"] = {**config["headstart"], "engines": clean}
+    lengths = acceptance_lengths(recipe) if source == recipe.head_dir else {}
+    promise = {"acceptance_length": lengths} if lengths else {}
+    config["headstart"] = {**config["headstart"], "engines": clean, **promise}
     readme = card(recipe, head, target, target_folder, folder, found)
     write_folder(HeadFiles(folder, config, tensors), FORMATS[section.format].weights, readme)
     engines = ", ".join(clean) or "headstart"

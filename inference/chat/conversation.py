@@ -49,15 +49,8 @@ class Conversation:
         return Prompt(tokens, turns, dropped=(whole - len(turns)) // 2)
 
     def answered(self, prompt: Prompt, answer: str) -> None:
-        """Go on from this prompt and its answer."""
+        """Continue from this prompt and its answer."""
         self.turns = [*prompt.turns, {"role": "assistant", "content": answer}] if self.has_template else []
-
-    def forget(self) -> None:
-        self.turns = []
-
-    def take_back(self) -> None:
-        """Forget the last question and its answer."""
-        self.turns = self.turns[:-2]
 
     def as_tokens(self, turns: list[Turn]) -> list[int]:
         if not self.has_template:

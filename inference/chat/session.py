@@ -1,18 +1,20 @@
-"""The chat itself: reads questions and commands, streams coloured answers, and says how fast each one came."""
+"""The chat: reads questions and commands, streams coloured answers, and reports how fast each one came."""
 
+import difflib
 import signal
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from statistics import median
 from types import FrameType
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from headstart.inference.chat.answer import MEASURED_STEPS, WARMUP_STEPS, Answer, plain_tokens_per_second
-from headstart.inference.chat.commands import Command, help_text, read_command
+from headstart.inference.chat.answer import Answer
 from headstart.inference.chat.conversation import Conversation
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import Request
@@ -22,7 +24,43 @@ from headstart.inference.show.colours import SHADES, token_style
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import Tokenizer, visible_text_of
 
-LEAST_STEPS = 8  # of a plain answer whose speed replaces the one that was measured at the start
+HELP = {  # command -> (its value, what it does)
+    "/plain": ("", "decode without draft tokens: slower, but the same text (in bfloat16 a near-tie may differ)"),
+    "/draft": ("", "decode with draft tokens again"),
+    "/again": ("", "answer the last question again, such as after /plain or with another seed"),
+    "/seed": ("N", "sample other text: the seed of the random numbers"),
+    "/temperature": ("T", "how freely tokens are sampled; 0 always takes the likeliest one"),
+    "/reset": ("", "begin a new conversation"),
+    "/help": ("", "list these commands"),
+    "/quit": ("", "end the chat; Ctrl-D does too, and Ctrl-C while no answer is written"),
+}
+NUMBERS = {"/seed": (int, "a whole number", "/seed 1"), "/temperature": (float, "a number", "/temperature 0.7")}
+WARMUP_STEPS, MEASURED_STEPS = 4, 16  # of plain decoding at the start
+LEAST_STEPS = 8  # a plain answer of more steps replaces the speed that was measured at the start
+
+
+def read_command(line: str) -> tuple[str, Any] | None:
+    """The command in a line and the number after it, None if the line is a question; raises ValueError for mistakes."""
+    if not line.startswith("/"):
+        return None
+    name, *values = line.split()
+    if name not in HELP:
+        near = difflib.get_close_matches(name, HELP, n=1)
+        advice = f"did you mean {near[0]}?" if near else "/help says what each does"
+        raise ValueError(
+            f"{name}: not a command; {', '.join(HELP)} are allowed; {advice} (a question may begin with a slash after "
+            f"a space)"
+        )
+    given = " ".join(values)
+    if name not in NUMBERS:
+        if values:
+            raise ValueError(f"{name}: {given!r} given, no value is allowed; write {name} alone")
+        return name, None
+    kind, allowed, example = NUMBERS[name]
+    try:
+        return name, kind(given)
+    except ValueError:
+        raise ValueError(f"{name}: {given!r} given, {allowed} is allowed; write {example}") from None
 
 
 class Chat:
@@ -50,109 +88,100 @@ class Chat:
         self.question: str | None = None  # the last one that was answered
         tokens = self.conversation.as_tokens([{"role": "user", "content": "Hello"}])
         request = Request(tokens, WARMUP_STEPS + MEASURED_STEPS + 1, sampling, end_tokens=())
-        self.plain_rate = plain_tokens_per_second(target, request, self.text)
+        answer = Answer(target, None, request, self.text)
+        list(answer.blocks())
+        self.plain_rate = 1 / median(answer.step_seconds[WARMUP_STEPS:])
         self.plain_measured = "measured at the start"
 
     def introduce(self, names: str) -> None:
         """Say what talks here; `names` are those of the target and of its drafts."""
-        self.tell(f"{names}; plain decoding writes {self.plain_rate:.1f} tokens/s here")
+        self.say(f"{names}; plain decoding writes {self.plain_rate:.1f} tokens/s here")
         if self.console.color_system is not None:
             self.console.print(legend(), soft_wrap=True)
         if not self.conversation.has_template:
-            self.tell("This target has no chat template: it continues your text, and each line stands alone.")
+            self.say("This target has no chat template: it continues your text, and each line stands alone.")
+
+    def converse(self, lines: Iterable[str]) -> None:
+        """Handle the lines until one ends the chat."""
+        for line in lines:
+            if not self.handle(line):
+                return
 
     def handle(self, line: str) -> bool:
-        """Answer a question or follow a command; returns whether the chat goes on. Mistakes are told, not raised."""
+        """Answer a question or follow a command; False ends the chat. Mistakes are printed, not raised."""
         try:
             command = read_command(line)
             if command is not None:
-                return self.follow(command)
+                return self.follow(*command)
             if line.strip():
                 self.answer(line.strip() if self.conversation.has_template else line.rstrip("\r\n"))
         except ValueError as error:
-            self.tell(str(error))
+            self.say(str(error))
         return True
 
-    def follow(self, command: Command) -> bool:
-        match command.name:
-            case "/quit":
-                return False
+    def follow(self, command: str, value: Any) -> bool:
+        match command:
             case "/help":
-                self.tell(help_text())
+                self.say("\n".join(f"  {f'{name} {value}'.rstrip():<16}{does}" for name, (value, does) in HELP.items()))
             case "/plain" | "/draft":
-                self.has_drafts = command.name == "/draft"
-                self.tell("with draft tokens" if self.has_drafts else "without draft tokens; /draft brings them back")
+                self.has_drafts = command == "/draft"
+                self.say("with draft tokens" if self.has_drafts else "without draft tokens; /draft brings them back")
             case "/seed":
-                self.sampling = replace(self.sampling, seed=command.value)
-                without = "; it has no effect at temperature 0" if self.sampling.temperature == 0 else ""
-                self.tell(f"seed {command.value}{without}")
+                self.sampling = replace(self.sampling, seed=value)
+                self.say(f"seed {value}{'; it has no effect at temperature 0' * (self.sampling.temperature == 0)}")
             case "/temperature":
-                self.sampling = replace(self.sampling, temperature=command.value)
-                self.tell(f"temperature {command.value:g}")
+                self.sampling = replace(self.sampling, temperature=value)
+                self.say(f"temperature {value:g}")
             case "/reset":
-                self.conversation.forget()
-                self.question = None
-                self.tell("a new conversation")
+                self.conversation.turns, self.question = [], None
+                self.say("a new conversation")
             case "/again":
-                self.answer_again()
-        return True
-
-    def answer_again(self) -> None:
-        if self.question is None:
-            raise ValueError("/again: no question was answered yet, one is needed; ask one first")
-        self.conversation.take_back()
-        self.answer(self.question)
+                if self.question is None:
+                    raise ValueError("/again: no question was answered yet, one is needed; ask one first")
+                del self.conversation.turns[-2:]
+                self.answer(self.question)
+        return command != "/quit"
 
     def answer(self, question: str) -> None:
-        """Stream the answer. After Ctrl-C an interactive chat goes on from what was written so far."""
+        """Stream the answer. After Ctrl-C an interactive chat continues from what was written so far."""
         prompt = self.conversation.ask(question)
         if prompt.dropped:
             turns = "turn is" if prompt.dropped == 1 else f"{prompt.dropped} turns are"
-            self.tell(
-                f"the oldest {turns} dropped: the conversation would exceed the target's {self.target.max_positions} "
-                f"positions"
-            )
+            limit = f"the target's {self.target.max_positions} positions"
+            self.say(f"the oldest {turns} dropped: the conversation would exceed {limit}")
         request = Request(prompt.tokens, self.conversation.max_new_tokens, self.sampling)
         answer = Answer(self.target, self.drafter if self.has_drafts else None, request, self.text)
         with first_ctrl_c(answer.stop):
-            for piece in answer.pieces():
-                self.console.print(Text(printable(piece.text), token_style(piece.depth)), end="", soft_wrap=True)
+            for each in answer.shown():
+                self.console.print(Text(printable(each.text), token_style(each.depth)), end="", soft_wrap=True)
         self.question = question
         self.conversation.answered(prompt, answer.whole_text())
         self.console.print()
-        self.tell(self.summary(answer))
+        self.say(self.summary(answer))
         if answer.stopped and not self.interactive:
             raise KeyboardInterrupt
 
     def summary(self, answer: Answer) -> str:
         """How fast the answer came, and why it ended if the target did not end it."""
-        rate, parts = answer.tokens_per_second, []
+        rate = answer.tokens_per_second
         if rate is None:
-            parts.append("too short to measure")
+            said = "too short to measure"
         elif self.has_drafts:
-            parts.append(f"{answer.stats.acceptance_length:.2f} tokens per target step (acceptance length)")
-            parts.append(f"{rate:.1f} tokens/s, about {rate / self.plain_rate:.1f} times as fast as plain decoding")
-            parts[-1] += f" ({self.plain_rate:.1f} tokens/s, {self.plain_measured})"
+            length = f"{answer.stats.acceptance_length:.2f} tokens per target step (acceptance length)"
+            plain = f"plain decoding ({self.plain_rate:.1f} tokens/s, {self.plain_measured})"
+            said = f"{length}; {rate:.1f} tokens/s, about {rate / self.plain_rate:.1f} times as fast as {plain}"
         else:
-            parts.append(f"plain decoding, {rate:.1f} tokens/s")
+            said = f"plain decoding, {rate:.1f} tokens/s"
             if answer.stats.steps >= LEAST_STEPS:
                 self.plain_rate, self.plain_measured = rate, "measured in the last plain answer"
         if answer.stopped:
-            parts.append("stopped by Ctrl-C")
-        elif answer.generation.finish == "length":
-            parts.append(f"cut off after --max-new-tokens {answer.request.max_new_tokens}")
-        return "; ".join(parts)
+            return f"{said}; stopped by Ctrl-C"
+        is_cut = answer.generation.finish == "length"
+        return f"{said}; cut off after --max-new-tokens {answer.request.max_new_tokens}" if is_cut else said
 
-    def tell(self, message: str) -> None:
+    def say(self, message: str) -> None:
         """A line of ours, fainter than the answers."""
         self.console.print(Text(message, "dim"), soft_wrap=True)
-
-
-def converse(chat: Chat, lines: Iterable[str]) -> None:
-    """Handle the lines until one ends the chat."""
-    for line in lines:
-        if not chat.handle(line):
-            return
 
 
 @contextmanager

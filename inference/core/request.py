@@ -48,8 +48,12 @@ class StopStrings:
         return max(len(tokens) - count, 0)
 
     def _contained(self, tokens: list[int]) -> bool:
-        text = self.detokenize(tokens)
-        return any(string in text for string in self.strings)
+        return self.first_in(self.detokenize(tokens)) is not None
+
+    def first_in(self, text: str) -> tuple[int, str] | None:
+        """Where a text's first stop string begins, and which it is: of several at one place the longest."""
+        places = [(place, -len(each), each) for each in self.strings if (place := text.find(each)) >= 0]
+        return (min(places)[0], min(places)[2]) if places else None
 
 
 def cut_at_end(tokens: list[int], ends: Collection[int]) -> list[int]:

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from headstart.recipes.load import RecipeError, load_recipe
@@ -12,18 +13,43 @@ DRAFTS = DecodeSection(growth="cost_aware", depth=4, width=3, nodes=15, repeats=
 LOOKUP = DecodeSection(drafter="prompt_lookup", growth="chain")
 
 
-def drafts_of(head: Path | None) -> DecodeSection:
-    """How to draft without a recipe: trees of a head, otherwise by prompt lookup."""
-    return LOOKUP if head is None else DRAFTS
+@dataclass(frozen=True)
+class ModelOptions:
+    """A target and how its drafts are made."""
+
+    target: str | None  # None: the command's default
+    head: Path | None  # None: drafts need no head
+    decode: DecodeSection
+    recipe: Recipe | None  # its target section has all fields of the target
+    dtype: str  # without a recipe; auto is the fast one for this machine
+
+    @property
+    def drafts(self) -> str:
+        """What drafts, in words."""
+        return self.decode.drafter.replace("_", " ") if self.head is None else f"head {self.head}"
 
 
-def head_of(recipe: Recipe) -> Path | None:
-    """The folder of the recipe's head; None if the recipe drafts without one."""
-    return recipe.head_in_use if recipe.decode.drafter == "head" else None
+def add_model(parser: argparse.ArgumentParser, target: str, head: str) -> None:
+    """Add the options of `model_options`; `target` and `head` are the help for theirs."""
+    parser.add_argument("recipe", nargs="?", help="recipe that names target, head, and how to draft")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="section.key=value", help="replaces the recipe's value"
+    )
+    parser.add_argument("--target", help=target)
+    parser.add_argument("--head", type=Path, help=head)
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        help="number format of the target; auto, the default, is bfloat16 where this machine computes in it. In "
+        "float32 texts are exactly those of plain decoding; in bfloat16 near-ties may fall either way",
+    )
 
 
-def read_recipe(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Recipe:
-    """The recipe; ends the process for a wrong one, and for options that say what it says already."""
+def model_options(parser: argparse.ArgumentParser, given: argparse.Namespace) -> ModelOptions:
+    """The recipe's target and head, or those of the options; ends the process for mistakes and for a mix of both."""
+    if given.recipe is None:
+        decode = LOOKUP if given.head is None else DRAFTS
+        return ModelOptions(given.target, given.head, decode, None, given.dtype or "auto")
     fields = {"target": "target.path", "head": "decode.head", "dtype": "target.dtype"}
     for option, field in fields.items():
         if (value := getattr(given, option)) is not None:
@@ -32,19 +58,13 @@ def read_recipe(parser: argparse.ArgumentParser, given: argparse.Namespace) -> R
                 f"{field}={value}, or leave the recipe out"
             )
     try:
-        return load_recipe(given.recipe, given.overrides)
+        recipe = load_recipe(given.recipe, given.overrides)
     except RecipeError as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
+    return ModelOptions(recipe.target.path, head_of(recipe), recipe.decode, recipe, recipe.target.dtype)
 
 
-def require_head(head: Path | None, recipe: Recipe | None) -> None:
-    """Raise ValueError, before the target is loaded, if the head's folder holds none."""
-    if head is None or (head / "config.json").is_file():
-        return
-    field = "--head" if recipe is None else "decode.head"
-    instead = "give --target without --head" if recipe is None else "set decode.drafter=prompt_lookup"
-    raise ValueError(
-        f"{field}: {head} holds no head (no config.json); a trained head's folder is allowed: train one with "
-        f"headstart train RECIPE, or {instead}, to draft by prompt lookup"
-    )
+def head_of(recipe: Recipe) -> Path | None:
+    """The folder of the recipe's head; None if the recipe drafts without one."""
+    return recipe.head_in_use if recipe.decode.drafter == "head" else None

@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,27 +17,20 @@ import uvicorn
 
 from headstart.common.errors import NOT_BEGUN, errors_as_messages
 from headstart.heads.base import DraftHead
-from headstart.heads.target_config import locate_target
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.sampling import AcceptanceRule, Sampling
 from headstart.inference.drafters.cost_measurement import cost_table
 from headstart.inference.drafters.costs import CostTable
 from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.engine.loop import DecodeLoop
-from headstart.inference.generate.model import SpeculativeModel
-from headstart.inference.generate.options import require_head
+from headstart.inference.generate.loading import load_model
 from headstart.inference.generate.settings import config_fields
-from headstart.inference.serve.acceptance_watch import promised_length
-from headstart.inference.serve.http.access_log import to_stdout
 from headstart.inference.serve.http.app import build_app
-from headstart.inference.serve.model_thread import ModelThread
+from headstart.inference.serve.metrics import promised_length
 from headstart.inference.serve.options import ServeOptions, serve_options
 from headstart.inference.serve.service import Served, Service
-from headstart.inference.targets.loading import fast_dtype, pick_device
 from headstart.inference.targets.model import TargetModel
-from headstart.inference.targets.tokenizer import load_tokenizer
-from headstart.recipes.checks import refuse_original_target
-from headstart.recipes.schema import TargetSection
+from headstart.recipes.schema import DecodeSection
 
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # of a generation config
 LAST_BYTES = 5  # seconds that clients get to read the end of their answers
@@ -46,22 +40,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = serve_options(None, argv)
     with errors_as_messages(NOT_BEGUN):
         listening = listen(options.host, options.port)
-        thread = ModelThread()
-        served = thread.submit(partial(load, options, thread)).result()
-        app, service = build_app(served, options.settings, to_stdout)
-        asyncio.run(Server(app, service, options).serve(sockets=[listening]))
+        thread = ThreadPoolExecutor(1, "engine")
+        try:
+            served = thread.submit(load, options, thread).result()
+        except KeyboardInterrupt:
+            print(f"\n{NOT_BEGUN}", file=sys.stderr, flush=True)
+            os._exit(130)  # a usual end would wait until the thread has loaded the target
+        app, service = build_app(served, options.settings, partial(print, flush=True))
+        try:
+            asyncio.run(Server(app, service, options).serve(sockets=[listening]))
+        finally:
+            service.engine.stop()
 
 
-def load(options: ServeOptions, thread: ModelThread) -> Served:
-    """The target and what drafts for it, in the `thread` that will decode; raises ValueError for a head that does not
-    fit.
+def load(options: ServeOptions, thread: Executor) -> Served:
+    """Load the target and what drafts for it, in the `thread` that will decode.
+
+    Raises ValueError for a head that does not fit.
     """
-    require_head(options.head, options.recipe)
-    section = target_section(options)
-    fields = section.model_dump(exclude={"path"})
-    model = SpeculativeModel.from_folders(section.path, options.head, options.decode, **fields)
+    model, tokenizer, section = load_model(options.model)
     assert model.drafter is not None
-    tokenizer = load_tokenizer(locate_target(section.path, section.revision), section.trust_remote_code)
+    decode = options.model.decode
     return Served(
         target=model.target,
         tokenizer=tokenizer,
@@ -72,44 +71,36 @@ def load(options: ServeOptions, thread: ModelThread) -> Served:
             options.settings.max_batch,
             memory=options.memory,
             prefix_memory=options.prefix_memory,
-            costs=load_costs(options, model.target, model.drafter),
+            costs=None if options.always_draft else load_costs(decode, model.target, model.drafter),
         ),
         defaults=default_sampling(model.target.model.generation_config, model.rule),
         most_depth=model.drafter.depth,
         about={
             "target": Path(section.path).name,
-            "head": None if options.head is None else str(options.head),
-            "drafter": options.decode.drafter,
-            "growth": options.decode.growth,
+            "head": None if options.model.head is None else str(options.model.head),
+            "drafter": decode.drafter,
+            "growth": decode.growth,
             "dtype": section.dtype,
             "device": str(model.target.device),
         },
-        promised=promised_length(options.head),
+        promised=promised_length(options.model.head),
         thread=thread,
     )
 
 
-def load_costs(options: ServeOptions, target: TargetModel, drafter: Drafter) -> CostTable | None:
+def load_costs(decode: DecodeSection, target: TargetModel, drafter: Drafter) -> CostTable | None:
     """Step times by rows and draft tokens, by which a head stops drafting where that does not pay; None: it never does.
 
     They are measured now unless an earlier run left them on disk, so that no request waits for it.
     """
-    if options.always_draft or not isinstance(drafter, TreeDrafter) or not isinstance(drafter.head, DraftHead):
+    if not isinstance(drafter, TreeDrafter) or not isinstance(drafter.head, DraftHead):
         return None
-    decode = options.decode  # a growth that weighs costs shares this table, and its steps correct it
+    # A growth that weighs costs shares this table, and its steps correct it.
     return cost_table(target, drafter.head, decode.width, decode.nodes, decode.max_batch)
 
 
-def target_section(options: ServeOptions) -> TargetSection:
-    if options.recipe is not None:
-        refuse_original_target(options.recipe)
-        return options.recipe.target
-    dtype = fast_dtype(pick_device("auto")) if options.dtype == "auto" else options.dtype
-    return TargetSection.model_validate({"path": options.target, "dtype": dtype})
-
-
 def default_sampling(generation_config: Any, rule: AcceptanceRule) -> Sampling:
-    """How requests sample that do not say: as the model's files say, else at temperature 1."""
+    """How requests without sampling fields sample: as the model's files say, else at temperature 1."""
     given, defaults = config_fields(generation_config)
     files = {
         name: given[name]
@@ -136,16 +127,8 @@ class Server(uvicorn.Server):
     """uvicorn with our own signals: the first one lets running requests end, the second one ends the process."""
 
     def __init__(self, app: Any, service: Service, options: ServeOptions) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                log_level="warning",
-                access_log=False,
-                server_header=False,
-                lifespan="on",
-                timeout_graceful_shutdown=LAST_BYTES,
-            )
-        )
+        quiet: Any = {"log_level": "warning", "access_log": False, "server_header": False}
+        super().__init__(uvicorn.Config(app, lifespan="on", timeout_graceful_shutdown=LAST_BYTES, **quiet))
         self.service, self.options = service, options
         self.ending: asyncio.Task[None] | None = None
 
@@ -179,8 +162,7 @@ def introduction(listening: socket.socket, options: ServeOptions, service: Servi
     host, port = listening.getsockname()[:2]
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     about = service.served.about
-    drafts = f"head {about['head']}" if about["head"] else str(about["drafter"]).replace("_", " ")
     return (
         f"http://{shown}:{port}/  chat page; the API is below /v1; model {options.settings.names[0]}, drafts by "
-        f"{drafts} ({about['growth']}), {about['dtype']} on {about['device']}"
+        f"{options.model.drafts} ({about['growth']}), {about['dtype']} on {about['device']}"
     )

@@ -5,27 +5,23 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
 
-from headstart.inference.core.request import Alternatives, Block, DecodeStats, DraftTree, Generation, Request
+from headstart.inference.core.request import Alternatives, Block, DecodeStats, Request
 from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.serve.errors import ApiError
-from headstart.inference.serve.model_thread import ModelThread
 
 
 @dataclass(frozen=True)
 class Update:
     """What one step of the decode loop made certain of a choice."""
 
-    index: int  # of the choice
-    tokens: list[int]
-    depths: list[int | None]  # as in Block
+    block: Block
     logprobs: list[float]  # of each token; empty unless the request asks for them
     alternatives: list[Alternatives]  # in place of each token; empty unless the request asks for them
-    tree: DraftTree | None  # as in Block
     cached: int  # tokens of the prompt that were not read again
     drafted: int  # draft tokens that the target verified in this step
     accepted: int  # those of them that it accepted, also beyond the end of the text
@@ -38,21 +34,11 @@ class Update:
 class End:
     """A choice has ended; no update follows."""
 
-    index: int
     finish: str  # as in Generation
     stats: DecodeStats
-    at: float  # as in Update
 
 
-@dataclass(frozen=True)
-class Failure:
-    """A choice has ended without its text."""
-
-    index: int
-    error: ApiError
-
-
-Event = Update | End | Failure
+Event = Update | End | ApiError  # after an error no event follows
 Observe = Callable[["Job", Event], None]
 
 
@@ -60,20 +46,26 @@ Observe = Callable[["Job", Event], None]
 class Job:
     """One choice on its way through the engine. Its events reach `events`, in the thread of asyncio."""
 
-    index: int
+    index: int  # in its request
     request: Request
-    events: asyncio.Queue[Event]
-    last: float = field(default_factory=time.perf_counter)  # when it was submitted, then its last update
+    events: asyncio.Queue[tuple["Job", Event]]
+    latest: float = field(default_factory=time.perf_counter)  # when it was submitted, then its last update
     started: bool = False  # whether its first token is written; these two belong to the thread of asyncio
-    number: int | None = None  # in the decode loop; this and the next belong to the engine's thread
-    told: DecodeStats = field(default_factory=DecodeStats)  # what the updates so far have counted
+    number: int | None = None  # in the decode loop; this and the next ones belong to the engine's thread
+    drafted: int = 0  # draft tokens verified in the updates so far
+    accepted: int = 0  # those of them that were accepted
+    steps: int = 0
 
 
 class Engine:
     """Runs the decode loop in the model's thread and hands events back to asyncio."""
 
-    def __init__(self, thread: ModelThread, make_loop: Callable[[], DecodeLoop], observe: Observe) -> None:
-        """`make_loop` is called in the thread, once more after an error in a step.
+    def __init__(self, thread: Executor, make_loop: Callable[[], DecodeLoop], observe: Observe) -> None:
+        """`thread` is the one that loaded the target. `make_loop` is called in it, once more after an error in a step.
+
+        OpenMP keeps a pool of threads for every thread that computes. As soon as the pools hold more threads than there
+        are cores, GNU's lets them sleep between operations, and waking them takes a quarter to a third of a small
+        target's step on two cores. So the thread that decodes is the only one that computes.
 
         `observe` sees each event in the thread of asyncio, when it happens, and not when a slow client has read it.
         """
@@ -95,7 +87,7 @@ class Engine:
         """Begin to decode; events go to the asyncio loop that is running now."""
         self.asyncio = asyncio.get_running_loop()
         self.ended = self.thread.submit(self._run)
-        self.thread.end()
+        self.thread.shutdown(wait=False)  # a second engine would wait forever; now it is refused
 
     def submit(self, job: Job) -> None:
         if not self.alive:
@@ -138,12 +130,12 @@ class Engine:
 
     def _submit(self, job: Job) -> None:
         if not self.running:
-            self._tell([(job, Failure(job.index, ApiError(503, "the server is stopping; send the request again")))])
+            self._report([(job, ApiError(503, "the server is stopping; send the request again"))])
             return
         try:
             job.number = self.loop.submit(job.request)
         except ValueError as error:
-            self._tell([(job, Failure(job.index, ApiError(400, str(error))))])
+            self._report([(job, ApiError(400, str(error)))])
         else:
             self.jobs[job.number] = job
 
@@ -151,7 +143,7 @@ class Engine:
         if job.number in self.jobs:
             self.loop.cancel(job.number)
             self.cache_usage = self.loop.batch.cache_usage
-            self._tell(self._ends())
+            self._report(self._ends())
 
     def _stop(self) -> None:
         self.running = False
@@ -172,28 +164,24 @@ class Engine:
         self.prefixes = self.loop.prefix_queries, self.loop.prefix_hits
         self.cache_usage = self.loop.batch.cache_usage
         events = [(job, self._update(job, block, now)) for block in blocks for job in [self.jobs[block.number]]]
-        self._tell([*events, *self._ends()])
+        self._report([*events, *self._ends()])
 
     def _update(self, job: Job, block: Block, now: float) -> Update:
-        generation: Generation = self.loop.generations[block.number]
-        stats, told = generation.stats, job.told
-        accepted = sum(stats.accepted_at_depth)
+        generation = self.loop.generations[block.number]
+        stats, accepted = generation.stats, sum(generation.stats.accepted_at_depth)
         first = len(generation.tokens) - len(block.tokens)
         found = Update(
-            job.index,
-            block.tokens,
-            block.depths,
+            block,
             (generation.logprobs or [])[first:],
             generation.alternatives[first:],
-            block.tree,
             generation.cached_tokens,
-            drafted=stats.drafted - told.drafted,
-            accepted=accepted - sum(told.accepted_at_depth),
-            is_step=stats.steps > told.steps,
+            drafted=stats.drafted - job.drafted,
+            accepted=accepted - job.accepted,
+            is_step=stats.steps > job.steps,
             seconds=stats.seconds,
             at=now,
         )
-        told.drafted, told.steps, told.accepted_at_depth = stats.drafted, stats.steps, [accepted]
+        job.drafted, job.accepted, job.steps = stats.drafted, accepted, stats.steps
         return found
 
     def _ends(self) -> list[tuple[Job, Event]]:
@@ -201,21 +189,21 @@ class Engine:
         found: list[tuple[Job, Event]] = []
         for number, generation in self.loop.take_ended():
             job = self.jobs.pop(number)
-            found.append((job, End(job.index, generation.finish, generation.stats, time.perf_counter())))
+            found.append((job, End(generation.finish, generation.stats)))
             self.loop.forget(number)
         return found
 
     def _fail_all(self, reason: str) -> None:
         jobs, self.jobs = self.jobs, {}
-        self._tell([(job, Failure(job.index, ApiError(500, reason))) for job in jobs.values()])
+        self._report([(job, ApiError(500, reason)) for job in jobs.values()])
 
-    def _tell(self, events: list[tuple[Job, Event]]) -> None:
+    def _report(self, events: list[tuple[Job, Event]]) -> None:
         """Put each event into its job's queue, all in one turn of asyncio's loop."""
 
         def put() -> None:
             for job, event in events:
                 self.observe(job, event)
-                job.events.put_nowait(event)
+                job.events.put_nowait((job, event))
 
         if events and not self.asyncio.is_closed():
             self.asyncio.call_soon_threadsafe(put)

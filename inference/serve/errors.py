@@ -25,7 +25,8 @@ class ApiError(Exception):
         self, status: int, message: str, param: str | None = None, headers: dict[str, str] | None = None
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.headers = status, shortened(message), param, headers or {}
+        self.message = message if len(message) <= LONGEST else f"{message[:LONGEST]}..."
+        self.status, self.param, self.headers = status, param, headers or {}
 
     def body(self) -> dict[str, Any]:
         kind = TYPES.get(self.status, "APIError")
@@ -35,7 +36,3 @@ class ApiError(Exception):
 def wrong(name: str, given: Any, allowed: str, remedy: str) -> ApiError:
     """A field of the request with a value that is not allowed."""
     return ApiError(400, f"{name}: {reprlib.repr(given)} given, {allowed} allowed; {remedy}", name)
-
-
-def shortened(message: str) -> str:
-    return message if len(message) <= LONGEST else f"{message[:LONGEST]}..."

@@ -3,188 +3,178 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from headstart.inference.core.request import Alternatives, DecodeStats, DraftTree
-from headstart.inference.serve.engine import End, Engine, Event, Failure, Job, Update
+from headstart.inference.serve.engine import End, Engine, Event, Job, Update
 from headstart.inference.serve.errors import ApiError
-from headstart.inference.serve.requests.fields import Wanted
-from headstart.inference.serve.requests.tool_calls import ToolCall, ToolCallParser
-from headstart.inference.serve.requests.written import Piece, WrittenText
+from headstart.inference.serve.options import ServerSettings
+from headstart.inference.serve.requests.reading import Wanted
+from headstart.inference.serve.requests.text import ToolCall, ToolCallParser, WrittenText
+from headstart.inference.show.text_stream import TokenText
 
 
 @dataclass(frozen=True)
-class ToldToken:
-    """A token as logprobs tell it."""
-
+class TokenLogprob:
     token: int
     logprob: float
     alternatives: Alternatives  # the likeliest tokens in its place
 
 
-@dataclass(frozen=True)
-class Delta:
-    """What a step added to a choice; the last one of a choice has a finish reason."""
+@dataclass
+class Output:
+    """What a step added to a choice, or all of a choice so far."""
 
-    index: int
-    pieces: list[Piece] = field(default_factory=list)
+    shown: list[TokenText] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
-    told: list[ToldToken] = field(default_factory=list)
-    finish: str | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    count: int = 0  # tokens, those without text and those of held text included
     tree: DraftTree | None = None  # of the step
-    count: int = 0  # tokens that the step added, those without text and those of held text included
-    seconds: float | None = None  # of decoding so far
+    seconds: float = 0.0  # of decoding so far
+
+    def add(self, other: "Output") -> None:
+        self.shown += other.shown
+        self.calls += other.calls
+        self.logprobs += other.logprobs
 
     @property
     def text(self) -> str:
-        return "".join(piece.text for piece in self.pieces)
+        return "".join(each.text for each in self.shown)
 
 
-@dataclass
-class Choice:
-    """What is known about a choice so far."""
+@dataclass(eq=False, kw_only=True)
+class Choice(Job):
+    """A choice and its output so far."""
 
-    job: Job
     written: WrittenText
     parser: ToolCallParser | None
+    stop_tokens: list[int]  # those of the request, not the target's own
+    output: Output = field(default_factory=Output)
     tokens: list[int] = field(default_factory=list)
     cached: int = 0  # tokens of the prompt that were not read again
-    finish: str | None = None  # in OpenAI's words
+    finish: str | None = None  # in OpenAI's words; None until the choice has ended
     stop_reason: str | int | None = None
+    offset: int = 0  # characters of the tokens whose logprobs are in an answer already
     stats: DecodeStats | None = None  # once it has ended
-    failed: bool = False
 
+    def grow(self, update: Update) -> Output:
+        """Take in a step; returns what it adds to the output."""
+        self.cached = update.cached
+        found = Output(count=len(update.block.tokens), tree=update.block.tree, seconds=update.seconds)
+        for place, (token, depth) in enumerate(zip(update.block.tokens, update.block.depths, strict=True)):
+            if self.written.stopped is not None:
+                break
+            self.tokens.append(token)
+            if update.logprobs:
+                alternatives = update.alternatives[place] if update.alternatives else []
+                found.logprobs.append(TokenLogprob(token, update.logprobs[place], alternatives))
+            if token not in (self.request.end_tokens or ()):
+                found.shown += self.written.add(token, depth)
+        if self.parser is not None:
+            found.shown, found.calls = self.parser.add(found.shown)
+        self.output.add(found)
+        return found
 
-@dataclass
-class Times:
-    """time.perf_counter() at each event; None until it has happened."""
-
-    submitted: float
-    read: float | None = None  # the engine began to read the prompt
-    first: float | None = None  # the first token of any choice
-    last: float | None = None  # the last token so far
-    ended: float | None = None
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How long a request may take, in seconds; None is any time."""
-
-    queue: float | None
-    request: float | None
+    def end(self, event: End) -> Output:
+        """Take in the end; returns what was held back until now."""
+        self.stats = event.stats
+        found = Output(self.written.end(), seconds=event.stats.seconds)
+        if self.parser is not None:
+            found.shown, found.calls = self.parser.add(found.shown)
+            rest, calls = self.parser.end()
+            found.shown, found.calls = found.shown + rest, found.calls + calls
+        self.output.add(found)
+        self.finish = {"end": "stop", "cancelled": "abort"}.get(event.finish, event.finish)
+        if self.written.stopped is not None:
+            self.finish, self.stop_reason = "stop", self.written.stopped
+        elif event.finish == "end" and self.tokens[-1] in self.stop_tokens:
+            self.stop_reason = self.tokens[-1]
+        if self.output.calls and self.finish == "stop":
+            self.finish = "tool_calls"
+        return found
 
 
 class Exchange:
     """Submits the choices of a request, and yields what becomes certain until all have ended."""
 
-    def __init__(self, wanted: Wanted, engine: Engine, limits: Limits) -> None:
-        self.wanted, self.engine, self.limits = wanted, engine, limits
-        self.times = Times(time.perf_counter())
-        self.events: asyncio.Queue[Event] = asyncio.Queue()
-        self.choices = []
-        for index, request in enumerate(wanted.requests):
-            job = Job(index, request, self.events)
-            written = WrittenText(wanted.text, request.prompt, wanted.stops, wanted.include_stop)
-            self.choices.append(Choice(job, written, ToolCallParser() if wanted.tools else None))
-        self.left = len(self.choices)  # choices that have not ended in the engine
+    def __init__(self, wanted: Wanted, engine: Engine, settings: ServerSettings) -> None:
+        self.wanted, self.engine, self.settings = wanted, engine, settings
+        self.events: asyncio.Queue[tuple[Job, Event]] = asyncio.Queue()
+        # time.perf_counter() at each event; None until it has happened
+        self.submitted = time.perf_counter()
+        self.read: float | None = None  # the engine began to read the prompt
+        self.first: float | None = None  # the first token of any choice
+        self.last: float | None = None  # the last token so far
+        self.ended: float | None = None  # the last choice
+        fields = wanted.fields
+        self.choices = [
+            Choice(
+                index,
+                request,
+                self.events,
+                written=WrittenText(wanted.text, request.prompt, request.stop, fields.include_stop_str_in_output),
+                parser=ToolCallParser() if wanted.has_tools else None,
+                stop_tokens=fields.stop_token_ids,
+            )
+            for index, request in enumerate(wanted.requests)
+        ]
+        self.running = set(self.choices)  # choices that have not ended in the engine
         self.too_late = False
         for choice in self.choices:
-            engine.submit(choice.job)
+            engine.submit(choice)
 
-    async def deltas(self) -> AsyncIterator[Delta]:
-        """What each step adds to each choice; raises ApiError if the engine or a time limit ends the request."""
-        while self.left:
-            event = await self._next_event()
-            choice = self.choices[event.index]
-            if isinstance(event, Failure):
-                self.left -= 1
-                choice.failed = True
-                raise event.error
-            if isinstance(event, End):
-                yield self._ended(choice, event)
-            else:
-                yield self._grown(choice, event)
+    async def outputs(self, pause: float | None = None) -> AsyncIterator[tuple[Choice, Output] | None]:
+        """What each step adds to each choice, and None wherever nothing came for `pause` seconds.
+
+        Raises ApiError if the engine or a time limit ends the request.
+        """
+        while self.running:
+            yield await self._next(pause)
 
     def cancel(self) -> None:
         """End in the engine whatever has not ended there."""
-        for choice in self.choices:
-            if choice.stats is None and not choice.failed:
-                self.engine.cancel(choice.job)
+        for choice in self.running:
+            self.engine.cancel(choice)
 
     async def settle(self) -> None:
         """Cancel what has not ended, and wait until the engine has let go of it."""
-        if self.left and self.engine.alive:
+        if self.engine.alive:
             self.cancel()
-        while self.left and (self.engine.alive or not self.events.empty()):
-            event = await self.events.get()
-            choice = self.choices[event.index]
-            if isinstance(event, End):
-                self._ended(choice, event)
-            elif isinstance(event, Failure):
-                self.left -= 1
-            else:
-                self._grown(choice, event)
+        while self.running and (self.engine.alive or not self.events.empty()):
+            with suppress(ApiError):
+                self._take(*await self.events.get())
 
-    async def _next_event(self) -> Event:
-        """The next event; after the time limit of a request its choices are cancelled, and their ends follow."""
-        while True:
-            limit = self.limits.request if self.times.first is not None else self.limits.queue
-            if limit is None or self.too_late:
-                return await self.events.get()
-            rest = self.times.submitted + limit - time.perf_counter()
-            try:
-                return await asyncio.wait_for(self.events.get(), max(rest, 0.001))
-            except TimeoutError:
-                if self.times.first is None:
-                    raise ApiError(
-                        503,
-                        f"no token within {limit:g} seconds, the server's --queue-timeout; send the request again "
-                        f"later",
-                        headers={"Retry-After": "10"},
-                    ) from None
-                self.too_late = True
-                self.cancel()
+    async def _next(self, pause: float | None) -> tuple[Choice, Output] | None:
+        """What the next event adds; after a request's time limit its choices are cancelled, and their ends follow."""
+        limit = self.settings.queue_timeout if self.first is None else self.settings.request_timeout
+        left = None if limit is None or self.too_late else max(self.submitted + limit - time.perf_counter(), 0.001)
+        waits = [seconds for seconds in (pause, left) if seconds is not None]
+        try:
+            async with asyncio.timeout(min(waits, default=None)):
+                return self._take(*await self.events.get())
+        except TimeoutError:
+            if left is None or left > min(waits):
+                return None
+        if self.first is None:
+            message = f"no token within {limit:g} seconds, the server's --queue-timeout; send the request again later"
+            raise ApiError(503, message, headers={"Retry-After": "10"})
+        self.too_late = True
+        self.cancel()
+        return None
 
-    def _grown(self, choice: Choice, update: Update) -> Delta:
-        if self.times.first is None:
-            self.times.first, self.times.read = update.at, update.at - update.seconds
-        self.times.last, choice.cached = update.at, update.cached
-        ends, pieces, told = choice.job.request.end_tokens or (), [], []
-        for place, token in enumerate(update.tokens):
-            if choice.written.stopped is not None:
-                break
-            choice.tokens.append(token)
-            if update.logprobs:
-                alternatives = update.alternatives[place] if update.alternatives else []
-                told.append(ToldToken(token, update.logprobs[place], alternatives))
-            if token not in ends:
-                pieces += choice.written.add(token, update.depths[place])
-        if choice.written.stopped is not None:
-            self.engine.cancel(choice.job)  # if the loop has not found the stop string itself
-        calls: list[ToolCall] = []
-        if choice.parser is not None:
-            pieces, calls = choice.parser.add(pieces)
-        return Delta(
-            update.index, pieces, calls, told, tree=update.tree, count=len(update.tokens), seconds=update.seconds
-        )
-
-    def _ended(self, choice: Choice, event: End) -> Delta:
-        self.left -= 1
-        choice.stats, self.times.ended = event.stats, event.at
-        pieces = choice.written.end()
-        calls: list[ToolCall] = []
-        if choice.parser is not None:
-            pieces, calls = choice.parser.add(pieces)
-            rest, more = choice.parser.end()
-            pieces, calls = pieces + rest, calls + more
-        last = choice.tokens[-1] if choice.tokens else None
-        if choice.written.stopped is not None:
-            choice.finish, choice.stop_reason = "stop", choice.written.stopped
-        elif event.finish == "end":
-            choice.finish = "stop"
-            choice.stop_reason = last if last in self.wanted.stop_tokens else None
-        else:
-            choice.finish = {"cancelled": "abort"}.get(event.finish, event.finish)
-        if choice.parser is not None and choice.parser.calls and choice.finish == "stop":
-            choice.finish = "tool_calls"
-        return Delta(event.index, pieces, calls, finish=choice.finish, seconds=event.stats.seconds)
+    def _take(self, job: Job, event: Event) -> tuple[Choice, Output]:
+        assert isinstance(job, Choice)
+        if isinstance(event, Update):
+            if self.first is None:
+                self.first, self.read = event.at, event.at - event.seconds
+            self.last = event.at
+            output = job.grow(event)
+            if job.written.stopped is not None:
+                self.engine.cancel(job)  # if the loop has not found the stop string itself
+            return job, output
+        self.running.discard(job)
+        self.ended = time.perf_counter()
+        if isinstance(event, ApiError):
+            raise event
+        return job, job.end(event)

@@ -1,9 +1,13 @@
 """Prometheus metrics under our own names, and under vLLM's, which dashboards and load tools read."""
 
-from collections.abc import Sequence
+import json
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from headstart.heads.files import read_config
 from headstart.inference.serve.engine import Engine, Update
 from headstart.inference.serve.exchange import Exchange
 
@@ -41,13 +45,15 @@ HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
     "request_generation_tokens": ("New tokens of a request.", TOKENS),
     "iteration_tokens_total": ("Tokens that a step added to a choice.", STEP_TOKENS),
 }
+WINDOW = 512  # drafting steps that are compared with the head's promise
+SHARE = 0.7  # of the promised draft tokens per step; below it something is wrong, such as another chat template
 
 
 class Metrics:
     """All figures of one server, in a registry of its own."""
 
     def __init__(self, model: str, engine: Engine, promised: float | None = None) -> None:
-        """`promised` is the acceptance length on the head's card."""
+        """`promised` is the acceptance length in the head's config.json."""
         self.registry = CollectorRegistry()
         self.labels = {"model_name": model, "engine": "0"}
         self.counters = {name: self._each(Counter, name, text) for name, text in COUNTERS.items()}
@@ -60,24 +66,14 @@ class Metrics:
         )
         self.successes = self._each_with("request_success", "Choices that ended, by how.", "finished_reason")
         self.rejections = self._each_with("admission_rejections", "Requests that were turned away, by why.", "reason")
-        self.length = Gauge(
-            "headstart:acceptance_length",
-            "Tokens that a drafting step adds on average, the bonus token included, since the start.",
-            LABELS,
-            registry=self.registry,
-        ).labels(**self.labels)
+        about = "Tokens that a drafting step adds on average, the bonus token included, since the start."
+        self.length = self._own_gauge("acceptance_length", about)
         self.drafts = self.accepted = 0
         self.prefixes = 0, 0
         if promised is not None:
-            Gauge(
-                "headstart:promised_acceptance_length",
-                "The acceptance length on the head's card, at temperature 0.",
-                LABELS,
-                registry=self.registry,
-            ).labels(**self.labels).set(promised)
-        failures = Gauge(
-            "headstart:engine_failures", "Steps that ended in an error.", LABELS, registry=self.registry
-        ).labels(**self.labels)
+            about = "The acceptance length in the head's config.json, the lowest over its temperatures."
+            self._own_gauge("promised_acceptance_length", about).set(promised)
+        failures = self._own_gauge("engine_failures", "Steps that ended in an error.")
         failures.set_function(lambda: engine.failures)
         for gauge in self.gauges["kv_cache_usage_perc"]:
             gauge.set_function(lambda: engine.cache_usage)
@@ -87,10 +83,9 @@ class Metrics:
         return generate_latest(self.registry)
 
     def set_load(self, running: int, waiting: int) -> None:
-        for gauge in self.gauges["num_requests_running"]:
-            gauge.set(running)
-        for gauge in self.gauges["num_requests_waiting"]:
-            gauge.set(waiting)
+        for name, count in (("num_requests_running", running), ("num_requests_waiting", waiting)):
+            for gauge in self.gauges[name]:
+                gauge.set(count)
 
     def reject(self, reason: str) -> None:
         for counter in self.rejections:
@@ -108,8 +103,8 @@ class Metrics:
 
     def count_update(self, update: Update, since_last: float) -> None:
         """Count a step's part in a choice; `since_last` are the seconds since the choice's last step."""
-        self._add("generation_tokens", len(update.tokens))
-        self._observe("iteration_tokens_total", len(update.tokens))
+        self._add("generation_tokens", len(update.block.tokens))
+        self._observe("iteration_tokens_total", len(update.block.tokens))
         if update.is_step:
             self._observe("inter_token_latency_seconds", since_last)
         if not update.drafted:
@@ -125,23 +120,22 @@ class Metrics:
 
     def count_request(self, exchange: Exchange) -> None:
         """Count a request that has ended, in whatever way."""
-        times = exchange.times
         written = sum(len(choice.tokens) for choice in exchange.choices)
         for choice in exchange.choices:
             for counter in self.successes:
                 counter.labels(**self.labels, finished_reason=choice.finish or "abort").inc()
-        if times.first is None or times.read is None or times.last is None:
+        submitted, read, first, last = exchange.submitted, exchange.read, exchange.first, exchange.last
+        if first is None or read is None or last is None:
             return
-        ended = times.last if times.ended is None else times.ended
-        self._observe("time_to_first_token_seconds", times.first - times.submitted)
-        self._observe("request_queue_time_seconds", times.read - times.submitted)
-        self._observe("request_prefill_time_seconds", times.first - times.read)
-        self._observe("request_decode_time_seconds", times.last - times.first)
-        self._observe("e2e_request_latency_seconds", ended - times.submitted)
+        self._observe("time_to_first_token_seconds", first - submitted)
+        self._observe("request_queue_time_seconds", read - submitted)
+        self._observe("request_prefill_time_seconds", first - read)
+        self._observe("request_decode_time_seconds", last - first)
+        self._observe("e2e_request_latency_seconds", (exchange.ended or last) - submitted)
         self._observe("request_prompt_tokens", sum(map(len, exchange.wanted.prompts)))
         self._observe("request_generation_tokens", written)
         if len(exchange.choices) == 1 and written > 1:
-            self._observe("request_time_per_output_token_seconds", (times.last - times.first) / (written - 1))
+            self._observe("request_time_per_output_token_seconds", (last - first) / (written - 1))
 
     def _add(self, name: str, count: int) -> None:
         for counter in self.counters[name]:
@@ -151,9 +145,55 @@ class Metrics:
         for histogram in self.histograms[name]:
             histogram.observe(value)
 
+    def _own_gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"headstart:{name}", text, LABELS, registry=self.registry).labels(**self.labels)
+
     def _each(self, kind: type, name: str, text: str, **options: object) -> list:
         made = [kind(f"{prefix}:{name}", text, LABELS, registry=self.registry, **options) for prefix in PREFIXES]
         return [each.labels(**self.labels) for each in made]
 
     def _each_with(self, name: str, text: str, label: str) -> list[Counter]:
         return [Counter(f"{prefix}:{name}", text, (*LABELS, label), registry=self.registry) for prefix in PREFIXES]
+
+
+class AcceptanceWatch:
+    """Warns when the last steps accept far fewer drafts than the head's config.json promises.
+
+    It warns once, and again only after acceptance has recovered.
+    """
+
+    def __init__(self, promised: float | None, log: Callable[[str], None]) -> None:
+        self.promised, self.log = promised, log
+        self.steps: deque[int] = deque(maxlen=WINDOW)
+        self.total = 0
+        self.warned = False
+
+    def count(self, update: Update) -> None:
+        """Take in a step; steps without drafts do not count."""
+        if self.promised is None or not update.drafted:
+            return
+        self.total += update.accepted - (self.steps[0] if len(self.steps) == WINDOW else 0)
+        self.steps.append(update.accepted)
+        if len(self.steps) < WINDOW:
+            return
+        measured = 1 + self.total / WINDOW
+        is_low = measured - 1 < SHARE * (self.promised - 1)
+        if is_low and not self.warned:
+            self.log(json.dumps({"warning": self.message(measured)}))
+        self.warned = is_low
+
+    def message(self, measured: float) -> str:
+        return (
+            f"the acceptance length of the last {WINDOW} drafting steps is {measured:.2f}; the head promises "
+            f"{self.promised:.2f}. Sampling at a high temperature and text of another kind lower it; so do another "
+            f"chat template and another target than the head was trained for: headstart doctor HEAD TARGET"
+        )
+
+
+def promised_length(head: Path | None) -> float | None:
+    """The lowest acceptance length, over the temperatures in a head's config.json; None if it has none.
+
+    The lowest, because requests may have any temperature: at 1, where drafts are accepted least, nothing is wrong.
+    """
+    config = {} if head is None else read_config(head / "config.json")
+    return min(config.get("headstart", {}).get("acceptance_length", {}).values(), default=None)

@@ -3,26 +3,25 @@
 import asyncio
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from concurrent.futures import Executor
+from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.engine.loop import DecodeLoop
-from headstart.inference.serve.acceptance_watch import AcceptanceWatch
 from headstart.inference.serve.engine import End, Engine, Event, Job, Update
 from headstart.inference.serve.errors import ApiError
-from headstart.inference.serve.exchange import Exchange, Limits
-from headstart.inference.serve.http.access_log import LogEntry
-from headstart.inference.serve.metrics import Metrics
-from headstart.inference.serve.model_thread import ModelThread
-from headstart.inference.serve.requests.body import Body
-from headstart.inference.serve.requests.fields import FieldReader, Wanted
+from headstart.inference.serve.exchange import Exchange
+from headstart.inference.serve.http.front import figures
+from headstart.inference.serve.metrics import AcceptanceWatch, Metrics
+from headstart.inference.serve.options import ServerSettings
 from headstart.inference.serve.requests.prompts import PromptReader
-from headstart.inference.serve.settings import ServerSettings
+from headstart.inference.serve.requests.reading import RequestReader, Wanted
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import Tokenizer
 
+Given = TypeVar("Given")
 Found = TypeVar("Found")
 
 
@@ -36,25 +35,24 @@ class Served:
     defaults: Sampling  # of requests that name no sampling parameters
     most_depth: int  # draft tokens that a step may accept
     about: dict[str, str | bool | None]  # shown by the chat page: head, dtype, device
-    promised: float | None = None  # the acceptance length on the head's card
-    thread: ModelThread = field(default_factory=ModelThread)  # in which the target was loaded
+    thread: Executor  # of one thread, in which the target was loaded
+    promised: float | None = None  # the acceptance length in the head's config.json
 
 
 class Service:
     """One target behind HTTP. Everything here runs in the thread of asyncio."""
 
     def __init__(self, served: Served, settings: ServerSettings, log: Callable[[str], None]) -> None:
-        self.served, self.settings, self.log = served, settings, log
+        self.served, self.settings = served, settings
         self.engine = Engine(served.thread, served.make_loop, self.observe)
         self.metrics = Metrics(settings.names[0], self.engine, served.promised)
         self.acceptance = AcceptanceWatch(served.promised, log)
         target = served.target
         self.prompts = PromptReader(served.tokenizer, target.config.vocab_size, target.max_positions)
         self.most_choices = settings.max_batch + settings.max_queue  # that may decode or wait
-        self.reader = FieldReader(target, self.prompts, served.defaults, self.most_choices)
+        self.reader = RequestReader(target, self.prompts, served.defaults, self.most_choices)
         self.one_reader = asyncio.Lock()
         self.fingerprint = f"headstart-{version('headstart')}"
-        self.limits = Limits(settings.queue_timeout, settings.request_timeout)
         self.running = self.waiting = 0  # choices in the engine
         self.open: set[Exchange] = set()  # requests whose answer is being written
         self.mean_seconds = 1.0  # of a choice, the recent ones weighing most
@@ -64,54 +62,55 @@ class Service:
     def ready(self) -> bool:
         return self.engine.alive and not self.draining
 
-    def check_model(self, body: Body) -> str:
-        """The model's name as the request gives it; raises ApiError for another model's."""
-        name = body.text("model", self.settings.names[0])
-        if name not in self.settings.names:
-            known = ", ".join(self.settings.names)
-            raise ApiError(404, f"model: {name[:100]!r} given, {known} is allowed; GET /v1/models lists it", "model")
-        return str(name)
+    def check_model(self, name: str | None) -> str:
+        """The model's name as a request gives it; raises ApiError for another model's."""
+        names = self.settings.names
+        if name is not None and name not in names:
+            allowed = f"{', '.join(names)} is allowed; GET /v1/models lists it"
+            raise ApiError(404, f"model: {name[:100]!r} given, {allowed}", "model")
+        return name or names[0]
 
     def admit(self, count: int) -> None:
-        """Raise ApiError unless this many more choices may decode or wait."""
-        if self.draining or not self.engine.alive:
+        """Raise ApiError unless `count` more choices may decode or wait."""
+        if not self.ready:
             self.metrics.reject("stopping")
             raise ApiError(503, "the server is stopping; send the request to another one", headers={"Retry-After": "5"})
         if self.running + self.waiting + count > self.most_choices:
             self.metrics.reject("queue_full")
+            turns = self.waiting / self.settings.max_batch + 1 / max(self.running, 1)
+            seconds = min(max(math.ceil(self.mean_seconds * turns), 1), 60)  # until a place should be free
             raise ApiError(
                 self.settings.busy_status,
                 f"{self.running} choices are decoded and {self.waiting} wait, at most {self.most_choices} are allowed "
                 f"(--max-batch and --max-queue); send the request again later",
-                headers={"Retry-After": str(self.retry_after())},
+                headers={"Retry-After": str(seconds)},
             )
 
-    def retry_after(self) -> int:
-        """Seconds after which a place in the queue should be free."""
-        turns = self.waiting / self.settings.max_batch + 1 / max(self.running, 1)
-        return min(max(math.ceil(self.mean_seconds * turns), 1), 60)
-
-    async def read(self, read: Callable[[Body], Found], body: Body) -> Found:
+    async def in_thread(self, read: Callable[[Given], Found], given: Given) -> Found:
         """Read a request in another thread, as tokenizing a long prompt takes a while."""
-        async with self.one_reader:
-            return await asyncio.to_thread(read, body)
+        try:
+            async with self.one_reader:
+                return await asyncio.to_thread(read, given)
+        except ValueError as error:
+            field = str(error).partition(":")[0]
+            raise ApiError(400, str(error), None if " " in field else field) from None
 
     def begin(self, wanted: Wanted) -> Exchange:
         """Hand a request to the engine."""
         self.admit(len(wanted.requests))
         self.metrics.count_prompts(sum(map(len, wanted.prompts)))
-        exchange = Exchange(wanted, self.engine, self.limits)
+        exchange = Exchange(wanted, self.engine, self.settings)
         self.waiting += len(wanted.requests)
         self.metrics.set_load(self.running, self.waiting)
         self.open.add(exchange)
         return exchange
 
-    async def finish(self, exchange: Exchange, entry: LogEntry) -> None:
+    async def finish(self, exchange: Exchange, entry: dict[str, Any]) -> None:
         """Let go of a request, ended or not, and record it."""
         await exchange.settle()
         self.open.discard(exchange)
         self.metrics.count_request(exchange)
-        entry.add(exchange)
+        entry |= figures(exchange)
 
     def observe(self, job: Job, event: Event) -> None:
         """Count an event of the engine."""
@@ -119,9 +118,9 @@ class Service:
             if not job.started:
                 job.started = True
                 self.waiting, self.running = self.waiting - 1, self.running + 1
-            self.metrics.count_update(event, event.at - job.last)
+            self.metrics.count_update(event, event.at - job.latest)
             self.acceptance.count(event)
-            job.last = event.at
+            job.latest = event.at
         elif job.started:
             self.running -= 1
             if isinstance(event, End):
@@ -132,7 +131,7 @@ class Service:
         self.metrics.set_prefixes(*self.engine.prefixes)
 
     async def drain(self, timeout: float) -> None:
-        """Refuse new requests, let those that are open end, and after this many seconds end them."""
+        """Refuse new requests, let those that are open end, and end them after `timeout` seconds."""
         self.draining = True
         waited = 0.0
         while self.open and waited < timeout:

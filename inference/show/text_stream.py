@@ -1,9 +1,19 @@
 """Turns tokens into text as they arrive."""
 
+from dataclasses import dataclass
+
 from headstart.inference.core.request import Detokenize
 from headstart.inference.targets.tokenizer import REPLACEMENT_CHARACTER
 
 CONTEXT = 8  # tokens decoded with the next one, whose text may depend on them
+
+
+@dataclass(frozen=True)
+class TokenText:
+    """The text of one token and its draft depth: BONUS for a bonus token, None if nothing was drafted."""
+
+    text: str
+    depth: int | None
 
 
 class TextStream:
@@ -16,7 +26,7 @@ class TextStream:
         """`before` are the tokens in front of the first one, such as the prompt."""
         self.text = text
         self.tokens = before[-CONTEXT:]
-        self.given = len(text(self.tokens))  # characters of these tokens' text that were returned
+        self.given = len(text(self.tokens))  # characters of these tokens' text that were given out
 
     def piece(self, token: int) -> str:
         """The text that this token makes certain."""
@@ -31,5 +41,5 @@ class TextStream:
         return piece
 
     def rest(self) -> str:
-        """The text still held back after the last token."""
+        """The text that was held back, after the last token."""
         return self.text(self.tokens)[self.given :]

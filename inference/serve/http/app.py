@@ -3,38 +3,45 @@
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
-from headstart.inference.serve.errors import ApiError, wrong
+from headstart.inference.serve.errors import ApiError
 from headstart.inference.serve.exchange import Exchange
-from headstart.inference.serve.http.access_log import to_stdout
 from headstart.inference.serve.http.front import Front, error_response, log_entry
 from headstart.inference.serve.http.transport import (
     CLIENT_GONE,
     DONE,
+    KEEP_ALIVE,
     ClientGoneError,
     EventStream,
     event,
-    read_body,
     unless_gone,
 )
+from headstart.inference.serve.options import ServerSettings
 from headstart.inference.serve.requests.answers import Answer, ChatAnswer, CompletionAnswer
-from headstart.inference.serve.requests.body import Body
-from headstart.inference.serve.requests.fields import Wanted
-from headstart.inference.serve.requests.prompts import read_tools
+from headstart.inference.serve.requests.fields import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    not_json,
+    refusal,
+)
 from headstart.inference.serve.service import Served, Service
-from headstart.inference.serve.settings import ServerSettings
 from headstart.inference.targets.tokenizer import text_of
 
-PAGE = Path(__file__).parent / "page"
+PAGE = Path(__file__).parents[1] / "page"
 FILES = {"/": "index.html", "/style.css": "style.css", "/page.js": "page.js"}
 # The page may load and ask this server alone.
 PAGE_HEADERS = {
@@ -44,9 +51,7 @@ PAGE_HEADERS = {
 }
 
 
-def build_app(
-    served: Served, settings: ServerSettings, log: Callable[[str], None] = to_stdout
-) -> tuple[ASGIApp, Service]:
+def build_app(served: Served, settings: ServerSettings, log: Callable[[str], None]) -> tuple[ASGIApp, Service]:
     """The server as an ASGI application, and what its routes share. Its engine starts with the application."""
     service = Service(served, settings, log)
 
@@ -57,120 +62,96 @@ def build_app(
         service.engine.stop()
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_exception_handler(ApiError, answer_error)
-    app.add_exception_handler(HTTPException, answer_no_route)
-    app.add_exception_handler(Exception, answer_failure)
+    for kind in (ApiError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, answer_error)
     add_completions(app, service)
     add_tokens(app, service)
     add_state(app, service)
     for route, name in FILES.items():
-        app.get(route)(page_file(PAGE / name))
-    return Front(app, settings.api_keys, log), service
+        app.get(route)(partial(page_file, name))
+    return Front(app, settings, log), service
 
 
 def add_completions(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
-    async def chat(request: Request) -> Response:
-        return await complete(request, service, service.reader.chat, ChatAnswer)
+    async def chat(fields: ChatRequest, request: Request) -> Response:
+        return await complete(request, service, fields, ChatAnswer)
 
     @app.post("/v1/completions")
-    async def completion(request: Request) -> Response:
-        return await complete(request, service, service.reader.completion, CompletionAnswer)
+    async def completion(fields: CompletionRequest, request: Request) -> Response:
+        return await complete(request, service, fields, CompletionAnswer)
 
 
-async def complete(request: Request, service: Service, read: Callable[[Body], Wanted], shape: type[Answer]) -> Response:
+async def complete(
+    request: Request, service: Service, fields: ChatRequest | CompletionRequest, shape: type[Answer]
+) -> Response:
     """Answer a request for text, in one piece or as a stream."""
-    service.admit(1)  # before any work is done for it
-    body = await read_body(request, service.settings)
-    model = service.check_model(body)
-    wanted = await service.read(read, body)
-    answer = shape(wanted, model, service.fingerprint, service.served.tokenizer, service.served.most_depth)
+    service.admit(1)  # before its prompts are read
+    name = service.check_model(fields.model)
+    wanted = await service.in_thread(service.reader.read, fields)
     exchange = service.begin(wanted)
-    if wanted.stream:
-        return EventStream(stream(request, service, exchange, answer), service.settings.keep_alive)
+    answer = shape(exchange, name, service.fingerprint, service.served.tokenizer, service.served.most_depth)
+    if fields.stream:
+        return EventStream(stream(request, service, exchange, answer))
     try:
-        await unless_gone(gather(exchange, answer), request.receive)
-        return JSONResponse(answer.whole(exchange))
+        await unless_gone(gather(exchange), request.receive)
+        return JSONResponse(answer.whole())
     except ClientGoneError:
         return Response(status_code=CLIENT_GONE)
     finally:
         await service.finish(exchange, log_entry(request))
 
 
-async def gather(exchange: Exchange, answer: Answer) -> None:
-    async for delta in exchange.deltas():
-        answer.take(delta)
+async def gather(exchange: Exchange) -> None:
+    async for _ in exchange.outputs():
+        pass
 
 
 async def stream(request: Request, service: Service, exchange: Exchange, answer: Answer) -> AsyncGenerator[str, None]:
     """The events of an answer. The first one comes with the first token, so that a refusal has a status of its own."""
     try:
         begun = False
-        async for delta in exchange.deltas():
-            if not begun:
-                for choice in exchange.choices:
-                    for chunk in answer.opening(choice.job.index, exchange):
-                        yield event(chunk)
-                begun = True
-            for chunk in answer.chunks(delta, exchange):
+        async for found in exchange.outputs(service.settings.keep_alive):
+            if found is None:
+                yield KEEP_ALIVE
+                continue
+            chunks = answer.chunks(*found)
+            for chunk in chunks if begun else [*answer.opening(), *chunks]:
                 yield event(chunk)
+            begun = True
         yield DONE
     finally:
         await service.finish(exchange, log_entry(request))
 
 
 def add_tokens(app: FastAPI, service: Service) -> None:
-    prompts = service.prompts
-
-    def tokens_of(body: Body) -> list[int]:
-        if body.take("messages") is not None:
-            return prompts.from_chat(body, read_tools(body.take("tools")))
-        text, special = body.text("prompt"), body.flag("add_special_tokens", default=True)
-        if text is None:
-            raise ApiError(400, "prompt: missing; a text, or messages in its place, is needed; write one", "prompt")
-        return prompts.from_text(text, "prompt", special)
-
-    def text_of_tokens(body: Body) -> str:
-        tokens = body.take("tokens")
-        if not isinstance(tokens, list) or not all(type(each) is int for each in tokens):
-            raise wrong("tokens", tokens, "a list of token ids is", "write one")
-        prompts.check_tokens("tokens", tokens)
-        return text_of(service.served.tokenizer, tokens)
+    tokenizer = service.served.tokenizer
 
     @app.post("/tokenize")
-    async def tokenize(request: Request) -> Response:
-        body = await read_body(request, service.settings)
-        service.check_model(body)
-        with_texts = body.flag("return_token_strs")
-        tokens = await service.read(tokens_of, body)
-        body.refuse_rest()
-        texts = service.served.tokenizer.convert_ids_to_tokens(tokens) if with_texts else None
+    async def tokenize(fields: TokenizeRequest) -> dict[str, Any]:
+        service.check_model(fields.model)
+        tokens = await service.in_thread(service.prompts.tokenize, fields)
+        texts = tokenizer.convert_ids_to_tokens(tokens) if fields.return_token_strs else None
         most = service.served.target.max_positions
-        return JSONResponse({"count": len(tokens), "max_model_len": most, "tokens": tokens, "token_strs": texts})
+        return {"count": len(tokens), "max_model_len": most, "tokens": tokens, "token_strs": texts}
 
     @app.post("/detokenize")
-    async def detokenize(request: Request) -> Response:
-        body = await read_body(request, service.settings)
-        service.check_model(body)
-        text = await service.read(text_of_tokens, body)
-        body.refuse_rest()
-        return JSONResponse({"prompt": text})
+    async def detokenize(fields: DetokenizeRequest) -> dict[str, Any]:
+        service.check_model(fields.model)
+        service.prompts.check_tokens("tokens", fields.tokens)
+        return {"prompt": await service.in_thread(partial(text_of, tokenizer), fields.tokens)}
 
 
 def add_state(app: FastAPI, service: Service) -> None:
     created = int(time.time())
 
     @app.get("/v1/models")
-    async def models() -> Response:
-        return JSONResponse(
-            {"object": "list", "data": [card(service, name, created) for name in service.settings.names]}
-        )
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [card(service, name, created) for name in service.settings.names]}
 
     @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
-        if name not in service.settings.names:
-            raise ApiError(404, f"model: {name[:100]!r} is not served here; GET /v1/models lists what is", "model")
-        return JSONResponse(card(service, name, created))
+    async def model(name: str) -> dict[str, Any]:
+        return card(service, service.check_model(name), created)
 
     @app.get("/health")
     @app.get("/ping")
@@ -182,8 +163,8 @@ def add_state(app: FastAPI, service: Service) -> None:
         return Response(status_code=200 if service.ready else 503)
 
     @app.get("/version")
-    async def tell_version() -> Response:
-        return JSONResponse({"version": version("headstart")})
+    async def own_version() -> dict[str, str]:
+        return {"version": version("headstart")}
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -203,27 +184,24 @@ def card(service: Service, name: str, created: int) -> dict[str, Any]:
     }
 
 
-def page_file(path: Path) -> Callable[[], Any]:
-    async def read() -> Response:
-        return FileResponse(path, headers=PAGE_HEADERS)
-
-    return read
+async def page_file(name: str) -> Response:
+    return FileResponse(PAGE / name, headers=PAGE_HEADERS)
 
 
-async def answer_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return error_response(error)
-
-
-async def answer_failure(request: Request, _: Exception) -> Response:
-    """The error itself goes on to the log."""
-    return error_response(
-        ApiError(500, f"the server failed; its log has the reason for request {log_entry(request).request_id}")
-    )
-
-
-async def answer_no_route(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    what = f"{request.method} {request.url.path[:100]}"
-    says = {404: "there is no such path here", 405: "this path has another method"}
-    return error_response(ApiError(error.status_code, f"{what}: {says.get(error.status_code, error.detail)}"))
+async def answer_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, RequestValidationError):
+        return error_response(refusal(error.errors()[0]))
+    cause = error.__cause__  # FastAPI raises this from whatever reading the body raised
+    for each in (error, cause):
+        if isinstance(each, ApiError):
+            return error_response(each)
+    if isinstance(cause, ClientDisconnect):
+        return Response(status_code=CLIENT_GONE)
+    if isinstance(error, HTTPException) and error.status_code == 400:
+        return error_response(not_json(cause))
+    if isinstance(error, HTTPException):
+        says = {404: "there is no such path here", 405: "this path has another method"}
+        what = f"{request.method} {request.url.path[:100]}: {says.get(error.status_code, error.detail)}"
+        return error_response(ApiError(error.status_code, what))
+    request_id = log_entry(request)["request_id"]  # the error itself is raised once more and logged
+    return error_response(ApiError(500, f"the server failed; its log has the reason for request {request_id}"))

@@ -1,10 +1,14 @@
-"""What happens to every HTTP request before and after its route: an id, the API key, errors, the access log."""
+"""What happens to every HTTP request before and after its route: an id, the API key, errors, one line in the log."""
 
 import hmac
+import json
 import re
 import sys
+import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
 from uuid import uuid4
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -13,73 +17,95 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headstart.inference.serve.errors import ApiError
-from headstart.inference.serve.http.access_log import LogEntry
+from headstart.inference.serve.exchange import Exchange
+from headstart.inference.serve.http.transport import limited
+from headstart.inference.serve.options import ServerSettings
+from headstart.inference.serve.requests.answers import seconds
 
 ENTRY = "headstart.log"  # the key of the request's log entry in its scope
 REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
 GUARDED = ("/v1", "/tokenize", "/detokenize")
+# Requested every few seconds, or by the chat page; logged only if they fail.
+QUIET = frozenset({"/health", "/ready", "/ping", "/metrics", "/v1/models", "/", "/style.css", "/page.js"})
+
+
+def figures(exchange: Exchange) -> dict[str, Any]:
+    """What the engine did for a request, for the log: never any text of a prompt or an answer."""
+    stats = [choice.stats for choice in exchange.choices if choice.stats is not None]
+    steps, tokens = sum(each.steps for each in stats), sum(each.tokens for each in stats)
+    return {
+        "stream": exchange.wanted.fields.stream,
+        "choices": len(exchange.choices),
+        "prompt_tokens": sum(map(len, exchange.wanted.prompts)),
+        "completion_tokens": sum(len(choice.tokens) for choice in exchange.choices),
+        "finish": [choice.finish or "abort" for choice in exchange.choices],
+        "acceptance_length": round(tokens / steps, 3) if steps else None,
+        "draft_tokens": sum(each.drafted for each in stats),
+        "accepted_draft_tokens": sum(sum(each.accepted_at_depth) for each in stats),
+        **{name: None if span is None else round(span, 4) for name, span in seconds(exchange).items()},
+    }
 
 
 class Front:
-    """Wraps the routes. Whatever fails inside becomes an error in OpenAI's shape, and one line in the log."""
+    """Wraps the routes. Every request becomes one line in the log."""
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str], log: Callable[[str], None]) -> None:
-        self.app, self.log = app, log
-        self.api_keys = [key.encode() for key in api_keys]
+    def __init__(self, app: ASGIApp, settings: ServerSettings, log: Callable[[str], None]) -> None:
+        self.app, self.settings, self.log = app, settings, log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        given = headers.get("x-request-id", "")
-        client = scope.get("client")
-        entry = LogEntry(
-            given if REQUEST_ID.fullmatch(given) else uuid4().hex,
-            scope["method"],
-            scope["path"],
-            client[0] if client else None,
-        )
-        scope[ENTRY] = entry
+        given, client = headers.get("x-request-id", ""), scope.get("client")
+        started = time.perf_counter()
+        entry = scope[ENTRY] = {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "request_id": given if REQUEST_ID.fullmatch(given) else uuid4().hex,
+            "method": scope["method"],
+            "path": scope["path"][:200],
+            "client": client[0] if client else None,
+            "status": None,  # the client left before an answer
+        }
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
-                entry.status = message["status"]
-                MutableHeaders(scope=message)["X-Request-Id"] = entry.request_id
+                entry["status"] = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = entry["request_id"]
             await send(message)
 
         try:
-            self._check_key(scope, headers)
-            await self.app(scope, receive, answer)
+            self.check(scope, headers)
+            await self.app(scope, limited(receive, self.settings), answer)
         except ApiError as error:
             await error_response(error)(scope, receive, answer)
         except Exception:
-            traceback.print_exc(file=sys.stderr)
-            if entry.status is None:
-                failed = ApiError(500, f"the server failed; its log has the reason for request {entry.request_id}")
-                await error_response(failed)(scope, receive, answer)
+            traceback.print_exc(file=sys.stderr)  # the client has an error with status 500 already
         finally:
-            entry.write(self.log)
+            entry["seconds"] = round(time.perf_counter() - started, 4)
+            if entry["path"] not in QUIET or entry["status"] not in (200, 304):
+                self.log(json.dumps(entry))
 
-    def _check_key(self, scope: Scope, headers: Headers) -> None:
-        """Raise ApiError without the right key; every key is compared in full, whatever was given."""
-        if not self.api_keys or scope["method"] == "OPTIONS" or not scope["path"].startswith(GUARDED):
-            return
+    def check(self, scope: Scope, headers: Headers) -> None:
+        """Raise ApiError without a right key, which is compared in full with each, and for a body of another type."""
+        keys = self.settings.api_keys if scope["path"].startswith(GUARDED) and scope["method"] != "OPTIONS" else ()
         scheme, _, token = headers.get("authorization", "").partition(" ")
-        right = [hmac.compare_digest(token.strip().encode(), key) for key in self.api_keys]
-        if scheme.lower() != "bearer" or not any(right):
-            raise ApiError(
-                401,
-                "Authorization: no valid API key given, `Bearer KEY` is needed; send one that the server was started "
-                "with",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+        right = [hmac.compare_digest(token.strip().encode(), key.encode()) for key in keys]
+        if keys and (scheme.lower() != "bearer" or not any(right)):
+            allowed = "`Bearer KEY` is needed; send one that the server was started with"
+            challenge = {"WWW-Authenticate": "Bearer"}
+            raise ApiError(401, f"Authorization: no valid API key given, {allowed}", headers=challenge)
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if scope["method"] == "POST" and kind != "application/json":
+            allowed = "application/json is allowed; send it with that header"
+            raise ApiError(415, f"Content-Type: {kind[:60]!r} given, {allowed}")
 
 
 def error_response(error: ApiError) -> JSONResponse:
     return JSONResponse(error.body(), error.status, error.headers)
 
 
-def log_entry(request: Request) -> LogEntry:
-    entry: LogEntry = request.scope[ENTRY]
+def log_entry(request: Request) -> dict[str, Any]:
+    """The request's line in the log, to which its route may add."""
+    entry: dict[str, Any] = request.scope[ENTRY]
     return entry

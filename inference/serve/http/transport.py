@@ -2,17 +2,16 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator, Coroutine
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import Any, TypeVar
 
-from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from headstart.inference.serve.errors import ApiError
-from headstart.inference.serve.requests.body import Body, read_json_object
-from headstart.inference.serve.settings import ServerSettings
+from headstart.inference.serve.options import ServerSettings
 
 Found = TypeVar("Found")
 KEEP_ALIVE = ": keep-alive\n\n"  # a comment, which clients skip
@@ -24,35 +23,33 @@ class ClientGoneError(Exception):
     """The client has closed the connection."""
 
 
-async def read_body(request: Request, settings: ServerSettings) -> Body:
-    """The JSON object of a request; raises ApiError for one that is too large, too slow, cut off or none."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise ApiError(415, f"Content-Type: {kind[:60]!r} given, application/json is allowed; send it with that header")
-    try:
-        async with asyncio.timeout(settings.body_timeout):
-            return Body(read_json_object(await read_limited(request, settings.max_body)))
-    except TimeoutError:
-        raise ApiError(
-            408, f"the body did not arrive within {settings.body_timeout:g} seconds; send it faster"
-        ) from None
-    except ClientDisconnect:
-        raise ApiError(CLIENT_GONE, "the client closed the connection within the body") from None
+def limited(receive: Receive, settings: ServerSettings) -> Receive:
+    """`receive`, with an ApiError for a body that is too large or too slow.
 
+    One that is too large is still received, up to eight times the limit, so that the client reads the error.
+    """
+    most, end = settings.max_body, time.monotonic() + settings.body_timeout
+    size, is_whole = 0, False
 
-async def read_limited(request: Request, most: int) -> bytes:
-    """The raw body. One that is too large is still received, up to eight times the limit, so that the client reads
-    the error, but not kept."""
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size <= most:
-            parts.append(part)
-        elif size > 8 * most:
-            break
-    if size > most:
-        raise ApiError(413, f"the body has more than {most} bytes, at most {most} are allowed; send a smaller one")
-    return b"".join(parts)
+    async def receive_some() -> Message:
+        nonlocal size, is_whole
+        if is_whole:
+            return await receive()
+        while True:
+            try:
+                message = await asyncio.wait_for(receive(), end - time.monotonic())
+            except TimeoutError:
+                late = f"the body did not arrive within {settings.body_timeout:g} seconds; send it faster"
+                raise ApiError(408, late) from None
+            size += len(message.get("body", b""))
+            is_whole = not message.get("more_body", False)
+            if size <= most:
+                return message
+            if is_whole or size > 8 * most:
+                large = f"the body has more than {most} bytes, at most {most} are allowed; send a smaller one"
+                raise ApiError(413, large)
+
+    return receive_some
 
 
 async def until_gone(receive: Receive) -> None:
@@ -75,29 +72,6 @@ async def unless_gone(work: Coroutine[Any, Any, Found], receive: Receive) -> Fou
         await asyncio.gather(working, gone, return_exceptions=True)
 
 
-async def with_keep_alives(events: AsyncGenerator[str, None], pause: float) -> AsyncGenerator[str, None]:
-    """The events, with a comment wherever none came for `pause` seconds."""
-    async with aclosing(events):
-        coming: asyncio.Task[str] | None = None
-        try:
-            while True:
-                coming = coming or asyncio.ensure_future(anext(events))
-                done, _ = await asyncio.wait({coming}, timeout=pause)
-                if not done:
-                    yield KEEP_ALIVE
-                    continue
-                try:
-                    yield coming.result()
-                except StopAsyncIteration:
-                    return
-                coming = None
-        finally:
-            if coming is not None and not coming.done():
-                coming.cancel()
-                with suppress(asyncio.CancelledError, StopAsyncIteration):
-                    await coming
-
-
 class EventStream(Response):
     """Server-sent events. They are closed, wherever they are, when the client leaves.
 
@@ -106,11 +80,10 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[str, None], pause: float) -> None:
+    def __init__(self, events: AsyncGenerator[str, None]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self.events = with_keep_alives(events, pause)
-        self.begun = False
+        self.events, self.begun = events, False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

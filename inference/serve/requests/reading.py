@@ -1,0 +1,165 @@
+"""Turns the fields of a chat or completion request into what the engine decodes."""
+
+import re
+import secrets
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+from headstart.inference.core.constraint import Constraint
+from headstart.inference.core.request import Detokenize, Request, StopStrings
+from headstart.inference.core.sampling import Sampling, check_bias
+from headstart.inference.engine.checks import check_length
+from headstart.inference.serve.constraints import Grammars, LeastTokens
+from headstart.inference.serve.errors import ApiError, wrong
+from headstart.inference.serve.requests.fields import ChatRequest, CompletionRequest, SamplingFields, TextRequest
+from headstart.inference.serve.requests.prompts import PromptReader
+from headstart.inference.targets.model import TargetModel
+from headstart.inference.targets.tokenizer import text_of, visible_text_of
+
+RANDOM_SEEDS = 2**53 - 2**8  # a client that counts in doubles, as JavaScript does, can send the seed back
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A request as it was read. Its choices are those of the first prompt, then of the next."""
+
+    fields: ChatRequest | CompletionRequest
+    prompts: list[list[int]]
+    requests: list[Request]  # one for each choice
+    seed: int  # of the first choice of each prompt; further choices count up from it
+    text: Detokenize
+
+    @property
+    def has_tools(self) -> bool:
+        return isinstance(self.fields, ChatRequest) and bool(self.fields.tools) and self.fields.tool_choice == "auto"
+
+
+class RequestReader:
+    """Reads requests for one target; a field that does not fit it raises ApiError, or ValueError beginning with it."""
+
+    def __init__(self, target: TargetModel, prompts: PromptReader, defaults: Sampling, most_choices: int) -> None:
+        """`defaults` apply to requests without sampling fields; a request may ask for `most_choices` choices."""
+        self.target, self.prompts, self.defaults, self.most_choices = target, prompts, defaults, most_choices
+        self.vocab_size = target.config.vocab_size
+
+    def read(self, fields: ChatRequest | CompletionRequest) -> Wanted:
+        if isinstance(fields, ChatRequest):
+            prompts, alternatives = self.chat(fields), fields.top_logprobs if fields.logprobs else None
+        else:
+            prompts, alternatives = self.completion(fields), fields.logprobs
+        self.prompts.check_tokens("stop_token_ids", fields.stop_token_ids)
+        text = partial(visible_text_of if fields.skip_special_tokens else text_of, self.prompts.tokenizer)
+        stops = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop)
+        ends = (*(() if fields.ignore_eos else self.target.end_tokens), *sorted({*fields.stop_token_ids}))
+        seed = secrets.randbelow(RANDOM_SEEDS) if fields.seed is None else fields.seed
+        sampling, constraint = self.sampling(fields), self.constraint(fields, ends)
+        requests = [
+            Request(
+                prompt,
+                self.room(prompt, fields),
+                replace(sampling, seed=seed + copy),
+                StopStrings(stops, text) if stops else None,
+                alternatives is not None,
+                ends,
+                fields.priority,
+                alternatives=alternatives or 0,
+                show_trees=fields.headstart.trees,
+                constraint=constraint,
+                speculative=fields.speculative,
+            )
+            for prompt in prompts
+            for copy in range(fields.n)
+        ]
+        return Wanted(fields, prompts, requests, seed, text)
+
+    def chat(self, fields: ChatRequest) -> list[list[int]]:
+        if fields.top_logprobs and not fields.logprobs:
+            raise wrong("top_logprobs", fields.top_logprobs, "0 is, as logprobs is not true,", "set logprobs to true")
+        self.check_choices(1, fields.n)
+        return [self.prompts.from_chat(fields)]
+
+    def completion(self, fields: CompletionRequest) -> list[list[int]]:
+        if fields.echo and fields.logprobs is not None:
+            raise wrong("echo", True, "false is, as logprobs of a prompt are not computed,", "leave one of the two out")
+        given: Any = fields.prompt
+        is_one = isinstance(given, str) or not given or isinstance(given[0], int)
+        prompts = [given] if is_one else given
+        self.check_choices(len(prompts), fields.n)
+        return [self.prompts.from_prompt(each, fields.add_special_tokens) for each in prompts]
+
+    def check_choices(self, prompts: int, copies: int) -> None:
+        """Raise ApiError, before any work is done, if a request asks for too many choices."""
+        if prompts * copies > self.most_choices:
+            name = "n" if copies > 1 else "prompt"
+            allowed = f"at most {self.most_choices} are allowed (--max-batch and --max-queue)"
+            raise ApiError(400, f"{name}: {prompts * copies} choices asked for, {allowed}; ask for fewer", name)
+
+    def sampling(self, fields: TextRequest) -> Sampling:
+        """The sampling parameters without seed."""
+        given = {name: value for name in SamplingFields.model_fields if (value := getattr(fields, name)) is not None}
+        if given.get("top_k") in (0, -1):
+            given["top_k"] = None
+        if (
+            given.get("temperature", 1) < 1e-8
+        ):  # logits would overflow; all such temperatures choose the likeliest token
+            given["temperature"] = 0.0
+        bias = tuple(self.bias(token, value) for token, value in fields.logit_bias.items())
+        check_bias(bias, self.vocab_size)
+        return replace(self.defaults, **given, logit_bias=bias)
+
+    def bias(self, token: str, value: Any) -> tuple[int, float]:
+        """Token ids come as strings, since JSON has no other keys."""
+        last = self.vocab_size - 1
+        if not token.isascii() or not token.isdigit() or len(token) > 10 or int(token) > last:
+            raise wrong("logit_bias", token, f"token ids 0 to {last} are", "leave it out")
+        if type(value) not in (int, float) or not -100 <= value <= 100:
+            raise wrong("logit_bias", value, f"-100 to 100 for token {token} is", "correct it or leave it out")
+        return int(token), float(value)
+
+    def room(self, prompt: list[int], fields: ChatRequest | CompletionRequest) -> int:
+        """How many new tokens a prompt gets; raises ValueError for one that does not fit the context."""
+        name, most = "max_tokens", fields.max_tokens
+        if isinstance(fields, ChatRequest) and fields.max_completion_tokens is not None:
+            name, most = "max_completion_tokens", fields.max_completion_tokens
+        left = self.target.max_positions - len(prompt)
+        check_length(self.target, prompt, max(left, 1) if most is None else most, name)
+        limit = left if most is None else most
+        if fields.min_tokens > limit:
+            allowed = f"at most the {limit} tokens of the longest answer are"
+            raise wrong("min_tokens", fields.min_tokens, allowed, "lower it")
+        return limit
+
+    def constraint(self, fields: TextRequest, ends: tuple[int, ...]) -> Constraint | None:
+        """What the text must look like, and how long it must be at least."""
+        grammar, least = self.grammar(fields), fields.min_tokens
+        if grammar is None:
+            return LeastTokens(least, ends, self.vocab_size) if least and ends else None
+        allowed = "is with a format, which itself says where a text may end,"
+        if fields.ignore_eos:
+            raise wrong("ignore_eos", True, f"only false {allowed}", "leave it out")
+        if least:
+            raise wrong("min_tokens", least, f"only 0 {allowed}", "leave it out")
+        return grammar
+
+    def grammar(self, fields: TextRequest) -> Constraint | None:
+        format_, own = fields.response_format, fields.structured_outputs
+        given = [name for name in ("json_", "regex", "choice") if getattr(own, name) not in (None, [])]
+        if len(given) + (format_.type != "text") > 1:
+            raise wrong("structured_outputs", given, "one format is", "leave the others out")
+        if format_.type == "json_object":
+            return self.grammars.json_schema({"type": "object"})
+        if format_.type == "json_schema":
+            name = "response_format.json_schema.schema"
+            if format_.json_schema.schema_ is None:
+                raise ApiError(400, f"{name}: missing; a JSON schema is needed; write one", "response_format")
+            return self.grammars.json_schema(format_.json_schema.schema_, name)
+        if own.json_ is not None:
+            return self.grammars.json_schema(own.json_, "structured_outputs.json")
+        regex = "|".join(map(re.escape, own.choice)) if own.choice else own.regex
+        return None if regex is None else self.grammars.regex(regex, "structured_outputs.regex")
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        ends = [token for token in self.target.end_tokens if token < self.vocab_size]
+        return Grammars(self.prompts.tokenizer, self.vocab_size, ends)
