@@ -33,7 +33,7 @@ from headstart.recipes import Recipe, run_command
 
 SAMPLES = 4  # samples shown in full
 BAD_ROWS = 20  # rows without a sample shown
-BINS, BAR = 10, 30  # of a histogram: number of bins, characters of the longest bar
+BINS, BAR = 10, 30  # a histogram's number of bins, and the characters of its longest bar
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ def take_over_responses(recipe: Recipe, stage: Stage, prompts: list[ShardPrompts
     journals = {path: resume_jsonl(journal_of(path)) for path in shards}
     for path, rows in [*found.items(), *journals.items()]:
         if path not in shards or not belong_to(rows, shards[path]):
-            stage.refuse(f"{path.name} answers other prompts, so the run cannot go on from these responses")
+            stage.refuse(f"{path.name} answers other prompts, so the run cannot continue from these responses")
     stage.claim(stage.claimed_for())  # not complete from here on
     for path, rows in found.items():
         if len(rows) < len(shards[path].rows):
@@ -63,7 +63,7 @@ def take_over_features(recipe: Recipe, stage: Stage, prompts: list[ShardPrompts]
     grown = [path for path in there if path.name not in shards or made_from(path) != identities[path.name]]
     for path in grown:
         if path.name not in shards or not starts_with(path, responses_path(recipe, shards[path.name])):
-            stage.refuse(f"{path.name} was made from other texts, so the run cannot go on from these features")
+            stage.refuse(f"{path.name} was made from other texts, so the run cannot continue from these features")
     stage.claim(stage.claimed_for())  # not complete from here on
     keep_manifest_entries(stage.folder, {path.name for path in there} - {path.name for path in grown})
     for path in grown:
@@ -84,7 +84,7 @@ def starts_with(shard: Path, responses: Path) -> bool:
 
 
 def keep_manifest_entries(folder: Path, names: set[str]) -> None:
-    """Put the manifest's entries of these shards beside them again, and remove the manifest.
+    """Save the manifest's entries of these shards next to them again, and remove the manifest.
 
     The new manifest is written from them, so damage since the shards were written is still noticed.
     """

@@ -1,4 +1,4 @@
-"""What a harvest needs, checked before any work: target, device, tokenizer, rows, draft head and folders."""
+"""Checks of a harvest's needs before any work: target, device, tokenizer, rows, draft head and folders."""
 
 import json
 from collections.abc import Iterator

@@ -497,7 +497,7 @@ def damaged(stage: str, name: str, content: str) -> Callable[[Path], Path]:
     return write
 
 
-GOES_ON = "remove this file, and the same command goes on with what is there: rm "
+GOES_ON = "remove this file, and the same command continues with what is there: rm "
 STAGES: dict[str, tuple[Callable[[Path], Path], str]] = {
     f"{stage}: stage.json is {what}": (damaged(stage, "stage.json", content), why)
     for stage in ("prompts", "responses", "features")

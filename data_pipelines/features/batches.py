@@ -23,7 +23,7 @@ class Sample:
 
 
 def tapped(stored: Tensor, last_hidden: Tensor, taps: tuple[int, ...], num_layers: int) -> Tensor:
-    """What a head with these taps reads: the stored taps, plus the last hidden state if it is one of them."""
+    """The input of a head with these taps: the stored taps, plus the last hidden state if it is one of them."""
     return torch.cat([stored, last_hidden], dim=-1) if taps[-1] == num_layers else stored
 
 

@@ -112,7 +112,7 @@ def shard_is_whole(path: Path, wanted: str) -> bool:
 
 
 def made_from(path: Path) -> str | None:
-    """What a shard was made from, as its writer said; raises ValueError if the shard is unreadable."""
+    """The identity of a shard's inputs, as its writer recorded it; raises ValueError if the shard is unreadable."""
     metadata: dict[str, str] = open_shard(path).metadata() or {}
     return metadata.get("made_from")
 

@@ -115,7 +115,7 @@ class FeatureStore(SampleStore):
 
 
 def shard_damage(folder: Path, shard: Json) -> str | None:
-    """What is wrong with a shard that the manifest lists, down to a single flipped bit; None if it is sound."""
+    """The damage of a shard that the manifest lists, down to a single flipped bit; None if it is sound."""
     path = folder / shard["file"]
     if not path.is_file():
         return f"{path} is in the manifest but missing on disk"
@@ -131,7 +131,7 @@ def foreign_shards(folder: Path) -> list[Path]:
 
 
 def repair(folder: Path, wrong: Iterable[Path]) -> str:
-    """What to do about shards that are damaged or lost, or that the manifest does not list."""
+    """The remedy for shards that are damaged or lost, or that the manifest does not list."""
     there = [*(path for path in wrong if path.is_file()), folder / "stage.json", folder / MANIFEST]
     return (
         f"remove what is wrong ({shlex.join(['rm', *map(str, there)])}) and harvest again, which reuses undamaged "

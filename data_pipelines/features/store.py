@@ -139,7 +139,7 @@ def refuse_sources(into: Path, sources: list[Path]) -> None:
 
 
 def merge_values(about: Json) -> Json:
-    """What must be equal in manifests to merge."""
+    """The values that must be equal in manifests to merge."""
     return {**{key: about.get(key) for key in MERGE_KEYS}, "target": target_digest(about)}
 
 

@@ -8,7 +8,7 @@ from headstart.recipes.command_line import command_name
 
 
 def store_options(doc: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """What to do, and with which stores; `doc` opens --help."""
+    """The command and its stores; `doc` opens --help."""
     parser = argparse.ArgumentParser(
         prog=command_name(), description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )

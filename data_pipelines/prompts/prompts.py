@@ -70,7 +70,7 @@ class PromptRows:
 
     train: list[Json]
     heldout: list[Json]
-    reports: list[RowReport]  # of the training and the held-out source
+    reports: list[RowReport]  # one for the training and one for the held-out source
     rejected: dict[str, int] | None = None  # the target's own candidates that were left out, by reason
 
 
@@ -139,7 +139,7 @@ def write_prompts(stage: Stage, rows: PromptRows, tokenizer: Tokenizer) -> None:
 
 
 def describe_prompts(recipe: Recipe) -> str:
-    """What became of the rows of both sources, one line for each."""
+    """How many rows of both sources were read, kept, dropped and cut, one line for each."""
     names = ("prompts", "held-out prompts")
     reports = zip(names, read_reports(recipe), strict=True)
     return "\n".join(report.summary(name, recipe.data) for name, report in reports)

@@ -24,7 +24,7 @@ class RowReport:
         self.samples = 0
         self.bad: list[Json] = []  # {line, kind, why}
         self.cut: list[int] = []  # lines whose prompt was too long and lost its beginning
-        self.lost_system: list[int] = []  # those of them whose system turn was in the lost part
+        self.lost_system: list[int] = []  # those of them whose system turn was cut off
         self.too_long: list[int] = []  # lines left out because they are too long
         self.held_out: list[int] = []  # lines left out because they are held out too
 

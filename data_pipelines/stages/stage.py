@@ -136,7 +136,7 @@ class Stage:
             )
 
     def _recorded(self) -> Json:
-        """What stage.json holds; raises ValueError if it is broken."""
+        """The content of stage.json; raises ValueError if it is broken."""
         try:
             found = json.loads(self.path.read_text())
         except ValueError as error:
@@ -150,12 +150,12 @@ class Stage:
     def _broken(self, why: str) -> str:
         return (
             f"{self.path} cannot be read ({why}); it must say what the {self.name} were made from. If recipe, data and "
-            "target have not changed since, remove this file, and the same command goes on with what is there: "
+            "target have not changed since, remove this file, and the same command continues with what is there: "
             f"{shlex.join(['rm', str(self.path)])}. Otherwise {self._start_anew()}"
         )
 
     def _start_anew(self) -> str:
-        """What to do about a folder that does not fit the recipe."""
+        """The remedy for a folder that does not fit the recipe."""
         if not self.shared:
             removal = removal_command([self.folder, *self.dependents])
             return f"choose another run_dir, or remove these and all that was made from them: {removal}"

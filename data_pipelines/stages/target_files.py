@@ -1,4 +1,4 @@
-"""What a stage records of a target's small files: digests of content, so that a moved folder is still the same target.
+"""Digests of a target's small files, which stages record: of content, so that a moved folder is still the same target.
 
 `target_identity` in heads/target_origin.py is the digest of config and weights.
 """

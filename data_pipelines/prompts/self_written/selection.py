@@ -20,7 +20,7 @@ from headstart.recipes.schema import SELF, DataSection
 
 SHINGLE = 5  # characters of the sequences that two texts may share
 SIMILARITY = 0.7  # two texts are near-duplicates from this share of common sequences (Jaccard similarity)
-PERMUTATIONS, BANDS = 128, 32  # of MinHash: a pair with a similarity of 0.7 is missed once in 5,000 times
+PERMUTATIONS, BANDS = 128, 32  # MinHash: a pair with a similarity of 0.7 is missed once in 5,000 times
 MINHASH_SEED = 42
 REPEATS = "repeats another"
 NEARLY_REPEATS = "nearly repeats another"
@@ -163,7 +163,7 @@ def shortened(text: str) -> str:
 
 
 def opening_texts(source: str, tokenizer: Tokenizer) -> Iterator[str]:
-    """What the user says first in each usable row of a file."""
+    """The user's first words in each usable row of a file."""
     for row in read_rows(source):
         try:
             parsed = parse_row(row.read())
