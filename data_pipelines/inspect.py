@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text as Coloured
 
-from headstart.common.jsonl import read_jsonl
+from headstart.common.files import read_jsonl
 from headstart.data_pipelines.prompts.prompts import (
     ROW_REPORT,
     describe_prompts,

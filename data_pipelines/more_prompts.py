@@ -7,7 +7,7 @@ texts that it was made from. So it does not matter which run wrote them, nor whe
 import json
 from pathlib import Path
 
-from headstart.common.jsonl import read_jsonl, resume_jsonl, write_jsonl
+from headstart.common.files import read_jsonl, resume_jsonl, write_jsonl
 from headstart.data_pipelines.features.features import token_tensors
 from headstart.data_pipelines.features.shard_files import made_from, note_path, open_shard
 from headstart.data_pipelines.features.shards import MANIFEST, read_manifest

@@ -16,8 +16,8 @@ from headstart.heads.target_config import SAFE_FILES, TargetConfig, locate_targe
 from headstart.inference.targets.model import pick_device
 from headstart.inference.targets.tokenizer import Tokenizer, load_tokenizer
 from headstart.recipes import Recipe
+from headstart.recipes.checks import size_mistakes
 from headstart.recipes.schema import HUB_PREFIX, PYTHON_STDLIB, SELF
-from headstart.recipes.target_checks import size_mistakes
 
 WITHOUT_WEIGHTS = [pattern for pattern in SAFE_FILES if pattern != "*.safetensors"]
 

@@ -14,7 +14,7 @@ from headstart.data_pipelines.harvest import harvest
 from headstart.heads.base import DraftHead
 from headstart.heads.block import BlockHead
 from headstart.heads.block_attention import Reach
-from headstart.heads.block_shape import BlockShape
+from headstart.heads.block_config import BlockShape
 from headstart.heads.eagle1 import Eagle1Head, Eagle1Shape
 from headstart.heads.eagle3 import Eagle3Head, Eagle3Shape
 from headstart.heads.frozen import FrozenTarget

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from bad_inputs import Says, assert_refused, assert_told, type_command
 
-from headstart.common.jsonl import read_jsonl
+from headstart.common.files import read_jsonl
 
 FIX = "fix or remove them"
 NEEDS = "a row needs prompt or text (a string), prompt with response or completion, messages"

@@ -14,7 +14,7 @@ from tiny_run import END_OF_TEXT, build_run, build_target, build_tokenizer, cont
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from headstart.common.jsonl import read_jsonl
+from headstart.common.files import read_jsonl
 from headstart.data_pipelines.features.batches import Batch, Sample
 from headstart.data_pipelines.features.shards import FeatureStore, stored_taps
 from headstart.data_pipelines.harvest import check_teacher_logits, harvest

@@ -7,7 +7,7 @@ import torch
 from tiny_run import assert_same_sample, modified, tiny_recipe
 from torch.testing import assert_close
 
-from headstart.common.jsonl import read_jsonl
+from headstart.common.files import read_jsonl
 from headstart.data_pipelines.features.batches import SampleStore
 from headstart.data_pipelines.features.features import States, tap
 from headstart.data_pipelines.features.sample_stores import OnlineStore, TargetProcess, open_stores

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from headstart.heads.packing import Documents
+from headstart.heads.attention_kernels import Documents
 
 
 @dataclass(frozen=True)

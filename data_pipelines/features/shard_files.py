@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headstart.data_pipelines.stages.stage import CHECKSUM, Json, checksum, write_text
-from headstart.heads.safetensors_file import write_safetensors
+from headstart.heads.files import write_safetensors
 
 SCALE = torch.bfloat16  # states are divided by the rounded scale, so its rounding adds no error
 LARGEST_VALUE = {"int8": 127.0, "float8": torch.finfo(torch.float8_e4m3fn).max}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.common.jsonl import read_json
+from headstart.common.files import read_json
 from headstart.data_pipelines.features.batches import Sample, SampleStore
 from headstart.data_pipelines.features.shard_files import decode, note_path, open_shard, shard_entry
 from headstart.data_pipelines.stages.stage import CHECKSUM, Json, checksum, write_text

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
-from headstart.common.os_errors import errors_as_messages
-from headstart.common.whole_files import removed_on_failure
+from headstart.common.errors import errors_as_messages
+from headstart.common.files import removed_on_failure
 from headstart.data_pipelines.features.shards import (
     MANIFEST,
     FeatureStore,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass
 from functools import partial
 
-from headstart.common.jsonl import read_jsonl, write_jsonl
+from headstart.common.files import read_jsonl, write_jsonl
 from headstart.common.run_lock import only_run_in
 from headstart.data_pipelines.prompts.conversations import Conversation
 from headstart.data_pipelines.prompts.python_stdlib import stdlib_prompts
