@@ -149,7 +149,14 @@ def harvested(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def make_recipe(harvested: Path, tmp_path: Path) -> Iterator[Callable[..., Recipe]]:
+def log_every_step() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:  # a patch of its own, as some tests undo theirs
+        patch.setattr("headstart.trainers.loop.LOG_EVERY", 1)
+        yield
+
+
+@pytest.fixture
+def make_recipe(harvested: Path, tmp_path: Path, log_every_step: None) -> Callable[..., Recipe]:
     """make_recipe(name, *overrides): the recipe of a separate run that has features and no checkpoint."""
 
     def make(name: str, *overrides: str) -> Recipe:
@@ -157,6 +164,4 @@ def make_recipe(harvested: Path, tmp_path: Path) -> Iterator[Callable[..., Recip
             shutil.copytree(harvested / "run", tmp_path / name)
         return tiny_recipe(harvested, f"run_dir={tmp_path / name}", *overrides)
 
-    with pytest.MonkeyPatch.context() as patch:  # a patch of its own, as some tests undo theirs
-        patch.setattr("headstart.trainers.loop.LOG_EVERY", 1)
-        yield make
+    return make

@@ -16,7 +16,7 @@ from accelerate.utils import DeepSpeedPlugin
 from launches import LAUNCHES, finish, launch, needs_deepspeed
 from rank_steps import CLIP_NORM
 from safetensors.torch import load_file
-from tiny_run import build_run, contents, tiny_recipe
+from tiny_run import build_run, contents, logged_step, tiny_recipe
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -181,7 +181,7 @@ LONGER = "train.steps=40", "train.checkpoint_every=2", "train.eval_prompts=1"
 def kill_after_step(process: subprocess.Popen[str], metrics: Path, step: int) -> None:
     """Kill the launcher and all its ranks with SIGKILL once the log holds `step` steps."""
     deadline = time.monotonic() + 900
-    while process.poll() is None and f'"step": {step},' not in (metrics.read_text() if metrics.exists() else ""):
+    while process.poll() is None and logged_step(metrics) < step:
         assert time.monotonic() < deadline, f"step {step} was not reached: the ranks are waiting for each other"
         time.sleep(0.05)
     if process.poll() is None:

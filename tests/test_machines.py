@@ -16,7 +16,7 @@ import psutil
 import pytest
 from launches import LAUNCHES, ROOT, needs_deepspeed
 from safetensors.torch import load_file
-from tiny_run import build_run, quiet_environment
+from tiny_run import build_run, logged_step, quiet_environment
 from torch.testing import assert_close
 
 pytestmark = pytest.mark.slow
@@ -82,7 +82,7 @@ def ranks_of(machine: subprocess.Popen[Any]) -> list[psutil.Process]:
 
 def wait_for_steps(folder: Path, steps: int) -> None:
     deadline = time.monotonic() + 120
-    while not (folder / "metrics.jsonl").exists() or (folder / "metrics.jsonl").read_text().count("\n") < steps:
+    while logged_step(folder / "metrics.jsonl") < steps:
         assert time.monotonic() < deadline
         time.sleep(0.1)
 

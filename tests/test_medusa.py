@@ -367,6 +367,7 @@ MEDUSA_RUN = (
 )
 
 
+@pytest.mark.usefixtures("log_every_step")
 @pytest.mark.parametrize("sequential", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["medusa", "hydra"])
 def test_a_run_on_another_runs_harvest_trains_a_head_and_draws_its_tree(tmp_path: Path, sequential: bool) -> None:
     build_run(tmp_path)

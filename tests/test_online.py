@@ -17,6 +17,7 @@ from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.trainers import run
 
+pytestmark = pytest.mark.usefixtures("log_every_step")
 TAPS = (2, 3, 4)
 WHERE = ["auto", pytest.param("cpu", marks=pytest.mark.slow)]  # a process takes seconds to start
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,12 @@ def modified(folder: Path) -> dict[str, int]:
     return {
         path.relative_to(folder).as_posix(): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()
     }
+
+
+def logged_step(metrics: Path) -> int:
+    """The newest step in the log of a run that may be going on; 0 if it has none yet."""
+    found = re.findall(r'"step": (\d+)', metrics.read_text()) if metrics.exists() else []
+    return int(found[-1]) if found else 0
 
 
 def quiet_environment(root: Path) -> dict[str, str]:
