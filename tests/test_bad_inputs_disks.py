@@ -443,22 +443,22 @@ CASES: dict[str, tuple[Command, Damage, Says]] = {
         Says("export/vllm:", "run/export is a file", "only a folder is allowed here", OTHER_RUN_DIR),
     ),
     "export: no space for the weights": (
-        with_recipe("export", "export.format=vllm"),
+        with_recipe("export", "export.format=sglang"),
         unwritable_weights(errno.ENOSPC),
-        Says("vllm/model.safetensors:", *NO_SPACE[:2], OTHER_RUN_DIR),
+        Says("sglang/model.safetensors:", *NO_SPACE[:2], OTHER_RUN_DIR),
     ),
     "export: no space for the README": (
-        with_recipe("export", "export.format=vllm"),
+        with_recipe("export", "export.format=sglang"),
         full_disk("*/README.md.partial"),
         Says("README.md:", *NO_SPACE),
     ),
     "export: the head is a file": (
-        with_recipe("export", "export.head={run}/file"),
+        with_recipe("export", "export.format=sglang", "export.head={run}/file"),
         a_file("file"),
         Says("run/file", *NO_HEAD),
     ),
     "export: the log of the training is damaged": (
-        with_recipe("export", "export.format=vllm"),
+        with_recipe("export", "export.format=sglang"),
         a_file("metrics.jsonl", b"not JSON\n{}\n"),
         Says("metrics.jsonl line 1 is not JSON", "", "", "fix or remove the line"),
     ),
