@@ -404,7 +404,7 @@ CASES: dict[str, tuple[Command, Damage, Says]] = {
             "head/model.safetensors",
             "cannot be read",
             "a whole safetensors file is required",
-            "export or copy the head",
+            "copy or download the head",
         ),
     ),
     "calibrate: no space for the calibrated head": (
