@@ -20,8 +20,9 @@ from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 from tiny_run import build_run, quiet_environment
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headstart.common.os_errors import CAUSES, STARTS_OVER, errors_as_messages, explained
-from headstart.common.whole_files import check_folder, whole_file, write_text
+from headstart.common.errors import STARTS_OVER, errors_as_messages, explained
+from headstart.common.files import check_folder, whole_file, write_text
+from headstart.common.os_errors import CAUSES
 from headstart.heads.files import write_pickle, write_safetensors
 from headstart.recipes import load_recipe
 from headstart.trainers.objectives.medusa2 import save_model
