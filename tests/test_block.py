@@ -41,7 +41,7 @@ def a_text(head: BlockHead, seq: int = SEQ) -> tuple[Tensor, Tensor]:
 
 def empty_slots(head: BlockHead, rows: int = 1) -> Slots:
     """Slots full of NaN, so reading one that was never written shows up in the result."""
-    layers, kv_heads, head_dim = head.cache_shape
+    layers, kv_heads, head_dim = head.shape.cache_shape
     shape = layers, 2, rows, kv_heads, SEQ + 10, head_dim
     return Slots(torch.full(shape, float("nan"), dtype=head.embedding.dtype), rows)
 

@@ -268,7 +268,7 @@ def test_a_row_by_itself_starts_empty_and_writes_only_to_that_row(target: Target
     assert row.head is not None
     assert [slots.lengths for slots in row.slots] == [[0], [0]]
     target.forward(torch.tensor([PROMPT]), cache=row)
-    block = torch.ones(1, *head.cache_shape[1:], 3).transpose(2, 3)
+    block = torch.ones(1, *head.shape.cache_shape[1:], 3).transpose(2, 3)
     row.head.append(0, block, block)
     for slots, old, count in zip(cache.slots, before, (len(PROMPT), 3), strict=True):
         assert slots.lengths == [4, 2]
@@ -428,7 +428,7 @@ def test_target_and_head_share_one_allocation_but_no_slot(target: TargetModel, h
         assert cache.head is not None
         storage = cache.target.storage.untyped_storage()
         assert cache.head.storage.untyped_storage().data_ptr() == storage.data_ptr()
-        assert cache.num_bytes == storage.nbytes() == batch * 16 * (896 + math.prod(head.cache_shape) * 2 * 4)
+        assert cache.num_bytes == storage.nbytes() == batch * 16 * (896 + math.prod(head.shape.cache_shape) * 2 * 4)
         cache.head.storage.fill_(0)
         cache.target.storage.fill_(3)
         assert (cache.head.storage == 0).all()

@@ -1,4 +1,4 @@
-"""Rules for the tensors of EAGLE heads: names, shapes, finite numbers, the draft vocabulary's map, the embedding."""
+"""Rules for tensors: names, shapes, finite numbers, the draft vocabulary's map, the embedding."""
 
 import re
 from collections.abc import Iterator
@@ -61,7 +61,7 @@ def expected_shapes(subject: Subject, engine: str) -> dict[str, tuple[int, ...]]
 
 
 def empty_head(subject: Subject, frozen: FrozenTarget, vocab: DraftVocab, engine: str) -> DraftHead:
-    """A head of the sizes in config.json, without its rotary embedding, which has no weights."""
+    """A head of the sizes in config.json, with the default rotary embedding, which has no weights."""
     config, target = subject.config, frozen.config
     sizes = {key: config.get(key) for key in (*LAYER_SIZES, "num_key_value_heads", "head_dim")}
     if subject.kind == "eagle1":
