@@ -11,8 +11,8 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 
-from headstart.common.whole_files import whole_file
-from headstart.heads.static_tree import Path, StaticTree
+from headstart.common.files import whole_file
+from headstart.heads.calibration import Path, StaticTree
 from headstart.inference.report.compare import Outcome
 
 ALT = "tokens per second, acceptance length and acceptance rate by depth of each method; the tables have the figures"
