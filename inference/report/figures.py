@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from html import escape
 from io import StringIO
 from pathlib import Path as FilePath
+from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -35,7 +36,7 @@ def as_svg(figure: Figure) -> str:
 
 def draw(groups: Sequence[list[Outcome]]) -> Figure:
     """Panels for each group of outcomes, those of one temperature and batch size."""
-    heights = [7 + (0.3 * len(group[0].by_category) + 1) * has_categories(group) for group in groups]
+    heights = [8 + 0.3 * len(group[0].by_category) for group in groups]
     figure = Figure(figsize=(10, sum(heights)), layout="constrained")
     parts = figure.subfigures(len(groups), 1, squeeze=False, height_ratios=heights)[:, 0]
     for part, group in zip(parts, groups, strict=True):
@@ -43,37 +44,32 @@ def draw(groups: Sequence[list[Outcome]]) -> Figure:
     return figure
 
 
-def has_categories(outcomes: list[Outcome]) -> bool:
-    return len(outcomes[0].by_category) > 1
-
-
 def draw_group(figure: SubFigure, outcomes: list[Outcome]) -> None:
     """Speed, acceptance length, acceptance rate by depth, speed by tree size, and acceptance length by category."""
-    first, rows = outcomes[0], [["speed", "length"], ["depth", "size"]]
-    ratios = [3.0, 3.0]
-    if has_categories(outcomes):
-        rows.append(["category", "category"])
-        ratios.append(0.3 * len(first.by_category) + 1)
-    panels = figure.subplot_mosaic(rows, height_ratios=ratios)
+    first, has_categories = outcomes[0], len(outcomes[0].by_category) > 1
+    rows: Any = [["speed", "length"], ["depth", "size"], ["category", "category"]]
+    ratios = [3, 3, 0.3 * len(first.by_category) + 1]
+    shown = 3 if has_categories else 2
+    panels = figure.subplot_mosaic(rows[:shown], height_ratios=ratios[:shown])
     figure.suptitle(f"temperature {first.temperature:g}, batch {first.batch}")
     draw_bars(panels["speed"], "tokens/s", "%.0f", outcomes, [o.tokens_per_second for o in outcomes])
     draw_bars(panels["length"], "acceptance length", "%.2f", outcomes, [o.stats.acceptance_length for o in outcomes])
     depth, size, most = panels["depth"], panels["size"], 1
     for number, outcome in enumerate(outcomes):  # methods without draft tokens take a colour too, as in the bars
-        look = {"color": f"C{number}", "marker": "o", "label": outcome.method}
+        look: dict[str, Any] = {"color": f"C{number}", "marker": "o", "label": outcome.method}
         shares = outcome.stats.acceptance
         most = max(most, len(shares))
         if shares:
             depth.plot(range(1, len(shares) + 1), shares, **look)
         size.plot([outcome.stats.drafted / max(outcome.stats.steps, 1)], [outcome.tokens_per_second], **look)
-        if has_categories(outcomes):
+        if has_categories:
             lengths = [found.acceptance_length for found in outcome.by_category.values()]
             panels["category"].plot(lengths, list(outcome.by_category), linestyle="", **look)
     depth.set(title="acceptance rate by depth", xlabel="depth", ylabel="share of target steps", ylim=(0, 1))
     depth.set_xticks(range(1, most + 1))
     size.set(title="tokens/s by size of the draft tree", xlabel="draft tokens per step", ylim=(0, None))
     size.legend(frameon=False)
-    if has_categories(outcomes):
+    if has_categories:
         panels["category"].set(title="acceptance length by category", xlim=(0, None))
         panels["category"].invert_yaxis()
 
