@@ -28,7 +28,8 @@ CONTEXTS = (256, 1024, 4096, 8192)
 ROWS = (1, 8)
 MOST_KEYS = 16384  # of all rows together
 REPEATS = 15
-KINDS = (({"attention": "sdpa"}, False), ({"attention": "sdpa"}, True), ({}, True))  # of the target; packed weights?
+SDPA = {"attention": "sdpa"}
+KINDS: tuple[tuple[dict[str, str], bool], ...] = ((SDPA, False), (SDPA, True), ({}, True))  # changed fields, packed?
 
 
 def main() -> None:

@@ -208,7 +208,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def damage(run: Path, kind: str, *words: str, patch: pytest.MonkeyPatch) -> None:
     if kind == "refuse":
-        refuse(*words, patch)
+        access, pattern, name = words
+        refuse(access, pattern, name, patch)
     elif kind == "weights":
         refuse_weights(getattr(errno, words[0]), patch)
     elif words == ("copies",):

@@ -96,7 +96,7 @@ def test_an_installed_wheel_chats_imports_and_trains_from_any_folder(wheel: Path
     variables = {key: value for key, value in quiet_environment(ROOT).items() if key != "PYTHONPATH"}
 
     def output(program: str, *arguments: str) -> str:
-        command = [environment / "bin" / program, *arguments]
+        command = [str(environment / "bin" / program), *arguments]
         ended = subprocess.run(command, cwd=here, env=variables, capture_output=True, text=True)
         assert ended.returncode == 0, ended.stderr
         return ended.stdout
