@@ -12,3 +12,11 @@ REMOVED: dict[str, str] = {
     "data.server_retries": "remove it: a failed request is sent again five times",
     "data.shuffle_shards": "remove it: all shards are shuffled together",
 }
+
+# The only value that is left of removed keys that stages recorded: a stage that was made with it is reused.
+REMAINING_VALUES = {
+    "data.long_prompts": "cut",
+    "data.self_language": None,
+    "data.self_top_p": 1.0,
+    "data.self_turns": 1,
+}
