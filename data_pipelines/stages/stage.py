@@ -10,7 +10,7 @@ from typing import Any
 
 import xxhash
 
-from headstart.common.whole_files import write_text
+from headstart.common.files import write_text
 from headstart.recipes import Recipe
 from headstart.recipes.removed import REMAINING_VALUES
 
