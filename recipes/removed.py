@@ -45,3 +45,11 @@ REMOVED: dict[str, str] = {
     "train.unroll_weights": "write train.unroll_decay, the weight of each depth relative to the one before",
     "train.weight_decay": "remove it: heads train without weight decay",
 }
+
+# The only value that is left of removed keys that stages recorded: a stage that was made with it is reused.
+REMAINING_VALUES = {
+    "data.long_prompts": "cut",
+    "data.self_language": None,
+    "data.self_top_p": 1.0,
+    "data.self_turns": 1,
+}

@@ -51,7 +51,7 @@ ONLY_IN = {
         "data_pipelines/harvest.py",
         "data_pipelines/together.py",
         "data_pipelines/stages/",
-        "data_pipelines/prompts/self_written/rounds.py",
+        "data_pipelines/prompts/self_written/candidates.py",
     ),
     "deepspeed": ("trainers/",),
     "peft": ("trainers/objectives/medusa2.py",),

@@ -12,12 +12,11 @@ import xxhash
 
 from headstart.common.files import write_text
 from headstart.recipes import Recipe
+from headstart.recipes.removed import REMAINING_VALUES
 
 Json = dict[str, Any]
 STAGES = ["prompts", "responses", "features"]  # each is made from those before it
 CHECKSUM = "xxh3_128"  # the name of a shard's checksum in a store's manifest
-# Inputs that older versions recorded, with the only value that is left of each: what was made with it is the same.
-RETIRED = {"data.long_prompts": "cut", "data.self_language": None, "data.self_top_p": 1.0, "data.self_turns": 1}
 
 
 def file_digest(path: Path) -> str:
@@ -100,7 +99,11 @@ class Stage:
         if not self.path.is_file():
             return None
         inputs: Json = self._recorded()["inputs"]
-        return {name: value for name, value in inputs.items() if name not in RETIRED or value != RETIRED[name]}
+        return {
+            name: value
+            for name, value in inputs.items()
+            if name not in REMAINING_VALUES or value != REMAINING_VALUES[name]
+        }
 
     def changed_inputs(self) -> set[str]:
         """The names of the inputs that differ from the recorded ones; empty if no run has claimed the folder."""
