@@ -16,7 +16,7 @@ from headstart.inference.core.cache import KVCache
 from headstart.inference.core.constraint import LevelConstraint
 from headstart.inference.core.drafter import Verified, VerifiedOnHost
 from headstart.inference.core.sampling import BatchSampling, History
-from headstart.inference.core.tree import Block, Tree, additive, block_mask, take
+from headstart.inference.core.tree import Block, Tree, additive, block_mask, causal_block, take
 from headstart.inference.drafters.growth import Growth, Pool, SampledChildren
 from headstart.inference.drafters.lookup import Repeats
 
@@ -107,7 +107,7 @@ class TreeDrafter(ABC):
     """Grows a tree level by level: the children of a node are the tokens that a head scores highest after it."""
 
     def __init__(self, head: HeadLike, growth: Growth, repeats: Repeats | None = None) -> None:
-        """`repeats` are verified beside the head's trees, where the acceptance rule is seeded.
+        """`repeats` are added to the head's trees, where the acceptance rule is seeded.
 
         Raises ValueError for a tree wider than the head's vocabulary, or deeper than it has levels.
         """
@@ -190,7 +190,7 @@ class TreeDrafter(ABC):
         features, hidden = self.read(verified, cache)  # [batch, 1, feature] and [batch, 1, hidden]
         if levels < 1:
             return Tree.root_only(verified.roots)
-        frontier, masks, pool = Frontier.at_root(verified), self.level_masks(cache), Pool.empty()
+        frontier, masks, pool = Frontier.at_root(verified), self.level_masks(cache), Pool()
         samples = SampledChildren(self.growth, self.head.vocab) if verified.sampling.rule == "rejection" else None
         for level in range(levels):
             if level:
@@ -290,9 +290,8 @@ class HeadDrafter(TreeDrafter):
         count, slots = text.shape[1] - 2, row.head  # the last position is read with the next draft
         if not count or slots is None:
             return
-        offsets, mask = torch.arange(count, device=self.ids.device), None
-        if slots.lengths[0]:
-            mask = block_mask(slots, Block((offsets <= offsets[:, None]).unsqueeze(0)), taps.dtype)
+        offsets = torch.arange(count, device=self.ids.device)
+        mask = block_mask(slots, causal_block(count, self.ids.device), taps.dtype) if slots.lengths[0] else None
         features = self.head.project(taps[:, :count])
         self.head(features, text[:, 1 : count + 1], slots.starts[:, None] + offsets, mask, slots)
 
@@ -309,7 +308,7 @@ class HeadDrafter(TreeDrafter):
         count, mask = verified.next_tokens.shape[1], None
         offsets = torch.arange(count, device=self.ids.device)
         if not slots.even or count > self.causal.shape[-1]:
-            mask = block_mask(slots, Block((offsets <= offsets[:, None]).unsqueeze(0)), verified.taps.dtype)
+            mask = block_mask(slots, causal_block(count, self.ids.device), verified.taps.dtype)
         elif count > 1:
             mask = functional.pad(self.causal[:, :count, :count], (slots.lengths[0], 0)).unsqueeze(1)
         positions = slots.starts[:, None] + offsets

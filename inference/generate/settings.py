@@ -260,7 +260,9 @@ def read_sampling(settings: Settings, rule: AcceptanceRule = "seeded") -> Sampli
     elif given["temperature"] is None:
         given["temperature"] = 1.0
     given["top_k"] = given["top_k"] or None  # 0 also means off
-    values = {name: SAMPLING_FIELDS[name].off if value is None else value for name, value in given.items()}
+    values: dict[str, Any] = {
+        name: SAMPLING_FIELDS[name].off if value is None else value for name, value in given.items()
+    }
     return Sampling(**values, logit_bias=read_bias(settings), rule=rule)
 
 
