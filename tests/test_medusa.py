@@ -30,7 +30,8 @@ from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.tree import Tree
 from headstart.inference.drafters.block import head_drafter
-from headstart.inference.drafters.cost_aware import CostAwareShape, growth_from_recipe
+from headstart.inference.drafters.build import growth_from_recipe
+from headstart.inference.drafters.cost_aware import CostAwareShape
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.engine.loop import generate, generate_batch

@@ -107,7 +107,7 @@ def sampling_from_recipe(recipe: Recipe, temperature: float) -> Sampling:
 
 @dataclass(frozen=True)
 class History:
-    """What the penalties need: which tokens are in each row's prompt, and how often its output so far holds each token.
+    """The tokens that penalties count: those in each row's prompt, and how often its output so far holds each.
 
     "So far" differs between the nodes of a tree: it includes the path from the root to the node.
     """

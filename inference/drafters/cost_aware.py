@@ -53,7 +53,7 @@ class CostAware(Costly):
         self.levels_done = []
         return verified.levels(self.depth)
 
-    def goes_on(self, pool: Pool) -> bool:
+    def continues(self, pool: Pool) -> bool:
         """Whether the best tree with another level would beat the best one without it."""
         self.look_at(pool)
         expected, verify, spent, gain = self.expected(), self.verify_costs, self.spent(), self.gain()

@@ -24,7 +24,7 @@ class Pool:
     scores: list[Float[Tensor, "batch level"]] = field(default_factory=list)  # log of the chance to be accepted
     tokens: list[Int[Tensor, "batch level"]] = field(default_factory=list)
     expanded: list[Int[Tensor, "batch frontier"]] = field(default_factory=list)  # numbers of each level's parents
-    next_number: int = 1  # of the next node to be drafted
+    next_number: int = 1  # that the next node gets
 
     def __len__(self) -> int:
         return self.next_number - 1
@@ -96,7 +96,7 @@ class Growth:
         """Children of each node that a level expands."""
         return self.width
 
-    def goes_on(self, pool: Pool) -> bool:
+    def continues(self, pool: Pool) -> bool:
         """Whether to draft another level."""
         return True
 
@@ -119,7 +119,7 @@ class Growth:
         return chance >= LEAST_CHANCE
 
     def joined_by(self, count: int) -> None:
-        """Hear that the tree was verified with `count` more nodes; fewer than 0 if nodes were cut off."""
+        """Note that the tree is verified with `count` more nodes; fewer than 0 if nodes were cut off."""
 
 
 @dataclass(frozen=True)

@@ -39,30 +39,11 @@ class ModelAsHead:
 
         Only tokens that both have are drafted, and those that a constraint forces.
         """
-        self.model = model
+        self.decoder_layers: Sequence[nn.Module] = model.layers
+        self.cache_shape = model.cached_shape
         self.columns = min(model.config.vocab_size, target.config.vocab_size)
         self.vocab = DraftVocab(torch.arange(self.columns), target.config.vocab_size)
         self.embedding: Tensor = model.model.get_input_embeddings().weight
-
-    @property
-    def decoder_layers(self) -> Sequence[nn.Module]:
-        return self.model.layers
-
-    @property
-    def cache_shape(self) -> tuple[int, int, int] | None:
-        return self.model.cached_shape
-
-    def project(self, taps: Tensor) -> Tensor:
-        return taps
-
-    def __call__(self, tokens: Int[Tensor, "batch block"], *args: Any, **options: Any) -> Tensor:
-        """The logits for (tokens, positions, masks, cache).
-
-        The model reads its own last token in place of a target token that is outside its vocabulary.
-        """
-        known = tokens.clamp(max=self.model.config.vocab_size - 1)
-        logits: Tensor = self.model.forward(known, *args, **options).logits
-        return logits
 
     def logits(self, hidden: Float[Tensor, "*axes vocab"], level: int = 0) -> Float[Tensor, "*axes draft_vocab"]:
         return hidden[..., : self.columns]
@@ -97,7 +78,7 @@ class ModelDrafter(HeadDrafter):
                 f"{target.max_positions} or more are allowed; choose another draft model"
             )
         super().__init__(ModelAsHead(model, target), growth)
-        self.masks = model.masks
+        self.model, self.masks = model, model.masks
 
     @property
     def max_nodes(self) -> int:
@@ -154,7 +135,9 @@ class ModelDrafter(HeadDrafter):
         return self.forward(tokens, positions, self.masks(slots, block), KVCache(slots, None), last_only)
 
     def forward(self, tokens: Tensor, positions: Tensor, masks: Masks, cache: KVCache, last_only: bool) -> Tensor:
-        return self.head(tokens, positions, masks, cache, last_only=last_only)
+        """The logits; a token outside the model's vocabulary is read as the model's last one."""
+        known = tokens.clamp(max=self.model.config.vocab_size - 1)
+        return self.model.forward(known, positions, masks, cache, last_only=last_only).logits
 
 
 class EarlyExit(ModelDrafter):
