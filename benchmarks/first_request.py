@@ -26,7 +26,8 @@ from headstart.inference.drafters.cost_measurement import cost_table
 from headstart.inference.drafters.growth import Growth
 from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.engine.loop import DecodeLoop
-from headstart.inference.show.inputs import head_folder, held_out_prompts, taps_to_read
+from headstart.inference.generate.inputs import held_out_prompts, taps_to_read
+from headstart.inference.show.inputs import head_folder
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, run_command
 

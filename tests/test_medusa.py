@@ -15,13 +15,11 @@ from torch import Tensor
 
 from headstart.data_pipelines.harvest import harvest
 from headstart.heads.base import DraftHead, LevelHead
-from headstart.heads.calibration import Calibration
+from headstart.heads.calibration import Calibration, StaticTree, search_tree
 from headstart.heads.checkpoint import head_from_files, load_head, new_head, save_head
 from headstart.heads.formats.layouts import FORMATS, ServedTarget
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.medusa import MedusaHead
-from headstart.heads.medusa_layout import from_any_layout, to_reference_layout
-from headstart.heads.static_tree import StaticTree, search_tree
+from headstart.heads.medusa import MedusaHead, from_any_layout, to_reference_layout
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.calibrate import RANKS, Tally, fit_calibration, tally_texts, write_texts
 from headstart.inference.core.cache import KVCache
@@ -36,7 +34,8 @@ from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.engine.loop import generate, generate_batch
 from headstart.inference.report.command import report
-from headstart.inference.report.tree_picture import draw_tree, rows
+from headstart.inference.report.figures import draw_tree
+from headstart.inference.report.tree_picture import rows
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection, MedusaSection
 from headstart.trainers.medusa import run

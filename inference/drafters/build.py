@@ -4,11 +4,11 @@ import reprlib
 from pathlib import Path
 from typing import Any
 
-from headstart.common.jsonl import read_jsonl
+from headstart.common.files import read_jsonl
 from headstart.heads.base import DraftHead
 from headstart.heads.block import BlockHead
+from headstart.heads.calibration import StaticTree
 from headstart.heads.checkpoint import load_head
-from headstart.heads.static_tree import StaticTree
 from headstart.heads.target_config import locate_target
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.drafters.block import head_drafter

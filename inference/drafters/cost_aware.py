@@ -9,7 +9,7 @@ import numpy
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headstart.heads.static_tree import StaticTree
+from headstart.heads.calibration import StaticTree
 from headstart.inference.core.drafter import Verified, VerifiedOnHost
 from headstart.inference.core.tree import Tree
 from headstart.inference.drafters.costs import CostTable, StepCosts, StepWatch

@@ -19,8 +19,8 @@ import numpy
 import torch
 from pydantic import TypeAdapter
 
-from headstart.common.user_cache import user_cache
-from headstart.common.whole_files import write_text
+from headstart.common.files import write_text
+from headstart.common.process import user_cache
 from headstart.heads.base import DraftHead
 from headstart.inference.core.drafter import PLAIN, VerifiedOnHost
 from headstart.inference.core.sampling import BatchSampling, Sampling
