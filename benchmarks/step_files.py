@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from headstart.heads.base import DraftHead
 from headstart.inference.core.request import Request
 from headstart.inference.drafters.cost_measurement import cost_table
 from headstart.inference.drafters.head import TreeDrafter
@@ -94,6 +95,7 @@ def decode_step() -> Functions:
     drafts = DRAFTS
     model = SpeculativeModel.from_folders(TARGET, HEAD, drafts, dtype="float32", device="cpu")
     assert isinstance(model.drafter, TreeDrafter)
+    assert isinstance(model.drafter.head, DraftHead)
     costs = cost_table(model.target, model.drafter.head, drafts.width, drafts.nodes, drafts.max_batch)
     loop = DecodeLoop(model.target, model.drafter, costs=costs)
     loop.submit(Request([5, 6, 7, 8] * 8, 40))

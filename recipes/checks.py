@@ -264,12 +264,9 @@ def length_mistakes(positions: int, data: Values, decode: Values) -> Iterator[Re
         )
 
 
-def refuse_original_target(recipe: Recipe, head: Path | None) -> None:
-    """Raise ValueError if the run's own head would be used with the target from before joint training.
-
-    `head` is the folder of the head in use; None means the head that this run trained.
-    """
-    if recipe.joint.mode is None or (head is not None and head.resolve() != recipe.head_dir.resolve()):
+def refuse_original_target(recipe: Recipe) -> None:
+    """Raise ValueError if the run's own head would be used with the target from before joint training."""
+    if recipe.joint.mode is None or recipe.head_in_use.resolve() != recipe.head_dir.resolve():
         return
     if Path(recipe.target.path).resolve() != recipe.tuned_target_dir.resolve():
         raise ValueError(

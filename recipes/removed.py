@@ -11,9 +11,15 @@ REMOVED: dict[str, str] = {
     "data.self_turns": "remove it: the target writes prompts of one turn",
     "data.server_retries": "remove it: a failed request is sent again five times",
     "data.shuffle_shards": "remove it: all shards are shuffled together",
+    "decode.frequency_penalty": "remove it: each request carries its own, and reports vary only report.temperatures",
+    "decode.min_p": "remove it: each request carries its own, and reports vary only report.temperatures",
     "decode.ngram": "remove it: prompt_lookup and suffix search for up to 3 tokens",
     "decode.paths": "remove it, and write growth: searched for a tree of one shape, which headstart calibrate fits",
+    "decode.presence_penalty": "remove it: each request carries its own, and reports vary only report.temperatures",
+    "decode.repetition_penalty": "remove it: each request carries its own, and reports vary only report.temperatures",
     "decode.seed": "remove it: the report samples with the recipe's seed, and requests carry their own",
+    "decode.top_k": "remove it: each request carries its own, and reports vary only report.temperatures",
+    "decode.top_p": "remove it: each request carries its own, and reports vary only report.temperatures",
     "decode.typical_delta": "remove it: acceptance is seeded or rejection, and both keep the target's distribution",
     "decode.typical_epsilon": "remove it: acceptance is seeded or rejection, and both keep the target's distribution",
     "export.folder": "remove it: an export goes to RUN_DIR/export/FORMAT, which may then be moved",
@@ -46,7 +52,7 @@ REMOVED: dict[str, str] = {
     "train.weight_decay": "remove it: heads train without weight decay",
 }
 
-# The only value that is left of removed keys that stages recorded: a stage that was made with it is reused.
+# The values that remain of removed keys which stages recorded: a stage that was made with them is reused.
 REMAINING_VALUES = {
     "data.long_prompts": "cut",
     "data.self_language": None,

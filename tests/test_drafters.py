@@ -249,18 +249,18 @@ def drafted_paths(drafter: Lookup, text: list[int], remaining: int = 99) -> set[
 
 def test_prompt_lookup_follows_the_longest_ngram_and_prefers_the_latest() -> None:
     text = [1, 2, 3, 9, 9, 7, 2, 3, 5, 8, 2, 3, 4, 1, 2, 3]
-    chain = Lookup(TreeLimits(3, 1, ngram=3), 3)
+    chain = Lookup(TreeLimits(3, 1, 3), ngram=3)
     assert drafted_paths(chain, text) == {(9,), (9, 9), (9, 9, 7)}  # 1 2 3 occurred once before
-    bigrams = Lookup(TreeLimits(3, 1, ngram=3), 2)
+    bigrams = Lookup(TreeLimits(3, 1, 3), ngram=2)
     assert drafted_paths(bigrams, text) == {(4,), (4, 1), (4, 1, 2)}  # 2 3 occurred three times before
-    wide = drafted_paths(Lookup(TreeLimits(2, 3, ngram=6), 2), text)
+    wide = drafted_paths(Lookup(TreeLimits(2, 3, 6), ngram=2), text)
     assert wide == {(4,), (5,), (9,), (4, 1), (5, 8), (9, 9)}
     assert drafted_paths(chain, text, remaining=1) == {(9,)}
     assert drafted_paths(chain, [1, 2, 3]) == set()
 
 
 def test_prompt_lookup_continues_a_repetition_beyond_the_end_of_the_text() -> None:
-    assert drafted_paths(Lookup(TreeLimits(5, 1, ngram=5), 2), [3, 1, 2, 1, 2]) == {
+    assert drafted_paths(Lookup(TreeLimits(5, 1, 5), ngram=2), [3, 1, 2, 1, 2]) == {
         (1, 2, 1, 2, 1)[:n] for n in range(1, 6)
     }
 
@@ -396,7 +396,7 @@ def test_drafts_are_translated_between_tokenizers_by_way_of_text(
     nn.init.zeros_(model.lm_head.weight)
     draft = TargetModel(model, ())  # all logits are 0, so its argmax is token 0
     drafter = OtherTokenizerDrafter(draft, Letters(own), Letters(targets), depth=4)
-    drafted = drafter.draft_tokens([5, 5, 7, 7], 4, [])
+    drafted = drafter.draft_tokens([5, 5, 7, 7], 4)
     assert drafted == [0] * (4 * own // targets)
     text = Letters(targets).decode([5, 5, 7, 7])
     assert [cached.tokens[:-3] for cached in drafter.cached] == [Letters(own)(text)["input_ids"]]

@@ -33,7 +33,7 @@ class Everything(Dynamic):
 
 
 def beside(text: list[int], tree: Tree, growth: Dynamic | None = None, most: int = 6, remaining: int = 99) -> Tree:
-    return Repeats(most).beside(tree, verified_text(text, remaining), growth or Everything(3, 3, 8))
+    return Repeats(most).extend(tree, verified_text(text, remaining), growth or Everything(3, 3, 8))
 
 
 def drawn(parents: list[int], tokens: list[int]) -> Tree:
@@ -72,20 +72,20 @@ def test_a_text_that_does_not_repeat_its_repeats_gets_fewer() -> None:
     repeats, growth, text = Repeats(6), Dynamic(3, 3, 8), [*PHRASE, 1, *PHRASE[:3]]
     counts = []
     for wrong in range(60, 90):
-        counts.append(len(paths(repeats.beside(drawn([-1], [13]), verified_text(text, 99), growth))[0]))
+        counts.append(len(paths(repeats.extend(drawn([-1], [13]), verified_text(text, 99), growth))[0]))
         text += [wrong, *PHRASE[:3]]  # the phrase begins again and never goes on
     assert counts[0] > counts[10] >= counts[-1] == 0
     other = [*PHRASE, 1, *PHRASE[:3]]
-    assert len(paths(repeats.beside(drawn([-1], [13]), verified_text(other, 99, key=1), growth))[0]) == counts[0]
+    assert len(paths(repeats.extend(drawn([-1], [13]), verified_text(other, 99, key=1), growth))[0]) == counts[0]
     assert [*repeats.rows] == [1]  # of texts that have ended nothing is kept
 
 
 def test_what_was_right_is_counted_as_far_as_the_text_tells() -> None:
     repeats, text = Repeats(6), [*PHRASE, 1, *PHRASE[:3]]
-    repeats.beside(drawn([-1], [13]), verified_text(text, 99), Everything(3, 3, 8))
+    repeats.extend(drawn([-1], [13]), verified_text(text, 99), Everything(3, 3, 8))
     row = repeats.rows[0]
     text += [14, 15, 99]  # two of the repeat, then another token
-    repeats.beside(drawn([-1], [99]), verified_text(text, 99), Everything(3, 3, 8))
+    repeats.extend(drawn([-1], [99]), verified_text(text, 99), Everything(3, 3, 8))
     assert row.tried[3] == PRIOR + 3
     assert row.right[3] == pytest.approx(PRIOR * RATES[3] + 2)
 
@@ -94,7 +94,7 @@ def test_sampled_rows_draft_repeats_no_deeper_than_the_head() -> None:
     """Noise is drawn for the head's levels only."""
     text = [*PHRASE, 1, *PHRASE[:3]]
     verified = replace(verified_text(text, 99), sampling=BatchSampling([Sampling(1.0)], "cpu"))
-    found = Repeats(6).beside(drawn([-1], [13]), verified, Everything(3, 3, 8))
+    found = Repeats(6).extend(drawn([-1], [13]), verified, Everything(3, 3, 8))
     assert max(map(len, paths(found)[0])) == 3
 
 

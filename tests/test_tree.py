@@ -83,7 +83,7 @@ def random_pool(levels: int, width: int, score_step: float, rows: int = 3) -> Po
     def fall(*shape: int) -> Tensor:
         return torch.randint(3, shape) * score_step
 
-    pool, first = Pool.empty(), 1  # the number of the level's first node
+    pool, first = Pool(), 1  # the number of the level's first node
     numbers = torch.arange(1, 1 + width + levels * width**2).expand(rows, -1)
     pool.add(-fall(rows, width), numbers[:, :width], torch.zeros(rows, 1, dtype=torch.long))
     frontier = numbers[:, :width]
@@ -121,7 +121,7 @@ def test_the_best_nodes_include_their_parents_even_with_ties(width: int, score_s
 def test_nodes_with_a_score_of_minus_infinity_get_no_parent() -> None:
     """1 and 2 are children of the root, 3 and 4 of 1; the second row may not have a second level."""
     none = -torch.inf
-    pool = Pool.empty()
+    pool = Pool()
     pool.add(torch.tensor([[-1.0, -2.0]] * 2), torch.tensor([[1, 2]] * 2), torch.tensor([[0]] * 2))
     pool.add(torch.tensor([[-1.5, -3.0], [none, none]]), torch.tensor([[3, 4]] * 2), torch.tensor([[1]] * 2))
     tree = pool.best(torch.tensor([[0], [0]]), 3)
@@ -134,7 +134,7 @@ def test_a_fixed_tree_has_its_paths_whatever_the_scores() -> None:
     \\- 2 - 4            the second row may not have a third level
     """
     fixed = Fixed(((0,), (1,), (0, 0), (1, 0), (1, 1), (0, 0, 0)))
-    pool = Pool.empty()
+    pool = Pool()
     pool.add(torch.tensor([[-9.0, -1.0]] * 2), torch.tensor([[10, 11]] * 2), torch.tensor([[0]] * 2))
     pool.add(torch.full((2, 4), -2.0), torch.tensor([[20, 21, 22, 23]] * 2), torch.tensor([[1, 2]] * 2))
     pool.add(torch.tensor([[-5.0], [-torch.inf]]).expand(2, 1), torch.tensor([[30]] * 2), torch.tensor([[3]] * 2))

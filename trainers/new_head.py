@@ -84,9 +84,7 @@ def start_of_run(
     config = frozen.config
     vocab = draft_vocab(recipe.head, store.token_counts(config.vocab_size)) if source is None else source.vocab
     sizes = None
-    scaled = isinstance(recipe.head, BlockSection) or (
-        isinstance(recipe.head, Eagle3Section) and not recipe.head.fc_norm
-    )
+    scaled = isinstance(recipe.head, BlockSection) or (isinstance(recipe.head, Eagle3Section) and not recipe.head.norms)
     if scaled:
         sizes = store.tap_sizes(head_taps(recipe.head, config), config.num_layers)
     ids = None if vocab.is_full else vocab.ids.tolist()

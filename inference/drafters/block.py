@@ -66,7 +66,7 @@ class BlockDrafter(TreeDrafter):
         return self.states[:, :1, :0], self.slot_logits[:, :1]
 
     def mask(self, reach: Reach, slots: Slots) -> Float[Tensor, "rows 1 slots keys"] | None:
-        """What the slots of a block see in a layer of this reach; None for everything that the cache holds."""
+        """The mask of a block's slots in a layer of this reach; None if they see all that the cache holds."""
         if reach == Reach() and slots.even:
             return None
         window = None if reach.window is None else reach.window + 1  # a block's own window counts the anchor too
@@ -75,12 +75,12 @@ class BlockDrafter(TreeDrafter):
     def expand(
         self, features: Tensor, frontier: Frontier, masks: LevelMasks, level: int, cache: KVCache
     ) -> Float[Tensor, "batch 1 draft_vocab"]:
-        """What the level's slot alone says, the same for all nodes."""
+        """The scores of the level's slot, which all nodes share."""
         return self.slot_logits[:, level : level + 1]
 
     def level_logits(self, hidden: Tensor, frontier: Frontier, level: int) -> Float[Tensor, "batch nodes draft_vocab"]:
         if self.markov_head is None:
-            return hidden if frontier.history is None else for_all_nodes(hidden, frontier)  # penalties tell nodes apart
+            return hidden if frontier.history is None else for_all_nodes(hidden, frontier)  # penalties differ by node
         return hidden + self.markov_head(self.states[:, level : level + 1], frontier.tokens)
 
     def feedback(self, hidden: Tensor, features: Tensor, tokens: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import reprlib
 from pathlib import Path
+from typing import Any
 
 from headstart.common.files import read_jsonl
 from headstart.heads.base import DraftHead
@@ -148,19 +149,17 @@ def read_corpus(path: Path, vocab_size: int) -> list[list[int]]:
             raise ValueError(
                 f"{place}: fields {sorted(row)} given, tokens or prompt and response are allowed, as a run writes them"
             )
-        text: list[int] = []
-        for name in names:
-            tokens = row[name]
-            if not isinstance(tokens, list):
-                raise ValueError(
-                    f"{place}: {name} is {reprlib.repr(tokens)}, a list of the target's token ids is allowed"
-                )
-            for token in tokens:
-                if type(token) is not int or not 0 <= token < vocab_size:
-                    raise ValueError(
-                        f"{place}: {name} holds {token!r}, token ids 0 to {vocab_size - 1} of the target are allowed; "
-                        f"encode the text with the target's tokenizer"
-                    )
-            text += tokens
-        texts.append(text)
+        texts.append([token for name in names for token in read_tokens(f"{place}: {name}", row[name], vocab_size)])
     return texts
+
+
+def read_tokens(place: str, given: Any, vocab_size: int) -> list[int]:
+    if not isinstance(given, list):
+        raise ValueError(f"{place} is {reprlib.repr(given)}, a list of the target's token ids is allowed")
+    for token in given:
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise ValueError(
+                f"{place} holds {token!r}, token ids 0 to {vocab_size - 1} of the target are allowed; encode the text "
+                f"with the target's tokenizer"
+            )
+    return given

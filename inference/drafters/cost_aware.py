@@ -13,13 +13,13 @@ from headstart.heads.calibration import StaticTree
 from headstart.inference.core.drafter import Verified, VerifiedOnHost
 from headstart.inference.core.tree import Tree
 from headstart.inference.drafters.costs import CostTable, StepCosts, StepWatch
-from headstart.inference.drafters.growth import Fixed, Pool, likeliest
+from headstart.inference.drafters.growth import Fixed, Growth, Pool
 
 TINY = 1e-300  # replaces a chance of 0, as in a row that is finished while others still draft
 MEMORY = 0.95  # weight of each draft relative to the one after it
 
 
-class Costly:
+class Costly(Growth):
     """The policies that weigh costs; `now` and `rate` are those of the step that is being drafted."""
 
     watch: StepWatch
@@ -41,8 +41,6 @@ class CostAware(Costly):
     `width` and `nodes` are upper bounds. It depends on well calibrated scores.
     """
 
-    static_shapes = False
-
     def __init__(self, depth: int, width: int, nodes: int, costs: CostTable) -> None:
         self.depth, self.width, self.nodes, self.watch = depth, width, nodes, StepWatch(costs)
         # Plain numbers: there are few, and the policy itself must be fast on every level.
@@ -55,10 +53,7 @@ class CostAware(Costly):
         self.levels_done = []
         return verified.levels(self.depth)
 
-    def children(self, level: int) -> int:
-        return self.width
-
-    def goes_on(self, pool: Pool) -> bool:
+    def continues(self, pool: Pool) -> bool:
         """Whether the best tree with another level would beat the best one without it."""
         self.look_at(pool)
         expected, verify, spent, gain = self.expected(), self.verify_costs, self.spent(), self.gain()
@@ -66,9 +61,6 @@ class CostAware(Costly):
         # Another level adds `width` nodes to a tree of any size, up to the bound.
         larger, spent = verify[self.width :] + verify[-1:] * self.width, spent + self.now.level
         return now < max((tokens + gain) / (spent + cost) for tokens, cost in zip(expected, larger, strict=False))
-
-    def frontier(self, level: int, totals: Tensor) -> tuple[Tensor, Tensor] | None:
-        return likeliest(totals, self.width)
 
     def prune(self, pool: Pool, roots: Tensor) -> Tree:
         self.look_at(pool)
@@ -129,8 +121,6 @@ def largest(chances: Iterable[float], count: int) -> list[float]:
 class CostAwareShape(Costly):
     """Before drafting, picks the fixed shape with the most expected tokens per second, from shapes of every size."""
 
-    static_shapes = False
-
     def __init__(self, sizes: Sequence[Fixed], chances: NDArray[numpy.float64], costs: CostTable) -> None:
         """`sizes[i]` has i + 1 nodes, and each holds the one before it; `chances[i]` is that of the node it adds."""
         self.sizes, self.chances, self.watch = sizes, chances, StepWatch(costs)
@@ -159,9 +149,6 @@ class CostAwareShape(Costly):
 
     def children(self, level: int) -> int:
         return self.chosen.children(level)
-
-    def goes_on(self, pool: Pool) -> bool:
-        return True
 
     def frontier(self, level: int, totals: Tensor) -> tuple[Tensor, Tensor] | None:
         return self.chosen.frontier(level, totals)

@@ -33,12 +33,12 @@ from headstart.inference.targets.cuda_graph import StaticStep, size_bucket
 from headstart.inference.targets.loading import processor_name
 from headstart.inference.targets.model import TargetModel
 
-LAYOUT = 2  # of the files; with another number costs are measured anew
+LAYOUT = 2  # version of the files; those of another version are measured anew
 REMEMBERED = 2  # observed steps of each group that a file keeps: few, so that new ones outweigh them at once
 SHORT, LONG = 128, 2048  # positions of context, fewer where the target has fewer
 LEVELS = 3  # levels drafted to find the time of one
 KEPT = 4  # nodes on the accepted path
-NEW_POSITIONS = 2  # of Gumbel noise in a step with drafts: as many as it writes tokens; the others are known
+NEW_POSITIONS = 2  # positions whose Gumbel noise a step draws: about as many as it writes tokens
 REPEATS = 5
 ENOUGH = 2.0  # seconds, after which nothing is timed again
 ENOUGH_ON_GPU = 10.0  # capturing a graph takes longer than running it
@@ -51,7 +51,7 @@ Work = tuple[str, int]  # a part of a step, and its size
 
 @dataclass(frozen=True)
 class CostFile:
-    """What a file holds: what was measured, on what, and how observed steps differed."""
+    """The content of a file: the measured costs, their key, and how observed steps differed from them."""
 
     key: dict[str, Any]
     surface: CostSurface
@@ -59,7 +59,7 @@ class CostFile:
 
 
 class KnownTables(dict[str, CostTable]):
-    """The cost tables of a target, by the digest of their key."""
+    """The cost tables of a target, by digests of their keys."""
 
 
 def cost_table(target: TargetModel, head: DraftHead, width: int, nodes: int, batch: int = 1) -> CostTable:
@@ -118,7 +118,7 @@ def digest_of(content: object) -> str:
 
 
 def read_costs(digest: str, key: dict[str, Any]) -> CostFile | None:
-    """What an earlier run of the same kind measured; None if there is nothing, or nothing that can be used."""
+    """The costs that an earlier run of the same kind left; None if there are none, or none that can be read."""
     with suppress(OSError, RuntimeError, ValueError):  # no home folder is a RuntimeError, a broken file a ValueError
         found = TypeAdapter(CostFile).validate_json(cost_path(digest).read_bytes())
         if found.key == key:
@@ -203,14 +203,13 @@ class Bench:
         tokens = torch.zeros(self.batch, nodes, dtype=torch.long, device=device)
         parents = torch.zeros_like(tokens)
         parents[:, 0] = -1
+        tree = Tree(tokens, parents)
         if self.step is None:
             starts = self.cache.target.starts
             rows = rows.with_gumbel(starts + 1, min(nodes, NEW_POSITIONS), self.target.config.vocab_size)
-            tree = Tree(tokens, parents)
             logits = self.target.forward_tree(tree, self.cache).logits
             choices = rows.choose(logits, starts.unsqueeze(1) + tree.depths + 1)
         else:
-            tree = Tree(tokens, parents)
             choices = self.step.replay(self.step.choose, rows, tokens, parents)[2]
         accept(tree, choices)
         # As if a sibling had been rejected.
@@ -276,17 +275,17 @@ def wait_for(device: torch.device) -> None:
 def surface_from(times: Mapping[Work, float], short: int, long: int, most: int, batch: int, levels: int) -> CostSurface:
     """The costs as functions, from the seconds of those pieces of work that were timed."""
     ends = (1, most)
-    per_position = [
-        slope(times["target", size], times.get(("far", size)), long - short) for size in ends
-    ]  # of one row, with one node and with the most
+    # Of one row, with one node and with the most.
+    per_position = [slope(times["target", size], times.get(("far", size)), long - short) for size in ends]
     per_position[1] = max(per_position)
     sampled = [slope(times["target", size], times.get(("sampled", size)), 1) for size in ends]
     sampled[1] = max(sampled)
     sizes = sorted(size for part, size in times if part == "target")
-    points = {size: times["target", size] - short * interpolated(size, ends, per_position) for size in sizes}
+    attention = {size: short * float(numpy.interp(size, ends, per_position)) for _, size in times}  # of one row
+    points = {size: times["target", size] - attention[size] for size in sizes}
     for part, size in times:
         if part == "batch":
-            points[batch * size] = times[part, size] - batch * short * interpolated(size, ends, per_position)
+            points[batch * size] = times[part, size] - batch * attention[size]
     tokens = sorted(points)
     seconds = numpy.maximum.accumulate([max(points[size], times["target", 1] / 10) for size in tokens])
     first = slope(times["first", short], times.get(("first", long)), long - short)
@@ -307,10 +306,6 @@ def surface_from(times: Mapping[Work, float], short: int, long: int, most: int, 
 def slope(near: float, far: float | None, distance: int) -> float:
     """The rise per step of the distance, which is not negative; 0 if there is nothing to compare."""
     return 0.0 if far is None or distance == 0 else max(far - near, 0.0) / distance
-
-
-def interpolated(size: int, ends: tuple[int, int], values: list[float]) -> float:
-    return float(numpy.interp(size, ends, values))
 
 
 def further_level(times: Mapping[Work, float], context: int, levels: int) -> float:

@@ -1,4 +1,4 @@
-"""What the parts of a decode step cost on this machine: measured at load, then corrected by the steps that run."""
+"""Seconds of the parts of a decode step on this machine: measured at load, corrected by the steps that run."""
 
 import math
 import time
@@ -46,11 +46,11 @@ class StepCosts:
 class CostSurface:
     """Measured seconds of a step's parts, as functions of nodes, context and batch.
 
-    A target step costs what a pass over so many tokens costs, however rows share them, plus attention: it grows with
-    the context of each row, by more the more nodes it has.
+    A target step costs a pass over the tokens of all rows, however rows share them, plus attention, which grows with
+    the context of each row and with its nodes.
     """
 
-    tokens: tuple[int, ...]  # of all rows together, ascending: the sizes that were timed
+    tokens: tuple[int, ...]  # the sizes that were timed, in tokens of all rows together, ascending
     target: tuple[Seconds, ...]  # a greedy step with that many tokens, without context
     most: int  # nodes of a row's largest tree
     position: tuple[Seconds, Seconds]  # further, per row and position of context, with one node and with `most`
@@ -62,10 +62,10 @@ class CostSurface:
     def __post_init__(self) -> None:
         ascending = all(before < after for before, after in zip(self.tokens, self.tokens[1:], strict=False))
         growing = all(before <= after for before, after in zip(self.target, self.target[1:], strict=False))
-        alike = len(self.tokens) == len(self.target) >= 2 and self.most >= 2 and self.target[0] > 0
+        matching = len(self.tokens) == len(self.target) >= 2 and self.most >= 2 and self.target[0] > 0
         rising = self.position[0] <= self.position[1] and self.sampled[0] <= self.sampled[1]
-        if not (ascending and growing and alike and rising and self.first_level[0] > 0):
-            raise ValueError(f"these are no costs: {self}")
+        if not (ascending and growing and matching and rising and self.first_level[0] > 0):
+            raise ValueError(f"costs that no measurement gives: {self}")
 
     def seconds(self, nodes: NDArray[numpy.float64], at: "Situation") -> NDArray[numpy.float64]:
         """A target step with this many nodes in each row."""
@@ -92,7 +92,7 @@ def extrapolated(
 
 @dataclass(frozen=True)
 class Situation:
-    """What the cost of a step depends on, besides the tree."""
+    """All that the cost of a step depends on, except the tree."""
 
     context: int  # positions of the longest row
     batch: int
@@ -123,8 +123,8 @@ class Observed(dict[str, deque[float]]):
     def correction(self, *names: str) -> float:
         """The median logarithm of the last group; where it has few steps, of the groups before it, then 0.
 
-        A group may tell of a time when the machine was busy, so it is believed up to `APART` from the one before it,
-        which has more and newer steps.
+        The steps of a group may come from a time when the machine was busy. So a group counts only up to `APART` from
+        the one before it, which has more and newer steps.
         """
         found, nearest = 0.0, math.inf
         for name in names:
@@ -198,7 +198,7 @@ def nearest_size(nodes: int) -> int:
 
 
 class StepWatch:
-    """Times the steps of one growth policy and tells the table what they took; the text does not depend on it."""
+    """Times the steps of one growth policy and reports them to the table; the text does not depend on it."""
 
     def __init__(self, costs: CostTable) -> None:
         self.costs = costs

@@ -1,8 +1,8 @@
 """Growth policies: which nodes each level expands, and which of all draft tokens the target verifies."""
 
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
-from typing import Protocol, runtime_checkable
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cache
 
 import torch
 from jaxtyping import Float, Int
@@ -14,21 +14,17 @@ from headstart.inference.core.rejection import Proposals, propose
 from headstart.inference.core.sampling import BatchSampling, History
 from headstart.inference.core.tree import Tree
 
-LEAST_CHANCE = 0.2  # of a draft token that policies without costs verify beside their trees
+LEAST_CHANCE = 0.2  # least chance of a repeated token that policies without costs verify
 
 
 @dataclass
 class Pool:
     """Every node drafted so far, in drafting order. The root is number 0 and not in the pool."""
 
-    scores: list[Float[Tensor, "batch level"]]  # log of the estimated chance that the node is accepted
-    tokens: list[Int[Tensor, "batch level"]]
-    expanded: list[Int[Tensor, "batch frontier"]]  # numbers of the nodes that are parents of a level
-    next_number: int = 1  # of the next node to be drafted
-
-    @classmethod
-    def empty(cls) -> "Pool":
-        return cls([], [], [])
+    scores: list[Float[Tensor, "batch level"]] = field(default_factory=list)  # log of the chance to be accepted
+    tokens: list[Int[Tensor, "batch level"]] = field(default_factory=list)
+    expanded: list[Int[Tensor, "batch frontier"]] = field(default_factory=list)  # numbers of each level's parents
+    next_number: int = 1  # that the next node gets
 
     def __len__(self) -> int:
         return self.next_number - 1
@@ -84,63 +80,50 @@ def repeated(numbers: Int[Tensor, "batch frontier"], count: int) -> Int[Tensor, 
     return numbers.unsqueeze(-1).expand(-1, -1, count).flatten(1)
 
 
-@runtime_checkable  # the shape checks in tests use isinstance
-class Growth(Protocol):
+class Growth:
     """A growth policy. The drafter consults it on each level, with the scores of all children."""
 
-    @property
-    def static_shapes(self) -> bool:
-        """Whether every tree has the same size, whatever the scores."""
-
-    @property
-    def depth(self) -> int:
-        """Upper bound on the levels."""
-
-    @property
-    def width(self) -> int:
-        """Upper bound on the nodes that one level expands, and on the children of each."""
-
-    @property
-    def nodes(self) -> int:
-        """Upper bound on the draft tokens that are verified; the root is not one."""
+    static_shapes = False  # whether every tree has the same size, whatever the scores
+    depth: int  # upper bound on the levels
+    width: int  # upper bound on the nodes that one level expands, and on the children of each
+    nodes: int  # upper bound on the draft tokens that are verified; the root is not one
 
     def levels(self, verified: Verified) -> int:
-        """How many levels this step drafts."""
+        """The number of levels that this step drafts."""
+        return verified.levels(self.depth)
 
     def children(self, level: int) -> int:
         """Children of each node that a level expands."""
+        return self.width
 
-    def goes_on(self, pool: Pool) -> bool:
+    def continues(self, pool: Pool) -> bool:
         """Whether to draft another level."""
+        return True
 
     def frontier(self, level: int, totals: Float[Tensor, "batch children"]) -> tuple[Tensor, Tensor] | None:
-        """Which of a level's children the next level expands, and their totals; None for all of them.
+        """The places of the children that the next level expands, and their totals; None for all of them.
 
         [batch, frontier] each.
         """
+        if totals.shape[1] <= self.width:
+            return None
+        values, places = totals.topk(self.width, dim=1)
+        return places, values
 
     def prune(self, pool: Pool, roots: Int[Tensor, "batch 1"]) -> Tree:
         """The tree that is verified."""
+        raise NotImplementedError
 
     def is_worth(self, drafted: int, chance: float) -> bool:
-        """Whether one more draft token than so many, with this chance to be accepted, is worth its verification."""
-
-    def joined_by(self, count: int) -> None:
-        """So many draft tokens of another origin are verified beside the tree; fewer than 0 if nodes were cut off."""
-
-
-class Costless:
-    """Part of the policies that know nothing of costs."""
-
-    def is_worth(self, drafted: int, chance: float) -> bool:
+        """Whether to verify one more token than `drafted`, which the target accepts with this chance."""
         return chance >= LEAST_CHANCE
 
     def joined_by(self, count: int) -> None:
-        """Do nothing."""
+        """Note that the tree is verified with `count` more nodes; fewer than 0 if nodes were cut off."""
 
 
 @dataclass(frozen=True)
-class Dynamic(Costless):
+class Dynamic(Growth):
     """EAGLE-2 (arXiv 2406.16858): each level expands its `width` likeliest nodes, and the best `nodes` overall stay."""
 
     depth: int
@@ -152,45 +135,20 @@ class Dynamic(Costless):
     def chain(cls, depth: int) -> "Dynamic":
         return cls(depth, 1, depth)
 
-    def levels(self, verified: Verified) -> int:
-        return verified.levels(self.depth)
-
-    def children(self, level: int) -> int:
-        return self.width
-
-    def goes_on(self, pool: Pool) -> bool:
-        return True
-
-    def frontier(self, level: int, totals: Tensor) -> tuple[Tensor, Tensor] | None:
-        return likeliest(totals, self.width)
-
     def prune(self, pool: Pool, roots: Tensor) -> Tree:
         return pool.best(roots, self.nodes)
 
 
-def likeliest(totals: Float[Tensor, "batch children"], width: int) -> tuple[Tensor, Tensor] | None:
-    """Places and totals of the `width` largest; None if that is all of them."""
-    if totals.shape[1] <= width:
-        return None
-    values, places = totals.topk(width, dim=1)
-    return places, values
-
-
-@dataclass(frozen=True)
-class Fixed(Costless):
+class Fixed(Growth):
     """A tree of one shape. Each path names a node by the child to take on every level; 0 is the likeliest child.
 
     `paths` lists every node, as Medusa's choices do, so (0, 1) comes with (0,) and (0, 0).
     """
 
-    paths: tuple[tuple[int, ...], ...]
     static_shapes = True
 
-    @classmethod
-    def chain(cls, depth: int) -> "Fixed":
-        return cls(tuple((0,) * (level + 1) for level in range(depth)))
-
-    def __post_init__(self) -> None:
+    def __init__(self, paths: Iterable[tuple[int, ...]]) -> None:
+        self.paths = tuple(paths)
         known = {(), *self.paths}
         for path in self.paths:
             needed = {path[:-1], (*path[:-1], max(path[-1] - 1, 0))} if path else set()
@@ -199,32 +157,23 @@ class Fixed(Costless):
                     f"the head's searched tree: path {list(path)} given without those of its parent and of the child "
                     f"before it, which are needed; fit the tree again with headstart calibrate RECIPE"
                 )
+        self.depth, self.nodes = max(map(len, self.paths)), len(known) - 1
+        levels = range(self.depth)
+        self.by_level = [sorted(path for path in known if len(path) == level + 1) for level in levels]
+        # The nodes that have children: the root, then those of level 0, 1, ...
+        self.expanded: list[list[tuple[int, ...]]] = [[()]]
+        self.expanded += [[path for path in level if (*path, 0) in known] for level in self.by_level[:-1]]
+        self.width = max(*map(len, self.expanded), *map(self.children, levels))
 
-    @cached_property
-    def by_level(self) -> list[list[tuple[int, ...]]]:
-        depth = max(map(len, self.paths))
-        return [sorted(path for path in set(self.paths) if len(path) == level + 1) for level in range(depth)]
+    @classmethod
+    def chain(cls, depth: int) -> "Fixed":
+        return cls((0,) * (level + 1) for level in range(depth))
 
-    @property
-    def depth(self) -> int:
-        return len(self.by_level)
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Fixed) and self.paths == other.paths
 
-    @cached_property
-    def expanded(self) -> list[list[tuple[int, ...]]]:
-        """The nodes that have children: the root, then those of level 0, 1, ..."""
-        root: list[list[tuple[int, ...]]] = [[()]]
-        return root + [[p for p in level if (*p, 0) in set(self.paths)] for level in self.by_level[:-1]]
-
-    @property
-    def width(self) -> int:
-        return max(*map(len, self.expanded), *map(self.children, range(self.depth)))
-
-    @property
-    def nodes(self) -> int:
-        return len(set(self.paths))
-
-    def levels(self, verified: Verified) -> int:
-        return verified.levels(self.depth)
+    def __hash__(self) -> int:
+        return hash(self.paths)
 
     def children(self, level: int) -> int:
         return max(path[-1] for path in self.by_level[level]) + 1
@@ -232,9 +181,6 @@ class Fixed(Costless):
     def child_counts(self, level: int) -> list[int]:
         """Children of each expanded node of a level."""
         return [sum(path[:-1] == parent for path in self.by_level[level]) for parent in self.expanded[level]]
-
-    def goes_on(self, pool: Pool) -> bool:
-        return True
 
     def places(self, level: int, wanted: list[tuple[int, ...]]) -> list[int]:
         """The places of a level's paths among all children of its expanded nodes."""

@@ -16,7 +16,7 @@ from headstart.inference.core.cache import KVCache
 from headstart.inference.core.constraint import LevelConstraint
 from headstart.inference.core.drafter import Verified, VerifiedOnHost
 from headstart.inference.core.sampling import BatchSampling, History
-from headstart.inference.core.tree import Block, Tree, additive, block_mask, take
+from headstart.inference.core.tree import Block, Tree, additive, block_mask, causal_block, take
 from headstart.inference.drafters.growth import Growth, Pool, SampledChildren
 from headstart.inference.drafters.lookup import Repeats
 
@@ -26,7 +26,7 @@ class Frontier:
     """The nodes whose children a level drafts; on the first level, the root alone."""
 
     tokens: Int[Tensor, "batch frontier"]
-    numbers: Int[Tensor, "batch frontier"]  # of the nodes in the pool; the root is 0
+    numbers: Int[Tensor, "batch frontier"]  # places of the nodes in the pool; the root is 0
     totals: Float[Tensor, "batch frontier"]  # log of the estimated chance that the target's path includes the node
     mask: Float[Tensor, "batch frontier keys"] | None  # additive, see `LevelMasks`; None: a chain, which sees all
     history: History | None  # tokens up to and including the node, where penalties need them
@@ -75,7 +75,7 @@ class LevelMasks:
 
 @runtime_checkable  # the shape checks in tests use isinstance
 class HeadLike(Protocol):
-    """What drafting needs from any kind of head, or from a model that stands in for one."""
+    """A head of any kind, or a model that stands in for one."""
 
     taps: tuple[int, ...]
     vocab: DraftVocab
@@ -90,24 +90,11 @@ class HeadLike(Protocol):
     def cache_shape(self) -> tuple[int, int, int] | None: ...
 
 
-@runtime_checkable
-class LevelHeadLike(HeadLike, Protocol):
-    """What drafting needs from a head that drafts one level in each call."""
-
-    def project(self, taps: Tensor) -> Tensor: ...
-
-    def __call__(self, *args: Any, **options: Any) -> Tensor: ...
-
-    def logits(self, hidden: Tensor, level: int = 0) -> Tensor: ...
-
-    def feedback(self, hidden: Tensor, features: Tensor, tokens: Tensor) -> Tensor: ...
-
-
 class TreeDrafter(ABC):
     """Grows a tree level by level: the children of a node are the tokens that a head scores highest after it."""
 
     def __init__(self, head: HeadLike, growth: Growth, repeats: Repeats | None = None) -> None:
-        """`repeats` are verified beside the head's trees, where the acceptance rule is seeded.
+        """`repeats` are added to the head's trees, where the acceptance rule is seeded.
 
         Raises ValueError for a tree wider than the head's vocabulary, or deeper than it has levels.
         """
@@ -190,7 +177,7 @@ class TreeDrafter(ABC):
         features, hidden = self.read(verified, cache)  # [batch, 1, feature] and [batch, 1, hidden]
         if levels < 1:
             return Tree.root_only(verified.roots)
-        frontier, masks, pool = Frontier.at_root(verified), self.level_masks(cache), Pool.empty()
+        frontier, masks, pool = Frontier.at_root(verified), self.level_masks(cache), Pool()
         samples = SampledChildren(self.growth, self.head.vocab) if verified.sampling.rule == "rejection" else None
         for level in range(levels):
             if level:
@@ -215,7 +202,7 @@ class TreeDrafter(ABC):
             if finished is not None:
                 totals = totals.masked_fill(finished.unsqueeze(1), -torch.inf)
             first = pool.add(totals, tokens, frontier.numbers)
-            if level + 1 == levels or not self.growth.goes_on(pool):
+            if level + 1 == levels or not self.growth.continues(pool):
                 break
             features = self.feedback(hidden, features, frontier.tokens)
             expanded = self.growth.frontier(level, totals)
@@ -233,7 +220,7 @@ class TreeDrafter(ABC):
         tree = self.growth.prune(pool, verified.roots)
         if self.repeats is not None and verified.sampling.rule == "seeded":
             assert isinstance(verified, VerifiedOnHost)
-            return self.repeats.beside(tree, verified, self.growth)
+            return self.repeats.extend(tree, verified, self.growth)
         return tree if samples is None else samples.label(tree, verified)
 
     def parents_of(self, count: int) -> Int[Tensor, " children"]:
@@ -262,7 +249,7 @@ class TreeDrafter(ABC):
             multipliers = sampling.greedy * greedy + sampling.temperatures * sampled  # a greedy row's temperature is 0
             scores = scores * multipliers[:, None, None]
         chances = torch.log_softmax(scores, dim=-1)
-        if frontier.constraint is not None:  # of the allowed tokens the head may have none
+        if frontier.constraint is not None:  # the head may score none of the allowed tokens
             chances = chances.masked_fill(chances.isnan(), -torch.inf)
         return chances
 
@@ -274,25 +261,22 @@ def positions_after(roots: Int[Tensor, " batch"], distance: int, frontier: Front
 
 
 def for_all_nodes(found: Shaped[Tensor, "batch nodes size"], frontier: Frontier) -> Shaped[Tensor, "batch all size"]:
-    """Repeat what one node stands for all the others with."""
+    """The values of every node, where one node may stand for all."""
     return found.expand(-1, frontier.tokens.shape[1], -1) if found.shape[1] == 1 else found
 
 
 class HeadDrafter(TreeDrafter):
     """Reads the target's features of the newly verified positions, then unrolls the head on its own features."""
 
-    def __init__(self, head: LevelHeadLike, growth: Growth, repeats: Repeats | None = None) -> None:
-        super().__init__(head, growth, repeats)
-        self.head: LevelHeadLike = head
+    head: Any  # a LevelHead, or a model with the methods of one
 
     @torch.inference_mode()
     def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
         count, slots = text.shape[1] - 2, row.head  # the last position is read with the next draft
         if not count or slots is None:
             return
-        offsets, mask = torch.arange(count, device=self.ids.device), None
-        if slots.lengths[0]:
-            mask = block_mask(slots, Block((offsets <= offsets[:, None]).unsqueeze(0)), taps.dtype)
+        offsets = torch.arange(count, device=self.ids.device)
+        mask = block_mask(slots, causal_block(count, self.ids.device), taps.dtype) if slots.lengths[0] else None
         features = self.head.project(taps[:, :count])
         self.head(features, text[:, 1 : count + 1], slots.starts[:, None] + offsets, mask, slots)
 
@@ -309,7 +293,7 @@ class HeadDrafter(TreeDrafter):
         count, mask = verified.next_tokens.shape[1], None
         offsets = torch.arange(count, device=self.ids.device)
         if not slots.even or count > self.causal.shape[-1]:
-            mask = block_mask(slots, Block((offsets <= offsets[:, None]).unsqueeze(0)), verified.taps.dtype)
+            mask = block_mask(slots, causal_block(count, self.ids.device), verified.taps.dtype)
         elif count > 1:
             mask = functional.pad(self.causal[:, :count, :count], (slots.lengths[0], 0)).unsqueeze(1)
         positions = slots.starts[:, None] + offsets
@@ -335,7 +319,9 @@ class HeadDrafter(TreeDrafter):
         return hidden
 
     def level_logits(self, hidden: Tensor, frontier: Frontier, level: int) -> Float[Tensor, "batch nodes draft_vocab"]:
-        return self.head.logits(hidden, level)
+        logits: Tensor = self.head.logits(hidden, level)
+        return logits
 
     def feedback(self, hidden: Tensor, features: Tensor, tokens: Tensor) -> Tensor:
-        return self.head.feedback(hidden, features, tokens)
+        fed: Tensor = self.head.feedback(hidden, features, tokens)
+        return fed

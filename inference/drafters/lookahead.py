@@ -36,7 +36,7 @@ class NGramPool:
             known.pop(next(iter(known)))
 
     def following(self, token: int) -> list[tuple[int, ...]]:
-        """What followed this token in its n-grams, the latest first."""
+        """The rest of each n-gram that begins with this token, the latest first."""
         return list(self.by_first.get(token, ()))[::-1]
 
 

@@ -172,7 +172,7 @@ class Lookup(TrieDrafter):
 
 
 class Repeated:
-    """What one text has repeated so far."""
+    """The repeats of one text so far, and how often they were right."""
 
     def __init__(self, temperature: float) -> None:
         """Sampled texts repeat less."""
@@ -183,7 +183,7 @@ class Repeated:
         self.matched = 1  # the key of RATES that it had
 
     def next_path(self, text: list[int], trie: Trie, gumbel: GumbelRow) -> list[int]:
-        """The tokens that may come next, as deep as the trie may become."""
+        """The tokens that followed the longest match, down to the trie's maximum depth."""
         self._observe(text)
         matches, length = Continuations.of_longest_match(text, LONGEST)
         self.path, self.start = [], len(text)
@@ -196,11 +196,11 @@ class Repeated:
 
     @property
     def rate(self) -> float:
-        """How likely a token of the path is, if those before it are right."""
+        """The chance that a token of the path is right, given that those before it are."""
         return self.right[self.matched] / self.tried[self.matched]
 
     def _observe(self, text: list[int]) -> None:
-        """Compare the last path to what the text became, as far as that is known."""
+        """Count the tokens of the last path that the text has confirmed or refuted since."""
         for token, actual in zip(self.path, text[self.start :], strict=False):
             self.tried[self.matched] += 1
             self.right[self.matched] += token == actual
@@ -212,11 +212,11 @@ class Repeats:
     """Adds to the trees of a head what the texts repeat."""
 
     def __init__(self, most: int) -> None:
-        """`most` draft tokens per row are added at most."""
+        """`most` bounds the draft tokens that are added per row."""
         self.most, self.depth = most, DEPTH
         self.rows: dict[int, Repeated] = {}  # by the row's key
 
-    def beside(self, tree: Tree, verified: VerifiedOnHost, growth: Growth) -> Tree:
+    def extend(self, tree: Tree, verified: VerifiedOnHost, growth: Growth) -> Tree:
         """The tree with repeats, as far as the growth policy finds them worth their verification."""
         samplings = verified.sampling.samplings
         self.rows = {
@@ -246,7 +246,7 @@ class Repeats:
         return replace(found, deepest=deepest, levels=tree.deepest)
 
     def _worth(self, chances: list[list[float]], drafted: int, growth: Growth) -> int:
-        """How many further tokens of the paths are worth their verification: those of all rows cost it together."""
+        """The number of further tokens of each path that are worth their verification, which all rows share."""
         count = 0
         while count < self.most:
             mean = sum(own[count] for own in chances if len(own) > count) / len(chances)

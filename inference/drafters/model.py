@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.nn import functional
 
 from headstart.heads.calibration import Calibration
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.cache import PAGE, KVCache, Slots
 from headstart.inference.core.drafter import Verified, VerifiedOnHost
-from headstart.inference.core.tree import Block, Tree
+from headstart.inference.core.tree import Block, Tree, causal_block
 from headstart.inference.drafters.growth import Growth
 from headstart.inference.drafters.head import Frontier, HeadDrafter, LevelMasks
 from headstart.inference.drafters.trie import Trie, TrieDrafter
@@ -38,30 +39,11 @@ class ModelAsHead:
 
         Only tokens that both have are drafted, and those that a constraint forces.
         """
-        self.model = model
+        self.decoder_layers: Sequence[nn.Module] = model.layers
+        self.cache_shape = model.cached_shape
         self.columns = min(model.config.vocab_size, target.config.vocab_size)
         self.vocab = DraftVocab(torch.arange(self.columns), target.config.vocab_size)
         self.embedding: Tensor = model.model.get_input_embeddings().weight
-
-    @property
-    def decoder_layers(self) -> Sequence[nn.Module]:
-        return self.model.layers
-
-    @property
-    def cache_shape(self) -> tuple[int, int, int] | None:
-        return self.model.cached_shape
-
-    def project(self, taps: Tensor) -> Tensor:
-        return taps
-
-    def __call__(self, tokens: Int[Tensor, "batch block"], *args: Any, **options: Any) -> Tensor:
-        """The logits for (tokens, positions, masks, cache).
-
-        The model reads its own last token in place of a target token that is outside its vocabulary.
-        """
-        known = tokens.clamp(max=self.model.config.vocab_size - 1)
-        logits: Tensor = self.model.forward(known, *args, **options).logits
-        return logits
 
     def logits(self, hidden: Float[Tensor, "*axes vocab"], level: int = 0) -> Float[Tensor, "*axes draft_vocab"]:
         return hidden[..., : self.columns]
@@ -96,7 +78,7 @@ class ModelDrafter(HeadDrafter):
                 f"{target.max_positions} or more are allowed; choose another draft model"
             )
         super().__init__(ModelAsHead(model, target), growth)
-        self.masks = model.masks
+        self.model, self.masks = model, model.masks
 
     @property
     def max_nodes(self) -> int:
@@ -105,10 +87,7 @@ class ModelDrafter(HeadDrafter):
     @torch.inference_mode()
     def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
         # The position before the first new one is read again: it costs little, and a reused prefix lacks it.
-        slots, offsets = self.slots(row), torch.arange(text.shape[1] - 1, device=text.device)
-        block = Block((offsets <= offsets[:, None]).unsqueeze(0), offsets.unsqueeze(0))
-        positions, masks = slots.starts[:, None] + offsets, self.masks(slots, block)
-        self.head(text[:, :-1], positions, masks, KVCache(slots, None), last_only=True)
+        self.run(text[:, :-1], causal_block(text.shape[1] - 1, text.device), self.slots(row), last_only=True)
 
     def slots(self, cache: KVCache) -> Slots:
         """The slots in which the model keeps its keys and values."""
@@ -122,8 +101,7 @@ class ModelDrafter(HeadDrafter):
         """
         slots = self.slots(cache)
         verified.rewind(slots, read=1)
-        offsets = torch.arange(verified.next_tokens.shape[1], device=verified.roots.device)
-        block = Block((offsets <= offsets[:, None]).unsqueeze(0), offsets.unsqueeze(0))
+        block = causal_block(verified.next_tokens.shape[1], verified.roots.device)
         logits = self.run(verified.next_tokens, block, slots)
         verified.advance(slots, already=1)
         return self.hold_root(verified.last(logits), slots)
@@ -145,21 +123,21 @@ class ModelDrafter(HeadDrafter):
         slots, count = self.slots(cache), frontier.tokens.shape[1]
         self.depths = torch.cat([self.depths, torch.full_like(self.depths[:, :1], level).expand(1, count)], dim=1)
         depths = self.depths.expand(len(frontier.tokens), -1)
-        logits = self.run(frontier.tokens, Block(with_root(masks.of(frontier, level) == 0), depths), slots)
+        visible = functional.pad(masks.of(frontier, level) == 0, (1, 0), value=True)  # every node sees the root
+        logits = self.run(frontier.tokens, Block(visible, depths), slots)
         slots.hold(count)
         return logits
 
-    def run(self, tokens: Int[Tensor, "batch block"], block: Block, slots: Slots) -> Float[Tensor, "batch block vocab"]:
-        """Append a block of tokens to the accepted and pending ones; returns the logits after each."""
+    def run(self, tokens: Int[Tensor, "batch block"], block: Block, slots: Slots, last_only: bool = False) -> Tensor:
+        """Append a block of tokens to the accepted and pending ones; returns the logits after each, or the last."""
         assert block.depths is not None
         positions = slots.starts[:, None] + block.depths[:, -tokens.shape[1] :]
-        masks: Masks = self.masks(slots, block)
-        return self.head(tokens, positions, masks, KVCache(slots, None))
+        return self.forward(tokens, positions, self.masks(slots, block), KVCache(slots, None), last_only)
 
-
-def with_root(visible: Bool[Tensor, "batch frontier pending"]) -> Bool[Tensor, "batch frontier pending+1"]:
-    """A visibility mask with the root in front, which every node sees."""
-    return torch.cat([torch.ones_like(visible[..., :1]), visible], dim=-1)
+    def forward(self, tokens: Tensor, positions: Tensor, masks: Masks, cache: KVCache, last_only: bool) -> Tensor:
+        """The logits; a token outside the model's vocabulary is read as the model's last one."""
+        known = tokens.clamp(max=self.model.config.vocab_size - 1)
+        return self.model.forward(known, positions, masks, cache, last_only=last_only).logits
 
 
 class EarlyExit(ModelDrafter):
@@ -190,21 +168,12 @@ class EarlyExit(ModelDrafter):
         return tree
 
     def read(self, verified: Verified, cache: KVCache) -> tuple[Tensor, Tensor]:
-        slots = self.slots(cache)
-        alone = torch.ones(1, 1, 1, dtype=torch.bool, device=verified.roots.device)
-        logits = self.run(verified.roots, Block(alone, torch.zeros_like(alone[0], dtype=torch.long)), slots)
-        return self.hold_root(logits, slots)
+        logits = self.run(verified.roots, causal_block(1, verified.roots.device), cache.target)
+        return self.hold_root(logits, cache.target)
 
-    def run(self, tokens: Int[Tensor, "batch block"], block: Block, slots: Slots) -> Float[Tensor, "batch block vocab"]:
-        assert block.depths is not None
-        positions = slots.starts[:, None] + block.depths[:, -tokens.shape[1] :]
-        cache: Any = KVCache(slots, None)
+    def forward(self, tokens: Tensor, positions: Tensor, masks: Masks, cache: Any, last_only: bool) -> Tensor:
         logits: Tensor = self.exit(
-            input_ids=tokens,
-            attention_mask=self.masks(slots, block),
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
+            input_ids=tokens, attention_mask=masks, position_ids=positions, past_key_values=cache, use_cache=True
         ).logits
         return logits
 
@@ -299,9 +268,9 @@ class OtherTokenizerDrafter(TrieDrafter):
     def next_logits(self, tokens: list[int], cache: KVCache) -> Tensor:
         """Read tokens after those in the cache; returns the logits after the last one. [1, 1, vocab]"""
         device = self.model.device
-        offsets = torch.arange(len(tokens), device=device)
-        masks = self.model.masks(cache.target, Block((offsets <= offsets[:, None]).unsqueeze(0), offsets.unsqueeze(0)))
-        positions = cache.target.starts[:, None] + offsets
+        block = causal_block(len(tokens), device)
+        assert block.depths is not None
+        positions, masks = cache.target.starts[:, None] + block.depths, self.model.masks(cache.target, block)
         return self.model.forward(torch.tensor([tokens], device=device), positions, masks, cache, True).logits
 
     def encode_continuation(self, last: list[int], added: str) -> list[int]:

@@ -50,7 +50,7 @@ class Streamer(Protocol):
 
 @dataclass(frozen=True)
 class SpeculativeOutput:
-    """What `generate` returns with return_dict_in_generate."""
+    """The result of `generate` with return_dict_in_generate."""
 
     sequences: Int[Tensor, "rows total"]  # the prompts as given, the new tokens, padding
     generations: list[Generation]  # one per row
@@ -103,15 +103,13 @@ class SpeculativeModel:
                 f"head: {head} given with decode.drafter {decode.drafter}; give a head with decode.drafter head, or no "
                 f"head with another drafter"
             )
+        folder = locate_target(fields.path, fields.revision, field="target")
         if head is None:
-            locate_target(fields.path, fields.revision, field="target")
             model = TargetModel.load(fields, ())
             drafter = build_drafter(decode, model, fields)
         else:
             # Refuse a head that does not fit before loading the target, which may take minutes.
-            found = locate_target(fields.path, fields.revision, field="target")
-            frozen = FrozenTarget.from_folder(found, torch.float32)
-            model = TargetModel.load(fields, load_head_for(head, frozen).taps)
+            model = TargetModel.load(fields, load_head_for(head, FrozenTarget.from_folder(folder, torch.float32)).taps)
             drafter = build_drafter(decode, model, fields, load_drafting_head(Path(head), model))
         return cls(model, drafter, tokenizer, decode.acceptance, decode.max_batch)
 

@@ -62,7 +62,7 @@ def read_mask(given: Any, input_ids: Tensor, pad: int | None, ends: tuple[int, .
             return torch.ones_like(input_ids, dtype=torch.bool) if pad is None else input_ids.ne(pad)
         if len(input_ids) > 1:
             warnings.warn(
-                f"attention_mask: missing for {len(input_ids)} prompts, and padding cannot be told from text because "
+                f"attention_mask: missing for {len(input_ids)} prompts, and padding looks like text because "
                 f"the pad token {pad} is also an end token; all tokens count as text: pass the tokenizer's "
                 f"attention_mask",
                 stacklevel=5,

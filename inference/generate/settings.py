@@ -24,10 +24,9 @@ def read_integer(name: str, given: Any) -> int:
     try:
         return operator.index(found)
     except TypeError:
-        shown = reprlib.repr(given)
-        raise ValueError(f"{name}: {shown} given, a whole number is allowed; write it without a point or quotes") from (
-            None
-        )
+        pass  # refused below, with the field's name
+    shown = reprlib.repr(given)
+    raise ValueError(f"{name}: {shown} given, a whole number is allowed; write it without a point or quotes")
 
 
 def read_count(name: str, given: Any) -> int:
@@ -70,23 +69,17 @@ def read_bias(settings: Mapping[str, Any]) -> Bias:
             f"logit_bias: {reprlib.repr(by_token)} given, a mapping of token ids to biases is allowed; write "
             f"logit_bias={{5: -1.0}}"
         )
-    pairs = sequence_pairs(settings["sequence_bias"] or {})
-    too_long = [list(sequence) for sequence, _ in pairs if len(sequence) != 1]
-    if too_long:
+    given = settings["sequence_bias"] or {}
+    pairs = list(given.items()) if isinstance(given, Mapping) else given  # transformers has both forms
+    if not isinstance(pairs, list | tuple) or not all(map(is_pair, pairs)):
+        raise ValueError(
+            f"sequence_bias: {reprlib.repr(given)} given, a mapping of tuples of token ids to biases is allowed; write "
+            f"sequence_bias={{(5,): -1.0}}"
+        )
+    if too_long := [list(sequence) for sequence, _ in pairs if len(sequence) != 1]:
         raise ValueError(f"sequence_bias: {too_long} given, sequences of 1 token are allowed; leave out longer ones")
     single = [read_pair("sequence_bias", sequence[0], bias) for sequence, bias in pairs]
     return (*single, *(read_pair("logit_bias", token, bias) for token, bias in by_token.items()))
-
-
-def sequence_pairs(given: Any) -> list[tuple[Sequence[Any], Any]]:
-    """The (sequence, bias) pairs of a sequence_bias, in either of transformers' two forms."""
-    pairs = list(given.items()) if isinstance(given, Mapping) else given
-    if isinstance(pairs, list | tuple) and all(map(is_pair, pairs)):
-        return [(sequence, bias) for sequence, bias in pairs]
-    raise ValueError(
-        f"sequence_bias: {reprlib.repr(given)} given, a mapping of tuples of token ids to biases is allowed; write "
-        f"sequence_bias={{(5,): -1.0}}"
-    )
 
 
 def is_pair(given: Any) -> bool:
@@ -176,7 +169,13 @@ def read_settings(config: Config | None, overrides: Settings) -> dict[str, Any]:
     found, defaults = config_fields(config)
     given = {name: value for name, value in found.items() if value is not None and value != defaults.get(name)}
     settings = {**DEFAULTS, **given, **overrides}
-    wrong, unsupported = read_values(settings), unsupported_fields(settings)
+    wrong, unsupported = [], unsupported_fields(settings)
+    for name, read in READERS.items():
+        if settings.get(name) is not None:
+            try:
+                settings[name] = read(name, settings[name])
+            except ValueError as error:
+                wrong.append(str(error))
     if not wrong:
         # do_sample=False in the call overrides a configuration that samples, so its temperature is no mistake then.
         explicit = overrides.keys() if "do_sample" in overrides else settings.keys()
@@ -202,18 +201,6 @@ def config_fields(config: Config | None) -> tuple[dict[str, Any], dict[str, Any]
             f"GenerationConfig(**fields), or give the fields to the call: generate(input_ids, **fields)"
         )
     return config.to_dict(), type(config)().to_dict()
-
-
-def read_values(settings: dict[str, Any]) -> list[str]:
-    """Replace the values of `READERS` by what they were read as; returns a line for each that has a wrong type."""
-    wrong = []
-    for name, read in READERS.items():
-        if settings.get(name) is not None:
-            try:
-                settings[name] = read(name, settings[name])
-            except ValueError as error:
-                wrong.append(str(error))
-    return wrong
 
 
 def unsupported_fields(settings: Settings) -> list[str]:
@@ -254,13 +241,13 @@ def has_no_effect(name: str, value: Any) -> bool:
 
 def read_sampling(settings: Settings, rule: AcceptanceRule = "seeded") -> Sampling:
     """The sampling fields of a call's settings, without its seed; raises ValueError for a value out of range."""
-    given: dict[str, Any] = {name: settings.get(name) for name in SAMPLING_FIELDS.keys() - {"seed"}}
+    given = {name: settings.get(name) for name in SAMPLING_FIELDS.keys() - {"seed"}}
     if not settings["do_sample"]:
         given |= dict.fromkeys(ALLOWED_WHEN_GREEDY)
     elif given["temperature"] is None:
         given["temperature"] = 1.0
     given["top_k"] = given["top_k"] or None  # 0 also means off
-    values = {name: SAMPLING_FIELDS[name].off if value is None else value for name, value in given.items()}
+    values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     return Sampling(**values, logit_bias=read_bias(settings), rule=rule)
 
 
