@@ -24,8 +24,8 @@ from headstart.inference.core.request import DecodeStats
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import growth_from_recipe, load_drafting_head
-from headstart.inference.drafters.cost_aware import AdaptiveChain, CostAware
 from headstart.inference.drafters.cost_measurement import cost_table
+from headstart.inference.drafters.costs import AdaptiveChain, CostAware
 from headstart.inference.drafters.growth import Dynamic, Growth
 from headstart.inference.engine.loop import generate
 from headstart.inference.generate.inputs import held_out_prompts, taps_to_read

@@ -22,12 +22,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from headstart.inference.core.drafter import Drafter, VerifiedOnHost
+from headstart.inference.core.drafter import Drafter
+from headstart.inference.core.verify import VerifiedOnHost
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.lookahead import Lookahead
-from headstart.inference.drafters.lookup import Lookup
+from headstart.inference.drafters.lookup import Lookup, TreeLimits, Trie, TrieDrafter
 from headstart.inference.drafters.model import EarlyExit, ModelDrafter
-from headstart.inference.drafters.trie import TreeLimits, Trie, TrieDrafter
 from headstart.inference.engine.loop import generate
 from headstart.inference.generate.inputs import held_out_prompts
 from headstart.inference.report.rounds import TokenTimes

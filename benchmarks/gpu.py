@@ -24,9 +24,10 @@ from headstart.data_pipelines.prompts.prompts import make_prompts
 from headstart.heads.base import DraftHead
 from headstart.heads.checkpoint import load_head_for, new_head
 from headstart.heads.vocab import DraftVocab
-from headstart.inference.core.drafter import PLAIN, Drafter, VerifiedOnHost
+from headstart.inference.core.drafter import PLAIN, Drafter
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import BatchSampling, Sampling
+from headstart.inference.core.verify import VerifiedOnHost
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import loop_of

@@ -11,10 +11,10 @@ from headstart.heads.base import DraftHead, LevelHead
 from headstart.heads.block import BlockHead
 from headstart.heads.block_attention import Blocks
 from headstart.inference.core.cache import KVCache
-from headstart.inference.core.drafter import VerifiedOnHost
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import BatchSampling, History, Sampling
 from headstart.inference.core.tree import Tree
+from headstart.inference.core.verify import VerifiedOnHost
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
 from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.engine.step import start_history

@@ -10,12 +10,20 @@ from torch import Tensor
 from headstart.heads.eagle3 import Eagle3Head, Eagle3Shape
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.cache import KVCache
-from headstart.inference.core.drafter import Drafter, Verified, VerifiedOnHost
+from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import History
 from headstart.inference.core.tree import Tree
-from headstart.inference.drafters.cost_aware import AdaptiveChain, CostAware
-from headstart.inference.drafters.costs import NODES, CostSurface, CostTable, Situation, StepCosts
+from headstart.inference.core.verify import Verified, VerifiedOnHost
+from headstart.inference.drafters.costs import (
+    NODES,
+    AdaptiveChain,
+    CostAware,
+    CostSurface,
+    CostTable,
+    Situation,
+    StepCosts,
+)
 from headstart.inference.drafters.growth import Dynamic, Fixed
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.drafters.lookup import Repeats

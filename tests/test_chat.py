@@ -22,11 +22,11 @@ from headstart.heads.vocab import DraftVocab
 from headstart.inference.chat.answer import Answer
 from headstart.inference.chat.conversation import Conversation
 from headstart.inference.chat.session import HELP, Chat, first_ctrl_c, printable, read_command
-from headstart.inference.core.drafter import Drafter, Verified
+from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.tree import Tree
-from headstart.inference.core.verify import BONUS, Accepted
+from headstart.inference.core.verify import BONUS, Accepted, Verified
 from headstart.inference.report.trace import trace
 from headstart.inference.show.colours import SHADES, token_style
 from headstart.inference.show.text_stream import TextStream

@@ -18,9 +18,16 @@ from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters import cost_measurement
 from headstart.inference.drafters.build import growth_from_recipe
-from headstart.inference.drafters.cost_aware import CostAware, CostAwareShape
 from headstart.inference.drafters.cost_measurement import NEEDED, cost_table, surface_from, time_works
-from headstart.inference.drafters.costs import NODES, WINDOW, CostSurface, CostTable, Situation
+from headstart.inference.drafters.costs import (
+    NODES,
+    WINDOW,
+    CostAware,
+    CostAwareShape,
+    CostSurface,
+    CostTable,
+    Situation,
+)
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.engine.loop import generate, loop_of
 from headstart.inference.targets.model import TargetModel

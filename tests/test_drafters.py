@@ -16,15 +16,16 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from headstart.inference.core.cache import KVCache
-from headstart.inference.core.drafter import Drafter, VerifiedOnHost
+from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import DecodeStats, Request
 from headstart.inference.core.sampling import BatchSampling, Sampling
+from headstart.inference.core.verify import VerifiedOnHost
 from headstart.inference.drafters.build import build_drafter
 from headstart.inference.drafters.growth import Dynamic, Fixed
 from headstart.inference.drafters.lookahead import Lookahead, NGramPool
-from headstart.inference.drafters.lookup import Continuations, Lookup, SuffixAutomaton
+from headstart.inference.drafters.lookup import Continuations, Lookup, TreeLimits, Trie
 from headstart.inference.drafters.model import EarlyExit, ModelDrafter, OtherTokenizerDrafter
-from headstart.inference.drafters.trie import TreeLimits, Trie
+from headstart.inference.drafters.suffix_automaton import SuffixAutomaton
 from headstart.inference.engine.loop import generate, generate_batch
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection, TargetSection
@@ -289,7 +290,7 @@ def test_a_suffix_automaton_counts_every_substring() -> None:
         places = {n: ends_of(corpus, query[12 - n :]) for n in range(1, 13)}
         assert length == max((n for n in places if places[n]), default=0)
         followed = [text[end] for text, end in places[length] if end < len(text)]
-        found = {child.token: child.weight for child in automaton.children(state)}
+        found = {token: count for token, count, _ in automaton.followed_by(state)}
         assert found == {token: followed.count(token) for token in set(followed)}
 
 

@@ -23,13 +23,13 @@ from headstart.heads.medusa import MedusaHead, from_any_layout, to_reference_lay
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.calibrate import RANKS, Tally, fit_calibration, tally_texts, write_texts
 from headstart.inference.core.cache import KVCache
-from headstart.inference.core.drafter import Verified, VerifiedOnHost
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.tree import Tree
+from headstart.inference.core.verify import Verified, VerifiedOnHost
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import growth_from_recipe
-from headstart.inference.drafters.cost_aware import CostAwareShape
+from headstart.inference.drafters.costs import CostAwareShape
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.engine.loop import generate, generate_batch

@@ -12,8 +12,7 @@ from headstart.heads.eagle3 import Eagle3Head
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.core.tree import Tree
-from headstart.inference.drafters.cost_aware import CostAware
-from headstart.inference.drafters.costs import Situation
+from headstart.inference.drafters.costs import CostAware, Situation
 from headstart.inference.drafters.growth import Dynamic, Fixed
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.drafters.lookup import DEPTH, PRIOR, RATES, Repeats

@@ -10,16 +10,15 @@ import torch
 from scripted import HalfRightHead, LoadCosts, paths
 
 from headstart.inference.core.cache import KVCache
-from headstart.inference.core.drafter import Verified, VerifiedOnHost
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.tree import Tree
-from headstart.inference.core.verify import Accepted
+from headstart.inference.core.verify import Accepted, Verified, VerifiedOnHost
 from headstart.inference.drafters.costs import Situation
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.engine.loop import DecodeLoop, generate
-from headstart.inference.engine.speculation import PATIENCE, REST, SpeculationByLoad
+from headstart.inference.engine.step import PATIENCE, REST, SpeculationByLoad
 from headstart.inference.targets.model import TargetModel
 
 GROWTH = Dynamic(3, 2, 6)

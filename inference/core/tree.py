@@ -148,3 +148,8 @@ def ragged_keys(slots: Slots, block: Block, window: int | None) -> Bool[Tensor, 
         positions = torch.where(offset < 0, offset, depths.gather(1, index))  # relative to the first pending token
         allowed &= positions.unsqueeze(1) > (depths[:, -size:] - window).unsqueeze(-1)
     return allowed
+
+
+def size_bucket(nodes: int) -> int:
+    """The next power of two: few tree sizes, so few graphs."""
+    return 1 << (nodes - 1).bit_length()

@@ -1,14 +1,17 @@
-"""Verification: find the accepted path of a tree from the target's choice at every node. Pure functions."""
+"""Verification: the path of a tree that the target accepts, and what it makes certain for the next draft."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from headstart.inference.core.cache import Slots
+from headstart.inference.core.constraint import LevelConstraint, States
 from headstart.inference.core.rejection import rejection_choices
 from headstart.inference.core.sampling import BatchSampling, History
-from headstart.inference.core.tree import Tree
+from headstart.inference.core.tree import Tree, take
 
 BONUS = 0  # in place of a draft depth: the token that the target adds after the accepted draft tokens
 
@@ -68,3 +71,108 @@ def accept(tree: Tree, choices: Int[Tensor, "batch nodes"]) -> list[Accepted]:
 def count_drafted(parents: list[int]) -> int:
     """Draft tokens in a row: neither the root nor padding has a parent."""
     return sum(parent >= 0 for parent in parents)
+
+
+@dataclass(frozen=True)
+class Verified(ABC):
+    """The tokens and hidden states that the last target step made certain in each row. A drafter builds on them.
+
+    Rows differ in how many positions are newly verified, so their tensors are padded on the right. One subclass holds
+    its counts on the host; the other serves a captured step, which cannot wait to read counts from the device.
+    """
+
+    taps: Float[Tensor, "batch count tapped"]  # at the newly verified positions
+    next_tokens: Int[Tensor, "batch count"]  # the token after each of them
+    roots: Int[Tensor, "batch 1"]  # the last of these in each row: the root of its next tree
+    sampling: BatchSampling
+    history: History | None  # counts the tokens before the root, where penalties need it
+
+    @abstractmethod
+    def levels(self, most: int) -> int:
+        """How many levels to draft: at most `most`, and fewer if no row can use that many draft tokens."""
+
+    @abstractmethod
+    def rewind(self, slots: Slots, read: int = 0) -> None:
+        """Drop the last tree from a drafter's slots, but keep the first `read` of the newly verified positions."""
+
+    @abstractmethod
+    def advance(self, slots: Slots, already: int = 0) -> None:
+        """Keep the newly verified positions that were just read into the slots; `already` were there before."""
+
+    @abstractmethod
+    def last(self, states: Float[Tensor, "batch count size"]) -> Float[Tensor, "batch 1 size"]:
+        """The states at each row's last newly verified position."""
+
+    def constraint(self) -> LevelConstraint | None:
+        """The tokens that may follow each row's root; None if no row has a constraint."""
+        return None
+
+    @abstractmethod
+    def finished(self, level: int) -> Bool[Tensor, " batch"] | None:
+        """The rows that can use no draft tokens of this level; None if every row can."""
+
+
+@dataclass(frozen=True)
+class VerifiedOnHost(Verified):
+    """All counts are known on the host. Drafters without static shapes only ever get this one."""
+
+    starts: list[int]  # the first newly verified position of each row
+    counts: list[int]  # how many positions are newly verified
+    drafted: list[int]  # draft tokens of the last tree; 0 after prefill
+    remaining: list[int]  # draft tokens that a row can still use
+    texts: list[list[int]]  # prompt and output, the root included
+    keys: list[int]  # one per row, unique in this process: a drafter keeps a row's state by its key
+    choices: list[list[int]] = field(default_factory=list)  # the target's, at each node of the last tree
+    last_step: tuple[float, float] | None = None  # time.perf_counter() before and after the last step, if there was one
+    constraints: States = ()  # one per row; empty if no row has a constraint
+
+    @property
+    def states(self) -> States:
+        """Where each row's text stands within its constraint."""
+        return self.constraints or [None] * len(self.texts)
+
+    def levels(self, most: int) -> int:
+        return min(most, max(self.remaining))
+
+    def constraint(self) -> LevelConstraint | None:
+        return LevelConstraint.at_root(self.constraints) if self.constraints else None
+
+    def rewind(self, slots: Slots, read: int = 0) -> None:
+        slots.set_lengths([start + read for start in self.starts])
+
+    def advance(self, slots: Slots, already: int = 0) -> None:
+        slots.advance([count - already for count in self.counts])
+
+    def last(self, states: Float[Tensor, "batch count size"]) -> Float[Tensor, "batch 1 size"]:
+        if len(states) == 1:
+            return states[:, self.counts[0] - 1 : self.counts[0]]
+        return take(states, torch.tensor(self.counts, device=states.device).unsqueeze(1) - 1)
+
+    def finished(self, level: int) -> Bool[Tensor, " batch"] | None:
+        if min(self.remaining) > level:
+            return None
+        return torch.tensor([left <= level for left in self.remaining], device=self.roots.device)
+
+
+@dataclass(frozen=True)
+class VerifiedOnDevice(Verified):
+    """For a captured step, whose shapes never change. The host rewinds the head's slots before the step begins."""
+
+    counts: Int[Tensor, " batch"]  # as in `VerifiedOnHost`
+    remaining: Int[Tensor, " batch"]
+
+    def levels(self, most: int) -> int:
+        return most
+
+    def rewind(self, slots: Slots, read: int = 0) -> None:
+        if read:
+            slots.shift(torch.full_like(self.counts, read))
+
+    def advance(self, slots: Slots, already: int = 0) -> None:
+        slots.shift(self.counts - already if already else self.counts)  # no kernel for nothing
+
+    def last(self, states: Float[Tensor, "batch count size"]) -> Float[Tensor, "batch 1 size"]:
+        return take(states, self.counts.unsqueeze(1) - 1)
+
+    def finished(self, level: int) -> Bool[Tensor, " batch"]:
+        return self.remaining <= level

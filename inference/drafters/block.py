@@ -12,8 +12,8 @@ from headstart.heads.base import DraftHead, LevelHead
 from headstart.heads.block import BlockHead
 from headstart.heads.block_attention import Reach
 from headstart.inference.core.cache import KVCache, Slots
-from headstart.inference.core.drafter import Verified
 from headstart.inference.core.tree import Block, block_mask
+from headstart.inference.core.verify import Verified
 from headstart.inference.drafters.growth import Growth
 from headstart.inference.drafters.head import Frontier, HeadDrafter, LevelMasks, TreeDrafter, for_all_nodes
 from headstart.inference.drafters.lookup import Repeats

@@ -12,13 +12,13 @@ from headstart.heads.checkpoint import load_head_for
 from headstart.heads.target_config import locate_target
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.drafters.block import head_drafter
-from headstart.inference.drafters.cost_aware import AdaptiveChain, CostAware, CostAwareShape
 from headstart.inference.drafters.cost_measurement import cost_table
+from headstart.inference.drafters.costs import AdaptiveChain, CostAware, CostAwareShape
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
 from headstart.inference.drafters.lookahead import Lookahead
-from headstart.inference.drafters.lookup import Lookup, Repeats, SuffixAutomaton
+from headstart.inference.drafters.lookup import Lookup, Repeats, TreeLimits
 from headstart.inference.drafters.model import EarlyExit, ModelDrafter, OtherTokenizerDrafter
-from headstart.inference.drafters.trie import TreeLimits
+from headstart.inference.drafters.suffix_automaton import SuffixAutomaton
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.packed_weights import pack_weights
 from headstart.inference.targets.tokenizer import load_tokenizer, same_tokenizer

@@ -22,14 +22,14 @@ from pydantic import TypeAdapter
 from headstart.common.files import write_text
 from headstart.common.process import user_cache
 from headstart.heads.base import DraftHead
-from headstart.inference.core.drafter import PLAIN, VerifiedOnHost
+from headstart.inference.core.drafter import PLAIN
 from headstart.inference.core.sampling import BatchSampling, Sampling
-from headstart.inference.core.tree import Tree
-from headstart.inference.core.verify import accept
+from headstart.inference.core.tree import Tree, size_bucket
+from headstart.inference.core.verify import VerifiedOnHost, accept
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.costs import NODES, CostSurface, CostTable, Observed
 from headstart.inference.drafters.growth import Dynamic
-from headstart.inference.targets.cuda_graph import StaticStep, size_bucket
+from headstart.inference.targets.cuda_graph import StaticStep
 from headstart.inference.targets.loading import processor_name
 from headstart.inference.targets.model import TargetModel
 

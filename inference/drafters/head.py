@@ -14,9 +14,9 @@ from headstart.heads.calibration import Calibration
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.cache import KVCache
 from headstart.inference.core.constraint import LevelConstraint
-from headstart.inference.core.drafter import Verified, VerifiedOnHost
 from headstart.inference.core.sampling import BatchSampling, History
 from headstart.inference.core.tree import Block, Tree, additive, block_mask, causal_block, take
+from headstart.inference.core.verify import Verified, VerifiedOnHost
 from headstart.inference.drafters.growth import Growth, Pool, SampledChildren
 from headstart.inference.drafters.lookup import Repeats
 

@@ -16,9 +16,9 @@ of that tree, so its tokens may be accepted too.
 from dataclasses import dataclass, field
 
 from headstart.inference.core.cache import KVCache
-from headstart.inference.core.drafter import Verified, VerifiedOnHost
 from headstart.inference.core.tree import Tree
-from headstart.inference.drafters.trie import Trie, TrieDrafter
+from headstart.inference.core.verify import Verified, VerifiedOnHost
+from headstart.inference.drafters.lookup import Trie, TrieDrafter
 
 
 @dataclass

@@ -15,11 +15,11 @@ from torch.nn import functional
 from headstart.heads.calibration import Calibration
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.cache import PAGE, KVCache, Slots
-from headstart.inference.core.drafter import Verified, VerifiedOnHost
 from headstart.inference.core.tree import Block, Tree, causal_block
+from headstart.inference.core.verify import Verified, VerifiedOnHost
 from headstart.inference.drafters.growth import Growth
 from headstart.inference.drafters.head import Frontier, HeadDrafter, LevelMasks
-from headstart.inference.drafters.trie import Trie, TrieDrafter
+from headstart.inference.drafters.lookup import Trie, TrieDrafter
 from headstart.inference.targets.architecture import first_layers
 from headstart.inference.targets.model import Masks, TargetModel
 from headstart.inference.targets.tokenizer import REPLACEMENT_CHARACTER

@@ -5,15 +5,15 @@ import time
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from headstart.inference.core.cache import PAGE, KVCache, takes_memory_lazily
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import Generation, Request, Row, Unread
+from headstart.inference.core.tree import size_bucket
 from headstart.inference.engine.budget import CacheBudget
 from headstart.inference.engine.prefixes import BLOCK, Cached, Prefix, PrefixIndex
-from headstart.inference.targets.cuda_graph import StaticStep, size_bucket
+from headstart.inference.targets.cuda_graph import StaticStep
 from headstart.inference.targets.model import TargetModel
 
 CATCH_UP = 256  # positions that a drafter reads before a step, of those that it missed while drafts did not pay
@@ -121,10 +121,6 @@ class Batch:
             self.drafter.prefill(taps, torch.tensor([text], device=self.target.device), cache)
         unread.has_read(count)
         return count
-
-    def drafter_taps(self, taps: Float[Tensor, "batch count given"]) -> Float[Tensor, "batch count tapped"]:
-        """The hidden states that this drafter reads; the target may give more, for other heads."""
-        return taps if self.tap_columns is None else taps.index_select(-1, self.tap_columns)
 
     def known_tokens(self, prompt: list[int]) -> int:
         """The length of the prompt's longest prefix that earlier texts left in the cache."""

@@ -14,7 +14,7 @@ from headstart.inference.core.sampling import BatchSampling
 from headstart.inference.core.tree import Block, causal_block
 from headstart.inference.engine.batch import CATCH_UP, Batch, Reading
 from headstart.inference.engine.prefixes import BLOCK, Prefix, known_tokens
-from headstart.inference.engine.step import constraints_of, start_history, token_scores
+from headstart.inference.engine.step import constraints_of, drafter_taps, start_history, token_scores
 from headstart.inference.targets.model import TargetModel, TargetOutput
 from headstart.inference.targets.side_by_side import Part
 
@@ -110,7 +110,7 @@ class PromptReader:
         """
         batch = self.batch
         for chunk, output in zip(chunks, outputs, strict=True):
-            taps = batch.drafter_taps(output.taps)[0]
+            taps = drafter_taps(output.taps, batch.tap_columns)[0]
             chunk.row.unread.add(taps)
             if batch.prefixes is not None:
                 chunk.row.kept.append(taps)

@@ -3,26 +3,30 @@
 import sys
 import time
 
+import numpy
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from headstart.inference.core.constraint import ConstraintState, masked_tree
-from headstart.inference.core.drafter import VerifiedOnHost
 from headstart.inference.core.gumbel import GumbelTable
 from headstart.inference.core.request import Block, Request, Row, TokenScores
 from headstart.inference.core.sampling import BatchSampling, History
 from headstart.inference.core.tree import Tree, take
-from headstart.inference.core.verify import Accepted, accept, verify
+from headstart.inference.core.verify import Accepted, VerifiedOnHost, accept, verify
 from headstart.inference.drafters.costs import CostTable, Situation
 from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.engine.batch import CATCH_UP, Batch
-from headstart.inference.engine.speculation import SpeculationByLoad
 from headstart.inference.targets.cuda_graph import StepOutput
 from headstart.inference.targets.model import TargetModel, TargetOutput
 from headstart.inference.targets.side_by_side import Part
 
 FEW = 8  # positions that the drafter missed and reads with its next draft, for all rows at once
+MEMORY = 0.98  # weight of each observed step relative to the one after it: a hard passage does not end drafts
+RECENT = 8.0  # observed steps that the earlier ones weigh as much as, once drafts are tried again
+PATIENCE = 8  # steps for which drafts continue without paying
+STOP, RESUME = 0.98, 1.05  # speed relative to plain decoding: drafts stop below the one, and resume above the other
+REST = 32, 256  # plain steps until drafts are tried again, as the texts may have become easier: at first, at most
 
 
 class DecodeStep:
@@ -181,7 +185,7 @@ class DecodeStep:
         longest = max(len(found.path) for found in accepted)
         paths = torch.tensor([found.path + [0] * (longest - len(found.path)) for found in accepted])
         paths = paths.to(device, non_blocking=True)
-        path_taps = batch.drafter_taps(take(output.taps, paths))  # [batch, longest, tapped]
+        path_taps = drafter_taps(take(output.taps, paths), batch.tap_columns)  # [batch, longest, tapped]
         blocks = []
         for index, (row, found) in enumerate(zip(batch.rows, accepted, strict=True)):
             count = len(found.path)
@@ -209,6 +213,13 @@ class DecodeStep:
         if self.target.device.type == "cpu":  # elsewhere drawing again takes less time than waiting for the positions
             self.gumbel_table = sampling.gumbel_table
         return sampling
+
+
+def drafter_taps(
+    taps: Float[Tensor, "batch count given"], columns: Int[Tensor, " tapped"] | None
+) -> Float[Tensor, "batch count tapped"]:
+    """The hidden states that the drafter reads, by their columns; the target may give more, for other heads."""
+    return taps if columns is None else taps.index_select(-1, columns)
 
 
 def constraints_of(rows: list[Row]) -> list[ConstraintState | None]:
@@ -245,3 +256,68 @@ def token_scores(
 def pad_right(taps: Float[Tensor, "count tapped"], count: int) -> Float[Tensor, "longest tapped"]:
     """Zeros after the taps, up to `count` positions."""
     return torch.cat([taps, taps.new_zeros(count - len(taps), taps.shape[1])])
+
+
+class SpeculationByLoad:
+    """Compares the expected speed of a step with drafts to that of a plain step, both from measured costs.
+
+    What a draft brings is observed; what it costs follows from the table for the rows that decode now. So drafts stop
+    when the batch grows and resume when it shrinks, with a gap between the two so that they do not go back and forth.
+    """
+
+    def __init__(self, costs: CostTable) -> None:
+        self.costs = costs
+        self.is_on = True
+        self.steps = 0.0  # weighted number of observed steps with drafts
+        self.tokens = self.nodes = self.levels = 0.0  # weighted sums over these: tokens per row, tree size, its levels
+        self.patience, self.plain_steps, self.rest = PATIENCE, 0, REST[0]
+
+    def gain(self, at: Situation) -> float | None:
+        """The speed with drafts, relative to plain decoding; None before anything was observed."""
+        if not self.steps:
+            return None
+        tokens, nodes, levels = (total / self.steps for total in (self.tokens, self.nodes, self.levels))
+        now = self.costs.now(at)
+        largest = max(round(nodes + 0.5), 2)
+        sizes, seconds = numpy.arange(largest + 1), numpy.array([now.target[0], *now.verify(largest)])
+        drafting = now.first_level + max(levels - 1, 0) * now.level
+        return float(tokens * now.target[0] / (numpy.interp(nodes, sizes, seconds) + drafting))
+
+    def pays(self, at: Situation) -> bool:
+        """Whether the next step should draft. Call it once before each step that may."""
+        gain = self.gain(at)
+        if gain is None:
+            return self.is_on
+        if self.is_on:
+            self.patience = PATIENCE if gain >= STOP else self.patience - 1
+            self.is_on = self.patience > 0
+            if gain >= STOP:
+                self.rest = REST[0]
+        else:
+            self.plain_steps += 1
+            if gain > RESUME:
+                self._resume()
+            elif self.plain_steps == self.rest:
+                self.rest = min(2 * self.rest, REST[1])
+                self._forget()
+                self._resume()
+        return self.is_on
+
+    def _resume(self) -> None:
+        self.is_on, self.patience, self.plain_steps = True, PATIENCE, 0
+
+    def _forget(self) -> None:
+        """Let the next steps weigh as much as all before them."""
+        if self.steps > RECENT:
+            share = RECENT / self.steps
+            self.tokens, self.nodes, self.levels = share * self.tokens, share * self.nodes, share * self.levels
+            self.steps = RECENT
+
+    def observe(self, accepted: list[Accepted], tree: Tree, levels: int) -> None:
+        """Learn from a step with drafts; rows that had none of their own do not count."""
+        taken = [len(found.tokens) for found in accepted if found.drafted]
+        if taken:
+            self.steps = MEMORY * self.steps + 1
+            self.tokens = MEMORY * self.tokens + sum(taken) / len(taken)
+            self.nodes = MEMORY * self.nodes + tree.shape[1] - 1
+            self.levels = MEMORY * self.levels + levels

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from headstart.inference.core.cache import PAGE, KVCache
-from headstart.inference.core.drafter import Drafter, VerifiedOnDevice, VerifiedOnHost
+from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.sampling import BatchSampling
-from headstart.inference.core.tree import Tree
+from headstart.inference.core.tree import Tree, size_bucket
+from headstart.inference.core.verify import VerifiedOnDevice, VerifiedOnHost
 from headstart.inference.targets.model import TargetModel
 
 SPARE_STEPS = 6  # kept for later runs, each with its cache and graphs
@@ -148,11 +149,6 @@ class StaticStep:
         output = self.target.forward_tree(tree, self.cache)
         positions = self.cache.target.starts.unsqueeze(1) + tree.depths + 1
         return tokens, parents, sampling.choose(output.logits, positions), output.taps, output.logits
-
-
-def size_bucket(nodes: int) -> int:
-    """The next power of two: few tree sizes, so few graphs."""
-    return 1 << (nodes - 1).bit_length()
 
 
 class CompiledLayers:
