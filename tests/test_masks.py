@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headstart.inference.core.cache import Slots
-from headstart.inference.core.tree import Block, additive, block_mask, ragged_keys
+from headstart.inference.core.tree import PendingTokens, additive, block_mask, ragged_keys
 
 CAPACITY = 14
 LOWEST = torch.finfo(torch.float32).min
@@ -67,20 +67,20 @@ def test_a_mask_matches_its_definition(lengths: str, block: str, window: int | N
         visible[:, :, earlier:] |= torch.eye(size, dtype=torch.bool)
         depths = torch.randint(5, (rows, earlier + size))
         wanted = by_definition(held, visible, depths, slots.num_keys(size), window)
-        found = block_mask(slots, Block(visible, depths), torch.float32, window)
+        found = block_mask(slots, PendingTokens(visible, depths), torch.float32, window)
         assert found.dtype == torch.float32
         assert found.shape[1:] == (1, size, CAPACITY if static else max(held) + earlier + size)
         assert (found.expand(len(held), -1, -1, -1)[:, 0] == 0).tolist() == wanted
         assert set(found.unique().tolist()) <= {0.0, LOWEST}
         if window is None:
-            assert torch.equal(block_mask(slots, Block(visible), torch.float32), found)  # without depths
+            assert torch.equal(block_mask(slots, PendingTokens(visible), torch.float32), found)  # without depths
 
 
 @pytest.mark.parametrize("window", [None, 2, 4])
 def test_rows_of_equal_length_get_the_same_mask_as_ragged_rows(window: int | None) -> None:
     for held, (earlier, size), rows in itertools.product(range(4), BLOCKS.values(), (1, 3)):
         slots = slots_of([held] * 3, earlier)
-        block = Block(torch.rand(rows, size, earlier + size) < 0.5, torch.randint(5, (rows, earlier + size)))
+        block = PendingTokens(torch.rand(rows, size, earlier + size) < 0.5, torch.randint(5, (rows, earlier + size)))
         even = block_mask(slots, block, torch.float32, window)
         ragged = additive(ragged_keys(slots, block, window), torch.float32)
         assert torch.equal(even.expand_as(ragged), ragged)
@@ -90,13 +90,15 @@ def test_a_chain_after_its_text_gets_a_causal_mask_within_the_window() -> None:
     """As in transformers: a token in a sliding layer sees `window` tokens, itself included."""
     for window in (1, 3, 5):
         depths = torch.arange(6).unsqueeze(0)
-        mask = block_mask(slots_of([5]), Block((depths <= depths.T).unsqueeze(0), depths), torch.float32, window)
+        mask = block_mask(
+            slots_of([5]), PendingTokens((depths <= depths.T).unsqueeze(0), depths), torch.float32, window
+        )
         assert (mask[0, 0] == 0).sum(-1).tolist() == [min(window, at) for at in range(6, 12)]
 
 
 def test_a_mask_is_finite_and_has_the_dtype_of_the_model() -> None:
     """A row with nothing but -inf would be NaN after the softmax."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        mask = block_mask(slots_of([3, 1]), Block(torch.eye(2, dtype=torch.bool).unsqueeze(0)), dtype)
+        mask = block_mask(slots_of([3, 1]), PendingTokens(torch.eye(2, dtype=torch.bool).unsqueeze(0)), dtype)
         assert mask.dtype == dtype
         assert torch.isfinite(mask).all()

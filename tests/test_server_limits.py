@@ -18,7 +18,7 @@ import pytest
 from server_run import NAME, Running, load_served, running
 
 from headstart.inference.core.drafter import PLAIN
-from headstart.inference.core.request import Block
+from headstart.inference.core.request import EmittedTokens
 from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.serve.options import ServerSettings
 from headstart.inference.serve.service import Served
@@ -46,7 +46,7 @@ class Gate:
 class GatedLoop(DecodeLoop):
     gate: Gate
 
-    def step(self) -> list[Block]:
+    def step(self) -> list[EmittedTokens]:
         self.gate.wait()
         return super().step()
 

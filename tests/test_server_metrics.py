@@ -9,7 +9,7 @@ import httpx
 import pytest
 from server_run import NAME, Running, load_served, running
 
-from headstart.inference.core.request import Block
+from headstart.inference.core.request import EmittedTokens
 from headstart.inference.serve.engine import Update
 from headstart.inference.serve.metrics import WINDOW, AcceptanceWatch, promised_length
 from headstart.inference.serve.options import ServerSettings
@@ -65,7 +65,7 @@ def test_the_dashboard_asks_for_metrics_that_exist(server: Running) -> None:
 
 
 def step(accepted: int) -> Update:
-    return Update(Block(0, [5], [1]), [], [], 0, 4, accepted, True, 1.0, 1.0)
+    return Update(EmittedTokens(0, [5], [1]), [], [], 0, 4, accepted, True, 1.0, 1.0)
 
 
 def write_promise(folder: Path, at_0: float, at_1: float) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import closing
 
 from headstart.inference.core.drafter import Drafter
-from headstart.inference.core.request import Block, DecodeStats, Detokenize, Request
+from headstart.inference.core.request import DecodeStats, Detokenize, EmittedTokens, Request
 from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.show.text_stream import TextStream, TokenText
 from headstart.inference.targets.model import TargetModel
@@ -43,7 +43,7 @@ class Answer:
                 yield TokenText(stream.piece(token), depth)
         yield TokenText(stream.rest(), None)
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[EmittedTokens]:
         """The first token, from the prompt's pass, then the tokens of each step."""
         with closing(self.loop.run()) as blocks:
             started = None  # the pass over the prompt is no step

@@ -168,7 +168,7 @@ class DraftTree:
 
 
 @dataclass(frozen=True)
-class Block:
+class EmittedTokens:
     """New tokens of a request that one piece of work made certain."""
 
     number: int  # the request's
@@ -219,7 +219,7 @@ class Unread:
 
 
 @dataclass(eq=False)
-class Row:
+class Sequence:
     """A request that is being decoded: its text, and how far target and drafter have read it."""
 
     number: int  # the request's place in the order of submission
@@ -250,7 +250,7 @@ class Row:
 
     def record_step(
         self, found: Accepted, taps: Float[Tensor, "count tapped"], scores: TokenScores | None, is_read: bool = True
-    ) -> Block:
+    ) -> EmittedTokens:
         """Take in what a target step accepted; returns what of it became text.
 
         `is_read`: the drafter has read all positions before these, or never will.
@@ -264,7 +264,7 @@ class Row:
         self.generation.stats.count_step(len(found.path) - 1, len(kept), found.drafted)
         is_shown = self.request.show_trees and found.drafted
         tree = DraftTree(found.nodes, found.parents, found.path) if is_shown else None
-        return Block(self.number, kept, found.depths[: len(kept)], tree)
+        return EmittedTokens(self.number, kept, found.depths[: len(kept)], tree)
 
     def add_tokens(self, tokens: list[int], scores: TokenScores | None) -> list[int]:
         """Add tokens until the text ends; returns those that were added."""

@@ -86,21 +86,21 @@ def take(states: Shaped[Tensor, "batch nodes size"], index: Int[Tensor, "batch c
 
 
 @dataclass(frozen=True)
-class Block:
+class PendingTokens:
     """Tokens that are about to be written to the slots, after what each row holds and after its pending tokens."""
 
     visible: Bool[Tensor, "rows block pending"]  # the pending tokens that each sees; one row may stand for all
     depths: Int[Tensor, "rows pending"] | None = None  # positions relative to the first of these, for sliding windows
 
 
-def causal_block(count: int, device: torch.device) -> Block:
+def causal_block(count: int, device: torch.device) -> PendingTokens:
     """Tokens of which each sees those before it."""
     offsets = torch.arange(count, device=device)
-    return Block((offsets <= offsets[:, None]).unsqueeze(0), offsets.unsqueeze(0))
+    return PendingTokens((offsets <= offsets[:, None]).unsqueeze(0), offsets.unsqueeze(0))
 
 
 def block_mask(
-    slots: Slots, block: Block, dtype: torch.dtype, window: int | None = None
+    slots: Slots, block: PendingTokens, dtype: torch.dtype, window: int | None = None
 ) -> Float[Tensor, "rows 1 block keys"]:
     """Additive mask of a block: it sees all that its row holds and what is `visible` of the pending tokens.
 
@@ -119,7 +119,7 @@ def additive(allowed: Bool[Tensor, "rows block keys"], dtype: torch.dtype) -> Fl
     return allowed.to(dtype).sub_(1).mul_(torch.finfo(dtype).max).unsqueeze(1)
 
 
-def even_window(slots: Slots, block: Block, window: int) -> Bool[Tensor, "rows block keys"]:
+def even_window(slots: Slots, block: PendingTokens, window: int) -> Bool[Tensor, "rows block keys"]:
     """Which keys are visible when every row holds the same number of tokens, so that offsets are plain numbers."""
     assert block.depths is not None
     rows, size, pending = block.visible.shape
@@ -133,7 +133,7 @@ def even_window(slots: Slots, block: Block, window: int) -> Bool[Tensor, "rows b
     return allowed
 
 
-def ragged_keys(slots: Slots, block: Block, window: int | None) -> Bool[Tensor, "rows block keys"]:
+def ragged_keys(slots: Slots, block: PendingTokens, window: int | None) -> Bool[Tensor, "rows block keys"]:
     """Which keys are visible when rows hold different numbers of tokens, or when shapes must not depend on these."""
     size, pending = block.visible.shape[1:]
     keys = torch.arange(slots.num_keys(size), device=slots.starts.device)

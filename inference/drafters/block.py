@@ -12,7 +12,7 @@ from headstart.heads.base import DraftHead, LevelHead
 from headstart.heads.block import BlockHead
 from headstart.heads.block_attention import Reach
 from headstart.inference.core.cache import KVCache, Slots
-from headstart.inference.core.tree import Block, block_mask
+from headstart.inference.core.tree import PendingTokens, block_mask
 from headstart.inference.core.verify import Verified
 from headstart.inference.drafters.growth import Growth
 from headstart.inference.drafters.head import Frontier, HeadDrafter, LevelMasks, TreeDrafter, for_all_nodes
@@ -36,7 +36,8 @@ class BlockDrafter(TreeDrafter):
         # No distance between the slots: a window begins at the same position for all of them.
         depths = torch.zeros(1, size, dtype=torch.long, device=device)
         self.blocks = {
-            reach: Block(reach.within(size).unsqueeze(0).to(device), depths) for reach in set(head.shape.reaches)
+            reach: PendingTokens(reach.within(size).unsqueeze(0).to(device), depths)
+            for reach in set(head.shape.reaches)
         }
 
     @property

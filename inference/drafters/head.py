@@ -15,7 +15,7 @@ from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.cache import KVCache
 from headstart.inference.core.constraint import LevelConstraint
 from headstart.inference.core.sampling import BatchSampling, History
-from headstart.inference.core.tree import Block, Tree, additive, block_mask, causal_block, take
+from headstart.inference.core.tree import PendingTokens, Tree, additive, block_mask, causal_block, take
 from headstart.inference.core.verify import Verified, VerifiedOnHost
 from headstart.inference.drafters.growth import Growth, Pool, SampledChildren
 from headstart.inference.drafters.lookup import Repeats
@@ -313,7 +313,7 @@ class HeadDrafter(TreeDrafter):
         if frontier.mask is not None and slots.even:
             mask = frontier.mask.unsqueeze(1)
         elif not slots.even:
-            mask = block_mask(slots, Block(masks.of(frontier, level) == 0), features.dtype)
+            mask = block_mask(slots, PendingTokens(masks.of(frontier, level) == 0), features.dtype)
         hidden = self.head(features, frontier.tokens, positions, mask, slots, level)
         slots.hold(frontier.tokens.shape[1])
         return hidden

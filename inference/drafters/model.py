@@ -15,7 +15,7 @@ from torch.nn import functional
 from headstart.heads.calibration import Calibration
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.cache import PAGE, KVCache, Slots
-from headstart.inference.core.tree import Block, Tree, causal_block
+from headstart.inference.core.tree import PendingTokens, Tree, causal_block
 from headstart.inference.core.verify import Verified, VerifiedOnHost
 from headstart.inference.drafters.growth import Growth
 from headstart.inference.drafters.head import Frontier, HeadDrafter, LevelMasks
@@ -124,11 +124,13 @@ class ModelDrafter(HeadDrafter):
         self.depths = torch.cat([self.depths, torch.full_like(self.depths[:, :1], level).expand(1, count)], dim=1)
         depths = self.depths.expand(len(frontier.tokens), -1)
         visible = functional.pad(masks.of(frontier, level) == 0, (1, 0), value=True)  # every node sees the root
-        logits = self.run(frontier.tokens, Block(visible, depths), slots)
+        logits = self.run(frontier.tokens, PendingTokens(visible, depths), slots)
         slots.hold(count)
         return logits
 
-    def run(self, tokens: Int[Tensor, "batch block"], block: Block, slots: Slots, last_only: bool = False) -> Tensor:
+    def run(
+        self, tokens: Int[Tensor, "batch block"], block: PendingTokens, slots: Slots, last_only: bool = False
+    ) -> Tensor:
         """Append a block of tokens to the accepted and pending ones; returns the logits after each, or the last."""
         assert block.depths is not None
         positions = slots.starts[:, None] + block.depths[:, -tokens.shape[1] :]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headstart.inference.core.cache import PAGE, KVCache, takes_memory_lazily
 from headstart.inference.core.drafter import Drafter
-from headstart.inference.core.request import Generation, Request, Row, Unread
+from headstart.inference.core.request import Generation, Request, Sequence, Unread
 from headstart.inference.core.tree import size_bucket
 from headstart.inference.engine.budget import CacheBudget
 from headstart.inference.engine.prefixes import BLOCK, Cached, Prefix, PrefixIndex
@@ -23,7 +23,7 @@ CATCH_UP = 256  # positions that a drafter reads before a step, of those that it
 class Reading:
     """A prompt that is read chunk by chunk while other rows decode."""
 
-    row: Row  # its text is the prompt
+    row: Sequence  # its text is the prompt
     place: int  # in the cache, after those of the running rows
     count: int  # tokens of the prompt that the cache holds
 
@@ -49,7 +49,7 @@ class Batch:
         shapes = [shape for shape in (target.cached_shape, drafter.cache_shape) if shape is not None]
         self.budget = CacheBudget(memory, shapes, target.dtype, target.device, max_rows, self.is_lazy)
         self.prefixes = None if prefix_memory is None else PrefixIndex(prefix_memory, drafter.cache_shape is not None)
-        self.rows: list[Row] = []
+        self.rows: list[Sequence] = []
         self.changes = 0  # how often `rows` changed
         self.reading: Reading | None = None
         self.catching_up = False  # whether the drafter has yet to read what was written while drafts did not pay
@@ -59,19 +59,19 @@ class Batch:
         self.static: StaticStep | None = None
 
     @property
-    def members(self) -> list[Row]:
+    def members(self) -> list[Sequence]:
         """The rows, and the one whose prompt is being read."""
         return self.rows if self.reading is None else [*self.rows, self.reading.row]
 
-    def new_row(self, number: int, request: Request, generation: Generation) -> Row:
+    def new_row(self, number: int, request: Request, generation: Generation) -> Sequence:
         """A row for a request whose prompt is to be read next."""
         ends = tuple(self.target.end_tokens) if request.end_tokens is None else request.end_tokens
         unread = Unread(torch.zeros(0, 0, device=self.target.device), 0)
-        row = Row(number, request, generation, ends, list(request.prompt), unread, time.perf_counter())
+        row = Sequence(number, request, generation, ends, list(request.prompt), unread, time.perf_counter())
         row.constraint = None if request.constraint is None else request.constraint.start()
         return row
 
-    def take_place(self, row: Row, place: int, prefix: Prefix | None) -> None:
+    def take_place(self, row: Sequence, place: int, prefix: Prefix | None) -> None:
         """Copy to a row's place what the cache keeps of a prefix of its prompt."""
         if prefix is None:
             return
@@ -84,7 +84,7 @@ class Batch:
         row.kept_from = row.generation.cached_tokens = prefix.tokens
         self.catching_up = self.catching_up or len(prefix.taps) > CATCH_UP  # it was written without the drafter
 
-    def join(self, rows: list[Row]) -> None:
+    def join(self, rows: list[Sequence]) -> None:
         """Let rows decode whose prompts were read, in the places after the running ones."""
         self.rows += rows
         for slots in self.cache.slots:
@@ -93,7 +93,7 @@ class Batch:
             row.generation.stats.cache_bytes = self.cache.num_bytes
         self.changes += 1
 
-    def end(self, row: Row) -> None:
+    def end(self, row: Sequence) -> None:
         """Take a row out, or stop reading its prompt; others move into its place."""
         if self.reading is not None and row is self.reading.row:
             self.remember(row, self.reading.place, self.reading.count)
@@ -106,7 +106,7 @@ class Batch:
             self.rows.pop()
             self.changes += 1
 
-    def feed(self, row: Row, place: int, most: int = sys.maxsize) -> int:
+    def feed(self, row: Sequence, place: int, most: int = sys.maxsize) -> int:
         """Let the drafter read up to `most` unread positions of a row; returns how many it read.
 
         The last position is left: it is read with the row's next draft.
@@ -130,7 +130,7 @@ class Batch:
         """The longest prefix of a prompt that earlier texts left in the cache."""
         return None if self.prefixes is None else self.prefixes.use(prompt)
 
-    def remember(self, row: Row, place: int, held: int) -> None:
+    def remember(self, row: Sequence, place: int, held: int) -> None:
         """Keep the first `held` cached tokens of a row's text for prompts that share them as a prefix."""
         if self.prefixes is None:
             return

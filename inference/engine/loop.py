@@ -5,13 +5,13 @@ batching), and requests may be submitted and cancelled at any time between steps
 """
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator
 
 import torch
 
 from headstart.inference.core.cache import KVCache
 from headstart.inference.core.drafter import PLAIN, Drafter
-from headstart.inference.core.request import GREEDY, Block, Generation, Request, Row
+from headstart.inference.core.request import GREEDY, EmittedTokens, Generation, Request, Sequence
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.costs import CostTable
 from headstart.inference.engine.batch import Batch
@@ -43,7 +43,7 @@ def generate(
 
 def generate_batch(
     target: TargetModel,
-    requests: Sequence[Request],
+    requests: Collection[Request],
     drafter: Drafter | None = None,
     max_batch: int = 16,
     static: bool | None = None,
@@ -60,7 +60,7 @@ def generate_batch(
 
 
 def generate_each(
-    target: TargetModel, requests: Sequence[Request], drafter: Drafter | None = None, max_batch: int = 16
+    target: TargetModel, requests: Collection[Request], drafter: Drafter | None = None, max_batch: int = 16
 ) -> Iterator[tuple[int, Generation]]:
     """`generate_batch` that yields (number of the request, its output) as each text ends."""
     loop = loop_of(target, requests, drafter, max_batch)
@@ -70,7 +70,7 @@ def generate_each(
 
 def loop_of(
     target: TargetModel,
-    requests: Sequence[Request],
+    requests: Collection[Request],
     drafter: Drafter | None = None,
     max_batch: int = 16,
     static: bool | None = None,
@@ -137,7 +137,7 @@ class DecodeLoop:
         self.submitted = 0
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[Sequence]:
         """The requests that are being decoded."""
         return self.batch.rows
 
@@ -200,7 +200,7 @@ class DecodeLoop:
         numbers, self.ended = self.ended, []
         return [(number, self.generations[number]) for number in numbers]
 
-    def run(self) -> Generator[Block, None, None]:
+    def run(self) -> Generator[EmittedTokens, None, None]:
         """Do all there is to do, and yield the blocks as they become certain. Closing the iterator closes the loop."""
         try:
             while not self.idle:
@@ -215,7 +215,7 @@ class DecodeLoop:
         self.batch.close()
 
     @torch.inference_mode()
-    def step(self) -> list[Block]:
+    def step(self) -> list[EmittedTokens]:
         """One piece of work: a pass over prompts, or one step of all rows, or both at once; nothing if idle.
 
         No block is empty. The first block of a request is its first token.
@@ -235,7 +235,7 @@ class DecodeLoop:
             self._end(row)
         return blocks
 
-    def _step_rows(self, chunks: list[PromptChunk]) -> list[Block]:
+    def _step_rows(self, chunks: list[PromptChunk]) -> list[EmittedTokens]:
         """One step of the running rows, with chunks of prompts in the same pass."""
         started = time.perf_counter()
         blocks, outputs = self.decode_step.run(self.reader.parts(chunks))
@@ -261,11 +261,11 @@ class DecodeLoop:
             rows = [batch.new_row(number, request, self.generations[number]) for number, request in taken]
         return self.reader.next_chunks(rows, most)
 
-    def _have_read(self, chunks: list[PromptChunk], outputs: list[TargetOutput]) -> list[Block]:
+    def _have_read(self, chunks: list[PromptChunk], outputs: list[TargetOutput]) -> list[EmittedTokens]:
         speculation = self.decode_step.speculation
         return self.reader.have_read(chunks, outputs, feeds=speculation is None or speculation.is_on)
 
-    def _end(self, row: Row) -> None:
+    def _end(self, row: Sequence) -> None:
         self.ended.append(row.number)
         self.batch.end(row)
 

@@ -8,10 +8,9 @@ from torch import Tensor
 
 from headstart.inference.core.cache import KVCache
 from headstart.inference.core.constraint import masked_roots
-from headstart.inference.core.request import Block as NewTokens
-from headstart.inference.core.request import Request, Row
+from headstart.inference.core.request import EmittedTokens, Request, Sequence
 from headstart.inference.core.sampling import BatchSampling
-from headstart.inference.core.tree import Block, causal_block
+from headstart.inference.core.tree import PendingTokens, causal_block
 from headstart.inference.engine.batch import CATCH_UP, Batch, Reading
 from headstart.inference.engine.prefixes import BLOCK, Prefix, known_tokens
 from headstart.inference.engine.step import constraints_of, drafter_taps, start_history, token_scores
@@ -23,7 +22,7 @@ from headstart.inference.targets.side_by_side import Part
 class PromptChunk:
     """Tokens of a prompt that are read next."""
 
-    row: Row
+    row: Sequence
     place: int  # the row's, in the cache
     before: int  # tokens of the prompt that the place holds already
     count: int
@@ -58,7 +57,7 @@ class PromptReader:
             return False
         return batch.fits(requests)
 
-    def next_chunks(self, rows: list[Row], most: int) -> list[PromptChunk]:
+    def next_chunks(self, rows: list[Sequence], most: int) -> list[PromptChunk]:
         """The chunks to read next, `most` tokens or fewer: these rows' prompts, or more of the one being read."""
         batch = self.batch
         if rows:
@@ -76,7 +75,7 @@ class PromptReader:
         count = min(most, len(reading.row.text) - reading.count)
         return [PromptChunk(reading.row, reading.place, reading.count, count)]
 
-    def _seat(self, rows: list[Row], prefixes: list[Prefix | None]) -> list[PromptChunk]:
+    def _seat(self, rows: list[Sequence], prefixes: list[Prefix | None]) -> list[PromptChunk]:
         """Give rows the places after those of the running ones; their whole prompts are read in the next pass."""
         batch = self.batch
         held = max(batch.cache.target.lengths, default=0) if batch.is_open else 0
@@ -103,7 +102,7 @@ class PromptReader:
             return self.target.forward_parts(self.parts(chunks))
         return read_prompts(self.target, tokens, rows)
 
-    def have_read(self, chunks: list[PromptChunk], outputs: list[TargetOutput], feeds: bool) -> list[NewTokens]:
+    def have_read(self, chunks: list[PromptChunk], outputs: list[TargetOutput], feeds: bool) -> list[EmittedTokens]:
         """Continue after a pass over chunks; returns the first new tokens of the prompts that end with them.
 
         `feeds`: the drafter reads a chunk at once, as drafts pay at present.
@@ -129,7 +128,7 @@ class PromptReader:
                 batch.cache.move(reading.place, len(batch.rows), reading.count)
         return self._start([chunk.row for chunk in chunks], torch.stack([output.logits[0] for output in outputs]))
 
-    def _start(self, rows: list[Row], logits: Float[Tensor, "rows 1 vocab"]) -> list[NewTokens]:
+    def _start(self, rows: list[Sequence], logits: Float[Tensor, "rows 1 vocab"]) -> list[EmittedTokens]:
         """Let rows decode whose prompts were read. The logits after these give the first new tokens.
 
         The drafter reads the prompts with the next step, so that nobody waits for it to see the first token.
@@ -145,7 +144,7 @@ class PromptReader:
         for number, row in enumerate(rows):
             scores = token_scores(row.request, logits[number], choices[number])
             added = row.add_tokens(choices[number].tolist(), scores)
-            blocks.append(NewTokens(row.number, added, [None] * len(added)))
+            blocks.append(EmittedTokens(row.number, added, [None] * len(added)))
         self.batch.join(rows)
         return [block for block in blocks if block.tokens]
 
@@ -164,7 +163,7 @@ def read_prompts(target: TargetModel, prompts: list[list[int]], rows: list[KVCac
     together = target.new_cache(tokens.shape[1])
     together.set_lengths([0])
     positions = positions.unsqueeze(0).to(device)
-    mask = target.masks(together.target, Block(visible.unsqueeze(0).to(device), positions))
+    mask = target.masks(together.target, PendingTokens(visible.unsqueeze(0).to(device), positions))
     output = target.forward(tokens, positions, mask, together, logits_at=(lengths.cumsum(0) - 1).to(device))
     for row, read in zip(rows, together.target.storage.split(lengths.tolist(), dim=4), strict=True):
         row.target.storage[..., : read.shape[4], :] = read

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headstart.inference.core.constraint import ConstraintState, masked_tree
 from headstart.inference.core.gumbel import GumbelTable
-from headstart.inference.core.request import Block, Request, Row, TokenScores
+from headstart.inference.core.request import EmittedTokens, Request, Sequence, TokenScores
 from headstart.inference.core.sampling import BatchSampling, History
 from headstart.inference.core.tree import Tree, take
 from headstart.inference.core.verify import Accepted, VerifiedOnHost, accept, verify
@@ -57,7 +57,7 @@ class DecodeStep:
                 batch.remember(row, place, batch.cache.target.lengths[place])
                 row.is_remembered = True
 
-    def run(self, parts: list[Part]) -> tuple[list[Block], list[TargetOutput]]:
+    def run(self, parts: list[Part]) -> tuple[list[EmittedTokens], list[TargetOutput]]:
         """One step of all rows, after `prepare`; returns the new tokens, and the target's output for each part.
 
         In a step without drafts, the target may read `parts` of prompts in the same pass.
@@ -179,7 +179,9 @@ class DecodeStep:
             constraints=constraints_of(rows),
         )
 
-    def _record(self, accepted: list[Accepted], output: StepOutput | TargetOutput, bytes_moved: int) -> list[Block]:
+    def _record(
+        self, accepted: list[Accepted], output: StepOutput | TargetOutput, bytes_moved: int
+    ) -> list[EmittedTokens]:
         """Add the accepted tokens to each row."""
         device, batch = self.target.device, self.batch
         longest = max(len(found.path) for found in accepted)
@@ -222,7 +224,7 @@ def drafter_taps(
     return taps if columns is None else taps.index_select(-1, columns)
 
 
-def constraints_of(rows: list[Row]) -> list[ConstraintState | None]:
+def constraints_of(rows: list[Sequence]) -> list[ConstraintState | None]:
     """The state of each row's constraint; none at all if no row has one."""
     states = [row.constraint for row in rows]
     return states if any(state is not None for state in states) else []

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
 
-from headstart.inference.core.request import Alternatives, Block, DecodeStats, Request
+from headstart.inference.core.request import Alternatives, DecodeStats, EmittedTokens, Request
 from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.serve.errors import ApiError
 
@@ -19,7 +19,7 @@ from headstart.inference.serve.errors import ApiError
 class Update:
     """What one step of the decode loop made certain of a choice."""
 
-    block: Block
+    block: EmittedTokens
     logprobs: list[float]  # of each token; empty unless the request asks for them
     alternatives: list[Alternatives]  # in place of each token; empty unless the request asks for them
     cached: int  # tokens of the prompt that were not read again
@@ -166,7 +166,7 @@ class Engine:
         events = [(job, self._update(job, block, now)) for block in blocks for job in [self.jobs[block.number]]]
         self._report([*events, *self._ends()])
 
-    def _update(self, job: Job, block: Block, now: float) -> Update:
+    def _update(self, job: Job, block: EmittedTokens, now: float) -> Update:
         generation = self.loop.generations[block.number]
         stats, accepted = generation.stats, sum(generation.stats.accepted_at_depth)
         first = len(generation.tokens) - len(block.tokens)

@@ -17,7 +17,7 @@ from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.inference.core.cache import KVCache, Shape, Slots
 from headstart.inference.core.request import cut_at_end
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.core.tree import Block, Tree, block_mask, causal_block
+from headstart.inference.core.tree import PendingTokens, Tree, block_mask, causal_block
 from headstart.inference.targets.architecture import (
     attention_code,
     attention_windows,
@@ -221,13 +221,13 @@ class TargetModel:
 
     def forward_tree(self, tree: Tree, cache: KVCache) -> TargetOutput:
         """One pass over all nodes of each row's tree, after the verified tokens of that row."""
-        block = Block(tree.ancestors, tree.depths)
+        block = PendingTokens(tree.ancestors, tree.depths)
         positions = cache.target.starts.unsqueeze(1) + tree.depths
         return self.forward(tree.tokens, positions, self.masks(cache.target, block), cache)
 
     def tree_part(self, tree: Tree, cache: KVCache) -> Part:
         """The input of `forward_tree`, as a part of a pass."""
-        return Part(cache.target, tree.tokens, Block(tree.ancestors, tree.depths), last_only=False)
+        return Part(cache.target, tree.tokens, PendingTokens(tree.ancestors, tree.depths), last_only=False)
 
     def forward_parts(self, parts: list[Part]) -> list[TargetOutput]:
         """One pass over parts that lie side by side; returns what it computed for each. See `packs`."""
@@ -271,11 +271,11 @@ class TargetModel:
         pairs = [(output.logits.float(), wanted.float()) for output, wanted in zip(together, alone, strict=True)]
         return all(bool((found - wanted).norm() < SAME * wanted.norm()) for found, wanted in pairs)
 
-    def masks(self, slots: Slots, block: Block) -> Masks:
+    def masks(self, slots: Slots, block: PendingTokens) -> Masks:
         """The attention mask as the model expects it: one for all layers, or one per layer type."""
         return one_or_all(self._masks_by_kind(slots, block))
 
-    def _masks_by_kind(self, slots: Slots, block: Block) -> dict[str, Tensor]:
+    def _masks_by_kind(self, slots: Slots, block: PendingTokens) -> dict[str, Tensor]:
         made = {kind: block_mask(slots, block, self.dtype, window) for kind, window in self.windows.items()}
         if self.model.config._attn_implementation == GROUPED:
             made = {kind: with_row_groups(mask, slots) for kind, mask in made.items()}

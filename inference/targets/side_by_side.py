@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from headstart.inference.core.cache import SlotLayer, Slots
-from headstart.inference.core.tree import Block
+from headstart.inference.core.tree import PendingTokens
 
 
 class Part(NamedTuple):
@@ -22,7 +22,7 @@ class Part(NamedTuple):
 
     slots: Slots
     tokens: Int[Tensor, "rows count"]
-    block: Block
+    block: PendingTokens
     last_only: bool  # whether logits are wanted after each row's last token alone
 
     @property
