@@ -4,7 +4,7 @@ import reprlib
 import warnings
 from collections.abc import Mapping, Sequence, Set
 from itertools import chain
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -121,25 +121,15 @@ def read_stop_strings(settings: Mapping[str, Any], tokenizer: Any, vocab_size: i
     return StopStrings(tuple(strings), mid_text_decode(tokenizer, vocab_size))
 
 
-@runtime_checkable
-class Decoder(Protocol):
-    """The part of a tokenizer that stop strings need."""
-
-    def decode(self, token_ids: list[int], **options: Any) -> Any: ...
-
-
 def check_tokenizer(tokenizer: Any) -> None:
     """Raise ValueError for anything that cannot decode tokens, such as a tokenizer's name."""
-    if isinstance(tokenizer, type | bytes) or not isinstance(tokenizer, Decoder):
+    if isinstance(tokenizer, type | bytes) or not hasattr(tokenizer, "decode"):
         remedy = "load one with AutoTokenizer.from_pretrained(target)"
         raise wrong_value("tokenizer", reprlib.repr(tokenizer), "an object with `decode` is", remedy)
 
 
 def mid_text_decode(tokenizer: Any, vocab_size: int) -> Detokenize:
-    """A decode function for tokens from the middle of a text: it keeps a leading space that many tokenizers strip.
-
-    It puts a word before the tokens, decodes, and cuts the word off again.
-    """
+    """Decodes tokens from mid-text: a word in front keeps the leading space that many tokenizers strip."""
 
     def decode(tokens: list[int]) -> str:
         return str(tokenizer.decode(tokens, skip_special_tokens=False))

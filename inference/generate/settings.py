@@ -91,25 +91,15 @@ def read_pair(name: str, token: Any, bias: Any) -> tuple[int, float]:
     return read_integer(name, token), value
 
 
+FLAGS = ("do_sample", "return_dict_in_generate", "output_scores", "output_logits")
 # transformers' own defaults; None means off.
 DEFAULTS: dict[str, Any] = {
-    "max_new_tokens": None,
-    "max_length": None,
-    "min_new_tokens": None,
-    "min_length": None,
-    "do_sample": False,
-    "temperature": 1.0,
+    **dict.fromkeys(("max_new_tokens", "max_length", "min_new_tokens", "min_length", "min_p"), None),
+    **dict.fromkeys(("sequence_bias", "pad_token_id", "stop_strings"), None),
+    **dict.fromkeys(("temperature", "top_p", "repetition_penalty"), 1.0),
+    **dict.fromkeys(FLAGS, False),
     "top_k": 50,
-    "top_p": 1.0,
-    "min_p": None,
-    "repetition_penalty": 1.0,
-    "sequence_bias": None,
-    "pad_token_id": None,
-    "stop_strings": None,
     "num_return_sequences": 1,
-    "return_dict_in_generate": False,
-    "output_scores": False,
-    "output_logits": False,
 }
 EXTRA_FIELDS = ("seed", "presence_penalty", "frequency_penalty", "logit_bias", "tokenizer")  # not in GenerationConfig
 SUPPORTED = frozenset({*DEFAULTS, *EXTRA_FIELDS, "eos_token_id"})  # without eos_token_id, the target's end tokens apply
@@ -118,7 +108,7 @@ DEFAULT_NEW_TOKENS = 20
 
 # How each field is read, unless it is None; the other fields are read where they are used.
 READERS: dict[str, Callable[[str, Any], Any]] = {
-    **dict.fromkeys(("do_sample", "return_dict_in_generate", "output_scores", "output_logits"), read_flag),
+    **dict.fromkeys(FLAGS, read_flag),
     **dict.fromkeys(("max_new_tokens", "max_length", "num_return_sequences", "pad_token_id"), read_integer),
     **dict.fromkeys(("min_new_tokens", "min_length"), read_count),
     **{
@@ -254,12 +244,9 @@ def read_seeds(given: Any, count: int) -> list[int]:
 
 
 def read_end_tokens(settings: Settings, targets: Sequence[int] | None, vocab_size: int) -> tuple[int, ...]:
-    """The call's eos_token_id (None: no end token); if the call has none, the target's own end tokens.
-
-    Some checkpoints name end tokens outside the vocabulary; the target can never write them, so they are left out.
-    """
+    """The call's eos_token_id (None: no end token); if the call has none, the target's own end tokens."""
     if "eos_token_id" not in settings:
-        return tuple(token for token in targets or () if token < vocab_size)
+        return tuple(token for token in targets or () if token < vocab_size)  # some checkpoints name others, too
     given = settings["eos_token_id"]
     found = [] if given is None else read_integers("eos_token_id", given)
     ends = (found,) if isinstance(found, int) else tuple(found)
@@ -269,10 +256,7 @@ def read_end_tokens(settings: Settings, targets: Sequence[int] | None, vocab_siz
 
 
 def read_pad_token(settings: Settings, targets: int | None, ends: Sequence[int], vocab_size: int) -> int | None:
-    """The call's pad_token_id, else the target's own, else the first end token, else None.
-
-    The target's own is left out if it is no token of its vocabulary, as some checkpoints have it.
-    """
+    """The call's pad_token_id, else the target's own if its vocabulary has it, else the first end token, else None."""
     given = settings["pad_token_id"]
     if given is not None:
         if not 0 <= given < vocab_size:
