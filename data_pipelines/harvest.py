@@ -22,11 +22,7 @@ from headstart.common.errors import CONTINUES
 from headstart.common.launcher import end_with_launcher
 from headstart.data_pipelines.disk_space import check_disk, forecast_disk
 from headstart.data_pipelines.features.features import TapTexts, tap, write_features
-from headstart.data_pipelines.features.shards import (
-    MANIFEST,
-    stored_taps,
-    write_manifest,
-)
+from headstart.data_pipelines.features.shards import MANIFEST, stored_taps, write_manifest
 from headstart.data_pipelines.features.store import describe_store, existing_store
 from headstart.data_pipelines.more_prompts import take_over_features, take_over_responses
 from headstart.data_pipelines.preflight import check_harvest
@@ -43,11 +39,11 @@ from headstart.data_pipelines.prompts.responses import (
     write_responses,
 )
 from headstart.data_pipelines.stages.shard_work import (
+    ShardProgress,
     ShardPrompts,
     idle_cores,
     prompt_shards,
     run_stage,
-    show_progress,
     start_processes,
 )
 from headstart.data_pipelines.stages.stage import Stage, file_digest
@@ -213,7 +209,7 @@ def make_responses(
 
     def work(write: Writer) -> None:
         share = ranks.share(shards)
-        with show_progress(share, state, "responses") as meter:
+        with ShardProgress(share, state, "responses") as meter:
             write_responses(recipe, write, share, meter)
 
     ranks.carry_out(writer, work)
@@ -254,7 +250,7 @@ def make_features(
     share = target.ranks.share(shards)
 
     def work(tap_texts: TapTexts) -> None:
-        with show_progress(share, state, "features") as meter:
+        with ShardProgress(share, state, "features") as meter:
             write_features(recipe, target.taps, tap_texts, target.device, share, made_from, meter)
 
     target.ranks.carry_out(partial(tap, target), work)

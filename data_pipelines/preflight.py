@@ -104,9 +104,8 @@ def check_rows(recipe: Recipe, tokenizer: Tokenizer) -> None:
             raise ValueError(f"{field}: {source} given, a file with one row or more is allowed; add prompts to it")
         if tokenizer.chat_template is None and is_conversation(first):
             raise ValueError(
-                f"{field}: row {first.line} of {source} is a conversation, which needs a chat template, and the "
-                f"tokenizer of {recipe.target.path} has none; rows of prompt or text are allowed with it; give such "
-                "rows, or put a chat_template.jinja into the target's folder"
+                f"{field}: row {first.line} of {source} is a conversation; without a chat template rows of prompt or "
+                f"text are allowed: give such rows, or put a chat_template.jinja into {recipe.target.path}"
             )
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from headstart.common.errors import remedy
-from headstart.common.files import remove, removed_on_failure, write_text
+from headstart.common.files import read_json, remove, removed_on_failure, write_text
 from headstart.data_pipelines.features.batches import SampleStore
 from headstart.data_pipelines.stages.stage import Json, Stage, differences
 from headstart.heads.files import write_safetensors
@@ -107,21 +107,15 @@ class Checkpoints:
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise ValueError(f"{path} cannot be read ({error}); remove it to resume from the one before it") from error
         if different := differences(found, self.inputs, "checkpoint {}, recipe {}"):
-            raise ValueError(
-                f"{path} belongs to another recipe:\n  "
-                + "\n  ".join(different)
-                + f"\nchoose another run_dir, undo the change in the recipe, or remove {self.folder} to start over"
-            )
+            lines = "\n  ".join([f"{path} belongs to another recipe:", *different])
+            advice = f"choose another run_dir, undo the change in the recipe, or remove {self.folder} to start over"
+            raise ValueError(f"{lines}\n{advice}")
         return snapshot
 
     def exported(self) -> Json | None:
         """The record of the last export."""
         path = self.folder / "exported.json"
-        try:
-            found: Json | None = json.loads(path.read_text()) if path.is_file() else None
-        except ValueError as error:
-            raise ValueError(f"{path} is not JSON ({error}); remove it, and the head is written again") from error
-        return found
+        return read_json(path, "remove it, and the head is written again") if path.is_file() else None
 
     def note_export(self, what: Json) -> None:
         """Record which weights became the run's head, and on what machine they were trained."""

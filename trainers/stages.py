@@ -145,10 +145,8 @@ def refuse_other_script(recipe: Recipe, script: str) -> None:
     """Raise ValueError if another script trains the recipe's kind of head."""
     kind, kinds = recipe.head.kind, [kind for kind in SCRIPTS if SCRIPTS[kind] == script]
     if kind not in kinds:
-        raise ValueError(
-            f"head.kind: {kind} given, {script} trains {' and '.join(kinds)}; start it with: accelerate launch "
-            f"{SCRIPTS[kind]} RECIPE"
-        )
+        advice = f"start it with: accelerate launch {SCRIPTS[kind]} RECIPE"
+        raise ValueError(f"head.kind: {kind} given, {script} trains {' and '.join(kinds)}; {advice}")
 
 
 def is_exported(recipe: Recipe, checkpoints: Checkpoints) -> bool:

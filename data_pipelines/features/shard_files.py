@@ -82,7 +82,7 @@ class ShardBuffer:
         Its manifest entry is saved next to it, so no rank has to read all shards at the end.
         """
         write_safetensors({**self.tensors, "offsets": self.offsets}, path, {"made_from": made_from})
-        write_text(note_path(path), json.dumps(shard_entry(path, path.name)))
+        write_text(note_path(path), json.dumps(shard_entry(path)))
 
 
 def stored_tokens(tokens: Tensor, loss_mask: Tensor) -> dict[str, Tensor]:
@@ -105,9 +105,8 @@ def shard_is_whole(path: Path, wanted: str) -> bool:
         return False
     if made_from(path) != wanted:
         raise ValueError(
-            f"{path} is a shard of another run (made from {made_from(path) or 'unknown inputs'!r}, this run "
-            f"needs {wanted!r}); its folder may hold its own only: remove it ({shlex.join(['rm', str(path)])}) or "
-            "choose another run_dir"
+            f"{path} is a shard of another run (made from {made_from(path) or 'unknown inputs'!r}, this run needs "
+            f"{wanted!r}): remove it ({shlex.join(['rm', str(path)])}) or choose another run_dir"
         )
     return True
 
@@ -123,11 +122,11 @@ def note_path(shard: Path) -> Path:
     return shard.with_name(shard.name + ".note")
 
 
-def shard_entry(path: Path, name: str) -> Json:
-    """The manifest entry of a shard with this file name."""
+def shard_entry(path: Path) -> Json:
+    """The manifest entry of a shard."""
     offsets = open_shard(path).get_tensor("offsets")
     return {
-        "file": name,
+        "file": path.name,
         "samples": len(offsets) - 1,
         "tokens": int(offsets[-1]),
         "bytes": path.stat().st_size,

@@ -45,10 +45,7 @@ class TrainableTarget(nn.Module):
             layers.requires_grad_(True)
         self.trained = {name: each for name, each in self.model.named_parameters() if each.requires_grad}
         self.optimizer = torch.optim.AdamW(
-            self.trained.values(),
-            lr=self.section.learning_rate,
-            betas=recipe.train.betas,
-            weight_decay=0.0,
+            self.trained.values(), lr=self.section.learning_rate, betas=recipe.train.betas, weight_decay=0.0
         )
 
     @classmethod

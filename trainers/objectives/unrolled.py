@@ -185,18 +185,16 @@ class UnrolledHead(nn.Module):
             feature = self.head.project(last_hidden)  # the last hidden state is this head's only tap
             distance = feature_distance(at_least_float32(hidden), at_least_float32(feature))
             losses = losses + objective.regression_weight * distance
-        with torch.no_grad():
-            hits = (log_q.argmax(-1) == log_p.argmax(-1)).float()
-            accepted = acceptance(log_q, log_p)
-        return weighted(weights, losses, hits, accepted, supervision.can_predict(objective.unroll)[:, part])
+        return weighted(weights, losses, log_q, log_p, supervision.can_predict(objective.unroll)[:, part])
 
 
-def weighted(
-    weights: Tensor, losses: Tensor, hits: Tensor, accepted: Tensor, predicted: Tensor
-) -> tuple[Tensor, Tensor]:
+def weighted(weights: Tensor, losses: Tensor, log_q: Tensor, log_p: Tensor, predicted: Tensor) -> tuple[Tensor, Tensor]:
     """The weighted loss of a chunk, and the sums [3, unroll] of its losses, hits and acceptances that count."""
-    losses, hits, accepted = (each.where(predicted, 0.0) for each in (losses, hits, accepted))
-    return (weights * losses).sum(), torch.stack([losses.detach().sum(1), hits.sum(1), accepted.sum(1)])
+    losses = losses.where(predicted, 0.0)
+    with torch.no_grad():
+        hits, accepted = (log_q.argmax(-1) == log_p.argmax(-1)).float(), acceptance(log_q, log_p)
+        sums = [each.where(predicted, 0.0).sum(1) for each in (losses, hits, accepted)]
+    return (weights * losses).sum(), torch.stack(sums)
 
 
 def positions_at_once(logits: int, device: torch.device) -> int:

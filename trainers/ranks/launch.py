@@ -95,8 +95,7 @@ def refuse_for_joint(mode: str, accelerator: Accelerator) -> None:
     if accelerator.num_processes > 1 or sharded:
         launched = "FSDP2 or DeepSpeed" if sharded else f"{accelerator.num_processes} processes"
         raise ValueError(
-            f"joint.mode: {mode} given, only null is allowed under {launched}; launch with recipes/launch/one.yaml, or "
-            "leave joint out"
+            f"joint.mode: {mode} given, only null is allowed under {launched}; launch with recipes/launch/one.yaml"
         )
 
 
@@ -123,7 +122,6 @@ def refuse_lone_decoding(recipe: Recipe, num_ranks: int) -> None:
     """Raise ValueError if the main rank should decode alone with a target that all ranks hold together."""
     if recipe.target.split == "tensor" and recipe.train.eval_prompts and num_ranks > 1:
         raise ValueError(
-            f"train.eval_prompts: {recipe.train.eval_prompts} given, only 0 is allowed while {num_ranks} ranks hold "
-            "the target together (target.split tensor), because the main rank decodes alone; write 0, or train with "
-            "one process and target.split layers"
+            f"train.eval_prompts: {recipe.train.eval_prompts} given, only 0 is allowed with target.split tensor on "
+            f"{num_ranks} ranks, since the main rank decodes alone; write 0, or train in one process with split layers"
         )

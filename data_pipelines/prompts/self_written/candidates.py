@@ -72,9 +72,8 @@ class UserTemplate:
     def __init__(self, tokenizer: Tokenizer, data: DataSection) -> None:
         if tokenizer.chat_template is None:
             raise ValueError(
-                f"data.prompts: {SELF} given, which needs a chat template that says where a user's words begin, and "
-                "the target's tokenizer has none (it is a base model, or its chat_template.jinja is missing); choose "
-                "the chat version of the model, or name a file of prompts in data.prompts"
+                f"data.prompts: {SELF} given, which needs a chat template, and the target's tokenizer has none; choose "
+                "the chat version of the model, add its chat_template.jinja, or name a file of prompts in data.prompts"
             )
         self.tokenizer, self.chat = tokenizer, ChatTemplate(tokenizer)
         self.opening = cache(self._opening)  # by system prompt
@@ -96,9 +95,7 @@ class UserTemplate:
             why = str(error)
         if system is None:
             raise ValueError(f"data.prompts: {SELF} given, which the chat template rules out: {why}; {REMEDY}")
-        raise ValueError(
-            f"data.self_system_prompts: {system!r} given, which the chat template rules out: {why}; remove it"
-        )
+        raise ValueError(f"data.self_system_prompts: {system!r} given, which the template rules out: {why}; remove it")
 
     def _around_words(self, system: str | None) -> Opening | None:
         """The tokens around the user's words; None if the template shows the words changed or not at all."""

@@ -58,8 +58,7 @@ def optional_rensa() -> Any:
         import rensa
     except ImportError as error:
         raise ValueError(
-            f"data.prompts: {SELF} given, which needs rensa to find near-duplicates; run pip install -e '.[self]', or "
-            f"choose other prompts"
+            f"data.prompts: {SELF} given, which needs rensa; run pip install -e '.[self]', or choose other prompts"
         ) from error
     return rensa
 
