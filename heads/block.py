@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from headstart.heads.base import DraftHead, Features, Tokens
+from headstart.heads.base import DraftHead, Features, Positions, Tokens
 from headstart.heads.block_attention import BlockCache, Blocks, Reach
 from headstart.heads.block_config import BlockShape, block_config, block_shape, block_taps
 from headstart.heads.frozen import FrozenTarget, is_copy
 from headstart.heads.layers import MLP, AttentionCache, RMSNorm, rotate
-from headstart.heads.losses import Positions
 from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema import BlockSection, HeadSection

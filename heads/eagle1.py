@@ -11,10 +11,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from headstart.heads.base import Features, Hidden, LastHiddenHead, Mask, Tokens, input_scales
+from headstart.heads.base import Features, Hidden, LastHiddenHead, Mask, Positions, Tokens, input_scales
 from headstart.heads.frozen import FrozenTarget, is_copy
 from headstart.heads.layers import MLP, Attention, AttentionCache, LayerShape, RMSNorm
-from headstart.heads.losses import Positions
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema import Eagle1Section, HeadSection
 

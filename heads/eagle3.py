@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from headstart.heads.base import Features, Hidden, LevelHead, Mask, Tokens
+from headstart.heads.base import Features, Hidden, LevelHead, Mask, Positions, Tokens
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.layers import (
     MLP,
@@ -17,7 +17,6 @@ from headstart.heads.layers import (
     LayerShape,
     RMSNorm,
 )
-from headstart.heads.losses import Positions
 from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema import Eagle3Section, HeadSection

@@ -12,10 +12,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from headstart.heads.base import Features, Hidden, LastHiddenHead, Mask, Tokens, input_scales
+from headstart.heads.base import Features, Hidden, LastHiddenHead, Mask, Positions, Tokens, input_scales
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.layers import AttentionCache
-from headstart.heads.losses import Positions
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema import HeadSection, MedusaSection
 
