@@ -72,10 +72,7 @@ def training_rows(recipe: Recipe, prompts: Stage) -> Iterator[Json]:
 
 
 def coloured(tokenizer: Tokenizer, text: Text) -> Coloured:
-    """A sample with the trained-on text in bold green, the rest dim.
-
-    Ranges are decoded as a whole, because one token may be only part of a character.
-    """
+    """A sample with the trained-on text in bold green; ranges are decoded whole, as a token may be half a character."""
     line, start = Coloured(), 0
     for place in range(1, len(text.tokens) + 1):
         if place == len(text.tokens) or text.loss_mask[place] != text.loss_mask[start]:

@@ -34,7 +34,10 @@ def check_harvest(recipe: Recipe) -> TargetConfig:
     folder = locate_target(recipe.target.path, recipe.target.revision, WITHOUT_WEIGHTS)
     target = TargetConfig.from_folder(folder)
     refuse_size_mistakes(recipe, folder)
-    refuse_missing_devices(recipe)
+    if recipe.target.split is None:
+        pick_device(recipe.target.device)
+    for name in recipe.data.online or ():
+        pick_device(name, "data.online")
     tokenizer = load_tokenizer(folder, recipe.target.trust_remote_code)
     if recipe.data.draft_head is not None:
         with naming_field("data.draft_head"):
@@ -66,14 +69,6 @@ def refuse_size_mistakes(recipe: Recipe, folder: Path) -> None:
         lines.append(f"{path}: {values[section][key]} given, {allowed_and_advice}")
     if lines:
         raise ValueError("the recipe does not fit the target:\n  " + "\n  ".join(lines))
-
-
-def refuse_missing_devices(recipe: Recipe) -> None:
-    """Raise ValueError for a device in the recipe that this machine does not have."""
-    if recipe.target.split is None:
-        pick_device(recipe.target.device)
-    for name in recipe.data.online or ():
-        pick_device(name, "data.online")
 
 
 def refuse_unwritable(field: str, folder: Path) -> None:

@@ -62,25 +62,25 @@ def preflight(recipe: Recipe, num_ranks: int, device: torch.device) -> None:
 
 def refuse_sizes(recipe: Recipe, num_ranks: int, num_samples: int, num_heldout: int | None = None) -> None:
     """Raise ValueError if there is nothing to train or measure on, or a batch would repeat a sample or be empty."""
-    section = recipe.train
+    size, accumulate = recipe.train.batch_size, recipe.train.accumulate
     if num_samples == 0:
         raise ValueError("the features hold no samples to train on; check data.num_prompts and harvest again")
     if num_heldout == 0:
         raise ValueError(
             f"data.heldout_prompts: {recipe.data.heldout_prompts} given, which yields no held-out sample; add prompts"
         )
-    if section.batch_size < num_ranks:
+    if size < num_ranks:
         raise ValueError(
-            f"train.batch_size: {section.batch_size} given, {num_ranks} or more is allowed, one for each rank; raise it"
+            f"train.batch_size: {size} given, {num_ranks} or more is allowed on {num_ranks} ranks; raise it"
         )
-    if (most := section.batch_size // num_ranks) < section.accumulate:
+    if (most := size // num_ranks) < accumulate:
         raise ValueError(
-            f"train.accumulate: {section.accumulate} given, up to {most} is allowed for the {most} sequences of each "
-            f"rank (train.batch_size {section.batch_size} on {num_ranks} ranks); lower it or raise train.batch_size"
+            f"train.accumulate: {accumulate} given, up to {most} is allowed for the {most} sequences of each rank "
+            f"(train.batch_size {size} on {num_ranks} ranks); lower it or raise train.batch_size"
         )
-    if section.batch_size > num_samples:
+    if size > num_samples:
         raise ValueError(
-            f"train.batch_size: {section.batch_size} given, up to the {num_samples} training samples is allowed; lower "
+            f"train.batch_size: {size} given, up to {num_samples} is allowed for {num_samples} training samples; lower "
             "it or raise data.num_prompts"
         )
 
@@ -105,11 +105,13 @@ def refuse_large_head(recipe: Recipe, target: TargetConfig, num_ranks: int, devi
         raise ValueError(
             f"head: {sizes} given, sizes that fit the target are allowed ({error}); leave them out for the target's own"
         ) from error
-    needed, free = GRADIENTS_AND_WEIGHTS * num_parameters(head) * FLOAT32 // num_ranks, free_memory(device)
+    weights = num_parameters(head) * FLOAT32
+    needed, free = GRADIENTS_AND_WEIGHTS * weights // num_ranks, free_memory(device)
     if needed > free:
         raise ValueError(
-            f"head: {decimal(needed)} of weights and gradients per rank given, the {decimal(free)} free on {device} are "
-            "allowed; lower head.intermediate_size, num_heads, hidden_size or draft_vocab_size"
+            f"head: {decimal(weights)} of weights given, {decimal(needed)} per rank with their gradients, and {device} "
+            f"has {decimal(free)} free, which is the most that is allowed; lower head.intermediate_size, num_heads, "
+            "hidden_size or draft_vocab_size"
         )
 
 
@@ -208,10 +210,7 @@ def activation_bytes(recipe: Recipe, head: DraftHead, samples: int, longest: int
 
 
 def linear_widths(module: nn.Module, without: Collection[int] = ()) -> int:
-    """The features that go into and out of all linear layers, about what a forward pass saves for each position.
-
-    `without` holds the ids of weights whose layers do not count.
-    """
+    """The widths of all linear layers but `without` (ids of weights), about what a forward pass saves for a position."""
     linear = [each for each in module.modules() if isinstance(each, nn.Linear) and id(each.weight) not in without]
     return sum(each.in_features + each.out_features for each in linear)
 

@@ -55,10 +55,7 @@ def decode(opened: Any, name: str, start: int, end: int) -> Float[Tensor, "token
 
 
 class ShardBuffer:
-    """Collects the samples of one shard in any order, then writes them at once.
-
-    Each tap is a separate tensor, so a head can read its own taps only.
-    """
+    """Collects a shard's samples in any order; each tap is a separate tensor, so a head can read its own taps only."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         """`lengths` is the number of tokens of each sample."""

@@ -185,8 +185,9 @@ def existing_store(recipe: Recipe, folder: Path, taps: tuple[int, ...]) -> Stage
         lacking, stored = sorted(set(taps) - set(about["taps"])), sum(shard["bytes"] for shard in about["shards"])
         needed = decimal(stored * (len(taps) + 1) // (len(about["taps"]) + 1))  # the last hidden state is in both
         raise ValueError(
-            f"data.store: {folder} holds taps {about['taps']}, but the head reads {list(taps)}; it lacks {lacking}: "
-            f"give another store, set head.taps to some of its taps, or remove data.store to harvest one of {needed}"
+            f"data.store: {folder} holds taps {about['taps']}, but the head reads {list(taps)}; it lacks {lacking}; "
+            f"a new harvest of this text takes about {needed} on disk and one pass of the target over it: give another "
+            "store, set head.taps to some of its taps, or remove data.store to harvest one"
         )
     inputs = Stage("features", folder, {}).claimed_for()
     if inputs is None:

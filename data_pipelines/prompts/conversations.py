@@ -135,7 +135,8 @@ def parse_tokens(row: Json) -> TokenRow:
     if any(isinstance(token, bool) for token in tokens):
         raise BadRow("unknown form", "tokens holds true or false, token ids are needed; change the field")
     if len(tokens) != len(mask):
-        raise BadRow("unknown form", f"{len(tokens)} tokens and {len(mask)} loss_mask values; as many are needed")
+        found = f"{len(tokens)} tokens and {len(mask)} loss_mask values"
+        raise BadRow("unknown form", f"{found}; they must have the same length")
     if not tokens:
         raise BadRow("empty", f"tokens is an empty list; a row needs {NEEDED}")
     return TokenRow(tokens, [bool(flag) for flag in mask])

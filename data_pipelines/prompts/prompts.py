@@ -227,10 +227,7 @@ def key_of(row: Json) -> Key:
 def read_prompts(
     tokenizer: Tokenizer, data: DataSection, count: int | None, report: RowReport, held_out: Set[Key] = frozenset()
 ) -> list[Json]:
-    """The first `count` samples of a source, or all for None, without those of rows that are held out.
-
-    Rows that give no sample, or a shortened one, are added to the report.
-    """
+    """The first `count` samples of a source that are not held out; rows without a whole sample enter the report."""
     rows: list[Json] = []
     for row in read_rows(report.source):
         if count is not None and len(rows) >= count:

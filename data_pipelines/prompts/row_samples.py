@@ -27,10 +27,7 @@ def samples_of(tokenizer: Tokenizer, parsed: Parsed, row: Json, data: DataSectio
 
 
 def encode_prompt(tokenizer: Tokenizer, parsed: Parsed) -> list[int]:
-    """The tokens for the target to continue: a text as it is, a conversation without its final answer.
-
-    Raises BadRow for a row without a prompt.
-    """
+    """The tokens for the target to continue, without a final answer; raises BadRow for a row without a prompt."""
     if isinstance(parsed, Conversation):
         return ChatTemplate(tokenizer).prompt(parsed)
     if isinstance(parsed, TokenRow):

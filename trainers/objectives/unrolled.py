@@ -164,10 +164,7 @@ class UnrolledHead(nn.Module):
         return torch.stack(scored)
 
     def run_step(self, k: int, features: Tensor, tokens: Tensor, cache: UnrollCache) -> tuple[Tensor, UnrollCache]:
-        """The head's hidden state at every index, and the cache with this step's keys.
-
-        A pure function, so that activation checkpointing can compute it again.
-        """
+        """The hidden state at every index, and a cache with this step's keys; pure, for activation checkpointing."""
         assert isinstance(self.head, LevelHead)
         grown = UnrollCache(cache.keys, cache.values, cache.documents)
         places = torch.arange(tokens.shape[1], device=tokens.device)

@@ -20,10 +20,7 @@ ACCELERATE_PRECISION = {"float32": "no", "bfloat16": "bf16"}  # train.precision 
 
 
 def start_accelerator(recipe: Recipe) -> Accelerator:
-    """Join the ranks of the launch, in float32; without a GPU the ranks are processes on the CPU.
-
-    Raises ValueError if the launch contradicts the recipe, or cannot do what the recipe asks for.
-    """
+    """Join the ranks of the launch; raises ValueError if it contradicts the recipe or cannot do what that asks for."""
     refuse_contradiction(recipe.train)
     on_cpu = not torch.accelerator.is_available()
     process_group = InitProcessGroupKwargs(timeout=RANK_TIMEOUT)
@@ -51,10 +48,7 @@ def is_fsdp() -> bool:
 
 
 def distribute_head(accelerator: Accelerator, unrolled: UnrolledHead, section: TrainSection) -> HeadOnRanks:
-    """Put a head on the ranks as the launch asked for.
-
-    `unrolled` stays whole on the main rank; `HeadOnRanks.whole` copies the trained weights back into it.
-    """
+    """Put a head on the ranks as the launch asked for; `HeadOnRanks.whole` copies the weights back into `unrolled`."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         from headstart.trainers.ranks.zero import ZeroHead  # DeepSpeed is an extra and may not be installed
 

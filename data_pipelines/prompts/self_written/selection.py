@@ -86,10 +86,7 @@ class HeldOutFile:
 
 
 class Selection:
-    """Takes candidates in the order of their numbers until there are enough prompts.
-
-    The first data.heldout_samples of them are held out, unless a file has the held-out prompts.
-    """
+    """Takes candidates by number until there are enough; without a file of held-out prompts, the first are held out."""
 
     def __init__(self, data: DataSection, file: HeldOutFile | None = None) -> None:
         self.data = data
