@@ -50,12 +50,10 @@ def inspect(recipe: Recipe, console: Console) -> None:
         console.print(coloured(tokenizer, text))
     console.print(histogram("tokens per sample", [len(text.tokens) for text in texts]))
     console.print(histogram("trained-on tokens per sample", [sum(text.loss_mask) for text in texts]))
-    console.print(describe_prompts(recipe), soft_wrap=True, highlight=False, markup=False)
+    console.out(describe_prompts(recipe), highlight=False)
     for report in read_reports(recipe):
         if rows := report.left_out_rows():
-            console.print(
-                f"\nrows of {report.source} that gave no sample:", soft_wrap=True, highlight=False, markup=False
-            )
+            console.out(f"\nrows of {report.source} that gave no sample:", highlight=False)
             console.print(row_table(rows, report.counts))
 
 

@@ -24,10 +24,7 @@ WITHOUT_WEIGHTS = [pattern for pattern in SAFE_FILES if pattern != "*.safetensor
 
 
 def check_harvest(recipe: Recipe) -> TargetConfig:
-    """Raise ValueError for the first thing that keeps the harvest from running; leaves nothing behind.
-
-    Returns the target's sizes. Of a target on the hub only the files without weights are fetched.
-    """
+    """The target's sizes; raises ValueError for the first thing that keeps the harvest from running."""
     for field, place in {"run_dir": recipe.run_dir, "data.folder": recipe.data.folder}.items():
         if place is not None:
             refuse_unwritable(field, place)

@@ -210,7 +210,7 @@ def activation_bytes(recipe: Recipe, head: DraftHead, samples: int, longest: int
 
 
 def linear_widths(module: nn.Module, without: Collection[int] = ()) -> int:
-    """The widths of all linear layers but `without` (ids of weights), about what a forward pass saves for a position."""
+    """The widths of linear layers, but `without` (ids of weights): about what a forward pass saves for a position."""
     linear = [each for each in module.modules() if isinstance(each, nn.Linear) and id(each.weight) not in without]
     return sum(each.in_features + each.out_features for each in linear)
 

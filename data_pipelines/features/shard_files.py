@@ -74,10 +74,7 @@ class ShardBuffer:
                 at += end - start
 
     def write(self, path: Path, made_from: str) -> None:
-        """Write the shard whole or not at all; `made_from` identifies its inputs, so that no other run reuses it.
-
-        Its manifest entry is saved next to it, so no rank has to read all shards at the end.
-        """
+        """Write the shard whole or not at all, then its manifest entry next to it; `made_from` identifies its inputs."""
         write_safetensors({**self.tensors, "offsets": self.offsets}, path, {"made_from": made_from})
         write_text(note_path(path), json.dumps(shard_entry(path)))
 

@@ -200,10 +200,7 @@ def start_selection(recipe: Recipe, tokenizer: Tokenizer) -> Selection:
 
 
 def write_own_candidates(recipe: Recipe, load: Callable[[], TargetModel]) -> None:
-    """Let the target write the prompts, if data.prompts is self and they are missing. All ranks must call this.
-
-    Raises ValueError if that cannot work, or if the candidates that are there were made from other inputs.
-    """
+    """Let the target write missing prompts if data.prompts is self, on all ranks; raises ValueError if it cannot."""
     if recipe.data.prompts != SELF:
         return
     stage = prompts_stage(recipe)

@@ -52,10 +52,7 @@ class Teacher:
     """The target's distributions, which every unroll step is scored against."""
 
     def __init__(self, frozen: FrozenTarget, vocab: DraftVocab, dtype: torch.dtype | None = None) -> None:
-        """`dtype` is that of the matrix products; None means the target's.
-
-        Autocast would convert the frozen lm_head to it again for every chunk of positions.
-        """
+        """`dtype` is that of the matrix products, to which autocast would convert lm_head again for every chunk."""
         frozen = frozen if dtype is None else replace(frozen, lm_head=frozen.lm_head.to(dtype))
         self.frozen, self.vocab = frozen, vocab
         self.within_vocab = frozen.within(vocab)
@@ -133,10 +130,7 @@ class UnrolledHead(nn.Module):
     def forward(
         self, batch: Batch, supervision: Supervision, counts: Tensor, noise: Tensor | None = None
     ) -> UnrollScores:
-        """Score every unroll step; `noise` is EAGLE-1's input noise.
-
-        `counts` are the positions of each step on all ranks, [unroll]; each step's loss is a sum divided by its count.
-        """
+        """Score every unroll step; its loss is a sum divided by `counts`, [unroll], its positions on all ranks."""
         hidden = self.unroll(batch, supervision, noise)
         weights = torch.tensor(self.objective.unroll_weights, device=counts.device) / counts.clamp(min=1)  # [unroll]
         # The chunks add up losses with weights around 1: in half precision the gradients of a mean would vanish.

@@ -64,10 +64,7 @@ class Opening:
 
 
 class UserTemplate:
-    """A tokenizer's chat template as the frame of a user turn, which the target fills.
-
-    Raises ValueError if the tokenizer has no template, or the template does not show a user's words as they are.
-    """
+    """A chat template as the frame of a user turn, which the target fills; raises ValueError if it cannot serve."""
 
     def __init__(self, tokenizer: Tokenizer, data: DataSection) -> None:
         if tokenizer.chat_template is None:
@@ -178,10 +175,7 @@ def write_candidates(
     start_selection: Callable[[], Selection],
     load: Callable[[], TargetModel],
 ) -> None:
-    """Write candidates until the selection has the prompts that the recipe asks for. All ranks must call this.
-
-    Only the main rank selects. Raises ValueError if hardly any candidate is usable.
-    """
+    """Write candidates on all ranks until the main rank has selected enough; raises ValueError if it gives up."""
     state, folder = PartialState(), stage.folder
     if state.is_main_process and not stage.was_complete():  # else its prompts stay what they are until there are more
         stage.claim()
