@@ -74,7 +74,7 @@ class ShardBuffer:
                 at += end - start
 
     def write(self, path: Path, made_from: str) -> None:
-        """Write the shard whole or not at all, then its manifest entry next to it; `made_from` identifies its inputs."""
+        """Write the shard whole or not at all, and its manifest entry next to it; `made_from` identifies its inputs."""
         write_safetensors({**self.tensors, "offsets": self.offsets}, path, {"made_from": made_from})
         write_text(note_path(path), json.dumps(shard_entry(path)))
 
