@@ -536,10 +536,6 @@ STORES = table(
     """
 merge without stores | merge {new}
     store merge | only | one or more stores must follow it | as in headstart store merge
-merge of one store twice | merge {new} {store} {store}
-    store merge | is given twice | once is allowed | name another store
-merge of one store in two spellings | merge {new} {store} {place}/run/../run/features
-    store merge | is given twice | once is allowed | name another store
 merge of a store with itself, into itself | merge {store} {store}
     features | exists already | NEW_FOLDER | give another one first
 merge into a folder that is there | merge {place} {store}
