@@ -93,7 +93,7 @@ train: a checkpoint's weights are cut | train {recipe} | half checkpoints/step-8
 calibrate: the head is a file | calibrate {recipe} | file head
     run/head | holds no head | a trained head's folder is required | name another with decode.head=FOLDER
 calibrate: the head's weights are a folder | calibrate {recipe} | folder head/model.safetensors
-    head/model.safetensors | cannot be read | a whole safetensors file is required | export it again, or copy or download the head
+    head/model.safetensors | cannot be read | a whole safetensors file is required | export it again
 calibrate: no space for the calibrated head | calibrate {recipe} {quick} | weights ENOSPC
     head/model.safetensors: | No space left on device | make room there
 report: report/ is a file | report {recipe} {quick} | file report
