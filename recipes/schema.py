@@ -41,8 +41,6 @@ HomePath = Annotated[
 HomeText = Annotated[str, BeforeValidator(refuse_unusable_path), AfterValidator(os.path.expanduser)]
 Temperature = Annotated[float, Field(ge=0)]
 Temperatures = Annotated[tuple[Temperature, ...], Field(strict=False, min_length=1)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
-Betas = Annotated[tuple[Beta, Beta], Field(strict=False)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 DEVICE_NAME = re.compile(r"auto|cpu|(cuda|mps|xpu|hpu)(:\d+)?")
 
@@ -369,9 +367,6 @@ class TrainSection(Section):
         default="adamw", description="adamw updates all weights; muon the layer's matrices, with AdamW for the rest."
     )
     muon_learning_rate: float = Field(default=0.02, gt=0, description="Muon's peak learning rate.")
-    betas: Betas = Field(
-        default=(0.9, 0.95), description="AdamW's decay per step of the gradient's mean and mean square."
-    )
     clip_norm: float = Field(
         default=0.5, gt=0, description="Largest gradient norm; larger gradients are scaled down to it."
     )
