@@ -98,7 +98,5 @@ def acquire(lock: FileLock, folder: Path, wait: bool) -> None:
     except Timeout:
         pass
     stop = "" if owner is None else f" (kill {owner.pid} there saves and ends a training run)"
-    raise ValueError(
-        f"{folder} is in use by {who}; one command at a time may write into a folder: wait for it, stop it{stop}, or "
-        "choose another run_dir"
-    )
+    advice = f"wait for it, stop it{stop}, or choose another run_dir"
+    raise ValueError(f"{folder} is in use by {who}; one command at a time may write into a folder: {advice}")

@@ -17,6 +17,7 @@ from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema import HeadSection
 
 EXTRA_ROTARY_POSITIONS = 64  # rotary table rows beyond the target's positions: an unroll runs past a sample's end
+ADDED = ("o_proj.weight", "down_proj.weight", "markov_w2.weight", "gate_proj.bias")  # zero at first
 Features = Float[Tensor, "batch seq feature"]
 Tokens = Int[Tensor, "batch seq"]
 Positions = Int[Tensor, "*batch seq"]
@@ -113,6 +114,15 @@ class DraftHead(nn.Module, ABC):
         positions = self.target.max_positions + EXTRA_ROTARY_POSITIONS
         table = rotary_table(shape.rope_of(self.target), shape.head_dim, positions)
         self.register_buffer("rotary", table.to(self.embedding), persistent=False)
+
+    @torch.no_grad()
+    def start_at_random(self, generator: torch.Generator) -> None:
+        """Random matrices, but zeros where a layer adds to its input, so that it starts by passing the input on."""
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(0, 0.5 * self.feature_size**-0.5, generator=generator)
+            if name.endswith(ADDED):
+                parameter.zero_()
 
     @torch.no_grad()
     def take_weights(self, source: "DraftHead") -> None:
@@ -216,7 +226,5 @@ def input_scales(frozen: FrozenTarget) -> tuple[Float[Tensor, " hidden"], Float[
     influence the result.
     """
     sizes = [float(ends.float().square().mean().sqrt()) for ends in (frozen.embedding, frozen.norm_weight)]
-    embedding, feature = (
-        power_of_two_scales(sizes).to(frozen.embedding).unsqueeze(1).expand(-1, frozen.config.hidden_size)
-    )
-    return embedding, feature
+    embedding, feature = power_of_two_scales(sizes).to(frozen.embedding).unsqueeze(1)
+    return embedding.expand(frozen.config.hidden_size), feature.expand(frozen.config.hidden_size)

@@ -129,11 +129,8 @@ def named_taps(config: dict[str, Any]) -> tuple[int, ...]:
 def block_taps(config: dict[str, Any]) -> tuple[int, ...]:
     """The hidden_states that the head reads; raises ValueError if config.json does not name them."""
     if not (taps := named_taps(config)):
-        raise ValueError(
-            f"config.json lacks {LAYER_OUTPUTS}, the layers whose outputs the head reads; vLLM would take "
-            f"hidden_states 2, L/2 and L-3 of L layers, SGLang as many as the head has layers: add the ids that the "
-            f"head was trained with"
-        )
+        takes = "vLLM would take hidden_states 2, L/2 and L-3 of L layers, SGLang as many as the head has layers"
+        raise ValueError(f"config.json lacks {LAYER_OUTPUTS}; {takes}: add the ids that the head was trained with")
     return taps
 
 
@@ -145,22 +142,16 @@ def trained_block_size(config: dict[str, Any]) -> int:
 def block_shape(config: dict[str, Any], target: TargetConfig, own_lm_head: bool) -> BlockShape:
     """The shape that a config.json describes; raises ValueError that names what is missing or cannot be represented."""
     if missing := [f"{key} ({default})" for key, default in NEEDED.items() if block_key(config, key) is None]:
-        raise ValueError(
-            f"config.json lacks {', '.join(missing)}; a wrong one silently costs acceptance: add what the head "
-            f"was trained with"
-        )
+        advice = "a wrong one silently costs acceptance: add what the head was trained with"
+        raise ValueError(f"config.json lacks {', '.join(missing)}; {advice}")
     size, trained = block_key(config, "block_size"), trained_block_size(config)
     if size > trained:
-        raise ValueError(
-            f"block_size: {size} given, 2 to the {trained} slots that the head was trained with is allowed; correct "
-            f"config.json"
-        )
+        allowed = f"2 to the {trained} slots that the head was trained with is allowed"
+        raise ValueError(f"block_size: {size} given, {allowed}; correct config.json")
     mask_token_id, rank = block_key(config, "mask_token_id"), block_key(config, "markov_rank", 0)
     if not 0 <= mask_token_id < target.vocab_size:
-        raise ValueError(
-            f"mask_token_id: {mask_token_id} given, 0 to the target's {target.vocab_size - 1} is allowed; correct "
-            f"config.json"
-        )
+        allowed = f"0 to the target's {target.vocab_size - 1} is allowed; correct config.json"
+        raise ValueError(f"mask_token_id: {mask_token_id} given, {allowed}")
     if (kind := block_key(config, "markov_head_type", "vanilla")) not in ("vanilla", "gated"):
         raise ValueError(f"markov_head_type: {kind!r} given, only vanilla and gated are allowed; choose another head")
     return BlockShape.from_config(
@@ -189,9 +180,7 @@ def layer_reaches(config: dict[str, Any]) -> Iterator[Reach]:
     if "sliding_attention" in types and window is None:
         raise ValueError("config.json lacks sliding_window, the positions that sliding_attention layers see; add it")
     if len(types) != config["num_hidden_layers"]:
-        raise ValueError(
-            f"layer_types: {len(types)} given, {config['num_hidden_layers']} is allowed, one for each of "
-            f"num_hidden_layers; correct config.json"
-        )
+        allowed = f"{config['num_hidden_layers']} is allowed, one for each of num_hidden_layers"
+        raise ValueError(f"layer_types: {len(types)} given, {allowed}; correct config.json")
     for kind in types:
         yield Reach(window, sliding_causal) if kind == "sliding_attention" else Reach(None, bool(causal))

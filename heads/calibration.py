@@ -28,9 +28,8 @@ class StaticTree:
     def best(self, nodes: int) -> tuple[Path, ...]:
         """The best tree of this many nodes; raises ValueError if the search stopped at fewer."""
         if nodes > len(self.paths):
-            raise ValueError(
-                f"decode.nodes: {nodes} given, 1 to {len(self.paths)} is allowed, the size of the head's tree"
-            )
+            allowed = f"1 to {len(self.paths)} is allowed, the size of the head's tree"
+            raise ValueError(f"decode.nodes: {nodes} given, {allowed}")
         return self.paths[:nodes]
 
     def expected(self, nodes: int) -> float:

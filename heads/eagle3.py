@@ -8,16 +8,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from headstart.heads.base import Features, Hidden, LevelHead, Mask, Tokens
+from headstart.heads.base import Features, Hidden, LevelHead, Mask, Positions, Tokens
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.layers import (
-    MLP,
-    Attention,
-    AttentionCache,
-    LayerShape,
-    RMSNorm,
-)
-from headstart.heads.losses import Positions
+from headstart.heads.layers import MLP, Attention, AttentionCache, LayerShape, RMSNorm
 from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema import Eagle3Section, HeadSection
@@ -141,11 +134,7 @@ class Eagle3Head(LevelHead):
         lm_head to its own width.
         """
         hidden = self.shape.hidden_size
-        for name, parameter in self.named_parameters():
-            if parameter.ndim == 2:
-                parameter.normal_(0, 0.5 * hidden**-0.5, generator=generator)
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                parameter.zero_()
+        self.start_at_random(generator)
         lm_head = frozen.within(self.vocab).lm_head
         if not self.shape.own_embedding:
             self.norm.weight.copy_(frozen.norm_weight)

@@ -89,10 +89,8 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
             tensors |= read_pickle(folder / part) if name in PICKLES else read_safetensors(folder / part)
         return tensors
     known = ", ".join(SAFETENSORS + PICKLES)
-    raise ValueError(
-        f"{folder} holds no weights; one of {known}, or an index of its shards, is required: copy or download the head "
-        f"again"
-    )
+    needed = f"one of {known}, or an index of its shards, is required"
+    raise ValueError(f"{folder} holds no weights; {needed}: copy or download the head again")
 
 
 def read_index(index: Path, of: str) -> dict[str, str]:
@@ -107,10 +105,8 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise ValueError(
-            f"{path} cannot be read ({error}); a whole safetensors file is required: export it again, or copy or "
-            f"download the head again"
-        ) from error
+        needed = "a whole safetensors file is required: export it again, or copy or download the head again"
+        raise ValueError(f"{path} cannot be read ({error}); {needed}") from error
 
 
 def read_pickle(path: Path) -> dict[str, Tensor]:
@@ -120,13 +116,10 @@ def read_pickle(path: Path) -> dict[str, Tensor]:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         reason = str(error).partition("\n")[0]
-        raise ValueError(
-            f"{path} is refused: it is damaged or holds more than tensors ({reason}); get the head as safetensors"
-        ) from error
+        why = f"it is damaged or holds more than tensors ({reason})"
+        raise ValueError(f"{path} is refused: {why}; get the head as safetensors") from error
     if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
-        raise ValueError(
-            f"{path} is refused: only a mapping of names to tensors is allowed; get the head as safetensors"
-        )
+        raise ValueError(f"{path} is refused: only a mapping of names to tensors is allowed; get safetensors")
     return {str(name): tensor for name, tensor in found.items()}
 
 
@@ -210,7 +203,5 @@ def write_pickle(tensors: dict[str, Tensor], path: Path) -> None:
 def refuse_existing(folder: Path) -> None:
     """Raise ValueError, before any work is done, if the folder of an export exists already."""
     if folder.exists() or folder.is_symlink():
-        raise ValueError(
-            f"{folder} exists already; an export is written to a new folder only: remove this one (rm -r "
-            f"{shlex.quote(str(folder))}), or move it"
-        )
+        advice = f"remove this one (rm -r {shlex.quote(str(folder))}), or move it"
+        raise ValueError(f"{folder} exists already; an export is written to a new folder only: {advice}")

@@ -52,9 +52,7 @@ class LayerShape:
         """The sizes in a head's config.json; raises ValueError that names missing keys."""
         needed = ("hidden_size", "intermediate_size", "num_attention_heads")
         if missing := [key for key in needed if config.get(key) is None]:
-            raise ValueError(
-                f"config.json lacks {', '.join(missing)}; the sizes of a Llama layer are required: add them"
-            )
+            raise ValueError(f"config.json lacks {', '.join(missing)}; the sizes of a Llama layer are needed: add them")
         rope, norm_eps = Rope.from_config(config), config.get("rms_norm_eps", target.norm_eps)
         return cls(
             hidden_size=config["hidden_size"],
@@ -120,10 +118,8 @@ def rotary_table(rope: Rope, head_dim: int, max_positions: int) -> Float[Tensor,
     elif rope.kind == "llama3":
         frequencies = llama3_frequencies(frequencies, rope)
     elif rope.kind != "default":
-        raise ValueError(
-            f"rope_type {rope.kind!r} in config.json: only default, linear, llama3 are allowed; choose another target, "
-            f"or head.kind medusa, which has no rotary embedding"
-        )
+        advice = "choose another target, or head.kind medusa, which has no rotary embedding"
+        raise ValueError(f"rope_type {rope.kind!r} in config.json: only default, linear, llama3 are allowed; {advice}")
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float64), frequencies)  # [positions, head_dim / 2]
     angles = torch.cat([angles, angles], dim=-1)
     return torch.cat([angles.cos(), angles.sin()], dim=-1).float()

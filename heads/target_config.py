@@ -52,10 +52,8 @@ def unpacked_folder(file: Path, field: str) -> Path:
     if (folder / "config.json").is_file():
         return folder
     if find_spec("gguf") is None:
-        raise ValueError(
-            f"{field}: {file} given, which needs gguf to be unpacked; run pip install -e '.[gguf]', or give the model "
-            f"as a folder of safetensors"
-        )
+        advice = "run pip install -e '.[gguf]', or give the model as a folder of safetensors"
+        raise ValueError(f"{field}: {file} given, which needs gguf to be unpacked; {advice}")
     with only_run_in(folder.with_name(folder.name + ".lock"), f"unpacking {file.name}", wait=True):
         if not (folder / "config.json").is_file():
             print(f"unpacking {file} into {folder}, once", file=sys.stderr, flush=True)
@@ -120,9 +118,8 @@ class TargetConfig:
     def from_folder(cls, folder: Path) -> "TargetConfig":
         path = folder / "config.json"
         if not path.is_file():
-            raise ValueError(
-                f"target.path: {folder} has no config.json, which is required; give the folder of a Hugging Face model"
-            )
+            needed = "which is required; give the folder of a Hugging Face model"
+            raise ValueError(f"target.path: {folder} has no config.json, {needed}")
         return cls.from_dict(read_json_object(path, "target"))
 
     @classmethod
@@ -131,23 +128,17 @@ class TargetConfig:
         text = config.get("text_config") or config
 
         def first(*names: str, default: Any = None) -> Any:
-            for name in names:
-                if text.get(name) is not None:
-                    return text[name]
-            if default is None:
-                raise ValueError(
-                    f"the target's config.json has none of {names}: models of type {text.get('model_type')!r} are not "
-                    f"supported"
-                )
-            return default
+            found = next((text[name] for name in names if text.get(name) is not None), default)
+            if found is None:
+                kind = f"models of type {text.get('model_type')!r}"
+                raise ValueError(f"the target's config.json has none of {names}: {kind} are not supported")
+            return found
 
         def size(*names: str, default: int | None = None) -> int:
             found = first(*names, default=default)
             if type(found) is not int or found < 1:
-                raise ValueError(
-                    f"the target's config.json: {names[0]} is {found!r}; a whole number of at least 1 is required: "
-                    f"copy or download the target again"
-                )
+                needed = "a whole number of at least 1 is required: copy or download the target again"
+                raise ValueError(f"the target's config.json: {names[0]} is {found!r}; {needed}")
             return found
 
         hidden, heads = size("hidden_size", "n_embd"), size("num_attention_heads", "n_head")

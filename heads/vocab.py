@@ -41,9 +41,7 @@ class DraftVocab:
             return cls.full(target_size)
         vocab = cls.from_offsets(d2t, target_size)
         if t2d is not None and not torch.equal(t2d.bool(), vocab.members()):
-            raise ValueError(
-                "d2t and t2d name different target tokens; d2t must hold offsets: target id minus draft id"
-            )
+            raise ValueError("d2t and t2d name different target tokens; d2t must hold target id minus draft id")
         return vocab
 
     @classmethod
@@ -66,10 +64,8 @@ class DraftVocab:
     @classmethod
     def _ascending(cls, name: str, ids: Tensor, target_size: int, advice: str) -> "DraftVocab":
         if not bool((ids.diff() > 0).all()) or int(ids[0]) < 0 or int(ids[-1]) >= target_size:
-            raise ValueError(
-                f"{name} gives ids {int(ids.min())} to {int(ids.max())}; ascending target ids below {target_size} are "
-                f"required: {advice}"
-            )
+            found = f"{name} gives ids {int(ids.min())} to {int(ids.max())}"
+            raise ValueError(f"{found}; ascending target ids below {target_size} are required: {advice}")
         return cls(ids, target_size)
 
     @property
@@ -94,8 +90,5 @@ class DraftVocab:
 def check_list(name: str, found: Tensor) -> None:
     """Raise ValueError unless a tensor of a head's file is a list of whole numbers."""
     if found.is_floating_point() or found.ndim != 1 or not len(found):
-        dtype = str(found.dtype).removeprefix("torch.")
-        raise ValueError(
-            f"{name} is {dtype} of shape {list(found.shape)}; int64 of shape [draft vocabulary] is required: write the "
-            f"head's files again"
-        )
+        held = f"{name} is {str(found.dtype).removeprefix('torch.')} of shape {list(found.shape)}"
+        raise ValueError(f"{held}; int64 of shape [draft vocabulary] is required: write the head's files again")

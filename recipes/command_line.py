@@ -40,13 +40,8 @@ def recipe_from_command_line(doc: str | None, argv: Sequence[str] | None = None)
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("recipe", help="YAML file, such as recipes/tiny.yaml")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="section.key=value",
-        help="replaces the file's value; written as YAML",
-    )
+    value = "replaces the file's value; written as YAML"
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=value)
     arguments = parser.parse_args(argv)
     try:
         return load_recipe(arguments.recipe, arguments.overrides)

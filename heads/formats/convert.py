@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with errors_as_messages():
         inferred = convert(arguments.path, arguments.out, arguments.target)
         print("\n".join(inferred))
-        print(f"head written to {arguments.out}; next: headstart report RECIPE report.head={arguments.out}")
+        print(f"head written to {arguments.out}; next: headstart report RECIPE decode.head={arguments.out}")
 
 
 def convert(path: Path, out: Path, target: str) -> list[str]:

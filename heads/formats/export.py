@@ -93,10 +93,9 @@ def violations_by_engine(name: str, files: HeadFiles, frozen: FrozenTarget) -> d
 def refuse_hydra(name: str, head: DraftHead) -> None:
     """Raise ValueError for sequential (Hydra) heads in any format but our own: no engine can draft with them."""
     if FORMATS[name].engine is not None and isinstance(head, MedusaHead) and head.shape.sequential:
-        raise ValueError(
-            f"export.format: {name!r} given for sequential (Hydra) heads, but no engine feeds heads the earlier draft "
-            f"tokens; native is allowed, which headstart serves; or train with head.sequential=false"
-        )
+        why = "no engine feeds heads the earlier draft tokens; native is allowed, which headstart serves"
+        advice = "or train with head.sequential=false"
+        raise ValueError(f"export.format: {name!r} given for sequential (Hydra) heads, but {why}; {advice}")
 
 
 def refuse_unservable(name: str, found: dict[str, list[Violation]]) -> None:

@@ -120,8 +120,5 @@ def equal_layers(subject: Subject, engine: str) -> Iterator[Violation]:
         if parts[0] == "blocks" and parts[3] != "0":
             first = subject.tensors.get(".".join([*parts[:3], "0", parts[4]]))
             if first is not None and not (first.shape == tensor.shape and torch.equal(first, tensor)):
-                allowed = (
-                    "one layer, or layers with equal weights, are allowed: the Medusa authors' code uses the last "
-                    "layer's weights for all"
-                )
+                allowed = "only equal layers are allowed: the Medusa authors' code uses the last one's weights for all"
                 yield tensor_error(engine, name, "weights unlike the first layer's", allowed)
