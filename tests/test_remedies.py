@@ -143,7 +143,7 @@ def options_of_our_commands() -> set[str]:
     found = set()
     for file in [*ROOT.glob("benchmarks/**/*.py"), *our_files()]:
         for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
+            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ("add_argument", "add"):
                 found |= {str(each.value) for each in node.args if isinstance(each, ast.Constant)}
     return {"--help", "--version", *found}
 

@@ -26,11 +26,6 @@ class Ranks:
     def __init__(self) -> None:
         self.rank, self.count = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
-    @property
-    def num_workers(self) -> int:
-        """How many ranks are given a share of the work."""
-        return self.count
-
     def share(self, work: Sequence[Item]) -> Sequence[Item]:
         """This rank's part of the work."""
         return work[self.rank :: self.count]
@@ -52,10 +47,6 @@ class TensorParallel(Ranks):
     """
 
     may_capture = False
-
-    @property
-    def num_workers(self) -> int:
-        return 1
 
     def share(self, work: Sequence[Item]) -> Sequence[Item]:
         return work if self.rank == 0 else work[:0]
