@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+OFFSETS = "must hold offsets: target id minus draft id"
+
 
 @dataclass(frozen=True)
 class DraftVocab:
@@ -41,7 +43,7 @@ class DraftVocab:
             return cls.full(target_size)
         vocab = cls.from_offsets(d2t, target_size)
         if t2d is not None and not torch.equal(t2d.bool(), vocab.members()):
-            raise ValueError("d2t and t2d name different target tokens; d2t must hold target id minus draft id")
+            raise ValueError(f"d2t and t2d name different target tokens; d2t {OFFSETS}")
         return vocab
 
     @classmethod
@@ -51,8 +53,7 @@ class DraftVocab:
         Raises ValueError for a tensor that is no such list of offsets.
         """
         check_list("d2t", d2t)
-        advice = "it must hold offsets: target id minus draft id"
-        return cls._ascending("d2t", torch.arange(len(d2t)) + d2t, target_size, advice)
+        return cls._ascending("d2t", torch.arange(len(d2t)) + d2t, target_size, f"it {OFFSETS}")
 
     @classmethod
     def from_ids(cls, name: str, ids: Tensor, target_size: int) -> "DraftVocab":
