@@ -75,10 +75,7 @@ class DraftHead(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], frozen: FrozenTarget) -> "DraftHead":
-        """A head with the sizes of a config.json; changes `tensors` in place into its state dict.
-
-        Raises ValueError if the tensors contradict each other.
-        """
+        """A head with the sizes of a config.json; makes `tensors` its state dict; ValueError if they disagree."""
 
     @abstractmethod
     def initialise(self, frozen: FrozenTarget, generator: torch.Generator) -> None:
@@ -104,8 +101,7 @@ class DraftHead(nn.Module, ABC):
     def scale_taps(self, sizes: list[float]) -> None:
         """Scale the input of `fc` so that every tap is about 1, given the RMS of each tap's hidden states.
 
-        Large taps would drown out the new layer, and every optimizer step would change the features in proportion to
-        them.
+        Large taps would drown out the new layer, and each optimizer step would change the features in proportion.
         """
         self.input_scale = power_of_two_scales(sizes).repeat_interleave(self.target.hidden_size).to(self.embedding)
 
@@ -222,8 +218,7 @@ class LastHiddenHead(LevelHead):
 def input_scales(frozen: FrozenTarget) -> tuple[Float[Tensor, " hidden"], Float[Tensor, " hidden"]]:
     """Powers of two that scale an embedding and a feature to about 1.
 
-    A feature is as large as the final norm's weight. An embedding is often far smaller, and unscaled it would hardly
-    influence the result.
+    A feature is as large as the final norm's weight; an embedding is often far smaller, and would hardly count.
     """
     sizes = [float(ends.float().square().mean().sqrt()) for ends in (frozen.embedding, frozen.norm_weight)]
     embedding, feature = power_of_two_scales(sizes).to(frozen.embedding).unsqueeze(1)

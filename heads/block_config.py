@@ -54,8 +54,7 @@ class BlockShape(LayerShape):
 
 
 def block_config(shape: BlockShape, target: TargetConfig, draft_vocab_size: int) -> dict[str, Any]:
-    """config.json as the engines read it, in DFlash's spelling and in DSpark's; no key is left to a default, except
-    `is_causal` where only the default is right."""
+    """config.json as engines read it, in both spellings; only `is_causal` keeps its default where that is right."""
     windows = {reach.window for reach in shape.reaches} - {None}
     assert len(windows) <= 1, "config.json has one window for all sliding layers"
     window = next(iter(windows), None)
@@ -94,8 +93,7 @@ def block_config(shape: BlockShape, target: TargetConfig, draft_vocab_size: int)
 def causality(reaches: Sequence[Reach]) -> bool | None:
     """`is_causal`, by which engines make all layers causal within the block, or none.
 
-    None for the one mixture that engines can serve, which they take without the key: causal with a window, and not
-    causal without one.
+    None for the one mixture that engines serve, without the key: causal with a window, not causal without one.
     """
     whole, sliding = (
         {reach.causal for reach in reaches if (reach.window is None) == is_whole} for is_whole in (True, False)

@@ -72,10 +72,7 @@ class Calibration:
         return rounded if self.tree is None else {**rounded, "tree": self.tree.to_config()}
 
     def at(self, level: int) -> tuple[float, float, float]:
-        """The multiplier for greedy rows, the one for sampled rows and the Gumbel weight.
-
-        Levels beyond the fitted ones use the deepest fitted values.
-        """
+        """The greedy multiplier, the sampled one and the Gumbel weight; beyond the fitted levels, the deepest ones."""
         return value_at(self.greedy, level), value_at(self.sampled, level), value_at(self.gumbel_weights, level)
 
 

@@ -31,10 +31,7 @@ class Eagle3Shape(LayerShape):
 
 
 class Eagle3Layer(nn.Module):
-    """A decoder layer that attends over cat(norm(embedding), norm(feature)).
-
-    The residual is the un-normed feature, or the normed one with `norm_before_residual`.
-    """
+    """A decoder layer over cat(norm(embedding), norm(feature)); the residual is the feature, normed or not."""
 
     def __init__(self, shape: Eagle3Shape, eps: float) -> None:
         super().__init__()
@@ -130,8 +127,7 @@ class Eagle3Head(LevelHead):
     def initialise(self, frozen: FrozenTarget, generator: torch.Generator) -> None:
         """Start with the target's norm and lm_head, and with a layer that passes the features through.
 
-        A head whose width differs from the target's starts with random projections of the target's embedding and
-        lm_head to its own width.
+        A head of another width starts with random projections of the target's embedding and lm_head to its own.
         """
         hidden = self.shape.hidden_size
         self.start_at_random(generator)

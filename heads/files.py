@@ -35,11 +35,7 @@ class HeadFiles:
 
     @classmethod
     def read(cls, folder: Path) -> "HeadFiles":
-        """Read single-file or sharded safetensors, or pickles that hold nothing but tensors.
-
-        Raises ValueError for a folder without config.json or weights, for keys with a value of a wrong type, and for a
-        pickle that holds anything else.
-        """
+        """Read single-file or sharded safetensors, or pickles that hold only tensors; raises ValueError for others."""
         path = find_config(folder, "give the folder of a saved head")
         return cls(folder, read_config(path), read_tensors(folder))
 
@@ -110,8 +106,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def read_pickle(path: Path) -> dict[str, Tensor]:
-    """A pickled state dict, read by torch's restricted loader, which builds tensors and containers and calls nothing
-    else."""
+    """A pickled state dict, read by torch's restricted loader, which calls no function of the file."""
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
@@ -140,10 +135,7 @@ def write_files(files: HeadFiles, weights: str = MODEL) -> None:
 
 
 def write_folder(files: HeadFiles, weights: str, readme: str) -> None:
-    """Write all files to a folder beside the final one, then rename it, so readers see the whole folder or none.
-
-    Raises ValueError if the folder exists already.
-    """
+    """Write all files so that readers see the whole folder or none; raises ValueError if the folder exists."""
     refuse_existing(files.folder)
     partial = files.folder.with_name(files.folder.name + ".partial")
     remove(partial)  # left by a killed run
@@ -155,7 +147,7 @@ def write_folder(files: HeadFiles, weights: str, readme: str) -> None:
 
 
 def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write the tensors, from any device, to a temporary folder beside `path`, then rename the file to `path`.
+    """Write the tensors, from any device, to a temporary folder next to `path`, then rename the file to `path`.
 
     A folder, because safetensors writes to a temporary file of its own, which a killed process leaves behind; the next
     write removes it. Raises OSError that names `path`.

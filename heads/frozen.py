@@ -50,20 +50,14 @@ class FrozenTarget:
 
     @classmethod
     def from_folder(cls, folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> "FrozenTarget":
-        """Read it from a folder with config.json and safetensors, single-file or sharded, tied or not.
-
-        Raises ValueError that names a missing tensor.
-        """
+        """Read it from a folder of config.json and safetensors; raises ValueError that names a missing tensor."""
         found, config = SafetensorsFolder(folder), TargetConfig.from_folder(folder)
         tied = json.loads((folder / "config.json").read_text()).get("tie_word_embeddings", True)
         return cls._from_names(found.files, folder, config, tied, lambda name: found.read(name).to(device, dtype))
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], config: TargetConfig, tied: bool) -> "FrozenTarget":
-        """Take it from the state dict of a model in memory, without copying.
-
-        Raises ValueError that names a missing or quantised tensor.
-        """
+        """Take it from a state dict without copying; raises ValueError that names a missing or quantised tensor."""
         frozen = cls._from_names(tensors, config.model_type, config, tied, tensors.__getitem__)
         if not frozen.lm_head.is_floating_point():
             stored = f"{config.model_type}: its lm_head is stored as {frozen.lm_head.dtype}"

@@ -108,10 +108,7 @@ def power_of_two_scales(sizes: list[float]) -> Float[Tensor, " inputs"]:
 
 
 def rotary_table(rope: Rope, head_dim: int, max_positions: int) -> Float[Tensor, "positions double"]:
-    """The cosines, then the sines, of every position: [positions, 2 * head_dim], in float32.
-
-    Raises ValueError for a rope type other than `default`, `linear` and `llama3`.
-    """
+    """The cosines, then the sines, of every position, in float32; raises ValueError for an unknown rope type."""
     frequencies = rope.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     if rope.kind == "linear":
         frequencies = frequencies / rope.scaling["factor"]

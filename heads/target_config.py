@@ -23,8 +23,7 @@ SAFE_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "*.
 def locate_target(
     path: str, revision: str | None = None, files: Sequence[str] = SAFE_FILES, field: str = "target.path"
 ) -> Path:
-    """The folder of a target: `path` itself if it is a local folder, the unpacked weights if it is a .gguf file,
-    otherwise the cached or downloaded repository of that hub name ("org/name"), of which only `files` are fetched.
+    """The folder of a target: a local folder itself, a .gguf file unpacked, or `files` of a hub repository (org/name).
 
     Raises ValueError, naming the `field` in which the user gave the path, if the hub does not provide it.
     """
@@ -42,10 +41,7 @@ def locate_target(
 
 
 def unpacked_folder(file: Path, field: str) -> Path:
-    """The folder with the file's model as safetensors; unpacks it first if need be, which takes a minute.
-
-    Raises ValueError, naming the `field` in which the user gave the file, if there is none or it cannot be unpacked.
-    """
+    """The folder with the file's model, unpacked if need be; raises ValueError, naming `field`, if that fails."""
     if not file.is_file():
         raise ValueError(f"{field}: {file} given, an existing GGUF file is allowed; check the path")
     folder = user_cache("gguf") / identity(file)

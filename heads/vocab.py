@@ -48,10 +48,7 @@ class DraftVocab:
 
     @classmethod
     def from_offsets(cls, d2t: Tensor, target_size: int) -> "DraftVocab":
-        """From the offsets in a head's file: target id = draft id + d2t[draft id].
-
-        Raises ValueError for a tensor that is no such list of offsets.
-        """
+        """From offsets, target id = draft id + d2t[draft id]; raises ValueError for a tensor that is no such list."""
         check_list("d2t", d2t)
         return cls._ascending("d2t", torch.arange(len(d2t)) + d2t, target_size, f"it {OFFSETS}")
 

@@ -580,8 +580,7 @@ class LogSection(Section):
 
 
 class Recipe(Section):
-    """One run, from prompts to report. Its files are below run_dir; prompts, responses and features may be shared in
-    data.folder."""
+    """One run, from prompts to report; its files are below run_dir, and those of its data in data.folder if given."""
 
     run_dir: HomePath = Field(description="Folder for everything that the run writes.")
     seed: int = Field(

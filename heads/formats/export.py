@@ -43,8 +43,7 @@ def main() -> None:
 def export(recipe: Recipe) -> Path:
     """Check and write the head, and return its folder, RUN_DIR/export/FORMAT.
 
-    Raises ValueError with every reason if the format's engine would not serve the head as it was trained, and if the
-    folder exists already.
+    Raises ValueError with every reason why the format's engine would not serve it as trained, or if the folder exists.
     """
     section = recipe.export
     refuse_original_target(recipe)

@@ -42,8 +42,7 @@ class Translation:
 def import_head(files: HeadFiles, frozen: FrozenTarget) -> tuple[DraftHead, list[str]]:
     """The head, in the dtype of `frozen`, and a line for each fact that had to be inferred.
 
-    Raises one ValueError that names everything our heads cannot represent and every missing, misshapen or unknown
-    tensor.
+    Raises one ValueError that names everything our heads cannot represent and every wrong tensor.
     """
     subject, translation = translate(files, frozen)
     rules = (*tensor_rules.WEIGHTS, config_rules.trained_for_this_target)
@@ -212,8 +211,7 @@ def drop_unread_tensors(subject: Subject, translation: Translation) -> None:
 
 
 def infer_medusa_sizes(subject: Subject, translation: Translation) -> None:
-    """Sizes that the Medusa authors' config.json omits; the number of heads comes from the tensors, which are right
-    even where config.json is not."""
+    """Sizes that the Medusa authors' config.json omits, or states wrongly: the tensors are right."""
     hidden, vocab_size = subject.frozen.config.hidden_size, subject.frozen.config.vocab_size
     if subject.config.get("original_lm_head"):
         translation.refused.append("original_lm_head true: only false, an lm_head for each head, is allowed")
