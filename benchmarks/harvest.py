@@ -27,7 +27,7 @@ from headstart.data_pipelines.features.shard_files import bytes_per_token, note_
 from headstart.data_pipelines.features.shards import FeatureStore, shard_name
 from headstart.data_pipelines.harvest import harvest
 from headstart.data_pipelines.prompts.responses import Text, responses_path
-from headstart.data_pipelines.stages.shard_work import ShardPrompts, prompt_shards, show_progress
+from headstart.data_pipelines.stages.shard_work import ShardProgress, ShardPrompts, prompt_shards
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, run_command
 from headstart.trainers import run
@@ -173,7 +173,7 @@ def harvest_again(recipe: Recipe, target: TargetModel, piece: ShardPrompts) -> N
     path = recipe.features_dir / shard_name(piece.split, piece.index)
     path.rename(path.with_suffix(".kept"))
     made_from = {path.name: "a benchmark"}
-    with show_progress([piece], PartialState(), "timing a harvest") as meter:
+    with ShardProgress([piece], PartialState(), "timing a harvest") as meter:
         write_features(recipe, target.taps, partial(tap, target), target.device, [piece], made_from, meter)
     path.with_suffix(".kept").replace(path)
     note_path(path).unlink()

@@ -20,7 +20,7 @@ from rich.console import Console
 from headstart.common.files import read_jsonl
 from headstart.data_pipelines.prompts.prompts import make_prompts_alone
 from headstart.data_pipelines.prompts.responses import responses_path, sampling_of, target_writer, write_responses
-from headstart.data_pipelines.stages.shard_work import ShardPrompts, prompt_shards, show_progress
+from headstart.data_pipelines.stages.shard_work import ShardProgress, ShardPrompts, prompt_shards
 from headstart.data_pipelines.stages.stage import Json
 from headstart.inference.core.request import Request
 from headstart.inference.engine.loop import generate, loop_of
@@ -47,7 +47,7 @@ def benchmark(recipe: Recipe) -> None:
         here.responses_dir.mkdir()
         write = target_writer(here, target)
         before = time.perf_counter()
-        with show_progress(shards, PartialState(), "responses") as meter:
+        with ShardProgress(shards, PartialState(), "responses") as meter:
             write_responses(here, write, shards, meter)
         seconds = time.perf_counter() - before
         rows = [row for shard in shards for row in read_jsonl(responses_path(here, shard))]

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
+from typing import Self
 
 from rich import progress
 from rich.console import Console
@@ -50,7 +51,7 @@ class Progress:
         self._bar = progress.Progress(*left, *right, console=self.console, refresh_per_second=2, disable=hidden)
         self._task = self._bar.add_task(what, total=total, completed=done, text="")
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> Self:
         self._bar.start()
         self._started, self._own = self.clock(), 0  # what this process has done
         self._print_line()

@@ -15,10 +15,7 @@ DISK_MARGIN = 1.01  # factor for headers, offsets and the manifest
 
 
 def forecast_disk(recipe: Recipe, config: TargetConfig, taps: tuple[int, ...], shards: list[ShardPrompts]) -> str:
-    """Describe the disk space that the features will need, as a range: response lengths are not known yet.
-
-    Raises ValueError if the disk cannot hold even the features of the prompts.
-    """
+    """The features' disk space in words, as a range; raises ValueError if even those of the prompts do not fit."""
     token_bytes = bytes_per_token(config.hidden_size, len(taps), recipe.data.dtype)
     rows = [row for shard in shards for row in shard.rows]
     least = token_bytes * sum(len(row["text"] if "text" in row else row["tokens"]) for row in rows)

@@ -22,11 +22,7 @@ from headstart.common.errors import CONTINUES
 from headstart.common.launcher import end_with_launcher
 from headstart.data_pipelines.disk_space import check_disk, forecast_disk
 from headstart.data_pipelines.features.features import TapTexts, tap, write_features
-from headstart.data_pipelines.features.shards import (
-    MANIFEST,
-    stored_taps,
-    write_manifest,
-)
+from headstart.data_pipelines.features.shards import MANIFEST, stored_taps, write_manifest
 from headstart.data_pipelines.features.store import describe_store, existing_store
 from headstart.data_pipelines.more_prompts import take_over_features, take_over_responses
 from headstart.data_pipelines.preflight import check_harvest
@@ -43,11 +39,11 @@ from headstart.data_pipelines.prompts.responses import (
     write_responses,
 )
 from headstart.data_pipelines.stages.shard_work import (
+    ShardProgress,
     ShardPrompts,
     idle_cores,
     prompt_shards,
     run_stage,
-    show_progress,
     start_processes,
 )
 from headstart.data_pipelines.stages.stage import Stage, file_digest
@@ -147,14 +143,31 @@ class Harvest:
             take_over_responses(recipe, responses, shards)
         if recipe.data.online is None and not responses.is_complete():
             self.say(forecast_disk(recipe, self.config, self.taps, shards))
-        run_stage(
-            responses,
-            self.state,
-            make=lambda: make_responses(recipe, shards, self.load, self.state),
-            finish=lambda: finish_responses(recipe, responses, shards),
-        )
+        make, finish = partial(self.make_responses, shards), partial(finish_responses, recipe, responses, shards)
+        run_stage(responses, self.state, make, finish)
         self.say(describe_responses(recipe, responses))
         return responses
+
+    def make_responses(self, shards: list[ShardPrompts]) -> None:
+        """Write this rank's share of the responses, by the writer that the recipe names."""
+        recipe, data, ranks = self.recipe, self.recipe.data, Ranks()
+        if data.responses == "given":
+            for shard in ranks.share(shards):
+                write_given(recipe, shard)
+            return
+        if data.server is not None:
+            writer = server_writer(recipe, data.server)
+        elif data.draft_head is not None:
+            writer, ranks = speculative_writer(recipe, data.draft_head)
+        else:
+            writer, ranks = target_writer(recipe, self.load()), self.load().ranks
+
+        def work(write: Writer) -> None:
+            share = ranks.share(shards)
+            with ShardProgress(share, self.state, "responses") as meter:
+                write_responses(recipe, write, share, meter)
+
+        ranks.carry_out(writer, work)
 
     def features(self, prompts: Prompts, responses: Stage | None) -> Stage:
         """The target's hidden states: data.store if the recipe names one; with data.online the responses instead."""
@@ -169,14 +182,24 @@ class Harvest:
         made_from = shard_identities(features, responses, shards)
         with self.state.main_process_first():
             take_over_features(recipe, features, shards, made_from)
-        run_stage(
-            features,
-            self.state,
-            make=lambda: make_features(recipe, responses, shards, self.load(), made_from, self.state),
-            finish=lambda: finish_features(recipe, features, shards, prompts.stage, responses),
-        )
+        make = partial(self.make_features, responses, shards, made_from)
+        finish = partial(finish_features, recipe, features, shards, prompts.stage, responses)
+        run_stage(features, self.state, make, finish)
         self.say(describe_store(features.folder))
         return features
+
+    def make_features(self, responses: Stage, shards: list[ShardPrompts], made_from: dict[str, str]) -> None:
+        """Write this rank's share of the features; raises ValueError if the disk cannot hold those of all ranks."""
+        recipe, target = self.recipe, self.load()
+        check_teacher_logits(recipe, target, shards[0].rows[0]["tokens"])
+        self.say(check_disk(recipe, target.config, target.taps, responses))
+        share = target.ranks.share(shards)
+
+        def work(tap_texts: TapTexts) -> None:
+            with ShardProgress(share, self.state, "features") as meter:
+                write_features(recipe, target.taps, tap_texts, target.device, share, made_from, meter)
+
+        target.ranks.carry_out(partial(tap, target), work)
 
 
 def check_lengths(recipe: Recipe, config: TargetConfig) -> None:
@@ -193,30 +216,6 @@ def taps_to_store(recipe: Recipe, config: TargetConfig) -> tuple[int, ...]:
     taps = stored_taps(head_taps(recipe.head, config), config.num_layers)
     found = Stage("features", recipe.features_dir, {}).claimed_for()
     return tuple(found["taps"]) if found is not None and set(taps) <= set(found["taps"]) else taps
-
-
-def make_responses(
-    recipe: Recipe, shards: list[ShardPrompts], load: Callable[[], TargetModel], state: PartialState
-) -> None:
-    """Write this rank's share of the responses, by the writer that the recipe names."""
-    data, ranks = recipe.data, Ranks()
-    if data.responses == "given":
-        for shard in ranks.share(shards):
-            write_given(recipe, shard)
-        return
-    if data.server is not None:
-        writer = server_writer(recipe, data.server)
-    elif data.draft_head is not None:
-        writer, ranks = speculative_writer(recipe, data.draft_head)
-    else:
-        writer, ranks = target_writer(recipe, load()), load().ranks
-
-    def work(write: Writer) -> None:
-        share = ranks.share(shards)
-        with show_progress(share, state, "responses") as meter:
-            write_responses(recipe, write, share, meter)
-
-    ranks.carry_out(writer, work)
 
 
 def features_stage(recipe: Recipe, responses: Stage, taps: tuple[int, ...]) -> Stage:
@@ -236,28 +235,6 @@ def shard_identities(features: Stage, responses: Stage, shards: list[ShardPrompt
     common = {name: value for name, value in features.inputs.items() if name != "responses"}
     files = responses.facts()["files"]
     return {shard.features_file: digest_of([common, files[shard.responses_file]]) for shard in shards}
-
-
-def make_features(
-    recipe: Recipe,
-    responses: Stage,
-    shards: list[ShardPrompts],
-    target: TargetModel,
-    made_from: dict[str, str],
-    state: PartialState,
-) -> None:
-    """Write this rank's share of the features; raises ValueError if the disk cannot hold those of all ranks."""
-    check_teacher_logits(recipe, target, shards[0].rows[0]["tokens"])
-    needs = check_disk(recipe, target.config, target.taps, responses)
-    if state.is_main_process:
-        print(needs)
-    share = target.ranks.share(shards)
-
-    def work(tap_texts: TapTexts) -> None:
-        with show_progress(share, state, "features") as meter:
-            write_features(recipe, target.taps, tap_texts, target.device, share, made_from, meter)
-
-    target.ranks.carry_out(partial(tap, target), work)
 
 
 def check_teacher_logits(recipe: Recipe, target: TargetModel, prompt: list[int]) -> None:

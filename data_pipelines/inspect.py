@@ -50,12 +50,10 @@ def inspect(recipe: Recipe, console: Console) -> None:
         console.print(coloured(tokenizer, text))
     console.print(histogram("tokens per sample", [len(text.tokens) for text in texts]))
     console.print(histogram("trained-on tokens per sample", [sum(text.loss_mask) for text in texts]))
-    console.print(describe_prompts(recipe), soft_wrap=True, highlight=False, markup=False)
+    console.out(describe_prompts(recipe), highlight=False)
     for report in read_reports(recipe):
         if rows := report.left_out_rows():
-            console.print(
-                f"\nrows of {report.source} that gave no sample:", soft_wrap=True, highlight=False, markup=False
-            )
+            console.out(f"\nrows of {report.source} that gave no sample:", highlight=False)
             console.print(row_table(rows, report.counts))
 
 
@@ -72,10 +70,7 @@ def training_rows(recipe: Recipe, prompts: Stage) -> Iterator[Json]:
 
 
 def coloured(tokenizer: Tokenizer, text: Text) -> Coloured:
-    """A sample with the trained-on text in bold green, the rest dim.
-
-    Ranges are decoded as a whole, because one token may be only part of a character.
-    """
+    """A sample with the trained-on text in bold green; ranges are decoded whole, as a token may be half a character."""
     line, start = Coloured(), 0
     for place in range(1, len(text.tokens) + 1):
         if place == len(text.tokens) or text.loss_mask[place] != text.loss_mask[start]:

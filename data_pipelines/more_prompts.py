@@ -84,10 +84,7 @@ def starts_with(shard: Path, responses: Path) -> bool:
 
 
 def keep_manifest_entries(folder: Path, names: set[str]) -> None:
-    """Save the manifest's entries of these shards next to them again, and remove the manifest.
-
-    The new manifest is written from them, so damage since the shards were written is still noticed.
-    """
+    """Move the manifest's entries of these shards next to them again, so that damage since then is still noticed."""
     if not (folder / MANIFEST).is_file():
         return
     for entry in read_manifest(folder)["shards"]:

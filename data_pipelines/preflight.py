@@ -24,17 +24,17 @@ WITHOUT_WEIGHTS = [pattern for pattern in SAFE_FILES if pattern != "*.safetensor
 
 
 def check_harvest(recipe: Recipe) -> TargetConfig:
-    """Raise ValueError for the first thing that keeps the harvest from running; leaves nothing behind.
-
-    Returns the target's sizes. Of a target on the hub only the files without weights are fetched.
-    """
+    """The target's sizes; raises ValueError for the first thing that keeps the harvest from running."""
     for field, place in {"run_dir": recipe.run_dir, "data.folder": recipe.data.folder}.items():
         if place is not None:
             refuse_unwritable(field, place)
     folder = locate_target(recipe.target.path, recipe.target.revision, WITHOUT_WEIGHTS)
     target = TargetConfig.from_folder(folder)
     refuse_size_mistakes(recipe, folder)
-    refuse_missing_devices(recipe)
+    if recipe.target.split is None:
+        pick_device(recipe.target.device)
+    for name in recipe.data.online or ():
+        pick_device(name, "data.online")
     tokenizer = load_tokenizer(folder, recipe.target.trust_remote_code)
     if recipe.data.draft_head is not None:
         with naming_field("data.draft_head"):
@@ -68,14 +68,6 @@ def refuse_size_mistakes(recipe: Recipe, folder: Path) -> None:
         raise ValueError("the recipe does not fit the target:\n  " + "\n  ".join(lines))
 
 
-def refuse_missing_devices(recipe: Recipe) -> None:
-    """Raise ValueError for a device in the recipe that this machine does not have."""
-    if recipe.target.split is None:
-        pick_device(recipe.target.device)
-    for name in recipe.data.online or ():
-        pick_device(name, "data.online")
-
-
 def refuse_unwritable(field: str, folder: Path) -> None:
     """Raise ValueError if a folder, or the one that it would be made in, takes no new file."""
     found = next(each for each in (folder, *folder.absolute().parents) if each.exists())
@@ -104,9 +96,8 @@ def check_rows(recipe: Recipe, tokenizer: Tokenizer) -> None:
             raise ValueError(f"{field}: {source} given, a file with one row or more is allowed; add prompts to it")
         if tokenizer.chat_template is None and is_conversation(first):
             raise ValueError(
-                f"{field}: row {first.line} of {source} is a conversation, which needs a chat template, and the "
-                f"tokenizer of {recipe.target.path} has none; rows of prompt or text are allowed with it; give such "
-                "rows, or put a chat_template.jinja into the target's folder"
+                f"{field}: row {first.line} of {source} is a conversation; without a chat template rows of prompt or "
+                f"text are allowed: give such rows, or put a chat_template.jinja into {recipe.target.path}"
             )
 
 

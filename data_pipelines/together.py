@@ -152,8 +152,6 @@ def refuse_differences(state: PartialState, facts: Facts) -> None:
     if different:
         more = [f"and {len(different) - 12} more"] if len(different) > 12 else []
         raise ValueError(
-            "the ranks are not on the same run:\n  "
-            + "\n  ".join(different[:12] + more)
-            + "\nstart every machine with the same recipe and overrides, and with a run_dir on a disk that all of them "
-            f"share ({PAGE} says what must be shared)"
+            "\n  ".join(["the ranks are not on the same run:", *different[:12], *more])
+            + f"\nstart every machine with the same recipe and overrides, and a run_dir that all of them share ({PAGE})"
         )

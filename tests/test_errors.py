@@ -130,7 +130,7 @@ def test_a_full_disk_under_a_log_is_an_error(program: str) -> None:
 # Ctrl-C
 
 INTERRUPTED = {  # command -> the function in which Ctrl-C arrives, and what is said
-    "harvest": ("headstart.data_pipelines.harvest.make_features", "continues where it stopped"),
+    "harvest": ("headstart.data_pipelines.harvest.Harvest.make_features", "continues where it stopped"),
     "train": ("headstart.data_pipelines.harvest.open_harvest", "continues where it stopped"),
     "inspect": ("headstart.data_pipelines.inspect.make_prompts_alone", "starts over"),
     "calibrate": ("headstart.inference.calibrate.fit_calibration", "starts over"),

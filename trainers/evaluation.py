@@ -72,10 +72,7 @@ class HeldOutDecoding:
 
 @torch.no_grad()
 def held_out_metrics(unrolled: UnrolledHead, store: SampleStore, batch_size: int) -> dict[str, float]:
-    """Loss, top-1 accuracy and expected acceptance rate at each depth over the held-out samples.
-
-    If the target is trained too, also its divergence from the original in nats per token.
-    """
+    """Loss, accuracy and expected acceptance at each depth, and a trained target's divergence in nats per token."""
     embedding, unroll = unrolled.head.embedding, unrolled.objective.unroll
     total = torch.zeros(4, unroll)
     outside, divergences = 0, []

@@ -56,35 +56,32 @@ def preflight(recipe: Recipe, num_ranks: int, device: torch.device) -> None:
         refuse_trees_of(recipe, min(recipe.train.eval_prompts, recipe.decode.max_batch))
     if recipe.joint.mode == "lora" and not recipe.train.dry_run and find_spec("peft") is None:
         raise ValueError(
-            "joint.mode: lora given, null or full is allowed without peft, which is not installed; run pip install -e "
-            "'.[lora]'"
+            "joint.mode: lora given, null or full is allowed without peft; install it with pip install -e '.[lora]'"
         )
 
 
 def refuse_sizes(recipe: Recipe, num_ranks: int, num_samples: int, num_heldout: int | None = None) -> None:
     """Raise ValueError if there is nothing to train or measure on, or a batch would repeat a sample or be empty."""
-    section = recipe.train
+    size, accumulate = recipe.train.batch_size, recipe.train.accumulate
     if num_samples == 0:
         raise ValueError("the features hold no samples to train on; check data.num_prompts and harvest again")
     if num_heldout == 0:
         raise ValueError(
             f"data.heldout_prompts: {recipe.data.heldout_prompts} given, which yields no held-out sample; add prompts"
         )
-    if section.batch_size < num_ranks:
+    if size < num_ranks:
         raise ValueError(
-            f"train.batch_size: {section.batch_size} given, {num_ranks} or more is allowed on {num_ranks} ranks; give "
-            "each rank one sequence or more"
+            f"train.batch_size: {size} given, {num_ranks} or more is allowed on {num_ranks} ranks; raise it"
         )
-    if section.batch_size // num_ranks < section.accumulate:
-        most = section.batch_size // num_ranks
+    if (most := size // num_ranks) < accumulate:
         raise ValueError(
-            f"train.accumulate: {section.accumulate} given, up to {most} is allowed for the {most} sequences of each "
-            f"rank (train.batch_size {section.batch_size} on {num_ranks} ranks); lower it or raise train.batch_size"
+            f"train.accumulate: {accumulate} given, up to {most} is allowed for the {most} sequences of each rank "
+            f"(train.batch_size {size} on {num_ranks} ranks); lower it or raise train.batch_size"
         )
-    if section.batch_size > num_samples:
+    if size > num_samples:
         raise ValueError(
-            f"train.batch_size: {section.batch_size} given, up to {num_samples} is allowed for {num_samples} "
-            "training samples; lower it or raise data.num_prompts"
+            f"train.batch_size: {size} given, up to {num_samples} is allowed for {num_samples} training samples; lower "
+            "it or raise data.num_prompts"
         )
 
 
@@ -106,8 +103,7 @@ def refuse_large_head(recipe: Recipe, target: TargetConfig, num_ranks: int, devi
     except (RuntimeError, TypeError) as error:  # sizes that overflow, or that a layer refuses
         sizes = ", ".join(f"{name} {value}" for name, value in recipe.head.model_dump().items() if value is not None)
         raise ValueError(
-            f"head: {sizes} given, sizes of a layer that fits the target are allowed ({error}); leave them out for the "
-            "target's own sizes"
+            f"head: {sizes} given, sizes that fit the target are allowed ({error}); leave them out for the target's own"
         ) from error
     weights = num_parameters(head) * FLOAT32
     needed, free = GRADIENTS_AND_WEIGHTS * weights // num_ranks, free_memory(device)
@@ -168,7 +164,7 @@ def print_plan(recipe: Recipe, num_ranks: int, device: torch.device) -> None:
     for row in data_rows(recipe, data, trained):
         table.add_row(*row)
     weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    table.add_row("the target itself", decimal(weights) if weights else "unknown", target_note(recipe))
+    table.add_row("the target itself", decimal(weights) if weights else "unknown", "its weights, wherever it is loaded")
     Console(width=120, highlight=False).print(table)
     if recipe.joint.mode == "lora" and find_spec("peft") is None:
         print("joint.mode: the run itself needs peft, which is not installed; run pip install -e '.[lora]'")
@@ -214,10 +210,7 @@ def activation_bytes(recipe: Recipe, head: DraftHead, samples: int, longest: int
 
 
 def linear_widths(module: nn.Module, without: Collection[int] = ()) -> int:
-    """The features that go into and out of all linear layers, about what a forward pass saves for each position.
-
-    `without` holds the ids of weights whose layers do not count.
-    """
+    """The widths of linear layers, but `without` (ids of weights): about what a forward pass saves for a position."""
     linear = [each for each in module.modules() if isinstance(each, nn.Linear) and id(each.weight) not in without]
     return sum(each.in_features + each.out_features for each in linear)
 
@@ -233,12 +226,8 @@ def tuned_parameters(recipe: Recipe, model: Any) -> int:
 def target_needs(recipe: Recipe, model: Any, tuned: int, tokens: int) -> list[Need]:
     """Memory for a target that is trained with its heads."""
     parameters, size = num_parameters(model), next(model.parameters()).element_size()
-    fixed = parameters
-    if recipe.joint.mode == "full":
-        fixed -= tuned
-    else:
-        parameters += tuned
-    learning = f"{tuned:,} of {parameters:,} parameters learn, joint.mode {recipe.joint.mode}"
+    fixed = parameters - tuned if recipe.joint.mode == "full" else parameters  # adapters are added to the others
+    learning = f"{tuned:,} of {fixed + tuned:,} parameters learn, joint.mode {recipe.joint.mode}"
     return [
         ("the target", fixed * size + TRAINED * tuned, learning),
         ("activations of the target, about", tokens * linear_widths(decoder_layers(model)) * size, f"{tokens} tokens"),
@@ -260,13 +249,3 @@ def data_rows(recipe: Recipe, data: DataSizes, trained: int) -> list[tuple[str, 
         ("features on disk", f"{at_most}{decimal(data.feature_bytes)}", why),
         ("checkpoints on disk", f"at most {decimal(KEPT * SAVED * trained)}", f"the newest {KEPT}"),
     ]
-
-
-def target_note(recipe: Recipe) -> str:
-    """Where the target is loaded."""
-    if recipe.data.online is not None:
-        where = "on every rank" if "auto" in recipe.data.online else "on the devices of data.online"
-        return f"{where} while training, and again on the main rank, which decodes train.eval_prompts"
-    if not recipe.train.eval_prompts:
-        return "only for the harvest, as train.eval_prompts is 0"
-    return "on every rank of the harvest, and on the main rank while training"

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from headstart.common.errors import remedy
-from headstart.common.files import remove, removed_on_failure, write_text
+from headstart.common.files import read_json, remove, removed_on_failure, write_text
 from headstart.data_pipelines.features.batches import SampleStore
 from headstart.data_pipelines.stages.stage import Json, Stage, differences
 from headstart.heads.files import write_safetensors
@@ -85,15 +84,32 @@ class Checkpoints:
         every = {"head": snapshot.weights, "optimizers": snapshot.optimizers, "target": snapshot.target}
         files = {name: tensors for name, tensors in every.items() if tensors}
         state = {"step": snapshot.step, "files": list(files), "inputs": self.inputs}
-        self._write(self.path(snapshot.step), files, state)
+        path = self.path(snapshot.step)
+        partial = path.with_name(path.name + ".partial")
+        try:
+            for leftover in self.folder.glob("*.partial"):
+                remove(leftover)
+            with removed_on_failure(partial):
+                partial.mkdir(parents=True)
+                for name, tensors in files.items():
+                    write_safetensors(tensors, partial / f"{name}.safetensors")
+                write_text(partial / STATE, json.dumps(state, indent=1))
+                for each in partial.iterdir():
+                    flush(each)
+                remove(path)
+                partial.replace(path)
+                flush(self.folder)
+        except OSError as error:
+            kept = ", ".join(f"step-{step}" for step in self.steps()) or "none before it"
+            raise ValueError(
+                f"{path} cannot be written ({error.strerror}); whole checkpoints: {kept}; {remedy(error)}, which "
+                "continues from the newest"
+            ) from error
         for old in self.steps()[:-KEPT]:
-            shutil.rmtree(self.path(old))
+            remove(self.path(old))
 
     def load(self) -> Snapshot | None:
-        """The newest checkpoint, None if there is none.
-
-        Raises ValueError if another recipe made it or it cannot be read: a run never restarts silently.
-        """
+        """The newest checkpoint, if any; raises ValueError if it cannot be read or belongs to another recipe."""
         newest = self.newest()
         if newest == 0:
             return None
@@ -107,48 +123,19 @@ class Checkpoints:
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise ValueError(f"{path} cannot be read ({error}); remove it to resume from the one before it") from error
         if different := differences(found, self.inputs, "checkpoint {}, recipe {}"):
-            raise ValueError(
-                f"{path} belongs to another recipe:\n  "
-                + "\n  ".join(different)
-                + f"\nchoose another run_dir, undo the change in the recipe, or remove {self.folder} to start over"
-            )
+            lines = "\n  ".join([f"{path} belongs to another recipe:", *different])
+            advice = f"choose another run_dir, undo the change in the recipe, or remove {self.folder} to start over"
+            raise ValueError(f"{lines}\n{advice}")
         return snapshot
 
     def exported(self) -> Json | None:
         """The record of the last export."""
         path = self.folder / "exported.json"
-        try:
-            found: Json | None = json.loads(path.read_text()) if path.is_file() else None
-        except ValueError as error:
-            raise ValueError(f"{path} is not JSON ({error}); remove it, and the head is written again") from error
-        return found
+        return read_json(path, "remove it, and the head is written again") if path.is_file() else None
 
     def note_export(self, what: Json) -> None:
         """Record which weights became the run's head, and on what machine they were trained."""
         write_text(self.folder / "exported.json", json.dumps(what))
-
-    def _write(self, path: Path, files: dict[str, Tensors], state: Json) -> None:
-        partial = path.with_name(path.name + ".partial")
-        try:
-            for leftover in self.folder.glob("*.partial"):
-                remove(leftover)
-            with removed_on_failure(partial):
-                partial.mkdir(parents=True)
-                for name, tensors in files.items():
-                    write_safetensors(tensors, partial / f"{name}.safetensors")
-                write_text(partial / STATE, json.dumps(state, indent=1))
-                for each in partial.iterdir():
-                    flush(each)
-                if path.exists():
-                    shutil.rmtree(path)
-                partial.replace(path)
-                flush(self.folder)
-        except OSError as error:
-            kept = ", ".join(f"step-{step}" for step in self.steps()) or "none before it"
-            raise ValueError(
-                f"{path} cannot be written ({error.strerror}); whole checkpoints: {kept}; {remedy(error)}, which "
-                "continues from the newest"
-            ) from error
 
 
 def flush(path: Path) -> None:
@@ -203,10 +190,7 @@ class RunStart:
 
 
 def changes(start: RunStart | None, before: Json, now: Json, step: int, features: Stage, store: SampleStore) -> Json:
-    """The inputs that differ from those of the checkpoints, but may: the wanted value by name.
-
-    They are train.steps, unless more steps are done already, and features to which prompts were added.
-    """
+    """The inputs that may differ from the checkpoints': train.steps if enough, and features with more prompts."""
     found = {}
     if before.get("train.steps") != now["train.steps"] and now["train.steps"] >= step:
         found["train.steps"] = now["train.steps"]

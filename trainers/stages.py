@@ -23,7 +23,7 @@ from headstart.inference.targets.loading import processor_name, slow_format
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.trainers import SCRIPTS
-from headstart.trainers.evaluation import HeldOutDecoding
+from headstart.trainers.evaluation import TEMPERATURES, HeldOutDecoding
 from headstart.trainers.loop import train
 from headstart.trainers.new_head import START, build_head, describe, fit_first_weights, load_start, start_of_run
 from headstart.trainers.objectives.medusa2 import TrainableTarget
@@ -145,10 +145,8 @@ def refuse_other_script(recipe: Recipe, script: str) -> None:
     """Raise ValueError if another script trains the recipe's kind of head."""
     kind, kinds = recipe.head.kind, [kind for kind in SCRIPTS if SCRIPTS[kind] == script]
     if kind not in kinds:
-        raise ValueError(
-            f"head.kind: {kind} given, {script} trains {' and '.join(kinds)}; start it with: accelerate launch "
-            f"{SCRIPTS[kind]} RECIPE"
-        )
+        advice = f"start it with: accelerate launch {SCRIPTS[kind]} RECIPE"
+        raise ValueError(f"head.kind: {kind} given, {script} trains {' and '.join(kinds)}; {advice}")
 
 
 def is_exported(recipe: Recipe, checkpoints: Checkpoints) -> bool:
@@ -205,7 +203,7 @@ def before_and_after(recipe: Recipe) -> str | None:
     if not rows or rows[0]["step"] != 0:
         return None
     lengths = [
-        f"{rows[0][name]:.2f} before and {rows[-1][name]:.2f} after at temperature {temperature}"
-        for name, temperature in (("heldout/tau", 0), ("heldout/tau_t1", 1))
+        f"{rows[0][f'heldout/{name}']:.2f} before and {rows[-1][f'heldout/{name}']:.2f} after at temperature {value:g}"
+        for name, value in TEMPERATURES.items()
     ]
     return f"acceptance length on the held-out prompts: {', '.join(lengths)}"

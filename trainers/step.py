@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from headstart.data_pipelines.features.batches import Batch, Sample, SampleStore, pack
+from headstart.data_pipelines.features.batches import Batch, SampleStore, pack
 from headstart.heads.base import DraftHead
 from headstart.heads.block import BlockHead
 from headstart.heads.frozen import FrozenTarget
@@ -99,11 +99,8 @@ def refuse_misfit(head: nn.Module, found: Snapshot) -> None:
     ]
     wrong += [f"{key}: no such weight" for key in sorted(found.optimizers) if key.rpartition(".")[0] not in shapes]
     if wrong:
-        raise ValueError(
-            f"the checkpoint of step {found.step} does not fit the head: "
-            + "; ".join(wrong[:8])
-            + "; choose another run_dir"
-        )
+        what = f"the checkpoint of step {found.step} does not fit the head"
+        raise ValueError(f"{what}: {'; '.join(wrong[:8])}; choose another run_dir")
 
 
 @dataclass(frozen=True)
@@ -219,7 +216,8 @@ def refuse_non_finite(training: Training, what: str, value: float, step: int, nu
     if math.isfinite(value):
         return
     store = training.inputs.train
-    spoiled = [number for number in numbers if not is_finite(store[number])]
+    samples = ((number, store[number]) for number in numbers)
+    spoiled = [number for number, each in samples if not (each.taps.isfinite() & each.last_hidden.isfinite()).all()]
     if spoiled:
         advice = f"the features of samples {named(store, spoiled)} are not finite; harvest again, in another data.dtype"
     else:
@@ -228,10 +226,6 @@ def refuse_non_finite(training: Training, what: str, value: float, step: int, nu
             "train.precision float32"
         )
     raise ValueError(f"the {what} of step {step + 1} is not finite: {advice}; the last checkpoint is good")
-
-
-def is_finite(sample: Sample) -> bool:
-    return bool(sample.taps.isfinite().all() and sample.last_hidden.isfinite().all())
 
 
 def named(store: SampleStore, numbers: list[int]) -> str:

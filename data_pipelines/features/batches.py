@@ -59,10 +59,7 @@ class SampleStore(ABC):
 
 
 def median_tap_sizes(samples: Iterable[Sample], taps: tuple[int, ...], num_layers: int) -> list[float]:
-    """The median over all tokens of each tap's root mean square.
-
-    The median, because the first token of a text is often hundreds of times larger than the others.
-    """
+    """The median over all tokens of each tap's root mean square; a text's first token is often far above the others."""
     sizes = []
     for sample in samples:
         states = tapped(sample.taps, sample.last_hidden, taps, num_layers).float()
@@ -113,10 +110,7 @@ def length_buckets(lengths: list[int], size: int) -> list[list[int]]:
 
 
 def pack(lengths: list[int], limit: int | None) -> list[list[int]] | None:
-    """The sample numbers of each row, first-fit by decreasing length, with at most `limit` tokens per row.
-
-    No sample is split; one longer than the limit gets its own row. Without a limit, samples are not packed: None.
-    """
+    """The sample numbers of each row, first-fit by decreasing length; a row over `limit` tokens holds one sample."""
     if limit is None:
         return None
     rows: list[list[int]] = []

@@ -14,7 +14,7 @@ from torch import Tensor
 from headstart.data_pipelines.features.batches import length_buckets
 from headstart.data_pipelines.features.shard_files import ShardBuffer, shard_is_whole, stored_states, stored_tokens
 from headstart.data_pipelines.prompts.responses import Text, read_texts, responses_path
-from headstart.data_pipelines.stages.shard_work import ProgressMeter, ShardPrompts
+from headstart.data_pipelines.stages.shard_work import ShardProgress, ShardPrompts
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 
@@ -91,7 +91,7 @@ def write_features(
     device: torch.device,
     work: Sequence[ShardPrompts],
     made_from: Mapping[str, str],
-    meter: ProgressMeter,
+    meter: ShardProgress,
 ) -> None:
     """Write the feature shards of `work` that are missing; `device` is the target's.
 

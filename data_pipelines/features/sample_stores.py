@@ -31,10 +31,7 @@ STEPS = 2  # training steps whose samples an online store holds: the current one
 
 @contextmanager
 def open_stores(recipe: Recipe, harvested: Stage, taps: tuple[int, ...]) -> Iterator[tuple[SampleStore, SampleStore]]:
-    """Open the training and held-out samples of the stage that `harvest` returned.
-
-    `taps` are the head's taps without the last hidden state, which is always part of a sample.
-    """
+    """Open the training and held-out samples of a harvest; `taps` are the head's without the last hidden state."""
     devices, splits = recipe.data.online, ("train", "heldout")
     with ExitStack() as stack:
         train: SampleStore
@@ -55,10 +52,7 @@ def open_stores(recipe: Recipe, harvested: Stage, taps: tuple[int, ...]) -> Iter
 
 
 class OnlineStore(SampleStore):
-    """The samples that a harvest would store, computed on demand.
-
-    Samples that `expect` announces together are computed together, in batches of similar length.
-    """
+    """The samples that a harvest would store, computed on demand, those that `expect` announces together."""
 
     def __init__(self, responses: Stage, split: str, tap_texts: TapTexts, batch: int) -> None:
         """`batch` is the number of texts in one forward of the target."""
@@ -151,10 +145,7 @@ def serve(section: TargetSection, taps: tuple[int, ...], pipe: Connection) -> No
 
 
 class ReadAhead(SampleStore):
-    """Wraps a store: one background thread reads the samples announced by `expect`, in that order.
-
-    A read error is raised when its sample is requested.
-    """
+    """Reads announced samples of a store in a background thread; errors are raised where the sample is requested."""
 
     def __init__(self, store: SampleStore) -> None:
         self.store, self.num_tokens, self.shard_sizes = store, store.num_tokens, store.shard_sizes

@@ -55,10 +55,7 @@ def decode(opened: Any, name: str, start: int, end: int) -> Float[Tensor, "token
 
 
 class ShardBuffer:
-    """Collects the samples of one shard in any order, then writes them at once.
-
-    Each tap is a separate tensor, so a head can read its own taps only.
-    """
+    """Collects a shard's samples in any order; each tap is a separate tensor, so a head can read its own taps only."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         """`lengths` is the number of tokens of each sample."""
@@ -77,12 +74,9 @@ class ShardBuffer:
                 at += end - start
 
     def write(self, path: Path, made_from: str) -> None:
-        """Write the shard whole or not at all; `made_from` identifies its inputs, so that no other run reuses it.
-
-        Its manifest entry is saved next to it, so no rank has to read all shards at the end.
-        """
+        """Write the shard whole or not at all, and its manifest entry next to it; `made_from` identifies its inputs."""
         write_safetensors({**self.tensors, "offsets": self.offsets}, path, {"made_from": made_from})
-        write_text(note_path(path), json.dumps(shard_entry(path, path.name)))
+        write_text(note_path(path), json.dumps(shard_entry(path)))
 
 
 def stored_tokens(tokens: Tensor, loss_mask: Tensor) -> dict[str, Tensor]:
@@ -105,9 +99,8 @@ def shard_is_whole(path: Path, wanted: str) -> bool:
         return False
     if made_from(path) != wanted:
         raise ValueError(
-            f"{path} is a shard of another run (made from {made_from(path) or 'unknown inputs'!r}, this run "
-            f"needs {wanted!r}); its folder may hold its own only: remove it ({shlex.join(['rm', str(path)])}) or "
-            "choose another run_dir"
+            f"{path} is a shard of another run (made from {made_from(path) or 'unknown inputs'!r}, this run needs "
+            f"{wanted!r}): remove it ({shlex.join(['rm', str(path)])}) or choose another run_dir"
         )
     return True
 
@@ -123,11 +116,11 @@ def note_path(shard: Path) -> Path:
     return shard.with_name(shard.name + ".note")
 
 
-def shard_entry(path: Path, name: str) -> Json:
-    """The manifest entry of a shard with this file name."""
+def shard_entry(path: Path) -> Json:
+    """The manifest entry of a shard."""
     offsets = open_shard(path).get_tensor("offsets")
     return {
-        "file": name,
+        "file": path.name,
         "samples": len(offsets) - 1,
         "tokens": int(offsets[-1]),
         "bytes": path.stat().st_size,

@@ -31,7 +31,7 @@ def write_manifest(folder: Path, names: Iterable[str], about: Json) -> None:
     """Write the manifest of the named shards, with sizes and checksums; other shards in the folder are not listed."""
     paths = [folder / name for name in sorted(names)]
     noted = {path: read_json(note_path(path), "remove it") for path in paths if note_path(path).is_file()}
-    shards = [noted[path] if path in noted else shard_entry(path, path.name) for path in paths]
+    shards = [noted[path] if path in noted else shard_entry(path) for path in paths]
     write_text(folder / MANIFEST, json.dumps({**about, "shards": shards}, indent=1))
     for path in noted:
         note_path(path).unlink()
@@ -52,11 +52,8 @@ class FeatureStore(SampleStore):
         if not set(self.taps) <= set(stored):
             raise ValueError(f"{folder} holds taps {list(stored)} and the head reads {list(self.taps)}; harvest again")
         if foreign := foreign_shards(folder):
-            names = ", ".join(path.name for path in foreign)
-            raise ValueError(
-                f"{folder}: {names} is not in its manifest, which lists all shards; remove it "
-                f"({shlex.join(['rm', *map(str, foreign)])})"
-            )
+            names, command = ", ".join(path.name for path in foreign), shlex.join(["rm", *map(str, foreign)])
+            raise ValueError(f"{folder}: {names} is not in its manifest, which lists all shards; remove it ({command})")
         self.shards = [shard for shard in self.about["shards"] if shard["file"].startswith(f"{split}-")]
         self.shard_sizes = [shard["samples"] for shard in self.shards]
         self.places = [(shard, row) for shard, size in enumerate(self.shard_sizes) for row in range(size)]
@@ -147,18 +144,16 @@ def read_manifest(folder: Path) -> Json:
             f"{folder} holds no features (no {MANIFEST}); give a folder of features, such as runs/tiny/features, or "
             "make one with headstart harvest RECIPE"
         )
-    about: Json = {}
     try:
-        about = json.loads(path.read_text())
-        problem = "" if is_manifest(about) else "it has no list of shards, with sizes, or of taps"
+        about: Json = json.loads(path.read_text())
+        if not is_manifest(about):
+            raise ValueError("it has no list of shards, with sizes, or of taps")
     except ValueError as error:
-        problem = str(error)
-    if problem:
         again = shlex.join(["rm", str(path.with_name("stage.json")), str(path)])
         raise ValueError(
-            f"{path} cannot be read ({problem}); a harvest's manifest is needed. Remove it and stage.json ({again}), "
+            f"{path} cannot be read ({error}); a harvest's manifest is needed. Remove it and stage.json ({again}), "
             "and harvest again, which reuses undamaged shards"
-        )
+        ) from error
     if not all(CHECKSUM in shard for shard in about["shards"]):
         raise ValueError(f"{path} lists shards without {CHECKSUM}, because another version wrote it; harvest again")
     return about

@@ -78,19 +78,16 @@ def stats(folder: Path) -> Json:
 def merge(into: Path, sources: list[Path]) -> Stage:
     """Copy the shards of several stores, in order, into one new store, which appears only when complete.
 
-    A shard that several stores share is copied once. Raises ValueError if there is no store, if one is given twice or
-    is damaged, or if the stores differ in taps, dtype or target.
+    A shard that several stores share is copied once. Raises ValueError if there is no store, if one is damaged, or if
+    they differ in taps, dtype or target.
     """
     refuse_sources(into, sources)
     abouts = [read_manifest(source) for source in sources]
     for source, about in zip(sources[1:], abouts[1:], strict=True):
         mine, its = (merge_values(found) for found in (abouts[0], about))
         if different := differences(mine, its, f"{{}} in {sources[0]}, {{}} in {source}"):
-            raise ValueError(
-                "these stores cannot be merged:\n  "
-                + "\n  ".join(different)
-                + "\nstores with equal taps, dtype and target can be; harvest one of them again"
-            )
+            lines = "\n  ".join(["these stores cannot be merged:", *different])
+            raise ValueError(f"{lines}\nstores with equal taps, dtype and target can be; harvest one of them again")
     if problems := [problem for source in sources for problem in verify(source).values()]:
         raise ValueError("\n  ".join(["stores to merge are damaged:", *problems]))
     partial = into.with_name(into.name + ".partial")
@@ -127,11 +124,6 @@ def refuse_sources(into: Path, sources: list[Path]) -> None:
             f"store merge: only {into} is given, the folder of the new store; one or more stores must follow it, as in "
             f"headstart store merge {shlex.quote(str(into))} runs/tiny/features runs/more/features"
         )
-    for number, source in enumerate(sources):
-        if any(source.resolve() == other.resolve() for other in sources[:number]):
-            raise ValueError(
-                f"store merge: {source} is given twice, once is allowed; remove one, or name another store"
-            )
     if into.exists():
         raise ValueError(
             f"{into} exists already, a new folder is needed for the merged store; give another one first, or remove it"
@@ -217,10 +209,8 @@ def main() -> None:
                     "held-out measurements will look too good; harvest with the same data.heldout_prompts"
                 )
         elif arguments.sources:
-            raise ValueError(
-                f"store {arguments.command}: {len(arguments.sources) + 1} folders are given, one is allowed; start it "
-                "once for each"
-            )
+            given = len(arguments.sources) + 1
+            raise ValueError(f"store {arguments.command}: {given} folders are given, one is allowed; start it for each")
         elif arguments.command == "stats":
             print(json.dumps(stats(arguments.folder), indent=1))
         else:

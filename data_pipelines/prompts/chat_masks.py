@@ -35,23 +35,12 @@ class MaskedTokens:
     spans: list[Span]
 
 
-@dataclass(frozen=True)
-class RenderedTurn:
-    """A conversation rendered up to the end of an assistant turn, whose words start at character `start`."""
-
-    text: str
-    start: int
-
-
 class ChatTemplate:
     """A tokenizer's chat template; raises BadRow if it has none."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         if tokenizer.chat_template is None:
-            raise BadRow(
-                "chat template",
-                "messages need a chat template, and the target's tokenizer has none; give prompt instead",
-            )
+            raise BadRow("chat template", "messages need a chat template, which the tokenizer lacks; give prompt")
         self.tokenizer = tokenizer
         self.is_marked = GENERATION_MARK.search(str(tokenizer.chat_template)) is not None
         added = tokenizer.added_tokens_decoder.values()
@@ -69,11 +58,8 @@ class ChatTemplate:
         The ranges cover all assistant turns or the last one, as `turns` says. Raises BadRow if no range can be found.
         """
         if conversation.prompt().messages == conversation.messages:
-            raise BadRow(
-                "no response",
-                "the last turn is not by the assistant, so there is nothing to train on; add the answer, or "
-                "choose data.responses=target",
-            )
+            why = "the last turn is not by the assistant; add the answer, or choose data.responses=target"
+            raise BadRow("no response", why)
         if self.is_marked:
             return [self._marked(conversation, turns)]
         samples = list(self._samples(conversation))
@@ -94,15 +80,15 @@ class ChatTemplate:
         text, spans = "", list[Span]()
         for number, message in enumerate(conversation.messages):
             if message["role"] == "assistant":
-                turn = self._render_turn(conversation, number)
-                if spans and not (turn.text.startswith(text) and turn.start >= len(text)):
+                rendered, start = self._render_turn(conversation, number)
+                if spans and not (rendered.startswith(text) and start >= len(text)):
                     yield text, spans
                     spans = []
-                text, spans = turn.text, [*spans, (turn.start, len(turn.text))]
+                text, spans = rendered, [*spans, (start, len(rendered))]
         yield text, spans
 
-    def _render_turn(self, conversation: Conversation, number: int) -> RenderedTurn:
-        """Locate the assistant's turn `number` after its context, by rendering the context with and without it."""
+    def _render_turn(self, conversation: Conversation, number: int) -> tuple[str, int]:
+        """The text up to the end of assistant turn `number`, and where its words start; renders with and without it."""
         before = Conversation(conversation.messages[:number], conversation.tools)
         turn = conversation.messages[number]
         asked, full = self.render(before, ask=True), self.render(append(before, turn))
@@ -117,11 +103,11 @@ class ChatTemplate:
             mark = self.special.search(tail)  # the first: Phi-3 writes an end-of-text mark after it
             end = len(full) - len(tail) + (mark.end() if mark else 0)
         if full.startswith(asked):
-            return RenderedTurn(full[:end], len(asked))
+            return full[:end], len(asked)
         return self._render_changed_context(before, asked, full[:end], around.partition(STAND_IN)[0])
 
-    def _render_changed_context(self, before: Conversation, asked: str, full: str, opening: str) -> RenderedTurn:
-        """Locate a turn whose rendering does not start with its prompt `asked`.
+    def _render_changed_context(self, before: Conversation, asked: str, full: str, opening: str) -> tuple[str, int]:
+        """`_render_turn` for a turn whose rendering does not start with its prompt `asked`.
 
         Either the prompt ends with text that the turn does not show (DeepSeek-R1 opens <think>), which is dropped. Or
         the template changes earlier turns once there is an answer (Mistral moves the system prompt); the answer is then
@@ -129,27 +115,21 @@ class ChatTemplate:
         """
         rest, start = self.render(before), common_length(asked, opening)
         if asked.startswith(rest) and start >= len(rest) and full.startswith(asked[:start]):
-            return RenderedTurn(full, start)
+            return full, start
 
         def shared(end: int) -> int:
             return common_length(reversed(asked), reversed(opening[:end]))
 
         end = max(range(max(0, len(opening) - LONGEST_HEADER), len(opening) + 1), key=shared)
-        if (
-            before.messages[-1]["content"].strip() not in opening[end - shared(end) : end]
-            or full[:end] != opening[:end]
-        ):
-            raise BadRow(
-                "chat template", "the chat template changes the turns before an answer once the answer is there"
-            )
-        return RenderedTurn(asked + full[end:], len(asked))
+        is_shown = before.messages[-1]["content"].strip() in opening[end - shared(end) : end]
+        if not is_shown or full[:end] != opening[:end]:
+            raise BadRow("chat template", "the chat template changes the turns before an answer once it is there")
+        return asked + full[end:], len(asked)
 
     def _end_of_calls(self, turn: Json, full: str) -> int:
         names = [call["function"]["name"] for call in turn["tool_calls"]]
         if missing := [name for name in names if name not in full]:
-            raise BadRow(
-                "chat template", f"the target's chat template does not write the tool calls {', '.join(missing)}"
-            )
+            raise BadRow("chat template", f"the chat template does not write the tool calls {', '.join(missing)}")
         marks = list(self.special.finditer(full))
         return marks[-1].end() if marks else len(full.rstrip())
 

@@ -73,8 +73,8 @@ class CompletionClient:
             found: Json = dict(answer.json()[key][0])
         except (ValueError, LookupError, TypeError) as error:
             raise ValueError(
-                f"data.server: {self.url} answers without {key} ({answer.text[:200]}); an OpenAI-compatible server "
-                "such as vLLM or SGLang is needed, so check the URL"
+                f"data.server: {self.url} answers without {key} ({answer.text[:200]}); an OpenAI-compatible server is "
+                "needed, such as vLLM or SGLang: check the URL"
             ) from error
         return found
 

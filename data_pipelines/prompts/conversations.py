@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from headstart.data_pipelines.prompts.rows import BadRow, in_words
@@ -14,21 +15,14 @@ NEEDED = (
     "conversations (a list of {from, value}), or tokens with loss_mask"
 )
 ANSWERS = ("response", "completion")  # fields that hold what was written after `prompt`
-ROLES = {
-    "system": "system",
-    "developer": "developer",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-    "function_response": "tool",
+SPELLINGS = {
+    "system": ("system",),
+    "developer": ("developer",),
+    "user": ("user", "human"),
+    "assistant": ("assistant", "gpt", "chatgpt", "model", "function_call"),
+    "tool": ("tool", "function", "observation", "function_response"),
 }
+ROLES = {name: role for role, names in SPELLINGS.items() for name in names}
 # The roles that a turn may follow; None is the start of the conversation.
 FOLLOWS: dict[str, set[str | None]] = {
     "system": {None, "developer"},
@@ -102,7 +96,7 @@ def parse_prompt(row: Json) -> Conversation | str:
     if name not in row:
         nulls = " that are not null" if not row else ""
         raise BadRow("unknown form", f"fields {sorted(row)} given{nulls}; a row needs {NEEDED}")
-    if name == "prompt" and is_messages(row[name]):
+    if name == "prompt" and isinstance(row[name], list):
         return parse_turns(row[name], row)
     text = text_field(row, name)
     return parse_turns([{"role": "user", "content": text}], row) if row.get("system") else text
@@ -129,16 +123,10 @@ def text_field(row: Json, name: str) -> str:
     """A field that must be text; raises BadRow saying what it is instead."""
     text = row[name]
     if not isinstance(text, str):
-        raise BadRow(
-            "unknown form", f"{name} is {in_words(text)}, text is needed; put it in quotes or change the field"
-        )
+        raise BadRow("unknown form", f"{name} is {in_words(text)}, text is needed; quote it or change the field")
     if not text.strip():
         raise BadRow("empty", f"{name} is empty; a row needs {NEEDED}")
     return text
-
-
-def is_messages(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(turn, dict) for turn in value)
 
 
 def parse_tokens(row: Json) -> TokenRow:
@@ -147,9 +135,8 @@ def parse_tokens(row: Json) -> TokenRow:
     if any(isinstance(token, bool) for token in tokens):
         raise BadRow("unknown form", "tokens holds true or false, token ids are needed; change the field")
     if len(tokens) != len(mask):
-        raise BadRow(
-            "unknown form", f"{len(tokens)} tokens and {len(mask)} loss_mask values; they must have the same length"
-        )
+        found = f"{len(tokens)} tokens and {len(mask)} loss_mask values"
+        raise BadRow("unknown form", f"{found}; they must have the same length")
     if not tokens:
         raise BadRow("empty", f"tokens is an empty list; a row needs {NEEDED}")
     return TokenRow(tokens, [bool(flag) for flag in mask])
@@ -173,7 +160,9 @@ def parse_turn(turn: Json, number: int) -> Json:
     if not isinstance(name, str) or name not in ROLES:
         raise BadRow("wrong turn", f"turn {number} is by {name!r}; allowed roles are {', '.join(ROLES)}")
     message: Json = {"role": ROLES[name], "content": text_of(content, number)}
-    calls = parse_call(content, number) if name == "function_call" else turn.get("tool_calls")
+    calls = turn.get("tool_calls")
+    if name == "function_call":  # ShareGPT's, a call as JSON text
+        calls = [{"function": parse_json(content, f"turn {number}: the function_call")}]
     if calls:
         message["tool_calls"] = [with_arguments(call, number) for call in list_of(dict, calls, "tool_calls")]
         message["content"] = "" if name == "function_call" else message["content"]
@@ -196,12 +185,6 @@ def text_of(content: object, number: int) -> str:
     if not isinstance(content, str):
         raise BadRow("unknown form", f"turn {number} is {in_words(content)}, text is needed")
     return content
-
-
-def parse_call(content: object, number: int) -> list[Json]:
-    """Parse ShareGPT's function_call, a call as JSON text."""
-    call = parse_json(content, f"turn {number}: the function_call")
-    return [{"type": "function", "function": call}]
 
 
 def with_arguments(call: object, number: int) -> Json:
@@ -231,13 +214,11 @@ def parse_json(text: object, what: str) -> Any:
 
 def check_order(messages: list[Json]) -> None:
     """Raise BadRow for the first turn that cannot follow the one before it."""
-    before: str | None = None
-    for number, message in enumerate(messages, start=1):
-        role = message["role"]
+    roles = [message["role"] for message in messages]
+    for number, (before, role) in enumerate(pairwise([None, *roles]), start=1):
         if before not in FOLLOWS[role]:
             place = "the start" if before is None else f"a turn by {before}"
             raise BadRow("wrong turn", f"turn {number} is by {role} right after {place}; change the order of the turns")
-        before = role
 
 
 def list_of(kind: type[Item], value: object, name: str) -> list[Item]:
@@ -246,8 +227,6 @@ def list_of(kind: type[Item], value: object, name: str) -> list[Item]:
         raise BadRow("unknown form", f"{name} is {in_words(value)}, a list of {wanted} is needed; a row needs {NEEDED}")
     for place, item in enumerate(value, start=1):
         if not isinstance(item, kind):
-            raise BadRow(
-                "unknown form",
-                f"{name} holds {in_words(item)} at place {place}, a list of {wanted} is needed; a row needs {NEEDED}",
-            )
+            found = f"{name} holds {in_words(item)} at place {place}"
+            raise BadRow("unknown form", f"{found}, a list of {wanted} is needed; a row needs {NEEDED}")
     return value

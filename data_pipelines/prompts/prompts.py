@@ -200,10 +200,7 @@ def start_selection(recipe: Recipe, tokenizer: Tokenizer) -> Selection:
 
 
 def write_own_candidates(recipe: Recipe, load: Callable[[], TargetModel]) -> None:
-    """Let the target write the prompts, if data.prompts is self and they are missing. All ranks must call this.
-
-    Raises ValueError if that cannot work, or if the candidates that are there were made from other inputs.
-    """
+    """Let the target write missing prompts if data.prompts is self, on all ranks; raises ValueError if it cannot."""
     if recipe.data.prompts != SELF:
         return
     stage = prompts_stage(recipe)
@@ -227,10 +224,7 @@ def key_of(row: Json) -> Key:
 def read_prompts(
     tokenizer: Tokenizer, data: DataSection, count: int | None, report: RowReport, held_out: Set[Key] = frozenset()
 ) -> list[Json]:
-    """The first `count` samples of a source, or all for None, without those of rows that are held out.
-
-    Rows that give no sample, or a shortened one, are added to the report.
-    """
+    """The first `count` samples of a source that are not held out; rows without a whole sample enter the report."""
     rows: list[Json] = []
     for row in read_rows(report.source):
         if count is not None and len(rows) >= count:

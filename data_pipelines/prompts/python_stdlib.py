@@ -43,10 +43,7 @@ def source_files() -> Iterator[SourceFile]:
 def stdlib_prompts(
     tokenizer: Tokenizer, count: int, length: int, seed: int, held_out: Set[tuple[int, ...]] = frozenset()
 ) -> list[Json]:
-    """Draw prompts of `length` tokens that start at a line of the standard library, never from held-out files.
-
-    Raises ValueError if it has no text of that length.
-    """
+    """Prompts of `length` tokens from files that are not held out; raises ValueError if hardly any text is so long."""
     rng = random.Random(seed)
     texts = [file.text for file in source_files() if not file.held_out]
     weights = [len(text) for text in texts]

@@ -11,7 +11,7 @@ from torch import Tensor
 from headstart.common.files import append_jsonl, read_jsonl, resume_jsonl, write_jsonl
 from headstart.data_pipelines.prompts.completion_client import CompletionClient
 from headstart.data_pipelines.prompts.prompts import load_target_tokenizer
-from headstart.data_pipelines.stages.shard_work import ProgressMeter, ShardPrompts
+from headstart.data_pipelines.stages.shard_work import ShardProgress, ShardPrompts
 from headstart.data_pipelines.stages.stage import Json, Stage, file_digest
 from headstart.data_pipelines.stages.target_files import WEIGHTS, digest_of, generation_identity
 from headstart.heads.checkpoint import load_head_for
@@ -109,7 +109,7 @@ def write_given(recipe: Recipe, shard: ShardPrompts) -> None:
     write_jsonl(responses_path(recipe, shard), rows)
 
 
-def write_responses(recipe: Recipe, writer: Writer, shards: Sequence[ShardPrompts], meter: ProgressMeter) -> None:
+def write_responses(recipe: Recipe, writer: Writer, shards: Sequence[ShardPrompts], meter: ShardProgress) -> None:
     """Write the responses to the prompts of these shards; the samples use the recipe's temperatures in turn.
 
     The writer gets the prompts of all shards at once, so that its batch stays full until the last prompts. Each

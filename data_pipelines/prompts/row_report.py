@@ -1,6 +1,7 @@
 """A report on the rows of a data source: every row that was dropped or cut is counted and named."""
 
 from collections import Counter
+from dataclasses import dataclass, field
 
 from headstart.data_pipelines.prompts.rows import BadRow
 from headstart.data_pipelines.stages.stage import Json
@@ -13,20 +14,21 @@ CANDIDATE = "candidate"  # `counts` of a report on rows that the target wrote it
 MAX_OVERLAP = 0.1  # largest share of the training rows that may be held out too; they are dropped
 
 
+@dataclass
 class RowReport:
     """Counts the rows of one source and lists those that gave no sample or a shortened prompt."""
 
-    def __init__(self, source: str, wanted: int | None = None, wanted_by: str = "", counts: str = "line") -> None:
-        """`wanted` is the number of samples that the recipe asks for, in its field `wanted_by`."""
-        self.source, self.wanted, self.wanted_by = source, wanted, wanted_by
-        self.counts = counts  # the unit of row numbers: a line, or a row where there are no lines
-        self.rows = 0
-        self.samples = 0
-        self.bad: list[Json] = []  # {line, kind, why}
-        self.cut: list[int] = []  # lines whose prompt was too long and lost its beginning
-        self.lost_system: list[int] = []  # those of them whose system turn was cut off
-        self.too_long: list[int] = []  # lines left out because they are too long
-        self.held_out: list[int] = []  # lines left out because they are held out too
+    source: str
+    wanted: int | None = None  # samples that the recipe asks for
+    wanted_by: str = ""  # the field that asks for them
+    counts: str = "line"  # the unit of row numbers: a line, or a row where there are no lines
+    rows: int = 0
+    samples: int = 0
+    bad: list[Json] = field(default_factory=list)  # {line, kind, why}
+    cut: list[int] = field(default_factory=list)  # lines whose prompt was too long and lost its beginning
+    lost_system: list[int] = field(default_factory=list)  # those of them whose system turn was cut off
+    too_long: list[int] = field(default_factory=list)  # lines left out because they are too long
+    held_out: list[int] = field(default_factory=list)  # lines left out because they are held out too
 
     def reject(self, line: int, error: BadRow) -> None:
         """Count a row that gives no sample."""
@@ -50,17 +52,13 @@ class RowReport:
         if len(self.bad) > MAX_BAD_FRACTION * self.rows:
             named = [f"{self.source} {self.counts} {row['line']}: {row['why']}" for row in self.bad[:SHOWN]]
             more = [f"and {len(self.bad) - SHOWN} more"] if len(self.bad) > SHOWN else []
-            raise ValueError(
-                f"{len(self.bad)} of {self.rows} rows are unusable, up to {MAX_BAD_FRACTION:.0%} are allowed:\n  "
-                + "\n  ".join(named + more)
-                + "\nfix or remove them"
-            )
+            what = f"{len(self.bad)} of {self.rows} rows are unusable, up to {MAX_BAD_FRACTION:.0%} are allowed:"
+            raise ValueError("\n  ".join([what, *named, *more]) + "\nfix or remove them")
         if len(self.held_out) > MAX_OVERLAP * self.rows:
             lines = ", ".join(map(str, self.held_out[:SHOWN])) + (", ..." if len(self.held_out) > SHOWN else "")
             raise ValueError(
                 f"data.heldout_prompts: {len(self.held_out)} of {self.rows} rows of {self.source} are held out too "
-                f"({self.counts} {lines}), up to {MAX_OVERLAP:.0%} are allowed "
-                "and then dropped; remove them from one of the two files"
+                f"({self.counts} {lines}), up to {MAX_OVERLAP:.0%} are allowed; remove them from one of the two files"
             )
         if self.samples == 0:
             read = ", ".join([f"{self.rows} rows read", *self.dropped()])

@@ -20,18 +20,14 @@ def samples_of(tokenizer: Tokenizer, parsed: Parsed, row: Json, data: DataSectio
     longest = data.prompt_tokens + data.response_tokens
     for given in given_samples(tokenizer, parsed, row, data):
         if len(given.tokens) > longest:
-            raise BadRow(
-                TOO_LONG, f"{len(given.tokens)} tokens; data.prompt_tokens and data.response_tokens allow {longest}"
-            )
+            why = f"{len(given.tokens)} tokens; data.prompt_tokens and data.response_tokens allow {longest}"
+            raise BadRow(TOO_LONG, why)
         prompt = given.tokens[: given.spans[-1][0]]
         yield {"tokens": prompt, "cut": False, "text": given.tokens, "spans": [list(span) for span in given.spans]}
 
 
 def encode_prompt(tokenizer: Tokenizer, parsed: Parsed) -> list[int]:
-    """The tokens for the target to continue: a text as it is, a conversation without its final answer.
-
-    Raises BadRow for a row without a prompt.
-    """
+    """The tokens for the target to continue, without a final answer; raises BadRow for a row without a prompt."""
     if isinstance(parsed, Conversation):
         return ChatTemplate(tokenizer).prompt(parsed)
     if isinstance(parsed, TokenRow):
@@ -50,11 +46,8 @@ def given_samples(tokenizer: Tokenizer, parsed: Parsed, row: Json, data: DataSec
     if isinstance(parsed, PromptAndAnswer):
         return [join(tokenizer, parsed)]
     if isinstance(parsed, str) and row.get("prompt") is not None:
-        raise BadRow(
-            "no response",
-            f"fields {sorted(row)} given; with a prompt, data.responses=given needs response or completion (a whole "
-            "text is text); add it, or choose data.responses=target",
-        )
+        given = f"fields {sorted(row)} given; with a prompt, data.responses=given needs response or completion"
+        raise BadRow("no response", f"{given}; add it, name a whole text text, or choose data.responses=target")
     tokens = parsed.tokens if isinstance(parsed, TokenRow) else encode(tokenizer, parsed)
     mask = parsed.loss_mask if isinstance(parsed, TokenRow) else [True] * len(tokens)
     spans = runs([False, *mask[1:]])  # nothing predicts the first token
@@ -89,7 +82,6 @@ def parse_known(tokenizer: Tokenizer, row: Json) -> Parsed:
     if isinstance(parsed, TokenRow):
         unknown = [token for token in parsed.tokens if not 0 <= token < len(tokenizer)]
         if unknown:
-            raise BadRow(
-                "unknown token", f"token {unknown[0]} given; the target's tokens are 0 to {len(tokenizer) - 1}"
-            )
+            why = f"token {unknown[0]} given; the target's tokens are 0 to {len(tokenizer) - 1}"
+            raise BadRow("unknown token", why)
     return parsed

@@ -101,10 +101,7 @@ def json_rows(path: Path) -> Iterator[Row]:
 
 
 def lines_of(path: Path, file: IO[bytes]) -> Iterator[bytes]:
-    """The lines of a UTF-8 file, without the mark that some editors write at its start.
-
-    Raises ValueError for a file in UTF-16.
-    """
+    """The lines of a UTF-8 file, without the mark that some editors write first; raises ValueError for UTF-16."""
     first = file.readline()
     if first.startswith(UTF_16_MARKS):
         raise ValueError(f"data: {path} is UTF-16 text, UTF-8 is allowed; save it as UTF-8 without changing its rows")

@@ -2,8 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -81,26 +80,14 @@ def run_stage(stage: Stage, state: PartialState, make: Callable[[], None], finis
     state.wait_for_everyone()
 
 
-class ProgressMeter:
-    """Reports the samples done and this rank's tokens per second."""
+class ShardProgress(Progress):
+    """The progress of this rank's shards and its tokens per second, shown on the main rank only."""
 
-    def __init__(self, progress: Progress) -> None:
-        self.progress = progress
+    def __init__(self, work: Sequence[ShardPrompts], state: PartialState, what: str) -> None:
+        super().__init__(what, sum(len(shard.rows) for shard in work), "samples", active=state.is_main_process)
         self.started, self.tokens = time.perf_counter(), 0
-
-    def skip(self, samples: int) -> None:
-        """Count samples that an earlier run finished."""
-        self.progress.skip(samples)
 
     def add(self, samples: int, tokens: int) -> None:
         self.tokens += tokens
         speed = self.tokens / max(time.perf_counter() - self.started, 1e-9)
-        self.progress.advance(samples, f"{speed:,.0f} tokens/s")
-
-
-@contextmanager
-def show_progress(work: Sequence[ShardPrompts], state: PartialState, what: str) -> Iterator[ProgressMeter]:
-    """Show the progress of this rank's shards, on the main rank only."""
-    total = sum(len(shard.rows) for shard in work)
-    with Progress(what, total, "samples", active=state.is_main_process) as progress:
-        yield ProgressMeter(progress)
+        self.advance(samples, f"{speed:,.0f} tokens/s")

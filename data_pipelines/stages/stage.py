@@ -132,11 +132,9 @@ class Stage:
         found = self.claimed_for()
         different = [] if found is None else differences(found, self.inputs, "made with {}, the recipe says {}")
         if different:
-            raise ValueError(
-                f"the {self.name} in {self.folder} were made from other inputs:\n  "
-                + "\n  ".join([*different, *([why] if why else [])])
-                + f"\nundo the change, or {self._start_anew()}"
-            )
+            what = f"the {self.name} in {self.folder} were made from other inputs:"
+            lines = "\n  ".join([what, *different, *([why] if why else [])])
+            raise ValueError(f"{lines}\nundo the change, or {self._start_anew()}")
 
     def _recorded(self) -> Json:
         """The content of stage.json; raises ValueError if it is broken."""

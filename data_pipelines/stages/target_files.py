@@ -64,8 +64,7 @@ def read_object(path: Path) -> Json:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(
-            f"target.path: {path} cannot be read ({error}); a JSON object is needed, so copy the file again from where "
-            "the target came from"
+            f"target.path: {path} cannot be read ({error}); a JSON object is needed: copy the file there again"
         ) from error
     return found if isinstance(found, dict) else {}
 

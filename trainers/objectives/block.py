@@ -12,7 +12,7 @@ from headstart.heads.base import DraftHead
 from headstart.heads.block import BlockHead
 from headstart.heads.block_attention import Blocks
 from headstart.heads.frozen import at_least_float32
-from headstart.heads.losses import OBJECTIVES, acceptance
+from headstart.heads.losses import OBJECTIVES
 from headstart.trainers.objectives.objective import Objective
 from headstart.trainers.objectives.unrolled import Teacher, UnrolledHead, weighted
 
@@ -106,10 +106,7 @@ class TrainedBlocks(UnrolledHead):
         log_p = self.teacher.log_p(supervision.last_hidden[:, part])  # [levels, chunk, draft_vocab]
         log_q = at_least_float32(head.logits(hidden, before)).log_softmax(-1)
         losses = self.losses(log_q, log_p, supervision.text[:, part])  # [levels, chunk]
-        with torch.no_grad():
-            hits = (log_q.argmax(-1) == log_p.argmax(-1)).float()
-            accepted = acceptance(log_q, log_p)
-        return weighted(weights, losses, hits, accepted, supervision.predicted[:, part])
+        return weighted(weights, losses, log_q, log_p, supervision.predicted[:, part])
 
     def losses(self, log_q: Tensor, log_p: Tensor, text: Tensor) -> Tensor:
         """The objective and the cross-entropy to the text, by their weights. [levels, chunk]"""

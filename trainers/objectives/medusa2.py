@@ -12,7 +12,7 @@ from jaxtyping import Int
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from headstart.common.files import naming, removed_on_failure
+from headstart.common.files import naming, remove, removed_on_failure
 from headstart.data_pipelines.features.batches import Batch
 from headstart.heads.base import DraftHead
 from headstart.heads.files import as_os_error, give_umask_mode
@@ -45,10 +45,7 @@ class TrainableTarget(nn.Module):
             layers.requires_grad_(True)
         self.trained = {name: each for name, each in self.model.named_parameters() if each.requires_grad}
         self.optimizer = torch.optim.AdamW(
-            self.trained.values(),
-            lr=self.section.learning_rate,
-            betas=recipe.train.betas,
-            weight_decay=0.0,
+            self.trained.values(), lr=self.section.learning_rate, betas=recipe.train.betas, weight_decay=0.0
         )
 
     @classmethod
@@ -90,12 +87,11 @@ class TrainableTarget(nn.Module):
         found = plain.load_state_dict(self.weights(), strict=False)
         assert not found.unexpected_keys, found.unexpected_keys
         partial_folder = folder.with_name(folder.name + ".partial")
-        shutil.rmtree(partial_folder, ignore_errors=True)
+        remove(partial_folder)
         with removed_on_failure(partial_folder), naming(partial_folder):
             save_model(plain, partial_folder)
             copy_other_files(locate_target(recipe.target.path, recipe.target.revision), partial_folder)
-            if folder.exists():
-                shutil.rmtree(folder)
+            remove(folder)
             partial_folder.replace(folder)
 
 
@@ -166,10 +162,7 @@ class JointHead(UnrolledHead):
     def forward(
         self, batch: Batch, supervision: Supervision, counts: Tensor, noise: Tensor | None = None
     ) -> UnrollScores:
-        """`UnrolledHead.forward` on the current target's features, plus a loss that ties the target to the original.
-
-        The scores hold the divergence from the original, except in warm-up steps, where only the heads learn.
-        """
+        """`UnrolledHead.forward` on the current target; after warm-up with the divergence from the original."""
         with torch.set_grad_enabled(self.tunes_target and torch.is_grad_enabled()):
             last_hidden = self.target(batch.tokens).to(batch.last_hidden)  # [batch, seq, hidden]
         tuned = last_hidden[supervision.rows, supervision.columns]  # [positions, hidden]

@@ -52,10 +52,7 @@ class Teacher:
     """The target's distributions, which every unroll step is scored against."""
 
     def __init__(self, frozen: FrozenTarget, vocab: DraftVocab, dtype: torch.dtype | None = None) -> None:
-        """`dtype` is that of the matrix products; None means the target's.
-
-        Autocast would convert the frozen lm_head to it again for every chunk of positions.
-        """
+        """`dtype` is that of the matrix products, to which autocast would convert lm_head again for every chunk."""
         frozen = frozen if dtype is None else replace(frozen, lm_head=frozen.lm_head.to(dtype))
         self.frozen, self.vocab = frozen, vocab
         self.within_vocab = frozen.within(vocab)
@@ -133,10 +130,7 @@ class UnrolledHead(nn.Module):
     def forward(
         self, batch: Batch, supervision: Supervision, counts: Tensor, noise: Tensor | None = None
     ) -> UnrollScores:
-        """Score every unroll step; `noise` is EAGLE-1's input noise.
-
-        `counts` are the positions of each step on all ranks, [unroll]; each step's loss is a sum divided by its count.
-        """
+        """Score every unroll step; its loss is a sum divided by `counts`, [unroll], its positions on all ranks."""
         hidden = self.unroll(batch, supervision, noise)
         weights = torch.tensor(self.objective.unroll_weights, device=counts.device) / counts.clamp(min=1)  # [unroll]
         # The chunks add up losses with weights around 1: in half precision the gradients of a mean would vanish.
@@ -164,10 +158,7 @@ class UnrolledHead(nn.Module):
         return torch.stack(scored)
 
     def run_step(self, k: int, features: Tensor, tokens: Tensor, cache: UnrollCache) -> tuple[Tensor, UnrollCache]:
-        """The head's hidden state at every index, and the cache with this step's keys.
-
-        A pure function, so that activation checkpointing can compute it again.
-        """
+        """The hidden state at every index, and a cache with this step's keys; pure, for activation checkpointing."""
         assert isinstance(self.head, LevelHead)
         grown = UnrollCache(cache.keys, cache.values, cache.documents)
         places = torch.arange(tokens.shape[1], device=tokens.device)
@@ -185,18 +176,16 @@ class UnrolledHead(nn.Module):
             feature = self.head.project(last_hidden)  # the last hidden state is this head's only tap
             distance = feature_distance(at_least_float32(hidden), at_least_float32(feature))
             losses = losses + objective.regression_weight * distance
-        with torch.no_grad():
-            hits = (log_q.argmax(-1) == log_p.argmax(-1)).float()
-            accepted = acceptance(log_q, log_p)
-        return weighted(weights, losses, hits, accepted, supervision.can_predict(objective.unroll)[:, part])
+        return weighted(weights, losses, log_q, log_p, supervision.can_predict(objective.unroll)[:, part])
 
 
-def weighted(
-    weights: Tensor, losses: Tensor, hits: Tensor, accepted: Tensor, predicted: Tensor
-) -> tuple[Tensor, Tensor]:
+def weighted(weights: Tensor, losses: Tensor, log_q: Tensor, log_p: Tensor, predicted: Tensor) -> tuple[Tensor, Tensor]:
     """The weighted loss of a chunk, and the sums [3, unroll] of its losses, hits and acceptances that count."""
-    losses, hits, accepted = (each.where(predicted, 0.0) for each in (losses, hits, accepted))
-    return (weights * losses).sum(), torch.stack([losses.detach().sum(1), hits.sum(1), accepted.sum(1)])
+    losses = losses.where(predicted, 0.0)
+    with torch.no_grad():
+        hits, accepted = (log_q.argmax(-1) == log_p.argmax(-1)).float(), acceptance(log_q, log_p)
+        sums = [each.where(predicted, 0.0).sum(1) for each in (losses, hits, accepted)]
+    return (weights * losses).sum(), torch.stack(sums)
 
 
 def positions_at_once(logits: int, device: torch.device) -> int:

@@ -56,10 +56,7 @@ class HeadOnRanks(ABC):
         self.accelerator.backward(loss * self.accelerator.num_processes)  # undoes the averaging over ranks
 
     def update(self) -> float:
-        """Clip the gradient, step, and clear it; returns the gradient's norm before clipping.
-
-        The weights stay unchanged if the norm is not finite.
-        """
+        """Clip the gradient, step if it is finite, and clear it; returns its norm before clipping."""
         return clip_and_step(self.unrolled, self.optimizers, self.clip_norm)
 
     @abstractmethod

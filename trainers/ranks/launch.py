@@ -20,10 +20,7 @@ ACCELERATE_PRECISION = {"float32": "no", "bfloat16": "bf16"}  # train.precision 
 
 
 def start_accelerator(recipe: Recipe) -> Accelerator:
-    """Join the ranks of the launch, in float32; without a GPU the ranks are processes on the CPU.
-
-    Raises ValueError if the launch contradicts the recipe, or cannot do what the recipe asks for.
-    """
+    """Join the ranks of the launch; raises ValueError if it contradicts the recipe or cannot do what that asks for."""
     refuse_contradiction(recipe.train)
     on_cpu = not torch.accelerator.is_available()
     process_group = InitProcessGroupKwargs(timeout=RANK_TIMEOUT)
@@ -51,10 +48,7 @@ def is_fsdp() -> bool:
 
 
 def distribute_head(accelerator: Accelerator, unrolled: UnrolledHead, section: TrainSection) -> HeadOnRanks:
-    """Put a head on the ranks as the launch asked for.
-
-    `unrolled` stays whole on the main rank; `HeadOnRanks.whole` copies the trained weights back into it.
-    """
+    """Put a head on the ranks as the launch asked for; `HeadOnRanks.whole` copies the weights back into `unrolled`."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         from headstart.trainers.ranks.zero import ZeroHead  # DeepSpeed is an extra and may not be installed
 
@@ -95,8 +89,7 @@ def refuse_for_joint(mode: str, accelerator: Accelerator) -> None:
     if accelerator.num_processes > 1 or sharded:
         launched = "FSDP2 or DeepSpeed" if sharded else f"{accelerator.num_processes} processes"
         raise ValueError(
-            f"joint.mode: {mode} given, only null is allowed under {launched}; launch with recipes/launch/one.yaml, or "
-            "leave joint out"
+            f"joint.mode: {mode} given, only null is allowed under {launched}; launch with recipes/launch/one.yaml"
         )
 
 
@@ -123,7 +116,6 @@ def refuse_lone_decoding(recipe: Recipe, num_ranks: int) -> None:
     """Raise ValueError if the main rank should decode alone with a target that all ranks hold together."""
     if recipe.target.split == "tensor" and recipe.train.eval_prompts and num_ranks > 1:
         raise ValueError(
-            f"train.eval_prompts: {recipe.train.eval_prompts} given, only 0 is allowed while {num_ranks} ranks hold "
-            "the target together (target.split tensor), because the main rank decodes alone; write 0, or train with "
-            "one process and target.split layers"
+            f"train.eval_prompts: {recipe.train.eval_prompts} given, only 0 is allowed with target.split tensor on "
+            f"{num_ranks} ranks, since the main rank decodes alone; write 0, or train in one process with split layers"
         )

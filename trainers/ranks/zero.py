@@ -6,11 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from accelerate import Accelerator
 from deepspeed.runtime.zero import register_external_parameter
-from deepspeed.utils import (
-    safe_get_full_fp32_param,
-    safe_get_full_optimizer_state,
-    safe_set_full_optimizer_state,
-)
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_optimizer_state
 from torch import Tensor
 
 from headstart.recipes.schema import TrainSection
@@ -94,8 +90,6 @@ class ZeroHead(HeadOnRanks):
 
     def flat_parameters(self) -> list[Tensor]:
         """This rank's share of all parameters, as DeepSpeed passes it to the optimizer."""
-        stage_3 = self.engine.zero_optimization_stage() == 3
-        flat: list[Tensor] = (
-            self.zero.fp32_partitioned_groups_flat if stage_3 else self.zero.single_partition_of_fp32_groups
-        )
-        return flat
+        if self.engine.zero_optimization_stage() == 3:
+            return list(self.zero.fp32_partitioned_groups_flat)
+        return list(self.zero.single_partition_of_fp32_groups)

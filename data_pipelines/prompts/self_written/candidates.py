@@ -64,17 +64,13 @@ class Opening:
 
 
 class UserTemplate:
-    """A tokenizer's chat template as the frame of a user turn, which the target fills.
-
-    Raises ValueError if the tokenizer has no template, or the template does not show a user's words as they are.
-    """
+    """A chat template as the frame of a user turn, which the target fills; raises ValueError if it cannot serve."""
 
     def __init__(self, tokenizer: Tokenizer, data: DataSection) -> None:
         if tokenizer.chat_template is None:
             raise ValueError(
-                f"data.prompts: {SELF} given, which needs a chat template that says where a user's words begin, and "
-                "the target's tokenizer has none (it is a base model, or its chat_template.jinja is missing); choose "
-                "the chat version of the model, or name a file of prompts in data.prompts"
+                f"data.prompts: {SELF} given, which needs a chat template, and the target's tokenizer has none; choose "
+                "the chat version of the model, add its chat_template.jinja, or name a file of prompts in data.prompts"
             )
         self.tokenizer, self.chat = tokenizer, ChatTemplate(tokenizer)
         self.opening = cache(self._opening)  # by system prompt
@@ -96,9 +92,7 @@ class UserTemplate:
             why = str(error)
         if system is None:
             raise ValueError(f"data.prompts: {SELF} given, which the chat template rules out: {why}; {REMEDY}")
-        raise ValueError(
-            f"data.self_system_prompts: {system!r} given, which the chat template rules out: {why}; remove it"
-        )
+        raise ValueError(f"data.self_system_prompts: {system!r} given, which the template rules out: {why}; remove it")
 
     def _around_words(self, system: str | None) -> Opening | None:
         """The tokens around the user's words; None if the template shows the words changed or not at all."""
@@ -181,10 +175,7 @@ def write_candidates(
     start_selection: Callable[[], Selection],
     load: Callable[[], TargetModel],
 ) -> None:
-    """Write candidates until the selection has the prompts that the recipe asks for. All ranks must call this.
-
-    Only the main rank selects. Raises ValueError if hardly any candidate is usable.
-    """
+    """Write candidates on all ranks until the main rank has selected enough; raises ValueError if it gives up."""
     state, folder = PartialState(), stage.folder
     if state.is_main_process and not stage.was_complete():  # else its prompts stay what they are until there are more
         stage.claim()

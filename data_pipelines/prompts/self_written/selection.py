@@ -58,8 +58,7 @@ def optional_rensa() -> Any:
         import rensa
     except ImportError as error:
         raise ValueError(
-            f"data.prompts: {SELF} given, which needs rensa to find near-duplicates; run pip install -e '.[self]', or "
-            f"choose other prompts"
+            f"data.prompts: {SELF} given, which needs rensa; run pip install -e '.[self]', or choose other prompts"
         ) from error
     return rensa
 
@@ -87,10 +86,7 @@ class HeldOutFile:
 
 
 class Selection:
-    """Takes candidates in the order of their numbers until there are enough prompts.
-
-    The first data.heldout_samples of them are held out, unless a file has the held-out prompts.
-    """
+    """Takes candidates by number until there are enough; without a file of held-out prompts, the first are held out."""
 
     def __init__(self, data: DataSection, file: HeldOutFile | None = None) -> None:
         self.data = data
