@@ -37,6 +37,11 @@ REMEDIES = {
 }
 
 
+def wrong_value(name: str, given: object, allowed: str, remedy: str) -> ValueError:
+    """The error for what a user wrote: the field, its value, what is allowed, and what to do."""
+    return ValueError(f"{name}: {given} given, {allowed} allowed; {remedy}")
+
+
 @contextmanager
 def errors_as_messages(interrupted: str = STARTS_OVER, settings: BaseModel | None = None) -> Iterator[None]:
     """End the process with one message for a user's mistake, a failing file or connection, or Ctrl-C.

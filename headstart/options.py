@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headstart.inference.generate.options import ModelOptions, add_model, model_options
-from headstart.recipes.command_line import command_name
+from headstart.recipes.command_line import own_parser
 
 FOLDER = Path("models/SmolLM2-135M-Instruct")
 HEAD = Path("assets/smollm2_head")
@@ -23,9 +23,7 @@ class ChatOptions:
 
 def chat_options(doc: str | None, argv: Sequence[str] | None = None) -> ChatOptions:
     """Who is to talk; `doc` opens --help. Mistakes go to stderr and end the process with status 2."""
-    parser = argparse.ArgumentParser(
-        prog=command_name(), description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = own_parser(doc)
     add_model(
         parser,
         target=f"folder or hub name of the model that talks (default: {FOLDER})",
@@ -48,9 +46,7 @@ def chat_options(doc: str | None, argv: Sequence[str] | None = None) -> ChatOpti
 
 def smollm2_options(doc: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Where to put the model, and where it comes from; `doc` opens --help."""
-    parser = argparse.ArgumentParser(
-        prog=command_name(), description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = own_parser(doc)
     parser.add_argument("folder", type=Path, nargs="?", default=FOLDER, help=f"the new folder (default: {FOLDER})")
     parser.add_argument("--source", choices=SOURCES, default="auto", help="auto, the default, tries the hub first")
     return parser.parse_args(argv)

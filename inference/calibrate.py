@@ -67,18 +67,13 @@ class Tally:
         return cls(weights, multipliers, losses, losses.new_zeros(depth, ranks), losses.new_zeros(depth))
 
     def best(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """The multiplier and the weight of Gumbel noise with the least loss, by depth.
-
-        A depth that was never scored gets multiplier 1 and its last weight.
-        """
+        """Multipliers and Gumbel weights of least loss by depth; a depth never scored gets 1 and its last weight."""
         flat = self.losses.flatten(1)
         found, scored = flat.argmin(dim=1), flat.sum(dim=1) > 0
         multipliers = self.multipliers[found % len(self.multipliers)]
         weights = self.weights.gather(1, (found // len(self.multipliers)).unsqueeze(1)).squeeze(1)
-        return (
-            tuple(torch.where(scored, multipliers, 1.0).tolist()),
-            tuple(torch.where(scored, weights, self.weights[:, -1]).tolist()),
-        )
+        multipliers, weights = multipliers.where(scored, 1.0), weights.where(scored, self.weights[:, -1])
+        return tuple(multipliers.tolist()), tuple(weights.tolist())
 
     def accuracies(self) -> Float[Tensor, "depth ranks"]:
         """How often the guess of each rank is correct given a correct prefix; every outcome counts half a case more."""
@@ -144,10 +139,7 @@ class LevelScores:
 def score_text(
     target: TargetModel, head: DraftHead, text: Int[Tensor, "1 seq"], prompt: int, sampling: Sampling, depth: int
 ) -> Iterator[LevelScores]:
-    """Yield the head's scores depth by depth, each token predicted from the true tokens before it.
-
-    That is how the head scores a child whose ancestors were all accepted. The first `prompt` tokens are the prompt.
-    """
+    """Yield the scores depth by depth, each from the true tokens before it, as for a child of accepted ancestors."""
     yield from score_taps(head, target.forward(text[:, :-1], last_only=True).taps, text, prompt, sampling, depth)
 
 

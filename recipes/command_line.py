@@ -68,12 +68,18 @@ def run_command(doc: str | None, run: Callable[[Recipe], object], interrupted: s
             run(recipe)
 
 
+def own_parser(doc: str | None) -> argparse.ArgumentParser:
+    """A parser for a command with arguments of its own; `doc` opens --help."""
+    style = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(prog=command_name(), description=doc, formatter_class=style)
+
+
 def command_name() -> str:
     """How the user started the running command: `headstart NAME`, `python -m MODULE` or `python SCRIPT`."""
     if sys.argv[0].startswith("headstart "):  # put there by headstart/cli.py
         return sys.argv[0]
     spec = sys.modules["__main__"].__spec__
-    return f"python {sys.argv[0]}" if spec is None else f"python -m {spec.name.removesuffix('.__main__')}"
+    return f"python {sys.argv[0]}" if spec is None else f"python -m {spec.name}"
 
 
 def field_table() -> str:

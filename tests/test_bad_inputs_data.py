@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bad_inputs import Says, assert_raises, assert_refused, assert_told, filled, table, type_command
+from bad_inputs import Says, assert_refused, assert_told, filled, table, type_command
 
 from headstart.common.files import read_jsonl
-from headstart.data_pipelines.features.shards import FeatureStore
 
-FIX = "fix them, or raise data.max_bad_fraction"
+FIX = "fix or remove them"
 NEEDS = "a row needs prompt or text (a string), prompt with response or completion, messages"
 ROLES = "allowed roles are system, developer, user, human, assistant"
 ORDER = "change the order of the turns"
@@ -148,8 +147,6 @@ given: tokens without a mask | {"tokens": [1, 2, 3]}
     LINE | no token to train on | set loss_mask values to 1 | FIX
 given: a text of one token | {"text": "x"}
     LINE | no token to train on | give a longer text | FIX
-given: a text that is too long | {"text": "{long}"}
-    LINE | tokens; data.prompt_tokens and data.response_tokens | allow 36 | data.long_prompts=drop
 """,
     LINE=LINE,
     FIX=FIX,
@@ -327,7 +324,9 @@ def unusable_held_out_rows(place: Path) -> list[str]:
 
 
 def all_too_long(place: Path) -> list[str]:
-    return ["data.long_prompts=drop", "data.prompt_tokens=1"]
+    rows_of(place / "prompts.jsonl", *[{"text": "word " * (90 + number)} for number in range(14)])
+    rows_of(place / "heldout.jsonl", {"text": "another text"})
+    return ["data.responses=given"]
 
 
 def given_without_held_out_responses(place: Path) -> list[str]:
@@ -350,11 +349,11 @@ SPLITS_REFUSED: dict[str, tuple[Callable[[Path], list[str]], Says]] = {
     ),
     "15 of 30 rows are unusable": (
         half_of_30_unusable,
-        Says("prompts.jsonl line 16", "15 of 30 rows are unusable", "data.max_bad_fraction allows 1.00%", FIX),
+        Says("prompts.jsonl line 16", "15 of 30 rows are unusable", "up to 1% are allowed", FIX),
     ),
     "an unusable held-out row": (
         unusable_held_out_rows,
-        Says("heldout.jsonl line 5", "1 of 5 rows are unusable", "data.max_bad_fraction allows 1.00%", FIX),
+        Says("heldout.jsonl line 5", "1 of 5 rows are unusable", "up to 1% are allowed", FIX),
     ),
     "all prompts are too long": (
         all_too_long,
@@ -388,19 +387,15 @@ def with_a_lost_system_turn(place: Path) -> list[str]:
     return ["data.num_prompts=6"]
 
 
-def dropped_instead(place: Path) -> list[str]:
-    return [*with_a_lost_system_turn(place), "data.long_prompts=drop"]
-
-
 def given_and_too_long(place: Path) -> list[str]:
     rows_of(place / "prompts.jsonl", {"text": "word " * 99}, *[{"text": f"text {number}"} for number in range(5)])
     rows_of(place / "heldout.jsonl", {"text": "another text"})
-    return ["data.responses=given", "data.long_prompts=drop"]
+    return ["data.responses=given"]
 
 
 def some_unusable(place: Path) -> list[str]:
-    half_of_30_unusable(place)
-    return ["data.num_prompts=30", "data.max_bad_fraction=0.5"]
+    rows_of(place / "prompts.jsonl", {"question": 1}, *texts(100, 250))
+    return ["data.num_prompts=150"]
 
 
 SPLITS_TOLD: dict[str, tuple[Callable[[Path], list[str]], Says]] = {
@@ -414,19 +409,15 @@ SPLITS_TOLD: dict[str, tuple[Callable[[Path], list[str]], Says]] = {
     ),
     "prompts lose their system turn": (
         with_a_lost_system_turn,
-        Says("6 prompts kept", "cut the beginning of 2", "the system turn of 1", "data.long_prompts=drop leaves"),
-    ),
-    "long prompts are dropped": (
-        dropped_instead,
-        Says("6 rows read", "4 prompts kept", "dropped 2 too long", "data.long_prompts is drop"),
+        Says("6 prompts kept", "cut the beginning of 2", "data.prompt_tokens=", "the system turn of 1"),
     ),
     "given: long texts are dropped and are not unusable": (
         given_and_too_long,
-        Says("6 rows read", "5 prompts kept", "dropped 1 too long", "data.long_prompts is drop"),
+        Says("6 rows read", "5 prompts kept", "dropped 1 too long", "longer than data.prompt_tokens"),
     ),
-    "unusable rows within data.max_bad_fraction": (
+    "a few unusable rows": (
         some_unusable,
-        Says("30 rows read", "15 prompts kept; dropped 15 unusable (unknown form 15)", "allows 50.00% of", "line"),
+        Says("151 rows read", "150 prompts kept; dropped 1 unusable (unknown form 1)", "", "line"),
     ),
 }
 
@@ -449,7 +440,7 @@ def damaged(stage: str, name: str, content: str) -> Callable[[Path], Path]:
     return write
 
 
-GOES_ON = "remove this file, and the same command goes on with what is there: rm "
+GOES_ON = "remove this file, and the same command continues with what is there: rm "
 STAGES: dict[str, tuple[Callable[[Path], Path], str]] = {
     f"{stage}: stage.json is {what}": (damaged(stage, "stage.json", content), why)
     for stage in ("prompts", "responses", "features")
@@ -615,11 +606,6 @@ def without_stage(place: Path) -> Path:
     return without(place, "stage.json")
 
 
-def broken_counts(place: Path) -> Path:
-    (store(place) / "token_counts.json").write_text("{")
-    return store(place)
-
-
 USED: dict[str, tuple[Callable[[Path], Path], tuple[str, ...], Says]] = {
     "data.store is nowhere": (
         lambda place: place / "nowhere",
@@ -661,18 +647,6 @@ def test_a_store_that_a_recipe_cannot_use_is_named(
     shutil.copytree(harvested / "run" / "features", store(place))
     folder, overrides, says = USED[symptom]
     assert_refused(headstart("harvest", place / "recipe.yaml", f"data.store={folder(place)}", *overrides), says)
-
-
-def test_broken_token_counts_are_named(harvested: Path, place: Path) -> None:
-    shutil.copytree(harvested / "run" / "features", store(place))
-    features = FeatureStore(broken_counts(place), "train")
-    path = store(place) / "token_counts.json"
-    says = Says(
-        f"{path} cannot be read", "Expecting property name", "token counts of a harvest are needed", f"rm {path}"
-    )
-    assert_raises(lambda: features.token_counts(300), says)
-    path.unlink()  # the remedy
-    assert features.token_counts(300).sum() > 0
 
 
 def test_a_target_without_a_chat_template_takes_prompts_with_responses(

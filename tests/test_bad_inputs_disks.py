@@ -91,9 +91,9 @@ train: the note of the export is cut | train {recipe} | half checkpoints/exporte
 train: a checkpoint's weights are cut | train {recipe} | half checkpoints/step-8/head.safetensors
     checkpoints/step-8 cannot be read | incomplete | remove it to resume from the one before it
 calibrate: the head is a file | calibrate {recipe} | file head
-    run/head | holds no head | a trained head's folder is required | name another with report.head=FOLDER
+    run/head | holds no head | a trained head's folder is required | name another with decode.head=FOLDER
 calibrate: the head's weights are a folder | calibrate {recipe} | folder head/model.safetensors
-    head/model.safetensors | cannot be read | a whole safetensors file is required | export or copy the head
+    head/model.safetensors | cannot be read | a whole safetensors file is required | export it again
 calibrate: no space for the calibrated head | calibrate {recipe} {quick} | weights ENOSPC
     head/model.safetensors: | No space left on device | make room there
 report: report/ is a file | report {recipe} {quick} | file report
@@ -112,17 +112,13 @@ report: the other head is missing | report {recipe} {quick} 'report.other_heads=
     report.other_heads.other | holds no head | a trained head's folder is required | name another
 export: export/ is a file | export {recipe} export.format=vllm | file export
     export/vllm: | run/export is a file | move the file away
-export: no space for the weights | export {recipe} export.folder={run}/new | weights ENOSPC
-    new/model.safetensors: | No space left on device | or choose another export.folder
-export: no space for the README | export {recipe} export.folder={run}/new | full */README.md.partial
-    new/README.md: | No space left on device | make room there
-export: the folder has too long a name | export {recipe} export.folder={run}/{long}
-    export.folder | {long} | a path with names of up to 255 bytes is allowed | choose another, shorter one
-export: the head is a file | export {recipe} export.folder={run}/new export.head={run}/file | file file
+export: no space for the weights | export {recipe} export.format=sglang | weights ENOSPC
+    sglang/model.safetensors: | No space left on device | or choose another run_dir
+export: no space for the README | export {recipe} export.format=sglang | full */README.md.partial
+    sglang/README.md: | No space left on device | make room there
+export: the head is a file | export {recipe} export.format=sglang decode.head={run}/file | file file
     run/file | holds no head | no config.json | give
-export: a push without a network | export {recipe} export.folder={run}/new export.push_to=org/name
-    export.push_to: 'org/name' given | the hub says | upload the folder by hand
-export: the training log is damaged | export {recipe} export.folder={run}/new | file metrics.jsonl b'not JSON\n{}\n'
+export: the training log is damaged | export {recipe} export.format=sglang | file metrics.jsonl b'not JSON\n{}\n'
     metrics.jsonl line 1 is not JSON | fix or remove the line
 lint: the head is a file | lint {run}/file {target} | file file
     run/file | holds no head | no config.json | give
@@ -184,7 +180,7 @@ harvest: the prompts have too long a name | harvest {recipe} data.prompts={long}
 harvest: the target is on the hub, without a network | harvest {recipe} {new} target.path=org/none
     target.path: 'org/none' | neither a local folder nor a model available on the hub | a folder with config.json
     or a hub name
-harvest: the server does not answer | harvest {recipe} {new} data.server=http://127.0.0.1:9 data.server_retries=0
+harvest: the server does not answer | harvest {recipe} {new} data.server=http://127.0.0.1:9
     data.server: http://127.0.0.1:9 | gave no answer | check the server and run the command again
 """)
 PLACES = {  # what a word in braces stands for; {run} and {folder} are the finished run and what its recipe names

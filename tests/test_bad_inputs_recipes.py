@@ -28,14 +28,14 @@ a list for a path | run_dir=[a]
     run_dir | ['a'] given | a path is allowed | change it
 true for a path | data.heldout_prompts=true
     data.heldout_prompts | true given | a path is | change it
-yes for a word | data.mode=yes
-    data.mode | true given | one of offline, online | or leave it out for the default
+yes for a word | log.wandb=yes
+    log.wandb | true given | one of auto, online | or leave it out for the default
 a number for a word | train.objective=1
     train.objective | 1 given | one of soft_cross | or leave it out for the default
-a word in capitals | data.mode=Online
-    data.mode | 'Online' given | one of offline, online | did you mean
-a word with a slip | train.schedule=cosin
-    train.schedule | 'cosin' given | cosine | did you mean cosine?
+a word in capitals | log.wandb=Online
+    log.wandb | 'Online' given | one of auto, online | did you mean
+a word with a slip | train.optimizer=muonn
+    train.optimizer | 'muonn' given | adamw | did you mean muon?
 text for true | target.compile=maybe
     target.compile | 'maybe' given | true or false | change it
 1 for true | target.compile=1
@@ -50,18 +50,14 @@ null in a list | head.taps=[2, null]
     head.taps | [2, None] given | a whole number >= 0 | or leave it out for the default
 a list of fractions | head.taps=[2.5]
     head.taps | [2.5] given | a whole number >= 0 | or leave it out for the default
-a flat list of paths | decode.paths=[0, 1]
-    decode.paths | [0, 1] given | a list of one or more | or leave it out for the default
 a list for a mapping | report.other_heads=[a]
     report.other_heads | ['a'] given | names, each | or leave it out for the default
-a number for a name | log.project=7
-    log.project | 7 given | a string is allowed | or leave it out for the default
-an empty name | log.project=''
-    log.project | '' given | a string | or leave it out for the default
+a number for a name | data.prompts=7
+    data.prompts | 7 given | a string is allowed | change it
+an empty name | target.path=''
+    target.path | '' given | one or more characters | change it
 a number for a revision | target.revision=1
     target.revision | 1 given | a string, or null | or leave it out for the default
-a number for a hub name | export.push_to=3
-    export.push_to | 3 given | a string, or null | or leave it out for the default
 a single beta | train.betas=[0.9]
     train.betas | [0.9] given | a list of 2 | or leave it out for the default
 three betas | train.betas=[0.9, 0.9, 0.9]
@@ -90,8 +86,6 @@ an infinite rate | train.learning_rate=.inf
     train.learning_rate | inf given | a number > 0 | or leave it out for the default
 a beta of 1 | train.betas=[1, 0.9]
     train.betas | [1, 0.9] given | < 1 | or leave it out for the default
-an average that never forgets | train.ema_decay=1
-    train.ema_decay | 1 given | < 1 | or leave it out for the default
 a block of one slot | head={kind: block, block_size: 1}
     head.block_size | 1 given | > 1 | or leave it out for the default
 no anchors | head={kind: block, block_size: 3} | train.anchors=0
@@ -100,30 +94,18 @@ no anchors | head={kind: block, block_size: 3} | train.anchors=0
     train.unroll | 33 given | <= 32 | or leave it out for the default
 a decay above 1 | train.unroll_decay=1.1
     train.unroll_decay | 1.1 given | <= 1 | or leave it out for the default
-a negative weight | train.unroll_weights=[1, 1, -1]
-    train.unroll_weights | -1] given | >= 0 | or leave it out for the default
 a negative warm-up | train.warmup_steps=-1
     train.warmup_steps | -1 given | >= 0 | or leave it out for the default
 a negative temperature | data.temperatures=[-1]
     data.temperatures | [-1] given | >= 0 | or leave it out for the default
-a share above 1 | data.max_bad_fraction=1.5
-    data.max_bad_fraction | 1.5 given | <= 1 | or leave it out for the default
-a percentage for a share | data.max_bad_fraction=5%
-    data.max_bad_fraction | '5%' given | <= 1 | or leave it out for the default
-a top_p of 0 | decode.top_p=0
-    decode.top_p | 0 given | > 0 | or leave it out for the default
-a top_p of 95 | decode.top_p=95
-    decode.top_p | 95 given | <= 1 | or leave it out for the default
-a top_k of 0 | decode.top_k=0
-    decode.top_k | 0 given | a whole number > 0 | or leave it out for the default
+a percentage for a share | train.unroll_decay=95%
+    train.unroll_decay | '95%' given | <= 1 | or leave it out for the default
 a depth of 65 | decode.depth=65
     decode.depth | 65 given | <= 64 | or leave it out for the default
 no nodes | decode.nodes=0
     decode.nodes | 0 given | a whole number > 0 is allowed | or leave it out for the default
 a negative tap | head.taps=[-1, 2]
     head.taps | [-1, 2] given | >= 0 | or leave it out for the default
-a negative child rank | decode.paths=[[-1]]
-    decode.paths | [[-1]] given | >= 0 | or leave it out for the default
 no threads | report.threads=0
     report.threads | 0 given | > 0 and <= 1024 | or leave it out for the default
 a million threads | report.threads=1000000
@@ -134,8 +116,6 @@ a seed below 0 | seed=-1
     seed | -1 given | >= 0 and < 2147483648 | or leave it out for the default
 a seed above 31 bits | seed=2147483648
     seed | 2147483648 given | < 2147483648 | or leave it out for the default
-a decode seed of 64 bits | decode.seed=9223372036854775808
-    decode.seed | 9223372036854775808 given | < 9223372036854775808 | or leave it out for the default
 a number above 64 bits | train.steps=1000000000000000000000000000000
     train.steps | given | 64 bits is allowed | lower it
 a shard above 64 bits | data.shard_samples=10000000000000000000000000
@@ -148,10 +128,6 @@ an objective weight below 0 | train.objective_weight=-1
     train.objective_weight | -1 given | allowed | or leave it out for the default
 a LoRA rank of 0 | joint.lora_rank=0
     joint.lora_rank | 0 given | a whole number > 0 is allowed | or leave it out for the default
-a negative cache | data.cache_gigabytes=-1
-    data.cache_gigabytes | -1 given | >= 0 | or leave it out for the default
-no retries below 0 | data.server_retries=-1
-    data.server_retries | -1 given | >= 0 | or leave it out for the default
 a slip in a key | train.stepz=3
     train.stepz | 3 given | no such key, only steps | did you mean steps?
 a key without a section | learning_rate=1
@@ -206,8 +182,6 @@ more children than draft tokens | decode.width=81
     decode.width | 81 given | 1 to 80 is allowed | lower it
 more children than the target has tokens | head.draft_vocab_size=null | decode.width=301
     decode.width | 301 given | 1 to 300 | lower it
-a child rank above the vocabulary | decode.growth=fixed | decode.paths=[[80]]
-    decode.paths | [[80]] given | child ranks 0 to 79 | lower them
 samples longer than the target | data.response_tokens=200
     data.response_tokens | 200 given | up to 104 is allowed | lower one
 prompts longer than the target | data.prompt_tokens=500
@@ -218,44 +192,28 @@ texts longer than the target | decode.max_new_tokens=128
     decode.max_new_tokens | 128 given | 1 to 127 | lower it
 an exit after the last layer | decode.drafter=early_exit | decode.exit_layers=7
     decode.exit_layers | 7 given | 1 to 6 | lower it
-weights for other unroll steps | train.unroll_weights=[1, 1]
-    train.unroll_weights | [1, 1] given | a list of 3 weights | change it or train.unroll
-weights that are all 0 | train.unroll_weights=[0, 0, 0]
-    train.unroll_weights | [0, 0, 0] given | at least one weight above 0 | change one
-the best of nothing measured | train.export=best
-    train.export | 'best' given | only newest is allowed | raise train.eval_prompts
 a draft model that is not named | decode.drafter=draft_model
     decode | draft_model | needs draft_model | give decode.draft_model
 a corpus that is not named | decode.drafter=suffix
     decode | suffix | needs corpus | give decode.corpus
 costs without a head | decode.drafter=prompt_lookup | decode.growth=cost_aware
     decode | cost_aware | allows chain or dynamic | chain or dynamic
-paths without fixed growth | decode.paths=[[0]]
-    decode | paths | go together | give both or neither
-fixed growth without paths | decode.growth=fixed
-    decode | fixed | go together | give both or neither
 rejection with a dynamic tree | decode.acceptance=rejection
-    decode | dynamic | allows growth chain, fixed or searched | allows
+    decode | dynamic | allows growth chain or searched | allows
 two writers of responses | data.server=http://x | data.draft_head=head
     data | draft_head | one of server, draft_head | remove server
-devices without online mode | data.online_devices=[cpu]
-    data | online_devices | for mode online | choose mode online
-a store with online mode | data.mode=online | data.store=x
-    data | online | computes its own features | remove store
+a store with online mode | data.online=[auto] | data.store=x
+    data | online | computes the features | remove store
 given responses of the built-in corpus | data.responses=given | data.prompts=python-stdlib
     data | given | needs conversations | name a file
 given responses of the target's own prompts | data.responses=given | data.prompts=self
     data | given | needs conversations | name a file
 own prompts held out beside a file | data.heldout_prompts=self
     data | heldout_prompts self | needs prompts self | name a file of prompts
-a language for the prompts of a file | data.self_language=en
-    data | self_language | is for prompts self | remove it
 system prompts for the prompts of a file | data.self_system_prompts=[maths]
     data | self_system_prompts | is for prompts self | remove it
 an empty system prompt | data.prompts=self | data.self_system_prompts=['']
     data.self_system_prompts | [''] given | a list of one or more | change it
-no turn | data.prompts=self | data.self_turns=0
-    data.self_turns | 0 given | > 0 | change it
 a frozen temperature | data.prompts=self | data.self_temperature=0
     data.self_temperature | 0 given | >= 0.01 | change it
 regression of EAGLE-3 | train.regression_weight=1
@@ -264,12 +222,10 @@ unroll beside Medusa heads | head={kind: medusa, medusa_heads: 4}
     train.unroll | 3 given | 4 is allowed | write train.unroll: 4
 unroll beside a block | head={kind: block, block_size: 4}
     train.unroll | 3 given | 4 is allowed | write train.unroll: 4
-unroll beside a block whose first slot drafts nothing | head={kind: block, block_size: 3, sample_from_anchor: false}
+unroll beside a block whose first slot drafts nothing | head={kind: block, block_size: 3, markov_rank: 0}
     train.unroll | 3 given | 2 is allowed | write train.unroll: 2
 a depth beyond the block | head={kind: block, block_size: 3} | decode.depth=4
     decode.depth | 4 given | 1 to 3 | raise head.block_size
-a gate without a Markov head | head={kind: block, block_size: 3, markov_rank: 0, markov_gate: true}
-    head | markov_gate true | markov_rank above 0 | remove markov_gate
 a mask token beyond the vocabulary | head={kind: block, block_size: 3, mask_token_id: 5000}
     head.mask_token_id | 5000 given | 0 to | null for its last
 input noise for a block head | head={kind: block, block_size: 3} | train.input_noise=0.1
@@ -282,7 +238,7 @@ a depth beyond the Medusa heads | head={kind: medusa, medusa_heads: 3} | decode.
     decode.depth | 4 given | 1 to 3 | lower it
 joint training of EAGLE-3 | joint.mode=full
     joint.mode | 'full' given | only null is allowed | choose head.kind medusa
-online with a shared target | data.mode=online | target.split=tensor
+online with a shared target | data.online=[auto] | target.split=tensor
     target.split | 'tensor' given | only layers or null | remove split
 other heads without their rows | report.baselines=[plain] | report.other_heads={a: b}
     report.baselines | ['plain'] given | chain, tree, cost_aware or repeats | add one
@@ -306,12 +262,8 @@ a device that is nonsense | target.device=fast
     target.device | 'fast' given | auto, cpu, cuda | choose one
 a device that is a number | target.device=0
     target.device | 0 given | allowed | or leave it out for the default
-an online device called gpu | data.mode=online | data.online_devices=[gpu]
-    data.online_devices | ['gpu'] given | auto, cpu, cuda | did you mean cuda?
-a child without its parent | decode.growth=fixed | decode.paths=[[0, 0]]
-    decode.paths | [[0, 0]] given | those of its parent | add [0]
-a second child without the first | decode.growth=fixed | decode.paths=[[1]]
-    decode.paths | [[1]] given | the child before it | add [0] for [1]
+an online device called gpu | data.online=[gpu]
+    data.online | ['gpu'] given | auto, cpu, cuda | did you mean cuda?
 a row twice | report.baselines=[plain, tree, plain]
     report.baselines | given | without repeats is allowed | write ['plain', 'tree']
 a batch size twice | report.batches=[1, 1]
@@ -328,8 +280,6 @@ a hub dataset without a name | data.prompts='hf:'
     data.prompts | 'hf:' given | hf:org/name:split is allowed | correct the name
 a hub dataset with a space | data.prompts='hf:my data'
     data.prompts | 'hf:my data' given | hf:org/name:split | correct the name
-more workers than prompts | report.workers=1000
-    report.workers | 1000 given | 1 to report.num_prompts, 80 | write as many
 prompts that are not there | data.prompts=gone.jsonl
     data.prompts | 'gone.jsonl' given | an existing file | put the prompts there
 held-out prompts that are not there | data.heldout_prompts=gone.jsonl
@@ -357,8 +307,6 @@ a run_dir below a file | run_dir={folder}/one.jsonl/x
     run_dir | one.jsonl/x' given | is a file | choose another
 a data.folder that is a file | data.folder={folder}/one.jsonl
     data.folder | one.jsonl' given | is a file | choose another
-an export.folder that is a file | export.folder={folder}/one.jsonl
-    export.folder | one.jsonl' given | is a file | choose another
 a path of 5000 characters | run_dir={long}
     run_dir | given | up to 255 bytes is allowed | choose another
 prompts with a path of 5000 characters | data.prompts={long}

@@ -4,14 +4,13 @@ import subprocess
 import sys
 import tomllib
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from headstart import cli
 from headstart.recipes import Recipe, load_recipe
-from headstart.recipes.command_line import command_name, recipe_from_command_line
+from headstart.recipes.command_line import recipe_from_command_line
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = {name: command.module for name, command in cli.COMMANDS.items() if command.module is not None}
@@ -39,17 +38,15 @@ def test_a_subcommand_runs_the_main_of_its_module_with_the_arguments(
     seen: list[list[str]] = []
     monkeypatch.chdir(ROOT)
     arguments = cli.COMMANDS[name].example.split()
-    module = import_module(cli.entry_module(MODULES[name]))
+    module = import_module(MODULES[name])
     monkeypatch.setattr(module, "main", lambda: seen.append(sys.argv))
     headstart(monkeypatch, name, *arguments)
     assert seen == [[f"headstart {name}", *arguments]]
 
 
-def test_the_entry_module_is_what_python_m_runs() -> None:
-    assert cli.entry_module("headstart.heads.formats.lint") == "headstart.heads.formats.lint"
-    assert cli.entry_module("headstart.inference.serve") == "headstart.inference.serve.__main__"
+def test_every_module_runs_its_main_with_python_m() -> None:
     for module in MODULES.values():
-        source = import_module(cli.entry_module(module)).__file__
+        source = import_module(module).__file__
         assert source is not None
         assert Path(source).read_text().endswith('\n\nif __name__ == "__main__":\n    main()\n')
 
@@ -96,7 +93,7 @@ def test_help_of_a_subcommand_is_the_modules_own_and_names_the_command_that_was_
     if module is None:
         assert "accelerate launch" in printed
         return
-    document = import_module(cli.entry_module(module)).__doc__
+    document = import_module(module).__doc__
     assert document is not None
     assert document.splitlines()[0] in printed
 
@@ -167,7 +164,7 @@ def test_help_into_head_is_no_broken_pipe(arguments: str) -> None:
 def test_examples_in_help_call_the_command_as_its_usage_does() -> None:
     """`headstart lint --help` showed `python -m headstart.heads.formats.lint` in its examples."""
     for name, module in MODULES.items():
-        text = cli.docstring(cli.entry_module(module))
+        text = cli.docstring(module)
         assert text is not None
         assert "python -m" not in text
         assert f"headstart {name} " in text or f"accelerate launch -m {module}" in text
@@ -186,10 +183,3 @@ def test_an_unknown_subcommand_is_refused_with_the_nearest_name(
     assert f"unknown command {name!r}" in error
     assert advice in error
     assert all(known in error for known in cli.COMMANDS)
-
-
-def test_usage_names_the_package_rather_than_its_main_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`python -m headstart.inference.serve --help` called itself `python -m headstart.inference.serve.__main__`."""
-    monkeypatch.setattr(sys, "argv", ["inference/serve/__main__.py", "--help"])
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", find_spec("headstart.inference.serve.__main__"))
-    assert command_name() == "python -m headstart.inference.serve"

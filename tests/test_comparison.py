@@ -11,7 +11,7 @@ from conftest import ModelFactory
 from scripted import Hidden, Oracle
 from tiny_run import build_tokenizer
 
-from headstart.inference.core.request import DecodeStats, DraftTree
+from headstart.inference.core.request import DecodeStats, DraftTree, EmittedTokens
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.engine.loop import generate
 from headstart.inference.report.compare import Comparison, Divergence, divergence, speedup
@@ -21,7 +21,7 @@ from headstart.inference.report.page import page
 from headstart.inference.report.questions import CONVERSATION, Chat, Prompt, read_questions
 from headstart.inference.report.rounds import Round, Run, able_to_batch, run_batch, run_rounds, seconds_and_tokens
 from headstart.inference.report.tables import low_to_high, margins_in_words
-from headstart.inference.report.trace import Trace, TracedStep, coloured, on_terminal, pieces, trace, tree_as_text
+from headstart.inference.report.trace import Trace, coloured, on_terminal, pieces, trace, tree_as_text
 from headstart.inference.targets.model import TargetModel
 
 PROMPTS = [Prompt([5, 6, 7, 11], "one"), Prompt([3], "two"), Prompt([*range(20)], "one")]
@@ -258,9 +258,8 @@ def test_a_character_of_several_tokens_belongs_to_the_last(
 ) -> None:
     first, *rest = [list(words.encode()) for words in steps]
     added = [first[1:], *rest] if first[1:] else rest
-    found = Trace(
-        "method", list(prompt.encode()), first[0], [TracedStep(tokens, [None] * len(tokens), None) for tokens in added]
-    )
+    traced = [EmittedTokens(0, tokens, [None] * len(tokens)) for tokens in added]
+    found = Trace("method", list(prompt.encode()), first[0], traced)
     assert pieces(found, bytes_of) == wanted
 
 

@@ -328,7 +328,7 @@ def test_a_client_that_leaves_the_queue_prefill_or_decoding_takes_no_further_wor
             batch = service.engine.loop.batch
             if place == "prefill":
                 gate.steps.release(2)
-                until(lambda: batch.reading is not None and batch.read == 8)
+                until(lambda: batch.reading is not None and batch.reading.count == 8)
             if place == "decoding":
                 until(lambda: service.running == 1, gate=gate)
                 assert not stream or client.recv(1)

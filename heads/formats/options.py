@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from headstart.recipes.command_line import command_name
+from headstart.recipes.command_line import own_parser
 
 # The engines that can serve a head, by the name that a recipe and a command line give them.
 ENGINES = ("vllm", "sglang", "tensorrt_llm", "eagle", "speculators", "medusa")
@@ -13,8 +13,7 @@ AUTHORS = ("eagle", "medusa")  # the authors' own code, which reads only files e
 
 def command_parser(doc: str | None) -> argparse.ArgumentParser:
     """A parser with the option that both commands have; `doc` opens --help."""
-    style = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog=command_name(), description=doc, formatter_class=style)
+    parser = own_parser(doc)
     parser.add_argument("--target", required=True, help="folder or hub name of the model that the head drafts for")
     return parser
 

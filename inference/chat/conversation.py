@@ -9,7 +9,7 @@ Turn = dict[str, str]
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the target reads before it answers."""
+    """The question with the turns before it that fit."""
 
     tokens: list[int]
     turns: list[Turn]  # the question last
@@ -30,10 +30,7 @@ class Conversation:
         return self.tokenizer.chat_template is not None
 
     def ask(self, question: str) -> Prompt:
-        """The prompt for the answer to a question, without the oldest turns if the conversation is too long.
-
-        Raises ValueError for a question that does not fit alone.
-        """
+        """The prompt for the answer, without old turns that do not fit; ValueError if the question alone does not."""
         question = question.encode(errors="replace").decode()  # a terminal may give bytes that are not UTF-8
         turns = [*self.turns, {"role": "user", "content": question}]
         whole = len(turns)
@@ -41,11 +38,9 @@ class Conversation:
         while len(tokens := self.as_tokens(turns)) > room and len(turns) > 1:
             turns = turns[2:]
         if not 0 < len(tokens) <= room:
-            raise ValueError(
-                f"the question is {len(tokens)} tokens long; 1 to {max(room, 0)} are allowed, because the target has "
-                f"{self.max_positions} positions, of which --max-new-tokens keeps {self.max_new_tokens} for the "
-                f"answer; ask a shorter question, or lower --max-new-tokens"
-            )
+            allowed = f"1 to {max(room, 0)} are allowed, because --max-new-tokens keeps {self.max_new_tokens} of the"
+            remedy = f"target's {self.max_positions} positions for the answer; ask a shorter question, or lower it"
+            raise ValueError(f"the question is {len(tokens)} tokens long; {allowed} {remedy}")
         return Prompt(tokens, turns, dropped=(whole - len(turns)) // 2)
 
     def answered(self, prompt: Prompt, answer: str) -> None:

@@ -47,10 +47,8 @@ def read_command(line: str) -> tuple[str, Any] | None:
     if name not in HELP:
         near = difflib.get_close_matches(name, HELP, n=1)
         advice = f"did you mean {near[0]}?" if near else "/help says what each does"
-        raise ValueError(
-            f"{name}: not a command; {', '.join(HELP)} are allowed; {advice} (a question may begin with a slash after "
-            f"a space)"
-        )
+        advice += " (a question may begin with a slash after a space)"
+        raise ValueError(f"{name}: not a command; {', '.join(HELP)} are allowed; {advice}")
     given = " ".join(values)
     if name not in NUMBERS:
         if values:
@@ -76,10 +74,7 @@ class Chat:
         console: Console,
         interactive: bool = True,
     ) -> None:
-        """Measures twenty steps of plain decoding, to compare answers with.
-
-        `interactive` says that somebody is typing: then Ctrl-C ends an answer, otherwise the whole chat.
-        """
+        """Measures plain decoding, to compare answers with; where nobody types, Ctrl-C ends the whole chat."""
         self.interactive = interactive
         self.target, self.drafter, self.sampling, self.console = target, drafter, sampling, console
         self.text = partial(visible_text_of, tokenizer)

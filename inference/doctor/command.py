@@ -90,10 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def diagnose(head: Path, target_name: str, export: Path | None, options: Options) -> Diagnosis:
-    """Find the faults of a head and of its export.
-
-    Raises ValueError, naming the file or option, for what cannot be read or replayed.
-    """
+    """Find the faults of a head and of its export; ValueError for a file or option that cannot be used."""
     for name in ("count", "new_tokens", "depth"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')}: {getattr(options, name)} given, 1 or more is allowed")
@@ -169,9 +166,8 @@ def check_tokens(place: str, tokens: list[Any], vocab_size: int, advice: str) ->
     """Raise ValueError, naming the row, for tokens that are none of the target's."""
     for token in tokens:
         if type(token) is not int or not 0 <= token < vocab_size:
-            raise ValueError(
-                f"{place}: tokens hold {token!r}, token ids 0 to {vocab_size - 1} of TARGET are allowed; {advice}"
-            )
+            allowed = f"token ids 0 to {vocab_size - 1} of TARGET are allowed"
+            raise ValueError(f"{place}: tokens hold {token!r}, {allowed}; {advice}")
     if not tokens:
         raise ValueError(f"{place}: tokens are empty, at least one token id is allowed; leave the row out")
 

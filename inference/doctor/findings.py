@@ -15,24 +15,16 @@ from headstart.heads.target_origin import SMOLLM2_SOURCES, TargetOrigin
 from headstart.inference.targets.tokenizer import load_tokenizer
 
 MIN_ACCURACY = 0.02  # a head below it is untrained, damaged or made for another target
-CATEGORIES = (  # a word in the place or text of a contract violation -> the category of the finding
-    ("max_position_embeddings", "context length"),
-    ("finite numbers", "dtype"),
-    ("floating-point format", "dtype"),
-    ("target_rope", "files"),
-    ("config.json vocab_size", "files"),  # made for another target
-    ("aux_hidden_state", "taps"),
-    ("target_layer_ids", "taps"),
-    ("sample_from_anchor", "slots"),
-    ("block_size", "slots"),
-    ("mask_token_id", "slots"),
-    ("rope", "RoPE base"),
-    ("norm", "norm"),
-    ("d2t", "vocabulary map"),
-    ("t2d", "vocabulary map"),
-    ("token_map", "vocabulary map"),
-    ("vocab_size", "vocabulary map"),
-)
+CATEGORIES = {  # of findings, by words in the place or text of a contract violation; the first one that has a word
+    "context length": ("max_position_embeddings",),
+    "dtype": ("finite numbers", "floating-point format"),
+    "files": ("target_rope", "config.json vocab_size"),  # made for another target
+    "taps": ("aux_hidden_state", "target_layer_ids"),
+    "slots": ("sample_from_anchor", "block_size", "mask_token_id"),
+    "RoPE base": ("rope",),
+    "norm": ("norm",),
+    "vocabulary map": ("d2t", "t2d", "token_map", "vocab_size"),
+}
 
 
 @dataclass(frozen=True)
@@ -57,7 +49,7 @@ def largest_loss(right: list[float], wrong: list[float]) -> str:
 
 def as_finding(violation: Violation, folder: Path) -> Finding:
     text = f"{violation.where} {violation.allowed}" if violation.where.startswith("tensor") else violation.where
-    category = next((category for word, category in CATEGORIES if word in text), "files")
+    category = next((name for name, words in CATEGORIES.items() if any(word in text for word in words)), "files")
     found = f"{folder.name}: {violation.where} is {str(violation.value)[:60]}"
     cost = "not measured, found by inspecting the files"
     return Finding(category, found, violation.allowed, cost, f"correct the files in {folder}")
@@ -136,10 +128,8 @@ def other_template(named: Path | None, own: Path, target: Path) -> Iterator[Find
     try:
         trained = dict(json.loads(manifest.read_text())).get("chat_template_sha256")
     except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"--manifest: {manifest} is no JSON object ({error}); the manifest.json in a folder of features is "
-            f"required: name another, or harvest again"
-        ) from error
+        required = "the manifest.json in a folder of features is required: name another, or harvest again"
+        raise ValueError(f"--manifest: {manifest} is no JSON object ({error}); {required}") from error
     now = hashlib.sha256(str(load_tokenizer(target).chat_template).encode()).hexdigest()
     if trained is not None and trained != now:
         found = f"TARGET's chat template has hash {now[:12]}"

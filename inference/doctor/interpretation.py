@@ -76,8 +76,7 @@ class Interpretation:
     def head(self, frozen: FrozenTarget) -> DraftHead:
         """Build the head; raises ValueError for tensors that do not fit.
 
-        As in the engines, norms without weights get ones, and weights of norms that config.json does not enable are
-        ignored.
+        As in the engines, norms without weights get ones, and weights of norms that are not enabled are ignored.
         """
         config, tensors = dict(self.config), {**self.unit_norms(frozen), **self.tensors}
         for flag, prefix in (("fc_norm", "fc_norm."), ("norm_before_fc", "input_norm.")):
@@ -136,17 +135,12 @@ Measure = Callable[[Interpretation], list[float]]  # accuracy by depth; ValueErr
 def accuracies(
     interpretation: Interpretation, replays: Sequence[ReplayedText], frozen: FrozenTarget, depth: int
 ) -> list[float]:
-    """How often the head's top guess is the target's choice, at each depth, given the true tokens before it.
-
-    Raises ValueError if the head cannot be computed with this interpretation.
-    """
+    """How often the head's top guess is the target's choice, by depth; ValueError if it cannot be computed."""
     dtype = interpretation.dtype or frozen.embedding.dtype
     head = interpretation.head(in_dtype(frozen, dtype))
     if missing := sorted(set(interpretation.taps) - replays[0].states.keys()):
-        raise ValueError(
-            f"{interpretation.folder}: taps {missing} given, but the target has hidden_states 0 to "
-            f"{frozen.config.num_layers}; correct the taps"
-        )
+        known = f"the target has hidden_states 0 to {frozen.config.num_layers}"
+        raise ValueError(f"{interpretation.folder}: taps {missing} given, but {known}; correct the taps")
     levels = min(depth, head.max_levels or depth)
     hits, tried, ids = [0] * levels, [0] * levels, interpretation.ids.to(frozen.embedding.device)
     for replay in replays:

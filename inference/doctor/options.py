@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headstart.heads.formats.options import ENGINES
-from headstart.recipes.command_line import command_name
+from headstart.recipes.command_line import own_parser
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,7 @@ class Options:
 
 def doctor_options(doc: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the doctor's command line; `doc` opens --help."""
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog=command_name(), description=doc, formatter_class=formatter)
+    parser = own_parser(doc)
     parser.add_argument("head", type=Path, help="folder of the trained head")
     parser.add_argument("target", help="folder or hub name of the model that the head drafts for")
     parser.add_argument("export", type=Path, nargs="?", help="folder of the exported head that an engine serves")
@@ -35,7 +34,6 @@ def doctor_options(doc: str | None, argv: Sequence[str] | None = None) -> argpar
     per_prompt = "new tokens per prompt (default: %(default)s)"
     parser.add_argument("--new-tokens", type=int, default=Options.new_tokens, help=per_prompt)
     parser.add_argument("--depth", type=int, default=Options.depth, help="depths to measure (default: %(default)s)")
-    parser.add_argument(
-        "--engine", choices=ENGINES, help="engine that serves EXPORT; default: the first it is meant for"
-    )
+    engine = "engine that serves EXPORT; default: the first it is meant for"
+    parser.add_argument("--engine", choices=ENGINES, help=engine)
     return parser.parse_args(argv)

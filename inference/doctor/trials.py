@@ -88,9 +88,7 @@ PARTS = (
         lambda head, export: replace(head, taps=export.taps),
         "write the trained taps in the engine's own numbering",
     ),
-    ComparedPart(
-        "norm", same_norms, show_norms, take_norms, "export again with the flags and all weights of the norms"
-    ),
+    ComparedPart("norm", same_norms, show_norms, take_norms, "export again with all flags and weights of the norms"),
     ComparedPart(
         "vocabulary map",
         lambda head, export: torch.equal(head.ids, export.ids),
@@ -271,7 +269,5 @@ def check_number_format(head: Interpretation, measure: Measure) -> Iterator[Find
         return
     wide, stored = measure(replace(head, dtype=torch.float32)), measure(replace(head, dtype=dtype))
     if mean(wide) - mean(stored) >= MIN_DTYPE_LOSS:
-        name = str(dtype).removeprefix("torch.")
-        yield Finding(
-            "dtype", f"computed in {name}", "float32", largest_loss(wide, stored), "serve it in a wider format"
-        )
+        found = f"computed in {str(dtype).removeprefix('torch.')}"
+        yield Finding("dtype", found, "float32", largest_loss(wide, stored), "serve it in a wider format")

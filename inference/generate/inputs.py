@@ -15,10 +15,8 @@ def held_out_prompts(recipe: Recipe) -> list[list[int]]:
     """The first report.num_prompts held-out prompts of the run, as tokens; raises ValueError if there are none yet."""
     path = recipe.prompts_dir / "heldout.jsonl"
     if not path.is_file():
-        raise ValueError(
-            f"{path} is missing; the run's held-out prompts are required: make them with headstart prompts RECIPE "
-            f"(headstart report also takes a file of prompts: report.prompts=FILE)"
-        )
+        remedy = "make them with headstart prompts RECIPE (headstart report also takes report.prompts=FILE)"
+        raise ValueError(f"{path} is missing; the run's held-out prompts are required: {remedy}")
     return [row["tokens"] for row in islice(read_jsonl(path), recipe.report.num_prompts)]
 
 
@@ -28,11 +26,7 @@ def head_folders(recipe: Recipe) -> dict[str, Path]:
 
 
 def taps_to_read(recipe: Recipe) -> tuple[int, ...]:
-    """The union of the taps that the heads read.
-
-    Raises one ValueError that names every folder without a head, or a ValueError for a head that does not fit the
-    target.
-    """
+    """The union of the taps that the heads read; ValueError for folders without a head, or a head that does not fit."""
     folders = head_folders(recipe)
     fields = {name: f"report.other_heads.{name}" for name in folders} | {OWN_HEAD: "decode.head"}
     wrong = [
@@ -41,10 +35,8 @@ def taps_to_read(recipe: Recipe) -> tuple[int, ...]:
         if not (folder / "config.json").is_file()
     ]
     if wrong:
-        raise ValueError(
-            f"{'; '.join(wrong)}; a trained head's folder is required: train one with headstart train RECIPE, name "
-            f"another with decode.head=FOLDER, or compare methods that need none: "
-            f"report.baselines='[plain, prompt_lookup]'"
-        )
+        remedy = "train one with headstart train RECIPE, name another with decode.head=FOLDER, or compare methods that "
+        remedy += "need none: report.baselines='[plain, prompt_lookup]'"
+        raise ValueError(f"{'; '.join(wrong)}; a trained head's folder is required: {remedy}")
     target = TargetConfig.from_folder(locate_target(recipe.target.path, recipe.target.revision))
     return tuple(sorted({tap for folder in folders.values() for tap in load_taps(folder, target)}))

@@ -23,12 +23,11 @@ def require_head(options: ModelOptions) -> None:
     """Raise ValueError, before the target is loaded, if the head's folder holds none."""
     if options.head is None or (options.head / "config.json").is_file():
         return
-    field = "--head" if options.recipe is None else "decode.head"
-    instead = "give --target without --head" if options.recipe is None else "set decode.drafter=prompt_lookup"
-    raise ValueError(
-        f"{field}: {options.head} holds no head (no config.json); a trained head's folder is allowed: train one with "
-        f"headstart train RECIPE, or {instead}, to draft by prompt lookup"
-    )
+    field, instead = "decode.head", "set decode.drafter=prompt_lookup"
+    if options.recipe is None:
+        field, instead = "--head", "give --target without --head"
+    allowed = f"a trained head's folder is allowed: train one with headstart train RECIPE, or {instead}"
+    raise ValueError(f"{field}: {options.head} holds no head (no config.json); {allowed}, to draft by prompt lookup")
 
 
 def target_section(options: ModelOptions) -> TargetSection:

@@ -14,6 +14,7 @@ from jaxtyping import Float, Int, Shaped
 from pydantic import ValidationError
 from torch import Tensor
 
+from headstart.common.errors import wrong_value
 from headstart.heads.checkpoint import load_head_for
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import locate_target
@@ -37,6 +38,8 @@ from headstart.inference.generate.settings import (
 )
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection, TargetSection
+
+LOAD_BOTH = "load target and head with SpeculativeModel.from_folders(TARGET, HEAD)"
 
 
 @runtime_checkable  # the shape checks in tests use isinstance
@@ -99,10 +102,8 @@ class SpeculativeModel:
         decode = decode or DecodeSection()
         fields = read_section(target, decode, section)
         if (head is None) == (decode.drafter == "head"):
-            raise ValueError(
-                f"head: {head} given with decode.drafter {decode.drafter}; give a head with decode.drafter head, or no "
-                f"head with another drafter"
-            )
+            remedy = "give a head with decode.drafter head, or no head with another drafter"
+            raise ValueError(f"head: {head} given with decode.drafter {decode.drafter}; {remedy}")
         folder = locate_target(fields.path, fields.revision, field="target")
         if head is None:
             model = TargetModel.load(fields, ())
@@ -167,7 +168,7 @@ class SpeculativeModel:
         """Yield the new tokens of one text as they are accepted, one block per decode step."""
         requests = self._build_requests(input_ids, attention_mask, self._read_settings(generation_config, overrides))
         if len(requests) > 1:
-            raise ValueError(f"input_ids: {len(requests)} texts given, stream allows only 1; use generate for more")
+            raise wrong_value("input_ids", f"{len(requests)} texts", "only 1 is", "use generate for more")
         loop = loop_of(self.target, requests, self.drafter)
         return (block.tokens for block in loop.run())
 
@@ -190,22 +191,17 @@ class SpeculativeModel:
         sampling, copies = read_sampling(settings, self.rule), settings["num_return_sequences"]
         copies = 1 if copies is None else copies
         if copies < 1:
-            raise ValueError(f"num_return_sequences: {copies} given, 1 or more is allowed; leave it out for 1")
+            raise wrong_value("num_return_sequences", copies, "1 or more is", "leave it out for 1")
         if copies > 1 and sampling.temperature == 0:
-            raise ValueError(
-                f"num_return_sequences: {copies} given, only 1 is allowed without do_sample=True; set it, or leave "
-                f"num_return_sequences out"
-            )
+            remedy = "only 1 is allowed without do_sample=True; set it, or leave num_return_sequences out"
+            raise ValueError(f"num_return_sequences: {copies} given, {remedy}")
         limit = read_max_new_tokens(settings, width, self.target.max_positions)
         check_lengths(prompts, limit, self.target.max_positions)
         if has_fixed_length(settings, width, limit):
             sampling = replace(sampling, logit_bias=(*sampling.logit_bias, *((token, -torch.inf) for token in ends)))
         stop = read_stop_strings(settings, settings.get("tokenizer") or self.tokenizer, vocab_size)
         if stop is not None and len(prompts) * copies > 1 and settings["pad_token_id"] is None:
-            raise ValueError(
-                "pad_token_id: missing; with stop_strings the texts of a batch end at different lengths, so give a "
-                "pad_token_id"
-            )
+            raise ValueError("pad_token_id: missing; give one, as texts that end at stop_strings differ in length")
         logprobs = bool(settings["output_scores"] or settings["output_logits"])
         return [
             Request(prompt, limit, replace(sampling, seed=seed + copy), stop, logprobs, ends)
@@ -217,31 +213,23 @@ class SpeculativeModel:
 def check_parts(target: Any, drafter: Any, max_batch: Any) -> None:
     """Raise ValueError, naming the argument, for parts of a SpeculativeModel that have another type."""
     if not isinstance(target, TargetModel):
-        raise ValueError(
-            f"target: {type(target).__name__} given, a TargetModel is allowed; load target and head with "
-            f"SpeculativeModel.from_folders(TARGET, HEAD), or wrap transformers' model: TargetModel(model, head.taps)"
-        )
+        remedy = f"{LOAD_BOTH}, or wrap transformers' model: TargetModel(model, head.taps)"
+        raise wrong_value("target", type(target).__name__, "a TargetModel is", remedy)
     if drafter is not None and (isinstance(drafter, type) or not isinstance(drafter, Drafter)):
-        raise ValueError(
-            f"drafter: {type(drafter).__name__} given, an object that drafts is allowed, such as a HeadDrafter, or "
-            f"None for plain decoding; load target and head with SpeculativeModel.from_folders(TARGET, HEAD)"
-        )
+        allowed = "an object that drafts, such as a HeadDrafter, or None for plain decoding is"
+        raise wrong_value("drafter", type(drafter).__name__, allowed, LOAD_BOTH)
     if read_integer("max_batch", max_batch) < 1:
-        raise ValueError(f"max_batch: {max_batch} given, 1 or more is allowed; leave it out for 16")
+        raise wrong_value("max_batch", max_batch, "1 or more is", "leave it out for 16")
 
 
 def read_section(target: Any, decode: Any, section: dict[str, Any]) -> TargetSection:
     """The target section for `from_folders`; raises one ValueError that names every wrong field of it."""
     if not isinstance(target, str | Path) or not str(target):
-        raise ValueError(
-            f"target: {target!r} given, a folder or a hub name is allowed; pass objects that are loaded already to "
-            f"SpeculativeModel(target, drafter)"
-        )
+        remedy = "pass objects that are loaded already to SpeculativeModel(target, drafter)"
+        raise wrong_value("target", repr(target), "a folder or a hub name is", remedy)
     if not isinstance(decode, DecodeSection):
-        raise ValueError(
-            f"decode: {type(decode).__name__} given, a DecodeSection is allowed; write DecodeSection(**fields), of "
-            f"headstart.recipes.schema"
-        )
+        remedy = "write DecodeSection(**fields), of headstart.recipes.schema"
+        raise wrong_value("decode", type(decode).__name__, "a DecodeSection is", remedy)
     try:
         return TargetSection(**{"path": str(target), "dtype": "float32", **section})
     except ValidationError as error:
@@ -258,14 +246,10 @@ def check_streamer(streamer: Any, texts: int) -> None:
     if streamer is None:
         return
     if isinstance(streamer, type) or not isinstance(streamer, Streamer):
-        raise ValueError(
-            f"streamer: {streamer!r} given, an object with `put` and `end` is allowed; write "
-            f"TextStreamer(tokenizer), of transformers"
-        )
+        remedy = "write TextStreamer(tokenizer), of transformers"
+        raise wrong_value("streamer", repr(streamer), "an object with `put` and `end` is", remedy)
     if texts > 1:
-        raise ValueError(
-            f"streamer: given for {texts} texts, only 1 is allowed; give one prompt, or leave the streamer out"
-        )
+        raise ValueError(f"streamer: given for {texts} texts, only 1 is allowed; give one prompt, or no streamer")
 
 
 def pad_right(rows: list[list[Any]], filler: int | float) -> Tensor:

@@ -32,17 +32,13 @@ class ModelOptions:
 def add_model(parser: argparse.ArgumentParser, target: str, head: str) -> None:
     """Add the options of `model_options`; `target` and `head` are the help for theirs."""
     parser.add_argument("recipe", nargs="?", help="recipe that names target, head, and how to draft")
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="section.key=value", help="replaces the recipe's value"
-    )
+    replaces = "replaces the recipe's value"
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help=replaces)
     parser.add_argument("--target", help=target)
     parser.add_argument("--head", type=Path, help=head)
-    parser.add_argument(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16"),
-        help="number format of the target; auto, the default, is bfloat16 where this machine computes in it. In "
-        "float32 texts are exactly those of plain decoding; in bfloat16 near-ties may fall either way",
-    )
+    auto = "number format of the target; auto, the default, is bfloat16 where this machine computes in it"
+    exact = "in float32 texts are exactly those of plain decoding; in bfloat16 near-ties may fall either way"
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), help=f"{auto}; {exact}")
 
 
 def model_options(parser: argparse.ArgumentParser, given: argparse.Namespace) -> ModelOptions:
@@ -50,21 +46,14 @@ def model_options(parser: argparse.ArgumentParser, given: argparse.Namespace) ->
     if given.recipe is None:
         decode = LOOKUP if given.head is None else DRAFTS
         return ModelOptions(given.target, given.head, decode, None, given.dtype or "auto")
-    fields = {"target": "target.path", "head": "decode.head", "dtype": "target.dtype"}
-    for option, field in fields.items():
+    for option, field in {"target": "target.path", "head": "decode.head", "dtype": "target.dtype"}.items():
         if (value := getattr(given, option)) is not None:
-            parser.error(
-                f"--{option}: {value} given with the recipe {given.recipe}, one of the two is allowed; write "
-                f"{field}={value}, or leave the recipe out"
-            )
+            both = f"{value} given with the recipe {given.recipe}, one of the two is allowed"
+            parser.error(f"--{option}: {both}; write {field}={value}, or leave the recipe out")
     try:
         recipe = load_recipe(given.recipe, given.overrides)
     except RecipeError as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
-    return ModelOptions(recipe.target.path, head_of(recipe), recipe.decode, recipe, recipe.target.dtype)
-
-
-def head_of(recipe: Recipe) -> Path | None:
-    """The folder of the recipe's head; None if the recipe drafts without one."""
-    return recipe.head_in_use if recipe.decode.drafter == "head" else None
+    head = recipe.head_in_use if recipe.decode.drafter == "head" else None
+    return ModelOptions(recipe.target.path, head, recipe.decode, recipe, recipe.target.dtype)

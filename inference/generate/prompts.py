@@ -4,11 +4,12 @@ import reprlib
 import warnings
 from collections.abc import Mapping, Sequence, Set
 from itertools import chain
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from headstart.common.errors import wrong_value
 from headstart.inference.core.request import Detokenize, StopStrings
 
 HOW_TO_TOKENIZE = 'tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")'
@@ -17,28 +18,19 @@ HOW_TO_TOKENIZE = 'tokenizer(texts, return_tensors="pt", padding=True, padding_s
 def read_input_ids(given: Any) -> Tensor:
     """The token ids, [batch, seq]; raises ValueError for anything but a matrix of whole numbers."""
     if given is None:
-        raise ValueError(
-            f"input_ids: missing; give prompts as token ids of shape [batch, seq], not inputs_embeds: "
-            f"generate(**{HOW_TO_TOKENIZE})"
-        )
+        raise ValueError(f"input_ids: missing; give prompts of shape [batch, seq]: generate(**{HOW_TO_TOKENIZE})")
     if not isinstance(given, Tensor):
-        raise ValueError(f"input_ids: {describe(given)} given, a torch tensor is allowed; {advice_for(given)}")
+        raise wrong_value("input_ids", describe(given), "a torch tensor is", advice_for(given))
     if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
-        raise ValueError(
-            f"input_ids: a tensor of {given.dtype} given, token ids of an integer type such as torch.long are allowed; "
-            f"give what a tokenizer returns, not hidden states or a mask"
-        )
+        allowed, remedy = "token ids of an integer type such as torch.long are", "give what a tokenizer returns"
+        raise wrong_value("input_ids", f"a tensor of {given.dtype}", allowed, remedy)
     if given.is_meta or given.layout != torch.strided:
-        raise ValueError(
-            f"input_ids: a tensor on {given.device} of layout {given.layout} given, a dense tensor with values is "
-            f"allowed; give the token ids themselves"
-        )
+        shown = f"a tensor on {given.device} of layout {given.layout}"
+        raise wrong_value("input_ids", shown, "a dense tensor with values is", "give the token ids themselves")
     if given.ndim != 2 or not given.numel():
-        wanted = "one prompt of n tokens is [1, n]: use input_ids.unsqueeze(0)" if given.ndim == 1 else "give prompts"
-        raise ValueError(
-            f"input_ids: shape {list(given.shape)} given, [batch, seq] with at least one row and one column is "
-            f"allowed; {wanted}"
-        )
+        remedy = "one prompt of n tokens is [1, n]: use input_ids.unsqueeze(0)" if given.ndim == 1 else "give prompts"
+        allowed = "[batch, seq] with at least one row and one column is"
+        raise wrong_value("input_ids", f"shape {list(given.shape)}", allowed, remedy)
     return given
 
 
@@ -61,28 +53,20 @@ def read_mask(given: Any, input_ids: Tensor, pad: int | None, ends: tuple[int, .
         if pad is None or pad not in ends:
             return torch.ones_like(input_ids, dtype=torch.bool) if pad is None else input_ids.ne(pad)
         if len(input_ids) > 1:
-            warnings.warn(
-                f"attention_mask: missing for {len(input_ids)} prompts, and padding looks like text because "
-                f"the pad token {pad} is also an end token; all tokens count as text: pass the tokenizer's "
-                f"attention_mask",
-                stacklevel=5,
+            missing = (
+                f"attention_mask: missing for {len(input_ids)} prompts, and the pad token {pad} is also an end token"
             )
+            warnings.warn(f"{missing}; all tokens count as text: pass the tokenizer's attention_mask", stacklevel=5)
         return torch.ones_like(input_ids, dtype=torch.bool)
     if not isinstance(given, Tensor):
-        raise ValueError(
-            f"attention_mask: {describe(given)} given, a torch tensor is allowed; write torch.tensor([[0, 1, 1]])"
-        )
+        raise wrong_value("attention_mask", describe(given), "a torch tensor is", "write torch.tensor([[0, 1, 1]])")
     if given.shape != input_ids.shape:
-        raise ValueError(
-            f"attention_mask: shape {list(given.shape)} given, {list(input_ids.shape)} is allowed, the shape of "
-            f"input_ids; pass the mask that the tokenizer returned with them"
-        )
+        allowed, remedy = f"{list(input_ids.shape)} is", "pass the mask that the tokenizer returned with input_ids"
+        raise wrong_value("attention_mask", f"shape {list(given.shape)}", allowed, remedy)
     mask = given.to(input_ids.device)
     if not bool(((mask == 0) | (mask == 1)).all()):  # such as an additive mask of 0 and -infinity
-        raise ValueError(
-            f"attention_mask: values {sorted(set(mask.flatten().tolist()))[:4]} given, only 0 (padding) and 1 (text) "
-            f"are allowed; pass the tokenizer's mask"
-        )
+        shown = f"values {sorted(set(mask.flatten().tolist()))[:4]}"
+        raise wrong_value("attention_mask", shown, "only 0 (padding) and 1 (text) are", "pass the tokenizer's mask")
     return mask.bool()
 
 
@@ -95,21 +79,15 @@ def read_prompts(
     text = input_ids[mask].long()
     outside = text[(text < 0) | (text >= vocab_size)]
     if len(outside):
-        raise ValueError(
-            f"input_ids: token id {int(outside[0])} given, 0 to {vocab_size - 1} is allowed; tokenize with the "
-            f"target's own tokenizer, and mask padding out with attention_mask"
-        )
+        remedy = "use the target's own tokenizer, and mask padding out with attention_mask"
+        raise wrong_value("input_ids", f"token id {int(outside[0])}", f"0 to {vocab_size - 1} is", remedy)
     if empty := (~mask).all(dim=1).nonzero().flatten().tolist():
-        raise ValueError(
-            f"input_ids: prompt {empty[0] + 1} of {len(mask)} has no tokens but padding, at least one is allowed; "
-            f"leave empty prompts out"
-        )
+        found = f"prompt {empty[0] + 1} of {len(mask)} has no tokens but padding"
+        raise ValueError(f"input_ids: {found}, at least one is allowed; leave empty prompts out")
     if not mask[:, -1].all():
-        row = int((~mask[:, -1]).nonzero()[0])
-        raise ValueError(
-            f"input_ids: a prompt ends with padding (prompt {row + 1} of {len(mask)}), padding is allowed on the left "
-            f"only; tokenize with padding_side='left' and pass its attention_mask"
-        )
+        found = f"a prompt ends with padding (prompt {int((~mask[:, -1]).nonzero()[0]) + 1} of {len(mask)})"
+        remedy = "tokenize with padding_side='left' and pass its attention_mask"
+        raise ValueError(f"input_ids: {found}, padding is allowed on the left only; {remedy}")
     return [row[seen].tolist() for row, seen in zip(input_ids, mask, strict=True)]
 
 
@@ -119,10 +97,9 @@ def check_lengths(prompts: list[list[int]], max_new_tokens: int, max_positions: 
     room = max_positions - longest
     if max_new_tokens < 1 or max_new_tokens > room:
         allowed = f"1 to {room} is allowed" if room >= 1 else "no new token fits"
-        raise ValueError(
-            f"max_new_tokens: {max_new_tokens} given, {allowed} after a prompt of {longest} tokens, as the target has "
-            f"{max_positions} positions; lower max_new_tokens or shorten the prompt"
-        )
+        after = f"after a prompt of {longest} tokens, as the target has {max_positions} positions"
+        remedy = "lower max_new_tokens or shorten the prompt"
+        raise ValueError(f"max_new_tokens: {max_new_tokens} given, {allowed} {after}; {remedy}")
 
 
 def read_stop_strings(settings: Mapping[str, Any], tokenizer: Any, vocab_size: int) -> StopStrings | None:
@@ -136,38 +113,23 @@ def read_stop_strings(settings: Mapping[str, Any], tokenizer: Any, vocab_size: i
     strings = (given,) if isinstance(given, str) else given
     known = isinstance(strings, Sequence | Set) and len(strings) > 0
     if not known or not all(isinstance(each, str) and each for each in strings):
-        raise ValueError(
-            f"stop_strings: {reprlib.repr(given)} given, a text or a list of texts that are not empty is allowed; "
-            f"leave it out to stop at end tokens only"
-        )
+        allowed, remedy = "a text or a list of texts that are not empty is", "leave it out to stop at end tokens only"
+        raise wrong_value("stop_strings", reprlib.repr(given), allowed, remedy)
     if tokenizer is None:
         raise ValueError("stop_strings: given without a tokenizer; pass a tokenizer to SpeculativeModel or to the call")
     check_tokenizer(tokenizer)
-    strings = tuple(strings)
-    return StopStrings(strings, mid_text_decode(tokenizer, vocab_size))
-
-
-@runtime_checkable
-class Decoder(Protocol):
-    """The part of a tokenizer that stop strings need."""
-
-    def decode(self, token_ids: list[int], **options: Any) -> Any: ...
+    return StopStrings(tuple(strings), mid_text_decode(tokenizer, vocab_size))
 
 
 def check_tokenizer(tokenizer: Any) -> None:
     """Raise ValueError for anything that cannot decode tokens, such as a tokenizer's name."""
-    if isinstance(tokenizer, type | bytes) or not isinstance(tokenizer, Decoder):
-        raise ValueError(
-            f"tokenizer: {reprlib.repr(tokenizer)} given, an object with `decode` is allowed; load one with "
-            f"AutoTokenizer.from_pretrained(target)"
-        )
+    if isinstance(tokenizer, type | bytes) or not hasattr(tokenizer, "decode"):
+        remedy = "load one with AutoTokenizer.from_pretrained(target)"
+        raise wrong_value("tokenizer", reprlib.repr(tokenizer), "an object with `decode` is", remedy)
 
 
 def mid_text_decode(tokenizer: Any, vocab_size: int) -> Detokenize:
-    """A decode function for tokens from the middle of a text: it keeps a leading space that many tokenizers strip.
-
-    It puts a word before the tokens, decodes, and cuts the word off again.
-    """
+    """Decodes tokens from mid-text: a word in front keeps the leading space that many tokenizers strip."""
 
     def decode(tokens: list[int]) -> str:
         return str(tokenizer.decode(tokens, skip_special_tokens=False))

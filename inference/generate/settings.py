@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from headstart.common.errors import wrong_value
 from headstart.inference.core.sampling import SAMPLING_FIELDS, AcceptanceRule, Sampling
 
 Settings = Mapping[str, Any]
@@ -20,20 +21,20 @@ def read_integer(name: str, given: Any) -> int:
     """A Python, numpy or torch integer as an int; raises ValueError for anything else, True and False included."""
     found: Any = given.item() if isinstance(given, torch.Tensor) and given.numel() == 1 else given
     if isinstance(found, bool):
-        raise ValueError(f"{name}: {given!r} given, a whole number is allowed; write it as a number")
+        raise wrong_value(name, given, "a whole number is", "write it as a number")
     try:
         return operator.index(found)
     except TypeError:
-        pass  # refused below, with the field's name
-    shown = reprlib.repr(given)
-    raise ValueError(f"{name}: {shown} given, a whole number is allowed; write it without a point or quotes")
+        raise wrong_value(
+            name, reprlib.repr(given), "a whole number is", "write it without a point or quotes"
+        ) from None
 
 
 def read_count(name: str, given: Any) -> int:
     """An integer that counts something: 0 or more."""
     found = read_integer(name, given)
     if found < 0:
-        raise ValueError(f"{name}: {found} given, 0 or more is allowed; leave it out for no minimum")
+        raise wrong_value(name, found, "0 or more is", "leave it out for no minimum")
     return found
 
 
@@ -52,12 +53,12 @@ def read_number(name: str, given: Any) -> float:
             return float(given)
         except (TypeError, ValueError, RuntimeError, OverflowError):
             pass  # refused below, with the field's name
-    raise ValueError(f"{name}: {reprlib.repr(given)} given, one number is allowed; write it without quotes or brackets")
+    raise wrong_value(name, reprlib.repr(given), "one number is", "write it without quotes or brackets")
 
 
 def read_flag(name: str, given: Any) -> bool:
     if not isinstance(given, bool | int) or given not in (0, 1):
-        raise ValueError(f"{name}: {reprlib.repr(given)} given, True or False is allowed; write one of them")
+        raise wrong_value(name, reprlib.repr(given), "True or False is", "write one of them")
     return bool(given)
 
 
@@ -65,19 +66,15 @@ def read_bias(settings: Mapping[str, Any]) -> Bias:
     """logit_bias and sequence_bias together; raises ValueError for a biased sequence of more than one token."""
     by_token = settings.get("logit_bias") or {}
     if not isinstance(by_token, Mapping):
-        raise ValueError(
-            f"logit_bias: {reprlib.repr(by_token)} given, a mapping of token ids to biases is allowed; write "
-            f"logit_bias={{5: -1.0}}"
-        )
+        allowed = "a mapping of token ids to biases is"
+        raise wrong_value("logit_bias", reprlib.repr(by_token), allowed, "write logit_bias={5: -1.0}")
     given = settings["sequence_bias"] or {}
     pairs = list(given.items()) if isinstance(given, Mapping) else given  # transformers has both forms
     if not isinstance(pairs, list | tuple) or not all(map(is_pair, pairs)):
-        raise ValueError(
-            f"sequence_bias: {reprlib.repr(given)} given, a mapping of tuples of token ids to biases is allowed; write "
-            f"sequence_bias={{(5,): -1.0}}"
-        )
+        allowed = "a mapping of tuples of token ids to biases is"
+        raise wrong_value("sequence_bias", reprlib.repr(given), allowed, "write sequence_bias={(5,): -1.0}")
     if too_long := [list(sequence) for sequence, _ in pairs if len(sequence) != 1]:
-        raise ValueError(f"sequence_bias: {too_long} given, sequences of 1 token are allowed; leave out longer ones")
+        raise wrong_value("sequence_bias", too_long, "sequences of 1 token are", "leave out longer ones")
     single = [read_pair("sequence_bias", sequence[0], bias) for sequence, bias in pairs]
     return (*single, *(read_pair("logit_bias", token, bias) for token, bias in by_token.items()))
 
@@ -89,31 +86,20 @@ def is_pair(given: Any) -> bool:
 def read_pair(name: str, token: Any, bias: Any) -> tuple[int, float]:
     value = read_number(f"{name} of token {token!r}", bias)
     if not value < math.inf:  # NaN fails every comparison
-        raise ValueError(
-            f"{name}: {value} given for token {token!r}, a number below infinity is allowed; -infinity forbids a token"
-        )
+        allowed = "a number below infinity is allowed; -infinity forbids a token"
+        raise ValueError(f"{name}: {value} given for token {token!r}, {allowed}")
     return read_integer(name, token), value
 
 
+FLAGS = ("do_sample", "return_dict_in_generate", "output_scores", "output_logits")
 # transformers' own defaults; None means off.
 DEFAULTS: dict[str, Any] = {
-    "max_new_tokens": None,
-    "max_length": None,
-    "min_new_tokens": None,
-    "min_length": None,
-    "do_sample": False,
-    "temperature": 1.0,
+    **dict.fromkeys(("max_new_tokens", "max_length", "min_new_tokens", "min_length", "min_p"), None),
+    **dict.fromkeys(("sequence_bias", "pad_token_id", "stop_strings"), None),
+    **dict.fromkeys(("temperature", "top_p", "repetition_penalty"), 1.0),
+    **dict.fromkeys(FLAGS, False),
     "top_k": 50,
-    "top_p": 1.0,
-    "min_p": None,
-    "repetition_penalty": 1.0,
-    "sequence_bias": None,
-    "pad_token_id": None,
-    "stop_strings": None,
     "num_return_sequences": 1,
-    "return_dict_in_generate": False,
-    "output_scores": False,
-    "output_logits": False,
 }
 EXTRA_FIELDS = ("seed", "presence_penalty", "frequency_penalty", "logit_bias", "tokenizer")  # not in GenerationConfig
 SUPPORTED = frozenset({*DEFAULTS, *EXTRA_FIELDS, "eos_token_id"})  # without eos_token_id, the target's end tokens apply
@@ -122,7 +108,7 @@ DEFAULT_NEW_TOKENS = 20
 
 # How each field is read, unless it is None; the other fields are read where they are used.
 READERS: dict[str, Callable[[str, Any], Any]] = {
-    **dict.fromkeys(("do_sample", "return_dict_in_generate", "output_scores", "output_logits"), read_flag),
+    **dict.fromkeys(FLAGS, read_flag),
     **dict.fromkeys(("max_new_tokens", "max_length", "num_return_sequences", "pad_token_id"), read_integer),
     **dict.fromkeys(("min_new_tokens", "min_length"), read_count),
     **{
@@ -181,11 +167,8 @@ def read_settings(config: Config | None, overrides: Settings) -> dict[str, Any]:
         explicit = overrides.keys() if "do_sample" in overrides else settings.keys()
         wrong = conflicts(settings, explicit)
     if unsupported:
-        wrong = [
-            *unsupported,
-            *wrong,
-            f"leave out unsupported fields; supported fields: {', '.join(sorted(SUPPORTED))}",
-        ]
+        supported = f"leave out unsupported fields; supported fields: {', '.join(sorted(SUPPORTED))}"
+        wrong = [*unsupported, *wrong, supported]
     if wrong:
         raise ValueError("; ".join(wrong))
     return settings
@@ -196,10 +179,8 @@ def config_fields(config: Config | None) -> tuple[dict[str, Any], dict[str, Any]
     if config is None:
         return {}, {}
     if isinstance(config, type) or not isinstance(config, Config):
-        raise ValueError(
-            f"generation_config: {reprlib.repr(config)} given, a GenerationConfig of transformers is allowed; write "
-            f"GenerationConfig(**fields), or give the fields to the call: generate(input_ids, **fields)"
-        )
+        remedy = "write GenerationConfig(**fields), or give the fields to the call: generate(input_ids, **fields)"
+        raise wrong_value("generation_config", reprlib.repr(config), "a GenerationConfig of transformers is", remedy)
     return config.to_dict(), type(config)().to_dict()
 
 
@@ -257,38 +238,29 @@ def read_seeds(given: Any, count: int) -> list[int]:
     if isinstance(seeds, int):
         return [seeds] * count
     if len(seeds) != count:
-        raise ValueError(
-            f"seed: {len(seeds)} given for {count} prompts, 1 for all or {count} is allowed; give one number for all"
-        )
+        given = f"{len(seeds)} given for {count} prompts, 1 for all or {count} is allowed"
+        raise ValueError(f"seed: {given}; give one number for all")
     return seeds
 
 
 def read_end_tokens(settings: Settings, targets: Sequence[int] | None, vocab_size: int) -> tuple[int, ...]:
-    """The call's eos_token_id (None: no end token); if the call has none, the target's own end tokens.
-
-    Some checkpoints name end tokens outside the vocabulary; the target can never write them, so they are left out.
-    """
+    """The call's eos_token_id (None: no end token); if the call has none, the target's own end tokens."""
     if "eos_token_id" not in settings:
-        return tuple(token for token in targets or () if token < vocab_size)
+        return tuple(token for token in targets or () if token < vocab_size)  # some checkpoints name others, too
     given = settings["eos_token_id"]
     found = [] if given is None else read_integers("eos_token_id", given)
     ends = (found,) if isinstance(found, int) else tuple(found)
     if not all(0 <= token < vocab_size for token in ends):
-        raise ValueError(f"eos_token_id: {given} given, 0 to {vocab_size - 1} is allowed, or None for no end token")
+        raise wrong_value("eos_token_id", given, f"0 to {vocab_size - 1} is", "or give None for no end token")
     return ends
 
 
 def read_pad_token(settings: Settings, targets: int | None, ends: Sequence[int], vocab_size: int) -> int | None:
-    """The call's pad_token_id, else the target's own, else the first end token, else None.
-
-    The target's own is left out if it is no token of its vocabulary, as some checkpoints have it.
-    """
+    """The call's pad_token_id, else the target's own if its vocabulary has it, else the first end token, else None."""
     given = settings["pad_token_id"]
     if given is not None:
         if not 0 <= given < vocab_size:
-            raise ValueError(
-                f"pad_token_id: {given} given, 0 to {vocab_size - 1} is allowed; leave it out for the target's own"
-            )
+            raise wrong_value("pad_token_id", given, f"0 to {vocab_size - 1} is", "leave it out for the target's own")
         return int(given)
     own = targets if targets is not None and 0 <= targets < vocab_size else None
     return next(iter(ends), None) if own is None else own
@@ -303,10 +275,8 @@ def read_max_new_tokens(settings: Settings, width: int, max_positions: int) -> i
         return int(most)
     if total is not None:
         if total <= width:
-            raise ValueError(
-                f"max_length: {total} given, more than the {width} columns of input_ids is allowed; "
-                f"or give max_new_tokens"
-            )
+            allowed = f"more than the {width} columns of input_ids is"
+            raise wrong_value("max_length", total, allowed, "or give max_new_tokens")
         return int(total) - width
     warnings.warn(
         f"neither max_new_tokens nor max_length given; generating up to {DEFAULT_NEW_TOKENS} new tokens", stacklevel=4
@@ -325,8 +295,6 @@ def has_fixed_length(settings: Settings, width: int, limit: int) -> bool:
     if not settings["eos_token_id"] or least <= 0:
         return False
     if least != limit:
-        raise ValueError(
-            f"{name}: {settings[name]} given, a minimum of none or all of the {limit} new tokens is allowed; "
-            f"leave {name} out"
-        )
+        allowed = f"a minimum of none or all of the {limit} new tokens is"
+        raise wrong_value(name, settings[name], allowed, f"leave {name} out")
     return True

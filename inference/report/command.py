@@ -46,7 +46,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from headstart.common.errors import CONTINUES
+from headstart.common.errors import CONTINUES, wrong_value
 from headstart.common.files import check_folder, write_text
 from headstart.common.progress import Progress
 from headstart.common.run_lock import only_run_in
@@ -114,10 +114,7 @@ def main() -> None:
 
 
 def report(recipe: Recipe) -> list[Outcome]:
-    """Measure every method, print the tables and write the files.
-
-    Raises ValueError for a head that does not fit the target or for missing prompts.
-    """
+    """Measure every method, print the tables and write the files; ValueError for a wrong head or missing prompts."""
     with only_run_in(recipe.report_dir, "a report"):
         return make_report(recipe)
 
@@ -197,16 +194,12 @@ def report_prompts(recipe: Recipe, tokenizer: Tokenizer) -> list[Prompt]:
     if section.prompts is None:
         prompts = [Prompt(tokens, "held-out") for tokens in held_out_prompts(recipe)]
         if not prompts:
-            raise ValueError(
-                f"data.heldout_prompts: {recipe.data.heldout_prompts} given, which yields no prompt; a file with one "
-                "or more is allowed; add prompts there, or name another file with report.prompts"
-            )
+            allowed, remedy = "a file that yields a prompt is", "add prompts there, or name another with report.prompts"
+            raise wrong_value("data.heldout_prompts", recipe.data.heldout_prompts, allowed, remedy)
         return prompts
     if not section.prompts.is_file():
-        raise ValueError(
-            f"report.prompts: {section.prompts} given, an existing JSONL file is allowed; put the prompts there "
-            f"({SPEC_BENCH}), or leave it out for the held-out prompts"
-        )
+        remedy = f"put the prompts there ({SPEC_BENCH}), or leave it out for the held-out prompts"
+        raise wrong_value("report.prompts", section.prompts, "an existing JSONL file is", remedy)
     return read_questions(section.prompts, tokenizer, recipe.data.prompt_tokens, section.num_prompts)
 
 

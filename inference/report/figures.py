@@ -83,10 +83,7 @@ def draw_bars(panel: Axes, title: str, number: str, outcomes: list[Outcome], val
 
 
 def draw_tree(tree: StaticTree, nodes: int) -> Figure:
-    """A tree of fixed shape: the root on the left, a column per depth, the likeliest child at the top.
-
-    The thicker an edge, the likelier the target accepts the node after it.
-    """
+    """A tree of fixed shape from left to right; the thicker an edge, the likelier its draft token is accepted."""
     paths = tree.best(nodes)
     places = rows_of(paths)
     depth, height = max(map(len, paths)), max(places.values())

@@ -9,8 +9,6 @@ from headstart.inference.report.tables import COLUMNS, NOTE, acceptance_lines, c
 from headstart.inference.report.trace import Trace, coloured
 from headstart.inference.show.colours import LIGHT_INK, SHADES
 
-ON_DARK = ("#1c3322", "#1f4227", "#22522c", "#256331", "#277034", "#4fae58", "#8fd694")
-DARK_INK = 6  # on a dark page: from this depth on, letters are black
 STYLE = """
 :root { color-scheme: light dark; --ink: #222; --faint: #666; --paper: #fff; --panel: #f6f6f6; --line: #ddd;
   --taken: #0f6f2b; --bonus: #c2680b }
@@ -33,18 +31,13 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--panel); 
 """
 
 
-def shade_rules(colours: Sequence[str], inks: tuple[str, str], turn: int) -> str:
-    """CSS classes d1, d2, ... for the depths; letters take the second ink from depth `turn` on."""
-    return "\n".join(
-        f".d{depth} {{ background: {colour}; color: {inks[depth >= turn]} }}"
-        for depth, colour in enumerate(colours, start=1)
-    )
-
-
 def style() -> str:
-    on_dark = shade_rules(ON_DARK, ("#eee", "#111"), DARK_INK)
-    on_light = shade_rules(SHADES, ("#111", "#fff"), LIGHT_INK)
-    return f"{STYLE}{on_light}\n@media (prefers-color-scheme: dark) {{ {on_dark} }}\n"
+    """The style sheet, with classes d1, d2, ... for the depths: shades with their own ink, also on dark pages."""
+    shades = "\n".join(
+        f".d{depth} {{ background: {colour}; color: {'#fff' if depth >= LIGHT_INK else '#111'} }}"
+        for depth, colour in enumerate(SHADES, start=1)
+    )
+    return f"{STYLE}{shades}\n"
 
 
 def page(

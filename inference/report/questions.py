@@ -34,10 +34,7 @@ class Chat:
     room: int
 
     def shortened(self, prompt: Prompt) -> Prompt:
-        """A chat without the middle of its tokens, where it is too long: instructions are at either end.
-
-        A text to continue stays as it is.
-        """
+        """A chat that is too long loses its middle, as instructions are at either end; a text to continue stays."""
         excess = len(prompt.tokens) - self.room
         if not prompt.said or excess <= 0 or self.room <= 0:
             return prompt
@@ -69,16 +66,12 @@ def read_questions(path: Path, tokenizer: Tokenizer, longest: int, count: int) -
         elif isinstance(prompt, str) and prompt:
             found = Prompt(encoded(prompt, tokenizer)[-longest:], topic)
         else:
-            raise ValueError(
-                f"report.prompts: row {number} of {path} is {reprlib.repr(row)}, turns (a list of texts) or prompt (a "
-                "text) is allowed; fix or remove the row"
-            )
+            allowed = "turns (a list of texts) or prompt (a text) is allowed; fix or remove the row"
+            raise ValueError(f"report.prompts: row {number} of {path} is {reprlib.repr(row)}, {allowed}")
         by_category.setdefault(found.category, {}).setdefault(topic, []).append(found)
     if not by_category:
-        raise ValueError(
-            f"report.prompts: {path} given, which is empty; a JSONL file with one prompt or more is allowed; add rows "
-            'such as {"prompt": "import os"}'
-        )
+        allowed = 'a JSONL file with one prompt or more is allowed; add rows such as {"prompt": "import os"}'
+        raise ValueError(f"report.prompts: {path} given, which is empty; {allowed}")
     return in_turn(in_turn(by_topic.values()) for by_topic in by_category.values())[:count]
 
 

@@ -6,7 +6,7 @@ from html import escape
 from rich.text import Text
 
 from headstart.inference.core.drafter import Drafter
-from headstart.inference.core.request import Detokenize, DraftTree, Request
+from headstart.inference.core.request import Detokenize, DraftTree, EmittedTokens, Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.verify import BONUS
 from headstart.inference.engine.loop import loop_of
@@ -18,22 +18,13 @@ LABEL = 8  # letters of a token in a draft tree
 
 
 @dataclass(frozen=True)
-class TracedStep:
-    """The tokens that one target step added to the text, and the draft tree that it verified."""
-
-    tokens: list[int]
-    depths: list[int | None]  # the draft depth of each token; BONUS for a bonus token, None if nothing was drafted
-    tree: DraftTree | None  # None if nothing was drafted
-
-
-@dataclass(frozen=True)
 class Trace:
     """A text and the steps that wrote it."""
 
     method: str
     prompt: list[int]
     first: int  # the token that the prefill yields
-    steps: list[TracedStep]
+    steps: list[EmittedTokens]
 
 
 def trace(
@@ -42,14 +33,11 @@ def trace(
     """Decode a prompt and record every step."""
     loop = loop_of(target, [Request(prompt, max_new_tokens, sampling, show_trees=True)], drafter)
     first, *steps = loop.run()
-    return Trace(method, prompt, first.tokens[0], [TracedStep(each.tokens, each.depths, each.tree) for each in steps])
+    return Trace(method, prompt, first.tokens[0], steps)
 
 
 def pieces(trace: Trace, text: Detokenize) -> tuple[str, list[list[str]]]:
-    """The text that the first token adds to the prompt, and the text that each token of each step adds.
-
-    A character spelled by several tokens belongs to the last of them, so the pieces joined are the whole text.
-    """
+    """The text that the first token adds to the prompt, and that each token of each step adds (see TextStream)."""
     tokens = [trace.first, *(token for step in trace.steps for token in step.tokens)]
     stream = TextStream(text, trace.prompt)
     found = [stream.piece(token) for token in tokens]

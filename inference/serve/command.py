@@ -1,4 +1,18 @@
-"""Loads what `headstart serve` is asked for, and runs the server until a signal ends it."""
+"""Serve a target and its draft head over HTTP, as OpenAI's API does, with a chat page that shows the drafts.
+
+    headstart serve recipes/tiny.yaml
+    headstart serve --target assets/demo_target --head assets/demo_head
+    headstart serve --target models/SmolLM2-135M-Instruct --port 8080 --api-key secret
+
+Any OpenAI client talks to it; base_url is http://127.0.0.1:8000/v1, and the chat page is http://127.0.0.1:8000/.
+Requests decode together, and each gets the text that it would get alone and without drafts. /metrics is for Prometheus.
+What is refused is refused with a status and the name of the field; docs/serving.md lists all fields and limits.
+"""
+
+from headstart.inference.serve.options import ServeOptions, serve_options
+
+if __name__ == "__main__":
+    serve_options(__doc__)  # --help and mistakes end the process here, before torch is loaded
 
 import asyncio
 import json
@@ -27,7 +41,6 @@ from headstart.inference.generate.loading import load_model
 from headstart.inference.generate.settings import config_fields
 from headstart.inference.serve.http.app import build_app
 from headstart.inference.serve.metrics import promised_length
-from headstart.inference.serve.options import ServeOptions, serve_options
 from headstart.inference.serve.service import Served, Service
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection
@@ -54,10 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def load(options: ServeOptions, thread: Executor) -> Served:
-    """Load the target and what drafts for it, in the `thread` that will decode.
-
-    Raises ValueError for a head that does not fit.
-    """
+    """Load the target and its drafter, in the `thread` that will decode; ValueError for a head that does not fit."""
     model, tokenizer, section = load_model(options.model)
     assert model.drafter is not None
     decode = options.model.decode
@@ -89,10 +99,7 @@ def load(options: ServeOptions, thread: Executor) -> Served:
 
 
 def load_costs(decode: DecodeSection, target: TargetModel, drafter: Drafter) -> CostTable | None:
-    """Step times by rows and draft tokens, by which a head stops drafting where that does not pay; None: it never does.
-
-    They are measured now unless an earlier run left them on disk, so that no request waits for it.
-    """
+    """Step times by which a head stops drafting where that does not pay, measured before any request waits for them."""
     if not isinstance(drafter, TreeDrafter) or not isinstance(drafter.head, DraftHead):
         return None
     # A growth that weighs costs shares this table, and its steps correct it.
@@ -102,11 +109,7 @@ def load_costs(decode: DecodeSection, target: TargetModel, drafter: Drafter) -> 
 def default_sampling(generation_config: Any, rule: AcceptanceRule) -> Sampling:
     """How requests without sampling fields sample: as the model's files say, else at temperature 1."""
     given, defaults = config_fields(generation_config)
-    files = {
-        name: given[name]
-        for name in SAMPLING_FIELDS
-        if given.get(name) is not None and given[name] != defaults.get(name)
-    }
+    files = {name: given[name] for name in SAMPLING_FIELDS if given.get(name) not in (None, defaults.get(name))}
     found = {"temperature": 1.0, **files}
     return Sampling(**{**found, "top_k": found.get("top_k") or None}, rule=rule)
 
@@ -166,3 +169,7 @@ def introduction(listening: socket.socket, options: ServeOptions, service: Servi
         f"http://{shown}:{port}/  chat page; the API is below /v1; model {options.settings.names[0]}, drafts by "
         f"{options.model.drafts} ({about['growth']}), {about['dtype']} on {about['device']}"
     )
+
+
+if __name__ == "__main__":
+    main()

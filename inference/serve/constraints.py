@@ -60,10 +60,9 @@ class Grammars:
         if not end_tokens:
             raise ValueError("end_tokens: none given, 1 or more are allowed, as a grammar must be able to end its text")
         if not isinstance(tokenizer, FastTokenizer):
-            raise ValueError(
-                f"the tokenizer {type(tokenizer).__name__} cannot constrain output, only fast ones of the tokenizers "
-                f"library are allowed; leave the constraint out, or use such a tokenizer"
-            )
+            allowed = "only fast ones of the tokenizers library are allowed"
+            remedy = "leave the constraint out, or use such a tokenizer"
+            raise ValueError(f"the tokenizer {type(tokenizer).__name__} cannot constrain output, {allowed}; {remedy}")
         self.tokens = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=end_tokens)
         self.end_tokens, self.vocab_size = frozenset(end_tokens), vocab_size
 

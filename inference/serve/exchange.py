@@ -125,10 +125,7 @@ class Exchange:
             engine.submit(choice)
 
     async def outputs(self, pause: float | None = None) -> AsyncIterator[tuple[Choice, Output] | None]:
-        """What each step adds to each choice, and None wherever nothing came for `pause` seconds.
-
-        Raises ApiError if the engine or a time limit ends the request.
-        """
+        """What each step adds; None after `pause` silent seconds. ApiError if the engine or a limit ends it."""
         while self.running:
             yield await self._next(pause)
 

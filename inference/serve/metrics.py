@@ -1,9 +1,11 @@
 """Prometheus metrics under our own names, and under vLLM's, which dashboards and load tools read."""
 
 import json
+import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -11,7 +13,6 @@ from headstart.heads.files import read_config
 from headstart.inference.serve.engine import Engine, Update
 from headstart.inference.serve.exchange import Exchange
 
-PREFIXES = ("headstart", "vllm")
 LABELS = ("model_name", "engine")
 SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 LONG = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280)
@@ -54,18 +55,18 @@ class Metrics:
 
     def __init__(self, model: str, engine: Engine, promised: float | None = None) -> None:
         """`promised` is the acceptance length in the head's config.json."""
-        self.registry = CollectorRegistry()
+        self.registry, self.own = CollectorRegistry(), CollectorRegistry()  # under both names, under ours only
         self.labels = {"model_name": model, "engine": "0"}
-        self.counters = {name: self._each(Counter, name, text) for name, text in COUNTERS.items()}
-        self.gauges = {name: self._each(Gauge, name, text) for name, text in GAUGES.items()}
+        self.counters = {name: self._labelled(Counter, name, text) for name, text in COUNTERS.items()}
+        self.gauges = {name: self._labelled(Gauge, name, text) for name, text in GAUGES.items()}
         self.histograms = {
-            name: self._each(Histogram, name, text, buckets=buckets) for name, (text, buckets) in HISTOGRAMS.items()
+            name: self._labelled(Histogram, name, text, buckets=buckets) for name, (text, buckets) in HISTOGRAMS.items()
         }
-        self.per_position = self._each_with(
+        self.per_position = self._counter(
             "spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by depth, from 0.", "position"
         )
-        self.successes = self._each_with("request_success", "Choices that ended, by how.", "finished_reason")
-        self.rejections = self._each_with("admission_rejections", "Requests that were turned away, by why.", "reason")
+        self.successes = self._counter("request_success", "Choices that ended, by how.", "finished_reason")
+        self.rejections = self._counter("admission_rejections", "Requests that were turned away, by why.", "reason")
         about = "Tokens that a drafting step adds on average, the bonus token included, since the start."
         self.length = self._own_gauge("acceptance_length", about)
         self.drafts = self.accepted = 0
@@ -75,21 +76,20 @@ class Metrics:
             self._own_gauge("promised_acceptance_length", about).set(promised)
         failures = self._own_gauge("engine_failures", "Steps that ended in an error.")
         failures.set_function(lambda: engine.failures)
-        for gauge in self.gauges["kv_cache_usage_perc"]:
-            gauge.set_function(lambda: engine.cache_usage)
+        self.gauges["kv_cache_usage_perc"].set_function(lambda: engine.cache_usage)
 
     def page(self) -> bytes:
         """The metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
+        ours = generate_latest(self.registry)
+        vllms = re.sub(rb"^(# \w+ )?headstart:", rb"\1vllm:", ours, flags=re.MULTILINE)
+        return ours + vllms + generate_latest(self.own)
 
     def set_load(self, running: int, waiting: int) -> None:
-        for name, count in (("num_requests_running", running), ("num_requests_waiting", waiting)):
-            for gauge in self.gauges[name]:
-                gauge.set(count)
+        self.gauges["num_requests_running"].set(running)
+        self.gauges["num_requests_waiting"].set(waiting)
 
     def reject(self, reason: str) -> None:
-        for counter in self.rejections:
-            counter.labels(**self.labels, reason=reason).inc()
+        self.rejections.labels(**self.labels, reason=reason).inc()
 
     def count_prompts(self, tokens: int) -> None:
         self._add("prompt_tokens", tokens)
@@ -113,8 +113,7 @@ class Metrics:
         self._add("spec_decode_num_draft_tokens", update.drafted)
         self._add("spec_decode_num_accepted_tokens", update.accepted)
         for position in range(update.accepted):
-            for counter in self.per_position:
-                counter.labels(**self.labels, position=str(position)).inc()
+            self.per_position.labels(**self.labels, position=str(position)).inc()
         self.drafts, self.accepted = self.drafts + 1, self.accepted + update.accepted
         self.length.set(1 + self.accepted / self.drafts)
 
@@ -122,8 +121,7 @@ class Metrics:
         """Count a request that has ended, in whatever way."""
         written = sum(len(choice.tokens) for choice in exchange.choices)
         for choice in exchange.choices:
-            for counter in self.successes:
-                counter.labels(**self.labels, finished_reason=choice.finish or "abort").inc()
+            self.successes.labels(**self.labels, finished_reason=choice.finish or "abort").inc()
         submitted, read, first, last = exchange.submitted, exchange.read, exchange.first, exchange.last
         if first is None or read is None or last is None:
             return
@@ -138,45 +136,37 @@ class Metrics:
             self._observe("request_time_per_output_token_seconds", (last - first) / (written - 1))
 
     def _add(self, name: str, count: int) -> None:
-        for counter in self.counters[name]:
-            counter.inc(count)
+        self.counters[name].inc(count)
 
     def _observe(self, name: str, value: int | float) -> None:
-        for histogram in self.histograms[name]:
-            histogram.observe(value)
+        self.histograms[name].observe(value)
 
     def _own_gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(f"headstart:{name}", text, LABELS, registry=self.registry).labels(**self.labels)
+        return Gauge(f"headstart:{name}", text, LABELS, registry=self.own).labels(**self.labels)
 
-    def _each(self, kind: type, name: str, text: str, **options: object) -> list:
-        made = [kind(f"{prefix}:{name}", text, LABELS, registry=self.registry, **options) for prefix in PREFIXES]
-        return [each.labels(**self.labels) for each in made]
+    def _labelled(self, kind: type, name: str, text: str, **options: object) -> Any:
+        return kind(f"headstart:{name}", text, LABELS, registry=self.registry, **options).labels(**self.labels)
 
-    def _each_with(self, name: str, text: str, label: str) -> list[Counter]:
-        return [Counter(f"{prefix}:{name}", text, (*LABELS, label), registry=self.registry) for prefix in PREFIXES]
+    def _counter(self, name: str, text: str, label: str) -> Counter:
+        return Counter(f"headstart:{name}", text, (*LABELS, label), registry=self.registry)
 
 
 class AcceptanceWatch:
-    """Warns when the last steps accept far fewer drafts than the head's config.json promises.
-
-    It warns once, and again only after acceptance has recovered.
-    """
+    """Warns once when the last steps accept far fewer drafts than the head promises; again only after a recovery."""
 
     def __init__(self, promised: float | None, log: Callable[[str], None]) -> None:
         self.promised, self.log = promised, log
         self.steps: deque[int] = deque(maxlen=WINDOW)
-        self.total = 0
         self.warned = False
 
     def count(self, update: Update) -> None:
         """Take in a step; steps without drafts do not count."""
         if self.promised is None or not update.drafted:
             return
-        self.total += update.accepted - (self.steps[0] if len(self.steps) == WINDOW else 0)
         self.steps.append(update.accepted)
         if len(self.steps) < WINDOW:
             return
-        measured = 1 + self.total / WINDOW
+        measured = 1 + sum(self.steps) / WINDOW
         is_low = measured - 1 < SHARE * (self.promised - 1)
         if is_low and not self.warned:
             self.log(json.dumps({"warning": self.message(measured)}))
@@ -191,9 +181,6 @@ class AcceptanceWatch:
 
 
 def promised_length(head: Path | None) -> float | None:
-    """The lowest acceptance length, over the temperatures in a head's config.json; None if it has none.
-
-    The lowest, because requests may have any temperature: at 1, where drafts are accepted least, nothing is wrong.
-    """
+    """The lowest acceptance length in a head's config.json, as requests may have any temperature; None without one."""
     config = {} if head is None else read_config(head / "config.json")
     return min(config.get("headstart", {}).get("acceptance_length", {}).values(), default=None)

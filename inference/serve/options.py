@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from headstart.inference.generate.options import ModelOptions, add_model, model_options
-from headstart.recipes.command_line import command_name
+from headstart.recipes.command_line import own_parser
 
 PACKAGES = ("fastapi", "llguidance", "prometheus_client", "uvicorn")
 KEYS = "HEADSTART_API_KEY"
@@ -38,7 +38,7 @@ DEFAULTS = ServerSettings(())
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What is served, where, and within which limits."""
+    """The model to serve, the address, and the limits."""
 
     model: ModelOptions
     host: str
@@ -52,9 +52,7 @@ class ServeOptions:
 
 def serve_options(doc: str | None, argv: Sequence[str] | None = None) -> ServeOptions:
     """What the command line asks for; `doc` opens --help. Mistakes go to stderr and end the process with status 2."""
-    parser = argparse.ArgumentParser(
-        prog=command_name(), description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = own_parser(doc)
     add_model(
         parser,
         target="folder or hub name of the model, in place of a recipe",
@@ -64,10 +62,8 @@ def serve_options(doc: str | None, argv: Sequence[str] | None = None) -> ServeOp
     add_limits(parser)
     given = parser.parse_args(argv)
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
-        parser.error(
-            f"{', '.join(missing)}: not installed, all of {', '.join(PACKAGES)} are needed to serve; "
-            f"pip install -e '.[serve]'"
-        )
+        needed = f"all of {', '.join(PACKAGES)} are needed to serve"
+        parser.error(f"{', '.join(missing)}: not installed, {needed}; pip install -e '.[serve]'")
     if given.recipe is None and given.target is None:
         parser.error("--target: missing, a RECIPE or the folder of a model is needed; write one of them")
     model = model_options(parser, given)
@@ -100,33 +96,17 @@ def serve_options(doc: str | None, argv: Sequence[str] | None = None) -> ServeOp
 
 def add_names(parser: argparse.ArgumentParser) -> None:
     """Add the options that are no numbers."""
-    parser.add_argument(
-        "--served-model-name",
-        action="append",
-        metavar="NAME",
-        help="name that requests give as `model`; repeat it for several (default: the last part of the target's path)",
-    )
-    parser.add_argument(
-        "--api-key",
-        action="append",
-        metavar="KEY",
-        help=f"key that requests must send as `Authorization: Bearer KEY`; repeat it for several (default: those in "
-        f"{KEYS}, separated by commas; without it no key is required)",
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 lets other machines in")
-    parser.add_argument(
-        "--always-draft",
-        action="store_true",
-        help="draft at every load. By default a head drafts only while that pays, by step times that are measured "
-        "once per machine, before the first request",
-    )
-    parser.add_argument(
-        "--busy-status",
-        type=int,
-        choices=(503, 429),
-        default=DEFAULTS.busy_status,
-        help="HTTP status of a refusal while the queue is full; clients retry after both (default: %(default)s)",
-    )
+    add = parser.add_argument
+    name = "name that requests give as `model`; repeat it for several (default: the last part of the target's path)"
+    add("--served-model-name", action="append", metavar="NAME", help=name)
+    key = "key that requests must send as `Authorization: Bearer KEY`; repeat it for several"
+    no_key = f"default: those in {KEYS}, separated by commas; without it no key is required"
+    add("--api-key", action="append", metavar="KEY", help=f"{key} ({no_key})")
+    add("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 lets other machines in")
+    always = "draft at every load; by default a head drafts only while that pays, by this machine's step times"
+    add("--always-draft", action="store_true", help=always)
+    status = "HTTP status of a refusal while the queue is full; clients retry after both (default: %(default)s)"
+    add("--busy-status", type=int, choices=(503, 429), default=DEFAULTS.busy_status, help=status)
 
 
 def add_limits(parser: argparse.ArgumentParser) -> None:

@@ -79,12 +79,9 @@ class Service:
             self.metrics.reject("queue_full")
             turns = self.waiting / self.settings.max_batch + 1 / max(self.running, 1)
             seconds = min(max(math.ceil(self.mean_seconds * turns), 1), 60)  # until a place should be free
-            raise ApiError(
-                self.settings.busy_status,
-                f"{self.running} choices are decoded and {self.waiting} wait, at most {self.most_choices} are allowed "
-                f"(--max-batch and --max-queue); send the request again later",
-                headers={"Retry-After": str(seconds)},
-            )
+            allowed = f"at most {self.most_choices} are allowed (--max-batch and --max-queue)"
+            full = f"{self.running} choices are decoded and {self.waiting} wait, {allowed}; retry later"
+            raise ApiError(self.settings.busy_status, full, headers={"Retry-After": str(seconds)})
 
     async def in_thread(self, read: Callable[[Given], Found], given: Given) -> Found:
         """Read a request in another thread, as tokenizing a long prompt takes a while."""

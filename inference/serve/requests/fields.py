@@ -83,6 +83,9 @@ Tokens = Annotated[list[int], Allowed("a list of token ids is")]
 Stop = Annotated[Text, Field(min_length=1, max_length=LONGEST_STOP)]
 Stops = Annotated[list[Stop], Field(max_length=MOST_STOPS)]
 Alternatives = Annotated[int, Range(0, MOST_ALTERNATIVES)]
+NonEmpty = Annotated[Text, Field(min_length=1)]
+Format = Literal["text", "json_object", "json_schema"]
+Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 class Fields(BaseModel, strict=True, allow_inf_nan=False):
@@ -112,7 +115,7 @@ class StreamOptions(Fields):
 
 
 class Extension(Fields):
-    """What the chat page asks for."""
+    """Fields of the chat page."""
 
     tokens: Flag = False  # each token's text and draft depth
     trees: Flag = False  # each step's draft tree
@@ -126,22 +129,18 @@ class JsonSchema(Fields):
 
 
 class ResponseFormat(Fields):
-    """What the text must look like, as OpenAI has it."""
+    """The form of the text, as OpenAI has it."""
 
-    type: Annotated[Literal["text", "json_object", "json_schema"], Allowed("text, json_object, json_schema is")] = (
-        "text"
-    )
+    type: Annotated[Format, Allowed("text, json_object, json_schema is")] = "text"
     json_schema: JsonSchema = JsonSchema()
 
 
 class StructuredOutputs(Fields):
-    """What the text must look like, as vLLM has it."""
+    """The form of the text, as vLLM has it."""
 
     json_: Any = Field(None, alias="json")
     regex: Text | None = None
-    choice: Annotated[
-        list[Annotated[Text, Field(min_length=1)]], Field(min_length=1), Allowed("a list of texts is")
-    ] = []
+    choice: Annotated[list[NonEmpty], Field(min_length=1), Allowed("a list of texts is")] = []
 
 
 class SamplingFields(Fields):
@@ -187,10 +186,7 @@ class TextPart(BaseModel, strict=True):
 class Message(BaseModel, strict=True):
     """A message of a chat. Fields that templates do not take are ignored."""
 
-    role: Annotated[
-        Literal["system", "developer", "user", "assistant", "tool"],
-        Allowed("system, developer, user, assistant, tool are"),
-    ]
+    role: Annotated[Role, Allowed("system, developer, user, assistant, tool are")]
     content: Annotated[Text | list[TextPart], Allowed("a text, or a list of parts of type text, is")] | None = None
     tool_calls: list[Any] | None = None
     name: Text | None = None

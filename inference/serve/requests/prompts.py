@@ -33,9 +33,8 @@ class PromptReader:
         if not messages:
             raise wrong("messages", messages, "a list of at least one message is", "write [{role: user, content: ...}]")
         if not self.has_template:
-            raise ApiError(
-                400, "messages: this target has no chat template, plain prompts are allowed; use /v1/completions"
-            )
+            no_template = "this target has no chat template, plain prompts are allowed; use /v1/completions"
+            raise ApiError(400, f"messages: {no_template}")
         reserved = inspect.signature(self.tokenizer.apply_chat_template).parameters.keys()
         if taken := sorted(reserved & variables.keys()):
             raise wrong("chat_template_kwargs", taken[0], "names of the template's own variables are", "leave it out")
@@ -51,8 +50,7 @@ class PromptReader:
                 **variables,
             )
         except Exception as error:  # a template is a program of its own, and raises whatever it likes
-            said = " ".join(str(error).split())[:160]
-            refused = f"messages: the target's chat template refuses them ({said})"
+            refused = f"messages: the target's chat template refuses them ({' '.join(str(error).split())[:160]})"
             remedy = "messages that it can render are allowed; change their roles or their order"
             raise ApiError(400, f"{refused}; {remedy}", "messages") from None
         return self.from_text(str(text), "messages", bool(fields.add_special_tokens))

@@ -100,9 +100,7 @@ class RequestReader:
         given = {name: value for name in SamplingFields.model_fields if (value := getattr(fields, name)) is not None}
         if given.get("top_k") in (0, -1):
             given["top_k"] = None
-        if (
-            given.get("temperature", 1) < 1e-8
-        ):  # logits would overflow; all such temperatures choose the likeliest token
+        if given.get("temperature", 1) < 1e-8:  # logits would overflow; so small a one chooses the likeliest token
             given["temperature"] = 0.0
         bias = tuple(self.bias(token, value) for token, value in fields.logit_bias.items())
         check_bias(bias, self.vocab_size)
@@ -131,7 +129,7 @@ class RequestReader:
         return limit
 
     def constraint(self, fields: TextRequest, ends: tuple[int, ...]) -> Constraint | None:
-        """What the text must look like, and how long it must be at least."""
+        """The form of the text, or its least length."""
         grammar, least = self.grammar(fields), fields.min_tokens
         if grammar is None:
             return LeastTokens(least, ends, self.vocab_size) if least and ends else None
