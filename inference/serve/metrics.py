@@ -195,5 +195,5 @@ def promised_length(head: Path | None) -> float | None:
 
     The lowest, because requests may have any temperature: at 1, where drafts are accepted least, nothing is wrong.
     """
-    config = {} if head is None else read_config(head / "config.json")
+    config = {} if head is None else read_config(head)
     return min(config.get("headstart", {}).get("acceptance_length", {}).values(), default=None)
