@@ -23,6 +23,7 @@ from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema import BlockSection, HeadSection
 
+Slots = Float[Tensor, "blocks slots hidden"]
 NUM_TAPS = 5  # by default
 CONFIDENCE = ("confidence_head.proj.weight", "confidence_head.proj.bias")  # engines read them, headstart does not
 FIRST_NORM = 0.25  # share of the target's norm; a full one makes an untrained head confidently wrong
@@ -62,12 +63,12 @@ class ContextAttention(nn.Module):
 
     def forward(
         self,
-        inputs: Float[Tensor, "blocks slots hidden"],
+        inputs: Slots,
         rotary: Float[Tensor, "blocks slots double"],
         mask: Float[Tensor, "*axes slots keys"] | None,
         cache: AttentionCache,
         layer: int,
-    ) -> Float[Tensor, "blocks slots hidden"]:
+    ) -> Slots:
         query = rotate(self.q_norm(self.by_head(self.q_proj(inputs))), *rotary.unsqueeze(-3).chunk(2, dim=-1))
         mixed = cache.attend(layer, query, *self.keys_and_values(inputs, rotary), mask)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
@@ -83,14 +84,7 @@ class BlockLayer(nn.Module):
         self.self_attn = ContextAttention(shape, eps)
         self.mlp = MLP(shape.hidden_size, shape.intermediate_size)
 
-    def forward(
-        self,
-        hidden: Float[Tensor, "blocks slots hidden"],
-        rotary: Tensor,
-        mask: Tensor | None,
-        cache: AttentionCache,
-        layer: int,
-    ) -> Float[Tensor, "blocks slots hidden"]:
+    def forward(self, hidden: Slots, rotary: Tensor, mask: Tensor | None, cache: AttentionCache, layer: int) -> Slots:
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary, mask, cache, layer)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 

@@ -120,16 +120,8 @@ class BlockAttention(torch.autograd.Function):
     """Keeps queries, keys, values, outputs and log-sum-exps, but no scores; computes one group of blocks at a time."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        blocks: Blocks,
-        reach: Reach,
-        query: Tensor,
-        context_key: Tensor,
-        context_value: Tensor,
-        key: Tensor,
-        value: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, blocks: Blocks, reach: Reach, *states: Tensor) -> Tensor:
+        query, context_key, context_value, key, value = states
         out = torch.empty_like(query)
         logsumexp = query.new_empty(query.shape[:-1], dtype=torch.promote_types(query.dtype, torch.float32))
         within = reach.within(query.shape[2])
@@ -140,7 +132,7 @@ class BlockAttention(torch.autograd.Function):
             out[group.blocks] = apart(found, query.shape[2])
             logsumexp[group.blocks] = sums[0].unflatten(1, (-1, query.shape[2])).transpose(0, 1)
         ctx.blocks, ctx.reach = blocks, reach
-        ctx.save_for_backward(query, context_key, context_value, key, value, out, logsumexp)
+        ctx.save_for_backward(*states, out, logsumexp)
         return out
 
     @staticmethod
@@ -160,10 +152,8 @@ class BlockAttention(torch.autograd.Function):
             of_query, of_keys, of_values = masked_backward(grads, queries, keys, values, outs, sums, mask)
             grad_query[group.blocks] = apart(of_query, size)
             count = group.columns.stop - group.columns.start
-            for found, own, context in (
-                (of_keys, grad_key, grad_context_key),
-                (of_values, grad_value, grad_context_value),
-            ):
+            keys_and_values = (of_keys, grad_key, grad_context_key), (of_values, grad_value, grad_context_value)
+            for found, own, context in keys_and_values:
                 context[group.row, :, group.columns] += found[0, :, :count]
                 own[group.blocks] = apart(found[:, :, count:], size)
         of_context = grad_context_key.to(context_key.dtype), grad_context_value.to(context_value.dtype)

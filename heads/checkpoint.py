@@ -20,7 +20,6 @@ from headstart.heads.files import (
     MODEL,
     PICKLES,
     HeadFiles,
-    find_config,
     has_weight_dtype,
     read_config,
     read_safetensors,
@@ -117,7 +116,7 @@ def path_of(name: str, given: object) -> Path:
 
 def stored_dtype(folder: Path) -> str:
     """The number format that a head was saved in; raises ValueError for one that no head of ours has."""
-    name = read_head_config(folder).get("torch_dtype", "float32")
+    name = read_config(folder).get("torch_dtype", "float32")
     if name not in get_args(Dtype):
         allowed = "float32, bfloat16 or float16 is allowed: correct the file, or set export.dtype"
         raise ValueError(f"{folder}/config.json: torch_dtype is {name!r}; {allowed}")
@@ -131,7 +130,7 @@ def load_head_for(folder: str | Path, frozen: FrozenTarget) -> DraftHead:
     or unknown tensors.
     """
     folder = path_of("folder", folder)
-    config = read_head_config(folder)
+    config = read_config(folder)
     path = folder / MODEL
     pickles = [name for name in PICKLES if (folder / name).is_file()]
     if pickles and not path.is_file():
@@ -145,15 +144,10 @@ def load_head_for(folder: str | Path, frozen: FrozenTarget) -> DraftHead:
 
 def load_taps(folder: Path, target: TargetConfig) -> tuple[int, ...]:
     """The taps of a saved head, from its config.json alone; raises ValueError if the head does not fit the target."""
-    config = read_head_config(folder)
+    config = read_config(folder)
     kind = kind_of(folder, config)
     check_fit(folder, kind, config, target)
     return kind.config_taps(config, target)
-
-
-def read_head_config(folder: Path) -> dict[str, Any]:
-    """A saved head's config.json; raises ValueError if it is missing or if a key has a value of a wrong type."""
-    return read_config(find_config(folder, "train one with headstart train RECIPE, or give a saved head's folder"))
 
 
 def head_from_files(

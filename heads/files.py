@@ -36,22 +36,16 @@ class HeadFiles:
     @classmethod
     def read(cls, folder: Path) -> "HeadFiles":
         """Read single-file or sharded safetensors, or pickles that hold only tensors; raises ValueError for others."""
-        path = find_config(folder, "give the folder of a saved head")
-        return cls(folder, read_config(path), read_tensors(folder))
+        return cls(folder, read_config(folder), read_tensors(folder))
 
 
-def find_config(folder: Path, advice: str) -> Path:
-    """The config.json of a head's folder; raises ValueError, ending in the advice, if there is none."""
-    path = folder / "config.json"
+def read_config(folder: Path) -> dict[str, Any]:
+    """A head's config.json; raises ValueError if it is missing, or one naming every key with a wrong type."""
+    path, advice = folder / "config.json", "train one with headstart train RECIPE, or give the folder of a saved head"
     if path.is_symlink() and not path.exists():
         raise ValueError(f"{path} is a link to {path.readlink()}, which does not exist; a file is allowed: {advice}")
     if not path.is_file():
         raise ValueError(f"{folder} holds no head (no config.json); {advice}")
-    return path
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """A head's config.json; raises one ValueError that names every key with a value of a wrong type."""
     config = read_json_object(path, "head")
     try:
         HeadKeys.model_validate(config)

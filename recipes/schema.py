@@ -278,10 +278,7 @@ class MedusaSection(Section):
         default=False, description="Each Medusa head also reads the tokens drafted before its own (Hydra)."
     )
     lm_head_rank: int | None = Field(
-        default=None,
-        gt=0,
-        description="All Medusa heads share the target's lm_head, each with a low-rank addition of this rank; null "
-        "gives each its own lm_head.",
+        default=None, gt=0, description="Rank of each head's addition to the target's lm_head; null: each has its own."
     )
     draft_vocab_size: DraftVocabSize = None
 
@@ -479,8 +476,8 @@ class DecodeSection(Section):
         default=0,
         ge=0,
         le=64,
-        description="Draft tokens that are verified beside a head's tree because they followed the same words earlier "
-        "in the text: the most per step. They cost almost nothing where a step waits for the target's weights, and no "
+        description="Most draft tokens per step that are verified along with a head's tree because they followed the "
+        "same words earlier in the text. They cost almost nothing where a step waits for the target's weights, and no "
         "CUDA graph holds such a step.",
     )
     acceptance: Literal["seeded", "rejection"] = Field(
@@ -508,7 +505,7 @@ class DecodeSection(Section):
 
 
 class ReportSection(Section):
-    """What the report measures."""
+    """The rows, prompts and conditions of the report."""
 
     prompts: Annotated[HomePath | None, Field(strict=False)] = Field(
         default=None,

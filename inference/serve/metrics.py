@@ -181,6 +181,9 @@ class AcceptanceWatch:
 
 
 def promised_length(head: Path | None) -> float | None:
-    """The lowest acceptance length in a head's config.json, as requests may have any temperature; None without one."""
-    config = {} if head is None else read_config(head / "config.json")
+    """The lowest acceptance length, over the temperatures in a head's config.json; None if it has none.
+
+    The lowest, because requests may have any temperature: at 1, where drafts are accepted least, nothing is wrong.
+    """
+    config = {} if head is None else read_config(head)
     return min(config.get("headstart", {}).get("acceptance_length", {}).values(), default=None)
