@@ -1,10 +1,5 @@
 """The `headstart` command: the commands of every folder under one name.
 
-    headstart --help
-    headstart --version
-    headstart report recipes/tiny.yaml
-    headstart report --help
-
 Each subcommand runs the `main` of a module that `python -m` runs too. The module is imported only when its command line
 is known to be right, so that --help and a mistake in a recipe are answered without loading torch.
 """
@@ -95,7 +90,7 @@ COMMANDS = {  # in data-flow order
     ),
     "chat": Command(
         "headstart.chat",
-        "Talk with a target in the terminal: streamed answers, draft tokens coloured, speed beside plain decoding.",
+        "Talk with a target in the terminal: streamed answers, draft tokens coloured, speed against plain decoding.",
         "reads target, head (default: SmolLM2-135M-Instruct, which it fetches, and its bundled head); writes nothing",
         "--target assets/demo_target --head assets/demo_head",
         chat_options,

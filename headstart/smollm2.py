@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def fetch(folder: Path, source: str) -> str:
-    """Put the model into the folder, which appears whole or not at all; returns what to tell the user."""
+    """Put the model into the folder, which appears whole or not at all; returns the message for the user."""
     if (folder / "config.json").is_file():
         return f"{folder} holds a model already; remove the folder to fetch it again"
     if folder.exists():
@@ -84,10 +84,8 @@ def from_first(source: str, folder: Path) -> tuple[str, str]:
         except ValueError as error:
             failed.append(f"{name}: {error}")
             shutil.rmtree(folder, ignore_errors=True)
-    raise ValueError(
-        "SmolLM2-135M-Instruct cannot be fetched:\n  " + "\n  ".join(failed) + "\nconnect to one of them, or copy the "
-        "model's folder here by hand"
-    )
+    tried = "\n  ".join(["SmolLM2-135M-Instruct cannot be fetched:", *failed])
+    raise ValueError(f"{tried}\nconnect to one of them, or copy the model's folder here by hand")
 
 
 def from_hub(folder: Path) -> tuple[str, str]:

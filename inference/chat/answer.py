@@ -18,7 +18,7 @@ class Answer:
         self.request, self.text = request, text
         self.loop = DecodeLoop(target, drafter, max_batch=1)
         self.generation = self.loop.generations[self.loop.submit(request)]
-        self.step_seconds: list[float] = []  # of each target step after the prompt was read
+        self.step_seconds: list[float] = []  # time of each target step after the prompt was read
         self.stopped = False
 
     @property

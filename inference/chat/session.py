@@ -35,7 +35,7 @@ HELP = {  # command -> (its value, what it does)
     "/quit": ("", "end the chat; Ctrl-D does too, and Ctrl-C while no answer is written"),
 }
 NUMBERS = {"/seed": (int, "a whole number", "/seed 1"), "/temperature": (float, "a number", "/temperature 0.7")}
-WARMUP_STEPS, MEASURED_STEPS = 4, 16  # of plain decoding at the start
+WARMUP_STEPS, MEASURED_STEPS = 4, 16  # steps of plain decoding at the start
 LEAST_STEPS = 8  # a plain answer of more steps replaces the speed that was measured at the start
 
 
@@ -195,7 +195,7 @@ def first_ctrl_c(call: Callable[[], None]) -> Iterator[None]:
 
 
 def legend() -> Text:
-    """What the colours mean, in the colours."""
+    """The meaning of the colours, in the colours."""
     found = Text("Draft tokens by depth: ", "dim")
     for depth in range(1, len(SHADES) + 1):
         found.append(f" {depth} ", f"not dim {token_style(depth)}")

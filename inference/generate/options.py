@@ -25,7 +25,7 @@ class ModelOptions:
 
     @property
     def drafts(self) -> str:
-        """What drafts, in words."""
+        """The drafter, in words."""
         return self.decode.drafter.replace("_", " ") if self.head is None else f"head {self.head}"
 
 

@@ -45,7 +45,7 @@ from headstart.inference.serve.service import Served, Service
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection
 
-SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # of a generation config
+SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # fields of a generation config
 LAST_BYTES = 5  # seconds that clients get to read the end of their answers
 
 
@@ -120,10 +120,9 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        raise ValueError(
-            f"--port: {port} of {host} cannot be listened at ({error.strerror or error}), a free port is needed; give "
-            f"another --port (0 takes a free one), or end the server that has it"
-        ) from None
+        taken = f"--port: {port} of {host} cannot be listened at ({error.strerror or error}), a free port is needed"
+        remedy = "give another --port (0 takes a free one), or end the server that has it"
+        raise ValueError(f"{taken}; {remedy}") from None
 
 
 class Server(uvicorn.Server):

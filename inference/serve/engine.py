@@ -17,10 +17,10 @@ from headstart.inference.serve.errors import ApiError
 
 @dataclass(frozen=True)
 class Update:
-    """What one step of the decode loop made certain of a choice."""
+    """The part of a choice that one step of the decode loop made certain."""
 
     block: EmittedTokens
-    logprobs: list[float]  # of each token; empty unless the request asks for them
+    logprobs: list[float]  # one for each token; empty unless the request asks for them
     alternatives: list[Alternatives]  # in place of each token; empty unless the request asks for them
     cached: int  # tokens of the prompt that were not read again
     drafted: int  # draft tokens that the target verified in this step
@@ -63,9 +63,8 @@ class Engine:
     def __init__(self, thread: Executor, make_loop: Callable[[], DecodeLoop], observe: Observe) -> None:
         """`thread` is the one that loaded the target. `make_loop` is called in it, once more after an error in a step.
 
-        OpenMP keeps a pool of threads for every thread that computes. As soon as the pools hold more threads than there
-        are cores, GNU's lets them sleep between operations, and waking them takes a quarter to a third of a small
-        target's step on two cores. So the thread that decodes is the only one that computes.
+        No other thread computes: GNU's OpenMP keeps a pool for each that does, and once these hold more threads than
+        there are cores, waking them takes a quarter to a third of a small target's step on two cores.
 
         `observe` sees each event in the thread of asyncio, when it happens, and not when a slow client has read it.
         """

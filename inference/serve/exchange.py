@@ -24,14 +24,14 @@ class TokenLogprob:
 
 @dataclass
 class Output:
-    """What a step added to a choice, or all of a choice so far."""
+    """The additions of a step to a choice, or all of a choice so far."""
 
     shown: list[TokenText] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     count: int = 0  # tokens, those without text and those of held text included
-    tree: DraftTree | None = None  # of the step
-    seconds: float = 0.0  # of decoding so far
+    tree: DraftTree | None = None  # the step's
+    seconds: float = 0.0  # decoding time so far
 
     def add(self, other: "Output") -> None:
         self.shown += other.shown
@@ -125,7 +125,7 @@ class Exchange:
             engine.submit(choice)
 
     async def outputs(self, pause: float | None = None) -> AsyncIterator[tuple[Choice, Output] | None]:
-        """What each step adds; None after `pause` silent seconds. ApiError if the engine or a limit ends it."""
+        """The additions of each step; None after `pause` silent seconds. ApiError if the engine or a limit ends it."""
         while self.running:
             yield await self._next(pause)
 
@@ -143,7 +143,7 @@ class Exchange:
                 self._take(*await self.events.get())
 
     async def _next(self, pause: float | None) -> tuple[Choice, Output] | None:
-        """What the next event adds; after a request's time limit its choices are cancelled, and their ends follow."""
+        """The additions of the next event; after a request's time limit its choices are cancelled, and then end."""
         limit = self.settings.queue_timeout if self.first is None else self.settings.request_timeout
         left = None if limit is None or self.too_late else max(self.submitted + limit - time.perf_counter(), 0.001)
         waits = [seconds for seconds in (pause, left) if seconds is not None]

@@ -21,7 +21,7 @@ MEBIBYTE, GIBIBYTE = 2**20, 2**30
 class ServerSettings:
     """How a server presents itself and what it allows, apart from what it decodes with."""
 
-    names: tuple[str, ...]  # of the model; the first one is in answers
+    names: tuple[str, ...]  # names of the model; the first one is in answers
     api_keys: tuple[str, ...] = ()  # none: no key is required
     max_batch: int = 16  # choices that decode together
     max_queue: int = 64  # choices that may wait in addition to them
@@ -51,7 +51,7 @@ class ServeOptions:
 
 
 def serve_options(doc: str | None, argv: Sequence[str] | None = None) -> ServeOptions:
-    """What the command line asks for; `doc` opens --help. Mistakes go to stderr and end the process with status 2."""
+    """Read the command line; `doc` opens --help. Mistakes go to stderr and end the process with status 2."""
     parser = own_parser(doc)
     add_model(
         parser,

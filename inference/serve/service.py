@@ -1,4 +1,4 @@
-"""What the routes share: the engine, who is admitted, and what is measured."""
+"""The state that all routes share: the engine, who is admitted, and the metrics."""
 
 import asyncio
 import math
@@ -27,15 +27,15 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class Served:
-    """What is decoded with."""
+    """The target and its decode loop, and how they are presented."""
 
     target: TargetModel
     tokenizer: Tokenizer
     make_loop: Callable[[], DecodeLoop]
-    defaults: Sampling  # of requests that name no sampling parameters
+    defaults: Sampling  # for requests that name no sampling parameters
     most_depth: int  # draft tokens that a step may accept
     about: dict[str, str | bool | None]  # shown by the chat page: head, dtype, device
-    thread: Executor  # of one thread, in which the target was loaded
+    thread: Executor  # one thread, in which the target was loaded
     promised: float | None = None  # the acceptance length in the head's config.json
 
 
@@ -55,7 +55,7 @@ class Service:
         self.fingerprint = f"headstart-{version('headstart')}"
         self.running = self.waiting = 0  # choices in the engine
         self.open: set[Exchange] = set()  # requests whose answer is being written
-        self.mean_seconds = 1.0  # of a choice, the recent ones weighing most
+        self.mean_seconds = 1.0  # mean time of a choice, the recent ones weighing most
         self.draining = False
 
     @property

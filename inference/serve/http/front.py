@@ -1,4 +1,4 @@
-"""What happens to every HTTP request before and after its route: an id, the API key, errors, one line in the log."""
+"""Every HTTP request before and after its route: an id, the API key, errors, one line in the log."""
 
 import hmac
 import json
@@ -30,7 +30,7 @@ QUIET = frozenset({"/health", "/ready", "/ping", "/metrics", "/v1/models", "/", 
 
 
 def figures(exchange: Exchange) -> dict[str, Any]:
-    """What the engine did for a request, for the log: never any text of a prompt or an answer."""
+    """The engine's figures for a request, for the log: never any text of a prompt or an answer."""
     stats = [choice.stats for choice in exchange.choices if choice.stats is not None]
     steps, tokens = sum(each.steps for each in stats), sum(each.tokens for each in stats)
     return {

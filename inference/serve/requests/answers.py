@@ -15,9 +15,9 @@ Json = dict[str, Any]
 
 
 class Answer:
-    """What chat and text completions have in common; subclasses shape a choice."""
+    """The common form of chat and text completions; subclasses shape a choice."""
 
-    prefix: str  # of the id
+    prefix: str  # begins the id
     whole_object: str
     chunk_object: str
 

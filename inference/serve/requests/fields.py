@@ -238,7 +238,7 @@ class DetokenizeRequest(Fields):
 
 
 def refusal(error: dict[str, Any]) -> ApiError:
-    """What FastAPI found wrong with a body, in OpenAI's shape."""
+    """A mistake that FastAPI found in a body, in OpenAI's shape."""
     kind, (_, *place), given = error["type"], error["loc"], error["input"]
     if kind == "json_invalid":
         return not_json(f"{error['ctx']['error']} at character {place[0]}")

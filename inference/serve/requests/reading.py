@@ -27,7 +27,7 @@ class Wanted:
     fields: ChatRequest | CompletionRequest
     prompts: list[list[int]]
     requests: list[Request]  # one for each choice
-    seed: int  # of the first choice of each prompt; further choices count up from it
+    seed: int  # for the first choice of each prompt; further choices count up from it
     text: Detokenize
 
     @property

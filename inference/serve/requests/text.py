@@ -28,7 +28,7 @@ class WrittenText:
         return [] if self.stopped is not None else self._take(TokenText(self.stream.piece(token), depth))
 
     def end(self) -> list[TokenText]:
-        """What was held back, after the last token."""
+        """The text that was held back, after the last token."""
         if self.stopped is not None:
             return []
         found = self._take(TokenText(self.stream.rest(), None))
