@@ -93,7 +93,6 @@ def open_harvest(recipe: Recipe) -> Iterator["Harvest"]:
         target = locate_target(recipe.target.path, recipe.target.revision)
         refuse_differences(state, {"config and weights of target.path": target_identity(target)[:12]})
         config = TargetConfig.from_folder(target)
-        check_lengths(recipe, config)
         taps = taps_to_store(recipe, config)
         load = cache(partial(TargetModel.load, recipe.target, taps))  # loads on first use, once
         stack.callback(load.cache_clear)
@@ -200,15 +199,6 @@ class Harvest:
                 write_features(recipe, target.taps, tap_texts, target.device, share, made_from, meter)
 
         target.ranks.carry_out(partial(tap, target), work)
-
-
-def check_lengths(recipe: Recipe, config: TargetConfig) -> None:
-    longest = recipe.data.prompt_tokens + recipe.data.response_tokens
-    if longest > config.max_positions:
-        raise ValueError(
-            f"data.prompt_tokens {recipe.data.prompt_tokens} and data.response_tokens {recipe.data.response_tokens} "
-            f"allow samples of {longest} tokens, but the target has {config.max_positions} positions; lower one of them"
-        )
 
 
 def taps_to_store(recipe: Recipe, config: TargetConfig) -> tuple[int, ...]:

@@ -109,7 +109,7 @@ def assert_recovers(typed: Type, run_dir: Path, expected: dict[str, bytes], disk
         disk = SmallDisk(patch, disk_is_full)
         said = typed(1, "train")
         assert disk.full
-    assert "no space left on device" in said
+    assert "No space left on device" in said
     assert "make room there" in said
     assert not [name for name in contents(run_dir) if ".partial" in name or "/.tmp" in name]
     typed(0, "train")
@@ -159,7 +159,7 @@ def test_a_full_disk_leaves_no_half_export(typed: Type, tmp_path: Path) -> None:
     for name in ("model.safetensors", "config.json.partial", "README.md.partial"):
         with pytest.MonkeyPatch.context() as patch:
             SmallDisk(patch, when_writing(name))
-            assert "no space left on device" in typed(1, "export", "export.format=vllm")
+            assert "No space left on device" in typed(1, "export", "export.format=vllm")
         assert not list((tmp_path / "run/export").iterdir())
     typed(0, "export", "export.format=vllm")
     shutil.copytree(tmp_path / "run/export/vllm", tmp_path / "first")
@@ -174,7 +174,7 @@ def test_a_full_disk_leaves_no_half_report(typed: Type, tmp_path: Path) -> None:
     for name in ("report.json.partial", "report.png.partial"):
         with pytest.MonkeyPatch.context() as patch:
             SmallDisk(patch, when_writing(name))
-            assert "no space left on device" in typed(1, "report", *REPORT)
+            assert "No space left on device" in typed(1, "report", *REPORT)
         assert not list((tmp_path / "run").glob("report/*.partial"))
     typed(0, "report", *REPORT)
     outcomes = json.loads((tmp_path / "run/report/report.json").read_text())["outcomes"]
@@ -246,7 +246,7 @@ def test_a_lost_file_of_a_stage_is_made_again_after_what_the_message_says(
     if name.startswith("responses"):  # they are not read again otherwise
         subprocess.run(["rm", "-r", f"{tmp_path}/run/features"], check=True)
     said = typed(1, "harvest")
-    assert f"{tmp_path}/run/{name}: no such file or directory" in said
+    assert f"{tmp_path}/run/{name}: No such file or directory" in said
     [command] = [part for part in said.split("; ") if part.startswith("rm ")]
     subprocess.run(command.partition(",")[0], shell=True, check=True)
     typed(0, "harvest")

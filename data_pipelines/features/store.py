@@ -209,8 +209,8 @@ def main() -> None:
                     "held-out measurements will look too good; harvest with the same data.heldout_prompts"
                 )
         elif arguments.sources:
-            given = len(arguments.sources) + 1
-            raise ValueError(f"store {arguments.command}: {given} folders are given, one is allowed; start it for each")
+            given = f"store {arguments.command}: {len(arguments.sources) + 1} folders are given"
+            raise ValueError(f"{given}, one is allowed; start it once for each")
         elif arguments.command == "stats":
             print(json.dumps(stats(arguments.folder), indent=1))
         else:
