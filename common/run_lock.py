@@ -60,8 +60,7 @@ class Owner:
 def only_run_in(folder: Path, command: str, wait: bool = False) -> Iterator[Owner]:
     """Hold the folder in the context, and create it if it is missing.
 
-    A run that is ending is waited for; with `wait`, so is one that is at work. Raises ValueError naming the owner
-    otherwise.
+    Waits for a run that is ending and, with `wait`, for one at work; otherwise raises ValueError naming the owner.
     """
     is_new = not folder.exists()
     lock, owner = FileLock(folder / LOCK), Owner.this_process(command)
@@ -98,7 +97,5 @@ def acquire(lock: FileLock, folder: Path, wait: bool) -> None:
     except Timeout:
         pass
     stop = "" if owner is None else f" (kill {owner.pid} there saves and ends a training run)"
-    raise ValueError(
-        f"{folder} is in use by {who}; one command at a time may write into a folder: wait for it, stop it{stop}, or "
-        "choose another run_dir"
-    )
+    advice = f"wait for it, stop it{stop}, or choose another run_dir"
+    raise ValueError(f"{folder} is in use by {who}; one command at a time may write into a folder: {advice}")

@@ -9,6 +9,7 @@ gradient for the keys of this kernel. Memory is linear in the sequence length.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from jaxtyping import Float, Int
@@ -20,7 +21,7 @@ QUERY_BLOCK = 128  # number of queries that the portable causal kernel scores at
 MASK_DEVICES = ("cpu",)  # devices on which torch's fused kernel takes a mask and returns log-sum-exps
 Gradients = tuple[Tensor, Tensor, Tensor]  # the gradients of query, key and value
 Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Gradients]
+Backward = Callable[..., Gradients]  # takes the gradient of out, q, k, v, the joint out and the joint logsumexp
 
 
 @dataclass(frozen=True)
@@ -50,23 +51,19 @@ class Documents:
 
     def spans(self) -> list[tuple[slice, slice]]:
         """The row and the columns of each document."""
-        found = []
-        for row, lengths in enumerate(self.lengths):
-            start = 0
-            for length in lengths:
-                found.append((slice(row, row + 1), slice(start, start + length)))
-                start += length
-        return found
+        return [
+            (slice(row, row + 1), slice(start, end))
+            for row, lengths in enumerate(self.lengths)
+            for start, end in pairwise(accumulate(lengths, initial=0))
+        ]
 
 
 @dataclass(frozen=True)
 class CausalKernel:
     """Causal attention within documents; without documents, every row is one document."""
 
-    forward: Callable[[Tensor, Tensor, Tensor, Documents | None], tuple[Tensor, Tensor]]
-    """Takes q, k, v; returns out, logsumexp."""
-    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Documents | None], Gradients]
-    """Takes the gradient of out, q, k, v, the joint out and the joint logsumexp."""
+    forward: Callable[[Tensor, Tensor, Tensor, Documents | None], tuple[Tensor, Tensor]]  # q, k, v to out, logsumexp
+    backward: Callable[..., Gradients]  # as a Backward, with the keyword `documents`
 
 
 def kernel_for(query: Tensor) -> CausalKernel:
@@ -103,19 +100,11 @@ def per_document(forward: Forward, backward: Backward) -> CausalKernel:
             out[part], logsumexp[part] = forward(query[part], key[part], value[part])
         return out, logsumexp
 
-    def backward_all(
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        logsumexp: Tensor,
-        documents: Documents | None,
-    ) -> Gradients:
-        given = grad_out, query, key, value, out, logsumexp
+    def backward_all(*given: Tensor, documents: Documents | None) -> Gradients:
         if documents is None:
             return backward(*given)
-        gradients = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        grad_query, grad_key, grad_value = map(torch.empty_like, given[1:4])  # query, key and value
+        gradients = grad_query, grad_key, grad_value
         for rows, columns in documents.spans():
             part = rows, slice(None), columns
             for gradient, found in zip(gradients, backward(*(each[part] for each in given)), strict=True):
@@ -125,16 +114,15 @@ def per_document(forward: Forward, backward: Backward) -> CausalKernel:
     return CausalKernel(forward_all, backward_all)
 
 
-def cpu_forward(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, True)
+def cpu_forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Causal without an additive mask."""
+    run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return run(query, key, value, 0.0, mask is None, attn_mask=mask)
 
 
-def cpu_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor
-) -> Gradients:
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad_out, query, key, value, out, logsumexp, 0.0, True
-    )
+def cpu_backward(*given: Tensor, mask: Tensor | None = None) -> Gradients:
+    run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return run(*given, 0.0, mask is None, attn_mask=mask)
 
 
 def portable_forward(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -178,9 +166,7 @@ def masked_forward(
 ) -> tuple[Tensor, Tensor]:
     """Out and logsumexp under an additive mask, by the fastest kernel for the device."""
     if query.device.type in MASK_DEVICES:
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, False, attn_mask=mask.to(query.dtype)
-        )
+        return cpu_forward(query, key, value, mask.to(query.dtype))
     return scored_forward(query, key, value, mask)
 
 
@@ -188,9 +174,7 @@ def masked_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, mask: Tensor
 ) -> Gradients:
     if query.device.type in MASK_DEVICES:
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, query, key, value, out, logsumexp, 0.0, False, attn_mask=mask.to(query.dtype)
-        )
+        return cpu_backward(grad_out, query, key, value, out, logsumexp, mask=mask.to(query.dtype))
     grad_query, grad_key, grad_value = scored_backward(grad_out, query, key, value, out, logsumexp, mask)
     return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
 
@@ -229,32 +213,20 @@ def masked_scores(query: Tensor, key: Tensor, mask: Tensor) -> Tensor:
 def cuda_forward(query: Tensor, key: Tensor, value: Tensor, documents: Documents | None) -> tuple[Tensor, Tensor]:
     """Runs all documents in one kernel launch."""
     batch, _, seq, _ = query.shape
-    starts, longest = document_boundaries(query, documents)
     out, logsumexp, *_ = torch.ops.aten._flash_attention_forward(
-        *map(flatten_rows, (query, key, value)), starts, starts, longest, longest, 0.0, True, False
+        *map(flatten_rows, (query, key, value)), *document_boundaries(query, documents), 0.0, True, False
     )  # [batch * seq, heads, head_dim], [heads, batch * seq]
     return out.unflatten(0, (batch, seq)).transpose(1, 2), logsumexp.unflatten(1, (batch, seq)).transpose(0, 1)
 
 
-def cuda_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    documents: Documents | None,
-) -> Gradients:
+def cuda_backward(*given: Tensor, documents: Documents | None) -> Gradients:
+    grad_out, query, key, value, out, logsumexp = given
     batch, _, seq, _ = query.shape
-    starts, longest = document_boundaries(query, documents)
     no_dropout = query.new_zeros(2, dtype=torch.uint64), query.new_empty(0)  # random state, unused without dropout
     gradients = torch.ops.aten._flash_attention_backward(
         *map(flatten_rows, (grad_out, query, key, value, out)),
         logsumexp.transpose(0, 1).flatten(1).contiguous(),
-        starts,
-        starts,
-        longest,
-        longest,
+        *document_boundaries(query, documents),
         0.0,
         True,
         *no_dropout,
@@ -268,12 +240,13 @@ def flatten_rows(tensor: Tensor) -> Tensor:
     return tensor.transpose(1, 2).flatten(0, 1)
 
 
-def document_boundaries(query: Tensor, documents: Documents | None) -> tuple[Tensor, int]:
-    """Where each document starts in the concatenated rows, and the length of the longest document."""
+def document_boundaries(query: Tensor, documents: Documents | None) -> tuple[Tensor, Tensor, int, int]:
+    """Where each document starts in the concatenated rows, and the longest one's length: of queries and of keys."""
     if documents is not None:
-        return documents.starts, documents.longest
+        return documents.starts, documents.starts, documents.longest, documents.longest
     batch, _, seq, _ = query.shape
-    return torch.arange(0, batch * seq + 1, seq, dtype=torch.int32, device=query.device), seq
+    starts = torch.arange(0, batch * seq + 1, seq, dtype=torch.int32, device=query.device)
+    return starts, starts, seq, seq
 
 
 CPU_FUSED = per_document(cpu_forward, cpu_backward)

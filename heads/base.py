@@ -17,6 +17,7 @@ from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema import HeadSection
 
 EXTRA_ROTARY_POSITIONS = 64  # rotary table rows beyond the target's positions: an unroll runs past a sample's end
+ADDED = ("o_proj.weight", "down_proj.weight", "markov_w2.weight", "gate_proj.bias")  # zero at first
 Features = Float[Tensor, "batch seq feature"]
 Tokens = Int[Tensor, "batch seq"]
 Positions = Int[Tensor, "*batch seq"]
@@ -74,10 +75,7 @@ class DraftHead(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], frozen: FrozenTarget) -> "DraftHead":
-        """A head with the sizes of a config.json; changes `tensors` in place into its state dict.
-
-        Raises ValueError if the tensors contradict each other.
-        """
+        """A head with the sizes of a config.json; makes `tensors` its state dict; ValueError if they disagree."""
 
     @abstractmethod
     def initialise(self, frozen: FrozenTarget, generator: torch.Generator) -> None:
@@ -103,8 +101,7 @@ class DraftHead(nn.Module, ABC):
     def scale_taps(self, sizes: list[float]) -> None:
         """Scale the input of `fc` so that every tap is about 1, given the RMS of each tap's hidden states.
 
-        Large taps would drown out the new layer, and every optimizer step would change the features in proportion to
-        them.
+        Large taps would drown out the new layer, and each optimizer step would change the features in proportion.
         """
         self.input_scale = power_of_two_scales(sizes).repeat_interleave(self.target.hidden_size).to(self.embedding)
 
@@ -113,6 +110,15 @@ class DraftHead(nn.Module, ABC):
         positions = self.target.max_positions + EXTRA_ROTARY_POSITIONS
         table = rotary_table(shape.rope_of(self.target), shape.head_dim, positions)
         self.register_buffer("rotary", table.to(self.embedding), persistent=False)
+
+    @torch.no_grad()
+    def start_at_random(self, generator: torch.Generator) -> None:
+        """Random matrices, but zeros where a layer adds to its input, so that it starts by passing the input on."""
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(0, 0.5 * self.feature_size**-0.5, generator=generator)
+            if name.endswith(ADDED):
+                parameter.zero_()
 
     @torch.no_grad()
     def take_weights(self, source: "DraftHead") -> None:
@@ -212,11 +218,8 @@ class LastHiddenHead(LevelHead):
 def input_scales(frozen: FrozenTarget) -> tuple[Float[Tensor, " hidden"], Float[Tensor, " hidden"]]:
     """Powers of two that scale an embedding and a feature to about 1.
 
-    A feature is as large as the final norm's weight. An embedding is often far smaller, and unscaled it would hardly
-    influence the result.
+    A feature is as large as the final norm's weight; an embedding is often far smaller, and would hardly count.
     """
     sizes = [float(ends.float().square().mean().sqrt()) for ends in (frozen.embedding, frozen.norm_weight)]
-    embedding, feature = (
-        power_of_two_scales(sizes).to(frozen.embedding).unsqueeze(1).expand(-1, frozen.config.hidden_size)
-    )
-    return embedding, feature
+    embedding, feature = power_of_two_scales(sizes).to(frozen.embedding).unsqueeze(1)
+    return embedding.expand(frozen.config.hidden_size), feature.expand(frozen.config.hidden_size)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from headstart.heads.base import DraftHead, Features, Positions, Tokens
 from headstart.heads.block_attention import BlockCache, Blocks, Reach
 from headstart.heads.block_config import BlockShape, block_config, block_shape, block_taps
-from headstart.heads.frozen import FrozenTarget, is_copy
+from headstart.heads.frozen import FrozenTarget, drop_embedding, is_copy
 from headstart.heads.layers import MLP, AttentionCache, RMSNorm, rotate
 from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
@@ -176,12 +176,7 @@ class BlockHead(DraftHead):
     def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], frozen: FrozenTarget) -> "BlockHead":
         target = frozen.config
         vocab = DraftVocab.from_tensors(tensors, target.vocab_size)
-        own = tensors.pop("embed_tokens.weight", None)
-        if own is not None and not is_copy(own, frozen.embedding):
-            raise ValueError(
-                "embed_tokens.weight is not the target's embedding, which a block head shares; give the target that "
-                "the head was trained for"
-            )
+        drop_embedding(tensors, frozen)
         for name in CONFIDENCE:
             tensors.pop(name, None)
         lm_head = tensors.get("lm_head.weight")
@@ -190,10 +185,8 @@ class BlockHead(DraftHead):
             tensors.pop("lm_head.weight", None)
         shape = block_shape(config, target, own_lm_head=own_lm_head)
         if not vocab.is_full and shape.mask_token_id in vocab.ids:
-            raise ValueError(
-                f"mask_token_id: {shape.mask_token_id} given, which is in the draft vocabulary; the id of a token that "
-                f"the head does not draft is allowed: correct mask_token_id or d2t"
-            )
+            allowed = "the id of a token that the head does not draft is allowed: correct mask_token_id or d2t"
+            raise ValueError(f"mask_token_id: {shape.mask_token_id} given, which is in the draft vocabulary; {allowed}")
         return cls(shape, frozen, vocab)
 
     @torch.no_grad()
@@ -202,12 +195,7 @@ class BlockHead(DraftHead):
 
         Its table of tokens starts as a projection of the target's embedding, so that similar tokens start similar.
         """
-        std = 0.5 * self.shape.hidden_size**-0.5
-        for name, parameter in self.named_parameters():
-            if parameter.ndim == 2:
-                parameter.normal_(0, std, generator=generator)
-            if name.endswith(("o_proj.weight", "down_proj.weight", "markov_w2.weight", ".bias")):
-                parameter.zero_()
+        self.start_at_random(generator)
         self.norm.weight.copy_(FIRST_NORM * frozen.norm_weight)
         if self.markov_head is not None:
             table = self.markov_head.markov_w1.weight
@@ -328,8 +316,6 @@ def mask_token(section: BlockSection, vocab_size: int) -> int:
     if section.mask_token_id is None:
         return vocab_size - 1
     if section.mask_token_id >= vocab_size:
-        raise ValueError(
-            f"head.mask_token_id: {section.mask_token_id} given, 0 to {vocab_size - 1} of the target is allowed; "
-            f"choose a token that the target never writes, or null for its last"
-        )
+        allowed = f"0 to {vocab_size - 1} of the target is allowed; choose a token that it never writes, or null"
+        raise ValueError(f"head.mask_token_id: {section.mask_token_id} given, {allowed} for its last")
     return section.mask_token_id

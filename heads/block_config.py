@@ -54,8 +54,7 @@ class BlockShape(LayerShape):
 
 
 def block_config(shape: BlockShape, target: TargetConfig, draft_vocab_size: int) -> dict[str, Any]:
-    """config.json as the engines read it, in DFlash's spelling and in DSpark's; no key is left to a default, except
-    `is_causal` where only the default is right."""
+    """config.json as engines read it, in both spellings; only `is_causal` keeps its default where that is right."""
     windows = {reach.window for reach in shape.reaches} - {None}
     assert len(windows) <= 1, "config.json has one window for all sliding layers"
     window = next(iter(windows), None)
@@ -94,8 +93,7 @@ def block_config(shape: BlockShape, target: TargetConfig, draft_vocab_size: int)
 def causality(reaches: Sequence[Reach]) -> bool | None:
     """`is_causal`, by which engines make all layers causal within the block, or none.
 
-    None for the one mixture that engines can serve, which they take without the key: causal with a window, and not
-    causal without one.
+    None for the one mixture that engines serve, without the key: causal with a window, not causal without one.
     """
     whole, sliding = (
         {reach.causal for reach in reaches if (reach.window is None) == is_whole} for is_whole in (True, False)
@@ -129,11 +127,8 @@ def named_taps(config: dict[str, Any]) -> tuple[int, ...]:
 def block_taps(config: dict[str, Any]) -> tuple[int, ...]:
     """The hidden_states that the head reads; raises ValueError if config.json does not name them."""
     if not (taps := named_taps(config)):
-        raise ValueError(
-            f"config.json lacks {LAYER_OUTPUTS}, the layers whose outputs the head reads; vLLM would take "
-            f"hidden_states 2, L/2 and L-3 of L layers, SGLang as many as the head has layers: add the ids that the "
-            f"head was trained with"
-        )
+        takes = "vLLM would take hidden_states 2, L/2 and L-3 of L layers, SGLang as many as the head has layers"
+        raise ValueError(f"config.json lacks {LAYER_OUTPUTS}; {takes}: add the ids that the head was trained with")
     return taps
 
 
@@ -145,22 +140,16 @@ def trained_block_size(config: dict[str, Any]) -> int:
 def block_shape(config: dict[str, Any], target: TargetConfig, own_lm_head: bool) -> BlockShape:
     """The shape that a config.json describes; raises ValueError that names what is missing or cannot be represented."""
     if missing := [f"{key} ({default})" for key, default in NEEDED.items() if block_key(config, key) is None]:
-        raise ValueError(
-            f"config.json lacks {', '.join(missing)}; a wrong one silently costs acceptance: add what the head "
-            f"was trained with"
-        )
+        advice = "a wrong one silently costs acceptance: add what the head was trained with"
+        raise ValueError(f"config.json lacks {', '.join(missing)}; {advice}")
     size, trained = block_key(config, "block_size"), trained_block_size(config)
     if size > trained:
-        raise ValueError(
-            f"block_size: {size} given, 2 to the {trained} slots that the head was trained with is allowed; correct "
-            f"config.json"
-        )
+        allowed = f"2 to the {trained} slots that the head was trained with is allowed"
+        raise ValueError(f"block_size: {size} given, {allowed}; correct config.json")
     mask_token_id, rank = block_key(config, "mask_token_id"), block_key(config, "markov_rank", 0)
     if not 0 <= mask_token_id < target.vocab_size:
-        raise ValueError(
-            f"mask_token_id: {mask_token_id} given, 0 to the target's {target.vocab_size - 1} is allowed; correct "
-            f"config.json"
-        )
+        allowed = f"0 to the target's {target.vocab_size - 1} is allowed; correct config.json"
+        raise ValueError(f"mask_token_id: {mask_token_id} given, {allowed}")
     if (kind := block_key(config, "markov_head_type", "vanilla")) not in ("vanilla", "gated"):
         raise ValueError(f"markov_head_type: {kind!r} given, only vanilla and gated are allowed; choose another head")
     return BlockShape.from_config(
@@ -189,9 +178,7 @@ def layer_reaches(config: dict[str, Any]) -> Iterator[Reach]:
     if "sliding_attention" in types and window is None:
         raise ValueError("config.json lacks sliding_window, the positions that sliding_attention layers see; add it")
     if len(types) != config["num_hidden_layers"]:
-        raise ValueError(
-            f"layer_types: {len(types)} given, {config['num_hidden_layers']} is allowed, one for each of "
-            f"num_hidden_layers; correct config.json"
-        )
+        allowed = f"{config['num_hidden_layers']} is allowed, one for each of num_hidden_layers"
+        raise ValueError(f"layer_types: {len(types)} given, {allowed}; correct config.json")
     for kind in types:
         yield Reach(window, sliding_causal) if kind == "sliding_attention" else Reach(None, bool(causal))

@@ -28,9 +28,8 @@ class StaticTree:
     def best(self, nodes: int) -> tuple[Path, ...]:
         """The best tree of this many nodes; raises ValueError if the search stopped at fewer."""
         if nodes > len(self.paths):
-            raise ValueError(
-                f"decode.nodes: {nodes} given, 1 to {len(self.paths)} is allowed, the size of the head's tree"
-            )
+            allowed = f"1 to {len(self.paths)} is allowed, the size of the head's tree"
+            raise ValueError(f"decode.nodes: {nodes} given, {allowed}")
         return self.paths[:nodes]
 
     def expected(self, nodes: int) -> float:
@@ -73,10 +72,7 @@ class Calibration:
         return rounded if self.tree is None else {**rounded, "tree": self.tree.to_config()}
 
     def at(self, level: int) -> tuple[float, float, float]:
-        """The multiplier for greedy rows, the one for sampled rows and the Gumbel weight.
-
-        Levels beyond the fitted ones use the deepest fitted values.
-        """
+        """The greedy multiplier, the sampled one and the Gumbel weight; beyond the fitted levels, the deepest ones."""
         return value_at(self.greedy, level), value_at(self.sampled, level), value_at(self.gumbel_weights, level)
 
 

@@ -119,10 +119,8 @@ def stored_dtype(folder: Path) -> str:
     """The number format that a head was saved in; raises ValueError for one that no head of ours has."""
     name = read_head_config(folder).get("torch_dtype", "float32")
     if name not in get_args(Dtype):
-        raise ValueError(
-            f"{folder}/config.json: torch_dtype is {name!r}; float32, bfloat16 or float16 is allowed: correct the "
-            f"file, or set export.dtype"
-        )
+        allowed = "float32, bfloat16 or float16 is allowed: correct the file, or set export.dtype"
+        raise ValueError(f"{folder}/config.json: torch_dtype is {name!r}; {allowed}")
     return str(name)
 
 
@@ -137,10 +135,8 @@ def load_head_for(folder: str | Path, frozen: FrozenTarget) -> DraftHead:
     path = folder / MODEL
     pickles = [name for name in PICKLES if (folder / name).is_file()]
     if pickles and not path.is_file():
-        raise ValueError(
-            f"{folder} holds its weights as {pickles[0]}, and only {MODEL} is allowed; convert it: headstart convert "
-            f"{shlex.quote(str(folder))} NEW_FOLDER --target TARGET"
-        )
+        convert = f"headstart convert {shlex.quote(str(folder))} NEW_FOLDER --target TARGET"
+        raise ValueError(f"{folder} holds its weights as {pickles[0]}, only {MODEL} is allowed; convert it: {convert}")
     tensors = read_safetensors(path)
     head = head_from_files(folder, config, tensors, frozen)
     refuse_broken_numbers(path, tensors)
@@ -187,9 +183,8 @@ def kind_of(folder: Path, config: dict[str, Any]) -> type[DraftHead]:
     guess = "block" if is_block else "medusa" if is_medusa else "eagle3" if is_eagle3 else "eagle1"
     kind = config.get("headstart", {}).get("kind", guess)
     if kind not in KINDS:
-        raise ValueError(
-            f"{folder}/config.json: a head of kind {kind!r}; only {', '.join(KINDS)} are allowed: correct the kind"
-        )
+        allowed = f"only {', '.join(KINDS)} are allowed: correct the kind"
+        raise ValueError(f"{folder}/config.json: a head of kind {kind!r}; {allowed}")
     return KINDS[kind]
 
 
@@ -209,12 +204,9 @@ def check_fit(folder: Path, kind: type[DraftHead], config: dict[str, Any], targe
     if max(taps) > target.num_layers:
         wrong.append(f"taps: head {list(taps)}, target hidden_states 0 to {target.num_layers}")
     if wrong:
-        raise ValueError(
-            f"the head in {folder} does not fit the target: "
-            + "; ".join(wrong)
-            + "; only a head of these sizes is allowed: train one for this target, or convert a published one with "
-            "headstart convert"
-        )
+        advice = "train one for this target, or convert a published one with headstart convert"
+        allowed = f"only a head of these sizes is allowed: {advice}"
+        raise ValueError(f"the head in {folder} does not fit the target: {'; '.join(wrong)}; {allowed}")
 
 
 def check_sizes(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -222,39 +214,30 @@ def check_sizes(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]
     longest = max((size for tensor in tensors.values() for size in tensor.shape), default=0)
     keys = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     if wrong := [f"{key} {config[key]}" for key in keys if longest and (config.get(key) or 0) > longest]:
-        raise ValueError(
-            f"{folder}/config.json: {', '.join(wrong)} given, but no tensor is longer than {longest}; the sizes of the "
-            f"head's own tensors are allowed: correct the file"
-        )
+        allowed = "the sizes of the head's own tensors are allowed: correct the file"
+        given = f"{', '.join(wrong)} given, but no tensor is longer than {longest}"
+        raise ValueError(f"{folder}/config.json: {given}; {allowed}")
 
 
 def refuse_broken_numbers(path: Path, tensors: dict[str, Tensor]) -> None:
     """Raise ValueError for weights that are NaN or infinite: such a head would draft, and no token be accepted."""
     floating = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
     if broken := sorted(name for name, tensor in floating.items() if not bool(tensor.isfinite().all())):
-        raise ValueError(
-            f"{path}: {', '.join(broken[:4])} holds NaN or infinity, only finite numbers are allowed; copy the head "
-            f"again, or train it again"
-        )
+        allowed = "only finite numbers are allowed; copy the head again, or train it again"
+        raise ValueError(f"{path}: {', '.join(broken[:4])} holds NaN or infinity, {allowed}")
 
 
 def check_tensors(folder: Path, head: DraftHead, tensors: dict[str, Tensor]) -> None:
-    expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    wrong = [f"{name} is missing" for name in expected.keys() - found.keys()]
-    wrong += [f"{name} is unknown" for name in found.keys() - expected.keys()]
-    wrong += [
-        f"{name} is {list(found[name])} but should be {list(expected[name])}"
-        for name in expected.keys() & found.keys()
-        if expected[name] != found[name]
-    ]
-    wrong += [
-        f"{name} is {str(tensors[name].dtype).removeprefix('torch.')} but should be floating point of 16 bits or more"
-        for name in expected.keys() & found.keys()
-        if not has_weight_dtype(tensors[name])
-    ]
+    expected = head.state_dict()
+    wrong = [f"{name} is missing" for name in expected.keys() - tensors.keys()]
+    wrong += [f"{name} is unknown" for name in tensors.keys() - expected.keys()]
+    for name in expected.keys() & tensors.keys():
+        found, right = tensors[name], list(expected[name].shape)
+        if list(found.shape) != right:
+            wrong.append(f"{name} is {list(found.shape)} but should be {right}")
+        if not has_weight_dtype(found):
+            dtype = str(found.dtype).removeprefix("torch.")
+            wrong.append(f"{name} is {dtype} but should be floating point of 16 bits or more")
     if wrong:
-        raise ValueError(
-            f"{folder}/model.safetensors: {'; '.join(sorted(wrong))}; exactly the tensors that config.json describes "
-            f"are allowed: copy or export the head again"
-        )
+        allowed = "exactly the tensors that config.json describes are allowed: copy or export the head again"
+        raise ValueError(f"{folder}/model.safetensors: {'; '.join(sorted(wrong))}; {allowed}")

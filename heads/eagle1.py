@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from headstart.heads.base import Features, Hidden, LastHiddenHead, Mask, Positions, Tokens, input_scales
-from headstart.heads.frozen import FrozenTarget, is_copy
+from headstart.heads.frozen import FrozenTarget, drop_embedding
 from headstart.heads.layers import MLP, Attention, AttentionCache, LayerShape, RMSNorm
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema import Eagle1Section, HeadSection
@@ -61,12 +61,7 @@ class Eagle1Head(LastHiddenHead):
 
     @classmethod
     def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], frozen: FrozenTarget) -> "Eagle1Head":
-        own = tensors.pop("embed_tokens.weight", None)
-        if own is not None and not is_copy(own, frozen.embedding):
-            raise ValueError(
-                "embed_tokens.weight is not the target's embedding, which an EAGLE-1 head shares; give the target that "
-                "the head was trained for"
-            )
+        drop_embedding(tensors, frozen)
         if "fc.bias" in tensors and not tensors["fc.bias"].any():
             del tensors["fc.bias"]
         return cls(Eagle1Shape.from_config(config, frozen.config, fc_bias="fc.bias" in tensors), frozen)
@@ -75,12 +70,7 @@ class Eagle1Head(LastHiddenHead):
     def initialise(self, frozen: FrozenTarget, generator: torch.Generator) -> None:
         """Start with a layer that passes its input through, and scale the inputs of `fc` to about 1."""
         self.input_scale = torch.cat(input_scales(frozen)).to(self.embedding)
-        std = 0.5 * self.shape.hidden_size**-0.5
-        for name, parameter in self.named_parameters():
-            if parameter.ndim == 2:
-                parameter.normal_(0, std, generator=generator)
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                parameter.zero_()
+        self.start_at_random(generator)
 
     def engine_config(self) -> dict[str, Any]:
         """Has no key `bias`, which SGLang reads as the bias of `fc` but vLLM as that of the attention."""

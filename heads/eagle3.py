@@ -10,13 +10,7 @@ from torch import Tensor, nn
 
 from headstart.heads.base import Features, Hidden, LevelHead, Mask, Positions, Tokens
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.layers import (
-    MLP,
-    Attention,
-    AttentionCache,
-    LayerShape,
-    RMSNorm,
-)
+from headstart.heads.layers import MLP, Attention, AttentionCache, LayerShape, RMSNorm
 from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema import Eagle3Section, HeadSection
@@ -37,10 +31,7 @@ class Eagle3Shape(LayerShape):
 
 
 class Eagle3Layer(nn.Module):
-    """A decoder layer that attends over cat(norm(embedding), norm(feature)).
-
-    The residual is the un-normed feature, or the normed one with `norm_before_residual`.
-    """
+    """A decoder layer over cat(norm(embedding), norm(feature)); the residual is the feature, normed or not."""
 
     def __init__(self, shape: Eagle3Shape, eps: float) -> None:
         super().__init__()
@@ -136,15 +127,10 @@ class Eagle3Head(LevelHead):
     def initialise(self, frozen: FrozenTarget, generator: torch.Generator) -> None:
         """Start with the target's norm and lm_head, and with a layer that passes the features through.
 
-        A head whose width differs from the target's starts with random projections of the target's embedding and
-        lm_head to its own width.
+        A head of another width starts with random projections of the target's embedding and lm_head to its own.
         """
         hidden = self.shape.hidden_size
-        for name, parameter in self.named_parameters():
-            if parameter.ndim == 2:
-                parameter.normal_(0, 0.5 * hidden**-0.5, generator=generator)
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                parameter.zero_()
+        self.start_at_random(generator)
         lm_head = frozen.within(self.vocab).lm_head
         if not self.shape.own_embedding:
             self.norm.weight.copy_(frozen.norm_weight)

@@ -35,11 +35,7 @@ class HeadFiles:
 
     @classmethod
     def read(cls, folder: Path) -> "HeadFiles":
-        """Read single-file or sharded safetensors, or pickles that hold nothing but tensors.
-
-        Raises ValueError for a folder without config.json or weights, for keys with a value of a wrong type, and for a
-        pickle that holds anything else.
-        """
+        """Read single-file or sharded safetensors, or pickles that hold only tensors; raises ValueError for others."""
         path = find_config(folder, "give the folder of a saved head")
         return cls(folder, read_config(path), read_tensors(folder))
 
@@ -89,10 +85,8 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
             tensors |= read_pickle(folder / part) if name in PICKLES else read_safetensors(folder / part)
         return tensors
     known = ", ".join(SAFETENSORS + PICKLES)
-    raise ValueError(
-        f"{folder} holds no weights; one of {known}, or an index of its shards, is required: copy or download the head "
-        f"again"
-    )
+    needed = f"one of {known}, or an index of its shards, is required"
+    raise ValueError(f"{folder} holds no weights; {needed}: copy or download the head again")
 
 
 def read_index(index: Path, of: str) -> dict[str, str]:
@@ -107,26 +101,20 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise ValueError(
-            f"{path} cannot be read ({error}); a whole safetensors file is required: export it again, or copy or "
-            f"download the head again"
-        ) from error
+        needed = "a whole safetensors file is required: export it again, or copy or download the head again"
+        raise ValueError(f"{path} cannot be read ({error}); {needed}") from error
 
 
 def read_pickle(path: Path) -> dict[str, Tensor]:
-    """A pickled state dict, read by torch's restricted loader, which builds tensors and containers and calls nothing
-    else."""
+    """A pickled state dict, read by torch's restricted loader, which calls no function of the file."""
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         reason = str(error).partition("\n")[0]
-        raise ValueError(
-            f"{path} is refused: it is damaged or holds more than tensors ({reason}); get the head as safetensors"
-        ) from error
+        why = f"it is damaged or holds more than tensors ({reason})"
+        raise ValueError(f"{path} is refused: {why}; get the head as safetensors") from error
     if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
-        raise ValueError(
-            f"{path} is refused: only a mapping of names to tensors is allowed; get the head as safetensors"
-        )
+        raise ValueError(f"{path} is refused: only a mapping of names to tensors is allowed; get safetensors")
     return {str(name): tensor for name, tensor in found.items()}
 
 
@@ -147,10 +135,7 @@ def write_files(files: HeadFiles, weights: str = MODEL) -> None:
 
 
 def write_folder(files: HeadFiles, weights: str, readme: str) -> None:
-    """Write all files to a folder beside the final one, then rename it, so readers see the whole folder or none.
-
-    Raises ValueError if the folder exists already.
-    """
+    """Write all files so that readers see the whole folder or none; raises ValueError if the folder exists."""
     refuse_existing(files.folder)
     partial = files.folder.with_name(files.folder.name + ".partial")
     remove(partial)  # left by a killed run
@@ -162,7 +147,7 @@ def write_folder(files: HeadFiles, weights: str, readme: str) -> None:
 
 
 def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write the tensors, from any device, to a temporary folder beside `path`, then rename the file to `path`.
+    """Write the tensors, from any device, to a temporary folder next to `path`, then rename the file to `path`.
 
     A folder, because safetensors writes to a temporary file of its own, which a killed process leaves behind; the next
     write removes it. Raises OSError that names `path`.
@@ -210,7 +195,5 @@ def write_pickle(tensors: dict[str, Tensor], path: Path) -> None:
 def refuse_existing(folder: Path) -> None:
     """Raise ValueError, before any work is done, if the folder of an export exists already."""
     if folder.exists() or folder.is_symlink():
-        raise ValueError(
-            f"{folder} exists already; an export is written to a new folder only: remove this one (rm -r "
-            f"{shlex.quote(str(folder))}), or move it"
-        )
+        advice = f"remove this one (rm -r {shlex.quote(str(folder))}), or move it"
+        raise ValueError(f"{folder} exists already; an export is written to a new folder only: {advice}")

@@ -50,25 +50,18 @@ class FrozenTarget:
 
     @classmethod
     def from_folder(cls, folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> "FrozenTarget":
-        """Read it from a folder with config.json and safetensors, single-file or sharded, tied or not.
-
-        Raises ValueError that names a missing tensor.
-        """
+        """Read it from a folder of config.json and safetensors; raises ValueError that names a missing tensor."""
         found, config = SafetensorsFolder(folder), TargetConfig.from_folder(folder)
         tied = json.loads((folder / "config.json").read_text()).get("tie_word_embeddings", True)
         return cls._from_names(found.files, folder, config, tied, lambda name: found.read(name).to(device, dtype))
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], config: TargetConfig, tied: bool) -> "FrozenTarget":
-        """Take it from the state dict of a model in memory, without copying.
-
-        Raises ValueError that names a missing or quantised tensor.
-        """
+        """Take it from a state dict without copying; raises ValueError that names a missing or quantised tensor."""
         frozen = cls._from_names(tensors, config.model_type, config, tied, tensors.__getitem__)
         if not frozen.lm_head.is_floating_point():
-            raise ValueError(
-                f"{config.model_type}: its lm_head is stored as {frozen.lm_head.dtype}, but a head needs floating point"
-            )
+            stored = f"{config.model_type}: its lm_head is stored as {frozen.lm_head.dtype}"
+            raise ValueError(f"{stored}, but a head needs floating point")
         return frozen
 
     @classmethod
@@ -78,18 +71,15 @@ class FrozenTarget:
         embedding_name = first_of(EMBEDDING_NAMES, names, source, "embedding")
         norms = tuple(f"{name}.weight" for name in NORM_NAMES)
         norm = first_of(norms, names, source, "final norm").removesuffix(".weight")
-        if tied and not any(name in names for name in LM_HEAD_NAMES):
-            lm_head_name = embedding_name
-        else:
-            lm_head_name = first_of(LM_HEAD_NAMES, names, source, "lm_head")
-        norm_weight = read(f"{norm}.weight")
-        embedding = read(embedding_name)
+        is_shared = tied and not any(name in names for name in LM_HEAD_NAMES)
+        lm_head_name = embedding_name if is_shared else first_of(LM_HEAD_NAMES, names, source, "lm_head")
+        norm_weight, embedding = read(f"{norm}.weight"), read(embedding_name)
         return cls(
             config=config,
             embedding=embedding,
             norm_weight=norm_weight + 1 if config.model_type in GEMMA_TYPES else norm_weight,
             norm_bias=read(f"{norm}.bias") if f"{norm}.bias" in names else None,
-            lm_head=embedding if lm_head_name == embedding_name else read(lm_head_name),
+            lm_head=embedding if is_shared else read(lm_head_name),
         )
 
     def logits(self, last_hidden: Float[Tensor, "*axes hidden"]) -> Float[Tensor, "*axes vocab"]:
@@ -136,15 +126,21 @@ def is_copy(own: Tensor, target: Tensor) -> bool:
     return bool((own.to(theirs) - theirs).abs().max() <= COPY_TOLERANCE * theirs.abs().max())
 
 
+def drop_embedding(tensors: dict[str, Tensor], frozen: FrozenTarget) -> None:
+    """Remove the target's embedding from the tensors of a head that shares it; raises ValueError for another one."""
+    own = tensors.pop("embed_tokens.weight", None)
+    if own is not None and not is_copy(own, frozen.embedding):
+        advice = "give the target that the head was trained for"
+        raise ValueError(f"embed_tokens.weight is not the target's embedding, which the head shares; {advice}")
+
+
 def first_of(wanted: tuple[str, ...], names: Container[str], source: Path | str, what: str) -> str:
     """The first wanted tensor that the source has; raises ValueError if it has none of them."""
     for name in wanted:
         if name in names:
             return name
-    raise ValueError(
-        f"{source}: no {what} among its tensors (looked for {', '.join(wanted)}); give the whole target, not a head or "
-        f"a part of it"
-    )
+    looked = f"{source}: no {what} among its tensors (looked for {', '.join(wanted)})"
+    raise ValueError(f"{looked}; give the whole target, not a head or a part of it")
 
 
 class SafetensorsFolder:
@@ -159,10 +155,8 @@ class SafetensorsFolder:
             with open_safetensors(folder / "model.safetensors") as file:
                 self.files = dict.fromkeys(file.keys(), "model.safetensors")
         else:
-            raise ValueError(
-                f"{folder} has neither model.safetensors nor model.safetensors.index.json; pickled weights are not "
-                f"read: convert the model with save_pretrained(safe_serialization=True)"
-            )
+            advice = "pickled weights are not read: convert the model with save_pretrained(safe_serialization=True)"
+            raise ValueError(f"{folder} has neither model.safetensors nor model.safetensors.index.json; {advice}")
 
     def read(self, name: str) -> Tensor:
         with open_safetensors(self.folder / self.files[name]) as file:

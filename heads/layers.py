@@ -52,9 +52,7 @@ class LayerShape:
         """The sizes in a head's config.json; raises ValueError that names missing keys."""
         needed = ("hidden_size", "intermediate_size", "num_attention_heads")
         if missing := [key for key in needed if config.get(key) is None]:
-            raise ValueError(
-                f"config.json lacks {', '.join(missing)}; the sizes of a Llama layer are required: add them"
-            )
+            raise ValueError(f"config.json lacks {', '.join(missing)}; the sizes of a Llama layer are needed: add them")
         rope, norm_eps = Rope.from_config(config), config.get("rms_norm_eps", target.norm_eps)
         return cls(
             hidden_size=config["hidden_size"],
@@ -110,20 +108,15 @@ def power_of_two_scales(sizes: list[float]) -> Float[Tensor, " inputs"]:
 
 
 def rotary_table(rope: Rope, head_dim: int, max_positions: int) -> Float[Tensor, "positions double"]:
-    """The cosines, then the sines, of every position: [positions, 2 * head_dim], in float32.
-
-    Raises ValueError for a rope type other than `default`, `linear` and `llama3`.
-    """
+    """The cosines, then the sines, of every position, in float32; raises ValueError for an unknown rope type."""
     frequencies = rope.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     if rope.kind == "linear":
         frequencies = frequencies / rope.scaling["factor"]
     elif rope.kind == "llama3":
         frequencies = llama3_frequencies(frequencies, rope)
     elif rope.kind != "default":
-        raise ValueError(
-            f"rope_type {rope.kind!r} in config.json: only default, linear, llama3 are allowed; choose another target, "
-            f"or head.kind medusa, which has no rotary embedding"
-        )
+        advice = "choose another target, or head.kind medusa, which has no rotary embedding"
+        raise ValueError(f"rope_type {rope.kind!r} in config.json: only default, linear, llama3 are allowed; {advice}")
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float64), frequencies)  # [positions, head_dim / 2]
     angles = torch.cat([angles, angles], dim=-1)
     return torch.cat([angles.cos(), angles.sin()], dim=-1).float()

@@ -51,8 +51,7 @@ def log_acceptance(log_q: LogQ, log_p: LogP) -> Positions:
 def blended_acceptance(log_q: LogQ, log_p: LogP) -> Positions:
     """A blend that moves from forward KL to total variation as acceptance grows (LK losses, arXiv 2602.23881).
 
-    lambda KL + (1 - lambda) TV with lambda = exp(-3 alpha), where alpha is the acceptance; no gradient flows through
-    lambda.
+    lambda KL + (1 - lambda) TV; lambda = exp(-3 acceptance), through which no gradient flows.
     """
     share = (-BLEND_SHARPNESS * acceptance(log_q, log_p)).exp().detach()
     return share * forward_kl(log_q, log_p) + (1 - share) * total_variation(log_q, log_p)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -105,11 +105,8 @@ class MedusaHead(LastHiddenHead):
     @classmethod
     def from_section(cls, section: HeadSection, frozen: FrozenTarget, vocab: DraftVocab) -> "MedusaHead":
         assert isinstance(section, MedusaSection)
-        hidden = frozen.config.hidden_size
-        rank = section.lm_head_rank
-        shape = MedusaShape(
-            hidden, section.medusa_heads, section.medusa_layers, sequential=section.sequential, lm_head_rank=rank
-        )
+        sizes = frozen.config.hidden_size, section.medusa_heads, section.medusa_layers
+        shape = MedusaShape(*sizes, sequential=section.sequential, lm_head_rank=section.lm_head_rank)
         return cls(shape, frozen, vocab)
 
     def new_lm_head(self) -> nn.Module:
@@ -126,10 +123,8 @@ class MedusaHead(LastHiddenHead):
         vocab = DraftVocab.full(size) if ids is None else DraftVocab.from_ids("token_map", ids, size)
         first = [name for name in tensors if name.startswith("blocks.0.layers.") and name.endswith(".weight")]
         if not first:
-            raise ValueError(
-                "blocks.0.layers.0.weight is missing; every Medusa head has this tensor: copy the head again, or "
-                "correct headstart.kind in its config.json"
-            )
+            advice = "copy the head again, or correct headstart.kind in its config.json"
+            raise ValueError(f"blocks.0.layers.0.weight is missing; every Medusa head has this tensor: {advice}")
         shape = MedusaShape(
             hidden_size=target.hidden_size,
             num_heads=len({name.split(".")[1] for name in tensors if name.startswith("lm_heads.")}),
@@ -211,9 +206,7 @@ class MedusaHead(LastHiddenHead):
     ) -> Hidden:
         return self.blocks[level](self.with_tokens(features, tokens), self.input_scale)
 
-    def with_tokens(
-        self, features: Float[Tensor, "batch seq feature"], tokens: Int[Tensor, "batch seq"]
-    ) -> Float[Tensor, "batch seq extended"]:
+    def with_tokens(self, features: Features, tokens: Tokens) -> Float[Tensor, "batch seq extended"]:
         """The features, with the tokens' embeddings appended for sequential heads."""
         return torch.cat([features, self.embedding[tokens]], dim=-1) if self.shape.sequential else features
 
@@ -248,9 +241,8 @@ def to_reference_layout(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same tensors under the Medusa authors' names; raises ValueError for heads that their layout cannot hold."""
     first = next(tensor for name, tensor in tensors.items() if name.startswith("blocks."))
     if first.shape[0] != first.shape[-1]:
-        raise ValueError(
-            "blocks.0.layers.0.weight reads more than one hidden state; the Medusa authors' layout has no such heads"
-        )
+        reads = "blocks.0.layers.0.weight reads more than one hidden state"
+        raise ValueError(f"{reads}; the Medusa authors' layout has no such heads")
     num_layers = 1 + max(int(found[2]) for found in map(BLOCK.fullmatch, tensors) if found)
     return {reference_name(name, num_layers): tensor for name, tensor in tensors.items()}
 
@@ -260,6 +252,4 @@ def reference_name(name: str, num_layers: int) -> str:
         return f"{block[1]}.{block[2]}.linear.{block[3]}"
     if lm_head := LM_HEAD.fullmatch(name):
         return f"{lm_head[1]}.{num_layers}.weight"
-    raise ValueError(
-        f"{name}: the Medusa authors' layout has no such tensor; it supports no draft vocabulary, as vLLM's does"
-    )
+    raise ValueError(f"{name}: the Medusa authors' layout has no such tensor, and no draft vocabulary, as vLLM's has")

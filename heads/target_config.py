@@ -23,8 +23,7 @@ SAFE_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "*.
 def locate_target(
     path: str, revision: str | None = None, files: Sequence[str] = SAFE_FILES, field: str = "target.path"
 ) -> Path:
-    """The folder of a target: `path` itself if it is a local folder, the unpacked weights if it is a .gguf file,
-    otherwise the cached or downloaded repository of that hub name ("org/name"), of which only `files` are fetched.
+    """The folder of a target: a local folder itself, a .gguf file unpacked, or `files` of a hub repository (org/name).
 
     Raises ValueError, naming the `field` in which the user gave the path, if the hub does not provide it.
     """
@@ -42,20 +41,15 @@ def locate_target(
 
 
 def unpacked_folder(file: Path, field: str) -> Path:
-    """The folder with the file's model as safetensors; unpacks it first if need be, which takes a minute.
-
-    Raises ValueError, naming the `field` in which the user gave the file, if there is none or it cannot be unpacked.
-    """
+    """The folder with the file's model, unpacked if need be; raises ValueError, naming `field`, if that fails."""
     if not file.is_file():
         raise ValueError(f"{field}: {file} given, an existing GGUF file is allowed; check the path")
     folder = user_cache("gguf") / identity(file)
     if (folder / "config.json").is_file():
         return folder
     if find_spec("gguf") is None:
-        raise ValueError(
-            f"{field}: {file} given, which needs gguf to be unpacked; run pip install -e '.[gguf]', or give the model "
-            f"as a folder of safetensors"
-        )
+        advice = "run pip install -e '.[gguf]', or give the model as a folder of safetensors"
+        raise ValueError(f"{field}: {file} given, which needs gguf to be unpacked; {advice}")
     with only_run_in(folder.with_name(folder.name + ".lock"), f"unpacking {file.name}", wait=True):
         if not (folder / "config.json").is_file():
             print(f"unpacking {file} into {folder}, once", file=sys.stderr, flush=True)
@@ -120,9 +114,8 @@ class TargetConfig:
     def from_folder(cls, folder: Path) -> "TargetConfig":
         path = folder / "config.json"
         if not path.is_file():
-            raise ValueError(
-                f"target.path: {folder} has no config.json, which is required; give the folder of a Hugging Face model"
-            )
+            needed = "which is required; give the folder of a Hugging Face model"
+            raise ValueError(f"target.path: {folder} has no config.json, {needed}")
         return cls.from_dict(read_json_object(path, "target"))
 
     @classmethod
@@ -131,23 +124,17 @@ class TargetConfig:
         text = config.get("text_config") or config
 
         def first(*names: str, default: Any = None) -> Any:
-            for name in names:
-                if text.get(name) is not None:
-                    return text[name]
-            if default is None:
-                raise ValueError(
-                    f"the target's config.json has none of {names}: models of type {text.get('model_type')!r} are not "
-                    f"supported"
-                )
-            return default
+            found = next((text[name] for name in names if text.get(name) is not None), default)
+            if found is None:
+                kind = f"models of type {text.get('model_type')!r}"
+                raise ValueError(f"the target's config.json has none of {names}: {kind} are not supported")
+            return found
 
         def size(*names: str, default: int | None = None) -> int:
             found = first(*names, default=default)
             if type(found) is not int or found < 1:
-                raise ValueError(
-                    f"the target's config.json: {names[0]} is {found!r}; a whole number of at least 1 is required: "
-                    f"copy or download the target again"
-                )
+                needed = "a whole number of at least 1 is required: copy or download the target again"
+                raise ValueError(f"the target's config.json: {names[0]} is {found!r}; {needed}")
             return found
 
         hidden, heads = size("hidden_size", "n_embd"), size("num_attention_heads", "n_head")

@@ -41,10 +41,7 @@ class TargetOrigin:
 
 
 def target_identity(folder: Path) -> str:
-    """A digest of a target's config and weights that is cheap for hundreds of gigabytes.
-
-    It covers config.json, and the name, size, first and last MiB of every weight file.
-    """
+    """A digest, cheap for large targets, of config.json and each weight file's name, size, first and last MiB."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for path in sorted(folder.glob("*.safetensors")):
         digest.update(f"{path.name} {path.stat().st_size}".encode())

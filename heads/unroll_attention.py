@@ -36,9 +36,8 @@ class MergedAttention(torch.autograd.Function):
         if own_keys:
             causal, scale = logsumexp, query.shape[-1] ** -0.5
             grouped = group_heads(query, key)
-            scores = (
-                torch.stack([dot(grouped, own.unsqueeze(2), causal.dtype) for own in own_keys]).flatten(2, 3) * scale
-            )
+            scores = torch.stack([dot(grouped, own.unsqueeze(2), causal.dtype) for own in own_keys])
+            scores = scores.flatten(2, 3) * scale
             logsumexp = torch.logaddexp(causal, scores.logsumexp(0))
             weights = (scores - logsumexp).exp()
             merged = group_heads(out * (causal - logsumexp).exp().unsqueeze(-1), key)
@@ -55,9 +54,8 @@ class MergedAttention(torch.autograd.Function):
         steps, scale = len(keys_and_values) // 2, query.shape[-1] ** -0.5
         (key, *own_keys), (value, *own_values) = keys_and_values[:steps], keys_and_values[steps:]
         grad_out = gradients[0] if gradients[0].stride(-1) == 1 else gradients[0].contiguous()  # kernels require this
-        grad_query, grad_key, grad_value = kernel_for(query).backward(
-            grad_out, query, key, value, out, logsumexp, ctx.documents
-        )
+        given = grad_out, query, key, value, out, logsumexp
+        grad_query, grad_key, grad_value = kernel_for(query).backward(*given, documents=ctx.documents)
         grad_keys, grad_values = [grad_key], [grad_value]
         row = dot(grad_out, out, weights.dtype)  # [batch, heads, seq]: sum over all keys of weight * its gradient
         query_groups, grad_groups = group_heads(query, key), group_heads(grad_out, key)

@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+OFFSETS = "must hold offsets: target id minus draft id"
+
 
 @dataclass(frozen=True)
 class DraftVocab:
@@ -41,20 +43,14 @@ class DraftVocab:
             return cls.full(target_size)
         vocab = cls.from_offsets(d2t, target_size)
         if t2d is not None and not torch.equal(t2d.bool(), vocab.members()):
-            raise ValueError(
-                "d2t and t2d name different target tokens; d2t must hold offsets: target id minus draft id"
-            )
+            raise ValueError(f"d2t and t2d name different target tokens; d2t {OFFSETS}")
         return vocab
 
     @classmethod
     def from_offsets(cls, d2t: Tensor, target_size: int) -> "DraftVocab":
-        """From the offsets in a head's file: target id = draft id + d2t[draft id].
-
-        Raises ValueError for a tensor that is no such list of offsets.
-        """
+        """From offsets, target id = draft id + d2t[draft id]; raises ValueError for a tensor that is no such list."""
         check_list("d2t", d2t)
-        advice = "it must hold offsets: target id minus draft id"
-        return cls._ascending("d2t", torch.arange(len(d2t)) + d2t, target_size, advice)
+        return cls._ascending("d2t", torch.arange(len(d2t)) + d2t, target_size, f"it {OFFSETS}")
 
     @classmethod
     def from_ids(cls, name: str, ids: Tensor, target_size: int) -> "DraftVocab":
@@ -66,10 +62,8 @@ class DraftVocab:
     @classmethod
     def _ascending(cls, name: str, ids: Tensor, target_size: int, advice: str) -> "DraftVocab":
         if not bool((ids.diff() > 0).all()) or int(ids[0]) < 0 or int(ids[-1]) >= target_size:
-            raise ValueError(
-                f"{name} gives ids {int(ids.min())} to {int(ids.max())}; ascending target ids below {target_size} are "
-                f"required: {advice}"
-            )
+            found = f"{name} gives ids {int(ids.min())} to {int(ids.max())}"
+            raise ValueError(f"{found}; ascending target ids below {target_size} are required: {advice}")
         return cls(ids, target_size)
 
     @property
@@ -94,8 +88,5 @@ class DraftVocab:
 def check_list(name: str, found: Tensor) -> None:
     """Raise ValueError unless a tensor of a head's file is a list of whole numbers."""
     if found.is_floating_point() or found.ndim != 1 or not len(found):
-        dtype = str(found.dtype).removeprefix("torch.")
-        raise ValueError(
-            f"{name} is {dtype} of shape {list(found.shape)}; int64 of shape [draft vocabulary] is required: write the "
-            f"head's files again"
-        )
+        held = f"{name} is {str(found.dtype).removeprefix('torch.')} of shape {list(found.shape)}"
+        raise ValueError(f"{held}; int64 of shape [draft vocabulary] is required: write the head's files again")

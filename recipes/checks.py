@@ -52,8 +52,9 @@ def file_mistakes(recipe: dict[str, Values]) -> Iterator[RecipeMistake]:
         names = f"{HUB_PREFIX}org/name:split, {PYTHON_STDLIB} or {SELF}"
         allowed = f"an existing file or dataset folder, {names} is allowed"
         yield "data.prompts", f"{allowed}; put the prompts there ({RELATIVE_PATHS})"
-    named = isinstance(heldout_prompts, str) and heldout_prompts != SELF
-    if named and not os.path.isfile(os.path.expanduser(str(heldout_prompts))):
+    if not isinstance(heldout_prompts, str) or heldout_prompts == SELF:
+        return
+    if not os.path.isfile(os.path.expanduser(heldout_prompts)):
         allowed = f"an existing file, or {SELF} with data.prompts {SELF}, is allowed"
         yield "data.heldout_prompts", f"{allowed}; put the prompts there ({RELATIVE_PATHS})"
 
@@ -63,45 +64,29 @@ def kind_mistakes(recipe: dict[str, Values], given: Values) -> Iterator[RecipeMi
     head, train = recipe["head"], recipe["train"]
     kind = head.get("kind")
     if train["regression_weight"] and kind != "eagle1":
-        yield (
-            "train.regression_weight",
-            f"only 0 or null is allowed, as {kind} predicts no features; remove it, or choose head.kind eagle1",
-        )
-    if kind == "medusa":
-        yield from medusa_mistakes(head, given, recipe["decode"])
-    if kind == "block":
-        yield from block_mistakes(head, given, recipe["decode"])
-    elif isinstance(kind, str) and "anchors" in given:
+        allowed = f"only 0 or null is allowed, as {kind} predicts no features"
+        yield "train.regression_weight", f"{allowed}; remove it, or choose head.kind eagle1"
+    if kind in ("medusa", "block"):
+        yield from level_mistakes(head, given, recipe["decode"])
+    if kind == "block" and given.get("input_noise"):
+        yield "train.input_noise", "only 0 or null is allowed with head.kind block; remove it"
+    if kind in ("eagle1", "eagle3", "medusa") and "anchors" in given:
         yield "train.anchors", "only block heads have it; remove it, or choose head.kind block"
 
 
-def medusa_mistakes(head: Values, given: Values, decode: Values) -> Iterator[RecipeMistake]:
-    """Medusa has one head per draft level: training unrolls all of them, and decoding can draft no deeper."""
-    heads, depth = head["medusa_heads"], decode["depth"]
-    if given.get("unroll", heads) != heads:
-        why = "one step per Medusa head (head.medusa_heads)"
-        yield "train.unroll", f"{heads} is allowed, {why}; leave it out, or write train.unroll: {heads}"
-    if is_count(heads) and is_count(depth) and depth > heads:
-        yield (
-            "decode.depth",
-            f"1 to {heads} is allowed, one level per Medusa head; lower it, or raise head.medusa_heads",
-        )
-
-
-def block_mistakes(head: Values, given: Values, decode: Values) -> Iterator[RecipeMistake]:
-    """A pass drafts as many levels as a block predicts: training scores all of them, decoding uses no more."""
-    size, depth = head["block_size"], decode["depth"]
-    if not is_count(size):
+def level_mistakes(head: Values, given: Values, decode: Values) -> Iterator[RecipeMistake]:
+    """Training scores all levels that a Medusa or block head drafts, and decoding can draft no deeper."""
+    field = "medusa_heads" if head["kind"] == "medusa" else "block_size"
+    levels, depth = head[field], decode["depth"]
+    if not is_count(levels):
         return
-    is_dflash = head["markov_rank"] == 0 and not head["causal"]
-    levels = size - 1 if is_dflash else size
-    why = f"the levels that a block of {size} drafts (head.block_size)"
+    if field == "block_size" and head["markov_rank"] == 0 and not head["causal"]:
+        levels -= 1  # the first slot of a DFlash block drafts none
+    why = f"the levels that head.{field} gives"
     if given.get("unroll", levels) != levels:
         yield "train.unroll", f"{levels} is allowed, {why}; leave it out, or write train.unroll: {levels}"
     if is_count(depth) and depth > levels and decode["drafter"] == "head":
-        yield "decode.depth", f"1 to {levels} is allowed, {why}; lower it, or raise head.block_size and train again"
-    if given.get("input_noise"):
-        yield "train.input_noise", "only 0 or null is allowed with head.kind block; remove it"
+        yield "decode.depth", f"1 to {levels} is allowed, {why}; lower it, or raise head.{field} and train again"
 
 
 def joint_mistakes(recipe: dict[str, Values]) -> Iterator[RecipeMistake]:
@@ -121,10 +106,7 @@ def split_mistakes(recipe: dict[str, Values]) -> Iterator[RecipeMistake]:
     if online is not None and split == "tensor":  # training ranks read different samples; a shared target needs one
         yield "target.split", "only layers or null is allowed with data.online; remove split"
     if online not in (None, ["auto"]) and split == "layers":
-        yield (
-            "target.split",
-            "only null is allowed with devices in data.online, which place the target already; remove one of them",
-        )
+        yield "target.split", "only null is allowed with devices in data.online, which place the target; remove one"
     if split == "tensor" and data["draft_head"] is not None and recipe["decode"]["growth"] in TIMED_GROWTHS:
         allowed = "a growth that measures no times is allowed with target.split tensor and data.draft_head"
         yield "decode.growth", f"{allowed}, because all ranks must draft the same tree; choose dynamic"
@@ -139,10 +121,7 @@ def baseline_mistakes(report: Values, decode: Values) -> Iterator[RecipeMistake]
             allowed = f"a path is allowed, because report.baselines has {baseline}"
             yield f"decode.{field}", f"{allowed}; add it, or remove {baseline} there"
     if "repeats" in baselines and not decode["repeats"]:
-        yield (
-            "decode.repeats",
-            "1 to 64 is allowed, because report.baselines has repeats; add it, or remove repeats there",
-        )
+        yield "decode.repeats", "1 to 64 is allowed, because report.baselines has repeats; add it, or remove repeats"
     if "cost_aware" in baselines and decode["acceptance"] == "rejection":
         allowed = "only rows other than cost_aware are allowed with decode.acceptance rejection, as it prunes by score"
         yield "report.baselines", f"{allowed}; remove cost_aware"
@@ -207,10 +186,8 @@ def size_mistakes(config: Values, recipe: dict[str, Values]) -> Iterator[RecipeM
     num_heads, num_kv_heads = first(sizes, "num_attention_heads", "n_head"), head.get("num_kv_heads")
     own_heads = head.get("num_heads") is not None
     if not own_heads and is_count(num_heads) and is_count(num_kv_heads) and num_heads % num_kv_heads:
-        yield (
-            "head.num_kv_heads",
-            f"a divisor of the target's {num_heads} attention heads is allowed; change it, or set head.num_heads",
-        )
+        allowed = f"a divisor of the target's {num_heads} attention heads is allowed"
+        yield "head.num_kv_heads", f"{allowed}; change it, or set head.num_heads"
 
 
 def layer_mistakes(layers: int, head: Values, decode: Values) -> Iterator[RecipeMistake]:
@@ -219,26 +196,18 @@ def layer_mistakes(layers: int, head: Values, decode: Values) -> Iterator[Recipe
         allowed = f"hidden states 0 to {layers} of a target with {layers} layers are allowed"
         yield "head.taps", f"{allowed}; replace {', '.join(map(str, beyond))}"
     if is_count(exit_layers) and exit_layers >= layers:
-        yield (
-            "decode.exit_layers",
-            f"1 to {layers - 1} is allowed, fewer than the target's {layers} layers; lower it, or null for half",
-        )
+        allowed = f"1 to {layers - 1} is allowed, fewer than the target's {layers} layers"
+        yield "decode.exit_layers", f"{allowed}; lower it, or null for half"
 
 
 def vocabulary_mistakes(vocab_size: int, head: Values, decode: Values) -> Iterator[RecipeMistake]:
     """A head cannot draft more tokens than the target has, nor more children than it drafts tokens."""
     draft_vocab_size, width = head.get("draft_vocab_size"), decode["width"]
     if is_count(draft_vocab_size) and draft_vocab_size > vocab_size:
-        yield (
-            "head.draft_vocab_size",
-            f"1 to the target's {vocab_size} tokens are allowed; lower it, or null for all of them",
-        )
+        yield "head.draft_vocab_size", f"1 to the target's {vocab_size} tokens are allowed; lower it, or null for all"
     if is_count(mask := head.get("mask_token_id")) and mask >= vocab_size:
-        yield (
-            "head.mask_token_id",
-            f"0 to {vocab_size - 1} of the target's tokens is allowed; choose one that it never writes, or null for "
-            "its last",
-        )
+        allowed = f"0 to {vocab_size - 1} of the target's tokens is allowed"
+        yield "head.mask_token_id", f"{allowed}; choose one that it never writes, or null for its last"
     drafted, whose = vocab_size, "the target has tokens"
     if is_count(draft_vocab_size) and decode["drafter"] == "head":
         drafted, whose = min(draft_vocab_size, vocab_size), "the head drafts tokens (head.draft_vocab_size)"
@@ -252,16 +221,11 @@ def length_mistakes(positions: int, data: Values, decode: Values) -> Iterator[Re
     if is_count(prompt) and is_count(response) and prompt + response > positions:
         field, other = ("prompt_tokens", response) if prompt >= positions else ("response_tokens", prompt)
         most = f"up to {positions - other}" if other < positions else f"fewer than {positions}"
-        yield (
-            f"data.{field}",
-            f"{most} is allowed, because data.prompt_tokens {prompt} and data.response_tokens {response} make samples "
-            f"of {prompt + response} tokens and the target has {positions} positions; lower one of them",
-        )
+        why = f"because data.prompt_tokens {prompt} + data.response_tokens {response} exceed the target's {positions} "
+        yield f"data.{field}", f"{most} is allowed, {why}positions; lower one of them"
     if is_count(new_tokens) and new_tokens >= positions:
-        yield (
-            "decode.max_new_tokens",
-            f"1 to {positions - 1} is allowed, fewer than the target's {positions} positions; lower it",
-        )
+        allowed = f"1 to {positions - 1} is allowed, fewer than the target's {positions} positions"
+        yield "decode.max_new_tokens", f"{allowed}; lower it"
 
 
 def refuse_original_target(recipe: Recipe) -> None:
@@ -269,10 +233,9 @@ def refuse_original_target(recipe: Recipe) -> None:
     if recipe.joint.mode is None or recipe.head_in_use.resolve() != recipe.head_dir.resolve():
         return
     if Path(recipe.target.path).resolve() != recipe.tuned_target_dir.resolve():
-        raise ValueError(
-            f"target.path: {recipe.target.path} given, but a head trained with joint.mode {recipe.joint.mode} is for "
-            f"the tuned target; give target.path={recipe.tuned_target_dir}"
-        )
+        why = f"a head trained with joint.mode {recipe.joint.mode} is for the tuned target"
+        advice = f"give target.path={recipe.tuned_target_dir}"
+        raise ValueError(f"target.path: {recipe.target.path} given, but {why}; {advice}")
 
 
 def first(sizes: Values, *names: str) -> Any:

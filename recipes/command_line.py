@@ -40,13 +40,8 @@ def recipe_from_command_line(doc: str | None, argv: Sequence[str] | None = None)
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("recipe", help="YAML file, such as recipes/tiny.yaml")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="section.key=value",
-        help="replaces the file's value; written as YAML",
-    )
+    value = "replaces the file's value; written as YAML"
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=value)
     arguments = parser.parse_args(argv)
     try:
         return load_recipe(arguments.recipe, arguments.overrides)
@@ -56,10 +51,9 @@ def recipe_from_command_line(doc: str | None, argv: Sequence[str] | None = None)
 
 
 def run_command(doc: str | None, run: Callable[[Recipe], object], interrupted: str = STARTS_OVER) -> None:
-    """Run a command on the recipe from the command line.
+    """Run a command on the recipe from the command line; errors of users, disks and networks end it with one message.
 
-    User mistakes, errors of disks and networks, and Ctrl-C end it with one message and no traceback; `interrupted` is
-    the message for Ctrl-C.
+    `interrupted` is the message for Ctrl-C.
     """
     with errors_as_messages(interrupted):
         recipe = recipe_from_command_line(doc)

@@ -86,8 +86,6 @@ def allowed_values(schema: dict[str, Any]) -> str:
         return f"only {schema['const']}"
     if "enum" in schema:
         return "one of " + ", ".join(schema["enum"])
-    if "prefixItems" in schema:
-        return f"a list of {len(schema['prefixItems'])}, each {allowed_values(schema['prefixItems'][0])}"
     if "additionalProperties" in schema:
         return f"names, each with {allowed_values(schema['additionalProperties'])}"
     if "items" in schema:

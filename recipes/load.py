@@ -105,13 +105,11 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 def check_arguments(path: Any, overrides: Any) -> None:
     """Raise RecipeError for arguments of another type; a bare text would be read letter by letter."""
     if not isinstance(path, str | Path):
-        raise RecipeError(
-            f"path: {path!r} given, the path of a recipe is allowed; write load_recipe('recipes/tiny.yaml')"
-        )
+        allowed = "the path of a recipe is allowed; write load_recipe('recipes/tiny.yaml')"
+        raise RecipeError(f"path: {path!r} given, {allowed}")
     if not isinstance(overrides, list | tuple) or not all(isinstance(each, str) for each in overrides):
-        raise RecipeError(
-            f"overrides: {overrides!r} given, a list of texts is allowed; write load_recipe(path, ['train.steps=100'])"
-        )
+        allowed = "a list of texts is allowed; write load_recipe(path, ['train.steps=100'])"
+        raise RecipeError(f"overrides: {overrides!r} given, {allowed}")
 
 
 def read_recipe_file(path: Path) -> RawRecipe:

@@ -39,6 +39,7 @@ REMOVED: dict[str, str] = {
     "target.packed_weights": "remove it: weights are packed wherever this makes steps faster",
     "target.tp_plan": "write target.split: tensor",
     "target.zero_stage": "write target.split: tensor, or layers in a single process",
+    "train.betas": "remove it: AdamW decays by 0.9 and 0.95",
     "train.confidence_weight": "remove it: no confidence head is trained",
     "train.depth_weights": "write train.unroll_decay, the weight of each depth relative to the one before",
     "train.ema_decay": "remove it: the newest weights are measured and exported",

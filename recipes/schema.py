@@ -19,6 +19,7 @@ from pydantic import (
 PYTHON_STDLIB = "python-stdlib"  # the data.prompts value that names the built-in corpus
 SELF = "self"  # the data.prompts and data.heldout_prompts value for prompts that the target writes itself
 HUB_PREFIX = "hf:"  # data.prompts starts with it to name a Hugging Face hub dataset
+HUB_NAME = re.compile(rf"{HUB_PREFIX}[\w.-]+(/[\w.-]+)?(:\w+)?")
 LONGEST_NAME = 255  # bytes of a file's name, on every common file system
 
 
@@ -41,8 +42,6 @@ HomePath = Annotated[
 HomeText = Annotated[str, BeforeValidator(refuse_unusable_path), AfterValidator(os.path.expanduser)]
 Temperature = Annotated[float, Field(ge=0)]
 Temperatures = Annotated[tuple[Temperature, ...], Field(strict=False, min_length=1)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
-Betas = Annotated[tuple[Beta, Beta], Field(strict=False)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 DEVICE_NAME = re.compile(r"auto|cpu|(cuda|mps|xpu|hpu)(:\d+)?")
 
@@ -52,10 +51,7 @@ def refuse_unknown_device(name: str) -> str:
     if DEVICE_NAME.fullmatch(name):
         return name
     advice = "did you mean cuda?" if name.partition(":")[0].lower() in ("gpu", "cuda", "nvidia") else "choose one"
-    raise ValueError(
-        f"auto, cpu, cuda, a numbered device such as cuda:1, or another kind of torch's (mps, xpu, hpu) is allowed; "
-        f"{advice}"
-    )
+    raise ValueError(f"auto, cpu, cuda, a numbered device such as cuda:1, or mps, xpu, hpu is allowed; {advice}")
 
 
 DeviceName = Annotated[str, AfterValidator(refuse_unknown_device)]
@@ -70,13 +66,6 @@ DrafterRow = Literal["draft_model", "early_exit", "prompt_lookup", "suffix", "lo
 HeadRow = Literal["chain", "tree", "cost_aware", "repeats", "untrained"]
 Baseline = Literal["plain", "generate", "generate_lookup", "generate_assisted", HeadRow, DrafterRow]
 Baselines = Annotated[tuple[Baseline, ...], Field(strict=False, min_length=1)]
-
-
-def refuse_repeats(values: tuple[object, ...]) -> tuple[object, ...]:
-    """Raise ValueError for a value that is given twice, where each makes a row of its own."""
-    if len(set(values)) < len(values):
-        raise ValueError(f"a list without repeats is allowed; write {list(dict.fromkeys(values))}")
-    return values
 
 
 class Section(BaseModel):
@@ -186,9 +175,7 @@ class DataSection(Section):
     @field_validator("prompts")
     @classmethod
     def hub_names_are_whole(cls, prompts: str) -> str:
-        if prompts.startswith(HUB_PREFIX) and not re.fullmatch(
-            r"[\w.-]+(/[\w.-]+)?(:\w+)?", prompts[len(HUB_PREFIX) :]
-        ):
+        if prompts.startswith(HUB_PREFIX) and not HUB_NAME.fullmatch(prompts):
             raise ValueError(f"{HUB_PREFIX}org/name:split is allowed for a dataset of the hub; correct the name")
         return prompts
 
@@ -217,8 +204,7 @@ class DataSection(Section):
 
 
 DraftVocabSize = Annotated[
-    int | None,
-    Field(gt=0, description="Most frequent tokens that the head may draft; null is the whole vocabulary."),
+    int | None, Field(gt=0, description="Most frequent tokens that the head may draft; null is the whole vocabulary.")
 ]
 
 
@@ -257,9 +243,7 @@ def refuse_unordered_taps(taps: tuple[int, ...]) -> tuple[int, ...]:
 
 
 Taps = Annotated[
-    tuple[Annotated[int, Field(ge=0)], ...],
-    Field(strict=False, min_length=1),
-    AfterValidator(refuse_unordered_taps),
+    tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, min_length=1), AfterValidator(refuse_unordered_taps)
 ]
 
 
@@ -369,9 +353,6 @@ class TrainSection(Section):
         default="adamw", description="adamw updates all weights; muon the layer's matrices, with AdamW for the rest."
     )
     muon_learning_rate: float = Field(default=0.02, gt=0, description="Muon's peak learning rate.")
-    betas: Betas = Field(
-        default=(0.9, 0.95), description="AdamW's decay per step of the gradient's mean and mean square."
-    )
     clip_norm: float = Field(
         default=0.5, gt=0, description="Largest gradient norm; larger gradients are scaled down to it."
     )
@@ -515,24 +496,14 @@ class DecodeSection(Section):
         for kind, field in (("draft_model", "draft_model"), ("suffix", "corpus")):
             if self.drafter == kind and self.model_dump()[field] is None:
                 raise ValueError(f"drafter {kind} needs {field}; give decode.{field}")
-        if self.drafter != "head" and self.growth in ("adaptive", "cost_aware"):
-            raise ValueError(
-                f"growth {self.growth} needs a head's measured costs; {self.drafter} allows chain or dynamic"
-            )
-        if self.drafter != "head" and self.growth in ("searched", "searched_cost_aware"):
-            raise ValueError(
-                f"growth {self.growth} needs a tree fitted to a head; {self.drafter} allows chain or dynamic"
-            )
+        if self.drafter != "head" and self.growth not in ("chain", "dynamic"):
+            raise ValueError(f"growth {self.growth} needs a trained head; {self.drafter} allows chain or dynamic")
         if self.repeats and (self.drafter != "head" or self.acceptance != "seeded"):
-            raise ValueError(
-                f"repeats {self.repeats} needs drafter head and acceptance seeded; {self.drafter} with "
-                f"{self.acceptance} is given; write repeats: 0"
-            )
+            given = f"{self.drafter} with {self.acceptance} is given"
+            raise ValueError(f"repeats needs drafter head and acceptance seeded; {given}; write repeats: 0")
         if self.acceptance == "rejection" and self.growth not in ("chain", "searched"):
-            raise ValueError(
-                f"acceptance rejection allows growth chain or searched; {self.growth} keeps or drops sampled tokens by "
-                f"their values, which would bias the output"
-            )
+            why = f"{self.growth} keeps or drops sampled tokens by their values, which would bias the output"
+            raise ValueError(f"acceptance rejection allows growth chain or searched; {why}")
         return self
 
 
@@ -556,12 +527,7 @@ class ReportSection(Section):
         description="More heads of this target to measure, {name: folder}; their rows carry the name. They draft as "
         "the recipe says, up to their own depth.",
     )
-    threads: int | None = Field(
-        default=None,
-        gt=0,
-        le=1024,
-        description="CPU threads; null is torch's default.",
-    )
+    threads: int | None = Field(default=None, gt=0, le=1024, description="CPU threads; null is torch's default.")
     baselines: Baselines = Field(
         default=("generate", "plain", "untrained", "chain", "tree"),
         description="Rows of the table. plain: our plain decoding; generate, generate_lookup, generate_assisted: "
@@ -573,15 +539,15 @@ class ReportSection(Section):
     @field_validator("batches", "temperatures", "baselines")
     @classmethod
     def each_has_its_own_row(cls, values: tuple[object, ...]) -> tuple[object, ...]:
-        return refuse_repeats(values)
+        if len(set(values)) < len(values):
+            raise ValueError(f"a list without repeats is allowed; write {list(dict.fromkeys(values))}")
+        return values
 
     @field_validator("baselines")
     @classmethod
     def other_heads_have_rows(cls, baselines: tuple[str, ...], section: ValidationInfo) -> tuple[str, ...]:
         if section.data.get("other_heads") and {"chain", "tree", "cost_aware", "repeats"}.isdisjoint(baselines):
-            raise ValueError(
-                "a list with chain, tree, cost_aware or repeats is allowed with report.other_heads; add one of them"
-            )
+            raise ValueError("with report.other_heads, chain, tree, cost_aware or repeats is needed; add one")
         return baselines
 
 
@@ -609,15 +575,11 @@ class LogSection(Section):
 
 
 class Recipe(Section):
-    """One run, from prompts to report. Its files are below run_dir; prompts, responses and features may be shared in
-    data.folder."""
+    """One run, from prompts to report; its files are below run_dir, and those of its data in data.folder if given."""
 
     run_dir: HomePath = Field(description="Folder for everything that the run writes.")
     seed: int = Field(
-        default=0,
-        ge=0,
-        lt=2**31,
-        description="Seed of the prompts, responses, initial weights, batch order and sampled texts.",
+        default=0, ge=0, lt=2**31, description="Seed of prompts, responses, first weights, batch order, sampled texts."
     )
     target: TargetSection
     data: DataSection

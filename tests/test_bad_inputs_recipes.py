@@ -58,10 +58,6 @@ an empty name | target.path=''
     target.path | '' given | one or more characters | change it
 a number for a revision | target.revision=1
     target.revision | 1 given | a string, or null | or leave it out for the default
-a single beta | train.betas=[0.9]
-    train.betas | [0.9] given | a list of 2 | or leave it out for the default
-three betas | train.betas=[0.9, 0.9, 0.9]
-    train.betas | [0.9, 0.9, 0.9] given | a list of 2 | or leave it out for the default
 a section that is a number | train=5
     train | 5 given | a section is allowed | write them below
 a section that is a list | decode=[1]
@@ -84,8 +80,6 @@ a rate that is nan | train.learning_rate=.nan
     train.learning_rate | nan given | a number > 0 | or leave it out for the default
 an infinite rate | train.learning_rate=.inf
     train.learning_rate | inf given | a number > 0 | or leave it out for the default
-a beta of 1 | train.betas=[1, 0.9]
-    train.betas | [1, 0.9] given | < 1 | or leave it out for the default
 a block of one slot | head={kind: block, block_size: 1}
     head.block_size | 1 given | > 1 | or leave it out for the default
 no anchors | head={kind: block, block_size: 3} | train.anchors=0

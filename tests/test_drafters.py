@@ -470,16 +470,16 @@ def test_a_recipe_selects_its_drafter(target_folder: Path, tmp_path: Path) -> No
     [
         ({"drafter": "draft_model"}, "drafter draft_model needs draft_model; give decode.draft_model"),
         ({"drafter": "suffix"}, "drafter suffix needs corpus; give decode.corpus"),
-        ({"drafter": "lookahead", "growth": "adaptive"}, "growth adaptive needs a head's measured costs"),
-        ({"drafter": "lookahead", "repeats": 4}, "repeats 4 needs drafter head and acceptance seeded; lookahead with"),
+        ({"drafter": "lookahead", "growth": "adaptive"}, "growth adaptive needs a trained head"),
+        ({"drafter": "lookahead", "repeats": 4}, "repeats needs drafter head and acceptance seeded; lookahead with"),
         (
             {"acceptance": "rejection", "growth": "chain", "repeats": 4},
             "head with rejection is given; write repeats: 0",
         ),
-        ({"drafter": "early_exit", "growth": "searched"}, "growth searched needs a tree fitted to a head"),
+        ({"drafter": "early_exit", "growth": "searched"}, "growth searched needs a trained head"),
         (
             {"drafter": "prompt_lookup", "growth": "searched_cost_aware"},
-            "growth searched_cost_aware needs a tree fitted to a head; prompt_lookup allows chain or dynamic",
+            "growth searched_cost_aware needs a trained head; prompt_lookup allows chain or dynamic",
         ),
     ],
 )

@@ -37,7 +37,7 @@ REFUSED = {  # head -> format -> what the refusal names
     "taps": {"eagle": "eagle_aux_hidden_state_layer_ids"},
     "norm before fc": {"eagle": "norm_before_fc"},
     "medusa": NO_MEDUSA,
-    "medusa layers": NO_MEDUSA | {"medusa": "uses the last layer's weights for all"},
+    "medusa layers": NO_MEDUSA | {"medusa": "uses the last one's weights for all"},
     "medusa limited": NO_MEDUSA | {"vllm": "vLLM refuses heads that score only some", "medusa": "no draft vocabulary"},
     "dspark": NO_BLOCK,
     "dspark limited": NO_BLOCK,

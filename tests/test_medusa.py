@@ -389,8 +389,8 @@ def test_a_run_on_another_runs_harvest_trains_a_head_and_draws_its_tree(tmp_path
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("train.unroll=3", "train.unroll: 3 given, 2 is allowed, one step per Medusa head"),
-        ("decode.depth=3", "decode.depth: 3 given, 1 to 2 is allowed, one level per Medusa head"),
+        ("train.unroll=3", "train.unroll: 3 given, 2 is allowed, the levels that head.medusa_heads gives"),
+        ("decode.depth=3", "decode.depth: 3 given, 1 to 2 is allowed, the levels that head.medusa_heads gives"),
     ],
 )
 def test_a_recipe_with_more_levels_than_heads_is_refused(tmp_path: Path, override: str, said: str) -> None:

@@ -217,7 +217,7 @@ def test_the_fused_gpu_kernel_gets_arguments_that_match_its_schema(packed: bool)
         out, logsumexp = CUDA_FUSED.forward(query, key, value, documents)
         assert (out.shape, out.dtype) == (query.shape, query.dtype)
         assert (logsumexp.shape, logsumexp.dtype) == (query.shape[:3], torch.float32)
-        gradients = CUDA_FUSED.backward(states(4), query, key, value, out, logsumexp, documents)
+        gradients = CUDA_FUSED.backward(states(4), query, key, value, out, logsumexp, documents=documents)
         assert [each.shape for each in gradients] == [each.shape for each in (query, key, value)]
 
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from headstart.recipes.schema import TrainSection
 
+BETAS = (0.9, 0.95)  # AdamW's decay per step of the gradient's mean and mean square
 BY_TOKEN = ("embed_tokens", "lm_head", "markov_head.markov_w")  # prefixes of the matrices that have a row per token
 
 
@@ -21,9 +22,7 @@ def build_optimizers(head: nn.Module, section: TrainSection) -> list[Optimizer]:
     matrices = inner if section.optimizer == "muon" else []
     matrix_ids = {id(p) for p in matrices}
     rest = [p for _, p in named if id(p) not in matrix_ids]
-    optimizers: list[Optimizer] = [
-        torch.optim.AdamW(rest, lr=section.learning_rate, betas=section.betas, weight_decay=0.0)
-    ]
+    optimizers: list[Optimizer] = [torch.optim.AdamW(rest, lr=section.learning_rate, betas=BETAS, weight_decay=0.0)]
     if matrices:
         optimizers.append(torch.optim.Muon(matrices, lr=section.muon_learning_rate, weight_decay=0.0))
     return optimizers

@@ -217,7 +217,7 @@ def refuse_non_finite(training: Training, what: str, value: float, step: int, nu
         return
     store = training.inputs.train
     samples = ((number, store[number]) for number in numbers)
-    spoiled = [number for number, each in samples if not (each.taps.isfinite() & each.last_hidden.isfinite()).all()]
+    spoiled = [n for n, each in samples if not (each.taps.isfinite().all() and each.last_hidden.isfinite().all())]
     if spoiled:
         advice = f"the features of samples {named(store, spoiled)} are not finite; harvest again, in another data.dtype"
     else:

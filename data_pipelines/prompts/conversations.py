@@ -96,7 +96,7 @@ def parse_prompt(row: Json) -> Conversation | str:
     if name not in row:
         nulls = " that are not null" if not row else ""
         raise BadRow("unknown form", f"fields {sorted(row)} given{nulls}; a row needs {NEEDED}")
-    if name == "prompt" and isinstance(row[name], list):
+    if name == "prompt" and isinstance(row[name], list) and all(isinstance(turn, dict) for turn in row[name]):
         return parse_turns(row[name], row)
     text = text_field(row, name)
     return parse_turns([{"role": "user", "content": text}], row) if row.get("system") else text

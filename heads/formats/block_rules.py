@@ -12,6 +12,7 @@ from headstart.heads.block_config import (
     layer_reaches,
     trained_block_size,
 )
+from headstart.heads.formats.config_rules import engine_default
 from headstart.heads.formats.subject import MISSING, SPECULATORS_BLOCK, Subject, Violation, config_error, tensor_error
 
 
@@ -32,9 +33,10 @@ def slot_convention(subject: Subject, engine: str) -> Iterator[Violation]:
         default = "false, for dspark too" if subject.layout == SPECULATORS_BLOCK else "true for DSpark alone"
         allowed = f"true or false is required: without the key an engine assumes {default}"
         yield config_error(engine, "sample_from_anchor", None, allowed)
-    if engine == "sglang" and block_key(subject.config, "sample_from_anchor") and not rank_of(subject):
+    rank = block_key(subject.config, "markov_rank", 0)
+    if engine == "sglang" and block_key(subject.config, "sample_from_anchor") and not rank:
         allowed = "1 or more is allowed: SGLang serves heads that sample from the anchor only with a Markov head"
-        yield config_error(engine, "markov_rank", rank_of(subject), allowed)
+        yield config_error(engine, "markov_rank", rank, allowed)
 
 
 def causality(subject: Subject, engine: str) -> Iterator[Violation]:
@@ -49,10 +51,9 @@ def causality(subject: Subject, engine: str) -> Iterator[Violation]:
     wrong = [number for number, reach in enumerate(reaches) if makes_causal(subject, engine, reach) != reach.causal]
     if wrong:
         key = "sliding_window_non_causal" if subject.layout == SPECULATORS_BLOCK else "is_causal"
-        one_kind = len({reach.causal for reach in reaches}) == 1
-        right = (
-            f"is_causal {str(reaches[0].causal).lower()} with the layers' sizes" if one_kind else "one kind of layers"
-        )
+        right = "one kind of layers"
+        if len({reach.causal for reach in reaches}) == 1:
+            right = f"is_causal {str(reaches[0].causal).lower()} with the layers' sizes"
         how = "not causal" if reaches[wrong[0]].causal else "causal"
         allowed = f"{right} is allowed: {engine} makes layers {wrong} {how} within the block, unlike in training"
         yield config_error(engine, key, subject.config.get(key), allowed)
@@ -77,10 +78,6 @@ def makes_causal(subject: Subject, engine: str, reach: Reach) -> bool:
     return own_causal if switch is None else bool(switch)
 
 
-def rank_of(subject: Subject) -> int:
-    return int(block_key(subject.config, "markov_rank", 0))
-
-
 def mask_token(subject: Subject, engine: str) -> Iterator[Violation]:
     """The token whose embedding fills the slots: a row of the embedding, and never one that the head drafts."""
     token, target = block_key(subject.config, "mask_token_id"), subject.frozen.config
@@ -103,11 +100,8 @@ def taps(subject: Subject, engine: str) -> Iterator[Violation]:
     key = HIDDEN_STATES if subject.layout == SPECULATORS_BLOCK else LAYER_OUTPUTS
     named = block_key(subject.config, key)
     if not named:
-        default = [2, num_layers // 2, num_layers - 3]
-        allowed = (
-            f"the layers that the head was trained with are required: without the key vLLM takes hidden_states "
-            f"{default}, SGLang as many as the head has layers"
-        )
+        takes = f"vLLM takes hidden_states {engine_default(num_layers)}, SGLang as many as the head has layers"
+        allowed = f"the layers that the head was trained with are required: without the key {takes}"
         yield config_error(engine, key, named, allowed)
         return
     counted = [layer if key == HIDDEN_STATES else layer + 1 for layer in named]
@@ -131,15 +125,13 @@ def taps(subject: Subject, engine: str) -> Iterator[Violation]:
 def target_layers(subject: Subject, engine: str) -> Iterator[Violation]:
     """The sizes of the target that the head was trained for, as the files name them."""
     config, target = subject.config, subject.frozen.config
-    for key, allowed in (
+    for key, its in (
         ("num_target_layers", target.num_layers),
         ("hidden_size", target.hidden_size),
         ("vocab_size", target.vocab_size),
     ):
-        if config.get(key) not in (None, allowed):
-            yield config_error(
-                engine, key, config[key], f"the target's {allowed} is allowed: name the head's own target"
-            )
+        if config.get(key) not in (None, its):
+            yield config_error(engine, key, config[key], f"the target's {its} is allowed: name the head's own target")
 
 
 def draft_length(subject: Subject, engine: str) -> Iterator[Violation]:

@@ -174,9 +174,8 @@ def learning_curve(recipe: Recipe) -> Iterator[str]:
     if not lengths:
         return
     yield ""
-    yield (
-        "| tokens read | " + " | ".join(f"acceptance length at temperature {each}" for each in lengths.values()) + " |"
-    )
+    columns = [f"acceptance length at temperature {each}" for each in lengths.values()]
+    yield f"| {' | '.join(['tokens read', *columns])} |"
     yield "| ---: |" + " ---: |" * len(lengths)
     for _, row in sorted(measured.items()):
         yield f"| {row['train/tokens']:,} | " + " | ".join(f"{row[name]:.2f}" for name in lengths) + " |"

@@ -132,14 +132,11 @@ def reference_embedding(subject: Subject, engine: str) -> Iterator[Violation]:
 
 def speculators_sections(subject: Subject, engine: str) -> Iterator[Violation]:
     config = subject.files.config
-    if config.get("speculators_model_type") != "eagle3":
-        found = config.get("speculators_model_type")
-        yield config_error(engine, "speculators_model_type", found, "only 'eagle3' is allowed")
-    if not isinstance(config.get("transformer_layer_config"), dict):
-        found = config.get("transformer_layer_config")
-        yield config_error(
-            engine, "transformer_layer_config", found, "a JSON object with the layer's sizes is required"
-        )
+    if (named := config.get("speculators_model_type")) != "eagle3":
+        yield config_error(engine, "speculators_model_type", named, "only 'eagle3' is allowed")
+    if not isinstance(layer := config.get("transformer_layer_config"), dict):
+        allowed = "a JSON object with the layer's sizes is required"
+        yield config_error(engine, "transformer_layer_config", layer, allowed)
     methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     tokens = methods[0].get("speculative_tokens")
     if not isinstance(tokens, int) or tokens < 1:

@@ -78,8 +78,7 @@ RULES: dict[str, dict[str, tuple[Rule, ...]]] = {  # layout -> engine that can s
 
 
 def engines_of(files: HeadFiles) -> tuple[str, ...]:
-    """The engines that a head is meant for: those listed by our export, otherwise every engine that reads its layout
-    except the authors' own code."""
+    """The engines that our export lists; for another head all that read its layout, except the authors' own code."""
     named = files.config.get("headstart", {}).get("engines")
     if named is not None:
         return tuple(named)

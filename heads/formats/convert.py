@@ -37,10 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def convert(path: Path, out: Path, target: str) -> list[str]:
-    """Write the head in our own layout; returns a line for each fact that had to be inferred.
-
-    Raises ValueError for a head that our layout cannot represent, and if `out` exists already.
-    """
+    """Write the head in our layout and list what was inferred; raises ValueError for a head that it cannot hold."""
     if out.exists() or out.is_symlink():
         raise ValueError(f"OUT: {out} exists already; a new folder is allowed: choose another, or remove this one")
     files = HeadFiles.read(path)

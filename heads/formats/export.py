@@ -43,8 +43,7 @@ def main() -> None:
 def export(recipe: Recipe) -> Path:
     """Check and write the head, and return its folder, RUN_DIR/export/FORMAT.
 
-    Raises ValueError with every reason if the format's engine would not serve the head as it was trained, and if the
-    folder exists already.
+    Raises ValueError with every reason why the format's engine would not serve it as trained, or if the folder exists.
     """
     section = recipe.export
     refuse_original_target(recipe)
@@ -93,10 +92,9 @@ def violations_by_engine(name: str, files: HeadFiles, frozen: FrozenTarget) -> d
 def refuse_hydra(name: str, head: DraftHead) -> None:
     """Raise ValueError for sequential (Hydra) heads in any format but our own: no engine can draft with them."""
     if FORMATS[name].engine is not None and isinstance(head, MedusaHead) and head.shape.sequential:
-        raise ValueError(
-            f"export.format: {name!r} given for sequential (Hydra) heads, but no engine feeds heads the earlier draft "
-            f"tokens; native is allowed, which headstart serves; or train with head.sequential=false"
-        )
+        why = "no engine feeds heads the earlier draft tokens; native is allowed, which headstart serves"
+        advice = "or train with head.sequential=false"
+        raise ValueError(f"export.format: {name!r} given for sequential (Hydra) heads, but {why}; {advice}")
 
 
 def refuse_unservable(name: str, found: dict[str, list[Violation]]) -> None:

@@ -54,9 +54,8 @@ def reference_files(head: DraftHead, target: ServedTarget) -> Files:
     """The files that the EAGLE authors' code loads (cnets.py for EAGLE-3, cnets1.py for EAGLE-1)."""
     if head.kind not in ("eagle1", "eagle3"):
         other = "medusa" if isinstance(head, MedusaHead) else "vllm"
-        raise ValueError(
-            f"export.format: 'eagle' given for a head of kind {head.kind}; export.format={other} is allowed for it"
-        )
+        given = f"export.format: 'eagle' given for a head of kind {head.kind}"
+        raise ValueError(f"{given}; export.format={other} is allowed for it")
     config, tensors = head_config(head), dict(head.engine_tensors())
     config["architectures"] = ["LlamaForCausalLM"]
     if config["rope_scaling"] is not None:
@@ -75,11 +74,9 @@ def speculators_files(head: DraftHead, target: ServedTarget) -> Files:
     if isinstance(head, BlockHead):
         return speculators_block_files(head, target)
     if not isinstance(head, Eagle3Head) or head.shape.hidden_size != head.target.hidden_size:
-        raise ValueError(
-            f"export.format: 'speculators' given for a head of kind {head.kind} and width {head.feature_size}; only "
-            f"block heads and EAGLE-3 of the target's width, {head.target.hidden_size}, are allowed; use "
-            f"export.format=vllm instead"
-        )
+        given = f"export.format: 'speculators' given for a head of kind {head.kind} and width {head.feature_size}"
+        allowed = f"only block heads and EAGLE-3 of the target's width, {head.target.hidden_size}, are allowed"
+        raise ValueError(f"{given}; {allowed}; use export.format=vllm instead")
     config = speculators_config(head, target, "eagle3", "Eagle3DraftModel", EAGLE3_KEYS)
     if len(head.taps) != 3:
         config["transformer_layer_config"]["num_aux_hidden_states"] = len(head.taps)  # vLLM reads it in this section
@@ -97,10 +94,8 @@ def speculators_files(head: DraftHead, target: ServedTarget) -> Files:
 def speculators_block_files(head: BlockHead, target: ServedTarget) -> Files:
     """The same for block heads, as speculators' dspark or dflash."""
     if any(reach.causal for reach in head.shape.reaches if reach.window is None):
-        raise ValueError(
-            "export.format: 'speculators' given for a head that is causal within the block (head.causal); vllm "
-            "and native are allowed for it: choose one of them"
-        )
+        given = "export.format: 'speculators' given for a head that is causal within the block (head.causal)"
+        raise ValueError(f"{given}; vllm and native are allowed for it: choose one of them")
     target = replace(target, draft_tokens=head.shape.levels)
     if head.shape.method == "dspark":
         config = speculators_config(head, target, "dspark", "DSparkSpeculator", (*BLOCK_KEYS, *DSPARK_KEYS))
@@ -172,10 +167,8 @@ LAYER_KEYS = {
 def medusa_files(head: DraftHead, target: ServedTarget) -> Files:
     """The files that the Medusa authors' code loads (medusa_model.py), and vLLM too."""
     if not isinstance(head, MedusaHead):
-        raise ValueError(
-            f"export.format: 'medusa' given for a head of kind {head.kind}; this format holds only Medusa heads; "
-            "choose another format, such as native"
-        )
+        given = f"export.format: 'medusa' given for a head of kind {head.kind}"
+        raise ValueError(f"{given}; this format holds only Medusa heads; choose another format, such as native")
     try:
         tensors = to_reference_layout(head.tensors_with_full_lm_heads())
     except ValueError as error:

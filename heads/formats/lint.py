@@ -34,10 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = lint_options(__doc__, argv)
     with errors_as_messages():
         found = lint(arguments.export, arguments.target, arguments.engine)
-        for violation in found:
-            print(violation)
-        if not found:
-            print(all_is_well(arguments.export, arguments.engine))
+        print("\n".join(map(str, found)) or all_is_well(arguments.export, arguments.engine))
     sys.exit(1 if any(violation.severity == "error" for violation in found) else 0)
 
 

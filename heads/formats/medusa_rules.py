@@ -20,8 +20,7 @@ def architecture(subject: Subject, engine: str) -> Iterator[Violation]:
 
 
 def counts(subject: Subject, engine: str) -> Iterator[Violation]:
-    """vLLM reads any key that contains "num" and "heads", or "num" and "layers"; the Medusa authors' code reads its own
-    two keys, which default to 4 heads and 1 layer."""
+    """vLLM reads any key with "num" and "heads" or "layers", the Medusa authors' code two, by default 4 and 1."""
     for what, own, when_absent, found in (
         ("heads", "medusa_num_heads", 4, num_heads(subject)),
         ("layers", "medusa_num_layers", 1, num_layers(subject)),
@@ -55,8 +54,7 @@ def sizes(subject: Subject, engine: str) -> Iterator[Violation]:
 
 
 def whole_vocabulary(subject: Subject, engine: str) -> Iterator[Violation]:
-    """vLLM allocates an lm_head over the whole vocabulary for each head and refuses smaller ones; the Medusa authors'
-    code knows no draft vocabulary either."""
+    """vLLM refuses an lm_head over less than the whole vocabulary; the Medusa authors' code has no draft vocabulary."""
     config, vocab_size = subject.config, subject.frozen.config.vocab_size
     size = config.get("truncated_vocab_size")
     if engine == "vllm" and size not in (None, vocab_size):
@@ -120,8 +118,5 @@ def equal_layers(subject: Subject, engine: str) -> Iterator[Violation]:
         if parts[0] == "blocks" and parts[3] != "0":
             first = subject.tensors.get(".".join([*parts[:3], "0", parts[4]]))
             if first is not None and not (first.shape == tensor.shape and torch.equal(first, tensor)):
-                allowed = (
-                    "one layer, or layers with equal weights, are allowed: the Medusa authors' code uses the last "
-                    "layer's weights for all"
-                )
+                allowed = "only equal layers are allowed: the Medusa authors' code uses the last one's weights for all"
                 yield tensor_error(engine, name, "weights unlike the first layer's", allowed)

@@ -42,8 +42,7 @@ class Translation:
 def import_head(files: HeadFiles, frozen: FrozenTarget) -> tuple[DraftHead, list[str]]:
     """The head, in the dtype of `frozen`, and a line for each fact that had to be inferred.
 
-    Raises one ValueError that names everything our heads cannot represent and every missing, misshapen or unknown
-    tensor.
+    Raises one ValueError that names everything our heads cannot represent and every wrong tensor.
     """
     subject, translation = translate(files, frozen)
     rules = (*tensor_rules.WEIGHTS, config_rules.trained_for_this_target)
@@ -67,6 +66,8 @@ def translate(files: HeadFiles, frozen: FrozenTarget) -> tuple[Subject, Translat
     unprefixed = {name.removeprefix("model."): tensor for name, tensor in files.tensors.items()}
     subject = Subject(HeadFiles(files.folder, files.config, unprefixed), layout_of(files), frozen)
     translation = Translation(dict(subject.config), dict(subject.tensors), [f"layout: {subject.layout}"])
+    if subject.config.get("target_hidden_size") is None:
+        translation.config.pop("target_hidden_size", None)
     if unprefixed.keys() != files.tensors.keys():
         translation.inferred.append("names: the prefix `model.` was removed")
     for step in STEPS[subject.layout]:
@@ -86,14 +87,10 @@ def refuse_other_layers(subject: Subject, translation: Translation) -> None:
     """Refuse what a config.json may ask for but our layers cannot do."""
     config = subject.config
     if config.get("pard_token") is not None or "mask_hidden" in translation.tensors:
-        translation.refused.append(
-            "pard_token, mask_hidden: a P-EAGLE head, which is not supported; of heads that draft in one pass, "
-            "DFlash and DSpark are allowed"
-        )
-    if "speculators_model_type" in config and config["speculators_model_type"] != "eagle3":
-        translation.refused.append(
-            f"speculators_model_type {config['speculators_model_type']!r}: eagle3, dflash and dspark are allowed"
-        )
+        why = "a P-EAGLE head, which is not supported"
+        translation.refused.append(f"pard_token, mask_hidden: {why}; DFlash and DSpark are allowed")
+    if (named := config.get("speculators_model_type", "eagle3")) != "eagle3":
+        translation.refused.append(f"speculators_model_type {named!r}: eagle3, dflash and dspark are allowed")
     for key, allowed in (("hidden_act", "silu"), ("num_hidden_layers", 1), ("model_type", "llama")):
         if config.get(key, allowed) != allowed:
             translation.refused.append(f"{key} {config[key]!r}: only {allowed!r} is allowed")
@@ -136,9 +133,8 @@ def infer_attention(subject: Subject, translation: Translation) -> None:
     if config.get("num_key_value_heads") is None:
         translation.inferred.append(f"num_key_value_heads: missing, so {heads}, the same as num_attention_heads")
     if config.get("head_dim") is None:
-        translation.inferred.append(
-            f"head_dim: missing, so {config['hidden_size'] // heads}, hidden_size / num_attention_heads"
-        )
+        size = config["hidden_size"] // heads
+        translation.inferred.append(f"head_dim: missing, so {size}, hidden_size / num_attention_heads")
 
 
 def infer_taps(subject: Subject, translation: Translation) -> None:
@@ -146,10 +142,8 @@ def infer_taps(subject: Subject, translation: Translation) -> None:
     top, nested = subject.config.get(TAPS), subject.eagle_config.get(TAPS)
     taps = list(subject.taps)
     if top and nested and [layer + 1 for layer in nested] != list(top):
-        translation.refused.append(
-            f"{TAPS} {top} and eagle_config's {nested} name different hidden states; eagle_config counts layer "
-            f"outputs, which are one less: remove the wrong list"
-        )
+        differ = f"{TAPS} {top} and eagle_config's {nested} name different hidden states"
+        translation.refused.append(f"{differ}; eagle_config counts layer outputs, one less: remove the wrong list")
     if nested and not top and not subject.own:
         translation.inferred.append(f"taps: hidden_states {taps}, as eagle_config counts layer outputs {nested}")
     elif not top and not subject.own:
@@ -159,10 +153,8 @@ def infer_taps(subject: Subject, translation: Translation) -> None:
     projection = translation.tensors.get("fc.weight")
     width = len(taps) * subject.frozen.config.hidden_size
     if projection is not None and projection.ndim == 2 and projection.shape[1] != width:
-        translation.refused.append(
-            f"fc.weight reads {projection.shape[1]} features but {len(taps)} hidden states of the target have {width}; "
-            f"set {TAPS} in config.json"
-        )
+        reads = f"fc.weight reads {projection.shape[1]} features but {len(taps)} hidden states have {width}"
+        translation.refused.append(f"{reads}; set {TAPS} in config.json")
     translation.config[TAPS] = taps
 
 
@@ -196,10 +188,8 @@ def share_embedding(subject: Subject, translation: Translation) -> None:
         del translation.tensors["embed_tokens.weight"]
         translation.inferred.append("embed_tokens.weight: a copy of the target's, left out")
     elif away is not None and away > UNRELATED:
-        translation.refused.append(
-            f"embed_tokens.weight: differs from the target's by {away:.0%}, as that of another target does; one near "
-            f"the target's is allowed: name the target that the head was trained for"
-        )
+        differs = f"embed_tokens.weight: differs from the target's by {away:.0%}, as that of another target does"
+        translation.refused.append(f"{differs}; one near the target's is allowed: name the target of its training")
     else:
         translation.inferred.append("embed_tokens.weight: differs from the target's, kept")
 
@@ -211,11 +201,7 @@ def flatten_norms(subject: Subject, translation: Translation) -> None:
     if absent := [key for key in NORMS if key not in translation.config]:
         translation.inferred.append(f"{', '.join(absent)}: missing, so false")
     if subject.layout == "speculators" and "norm_before_residual" not in subject.config:
-        translation.refused.append(
-            "norm_before_residual: missing; vLLM assumes true, speculators false: add it to config.json"
-        )
-    if translation.config.get("target_hidden_size") is None:
-        translation.config.pop("target_hidden_size", None)
+        translation.refused.append("norm_before_residual: missing; vLLM assumes true, speculators false: add it")
 
 
 def drop_unread_tensors(subject: Subject, translation: Translation) -> None:
@@ -225,8 +211,7 @@ def drop_unread_tensors(subject: Subject, translation: Translation) -> None:
 
 
 def infer_medusa_sizes(subject: Subject, translation: Translation) -> None:
-    """Sizes that the Medusa authors' config.json omits; the number of heads comes from the tensors, which are right
-    even where config.json is not."""
+    """Sizes that the Medusa authors' config.json omits, or states wrongly: the tensors are right."""
     hidden, vocab_size = subject.frozen.config.hidden_size, subject.frozen.config.vocab_size
     if subject.config.get("original_lm_head"):
         translation.refused.append("original_lm_head true: only false, an lm_head for each head, is allowed")
@@ -252,14 +237,9 @@ def sort_token_map(subject: Subject, translation: Translation) -> None:
     if ids is None:
         return
     order = ids.long().argsort()
-    ascending = ids.long()[order]
-    if (
-        bool((ascending.diff() <= 0).any())
-        or not 0 <= int(ascending[0]) <= int(ascending[-1]) < translation.config["vocab_size"]
-    ):
-        translation.refused.append(
-            f"token_map: distinct ids among the target's {translation.config['vocab_size']} tokens are required"
-        )
+    ascending, vocab_size = ids.long()[order], translation.config["vocab_size"]
+    if bool((ascending.diff() <= 0).any()) or int(ascending[0]) < 0 or int(ascending[-1]) >= vocab_size:
+        translation.refused.append(f"token_map: distinct ids among the target's {vocab_size} tokens are required")
     elif not torch.equal(ascending, ids.long()):
         translation.tensors["token_map"] = ascending
         for name in [name for name in translation.tensors if name.startswith("lm_heads.")]:
@@ -280,8 +260,6 @@ def refuse_other_blocks(subject: Subject, translation: Translation) -> None:
         translation.refused.append("selector_rank, conv_kernel_size: heads of DFlash2 are not supported; remove them")
     if subject.layout == SPECULATORS_BLOCK and (named := config["speculators_model_type"]) not in ("dflash", "dspark"):
         translation.refused.append(f"speculators_model_type {named!r}: only 'dflash' and 'dspark' are allowed")
-    if translation.config.get("target_hidden_size") is None:
-        translation.config.pop("target_hidden_size", None)
     broken = block_rules.target_layers, block_rules.mask_token, block_rules.block_size
     translation.refused += [each.text for rule in broken for each in rule(subject, "headstart")]
     translation.refused += [f"{key}: missing; add the head's size to config.json" for key in subject.missing_sizes]
@@ -292,19 +270,14 @@ def infer_slots(subject: Subject, translation: Translation) -> None:
     if block_key(subject.config, "sample_from_anchor") is None:
         is_dspark = "DSparkModel" in str(subject.config.get("architectures"))
         if subject.layout == SPECULATORS_BLOCK:
-            translation.refused.append(
-                "sample_from_anchor: missing; vLLM takes false, speculators true for dspark: add the one of training"
-            )
+            takes = "vLLM takes false, speculators true for dspark"
+            translation.refused.append(f"sample_from_anchor: missing; {takes}: add the one of training")
         translation.config["sample_from_anchor"] = is_dspark
-        translation.inferred.append(
-            f"sample_from_anchor: missing, so {str(is_dspark).lower()}, the only convention of "
-            f"{'DeepSpec' if is_dspark else 'the DFlash authors'}"
-        )
+        value, authors = ("true", "DeepSpec") if is_dspark else ("false", "the DFlash authors")
+        translation.inferred.append(f"sample_from_anchor: missing, so {value}, the only convention of {authors}")
     if not subject.taps:
-        default = engine_default(subject.frozen.config.num_layers)
-        translation.refused.append(
-            f"{LAYER_OUTPUTS}: missing; vLLM takes hidden_states {default}; add the layers of its training"
-        )
+        takes = f"vLLM takes hidden_states {engine_default(subject.frozen.config.num_layers)}"
+        translation.refused.append(f"{LAYER_OUTPUTS}: missing; {takes}; add the layers of its training")
     elif not subject.own:
         key = HIDDEN_STATES if subject.layout == SPECULATORS_BLOCK else LAYER_OUTPUTS
         translation.inferred.append(f"taps: hidden_states {list(subject.taps)}, from {key}")
@@ -315,9 +288,8 @@ def share_target_tensors(subject: Subject, translation: Translation) -> None:
     tensors, frozen = translation.tensors, subject.frozen
     own = tensors.pop("embed_tokens.weight", None)
     if own is not None and not is_copy(own, frozen.embedding):
-        translation.refused.append(
-            "embed_tokens.weight: differs from the target's; only a copy of it is allowed: name the head's own target"
-        )
+        allowed = "only a copy of it is allowed: name the head's own target"
+        translation.refused.append(f"embed_tokens.weight: differs from the target's; {allowed}")
     elif own is not None:
         translation.inferred.append("embed_tokens.weight: a copy of the target's, left out")
     if "d2t" not in tensors and "lm_head.weight" in tensors and is_copy(tensors["lm_head.weight"], frozen.lm_head):

@@ -41,11 +41,9 @@ def layout_of(files: HeadFiles) -> str:
     kind = files.config.get("headstart", {}).get("kind")
     if kind in ("eagle1", "eagle3", "medusa", "block"):
         return str(kind)
-    shown = ", ".join(sorted(names)[:4])
-    raise ValueError(
-        f"{files.folder}: the layout of this draft head is unknown (its tensors: {shown}, ...); EAGLE-1, EAGLE-3, "
-        f"speculators' eagle3, Medusa, DFlash and DSpark are allowed: give the folder of such a head"
-    )
+    unknown = f"the layout of this draft head is unknown (its tensors: {', '.join(sorted(names)[:4])}, ...)"
+    allowed = "EAGLE-1, EAGLE-3, speculators' eagle3, Medusa, DFlash and DSpark are allowed"
+    raise ValueError(f"{files.folder}: {unknown}; {allowed}: give the folder of such a head")
 
 
 def attends_over_two_inputs(tensors: Mapping[str, Tensor]) -> bool:

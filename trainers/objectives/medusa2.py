@@ -26,7 +26,7 @@ from headstart.recipes.schema import TargetSection, TrainSection
 from headstart.trainers.objectives.chunked_loss import score_in_chunks
 from headstart.trainers.objectives.objective import Objective
 from headstart.trainers.objectives.unrolled import Supervision, Teacher, UnrolledHead, UnrollScores, positions_at_once
-from headstart.trainers.optimizers import named_optimizer_state, set_learning_rates, set_optimizer_state
+from headstart.trainers.optimizers import BETAS, named_optimizer_state, set_learning_rates, set_optimizer_state
 from headstart.trainers.ranks.head_on_ranks import ReplicatedHead, clip_and_step
 from headstart.trainers.run_checkpoints import Tensors
 
@@ -45,7 +45,7 @@ class TrainableTarget(nn.Module):
             layers.requires_grad_(True)
         self.trained = {name: each for name, each in self.model.named_parameters() if each.requires_grad}
         self.optimizer = torch.optim.AdamW(
-            self.trained.values(), lr=self.section.learning_rate, betas=recipe.train.betas, weight_decay=0.0
+            self.trained.values(), lr=self.section.learning_rate, betas=BETAS, weight_decay=0.0
         )
 
     @classmethod
