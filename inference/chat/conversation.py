@@ -38,9 +38,10 @@ class Conversation:
         while len(tokens := self.as_tokens(turns)) > room and len(turns) > 1:
             turns = turns[2:]
         if not 0 < len(tokens) <= room:
-            allowed = f"1 to {max(room, 0)} are allowed, because --max-new-tokens keeps {self.max_new_tokens} of the"
-            remedy = f"target's {self.max_positions} positions for the answer; ask a shorter question, or lower it"
-            raise ValueError(f"the question is {len(tokens)} tokens long; {allowed} {remedy}")
+            kept = f"the answer may take {self.max_new_tokens} of the target's {self.max_positions} positions"
+            allowed = f"1 to {max(room, 0)} are allowed, because {kept}"
+            remedy = "ask a shorter question, or lower --max-new-tokens"
+            raise ValueError(f"the question is {len(tokens)} tokens long; {allowed}; {remedy}")
         return Prompt(tokens, turns, dropped=(whole - len(turns)) // 2)
 
     def answered(self, prompt: Prompt, answer: str) -> None:

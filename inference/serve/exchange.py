@@ -143,7 +143,7 @@ class Exchange:
                 self._take(*await self.events.get())
 
     async def _next(self, pause: float | None) -> tuple[Choice, Output] | None:
-        """The additions of the next event; after a request's time limit its choices are cancelled, and then end."""
+        """The additions of the next event; a request's time limit cancels its choices, and their ends follow."""
         limit = self.settings.queue_timeout if self.first is None else self.settings.request_timeout
         left = None if limit is None or self.too_late else max(self.submitted + limit - time.perf_counter(), 0.001)
         waits = [seconds for seconds in (pause, left) if seconds is not None]
