@@ -461,7 +461,7 @@ FROM_FOLDERS: dict[str, tuple[dict[str, Any], Says]] = {
         Says("nowhere", "no config.json", "holds no head", "headstart train"),
     ),
     "a target as the head": ({"head": "target"}, Says("num_hidden_layers", "7", "a head has 1 layer", "train one")),
-    "a file as the head": ({"head": "target/config.json"}, Says("config.json", "holds no head", "", "a saved head's")),
+    "a file as the head": ({"head": "target/config.json"}, Says("config.json", "holds no head", "", "a saved head")),
     "a number as the head": ({"head": 3}, Says("folder", "3", "the path of a folder", "give it as text")),
     "a head with another drafter": (
         {"decode": decode(drafter="prompt_lookup")},

@@ -319,7 +319,7 @@ MISTAKES = {
     "a drafter without its corpus": ("decode.drafter=suffix", r"give (decode\.corpus)", "{}=prompts.jsonl"),
     "a drafter without its model": ("decode.drafter=draft_model", r"give (decode\.draft_model)", "{}=target"),
     "an override without a value": ("train.steps", r"for example (train\.steps=\d+)", "{}"),
-    "YAML that is not": ('export.push_to="a', r"put it in (quotes)", "export.push_to='\"a'"),
+    "YAML that is not": ('data.folder="a', r"put it in (quotes)", "data.folder='\"a'"),
     "a tap beyond the target": ("head.taps=[2, 9]", r"hidden states 0 to (\d)", "head.taps=[2, {}]"),
     "a vocabulary that is too large": (
         "head.draft_vocab_size=301",
@@ -335,7 +335,7 @@ MISTAKES = {
     "a device that is not there": ("target.device=cuda:77", r"\b(cpu)\b", "target.device={}"),
     "a tree that rejection sampling cannot use": (
         "decode.acceptance=rejection",
-        r"growth (chain),",
+        r"growth (chain) or",
         "decode.growth={}",
     ),
 }
